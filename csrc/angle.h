@@ -1,0 +1,58 @@
+// cos and sin of position * inv_freq to 5e-7 in float32 alone, for C++, CUDA and Metal alike.
+//
+// A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. So the angle is counted
+// in turns, and the frequency in turns is a sum of two floats. One fma gives the exact product of the position and the larger float;
+// its whole turns are dropped without error, and what was rounded away is added to the small rest. No double is needed
+// (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where the result is double.
+//
+// Includes nothing: the including file provides fma(T, T, T) and rint(T). T is float, or a vector of floats with T(float).
+#ifndef ROPE_ANGLE_H
+#define ROPE_ANGLE_H
+
+#ifndef ROPE_FN
+#define ROPE_FN inline
+#endif
+
+namespace rope {
+
+// inv_freq / (2 pi), in turns per position: hi + lo is right to about 2^-47 of it.
+template <typename T>
+ROPE_FN void turns_per_position(T freq_hi, T freq_lo, T& turns_hi, T& turns_lo) {
+  const T hi = T(0.15915494f);  // 1 / (2 pi) = hi + lo
+  const T lo = T(6.4206382e-9f);
+  turns_hi = freq_hi * hi;
+  turns_lo = fma(freq_hi, hi, -turns_hi) + fma(freq_hi, lo, freq_lo * hi);
+}
+
+// The position is position_hi + position_lo; position_lo is 0 for integers below 2^24.
+template <typename T>
+ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, T& cos, T& sin) {
+  const T product = position_hi * turns_hi;
+  const T lost = fma(position_hi, turns_hi, -product);
+  const T fraction = product - rint(product);
+  T rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
+  rest = rest - rint(rest);
+  // To the nearest half turn: both cos and sin change sign with each half, and |t| <= 1/4 remains.
+  const T halves = rint((fraction + rest) * T(2.0f));
+  const T t = fma(halves, T(-0.5f), fraction) + rest;
+  const T odd = fma(rint(halves * T(0.5f)), T(-2.0f), halves);  // -1, 0 or 1
+  const T sign = fma(odd * T(-2.0f), odd, T(1.0f));
+  // Minimax polynomials in u = t^2 for sin(2 pi t) / t and (cos(2 pi t) - 1) / u on |t| <= 1/4: errors 3.4e-9 and 2.5e-10 before rounding.
+  const T u = t * t;
+  T s = T(39.526894f);
+  s = fma(s, u, T(-76.548553f));
+  s = fma(s, u, T(81.600952f));
+  s = fma(s, u, T(-41.341656f));
+  s = fma(s, u, T(6.283185f));
+  T c = T(-25.001259f);
+  c = fma(c, u, T(60.147446f));
+  c = fma(c, u, T(-85.453796f));
+  c = fma(c, u, T(64.939354f));
+  c = fma(c, u, T(-19.739208f));
+  cos = fma(c, u, T(1.0f)) * sign;
+  sin = s * (t * sign);
+}
+
+}  // namespace rope
+
+#endif

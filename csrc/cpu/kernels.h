@@ -1,0 +1,46 @@
+// The CPU kernels, one build of them per instruction set, and what the host file hands to them.
+// Plain data and pointers only: the kernel files may include nothing with inline functions of external linkage (see vec.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../rope.h"
+
+namespace rope::cpu {
+
+enum class DType { kHalf, kBFloat16, kFloat, kDouble };
+
+struct Rotate {
+  RopeParams params;
+  double attention_factor;
+  DType x_dtype, table_dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
+  bool wide_positions;                         // int64, else int32
+  const void *q_in, *k_in;                     // [batch, seq, heads, head_dim] by the strides of params
+  void *q_out, *k_out;
+  const void *cos, *sin, *inv_freq, *positions;
+};
+
+struct CosSin {
+  int64_t pairs;
+  double attention_factor;
+  DType out_dtype;
+  const double* positions;  // [tokens]
+  const double* inv_freq;   // [pairs]
+  void *cos, *sin;          // [tokens, pairs]
+};
+
+struct Kernels {
+  const char* name;
+  size_t (*rotate_scratch)(const Rotate&);                                             // bytes of scratch that one thread needs
+  void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);            // tokens [begin, end) of batch * seq
+  size_t (*cos_sin_scratch)(const CosSin&);
+  void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
+};
+
+extern const Kernels plain;  // NEON on arm64
+#if defined(__x86_64__)
+extern const Kernels avx2, avx512;
+#endif
+
+}  // namespace rope::cpu

@@ -1,0 +1,2 @@
+#define ROPE_VARIANT plain
+#include "kernels.inc"

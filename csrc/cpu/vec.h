@@ -1,0 +1,223 @@
+// A vector of floats as wide as the instruction set allows, over the vector types of GCC and Clang.
+// One file serves AVX-512, AVX2, NEON and plain builds; only fma, rint and the float16 conversions name instructions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Every function after this point may use the instruction set of the file that includes it. Nothing with external linkage may be
+// included after it: the linker keeps one copy of an inline function, and it must not be the one with newer instructions.
+#if defined(ROPE_AVX512)
+#define ROPE_VECTOR_BYTES 64
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#endif
+#elif defined(ROPE_AVX2)
+#define ROPE_VECTOR_BYTES 32
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#else
+#define ROPE_VECTOR_BYTES 16
+#endif
+
+namespace rope {
+namespace {
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+inline To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// ---- one number ----
+
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline float rint(float a) { return __builtin_rintf(a); }
+
+inline float to_arithmetic(float x) { return x; }
+inline double to_arithmetic(double x) { return x; }
+inline float to_arithmetic(bf16 x) { return bits_as<float>(uint32_t(x.bits) << 16); }
+inline float to_arithmetic(f16 x) {
+#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
+  return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+  return bits_as<__fp16>(x.bits);
+#else
+  // Exponent and mantissa move to their float32 place; multiplying by 2^112 corrects the bias, subnormals included.
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+  if (magnitude >= 0x7c00u << 13) return bits_as<float>(sign | 0x7f800000u | magnitude | (magnitude > (0x7c00u << 13) ? 0x400000u : 0u));
+  return bits_as<float>(sign | bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f));
+#endif
+}
+
+// To nearest, ties to even; a NaN stays one.
+inline void round_to(float x, float& out) { out = x; }
+inline void round_to(double x, double& out) { out = x; }
+inline void round_to(float x, bf16& out) {
+  const uint32_t u = bits_as<uint32_t>(x);
+  out.bits = (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+inline void round_to(float x, f16& out) {
+#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
+  out.bits = uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  out.bits = bits_as<uint16_t>(__fp16(x));
+#else
+  const uint32_t u = bits_as<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00 | ((magnitude >> 13) & 0x3ff);
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 lets the float addition round at 2^-24
+    half = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  }
+  out.bits = uint16_t(sign | half);
+#endif
+}
+
+// ---- many numbers ----
+
+typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are floats
+
+template <typename V, typename P>
+inline V load_bits(const P* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+template <typename V, typename P>
+inline void store_bits(P* to, V v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+struct Floats {
+  static constexpr int64_t size = ROPE_VECTOR_BYTES / 4;
+  f32v v;
+  Floats() = default;
+  explicit Floats(float x) : v(f32v{} + x) {}
+  explicit Floats(f32v x) : v(x) {}
+};
+inline Floats operator+(Floats a, Floats b) { return Floats(a.v + b.v); }
+inline Floats operator-(Floats a, Floats b) { return Floats(a.v - b.v); }
+inline Floats operator*(Floats a, Floats b) { return Floats(a.v * b.v); }
+inline Floats operator-(Floats a) { return Floats(-a.v); }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(ROPE_AVX512)
+  return Floats(f32v(_mm512_fmadd_ps(__m512(a.v), __m512(b.v), __m512(c.v))));
+#elif defined(ROPE_AVX2)
+  return Floats(f32v(_mm256_fmadd_ps(__m256(a.v), __m256(b.v), __m256(c.v))));
+#elif defined(__aarch64__)
+  return Floats(f32v(vfmaq_f32(float32x4_t(c.v), float32x4_t(a.v), float32x4_t(b.v))));
+#else
+  for (int64_t i = 0; i < Floats::size; i++) a.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return a;
+#endif
+}
+
+inline Floats rint(Floats a) {
+#if defined(ROPE_AVX512)
+  return Floats(f32v(_mm512_roundscale_ps(__m512(a.v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+#elif defined(ROPE_AVX2)
+  return Floats(f32v(_mm256_round_ps(__m256(a.v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+#elif defined(__aarch64__)
+  return Floats(f32v(vrndnq_f32(float32x4_t(a.v))));
+#else
+  for (int64_t i = 0; i < Floats::size; i++) a.v[i] = __builtin_rintf(a.v[i]);
+  return a;
+#endif
+}
+
+// (x0, x1, x2, x3, ...) -> (x1, x0, x3, x2, ...): a rotation of 64-bit lanes by 32 bits.
+inline Floats swap_pairs(Floats a) {
+  const u64v u = u64v(a.v);
+  return Floats(f32v((u << 32) | (u >> 32)));
+}
+
+// The bits of a bfloat16 in the low half of each lane.
+inline u32v bf16_bits(Floats a) {
+  const u32v u = u32v(a.v);
+  const u32v rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  const u32v nan = u32v((u & 0x7fffffff) > 0x7f800000);
+  return (rounded & ~nan) | (0x7fc0 & nan);
+}
+
+inline Floats load(const float* from) { return Floats(load_bits<f32v>(from)); }
+inline void store(float* to, Floats a) { store_bits(to, a.v); }
+
+inline Floats load(const bf16* from) { return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16)); }
+inline void store(bf16* to, Floats a) { store_bits(to, __builtin_convertvector(bf16_bits(a), u16v)); }
+
+inline Floats load(const f16* from) {
+#if defined(ROPE_AVX512)
+  return Floats(f32v(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))));
+#elif defined(ROPE_AVX2)
+  return Floats(f32v(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+#elif defined(__aarch64__)
+  return Floats(f32v(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from))))));
+#else
+  Floats a;
+  for (int64_t i = 0; i < Floats::size; i++) a.v[i] = to_arithmetic(from[i]);
+  return a;
+#endif
+}
+inline void store(f16* to, Floats a) {
+#if defined(ROPE_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(__m512(a.v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(ROPE_AVX2)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(__m256(a.v), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(a.v))));
+#else
+  for (int64_t i = 0; i < Floats::size; i++) round_to(a.v[i], to[i]);
+#endif
+}
+
+struct Doubles {
+  static constexpr int64_t size = ROPE_VECTOR_BYTES / 8;
+  f64v v;
+};
+inline Doubles operator*(Doubles a, Doubles b) { return {a.v * b.v}; }
+inline Doubles operator-(Doubles a) { return {-a.v}; }
+inline Doubles fma(Doubles a, Doubles b, Doubles c) {
+#if defined(ROPE_AVX512)
+  return {f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v)))};
+#elif defined(ROPE_AVX2)
+  return {f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v)))};
+#else
+  for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
+  return a;
+#endif
+}
+inline Doubles load(const double* from) { return {load_bits<f64v>(from)}; }
+inline void store(double* to, Doubles a) { store_bits(to, a.v); }
+
+}  // namespace
+}  // namespace rope

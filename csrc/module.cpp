@@ -1,0 +1,16 @@
+// torch_rope._C: loading it registers the operators; asking it tells what was built.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "cpu/kernels.h"
+
+namespace rope::cpu {
+const Kernels& kernels();
+}
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
+  m.attr("devices") = pybind11::make_tuple("cpu");
+  m.def("cpu_instruction_set", [] { return std::string(rope::cpu::kernels().name); }, "The CPU kernels in use: plain, avx2 or avx512.");
+}

@@ -1,0 +1,48 @@
+// What host code and kernels share: plain sizes, strides and flags, no pointers. Metal gets the struct by setBytes.
+#ifndef ROPE_ROPE_H
+#define ROPE_ROPE_H
+
+#ifdef __METAL_VERSION__
+typedef long rope_int;
+#else
+#include <cstdint>
+typedef std::int64_t rope_int;
+#endif
+
+namespace rope {
+
+enum AngleSource : int {
+  kTableByPosition = 0,  // cos, sin: [max_position, rotary_dim / 2]
+  kTableByToken = 1,     // cos, sin: [batch or 1, seq, rotary_dim / 2]
+  kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
+};
+
+// One rotated tensor, [batch, seq, heads, head_dim]. Strides count elements, in that order.
+struct Operand {
+  rope_int heads;  // 0: there is no such tensor
+  rope_int in[4];
+  rope_int out[4];
+};
+
+struct RopeParams {
+  rope_int batch, seq, head_dim, rotary_dim;
+  Operand q, k;
+  rope_int cos[3], sin[3];  // strides: batch, row, column; a row is a position or a token
+  rope_int rows;            // rows of a table by position
+  rope_int inv_freq;        // stride
+  rope_int positions[2];    // strides: batch, seq
+  rope_int offset;
+  float factor_hi, factor_lo;  // attention_factor
+  int source;                  // AngleSource
+  int has_positions;
+  int interleaved;
+  int inverse;
+};
+
+#ifndef __METAL_VERSION__
+static_assert(sizeof(RopeParams) == 288, "RopeParams has the same layout on host and device");
+#endif
+
+}  // namespace rope
+
+#endif

@@ -1,0 +1,58 @@
+"""The rotation in numpy, in float64 (long double where x is float64), and how far from it a result may be."""
+
+import numpy as np
+import torch
+
+
+def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
+    t = t.detach().cpu()
+    return (t if t.dtype == torch.float64 or not t.is_floating_point() else t.double()).numpy().astype(kind)
+
+
+def rotate(
+    x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(result, magnitude of the rotated pair or of the passed channel), both in x's shape.
+
+    x: [batch, seq, heads, head_dim] or [seq, heads, head_dim], a torch tensor like all others.
+    """
+    kind = np.longdouble if x.dtype == torch.float64 else np.float64
+    values = numpy_of(x, kind)
+    values = values if values.ndim == 4 else values[None]
+    batch, seq = values.shape[:2]
+    p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
+    p = np.broadcast_to(p + offset, (batch, seq))
+    if inv_freq is not None:
+        angle = p[..., None].astype(kind) * numpy_of(inv_freq, kind)
+        c, s = np.cos(angle), np.sin(angle)
+    else:
+        c, s = numpy_of(cos, kind), numpy_of(sin, kind)
+        if c.ndim == 2:
+            c, s = c[p], s[p]
+    c, s = c[:, :, None] * kind(attention_factor), s[:, :, None] * kind(attention_factor)
+    if inverse:
+        s = -s
+    pairs = c.shape[-1]
+    channels = np.arange(2 * pairs)
+    first, second = (channels[0::2], channels[1::2]) if interleaved else (channels[:pairs], channels[pairs:])
+    a, b = values[..., first], values[..., second]
+    out, size = values.copy(), np.abs(values)
+    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    size[..., first] = size[..., second] = np.hypot(out[..., first], out[..., second])
+    return out.reshape(x.shape), size.reshape(x.shape)
+
+
+def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The distance of neighbouring numbers of dtype at magnitude."""
+    info = torch.finfo(dtype)
+    exponent = np.floor(np.log2(np.maximum(magnitude, info.tiny).astype(np.float64)))
+    return np.exp2(exponent) * info.eps
+
+
+def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], ulps: float, plus: float = 0.0) -> None:
+    """Every element within ulps of the dtype at the magnitude of its pair, plus that part of the magnitude."""
+    value, magnitude = expected
+    error = np.abs(numpy_of(actual, value.dtype.type) - value)
+    limit = ulps * ulp(magnitude, actual.dtype) + plus * magnitude
+    worst = np.max(error / limit, initial=0.0)
+    assert worst <= 1, f"{float(worst):.3f} of the limit of {ulps} ulp"

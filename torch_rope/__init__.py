@@ -1,0 +1,24 @@
+"""Rotary position embedding for PyTorch: ``torch.ops.rope.*`` and thin documented functions over them."""
+
+from pathlib import Path
+
+import torch
+
+
+def _require_matching_torch() -> None:
+    """The library is built for one torch release; another one would crash while it loads, so look first."""
+    built_for = Path(__file__).with_name("built_for_torch.txt").read_text().strip()
+    if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
+        raise ImportError(
+            f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}: "
+            "build it again with pip install --no-build-isolation --force-reinstall torch_rope"
+        )
+
+
+_require_matching_torch()
+
+from torch_rope import _C, _register  # noqa: E402, F401  loading _C registers the operators
+from torch_rope.functional import cos_sin, inv_freq, rotate, rotate_, rotate_qk, rotate_qk_  # noqa: E402
+
+__all__ = ["cos_sin", "inv_freq", "rotate", "rotate_", "rotate_qk", "rotate_qk_"]
+__version__ = "0.1.0"
