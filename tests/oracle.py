@@ -10,7 +10,16 @@ def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
 
 
 def rotate(
-    x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False
+    x,
+    cos=None,
+    sin=None,
+    inv_freq=None,
+    positions=None,
+    offset=0,
+    *,
+    attention_factor=1.0,
+    interleaved=False,
+    inverse=False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(result, magnitude of the rotated pair or of the passed channel), both in x's shape.
 

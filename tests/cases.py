@@ -1,0 +1,134 @@
+"""The cases that every test of the rotating operators runs over: layouts, angle sources and sizes."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+import torch_rope
+
+
+def _dense(shape, dtype, device):
+    return torch.randn(shape, dtype=torch.float64, device="cpu").to(dtype).to(device)
+
+
+def _strided(order):
+    """Stored with its dimensions in this order, seen as [batch, seq, heads, head_dim]."""
+
+    def make(shape, dtype, device):
+        stored = _dense([shape[d] for d in order], dtype, device)
+        return stored.permute(*(order.index(d) for d in range(4)))
+
+    return make
+
+
+def _slice_of_packed(shape, dtype, device):
+    batch, seq, heads, head_dim = shape
+    return _dense((batch, seq, heads + 3, head_dim), dtype, device)[:, :, 1 : heads + 1]
+
+
+def _every_second_channel(shape, dtype, device):
+    return _dense((*shape[:3], 2 * shape[3]), dtype, device)[..., ::2]
+
+
+def _odd_start(shape, dtype, device):
+    return _dense((shape.numel() + 1,), dtype, device)[1:].view(shape)
+
+
+# name -> function of (shape, dtype, device): a [batch, seq, heads, head_dim] tensor whose elements do not share memory
+LAYOUTS = {
+    "bshd": _dense,
+    "bhsd": _strided((0, 2, 1, 3)),
+    "sbhd": _strided((1, 0, 2, 3)),
+    "channels first": _strided((0, 3, 1, 2)),
+    "packed": _slice_of_packed,
+    "every second channel": _every_second_channel,
+    "odd start": _odd_start,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a call says its angles."""
+
+    kind: str  # table, token, inv_freq
+    positions: str = ""  # dtype and shape, or none
+    offset: int = 0
+    strided: bool = False  # tables cut out of full-width ones, positions and inv_freq every second element
+    freq_dtype: torch.dtype = torch.float32
+
+    def __str__(self):
+        return "-".join(
+            [self.kind, *([self.positions] if self.positions else []), *(["strided"] if self.strided else [])]
+            + ([f"offset{self.offset}"] if self.offset else [])
+            + (["float64"] if self.freq_dtype == torch.float64 else [])
+        )
+
+    def arguments(self, batch, seq, rotary_dim, table_dtype, device) -> dict:
+        rows, half = seq + 40, rotary_dim // 2
+        freq = torch_rope.inv_freq(rotary_dim).double()
+        arguments = {"offset": self.offset} if self.offset else {}
+
+        def cut(t):
+            return torch.stack([t, t], -1).flatten(-2)[..., ::2] if self.strided else t
+
+        if self.kind == "inv_freq":
+            arguments["inv_freq"] = cut(freq).to(self.freq_dtype).to(device)
+        else:
+            shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}[self.kind]
+            angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
+            arguments["cos"], arguments["sin"] = (
+                torch.cat([t, t], -1).to(table_dtype).to(device)[..., :half]
+                if self.strided
+                else t.to(table_dtype).to(device)
+                for t in (angle.cos(), angle.sin())
+            )
+        if self.positions:
+            dtype, shape = self.positions.split()
+            low = -self.offset if self.kind == "table" else -20
+            positions = torch.randint(
+                low, rows - self.offset, {"[S]": (seq,), "[1,S]": (1, seq), "[B,S]": (batch, seq)}[shape]
+            )
+            arguments["positions"] = cut(positions.to(getattr(torch, dtype)).to(device))
+        return arguments
+
+
+SOURCES = [
+    Source("table"),
+    Source("table", offset=7),
+    Source("table", "int64 [S]", offset=-3),
+    Source("table", "int32 [B,S]", strided=True),
+    Source("table", "int64 [1,S]"),
+    Source("token"),
+    Source("token shared", strided=True),
+    Source("inv_freq", offset=11),
+    Source("inv_freq", "int32 [1,S]", strided=True),
+    Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+# (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
+SIZES = [
+    (2, 5, 3, 1, 64, 64),
+    (1, 1, 9, 3, 64, 64),
+    (1, 130, 4, 2, 128, 128),
+    (3, 7, 2, 2, 80, 32),
+    (2, 3, 5, 1, 66, 66),
+    (2, 4, 1, 3, 7, 6),
+    (1, 3, 2, 1, 2, 2),
+    (2, 2, 1, 1, 100, 52),
+]
+
+
+def combinations():
+    """Every layout, source and size, each with every other at least once, without the full product."""
+    layouts = list(LAYOUTS)
+    for (i, size), (j, source) in itertools.product(enumerate(SIZES), enumerate(SOURCES)):
+        q, k = layouts[(i + j) % len(layouts)], layouts[(i + 3 * j + 1) % len(layouts)]
+        yield size, source, q, k
+
+
+def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:
+    """Apple GPUs have no float64."""
+    return device != "mps" or torch.float64 not in (dtype, source.freq_dtype if source else None)

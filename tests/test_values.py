@@ -1,0 +1,292 @@
+"""Values: every operator against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the layout."""
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
+from oracle import assert_close, numpy_of, rotate, ulp
+
+import torch_rope
+
+ULPS = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 2}
+CASES = list(combinations())
+
+
+def limits(dtype, source, attention_factor=1.0):
+    """(ulps, part of the magnitude) that a result may be off by."""
+    ulps = ULPS[dtype] if attention_factor == 1.0 or ULPS[dtype] == 1 else 3
+    return ulps, 5e-7 if source.kind == "inv_freq" and dtype != torch.float64 else 0.0
+
+
+def make(size, source, q_layout, k_layout, dtype, device, table_dtype=None):
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
+    k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
+    if table_dtype is None:
+        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return q, k, source.arguments(batch, seq, rotary_dim, table_dtype, device)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_rotate_qk_is_within_ulps_of_the_oracle(case, dtype, interleaved, device):
+    if not supported(device, dtype, case[1]):
+        pytest.skip("Apple GPUs have no float64")
+    q, k, angles = make(*case, dtype, device)
+    q_before, k_before = q.clone(), k.clone()
+    q_out, k_out = torch.ops.rope.rotate_qk(q, k, **angles, interleaved=interleaved)
+    for x, out in (q, q_out), (k, k_out):
+        assert_close(out, rotate(x, **angles, interleaved=interleaved), *limits(dtype, case[1]))
+        assert out.stride() == torch.empty_like(x).stride()
+    rotary_dim = case[0][-1]
+    assert torch.equal(q_out[..., rotary_dim:], q[..., rotary_dim:])
+    assert torch.equal(q, q_before) and torch.equal(k, k_before)
+
+    # The other operators: the same bits.
+    assert torch.equal(torch.ops.rope.rotate(q, **angles, interleaved=interleaved), q_out)
+    assert torch.equal(torch.ops.rope.rotate(k, **angles, interleaved=interleaved), k_out)
+    torch.ops.rope.rotate_qk_(q, k, **angles, interleaved=interleaved)
+    assert torch.equal(q, q_out) and torch.equal(k, k_out)
+    torch.ops.rope.rotate_(q_before, **angles, interleaved=interleaved)
+    assert torch.equal(q_before, q_out)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("attention_factor", [1.0, 1.2079441541679836, -0.37])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("source", [SOURCES[0], SOURCES[5], SOURCES[7]], ids=str)
+def test_inverse_and_attention_factor(source, dtype, attention_factor, inverse, device):
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    for interleaved in (False, True):
+        q, k, angles = make((2, 9, 4, 1, 96, 64), source, "bshd", "packed", dtype, device)
+        options = dict(attention_factor=attention_factor, interleaved=interleaved, inverse=inverse)
+        for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, **options), strict=True):
+            assert_close(out, rotate(x, **angles, **options), *limits(dtype, source, attention_factor))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "dtype, table_dtype",
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float32)],
+    ids=str,
+)
+def test_tables_in_another_dtype(dtype, table_dtype, interleaved, device):
+    """A bfloat16 table is read exactly; the arithmetic stays float32, with one rounding at the end."""
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    q, k, angles = make((2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", dtype, device, table_dtype)
+    for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, interleaved=interleaved), strict=True):
+        assert_close(out, rotate(x, **angles, interleaved=interleaved), ULPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, device):
+    """In a vector's body or its tail, in any layout, with a head of its own or among others."""
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    q, _, angles = make((2, 40, 6, 1, 128, 128), Source("table", offset=2), "bshd", "bshd", dtype, device)
+    whole = torch.ops.rope.rotate(q, **angles, interleaved=interleaved)
+    for name, layout in LAYOUTS.items():
+        x = layout(q.shape, dtype, device).copy_(q)
+        assert torch.equal(torch.ops.rope.rotate(x, **angles, interleaved=interleaved), whole), name
+    for token in (0, 39):
+        one = torch.ops.rope.rotate(
+            q[:, token : token + 1, 3:4], angles["cos"], angles["sin"], offset=2 + token, interleaved=interleaved
+        )
+        assert torch.equal(one, whole[:, token : token + 1, 3:4])
+    for pairs in (1, 3, 13, 31):  # the first pairs alone: other vectors, and a tail
+        if interleaved:
+            x, expected = q[..., : 2 * pairs], whole[..., : 2 * pairs]
+        else:
+            x, expected = (torch.cat([t[..., :pairs], t[..., 64 : 64 + pairs]], -1) for t in (q, whole))
+        part = torch.ops.rope.rotate(
+            x, angles["cos"][:, :pairs], angles["sin"][:, :pairs], offset=2, interleaved=interleaved
+        )
+        assert torch.equal(part, expected)
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    q, k, angles = make((2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd", torch.float32, "cpu")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = torch.ops.rope.rotate_qk(q, k, **angles)
+        torch.set_num_threads(3)
+        three = torch.ops.rope.rotate_qk(q, k, **angles)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one[0], three[0]) and torch.equal(one[1], three[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_table_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
+    q, k, angles = make((2, 33, 3, 1, 64, 64), Source("inv_freq", offset=5), "bshd", "bshd", dtype, device)
+    cos, sin = torch_rope.cos_sin(torch.arange(60, device=device), angles["inv_freq"])
+    for a, b in zip(torch_rope.rotate_qk(q, k, **angles), torch_rope.rotate_qk(q, k, cos, sin, offset=5), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_expanded_inputs_are_read(device):
+    """Stride 0 is legal for what is only read: k of one head seen as many, one table row for all tokens."""
+    x = torch.randn(2, 5, 1, 16, device=device)
+    cos, sin = torch_rope.cos_sin(torch.tensor([3], device=device), torch_rope.inv_freq(16, device=device))
+    many = x.expand(2, 5, 4, 16)
+    out = torch.ops.rope.rotate(many, cos.expand(5, 8), sin.expand(5, 8))
+    assert torch.equal(out, torch.ops.rope.rotate(many.contiguous(), cos.repeat(5, 1), sin.repeat(5, 1)))
+    assert torch.equal(
+        out,
+        torch.ops.rope.rotate(
+            many, inv_freq=torch_rope.inv_freq(16, device=device), positions=cos.new_full((1,), 3).int().expand(5)
+        ),
+    )
+    assert out.stride() == torch.empty_like(many).stride()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
+def test_empty_tensors(shape, device):
+    x = torch.randn(shape, device=device)
+    freq = torch_rope.inv_freq(min(8, shape[-1]), device=device)
+    assert torch_rope.rotate(x, inv_freq=freq).shape == shape
+    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
+    a, b = torch_rope.rotate_qk(x, x, cos, sin)
+    assert a.shape == b.shape == shape
+    torch_rope.rotate_(x, cos, sin)
+
+
+def test_nothing_rotated_is_a_copy(device):
+    """rotary_dim 0: proportional frequencies of a layer may leave none."""
+    x = torch.randn(2, 3, 1, 8, device=device)
+    out = torch_rope.rotate(x, inv_freq=torch.empty(0, device=device))
+    assert torch.equal(out, x) and out.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_special_values(dtype, interleaved, device):
+    """Infinities, NaNs, subnormals and the largest numbers round as torch rounds them; a NaN stays within its pair."""
+    info = torch.finfo(dtype)
+    values = [
+        0.0,
+        -0.0,
+        info.tiny,
+        info.smallest_normal / 8,
+        info.max,
+        -info.max,
+        float("inf"),
+        float("nan"),
+        1.0,
+        65519.0,
+        3e-8,
+    ]
+    x = torch.tensor(values * 8, dtype=torch.float64).to(dtype).view(1, 11, 1, 8).to(device)
+    cos, sin = torch_rope.cos_sin(torch.arange(11, device=device), torch_rope.inv_freq(8, device=device))
+    out = torch_rope.rotate(x, cos, sin, interleaved=interleaved)
+    a, b = (x.float()[..., 0::2], x.float()[..., 1::2]) if interleaved else x.float().chunk(2, -1)
+    c, s = cos.view(1, 11, 1, 4), sin.view(1, 11, 1, 4)
+    expected = (
+        torch.stack([torch.addcmul(-b * s, a, c), torch.addcmul(a * s, b, c)], -1 if interleaved else -2)
+        .flatten(-2)
+        .to(dtype)
+    )
+    same_kind = torch.isfinite(out) == torch.isfinite(expected)
+    assert same_kind.all() and torch.equal(out.isnan(), expected.isnan())
+    finite = torch.isfinite(expected)
+    torch.testing.assert_close(
+        out[finite], expected[finite], rtol=2 * info.eps, atol=0 if dtype != torch.float16 else 2**-24
+    )
+
+
+# ---- angles ----
+
+POSITIONS = torch.cat(
+    [
+        torch.arange(5000),
+        torch.randint(0, 2**24, (20000,)),
+        torch.arange(2**24 - 2000, 2**24),
+        torch.tensor([2**17 - 1]),
+    ]
+)
+
+
+@pytest.mark.parametrize("freq_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0000001])
+def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
+    if not supported(device, freq_dtype):
+        pytest.skip("Apple GPUs have no float64")
+    freq = (base ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)).to(freq_dtype)
+    angle = POSITIONS.double().unsqueeze(-1) * freq.double()
+    for positions in (POSITIONS, POSITIONS.int(), -POSITIONS):
+        sign = -1 if positions[1] < 0 else 1
+        cos, sin = torch_rope.cos_sin(positions.to(device), freq.to(device))
+        assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
+        assert (sin.cpu().double() - sign * angle.sin()).abs().max() <= 5e-7
+    # The same inside rotate: the pair (1, 0) becomes (cos, sin).
+    x = torch.zeros(len(POSITIONS), 1, 128, device=device)
+    x[..., :64] = 1
+    out = torch_rope.rotate(x, inv_freq=freq.to(device), positions=POSITIONS.to(device)).cpu().double().squeeze(1)
+    assert (out - torch.cat([angle.cos(), angle.sin()], -1)).abs().max() <= 5e-7
+
+
+def test_float64_angles_are_float64(device):
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    freq = torch_rope.inv_freq(128).double()
+    positions = POSITIONS[::10]
+    angle = numpy_of(positions, np.longdouble)[:, None] * numpy_of(freq, np.longdouble)
+    cos, sin = torch_rope.cos_sin(positions.to(device), freq.to(device), dtype=torch.float64)
+    assert np.abs(numpy_of(cos, np.longdouble) - np.cos(angle)).max() <= 2.0**-52
+    assert np.abs(numpy_of(sin, np.longdouble) - np.sin(angle)).max() <= 2.0**-52
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int16, torch.uint8],
+    ids=str,
+)
+def test_cos_sin_takes_positions_of_any_shape_and_dtype(dtype, device):
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    freq = torch_rope.inv_freq(6)
+    positions = (torch.rand(2, 3, 4) * 100).to(dtype)
+    angle = positions.double().unsqueeze(-1) * freq.double()
+    for seen in (positions, positions.transpose(0, 2), positions[1, 2, 3], positions[:, :0]):
+        index = torch.arange(positions.numel()).view(positions.shape)
+        index = {3: index, 0: index[1, 2, 3]}.get(seen.dim(), index) if seen.numel() else index[:, :0]
+        index = index.transpose(0, 2) if seen.shape == (4, 3, 2) else index
+        cos, sin = torch_rope.cos_sin(seen.to(device), freq.to(device))
+        assert cos.shape == sin.shape == (*seen.shape, 3) and cos.dtype == torch.float32 and cos.is_contiguous()
+        expected = angle.reshape(-1, 3)[index.reshape(-1)].view(*seen.shape, 3)
+        torch.testing.assert_close(cos.cpu().double(), expected.cos(), rtol=0, atol=5e-7)
+        torch.testing.assert_close(sin.cpu().double(), expected.sin(), rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_cos_sin_scales_and_rounds_once(dtype, device):
+    freq = torch_rope.inv_freq(64)
+    positions = torch.arange(300)
+    angle = positions.double().unsqueeze(-1) * freq.double()
+    for t, exact in zip(
+        torch_rope.cos_sin(positions.to(device), freq.to(device), attention_factor=1.7, dtype=dtype),
+        (angle.cos(), angle.sin()),
+        strict=True,
+    ):
+        assert t.dtype == dtype
+        exact = (exact * 1.7).numpy()
+        assert (np.abs(numpy_of(t) - exact) <= 1.7 * 5e-7 + 0.5001 * ulp(np.abs(exact), dtype)).all()
+
+
+def test_inv_freq_is_float64_inside():
+    exact = [1e6 ** (-2 * i / 128) for i in range(64)]
+    assert torch_rope.inv_freq(128, 1e6).tolist() == torch.tensor(exact, dtype=torch.float64).float().tolist()
+    assert torch_rope.inv_freq(0).shape == (0,)
+    for bad in (
+        dict(rotary_dim=3),
+        dict(rotary_dim=-2),
+        dict(rotary_dim=4, base=0.0),
+        dict(rotary_dim=4, base=float("nan")),
+    ):
+        with pytest.raises(ValueError, match="torch_rope.inv_freq"):
+            torch_rope.inv_freq(**bad)
