@@ -1,7 +1,8 @@
 """Speed on the CPU, as ratios within one run: python benchmarks/cpu.py [case ...]
 
-All contenders of a case take turns, so that what disturbs the machine disturbs all; each figure is a median. The allocator is kept warm,
-because fresh pages cost a large result more than the rotation does.
+All contenders of a case take turns, so that what disturbs the machine disturbs all, and each is called once untimed before it is timed,
+so that it finds its own caches and not its neighbour's; each figure is a median. The allocator is kept warm, because fresh pages cost a
+large result more than the rotation does.
 """
 
 import argparse
@@ -30,11 +31,9 @@ rope = torch.ops.rope
 def medians(contenders: dict, rounds: int = ROUNDS, calls: int = 1) -> dict:
     """Microseconds a call of each contender."""
     samples = {name: [] for name in contenders}
-    for call in contenders.values():
-        for _ in range(3 * calls):
-            call()
     for _ in range(rounds):
         for name, call in contenders.items():
+            call()
             start = time.perf_counter()
             for _ in range(calls):
                 call()

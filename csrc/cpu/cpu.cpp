@@ -71,6 +71,9 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   });
 }
 
+// A result larger than the caches is written past them.
+constexpr int64_t kStreamBytes = 32 << 20;
+
 struct Cpu {
   static void rotate(const RotateCall& call) {
     Rotate r{};
@@ -98,6 +101,8 @@ struct Cpu {
       r.positions = call.positions->const_data_ptr();
       r.wide_positions = call.positions->scalar_type() == at::kLong;
     }
+    const int64_t bytes = p.batch * p.seq * (p.q.heads + p.k.heads) * p.head_dim * int64_t(call.q->element_size());
+    r.stream = r.q_in != r.q_out && bytes >= kStreamBytes;
     const Kernels& k = kernels();
     parallel(p.batch * p.seq, (p.q.heads + p.k.heads) * p.head_dim, k.rotate_scratch(r),
              [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });

@@ -112,9 +112,26 @@ inline V load_bits(const P* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
-template <typename V, typename P>
+// stream: past the caches, for a result larger than they are; `to` is then aligned to V. It saves reading each line before it is written.
+template <bool stream = false, typename V, typename P>
 inline void store_bits(P* to, V v) {
+#if defined(__x86_64__)
+  if constexpr (stream && sizeof v == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits_as<__m128i>(v));
+#endif
+#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
+  if constexpr (stream && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(v));
+#endif
+#if defined(ROPE_AVX512)
+  if constexpr (stream && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(v));
+#endif
   std::memcpy(to, &v, sizeof v);
+}
+
+// Streamed results are visible to other threads after this.
+inline void finish_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
 }
 
 struct Floats {
@@ -161,19 +178,27 @@ inline Floats swap_pairs(Floats a) {
   return Floats(f32v((u << 32) | (u >> 32)));
 }
 
-// The bits of a bfloat16 in the low half of each lane.
-inline u32v bf16_bits(Floats a) {
+// A vector of bfloat16 as 32-bit lanes of two: the even elements, and the odd ones. Nothing is shuffled on the way in or out.
+inline Floats even_elements(u32v lanes) { return Floats(f32v(lanes << 16)); }
+inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)); }
+// Rounded to bfloat16, in the high half of each lane.
+inline u32v rounded_high(Floats a) {
   const u32v u = u32v(a.v);
-  const u32v rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  const u32v nan = u32v((u & 0x7fffffff) > 0x7f800000);
-  return (rounded & ~nan) | (0x7fc0 & nan);
+  return a.v == a.v ? u + 0x7fff + ((u >> 16) & 1) : u32v{} + 0x7fc00000u;
 }
+inline u32v lanes_of(Floats even, Floats odd) { return (rounded_high(even) >> 16) | (rounded_high(odd) & 0xffff0000u); }
 
 inline Floats load(const float* from) { return Floats(load_bits<f32v>(from)); }
-inline void store(float* to, Floats a) { store_bits(to, a.v); }
+template <bool stream = false>
+inline void store(float* to, Floats a) {
+  store_bits<stream>(to, a.v);
+}
 
 inline Floats load(const bf16* from) { return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16)); }
-inline void store(bf16* to, Floats a) { store_bits(to, __builtin_convertvector(bf16_bits(a), u16v)); }
+template <bool stream = false>
+inline void store(bf16* to, Floats a) {
+  store_bits<stream>(to, __builtin_convertvector(rounded_high(a) >> 16, u16v));
+}
 
 inline Floats load(const f16* from) {
 #if defined(ROPE_AVX512)
@@ -188,11 +213,12 @@ inline Floats load(const f16* from) {
   return a;
 #endif
 }
+template <bool stream = false>
 inline void store(f16* to, Floats a) {
 #if defined(ROPE_AVX512)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(__m512(a.v), _MM_FROUND_TO_NEAREST_INT));
+  store_bits<stream>(to, _mm512_cvtps_ph(__m512(a.v), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(ROPE_AVX2)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(__m256(a.v), _MM_FROUND_TO_NEAREST_INT));
+  store_bits<stream>(to, _mm256_cvtps_ph(__m256(a.v), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__aarch64__)
   vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(a.v))));
 #else
@@ -217,7 +243,10 @@ inline Doubles fma(Doubles a, Doubles b, Doubles c) {
 #endif
 }
 inline Doubles load(const double* from) { return {load_bits<f64v>(from)}; }
-inline void store(double* to, Doubles a) { store_bits(to, a.v); }
+template <bool stream = false>
+inline void store(double* to, Doubles a) {
+  store_bits<stream>(to, a.v);
+}
 
 }  // namespace
 }  // namespace rope
