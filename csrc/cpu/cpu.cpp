@@ -71,8 +71,8 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   });
 }
 
-// A result larger than the caches is written past them.
-constexpr int64_t kStreamBytes = 32 << 20;
+// A result this large is written past the caches: with what it was made from, it would not stay in them.
+constexpr int64_t kStreamBytes = 16 << 20;
 
 struct Cpu {
   static void rotate(const RotateCall& call) {

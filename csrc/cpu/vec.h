@@ -70,12 +70,13 @@ inline float to_arithmetic(f16 x) {
 #endif
 }
 
-// To nearest, ties to even; a NaN stays one.
+// To nearest, ties to even. A NaN stays one: for bfloat16 because no NaN that gets here has a payload in its low half, where the carry
+// could run through it (arithmetic keeps the payload of an operand, and plain_nan clears those of tables).
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {
   const uint32_t u = bits_as<uint32_t>(x);
-  out.bits = (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+  out.bits = uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
 inline void round_to(float x, f16& out) {
 #if defined(ROPE_AVX512) || defined(ROPE_AVX2)
@@ -146,6 +147,10 @@ inline Floats operator-(Floats a, Floats b) { return Floats(a.v - b.v); }
 inline Floats operator*(Floats a, Floats b) { return Floats(a.v * b.v); }
 inline Floats operator-(Floats a) { return Floats(-a.v); }
 
+inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
+inline double plain_nan(double a) { return a; }
+inline Floats plain_nan(Floats a) { return Floats(a.v == a.v ? a.v : f32v{} + __builtin_nanf("")); }
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(ROPE_AVX512)
   return Floats(f32v(_mm512_fmadd_ps(__m512(a.v), __m512(b.v), __m512(c.v))));
@@ -184,7 +189,7 @@ inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)
 // Rounded to bfloat16, in the high half of each lane.
 inline u32v rounded_high(Floats a) {
   const u32v u = u32v(a.v);
-  return a.v == a.v ? u + 0x7fff + ((u >> 16) & 1) : u32v{} + 0x7fc00000u;
+  return u + 0x7fff + ((u >> 16) & 1);
 }
 inline u32v lanes_of(Floats even, Floats odd) { return (rounded_high(even) >> 16) | (rounded_high(odd) & 0xffff0000u); }
 
