@@ -9,10 +9,10 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.*)
 
 .PHONY: demo test bench lint clean
 
-PROMPT ?= Explain in two sentences how a rotary position embedding works.
+export PROMPT ?= Why is the sky blue?
 
 demo: .venv/built .venv/demo
-	$(BIN)/python examples/generate.py --prompt "$(PROMPT)"
+	$(BIN)/python examples/generate.py --prompt="$$PROMPT"
 
 test: .venv/built .venv/demo .venv/peers lint
 	$(BIN)/python -m pytest

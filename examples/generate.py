@@ -107,7 +107,7 @@ def print_table(theirs: Decoder, ours: Decoder) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default="Explain in two sentences how a rotary position embedding works.")
+    parser.add_argument("--prompt", default="Why is the sky blue?")
     parser.add_argument("--tokens", type=int, default=64, help="at most so many new tokens (default: %(default)s)")
     options = parser.parse_args()
     if options.tokens < 1:

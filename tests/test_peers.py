@@ -1,15 +1,17 @@
 """Other implementations compute the same rotation, and so does the definition itself.
 
-How far two results may be apart is derived, not tuned. With u the unit roundoff of a dtype, x' = x cos - y sin by two rounded products
-and one rounded sum is off by at most 2 u of the pair's magnitude, since |x cos| + |y sin| <= hypot(x, y); so two results from the same
-cos and sin are within 4 u of each other. A peer that rounds cos and sin to the dtype adds 1 u. A peer that multiplies position and
-frequency in float32 turns by an angle that is wrong by u |angle| for each rounding on the way to it, and by as much of the magnitude is
-the result wrong. Channels past rotary_dim are equal bit for bit.
+How far two results may be apart is derived, not tuned. u is the unit roundoff of a dtype.
+- x cos - y sin, as two rounded products and one rounded sum, is off by at most 2 u of the pair's magnitude, since
+  |x cos| + |y sin| <= hypot(x, y). Two results from the same cos and sin are therefore within 4 u.
+- A peer that rounds cos and sin to the dtype adds 1 u.
+- Each rounding of a float32 angle turns it by up to u |angle|, which moves the result by as much of the magnitude.
+- Channels past rotary_dim are equal bit for bit.
 """
 
 import importlib
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import supported
@@ -18,8 +20,8 @@ import torch_rope
 from torch_rope import rotate, rotate_qk
 
 F32 = 2.0**-24  # unit roundoff of float32
-OUR_ANGLE = 5e-7  # what an element may be off by because of cos and sin from inv_freq, of the pair's magnitude
-LAST = 2048  # positions are below this where the peer's angles are float32: 1 u of them is then at most 1.2e-4 radians
+OUR_ANGLE = 5e-7  # of the pair's magnitude: what cos and sin from inv_freq may add to an element's error
+LAST = 2048  # where the peer's angles are float32, positions are below this: 1 u of an angle is then at most 1.2e-4
 
 # (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
 SIZES = [
@@ -28,42 +30,40 @@ SIZES = [
     (3, 5, 3, 1, 80, 80),
     (2, 13, 8, 1, 80, 32),
     (1, 1, 1, 1, 128, 64),
-    (2, 3, 3, 1, 64, 2),
+    (2, 3, 3, 1, 64, 6),
 ]
-HALF_OR_SINGLE = [torch.float32, torch.float16, torch.bfloat16]
+SINGLE_OR_HALF = [torch.float32, torch.float16, torch.bfloat16]
+ALL = [torch.float64, *SINGLE_OR_HALF]
+
+
+def name_of(parameter):
+    return getattr(parameter, "__name__", str(parameter).removeprefix("torch."))
+
+
+def dtypes(values):
+    return pytest.mark.parametrize("dtype", values, ids=name_of)
+
 
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "x".join(map(str, s)))
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
-def dtypes(values):
-    return pytest.mark.parametrize("dtype", values, ids=lambda d: str(d).removeprefix("torch."))
+def needs(dtype, device):
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+
+
+def q_and_k(size, dtype):
+    """On the CPU, [batch, seq, heads, head_dim] over memory in the peers' order, which x.transpose(1, 2) gives them."""
+    batch, seq, q_heads, k_heads, head_dim, _ = size
+    q, k = (torch.randn(batch, h, seq, head_dim, dtype=torch.float64).to(dtype) for h in (q_heads, k_heads))
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def pairs_of(x, rotary_dim, interleaved):
-    """The two members of each pair of x: [..., rotary_dim / 2] each."""
+    """The first and the second members of the pairs of x: [..., rotary_dim / 2] each."""
     x = x[..., :rotary_dim]
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-
-
-def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle=0.0):
-    """Both are rotations of x [batch, seq, heads, head_dim] and differ by at most (roundings u + angle) of each pair's magnitude.
-
-    angle: a number, or a tensor [batch or 1, seq, rotary_dim / 2].
-    """
-    assert ours.shape == theirs.shape == x.shape
-    assert ours.dtype == theirs.dtype == x.dtype
-    ours, theirs, x = (t.detach().cpu() for t in (ours, theirs, x))
-    assert torch.equal(ours[..., rotary_dim:], theirs[..., rotary_dim:])
-    info = torch.finfo(x.dtype)
-    # Below the smallest normal number u is absolute: half the distance of the subnormal numbers.
-    magnitude = torch.hypot(*pairs_of(x.double(), rotary_dim, interleaved)).clamp(min=info.smallest_normal)
-    limit = (
-        roundings * info.eps / 2 + torch.as_tensor(angle).unsqueeze(-2 if torch.is_tensor(angle) else 0)
-    ) * magnitude
-    difference = pairs_of((ours.double() - theirs.double()).abs(), rotary_dim, interleaved)
-    worst = (torch.stack(difference) / limit).max().item()
-    assert worst <= 1, f"{worst:.3f} of the limit"
 
 
 def angles(positions, inv_freq):
@@ -71,283 +71,285 @@ def angles(positions, inv_freq):
     return torch.atleast_2d(positions).double().unsqueeze(-1) * inv_freq.double()
 
 
-def random_tables(shape, rotary_dim, dtype):
-    """cos and sin of random angles: [*shape, rotary_dim / 2]."""
-    angle = torch.rand(*shape, rotary_dim // 2, dtype=torch.float64) * 2 * math.pi
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle=0.0):
+    """Both are x [batch, seq, heads, head_dim] rotated, and within (roundings u + angle) of a pair's magnitude.
+
+    angle: a number, or a tensor [batch or 1, seq, rotary_dim / 2].
+    """
+    assert ours.shape == theirs.shape == x.shape
+    assert ours.dtype == theirs.dtype == x.dtype
+    ours, theirs, x = (t.detach().cpu() for t in (ours, theirs, x))
+    assert torch.equal(ours[..., rotary_dim:], theirs[..., rotary_dim:])
+    assert torch.equal(ours[..., rotary_dim:], x[..., rotary_dim:])
+    info = torch.finfo(x.dtype)
+    # Below the smallest normal number a rounding no longer shrinks with what is rounded.
+    magnitude = torch.hypot(*pairs_of(x.double(), rotary_dim, interleaved)).clamp(min=info.smallest_normal)
+    angle = angle.unsqueeze(-2) if torch.is_tensor(angle) else angle
+    difference = torch.stack(pairs_of((ours.double() - theirs.double()).abs(), rotary_dim, interleaved))
+    worst = (difference / ((roundings * info.eps / 2 + angle) * magnitude)).max().item()
+    assert worst <= 1, f"{worst:.3f} of the limit"
 
 
-def heads_first(size, dtype):
-    """q and k as [batch, heads, seq, head_dim], on the CPU."""
-    batch, seq, q_heads, k_heads, head_dim, _ = size
-    return torch.randn(batch, q_heads, seq, head_dim).to(dtype), torch.randn(batch, k_heads, seq, head_dim).to(dtype)
-
-
-# --- ONNX: the reference of the RotaryEmbedding operator, and torch's own implementation of it -----------------------------------------
+# --- ONNX: the reference of the RotaryEmbedding operator, and torch's own implementation of it ------------------------
 
 
 def onnx_reference():
     module = pytest.importorskip("onnx.reference.ops.op_rotary_embedding", reason="onnx 1.19 or later is not installed")
 
     def call(*tensors, **attributes):
-        return torch.from_numpy(
-            module.rotary_embedding(*(t if t is None else t.numpy() for t in tensors), **attributes)
-        )
+        arrays = [t if t is None else t.numpy() for t in tensors]
+        return torch.from_numpy(module.rotary_embedding(*arrays, **attributes))
 
     return call
 
 
 def torch_onnx():
-    module = pytest.importorskip("torch.onnx.ops", reason="this torch has no torch.onnx.ops")
-    return module.rotary_embedding
+    return pytest.importorskip("torch.onnx.ops", reason="this torch has no torch.onnx.ops").rotary_embedding
 
 
 @pytest.mark.parametrize(
     "peer, dtype",
-    [(onnx_reference, d) for d in (torch.float32, torch.float16, torch.float64)]
-    + [(torch_onnx, d) for d in (torch.float32, torch.float16, torch.bfloat16)],
-    ids=lambda p: getattr(p, "__name__", str(p).removeprefix("torch.")),
+    [(onnx_reference, d) for d in (torch.float32, torch.float16, torch.float64)]  # numpy has no bfloat16
+    + [(torch_onnx, d) for d in SINGLE_OR_HALF],
+    ids=name_of,
 )
-@pytest.mark.parametrize("by_position", [True, False], ids=["position_ids", "per_token"])
+@pytest.mark.parametrize("by_position", [True, False], ids=["position_ids", "per token"])
 @pytest.mark.parametrize("rank", [3, 4])
 @pairings
 @sizes
 def test_onnx(size, interleaved, rank, by_position, peer, dtype, device):
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
+    needs(dtype, device)
     call = peer()
     batch, seq, heads, _, head_dim, rotary_dim = size
-    # 4-D: [batch, heads, seq, head_dim]. 3-D: [batch, seq, heads * head_dim].
-    x = torch.randn(*((batch, heads, seq, head_dim) if rank == 4 else (batch, seq, heads * head_dim))).to(dtype)
-    as_ours = (lambda t: t.transpose(1, 2)) if rank == 4 else (lambda t: t.unflatten(-1, (heads, head_dim)))
-    cos, sin = random_tables((100,) if by_position else (batch, seq), rotary_dim, dtype)
+    if rank == 4:
+        x, _ = q_and_k(size, dtype)
+        given = x.transpose(1, 2)
+    else:
+        given = torch.randn(batch, seq, heads * head_dim).to(dtype)
+        x = given.unflatten(-1, (heads, head_dim))
     positions = torch.randint(0, 100, (batch, seq)) if by_position else None
-    theirs = call(
-        x,
-        cos,
-        sin,
-        positions,
-        interleaved=int(interleaved),
-        num_heads=heads if rank == 3 else 0,
-        rotary_embedding_dim=rotary_dim if rotary_dim < head_dim else 0,  # 0, the default, means all of head_dim
-    )
-    ours = rotate(
-        as_ours(x.to(device)),
-        cos.to(device),
-        sin.to(device),
-        positions=positions.to(device) if by_position else None,
-        interleaved=interleaved,
-    )
-    assert_agree(ours, as_ours(theirs), as_ours(x), rotary_dim, interleaved)
+    angle = torch.rand(*((100,) if by_position else (batch, seq)), rotary_dim // 2, dtype=torch.float64) * 2 * math.pi
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    attributes = {
+        "interleaved": int(interleaved),
+        "num_heads": heads if rank == 3 else 0,
+        "rotary_embedding_dim": rotary_dim if rotary_dim < head_dim else 0,  # 0, its default, is all of head_dim
+    }
+    theirs = call(given, cos, sin, positions, **attributes)
+    theirs = theirs.transpose(1, 2) if rank == 4 else theirs.unflatten(-1, (heads, head_dim))
+    positions = positions.to(device) if by_position else None
+    ours = rotate(x.to(device), cos.to(device), sin.to(device), positions=positions, interleaved=interleaved)
+    assert_agree(ours, theirs, x, rotary_dim, interleaved)
 
 
-# --- MLX: mx.fast.rope -----------------------------------------------------------------------------------------------------------------
+# --- MLX: mx.fast.rope ------------------------------------------------------------------------------------------------
 
 
-def mlx_rope(x, rotary_dim, interleaved, *, base=None, freqs=None, scale=1.0, offset=0):
+def mlx_rope(x, rotary_dim, interleaved, *, freqs=None, offset=0, **options):
     mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
-    # Through float32, exact both ways: numpy has no bfloat16.
-    there = mx.array(x.float().numpy()).astype(getattr(mx, str(x.dtype).removeprefix("torch.")))
+    # By way of float32, which is exact: numpy has no bfloat16.
+    there = mx.array(x.transpose(1, 2).float().numpy()).astype(getattr(mx, name_of(x.dtype)))
     freqs = freqs if freqs is None else mx.array(freqs.numpy())
     offset = mx.array(offset.numpy()) if torch.is_tensor(offset) else offset
-    # On the CPU: the bounds hold for its cos and sin, not for the fast ones of a GPU.
-    out = mx.fast.rope(
-        there, rotary_dim, traditional=interleaved, base=base, scale=scale, offset=offset, freqs=freqs, stream=mx.cpu
-    )
-    return torch.tensor(out.astype(mx.float32).tolist()).to(x.dtype).view(x.shape)
+    options = {"base": None, "scale": 1.0, **options, "freqs": freqs, "offset": offset}
+    # On the CPU: the limits below are those of its cos and sin, not of the fast ones of a GPU.
+    out = mx.fast.rope(there, rotary_dim, traditional=interleaved, stream=mx.cpu, **options)
+    return torch.from_numpy(np.array(out.astype(mx.float32))).to(x.dtype).transpose(1, 2)
 
 
-def mlx_limits(dtype, positions, inv_freq, angle_roundings):
-    """float32: 4 u, and 2 u for MLX's polynomials. Smaller dtypes: MLX rounds cos and sin to the dtype."""
-    return {
-        "roundings": 6 if dtype == torch.float32 else 5,
-        "angle": OUR_ANGLE + angles(positions, inv_freq).abs() * angle_roundings * F32,
-    }
+def mlx_limits(dtype, angle, angle_roundings):
+    # float32: MLX's polynomials for cos and sin are right to about 2 u. Otherwise it rounds them to the dtype, 1 u.
+    return {"roundings": 6 if dtype == torch.float32 else 5, "angle": OUR_ANGLE + angle.abs() * angle_roundings * F32}
 
 
 @pytest.mark.parametrize("base, scale, offset", [(1e4, 1.0, 0), (5e5, 1.0, 1900), (1e4, 0.25, 37), (5e5, 1.5, 1001)])
-@dtypes(HALF_OR_SINGLE)
+@dtypes(SINGLE_OR_HALF)
 @pairings
 @sizes
 def test_mlx_base(size, interleaved, dtype, base, scale, offset, device):
     seq, rotary_dim = size[1], size[-1]
-    x, _ = heads_first(size, dtype)
+    x, _ = q_and_k(size, dtype)
     theirs = mlx_rope(x, rotary_dim, interleaved, base=base, scale=scale, offset=offset)
-    # MLX scales the position, which is to scale the frequency.
+    # MLX scales the position, and that is to scale the frequency.
     inv_freq = torch_rope.inv_freq(rotary_dim, base) * scale
-    positions = torch.arange(seq) + offset
-    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))): four roundings in an exponent are four u |log(frequency)|
-    # of the frequency. 8 more: its exp2, position * scale, times frequency, and our frequency and its scale.
-    rope = mlx_limits(dtype, positions, inv_freq, 8 + 4 * (inv_freq / scale).double().log().abs())
+    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))): 4 roundings of the exponent, and each
+    # is u |log(frequency)| of the frequency. 8 more: exp2's polynomial (4), position * scale, that times the frequency,
+    # our frequency and its scale.
+    angle = angles(torch.arange(seq) + offset, inv_freq)
+    limits = mlx_limits(dtype, angle, 8 + 4 * (inv_freq / scale).double().log().abs())
 
-    there = x.to(device).transpose(1, 2)
-    ours = rotate(there, inv_freq=inv_freq.to(device), offset=offset, interleaved=interleaved)
-    assert_agree(ours, theirs.transpose(1, 2), x.transpose(1, 2), rotary_dim, interleaved, **rope)
+    x_there, inv_freq = x.to(device), inv_freq.to(device)
+    ours = rotate(x_there, inv_freq=inv_freq, offset=offset, interleaved=interleaved)
+    assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
+    cos, sin = torch_rope.cos_sin(torch.arange(offset + seq, device=device), inv_freq)
+    ours = rotate(x_there, cos, sin, offset=offset, interleaved=interleaved)
+    assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
 
-    cos, sin = torch_rope.cos_sin(torch.arange(offset + seq, device=device), inv_freq.to(device))
-    ours = rotate(there, cos, sin, offset=offset, interleaved=interleaved)
-    assert_agree(ours, theirs.transpose(1, 2), x.transpose(1, 2), rotary_dim, interleaved, **rope)
 
-
-@dtypes(HALF_OR_SINGLE)
+@dtypes(SINGLE_OR_HALF)
 @pairings
 @sizes
 def test_mlx_freqs_and_an_offset_per_row(size, interleaved, dtype, device):
     batch, seq, rotary_dim = size[0], size[1], size[-1]
-    x, _ = heads_first(size, dtype)
-    # MLX's freqs are divisors, position / freqs: periods in positions per radian.
+    x, _ = q_and_k(size, dtype)
     freqs = torch.empty(rotary_dim // 2).uniform_(1, 1000)
-    inv_freq = (1 / freqs.double()).float()
+    inv_freq = 1 / freqs  # MLX's freqs are divisors: its angle is position / freqs
     offsets = torch.randint(0, LAST - seq, (batch,), dtype=torch.int32)
     theirs = mlx_rope(x, rotary_dim, interleaved, freqs=freqs, offset=offsets)
     positions = offsets.unsqueeze(1) + torch.arange(seq, dtype=torch.int32)
-    ours = rotate(
-        x.to(device).transpose(1, 2),
-        inv_freq=inv_freq.to(device),
-        positions=positions.to(device),
-        interleaved=interleaved,
-    )
-    # 3 roundings of an angle: both reciprocals and MLX's product.
-    assert_agree(
-        ours,
-        theirs.transpose(1, 2),
-        x.transpose(1, 2),
-        rotary_dim,
-        interleaved,
-        **mlx_limits(dtype, positions, inv_freq, 3),
-    )
+    angle = {"inv_freq": inv_freq.to(device), "positions": positions.to(device)}
+    ours = rotate(x.to(device), **angle, interleaved=interleaved)
+    # 3 roundings of an angle: its reciprocal and ours, and its product.
+    limits = mlx_limits(dtype, angles(positions, inv_freq), 3)
+    assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
 
 
-# --- rotary-embedding-torch ------------------------------------------------------------------------------------------------------------
+# --- rotary-embedding-torch -------------------------------------------------------------------------------------------
 
 
-def lucidrains(rotary_dim, **options):
+def rotary_embedding_torch(rotary_dim, **options):
     module = pytest.importorskip("rotary_embedding_torch", reason="rotary-embedding-torch is not installed")
     return module.RotaryEmbedding(rotary_dim, **options)
 
 
-def lucidrains_limits(positions, inv_freq):
-    """Its angle is one product in float32; its cos and sin are float32 and right to 1 u."""
-    return {"roundings": 4, "angle": OUR_ANGLE + F32 + angles(positions, inv_freq) * F32}
+def product_in_float32(positions, inv_freq):
+    """The angle of a peer that multiplies in float32 and takes torch's cos and sin, right to 1 u."""
+    return OUR_ANGLE + F32 + angles(positions, inv_freq) * F32
 
 
-@pytest.mark.parametrize("offset", [0, 5, 200, LAST - 40])
-@dtypes(HALF_OR_SINGLE)
+@pytest.mark.parametrize(
+    "dtype, offset",
+    [(d, offset) for d in SINGLE_OR_HALF for offset in (0, 5, 200)]
+    # It counts positions in x's dtype: in bfloat16 its integers end at 256, in float16 at 2048.
+    + [(d, LAST - 40) for d in (torch.float32, torch.float16)],
+    ids=name_of,
+)
 @sizes
 def test_rotary_embedding_torch(size, dtype, offset, device):
     seq, rotary_dim = size[1], size[-1]
-    if offset + seq > 2 / torch.finfo(dtype).eps:
-        pytest.skip(f"the peer counts positions in x's dtype, and {dtype} does not have these integers")
-    peer = lucidrains(rotary_dim, theta=5e5)
+    peer = rotary_embedding_torch(rotary_dim, theta=5e5)
     inv_freq = peer.freqs.detach()
-    for x in heads_first(size, dtype):
-        theirs = peer.rotate_queries_or_keys(x, offset=offset)
-        ours = rotate(x.to(device).transpose(1, 2), inv_freq=inv_freq.to(device), offset=offset, interleaved=True)
-        limits = lucidrains_limits(torch.arange(seq) + offset, inv_freq)
-        assert_agree(ours, theirs.transpose(1, 2), x.transpose(1, 2), rotary_dim, True, **limits)
+    angle = product_in_float32(torch.arange(seq) + offset, inv_freq)
+    for x in q_and_k(size, dtype):
+        theirs = peer.rotate_queries_or_keys(x.transpose(1, 2), offset=offset).transpose(1, 2)
+        ours = rotate(x.to(device), inv_freq=inv_freq.to(device), offset=offset, interleaved=True)
+        assert_agree(ours, theirs, x, rotary_dim, True, angle=angle)
 
 
-def test_rotary_embedding_torch_decodes_with_cached_keys(device):
-    """The last queries against all keys. (rotate_queries_and_keys is xPos alone, which scales as well as rotates.)"""
-    peer = lucidrains(64)
+def test_rotary_embedding_torch_with_cached_keys(device):
+    """The last queries against all keys. (Its rotate_queries_and_keys is for xPos alone, which is not a rotation.)"""
+    peer = rotary_embedding_torch(64)
     inv_freq = peer.freqs.detach()
-    q, k = torch.randn(2, 3, 4, 64), torch.randn(2, 3, 300, 64)
-    for x, theirs, offset in zip((q, k), peer.rotate_queries_with_cached_keys(q, k), (296, 0), strict=True):
-        ours = rotate(x.to(device).transpose(1, 2), inv_freq=inv_freq.to(device), offset=offset, interleaved=True)
-        limits = lucidrains_limits(torch.arange(x.shape[2]) + offset, inv_freq)
-        assert_agree(ours, theirs.transpose(1, 2), x.transpose(1, 2), 64, True, **limits)
+    q, k = torch.randn(2, 4, 3, 64), torch.randn(2, 300, 3, 64)
+    theirs = peer.rotate_queries_with_cached_keys(q.transpose(1, 2), k.transpose(1, 2))
+    for x, rotated, offset in zip((q, k), theirs, (296, 0), strict=True):
+        ours = rotate(x.to(device), inv_freq=inv_freq.to(device), offset=offset, interleaved=True)
+        angle = product_in_float32(torch.arange(x.shape[1]) + offset, inv_freq)
+        assert_agree(ours, rotated.transpose(1, 2), x, 64, True, angle=angle)
 
 
-# --- Hugging Face Transformers: each model's own function, with cos and sin from its own module ------------------------------------------
+# --- Hugging Face Transformers: each model's own function, with cos and sin from its own module -----------------------
 
-# model -> (config, rotary module, interleaved, takes rotary_dim < head_dim, its full-width table -> ours of half the width).
-# llama, gpt_neox and glm repeat the half: [f0, f1, .., f0, f1, ..] (glm's function takes the first half and interleaves that itself).
-# cohere repeats each element: [f0, f0, f1, f1, ..].
+
+def first_half(table):
+    return table[..., : table.shape[-1] // 2]
+
+
+def every_second(table):
+    return table[..., ::2]
+
+
+# model: (class prefix, interleaved, may rotate less than head_dim, its table of full width -> ours of half the width).
+# llama, gpt_neox and glm repeat the half, [f0, f1, .., f0, f1, ..]; glm's function takes the first half of that and
+# interleaves it itself. cohere repeats each column, [f0, f0, f1, f1, ..].
 MODELS = {
-    "llama": ("LlamaConfig", "LlamaRotaryEmbedding", False, False, lambda t: t[..., : t.shape[-1] // 2]),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXRotaryEmbedding", False, True, lambda t: t[..., : t.shape[-1] // 2]),
-    "glm": ("GlmConfig", "GlmRotaryEmbedding", True, True, lambda t: t[..., : t.shape[-1] // 2]),
-    "cohere": ("CohereConfig", "CohereRotaryEmbedding", True, False, lambda t: t[..., ::2]),
+    "llama": ("Llama", False, False, first_half),
+    "gpt_neox": ("GPTNeoX", False, True, first_half),
+    "glm": ("Glm", True, True, first_half),
+    "cohere": ("Cohere", True, False, every_second),
 }
+models = pytest.mark.parametrize(
+    "model, size",
+    [(model, s) for model in MODELS for s in SIZES if MODELS[model][2] or s[-1] == s[-2]],
+    ids=lambda p: p if isinstance(p, str) else "x".join(map(str, p)),
+)
 
 
-def hugging_face(name, size):
-    """(apply_rotary_pos_emb, rotary module, interleaved, to half-width table) of a model with these sizes."""
+def hugging_face(model, size):
+    """(apply_rotary_pos_emb, rotary module, interleaved, table -> ours) of a model of this size."""
     pytest.importorskip("transformers", minversion="5", reason="transformers 5 or later is not installed")
-    _, _, q_heads, k_heads, head_dim, rotary_dim = size
-    config_name, rotary_name, interleaved, partial, to_half = MODELS[name]
-    if rotary_dim < head_dim and not partial:
-        pytest.skip(f"{name} rotates all of head_dim")
-    config = getattr(importlib.import_module(f"transformers.models.{name}.configuration_{name}"), config_name)(
+    *_, q_heads, k_heads, head_dim, rotary_dim = size
+    prefix, interleaved, _, to_ours = MODELS[model]
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    config = getattr(modeling, f"{prefix}Config")(
         hidden_size=q_heads * head_dim,
         num_attention_heads=q_heads,
         num_key_value_heads=k_heads,
         head_dim=head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": rotary_dim / head_dim},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5e5,
+            "partial_rotary_factor": rotary_dim / head_dim,
+        },
     )
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    rotary = getattr(modeling, rotary_name)(config)
+    rotary = getattr(modeling, f"{prefix}RotaryEmbedding")(config)
     assert rotary.inv_freq.shape == (rotary_dim // 2,)
-    return modeling.apply_rotary_pos_emb, rotary, interleaved, to_half
-
-
-models = pytest.mark.parametrize("name", MODELS)
+    return modeling.apply_rotary_pos_emb, rotary, interleaved, to_ours
 
 
 @models
-@dtypes(HALF_OR_SINGLE)
-@sizes
-def test_hugging_face_values_and_gradients(size, dtype, name, device):
-    """On the same tables. Forward and backward both: the backward is a rotation of the gradient."""
-    apply, rotary, interleaved, to_half = hugging_face(name, size)
+@dtypes(SINGLE_OR_HALF)
+def test_hugging_face_values_and_gradients(size, dtype, model, device):
+    """On the same tables; the gradient is a rotation too."""
+    apply, rotary, interleaved, to_ours = hugging_face(model, size)
     batch, seq, *_, rotary_dim = size
-    q, k = (x.requires_grad_() for x in heads_first(size, dtype))
-    cos, sin = rotary(q, torch.randint(0, 131072, (batch, seq)))
+    here = [x.requires_grad_() for x in q_and_k(size, dtype)]
+    there = [x.detach().to(device).requires_grad_() for x in here]
+    # Positions may be large: both take the cos and sin that the module makes of them, in the dtype.
+    cos, sin = rotary(here[0], torch.randint(0, 131072, (batch, seq)))
     assert cos.dtype == dtype and cos.shape == (batch, seq, rotary_dim)
-    theirs = apply(q, k, cos, sin)
 
-    there = [x.detach().to(device).requires_grad_() for x in (q, k)]
-    cos, sin = to_half(cos).to(device), to_half(sin).to(device)  # a row per token, a column per pair
-    ours = rotate_qk(*(x.transpose(1, 2) for x in there), cos, sin, interleaved=interleaved)
-    for x, a, b in zip((q, k), ours, theirs, strict=True):
-        assert_agree(a, b.transpose(1, 2), x.transpose(1, 2), rotary_dim, interleaved)
+    theirs = [x.transpose(1, 2) for x in apply(*(x.transpose(1, 2) for x in here), cos, sin)]
+    ours = rotate_qk(*there, to_ours(cos).to(device), to_ours(sin).to(device), interleaved=interleaved)
+    for a, b, x in zip(ours, theirs, here, strict=True):
+        assert_agree(a, b, x, rotary_dim, interleaved)
 
     grads = [torch.randn_like(x) for x in theirs]
-    theirs = torch.autograd.grad(theirs, (q, k), grads)
-    ours = torch.autograd.grad(ours, there, [g.to(device).transpose(1, 2) for g in grads])
-    for g, a, b in zip(grads, ours, theirs, strict=True):
-        assert_agree(*(t.transpose(1, 2) for t in (a, b, g)), rotary_dim, interleaved)
+    theirs = torch.autograd.grad(theirs, here, grads)
+    ours = torch.autograd.grad(ours, there, [g.to(device) for g in grads])
+    for a, b, g in zip(ours, theirs, grads, strict=True):
+        assert_agree(a, b, g, rotary_dim, interleaved)
 
 
 @models
-@sizes
-def test_hugging_face_with_angles_computed_in_the_op(size, name, device):
-    apply, rotary, interleaved, _ = hugging_face(name, size)
+def test_hugging_face_with_angles_computed_in_the_op(size, model, device):
+    apply, rotary, interleaved, _ = hugging_face(model, size)
     batch, seq, *_, rotary_dim = size
-    q, k = heads_first(size, torch.float32)
+    here = q_and_k(size, torch.float32)
     positions = torch.randint(0, LAST, (batch, seq))
-    theirs = apply(q, k, *rotary(q, positions))
-    there = [x.to(device).transpose(1, 2) for x in (q, k)]
-    ours = rotate_qk(
-        *there, inv_freq=rotary.inv_freq.to(device), positions=positions.to(device), interleaved=interleaved
-    )
-    # Their angle is one product in float32, their cos and sin are right to 1 u.
-    angle = OUR_ANGLE + F32 + angles(positions, rotary.inv_freq) * F32
-    for x, a, b in zip((q, k), ours, theirs, strict=True):
-        assert_agree(a, b.transpose(1, 2), x.transpose(1, 2), rotary_dim, interleaved, angle=angle)
-
-    # Their frequencies: the exponent is rounded (u |log(frequency)| of the frequency), the power and its reciprocal too; ours once.
-    ours = torch_rope.inv_freq(rotary_dim, 5e5).double()
-    assert ((rotary.inv_freq.double() / ours - 1).abs() <= F32 * (4 + ours.log().abs())).all()
+    theirs = apply(*(x.transpose(1, 2) for x in here), *rotary(here[0], positions))
+    angle = {"inv_freq": rotary.inv_freq.to(device), "positions": positions.to(device)}
+    ours = rotate_qk(*(x.to(device) for x in here), **angle, interleaved=interleaved)
+    for a, b, x in zip(ours, theirs, here, strict=True):
+        limit = product_in_float32(positions, rotary.inv_freq)
+        assert_agree(a, b.transpose(1, 2), x, rotary_dim, interleaved, angle=limit)
 
 
-# --- The definition --------------------------------------------------------------------------------------------------------------------
+@models
+def test_hugging_face_frequencies(size, model):
+    _, rotary, *_ = hugging_face(model, size)
+    ours = torch_rope.inv_freq(size[-1], 5e5).double()
+    # Theirs: the exponent is rounded, u |log(frequency)| of the frequency, then the power (2) and its reciprocal (1).
+    # Ours: 1.
+    limit = (4 + ours.log().abs()) * F32
+    assert ((rotary.inv_freq.double() / ours - 1).abs() <= limit).all()
 
-FLOATS = [torch.float64, *HALF_OR_SINGLE]
+
+# --- The definition ---------------------------------------------------------------------------------------------------
 
 
 def rotation_matrix(angle, head_dim, interleaved):
-    """[..., head_dim, head_dim] from angles [..., pairs]: a 2 x 2 rotation per pair, the identity past the last pair."""
+    """[..., head_dim, head_dim] from angles [..., pairs]: 2 x 2 rotations, and the identity past the last pair."""
     pairs = angle.shape[-1]
     matrix = torch.eye(head_dim, dtype=torch.float64).repeat(*angle.shape[:-1], 1, 1)
     for i in range(pairs):
@@ -358,36 +360,34 @@ def rotation_matrix(angle, head_dim, interleaved):
     return matrix
 
 
-def angle_error(dtype, angle):
-    """Of the op with inv_freq. float64: the angle is one product in double, and so is the test's."""
-    return OUR_ANGLE if dtype != torch.float64 else angle.abs() * torch.finfo(dtype).eps
+def our_angle(dtype, angle):
+    """What the angle adds to an element's error. float64: its product is right to 1 u, its cos and sin too."""
+    return OUR_ANGLE if dtype != torch.float64 else (abs(angle) + 1) * torch.finfo(dtype).eps / 2
 
 
-@dtypes(FLOATS)
+@dtypes(ALL)
 @pairings
 @sizes
 def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    batch, seq, heads, _, head_dim, rotary_dim = size
-    x = torch.randn(batch, seq, heads, head_dim, dtype=torch.float64).to(dtype)
+    needs(dtype, device)
+    batch, seq, *_, head_dim, rotary_dim = size
+    x, _ = q_and_k(size, dtype)
     inv_freq = torch_rope.inv_freq(rotary_dim)
-    positions = torch.randint(-(2**24) + 1, 2**24, (batch, seq))
+    positions = torch.randint(1 - 2**24, 2**24, (batch, seq))
     angle = angles(positions, inv_freq)
     matrix = rotation_matrix(angle, head_dim, interleaved)
-    expected = (x.double().unsqueeze(-2) @ matrix.unsqueeze(2).mT).squeeze(-2).to(dtype)
-    ours = rotate(x.to(device), inv_freq=inv_freq.to(device), positions=positions.to(device), interleaved=interleaved)
-    # A product with the matrix has the two products and the sum of a rotation, and head_dim - 2 exact zeros.
-    assert_agree(ours, expected, x, rotary_dim, interleaved, angle=angle_error(dtype, angle))
+    expected = torch.einsum("bsij,bshj->bshi", matrix, x.double()).to(dtype)  # all other terms of a sum are exact zeros
 
-    # A row per position: position p of the table is the p-th of the random ones.
-    table = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = (t[0].to(table).to(device) for t in (angle.cos(), angle.sin()))
-    ours = rotate(x[:1].to(device), cos, sin, interleaved=interleaved)
-    # 1 u of float32 more: the table is rounded.
-    assert_agree(
-        ours, expected[:1], x[:1], rotary_dim, interleaved, angle=0.0 if table == torch.float64 else F32, roundings=5
-    )
+    arguments = {"inv_freq": inv_freq.to(device), "positions": positions.to(device), "interleaved": interleaved}
+    ours = rotate(x.to(device), **arguments)
+    # float64: the angle and its cos and sin are rounded here as well, hence twice.
+    assert_agree(ours, expected, x, rotary_dim, interleaved, angle=2 * our_angle(dtype, angle))
+
+    # The same from a table of a row per token. A table of float32 adds 1 u of float32.
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = (t.to(table_dtype).to(device) for t in (angle.cos(), angle.sin()))
+    ours = rotate(x.to(device), cos, sin, interleaved=interleaved)
+    assert_agree(ours, expected, x, rotary_dim, interleaved, angle=torch.finfo(table_dtype).eps / 2)
 
 
 @pytest.mark.parametrize("shift", [1, 7, 1000, 131071, 2**20 + 3, 2**24 - 64, -1, -131071, 64 - 2**24])
@@ -396,59 +396,56 @@ def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
 @sizes
 def test_scores_depend_on_the_distance_alone(size, interleaved, dtype, shift, device):
     """<R_m q, R_n k> is the same for (m, n) and (m + shift, n + shift)."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    seq, q_heads, k_heads, rotary_dim = size[1], size[2], size[3], size[-1]
-    q, k = (x.transpose(1, 2).to(device) for x in (t.to(dtype) for t in heads_first(size, torch.float64)))
-    inv_freq = torch_rope.inv_freq(rotary_dim)
+    needs(dtype, device)
+    seq, q_heads, k_heads, _, rotary_dim = size[1:]
+    q, k = q_and_k(size, dtype)
+    inv_freq = torch_rope.inv_freq(rotary_dim).to(device)
+
+    def heads_first(q, k):
+        return q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(q_heads // k_heads, 1)
 
     def scores(offset):
-        rotated = rotate_qk(q, k, inv_freq=inv_freq.to(device), offset=offset, interleaved=interleaved)
-        rotated_q, rotated_k = (t.cpu().double().transpose(1, 2) for t in rotated)
-        return rotated_q @ rotated_k.repeat_interleave(q_heads // k_heads, 1).mT
+        rotated = rotate_qk(q.to(device), k.to(device), inv_freq=inv_freq, offset=offset, interleaved=interleaved)
+        q_heads_first, k_heads_first = heads_first(*(t.cpu().double() for t in rotated))
+        return q_heads_first @ k_heads_first.mT
 
-    norm_q, norm_k = (t.cpu().double().norm(dim=-1).transpose(1, 2) for t in (q, k))
-    norm_k = norm_k.repeat_interleave(q_heads // k_heads, 1)
-    # Each of four rotated vectors is off by sqrt(2) (2 u + angle) of its length, and a score by as much of |q| |k|.
-    # 1e-14: the sums over head_dim in float64.
-    largest = float(angle_error(dtype, torch.tensor(abs(shift) + seq, dtype=torch.float64)))
-    limit = 4 * 2**0.5 * (torch.finfo(dtype).eps + largest) + 1e-14
-    assert ((scores(shift) - scores(0)).abs() <= limit * norm_q.unsqueeze(-1) * norm_k.unsqueeze(-2)).all()
+    q_length, k_length = (t.norm(dim=-1) for t in heads_first(q.double(), k.double()))
+    # Each of the four rotated vectors is off by sqrt(2) (2 u + angle) of its length, which moves a score by as much of
+    # |q| |k|. 1e-14 for the sums over head_dim in float64.
+    limit = 4 * 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, abs(shift) + seq)) + 1e-14
+    assert ((scores(shift) - scores(0)).abs() <= limit * q_length.unsqueeze(-1) * k_length.unsqueeze(-2)).all()
 
 
-@dtypes(FLOATS)
+@dtypes(ALL)
 @pairings
 @sizes
 def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype, device):
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    batch, seq, heads, _, head_dim, rotary_dim = size
-    x = torch.randn(batch, seq, heads, head_dim, dtype=torch.float64).to(dtype)
-    positions = torch.randint(0, 2**24, (batch, seq))
-    angle = {"inv_freq": torch_rope.inv_freq(rotary_dim).to(device), "positions": positions.to(device)}
-    turned = rotate(x.to(device), **angle, interleaved=interleaved)
-    # An element is off by 2 u of the pair's magnitude, and cos and sin by 5e-7 (float64: 2 u): sqrt(2) of that for the pair. The error
-    # of the angle itself changes no length and is undone.
-    u = torch.finfo(dtype).eps / 2
-    error = 2**0.5 * (2 * u + (2 * u if dtype == torch.float64 else OUR_ANGLE))
+    needs(dtype, device)
+    batch, seq, *_, rotary_dim = size
+    x, _ = q_and_k(size, dtype)
+    arguments = {
+        "inv_freq": torch_rope.inv_freq(rotary_dim).to(device),
+        "positions": torch.randint(0, 2**24, (batch, seq), device=device),
+        "interleaved": interleaved,
+    }
+    turned = rotate(x.to(device), **arguments)
+    # A wrong angle changes no length and is undone: rounding and cos and sin count. sqrt(2) because a pair has two elements.
+    error = 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, 0))
     before, after = (torch.hypot(*pairs_of(t.cpu().double(), rotary_dim, interleaved)) for t in (x, turned))
     assert ((after - before).abs() <= error * before).all()
-    back = rotate(turned, **angle, interleaved=interleaved, inverse=True)
+    back = rotate(turned, **arguments, inverse=True)
     assert_agree(back, x, x, rotary_dim, interleaved, roundings=0, angle=2 * error)
 
 
-@dtypes(FLOATS)
+@dtypes(ALL)
 @pairings
 @sizes
 def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device):
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    batch, seq, heads, _, head_dim, rotary_dim = size
-    x = torch.randn(batch, seq, heads, head_dim, dtype=torch.float64).to(dtype).to(device)
-    inv_freq = torch_rope.inv_freq(rotary_dim).to(device)
-    positions = torch.zeros(seq, dtype=torch.int64, device=device)
+    needs(dtype, device)
+    x = q_and_k(size, dtype)[0].to(device)
+    inv_freq = torch_rope.inv_freq(size[-1]).to(device)
+    positions = torch.zeros(size[1], dtype=torch.int64, device=device)
     for inverse in (False, True):
-        assert torch.equal(
-            rotate(x, inv_freq=inv_freq, positions=positions, interleaved=interleaved, inverse=inverse), x
-        )
-    assert torch.equal(rotate(x, inv_freq=inv_freq, interleaved=interleaved)[:, 0], x[:, 0])
+        arguments = {"inv_freq": inv_freq, "interleaved": interleaved, "inverse": inverse}
+        assert torch.equal(rotate(x, **arguments, positions=positions), x)
+        assert torch.equal(rotate(x, **arguments)[:, 0], x[:, 0])

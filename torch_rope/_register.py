@@ -40,7 +40,8 @@ def _vmap_one_launch(op, count, info, in_dims, args, kwargs):
         return None  # flatten had to copy
     batch = flat[0].shape[0] // max(size, 1)
     per_token = [
-        t if t is None or (d is None and t.dim() == 2) else _batched(_in_front(t, d, size), size, d is None, batch) for t, d in tables
+        t if t is None or (d is None and t.dim() == 2) else _batched(_in_front(t, d, size), size, d is None, batch)
+        for t, d in tables
     ]
     if positions is not None:
         rows = _in_front(positions, positions_dim, size)
@@ -49,12 +50,15 @@ def _vmap_one_launch(op, count, info, in_dims, args, kwargs):
     if outs is None:
         return (None,)
     outs = outs if isinstance(outs, tuple) else (outs,)
-    return tuple(out.view(x.shape) if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True))
+    return tuple(
+        out.view(x.shape) if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True)
+    )
 
 
 def _vmap_loop(op, info, in_dims, args, kwargs):
     samples = [
-        op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs) for i in range(info.batch_size)
+        op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs)
+        for i in range(info.batch_size)
     ]
     if op._schema.is_mutable:
         return (None,)
@@ -99,6 +103,8 @@ def _rotate_flops(x_shape, cos_shape=None, sin_shape=None, inv_freq_shape=None, 
 
 
 @register_flop_formula([_ops.rotate_qk, _ops.rotate_qk_])
-def _rotate_qk_flops(q_shape, k_shape, cos_shape=None, sin_shape=None, inv_freq_shape=None, *args, out_shape=None, **kwargs) -> int:
+def _rotate_qk_flops(
+    q_shape, k_shape, cos_shape=None, sin_shape=None, inv_freq_shape=None, *args, out_shape=None, **kwargs
+) -> int:
     rows = torch.Size(q_shape[:-1]).numel() + torch.Size(k_shape[:-1]).numel()
     return 3 * rows * _rotary_dim(cos_shape, inv_freq_shape)
