@@ -1,11 +1,13 @@
 // cos and sin of position * inv_freq to 5e-7 in float32 alone, for C++, CUDA and Metal alike.
 //
-// A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. So the angle is counted
-// in turns, and the frequency in turns is a sum of two floats. One fma gives the exact product of the position and the larger float;
-// its whole turns are dropped without error, and what was rounded away is added to the small rest. No double is needed
-// (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where the result is double.
+// A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. So the angle is
+// counted in turns, and the frequency in turns is a sum of two floats. One fma gives the exact product of the position
+// and the larger float; its whole turns are dropped without error, and what was rounded away is added to the small
+// rest. No double is needed (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where
+// the result is double.
 //
-// Includes nothing: the including file provides fma(T, T, T) and rint(T). T is float, or a vector of floats with T(float).
+// Includes nothing: the including file provides fma(T, T, T) and rint(T). T is float, or a vector of floats with
+// T(float).
 #ifndef ROPE_ANGLE_H
 #define ROPE_ANGLE_H
 
@@ -37,7 +39,8 @@ ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, T&
   const T t = fma(halves, T(-0.5f), fraction) + rest;
   const T odd = fma(rint(halves * T(0.5f)), T(-2.0f), halves);  // -1, 0 or 1
   const T sign = fma(odd * T(-2.0f), odd, T(1.0f));
-  // Minimax polynomials in u = t^2 for sin(2 pi t) / t and (cos(2 pi t) - 1) / u on |t| <= 1/4: errors 3.4e-9 and 2.5e-10 before rounding.
+  // Minimax polynomials in u = t^2 for sin(2 pi t) / t and (cos(2 pi t) - 1) / u on |t| <= 1/4: errors 3.4e-9
+  // and 2.5e-10 before rounding.
   const T u = t * t;
   T s = T(39.526894f);
   s = fma(s, u, T(-76.548553f));

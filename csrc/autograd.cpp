@@ -1,7 +1,7 @@
 // Gradients, and what in-place operators owe to autograd.
 //
-// A rotation is linear in x: its backward is the same operator with inverse flipped, so it is differentiable to any order,
-// and a forward-mode tangent is rotated like x itself.
+// A rotation is linear in x: its backward is the same operator with inverse flipped, so it is differentiable to any
+// order, and a forward-mode tangent is rotated like x itself.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros_like.h>
@@ -35,7 +35,8 @@ bool requires_grad(const OptTensor& t) { return t.has_value() && t->requires_gra
 
 // What backward needs beside the gradient.
 void save_angles(AutogradContext* ctx, ROPE_ANGLES) {
-  ctx->save_for_backward({cos.value_or(Tensor()), sin.value_or(Tensor()), inv_freq.value_or(Tensor()), positions.value_or(Tensor())});
+  ctx->save_for_backward(
+      {cos.value_or(Tensor()), sin.value_or(Tensor()), inv_freq.value_or(Tensor()), positions.value_or(Tensor())});
   ctx->saved_data["offset"] = std::move(offset);
   ctx->saved_data["attention_factor"] = attention_factor;
   ctx->saved_data["flags"] = int64_t(interleaved) | int64_t(inverse) << 1;
@@ -47,18 +48,21 @@ auto with_inverse_angles(AutogradContext* ctx, F&& f) {
   const auto saved = ctx->get_saved_variables();
   const auto optional = [&](int i) { return saved[i].defined() ? OptTensor(saved[i]) : std::nullopt; };
   const int64_t flags = ctx->saved_data["flags"].toInt();
-  return f(optional(0), optional(1), optional(2), optional(3), ctx->saved_data["offset"].toSymInt(), ctx->saved_data["attention_factor"].toDouble(),
-           bool(flags & 1), !(flags & 2));
+  return f(optional(0), optional(1), optional(2), optional(3), ctx->saved_data["offset"].toSymInt(),
+           ctx->saved_data["attention_factor"].toDouble(), bool(flags & 1), !(flags & 2));
 }
 
 constexpr int kAngleCount = 8;
 
-// Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels. Ours only calls an
-// operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients come out right (tests/test_autograd.py).
-// So the transforms are out of sight while apply looks for them, until forward begins.
+// Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels.
+// Ours only calls an operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients
+// come out right (tests/test_autograd.py). So the transforms are out of sight while apply looks for them, until forward
+// begins.
 class OutOfFunctorchsSight {
  public:
-  OutOfFunctorchsSight() : transforms_(std::move(at::functorch::functorchTLSAccessor())), outer_(current_) { current_ = this; }
+  OutOfFunctorchsSight() : transforms_(std::move(at::functorch::functorchTLSAccessor())), outer_(current_) {
+    current_ = this;
+  }
   ~OutOfFunctorchsSight() {
     end();
     current_ = outer_;
@@ -74,10 +78,17 @@ class OutOfFunctorchsSight {
 };
 thread_local OutOfFunctorchsSight* OutOfFunctorchsSight::current_ = nullptr;
 
+// In forward: this level's graph has its node; what is called belongs to the levels below, which record if they want to
+// (apply has switched grad mode off for them all).
+struct BelowThisLevel {
+  BelowThisLevel() { OutOfFunctorchsSight::end(); }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::AutoGradMode record{true};
+};
+
 struct Rotate : torch::autograd::Function<Rotate> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, ROPE_ANGLES) {
-    OutOfFunctorchsSight::end();
-    at::AutoDispatchBelowADInplaceOrView guard;
+    const BelowThisLevel guard;
     save_angles(ctx, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
     return rotate_op().call(x, ROPE_ANGLES_PASSED);
   }
@@ -90,8 +101,7 @@ struct Rotate : torch::autograd::Function<Rotate> {
 
 struct RotateQk : torch::autograd::Function<RotateQk> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, ROPE_ANGLES) {
-    OutOfFunctorchsSight::end();
-    at::AutoDispatchBelowADInplaceOrView guard;
+    const BelowThisLevel guard;
     ctx->set_materialize_grads(false);
     save_angles(ctx, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
     auto [q_out, k_out] = rotate_qk_op().call(q, k, ROPE_ANGLES_PASSED);
@@ -116,23 +126,28 @@ struct RotateQk : torch::autograd::Function<RotateQk> {
 // The angles have no gradient: an error now rather than a silent zero.
 void refuse_angle_gradients(const char* op, const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq) {
   const auto check = [&](const char* name, const OptTensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!(requires_grad(t) && at::GradMode::is_enabled()), op, ": ", name,
-                                " requires grad, and its gradient is not implemented; detach it, or rotate with torch's own operators");
-    TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(t), op, ": ", name, " has a forward-mode tangent, and its derivative is not implemented; detach it");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(requires_grad(t) && at::GradMode::is_enabled()), op, ": ", name,
+        " requires grad, and its gradient is not implemented; detach it, or rotate with torch's own operators");
+    TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(t), op, ": ", name,
+                                " has a forward-mode tangent, and its derivative is not implemented; detach it");
   };
   check("cos", cos);
   check("sin", sin);
   check("inv_freq", inv_freq);
 }
 
-void set_tangent(Tensor& out, const Tensor& tangent) { out._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false); }
+void set_tangent(Tensor& out, const Tensor& tangent) {
+  out._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
 Tensor primal(const Tensor& t) { return t._fw_primal(/*level=*/0); }
 Tensor tangent_or_zeros(const Tensor& t) { return has_tangent(t) ? t._fw_grad(/*level=*/0) : at::zeros_like(t); }
 
 Tensor rotate(c10::DispatchKeySet keys, const Tensor& x, ROPE_ANGLES) {
   refuse_angle_gradients("rope.rotate", cos, sin, inv_freq);
   if (has_tangent(x)) {
-    Tensor out = rotate_op().call(primal(x), cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
+    Tensor out =
+        rotate_op().call(primal(x), cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
     set_tangent(out, rotate_op().call(x._fw_grad(/*level=*/0), ROPE_ANGLES_PASSED));
     return out;
   }
@@ -147,8 +162,10 @@ Tensor rotate(c10::DispatchKeySet keys, const Tensor& x, ROPE_ANGLES) {
 std::tuple<Tensor, Tensor> rotate_qk(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, ROPE_ANGLES) {
   refuse_angle_gradients("rope.rotate_qk", cos, sin, inv_freq);
   if (has_tangent(q) || has_tangent(k)) {
-    auto out = rotate_qk_op().call(primal(q), primal(k), cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
-    const auto [q_tangent, k_tangent] = rotate_qk_op().call(tangent_or_zeros(q), tangent_or_zeros(k), ROPE_ANGLES_PASSED);
+    auto out = rotate_qk_op().call(primal(q), primal(k), cos, sin, inv_freq, positions, offset, attention_factor,
+                                   interleaved, inverse);
+    const auto [q_tangent, k_tangent] =
+        rotate_qk_op().call(tangent_or_zeros(q), tangent_or_zeros(k), ROPE_ANGLES_PASSED);
     if (has_tangent(q)) set_tangent(std::get<0>(out), q_tangent);
     if (has_tangent(k)) set_tangent(std::get<1>(out), k_tangent);
     return out;
@@ -181,7 +198,8 @@ std::string python_name(const c10::OperatorHandle& op) {
 
 void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack* stack, const std::string& instead) {
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), python_name(op), ": ", argument.name(), " requires grad, and ", instead);
+    TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), python_name(op), ": ", argument.name(),
+                " requires grad, and ", instead);
     TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(), " has a forward-mode tangent, and ", instead);
   });
 }
@@ -195,7 +213,8 @@ void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// What was written gets a version bump, so that a backward which saved it complains; in inference_mode too, where Autograd is passed over.
+// What was written gets a version bump, so that a backward which saved it complains; in inference_mode too, where
+// Autograd is passed over.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<Tensor> written;
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
@@ -210,7 +229,8 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
 
 void no_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && t.requires_grad()) && !has_tangent(t), python_name(op), ": ", argument.name(),
+    TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && t.requires_grad()) && !has_tangent(t), python_name(op),
+                                ": ", argument.name(),
                                 " requires grad or has a tangent, and its gradient is not implemented; detach it");
   });
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -223,11 +243,13 @@ TORCH_LIBRARY_IMPL(rope, Autograd, m) {
   m.impl("rotate", &rotate);
   m.impl("rotate_qk", &rotate_qk);
   m.impl("cos_sin", torch::CppFunction::makeFromBoxedFunction<&no_gradient>());
-  for (const char* op : {"rotate_", "rotate_qk_"}) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&guard_in_place>());
+  for (const char* op : {"rotate_", "rotate_qk_"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&guard_in_place>());
 }
 
 TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) {
-  for (const char* op : {"rotate_", "rotate_qk_"}) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  for (const char* op : {"rotate_", "rotate_qk_"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
 }
 
 }  // namespace rope

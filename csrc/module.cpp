@@ -12,5 +12,7 @@ const Kernels& kernels();
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
   m.attr("devices") = pybind11::make_tuple("cpu");
-  m.def("cpu_instruction_set", [] { return std::string(rope::cpu::kernels().name); }, "The CPU kernels in use: plain, avx2 or avx512.");
+  m.def(
+      "cpu_instruction_set", [] { return std::string(rope::cpu::kernels().name); },
+      "The CPU kernels in use: plain, avx2 or avx512.");
 }

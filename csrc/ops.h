@@ -17,13 +17,13 @@ using at::Tensor;
 using OptTensor = std::optional<at::Tensor>;
 
 // The arguments that every rotating operator ends with, and how to hand them on.
-#define ROPE_ANGLES                                                                                              \
-  const OptTensor &cos, const OptTensor &sin, const OptTensor &inv_freq, const OptTensor &positions,             \
+#define ROPE_ANGLES                                                                                  \
+  const OptTensor &cos, const OptTensor &sin, const OptTensor &inv_freq, const OptTensor &positions, \
       c10::SymInt offset, double attention_factor, bool interleaved, bool inverse
 #define ROPE_ANGLES_PASSED cos, sin, inv_freq, positions, std::move(offset), attention_factor, interleaved, inverse
 
 struct RotateCall {
-  const char* op;  // "rope.rotate"
+  const char* op;   // "rope.rotate"
   const Tensor* q;  // [seq, heads, head_dim] or [batch, seq, heads, head_dim]; x of rotate
   const Tensor* k;  // the same with its own heads, or null
   const Tensor* q_out;
@@ -47,14 +47,16 @@ struct CosSinCall {
   const Tensor& sin;
 };
 
-// ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked at.
+// ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked
+// at.
 void check(const RotateCall& call, bool in_place);
 at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype);
 
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Tensor& x, ROPE_ANGLES) {
-    RotateCall call{"rope.rotate", &x, nullptr, &x, nullptr, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse};
+    RotateCall call{"rope.rotate", &x,     nullptr,          &x,          nullptr, cos, sin, inv_freq,
+                    positions,     offset, attention_factor, interleaved, inverse};
     check(call, false);
     Tensor out = at::empty_like(x);
     call.q_out = &out;
@@ -63,13 +65,15 @@ struct Ops {
   }
 
   static void rotate_(Tensor& x, ROPE_ANGLES) {
-    const RotateCall call{"rope.rotate_", &x, nullptr, &x, nullptr, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse};
+    const RotateCall call{"rope.rotate_", &x,     nullptr,          &x,          nullptr, cos, sin, inv_freq,
+                          positions,      offset, attention_factor, interleaved, inverse};
     check(call, true);
     Backend::rotate(call);
   }
 
   static std::tuple<Tensor, Tensor> rotate_qk(const Tensor& q, const Tensor& k, ROPE_ANGLES) {
-    RotateCall call{"rope.rotate_qk", &q, &k, &q, &k, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse};
+    RotateCall call{"rope.rotate_qk", &q,          &k,     &q, &k, cos, sin, inv_freq, positions, offset,
+                    attention_factor, interleaved, inverse};
     check(call, false);
     Tensor q_out = at::empty_like(q), k_out = at::empty_like(k);
     call.q_out = &q_out;
@@ -79,7 +83,8 @@ struct Ops {
   }
 
   static void rotate_qk_(Tensor& q, Tensor& k, ROPE_ANGLES) {
-    const RotateCall call{"rope.rotate_qk_", &q, &k, &q, &k, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse};
+    const RotateCall call{"rope.rotate_qk_", &q,          &k,     &q, &k, cos, sin, inv_freq, positions, offset,
+                          attention_factor,  interleaved, inverse};
     check(call, true);
     Backend::rotate(call);
   }

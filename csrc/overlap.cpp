@@ -34,7 +34,8 @@ class Sums {
     int64_t step, count, rest;  // rest: the largest sum of this term and all smaller ones
   };
 
-  // Largest steps first. What is left must be within the reach of the smaller steps, so nested dimensions leave one or two candidates.
+  // Largest steps first. What is left must be within the reach of the smaller steps, so nested dimensions leave one or
+  // two candidates.
   bool reach_from(int i, int64_t low, int64_t high) {
     if (high < 0) return false;
     if (low <= 0) return true;
@@ -82,11 +83,12 @@ std::optional<Layout> layout_of(const at::Tensor& t) {
   return l;
 }
 
-// Byte distance from the start of b to that of a, or none where they cannot share memory. Two storages may still be one memory
-// (torch.from_numpy twice), which only an address can tell; on other devices data() is a handle and no address.
+// Byte distance from the start of b to that of a, or none where they cannot share memory. Two storages may still be one
+// memory (torch.from_numpy twice), which only an address can tell; on other devices data() is a handle and no address.
 std::optional<int64_t> distance(const at::Tensor& a, const Layout& la, const at::Tensor& b, const Layout& lb) {
   if (a.is_alias_of(b)) return la.first - lb.first;
-  if (!(a.is_cpu() || a.is_cuda()) || a.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta)) return std::nullopt;
+  if (!(a.is_cpu() || a.is_cuda()) || a.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
+    return std::nullopt;
   const auto *pa = static_cast<const char*>(a.storage().data()), *pb = static_cast<const char*>(b.storage().data());
   if (!pa || !pb) return std::nullopt;
   return (reinterpret_cast<intptr_t>(pa) + la.first) - (reinterpret_cast<intptr_t>(pb) + lb.first);
@@ -101,7 +103,8 @@ bool overlaps_itself(const at::Tensor& t) {
   for (int64_t d = 0; d < l.dims; d++) {
     if (l.size[d] > 1 && l.step[d] == 0) return true;
   }
-  // Two indices whose largest differing step is that of dimension d: step * (1 + t) + the smaller dimensions, each from -(n - 1) to n - 1.
+  // Two indices whose largest differing step is that of dimension d: step * (1 + t) + the smaller dimensions, each from
+  // -(n - 1) to n - 1.
   for (int64_t d = 0; d < l.dims; d++) {
     if (l.size[d] < 2) continue;
     Sums sums;

@@ -27,10 +27,14 @@ namespace {
 
 DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
-    case at::kHalf: return DType::kHalf;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kFloat: return DType::kFloat;
-    default: return DType::kDouble;  // check() has seen to it that there is no other
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat;
+    default:
+      return DType::kDouble;  // check() has seen to it that there is no other
   }
 }
 
@@ -57,8 +61,9 @@ void check_range(const RotateCall& call, const RopeParams& p) {
   }
   int64_t first = 0, last = 0;
   const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
-  TORCH_CHECK_INDEX(!overflow && first >= 0 && last < p.rows, call.op, ": positions go from ", low, " to ", high, " with offset ", p.offset, ", cos has ",
-                    p.rows, " rows; position + offset needs to be at least 0 and below that");
+  TORCH_CHECK_INDEX(!overflow && first >= 0 && last < p.rows, call.op, ": positions go from ", low, " to ", high,
+                    " with offset ", p.offset, ", cos has ", p.rows,
+                    " rows; position + offset needs to be at least 0 and below that");
 }
 
 // Runs body(begin, end, scratch) over n items on torch's threads, each with its own scratch.
@@ -109,7 +114,8 @@ struct Cpu {
   }
 
   static void cos_sin(const CosSinCall& call) {
-    const Tensor positions = call.positions.to(at::kDouble).contiguous(), inv_freq = call.inv_freq.to(at::kDouble).contiguous();
+    const Tensor positions = call.positions.to(at::kDouble).contiguous(),
+                 inv_freq = call.inv_freq.to(at::kDouble).contiguous();
     const CosSin c{inv_freq.numel(),
                    call.attention_factor,
                    dtype_of(call.cos),

@@ -1,5 +1,6 @@
 // The CPU kernels, one build of them per instruction set, and what the host file hands to them.
-// Plain data and pointers only: the kernel files may include nothing with inline functions of external linkage (see vec.h).
+// Plain data and pointers only: the kernel files may include nothing with inline functions of external linkage (see
+// vec.h).
 #pragma once
 
 #include <cstddef>
@@ -33,8 +34,8 @@ struct CosSin {
 
 struct Kernels {
   const char* name;
-  size_t (*rotate_scratch)(const Rotate&);                                             // bytes of scratch that one thread needs
-  void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);            // tokens [begin, end) of batch * seq
+  size_t (*rotate_scratch)(const Rotate&);                                   // bytes of scratch that one thread needs
+  void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);  // tokens [begin, end) of batch * seq
   size_t (*cos_sin_scratch)(const CosSin&);
   void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
 };

@@ -10,12 +10,14 @@
 #include <arm_neon.h>
 #endif
 
-// Every function after this point may use the instruction set of the file that includes it. Nothing with external linkage may be
-// included after it: the linker keeps one copy of an inline function, and it must not be the one with newer instructions.
+// Every function after this point may use the instruction set of the file that includes it. Nothing with external
+// linkage may be included after it: the linker keeps one copy of an inline function, and it must not be the one with
+// newer instructions.
 #if defined(ROPE_AVX512)
 #define ROPE_VECTOR_BYTES 64
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
@@ -65,13 +67,15 @@ inline float to_arithmetic(f16 x) {
 #else
   // Exponent and mantissa move to their float32 place; multiplying by 2^112 corrects the bias, subnormals included.
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
-  if (magnitude >= 0x7c00u << 13) return bits_as<float>(sign | 0x7f800000u | magnitude | (magnitude > (0x7c00u << 13) ? 0x400000u : 0u));
+  if (magnitude >= 0x7c00u << 13)
+    return bits_as<float>(sign | 0x7f800000u | magnitude | (magnitude > (0x7c00u << 13) ? 0x400000u : 0u));
   return bits_as<float>(sign | bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f));
 #endif
 }
 
-// To nearest, ties to even. A NaN stays one: for bfloat16 because no NaN that gets here has a payload in its low half, where the carry
-// could run through it (arithmetic keeps the payload of an operand, and plain_nan clears those of tables).
+// To nearest, ties to even. A NaN stays one: for bfloat16 because no NaN that gets here has a payload in its low half,
+// where the carry could run through it (arithmetic keeps the payload of an operand, and plain_nan clears those of
+// tables).
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {
@@ -113,17 +117,20 @@ inline V load_bits(const P* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
-// stream: past the caches, for a result larger than they are; `to` is then aligned to V. It saves reading each line before it is written.
+// stream: past the caches, for a result larger than they are; `to` is then aligned to V. It saves reading each line
+// before it is written.
 template <bool stream = false, typename V, typename P>
 inline void store_bits(P* to, V v) {
 #if defined(__x86_64__)
   if constexpr (stream && sizeof v == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits_as<__m128i>(v));
 #endif
 #if defined(ROPE_AVX512) || defined(ROPE_AVX2)
-  if constexpr (stream && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(v));
+  if constexpr (stream && sizeof v == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(v));
 #endif
 #if defined(ROPE_AVX512)
-  if constexpr (stream && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(v));
+  if constexpr (stream && sizeof v == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(v));
 #endif
   std::memcpy(to, &v, sizeof v);
 }
@@ -183,7 +190,8 @@ inline Floats swap_pairs(Floats a) {
   return Floats(f32v((u << 32) | (u >> 32)));
 }
 
-// A vector of bfloat16 as 32-bit lanes of two: the even elements, and the odd ones. Nothing is shuffled on the way in or out.
+// A vector of bfloat16 as 32-bit lanes of two: the even elements, and the odd ones. Nothing is shuffled on the way in
+// or out.
 inline Floats even_elements(u32v lanes) { return Floats(f32v(lanes << 16)); }
 inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)); }
 // Rounded to bfloat16, in the high half of each lane.
@@ -199,7 +207,9 @@ inline void store(float* to, Floats a) {
   store_bits<stream>(to, a.v);
 }
 
-inline Floats load(const bf16* from) { return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16)); }
+inline Floats load(const bf16* from) {
+  return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16));
+}
 template <bool stream = false>
 inline void store(bf16* to, Floats a) {
   store_bits<stream>(to, __builtin_convertvector(rounded_high(a) >> 16, u16v));

@@ -1,0 +1,80 @@
+"""The CPU back end's builds of the kernels: one binary, an instruction set chosen at run time, the same bits from each."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# torch honours this variable, and the kernels follow torch.
+CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
+
+PROGRAM = """
+import hashlib, sys, torch, torch_rope
+from cases import DTYPES, LAYOUTS, combinations
+digest = hashlib.sha256()
+def add(t):
+    digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+for dtype in DTYPES:
+    for (batch, seq, q_heads, k_heads, head_dim, rotary_dim), source, q_layout, k_layout in combinations():
+        torch.manual_seed(1)
+        q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, "cpu")
+        k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, "cpu")
+        angles = source.arguments(batch, seq, rotary_dim, torch.float64 if dtype == torch.float64 else torch.float32, "cpu")
+        for interleaved in (False, True):
+            for out in torch_rope.rotate_qk(q, k, **angles, interleaved=interleaved, attention_factor=1.1):
+                add(out)
+positions = torch.cat([torch.arange(3000), torch.randint(-2**24, 2**24, (3000,))])
+for dtype in DTYPES:
+    for t in torch_rope.cos_sin(positions, torch_rope.inv_freq(128), dtype=dtype):
+        add(t)
+# every bfloat16 and float16, through the conversions both ways
+for dtype in (torch.bfloat16, torch.float16):
+    x = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 2, 64)
+    x = x.masked_fill(x.isnan(), 1.0)
+    for interleaved in (False, True):
+        add(torch_rope.rotate(x, inv_freq=torch.tensor([0.0] * 16 + [0.3] * 16), interleaved=interleaved))
+print(torch_rope._C.cpu_instruction_set(), digest.hexdigest())
+"""
+
+
+def run(capability):
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    return result.stdout.split()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one build of the kernels")
+def test_every_instruction_set_gives_the_same_bits():
+    best = torch.backends.cpu.get_cpu_capability()
+    levels = list(CAPABILITIES)[: 1 + ["DEFAULT", "AVX2", "AVX512"].index(best)]
+    results = {level: run(level) for level in levels}
+    assert {level: name for level, (name, _) in results.items()} == {level: CAPABILITIES[level] for level in levels}
+    assert len({digest for _, digest in results.values()}) == 1
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim, rotary_dim, start", [(128, 128, 0), (128, 64, 0), (130, 130, 0), (128, 128, 1)])
+def test_results_past_the_caches(head_dim, rotary_dim, start, dtype, layout):
+    """Large results are streamed past the caches where they are aligned; the bits are those of small ones."""
+    seq, heads = 5000, 16
+    shape = (1, seq, heads, head_dim) if layout == "bshd" else (1, heads, seq, head_dim)
+    storage = torch.randn(torch.Size(shape).numel() + start).to(dtype)
+    x = storage[start:].view(shape)
+    x = x if layout == "bshd" else x.transpose(1, 2)
+    freq = torch.ones(rotary_dim // 2)
+    for interleaved in (False, True):
+        whole = torch.ops.rope.rotate(x, inv_freq=freq, interleaved=interleaved)
+        for s in range(0, seq, 500):
+            part = torch.ops.rope.rotate(x[:, s : s + 500], inv_freq=freq, offset=s, interleaved=interleaved)
+            assert torch.equal(whole[:, s : s + 500], part)

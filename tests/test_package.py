@@ -1,0 +1,61 @@
+"""The package itself: what it was built for, and that it says so when that does not fit."""
+
+import subprocess
+import sys
+from importlib import metadata, resources
+
+import torch
+
+import torch_rope
+from torch_rope import _C
+
+
+def python(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8")
+
+
+def test_another_torch_is_refused_in_one_line_before_the_library_loads():
+    result = python("import torch; torch.__version__ = '2.9.1'; import torch_rope")
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
+    result = python(
+        "import sys, torch\ntorch.__version__ = '2.9.1'\ntry: import torch_rope\nexcept ImportError: print('torch_rope._C' in sys.modules)"
+    )
+    assert result.stdout.strip() == "False"
+
+
+def test_a_patch_release_of_the_same_torch_is_accepted():
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert python(f"import torch; torch.__version__ = '{version}.99+cu130'; import torch_rope").returncode == 0
+
+
+def test_what_was_built():
+    assert "cpu" in _C.devices
+    assert _C.cpu_instruction_set() in ("plain", "avx2", "avx512")
+    assert torch_rope.__version__ == metadata.version("torch-rope")
+    assert resources.files(torch_rope).joinpath("py.typed").is_file()
+
+
+def test_every_public_function_has_a_docstring_with_its_equivalent():
+    for name in torch_rope.__all__:
+        doc = getattr(torch_rope, name).__doc__
+        assert doc and (name == "inv_freq" or "Equivalent to" in doc), name
+
+
+def test_schemas():
+    """The contract: users' graphs hold these."""
+    angles = (
+        "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, *, "
+        "float attention_factor=1., bool interleaved=False, bool inverse=False"
+    )
+    assert {
+        name: str(getattr(torch.ops.rope, name).default._schema) for name in torch_rope.__all__ if name != "inv_freq"
+    } == {
+        "cos_sin": "rope::cos_sin(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
+        "-> (Tensor cos, Tensor sin)",
+        "rotate": f"rope::rotate(Tensor x, {angles}) -> Tensor",
+        "rotate_": f"rope::rotate_(Tensor(a!) x, {angles}) -> ()",
+        "rotate_qk": f"rope::rotate_qk(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
+        "rotate_qk_": f"rope::rotate_qk_(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
+    }
