@@ -1,7 +1,7 @@
 """Builds torch_rope._C against the installed torch. Metadata is in pyproject.toml."""
 
-import platform
 import sys
+import sysconfig
 from pathlib import Path
 
 import pybind11
@@ -10,7 +10,9 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 if sys.platform == "win32" or torch.version.hip:
-    sys.exit("torch_rope supports Linux and macOS, without ROCm; Windows and ROCm builds of torch are not supported.")
+    sys.exit("torch_rope supports Linux and macOS; Windows and ROCm builds of torch are not supported.")
+if not Path(sysconfig.get_path("include"), "Python.h").exists():
+    sys.exit("Python.h is missing: install Python's headers (python3-dev on Debian and Ubuntu).")
 
 FLAGS = [
     "-O3",
@@ -31,20 +33,19 @@ if sys.platform == "linux":
 class Build(BuildExtension):
     def run(self):
         super().run()
-        # Read by torch_rope/__init__.py before it loads the library, which lies in one of the two (the first if editable).
-        for package in (Path("torch_rope"), Path(self.build_lib, "torch_rope")):
-            package.mkdir(parents=True, exist_ok=True)
-            (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
+        # Read by torch_rope/__init__.py before it loads the library.
+        package = Path("torch_rope" if self.inplace else f"{self.build_lib}/torch_rope")
+        (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
 
 setup(
     ext_modules=[
         CppExtension(
             "torch_rope._C",
-            sources=sorted(str(p) for p in Path("csrc").glob("*.cpp")) + sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp")),
+            sources=sorted(map(str, [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])),
             include_dirs=[pybind11.get_include()],
             extra_compile_args={"cxx": FLAGS},
-            extra_link_args=["-Wl,-s"] if platform.system() == "Linux" else [],
+            extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
         )
     ],
     cmdclass={"build_ext": Build},

@@ -429,7 +429,7 @@ def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype,
         "interleaved": interleaved,
     }
     turned = rotate(x.to(device), **arguments)
-    # A wrong angle changes no length and is undone; rounding and wrong cos and sin do. sqrt(2): a pair has two elements.
+    # A wrong angle changes no length and is undone; wrong cos and sin and rounding do. sqrt(2): a pair is two elements.
     error = 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, 0))
     before, after = (torch.hypot(*pairs_of(t.cpu().double(), rotary_dim, interleaved)) for t in (x, turned))
     assert ((after - before).abs() <= error * before).all()
