@@ -19,10 +19,10 @@ WARM_ALLOCATOR = {
 if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in WARM_ALLOCATOR.items()):
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WARM_ALLOCATOR)
 
-import torch
+import torch  # noqa: E402
 
-import torch_rope
-from torch_rope import _C
+import torch_rope  # noqa: E402
+from torch_rope import _C  # noqa: E402
 
 THREADS, ROUNDS = 2, 41
 rope = torch.ops.rope
@@ -64,11 +64,17 @@ class Table:
         good = ratio >= limit if higher_is_better else ratio <= limit
         self.missed += not good
         sign = ">=" if higher_is_better else "<="
-        print(f"{case:<44}{ours:>9.1f} us{other:>9.1f} us{ratio:>8.2f}   {sign} {limit:g} {'' if good else 'MISSED'}", flush=True)
+        print(
+            f"{case:<44}{ours:>9.1f} us{other:>9.1f} us{ratio:>8.2f}   {sign} {limit:g} {'' if good else 'MISSED'}",
+            flush=True,
+        )
 
     def limit(self, case, ours, limit):
         self.missed += ours > limit
-        print(f"{case:<44}{ours:>9.2f} us{'':>12}{'':>8}   <= {limit:g} us {'' if ours <= limit else 'MISSED'}", flush=True)
+        print(
+            f"{case:<44}{ours:>9.2f} us{'':>12}{'':>8}   <= {limit:g} us {'' if ours <= limit else 'MISSED'}",
+            flush=True,
+        )
 
 
 def prefill(table: Table, dtype: torch.dtype, layout: str, seq=2048, q_heads=32, k_heads=8, head_dim=128) -> None:
@@ -119,7 +125,9 @@ def prefill(table: Table, dtype: torch.dtype, layout: str, seq=2048, q_heads=32,
     table.row(f"{name} in place interleaved, copy_", t["in place interleaved"], t["copy"], 1.25)
     table.row(f"{name} functional, clone", t["functional"], t["clone"], 1.25)
     table.row(f"{name} functional interleaved, clone", t["functional interleaved"], t["clone"], 1.25)
-    table.row(f"{name} functional, HF compiled", t["functional"], t["compiled"], 2.9 if half else 3.0, higher_is_better=True)
+    table.row(
+        f"{name} functional, HF compiled", t["functional"], t["compiled"], 2.9 if half else 3.0, higher_is_better=True
+    )
     table.row(f"{name} functional, HF eager", t["functional"], t["eager"], 6.5 if half else 5.0, higher_is_better=True)
     table.row(f"{name} in place inv_freq, tables", t["in place inv_freq"], t["in place"], 1.5)
     table.row(f"{name} functional inv_freq, tables", t["functional inv_freq"], t["functional"], 1.5)
@@ -174,7 +182,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; all by default")
     cases = parser.parse_args().cases or list(CASES)
     torch.set_num_threads(THREADS)
-    print(f"torch {torch.__version__}, kernels {_C.cpu_instruction_set()}, {THREADS} threads, medians of {ROUNDS} rounds")
+    print(
+        f"torch {torch.__version__}, kernels {_C.cpu_instruction_set()}, {THREADS} threads, medians of {ROUNDS} rounds"
+    )
     print("q [1, 2048, 32, 128] and k [1, 2048, 8, 128] (bshd), or the same as [batch, heads, seq, head_dim] (bhsd)")
     table = Table()
     for case in cases:
