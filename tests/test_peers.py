@@ -94,7 +94,7 @@ def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle
 
 
 def onnx_reference():
-    module = pytest.importorskip("onnx.reference.ops.op_rotary_embedding", reason="onnx 1.19 or later is not installed")
+    module = pytest.importorskip("onnx.reference.ops.op_rotary_embedding", reason="onnx with opset 23 is not installed")
 
     def call(*tensors, **attributes):
         arrays = [t if t is None else t.numpy() for t in tensors]
