@@ -1,7 +1,10 @@
-"""What torch takes from Python only: vmap rules and flop formulas."""
+"""What torch takes from Python only: vmap rules, one remedy for Inductor, flop formulas."""
+
+import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 _ops = torch.ops.rope
@@ -88,6 +91,40 @@ def _register_vmap(name: str, count: int) -> None:
 
 for _name, _count in {"rotate": 1, "rotate_": 1, "rotate_qk": 2, "rotate_qk_": 2, "cos_sin": 0}.items():
     _register_vmap(_name, _count)
+
+
+# ---- torch.compile of in-place operators ----
+#
+# Inductor (2.13) has no lowering for the storage offset of a view, which functionalization writes into the graph where that offset is a
+# symbol. It goes on with offset 0: an in-place operator on x[1], of a tensor with a dynamic size, silently writes to x[0]. So it is taught
+# the lowering before it comes to such a graph.
+
+
+@functools.cache
+def _teach_inductor_storage_offsets() -> None:
+    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    storage_offset = torch.ops.aten.sym_storage_offset.default
+    if storage_offset not in lowerings:
+
+        @register_lowering(storage_offset, type_promotion_kind=None)
+        def lowering(x):
+            value = V.graph.current_node.meta["val"]
+            return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+
+
+def _watch_functionalization(op: torch._ops.OpOverload) -> None:
+    @op.py_impl(FunctionalTensorMode)
+    def functionalize(mode, *args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if any(not isinstance(t.storage_offset(), int) for t in tensors):
+            _teach_inductor_storage_offsets()
+        return mode.__torch_dispatch__(op, [type(t) for t in tensors], args, kwargs)  # as without us
+
+
+_watch_functionalization(_ops.rotate_.default)
+_watch_functionalization(_ops.rotate_qk_.default)
 
 
 # ---- flops: 4 multiplications and 2 additions a pair ----
