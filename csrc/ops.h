@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include "rope.h"
@@ -52,13 +53,20 @@ struct CosSinCall {
 void check(const RotateCall& call, bool in_place);
 at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype);
 
+// at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
+// x keeps are said here.
+inline Tensor result_like(const Tensor& x) {
+  if (!x.is_non_overlapping_and_dense()) return at::empty_like(x);
+  return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
+}
+
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Tensor& x, ROPE_ANGLES) {
     RotateCall call{"rope.rotate", &x,     nullptr,          &x,          nullptr, cos, sin, inv_freq,
                     positions,     offset, attention_factor, interleaved, inverse};
     check(call, false);
-    Tensor out = at::empty_like(x);
+    Tensor out = result_like(x);
     call.q_out = &out;
     Backend::rotate(call);
     return out;
@@ -75,7 +83,7 @@ struct Ops {
     RotateCall call{"rope.rotate_qk", &q,          &k,     &q, &k, cos, sin, inv_freq, positions, offset,
                     attention_factor, interleaved, inverse};
     check(call, false);
-    Tensor q_out = at::empty_like(q), k_out = at::empty_like(k);
+    Tensor q_out = result_like(q), k_out = result_like(k);
     call.q_out = &q_out;
     call.k_out = &k_out;
     Backend::rotate(call);

@@ -28,6 +28,11 @@ def _batched(t: Tensor, size: int, shared: bool, batch: int) -> Tensor:
     return t[0, :1] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 
+def _joins_as_a_view(x: Tensor) -> bool:
+    """Whether the first dimension joins the batch without a copy."""
+    return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
 def _vmap_one_launch(op, count, info, in_dims, args, kwargs):
     """The mapped call as one call of op on a larger batch, or None where there is none. count: how many tensors are rotated."""
     size, (cos, sin, inv_freq, positions, *_) = info.batch_size, args[count:]
@@ -38,9 +43,9 @@ def _vmap_one_launch(op, count, info, in_dims, args, kwargs):
     if any(d is not None and t.dim() != 4 for t, d in tables):  # mapped, and not [size, batch, seq, rotary_dim / 2]
         return None
     xs = [_in_front(x, d, size) for x, d in zip(args[:count], in_dims[:count], strict=True)]
+    if op._schema.is_mutable and not all(_joins_as_a_view(x) for x in xs):
+        return None
     flat = [x if x.dim() == 4 else x.flatten(0, 1) for x in xs]
-    if op._schema.is_mutable and any(f.data_ptr() != x.data_ptr() for f, x in zip(flat, xs, strict=True)):
-        return None  # flatten had to copy
     batch = flat[0].shape[0] // max(size, 1)
     per_token = [
         t if t is None or (d is None and t.dim() == 2) else _batched(_in_front(t, d, size), size, d is None, batch)
@@ -74,7 +79,8 @@ def _register_vmap(name: str, count: int) -> None:
     op = getattr(_ops, name).default
 
     def rule(info, in_dims, *args, **kwargs):
-        in_dims = in_dims[: len(args)]
+        missing = count + 4 - len(args) if count else 0  # trailing arguments at their default are not passed
+        args, in_dims = (*args, *[None] * missing), (*in_dims[: len(args)], *[None] * missing)
         if op._schema.is_mutable and any(d is None for d in in_dims[:count]):
             raise RuntimeError(
                 f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; use rope.{name[:-1]}"
