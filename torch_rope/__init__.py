@@ -7,7 +7,12 @@ import torch
 
 def _require_matching_torch() -> None:
     """The library is built for one torch release; another one would crash while it loads, so look first."""
-    built_for = Path(__file__).with_name("built_for_torch.txt").read_text().strip()
+    record = Path(__file__).with_name("built_for_torch.txt")
+    if not record.exists():
+        raise ImportError(
+            f"torch_rope in {record.parent} is not built: pip install --no-build-isolation -e . builds it"
+        )
+    built_for = record.read_text().strip()
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}: "
