@@ -56,7 +56,7 @@ at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, st
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
 // x keeps are said here.
 inline Tensor result_like(const Tensor& x) {
-  if (!x.is_non_overlapping_and_dense()) return at::empty_like(x);
+  if (!x.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return at::empty_like(x);
   return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
 }
 

@@ -307,7 +307,12 @@ def test_a_number_of_tokens_that_is_data(device):
 
     def function(x, mask):
         x = x[mask]
-        return rope.rotate(x, cos, sin), rope.rotate(x, cos, sin, positions=mask.nonzero().flatten())
+        return (
+            rope.rotate(x, cos, sin),
+            rope.rotate(x, cos, sin, positions=mask.nonzero().flatten()),
+            rope.rotate(x[:, :2], cos, sin),  # whether this is dense depends on the data: the strides must not
+            *rope.rotate_qk(x.expand(2, -1, -1, -1), x[:, :2].expand(2, -1, -1, -1), cos, sin),
+        )
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
