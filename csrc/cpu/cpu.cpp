@@ -76,8 +76,9 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   });
 }
 
-// A result this large is written past the caches: with what it was made from, it would not stay in them.
-constexpr int64_t kStreamBytes = 16 << 20;
+// What is larger than a core's own caches is asked for ahead. A result so large that with what it was made from it
+// would not stay in the shared cache either is written past them all.
+constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
 struct Cpu {
   static void rotate(const RotateCall& call) {
@@ -107,6 +108,7 @@ struct Cpu {
       r.wide_positions = call.positions->scalar_type() == at::kLong;
     }
     const int64_t bytes = p.batch * p.seq * (p.q.heads + p.k.heads) * p.head_dim * int64_t(call.q->element_size());
+    r.fetch = bytes >= kFetchBytes;
     r.stream = r.q_in != r.q_out && bytes >= kStreamBytes;
     const Kernels& k = kernels();
     parallel(p.batch * p.seq, (p.q.heads + p.k.heads) * p.head_dim, k.rotate_scratch(r),

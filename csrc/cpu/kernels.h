@@ -18,6 +18,7 @@ struct Rotate {
   DType x_dtype, table_dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
   bool wide_positions;                         // int64, else int32
   bool stream;                                 // write past the caches
+  bool fetch;                                  // ask for memory ahead
   const void *q_in, *k_in;                     // [batch, seq, heads, head_dim] by the strides of params
   void *q_out, *k_out;
   const void *cos, *sin, *inv_freq, *positions;
