@@ -16,7 +16,7 @@ demo: .venv/demo .venv/built
 test: lint .venv/test .venv/built
 	$(BIN)/python -m pytest
 
-bench: .venv/built
+bench: .venv/demo .venv/built
 	$(BIN)/python benchmarks/cpu.py
 
 lint: .venv/lint

@@ -20,6 +20,7 @@ if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in WARM_ALLOCA
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WARM_ALLOCATOR)
 
 import torch  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 import torch_rope  # noqa: E402
 from torch_rope import _C  # noqa: E402
@@ -39,17 +40,6 @@ def medians(contenders: dict, rounds: int = ROUNDS, calls: int = 1) -> dict:
                 call()
             samples[name].append((time.perf_counter() - start) / calls * 1e6)
     return {name: statistics.median(s) for name, s in samples.items()}
-
-
-def rotate_half(x):
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
-def hugging_face(q, k, cos, sin, unsqueeze_dim):
-    """What transformers' llama computes; the tests hold it against transformers' own function."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 class Table:
@@ -93,7 +83,7 @@ def prefill(table: Table, dtype: torch.dtype, layout: str, seq=2048, q_heads=32,
     cos, sin = torch_rope.cos_sin(torch.arange(seq), freq)
     wide_cos, wide_sin = (torch.cat([t, t], -1).to(dtype)[None] for t in (cos, sin))
     axis = 2 if layout == "bshd" else 1
-    compiled = torch.compile(hugging_face, dynamic=False)
+    compiled = torch.compile(apply_rotary_pos_emb, dynamic=False)
 
     def copy():
         q_into.copy_(q)
@@ -117,7 +107,7 @@ def prefill(table: Table, dtype: torch.dtype, layout: str, seq=2048, q_heads=32,
             "functional interleaved": lambda: rope.rotate_qk(ours(q), ours(k), cos, sin, interleaved=True),
             "functional inv_freq": lambda: rope.rotate_qk(ours(q), ours(k), inv_freq=freq),
             "compiled": lambda: compiled(q, k, wide_cos, wide_sin, axis),
-            "eager": lambda: hugging_face(q, k, wide_cos, wide_sin, axis),
+            "eager": lambda: apply_rotary_pos_emb(q, k, wide_cos, wide_sin, axis),
         }
     )
     half = dtype == torch.bfloat16
