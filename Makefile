@@ -45,7 +45,7 @@ lint: .venv/lint
 	touch $@
 
 .venv/lint: | .venv/torch
-	$(PIP) ruff clang-format
+	$(PIP) ruff==0.17.5 clang-format==23.1.5
 	touch $@
 
 clean:
