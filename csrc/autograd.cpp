@@ -5,6 +5,7 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -196,19 +197,28 @@ std::string python_name(const c10::OperatorHandle& op) {
   return name.replace(name.find("::"), 2, ".");
 }
 
-void refuse_gradients(const c10::OperatorHandle& op, const torch::jit::Stack* stack, const std::string& instead) {
-  for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), python_name(op), ": ", argument.name(),
-                " requires grad, and ", instead);
-    TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(), " has a forward-mode tangent, and ", instead);
-  });
+std::string functional_name(const c10::OperatorHandle& op) {
+  std::string name = python_name(op);
+  name.pop_back();
+  return name;
+}
+
+void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument, const Tensor& t) {
+  std::optional<c10::AutoFwGradMode> look;
+  if (c10::InferenceMode::is_enabled()) look.emplace(true);  // it hides tangents
+  TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
+              " has a forward-mode tangent, which the in-place operator would leave as it is; use ",
+              functional_name(op));
 }
 
 // Autograd of an in-place operator: the graph would keep the gradient of the values before.
 void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  std::string functional = python_name(op);
-  functional.pop_back();
-  refuse_gradients(op, stack, "the in-place operator has no gradient; use " + functional + ", or torch.no_grad()");
+  for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
+    TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), python_name(op), ": ", argument.name(),
+                " requires grad, and the in-place operator has no gradient; use ", functional_name(op),
+                ", or torch.no_grad()");
+    refuse_tangent(op, argument, t);
+  });
   at::AutoDispatchBelowAutograd guard;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
@@ -218,7 +228,12 @@ void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   std::vector<Tensor> written;
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    if (argument.alias_info() && argument.alias_info()->isWrite()) written.push_back(t);
+    refuse_tangent(op, argument, t);  // guard_in_place has, but not in inference_mode
+    if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
+    TORCH_CHECK(!t.is_inference() || c10::InferenceMode::is_enabled(), python_name(op), ": ", argument.name(),
+                " is an inference tensor, which can be written only in inference_mode; clone it, or use ",
+                functional_name(op));
+    written.push_back(t);
   });
   {
     at::AutoDispatchBelowADInplaceOrView guard;

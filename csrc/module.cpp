@@ -5,10 +5,6 @@
 
 #include "cpu/kernels.h"
 
-namespace rope::cpu {
-const Kernels& kernels();
-}
-
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
   m.attr("devices") = pybind11::make_tuple("cpu");

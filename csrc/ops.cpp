@@ -1,7 +1,7 @@
 // Schemas, argument checks and the Meta kernels: everything that is the same on every device.
 #include "ops.h"
 
-#include <sstream>
+#include <cmath>
 
 #include "overlap.h"
 
@@ -29,6 +29,18 @@ const char* name_of(at::ScalarType type) {
       return "int32";
     case at::kLong:
       return "int64";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
     default:
       return c10::toString(type);
   }
@@ -216,6 +228,11 @@ void table_strides(const Tensor& table, rope_int* strides) {
 
 }  // namespace
 
+SplitFactor split_factor(double attention_factor) {
+  const float hi = float(attention_factor);
+  return {hi, std::isfinite(hi) ? float(attention_factor - hi) : 0.0f};
+}
+
 RopeParams RotateCall::params() const {
   RopeParams p{};
   p.batch = q->dim() == 4 ? q->size(0) : 1;
@@ -240,8 +257,9 @@ RopeParams RotateCall::params() const {
     p.positions[1] = positions->stride(-1);
   }
   p.offset = offset.guard_int(__FILE__, __LINE__);
-  p.factor_hi = float(attention_factor);
-  p.factor_lo = float(attention_factor - p.factor_hi);
+  const SplitFactor factor = split_factor(attention_factor);
+  p.factor_hi = factor.hi;
+  p.factor_lo = factor.lo;
   p.interleaved = interleaved;
   p.inverse = inverse;
   return p;

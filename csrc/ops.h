@@ -40,6 +40,16 @@ struct RotateCall {
   RopeParams params() const;  // of real tensors, after check
 };
 
+// In place unless q_out and k_out are set afterwards.
+#define ROPE_CALL(op, q, k) \
+  {op, q, k, q, k, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse}
+
+// attention_factor as two floats, for float32 arithmetic.
+struct SplitFactor {
+  float hi, lo;
+};
+SplitFactor split_factor(double attention_factor);
+
 struct CosSinCall {
   const Tensor& positions;  // any shape P
   const Tensor& inv_freq;   // [rotary_dim / 2]
@@ -73,15 +83,13 @@ struct Ops {
   }
 
   static void rotate_(Tensor& x, ROPE_ANGLES) {
-    const RotateCall call{"rope.rotate_", &x,     nullptr,          &x,          nullptr, cos, sin, inv_freq,
-                          positions,      offset, attention_factor, interleaved, inverse};
+    const RotateCall call = ROPE_CALL("rope.rotate_", &x, nullptr);
     check(call, true);
     Backend::rotate(call);
   }
 
   static std::tuple<Tensor, Tensor> rotate_qk(const Tensor& q, const Tensor& k, ROPE_ANGLES) {
-    RotateCall call{"rope.rotate_qk", &q,          &k,     &q, &k, cos, sin, inv_freq, positions, offset,
-                    attention_factor, interleaved, inverse};
+    RotateCall call = ROPE_CALL("rope.rotate_qk", &q, &k);
     check(call, false);
     Tensor q_out = result_like(q), k_out = result_like(k);
     call.q_out = &q_out;
@@ -91,8 +99,7 @@ struct Ops {
   }
 
   static void rotate_qk_(Tensor& q, Tensor& k, ROPE_ANGLES) {
-    const RotateCall call{"rope.rotate_qk_", &q,          &k,     &q, &k, cos, sin, inv_freq, positions, offset,
-                          attention_factor,  interleaved, inverse};
+    const RotateCall call = ROPE_CALL("rope.rotate_qk_", &q, &k);
     check(call, true);
     Backend::rotate(call);
   }

@@ -9,6 +9,18 @@ def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
     return (t if t.dtype == torch.float64 or not t.is_floating_point() else t.double()).numpy().astype(kind)
 
 
+def cos_sin(positions: np.ndarray, inv_freq: np.ndarray, kind) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of positions * inv_freq, [*positions.shape, rotary_dim / 2].
+
+    A long double has 64 bits, the product of a position and a float64 frequency up to 77: so the frequency is cut in two, whose
+    products are exact, and the small angle is added by the addition theorem.
+    """
+    high = inv_freq.astype(np.float32).astype(np.float64)
+    p = positions[..., None].astype(kind)
+    a, b = p * high.astype(kind), p * (inv_freq - high).astype(kind)
+    return np.cos(a) * np.cos(b) - np.sin(a) * np.sin(b), np.sin(a) * np.cos(b) + np.cos(a) * np.sin(b)
+
+
 def rotate(
     x,
     cos=None,
@@ -32,8 +44,7 @@ def rotate(
     p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
     p = np.broadcast_to(p + offset, (batch, seq))
     if inv_freq is not None:
-        angle = p[..., None].astype(kind) * numpy_of(inv_freq, kind)
-        c, s = np.cos(angle), np.sin(angle)
+        c, s = cos_sin(p, numpy_of(inv_freq), kind)
     else:
         c, s = numpy_of(cos, kind), numpy_of(sin, kind)
         if c.ndim == 2:

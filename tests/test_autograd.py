@@ -166,10 +166,20 @@ def test_in_place_refuses_gradients_and_tangents(op, device):
             getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
         with fwAD.dual_level():
             a = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
-            for context in (torch.enable_grad, torch.no_grad):
+            for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
                 with context(), pytest.raises(RuntimeError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
                     getattr(rope, op)(**a)
         assert all(torch.equal(t, before[n]) for n, t in good.items())
+
+
+def test_an_inference_tensor_is_refused_before_anything_is_written(device):
+    a = in_place_arguments("rotate_qk_", device)
+    with torch.inference_mode():
+        k = a["k"].clone()
+    before = a["q"].clone()
+    with pytest.raises(RuntimeError, match="rope.rotate_qk_: k is an inference tensor, .* use rope.rotate_qk"):
+        rope.rotate_qk_(**a | {"k": k})
+    assert torch.equal(a["q"], before) and torch.equal(k, a["k"]) and a["q"]._version == 0
 
 
 @pytest.mark.parametrize("op", IN_PLACE)

@@ -925,6 +925,37 @@ def test_vmap_over_the_angles_only(device):
 
 
 @pytest.mark.usefixtures("no_vmap_fallback")
+@pytest.mark.parametrize("which", ["cos", "sin"])
+def test_vmap_with_one_of_two_tables_mapped(which, device):
+    x, mapped, shared = (torch.randn(s, device=device) for s in ((2, 3, 2, 8), (2, 1, 3, 4), (1, 3, 4)))
+
+    def sample(x, table):
+        return rope.rotate(x, *((table, shared) if which == "cos" else (shared, table)))
+
+    assert torch.equal(vmap(sample)(x, mapped), torch.stack([sample(*each) for each in zip(x, mapped, strict=True)]))
+
+
+def test_vmap_over_nothing(device):
+    freq = torch_rope.inv_freq(8, device=device)
+    assert vmap(lambda x: rope.rotate(x, inv_freq=freq))(torch.ones(0, 2, 3, 8, device=device)).shape == (0, 2, 3, 8)
+    x = torch.ones(2, 3, 8, device=device)
+    assert vmap(lambda c: rope.rotate(x, c, c))(torch.ones(0, 5, 4, device=device)).shape == (0, 2, 3, 8)
+    assert vmap(lambda p: rope.cos_sin(p, freq)[0])(torch.ones(0, 5, device=device)).shape == (0, 5, 4)
+
+
+def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
+    x, freq = torch.randn(2, 5, 3, 2, 8, device=device), torch_rope.inv_freq(8, device=device)
+    with pytest.raises(ValueError, match="rope.rotate: positions has batch 10, x has batch 5"):
+        vmap(lambda x: rope.rotate(x, inv_freq=freq, positions=torch.zeros(10, 3, dtype=torch.int64, device=device)))(x)
+    if device != "cpu":
+        return  # ranges are checked on the device, without an exception here
+    before, cos = x.clone(), torch.randn(2, 5, 4)
+    positions = torch.tensor([[0, 1, 2], [0, 1, 9]])
+    with pytest.raises(IndexError):
+        vmap(lambda x, c, p: (rope.rotate_(x, c, c, positions=p), x.sum())[1])(x, cos, positions)
+    assert torch.equal(x, before)
+
+
 def test_vmap_of_cos_sin(device):
     freq = torch_rope.inv_freq(DIM, device=device)
     positions = torch.randint(0, 60, (5, N), device=device)

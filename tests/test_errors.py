@@ -46,7 +46,7 @@ CASES = [
     bad("{q} has 2 dimensions [6, 16], needs [seq, heads, head_dim] or [batch, seq, heads, head_dim]", q=ones(S, D)),
     bad("{q} has 5 dimensions [1, 2, 6, 3, 16], needs", q=ones(1, B, S, H, D)),
     bad("{q} is int64, needs float16, bfloat16, float32 or float64", TypeError, q=ints(B, S, H, D)),
-    bad("{q} is ComplexFloat, needs float16", TypeError, q=ones(B, S, H, D, dtype=torch.complex64)),
+    bad("{q} is complex64, needs float16", TypeError, q=ones(B, S, H, D, dtype=torch.complex64)),
     bad("k is bfloat16, q is float32; they need one dtype", TypeError, "qk", k=cast("k", torch.bfloat16)),
     bad("k is int32, needs float16", TypeError, "qk", k=cast("k", torch.int32)),
     bad("k has 3 dimensions, q has 4; they need the same", ops="qk", k=ones(S, 1, D)),
@@ -98,7 +98,7 @@ CASES = [
     ),
     # positions
     bad("positions is float32, needs int32 or int64", TypeError, positions=ones(S)),
-    bad("positions is Short, needs int32 or int64", TypeError, positions=ints(S, dtype=torch.int16)),
+    bad("positions is int16, needs int32 or int64", TypeError, positions=ints(S, dtype=torch.int16)),
     bad("positions has 3 dimensions [1, 1, 6], needs [seq], [1, seq] or [batch, seq]", positions=ints(1, 1, S)),
     bad("positions has 0 dimensions [], needs [seq], [1, seq] or [batch, seq]", positions=ints()),
     bad("positions has 5 tokens [5], {q} has seq 6; positions needs [seq]", positions=ints(5)),
@@ -257,8 +257,8 @@ def test_compiled_ranges(message, error, ops, changes, device):
 @pytest.mark.parametrize(
     "positions, inv_freq, dtype, error, message",
     [
-        (torch.zeros(3, dtype=torch.bool), torch.ones(4), None, TypeError, "positions is Bool, needs an integer or"),
-        (torch.zeros(3, dtype=torch.cfloat), torch.ones(4), None, TypeError, "positions is ComplexFloat, needs an"),
+        (torch.zeros(3, dtype=torch.bool), torch.ones(4), None, TypeError, "positions is bool, needs an integer or"),
+        (torch.zeros(3, dtype=torch.cfloat), torch.ones(4), None, TypeError, "positions is complex64, needs an"),
         (torch.arange(3), torch.ones(4).half(), None, TypeError, "inv_freq is float16, needs float32 or float64"),
         (torch.arange(3), torch.ones(4).long(), None, TypeError, "inv_freq is int64, needs float32 or float64"),
         (torch.arange(3), torch.ones(2, 4), None, ValueError, "inv_freq has 2 dimensions [2, 4], needs [rotary_dim"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
-from oracle import assert_close, numpy_of, rotate, ulp
+from oracle import assert_close, cos_sin, numpy_of, rotate, ulp
 
 import torch_rope
 
@@ -233,12 +233,20 @@ def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
 def test_float64_angles_are_float64(device):
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
-    freq = torch_rope.inv_freq(128).double()
     positions = POSITIONS[::10]
-    angle = numpy_of(positions, np.longdouble)[:, None] * numpy_of(freq, np.longdouble)
-    cos, sin = torch_rope.cos_sin(positions.to(device), freq.to(device), dtype=torch.float64)
-    assert np.abs(numpy_of(cos, np.longdouble) - np.cos(angle)).max() <= 2.0**-52
-    assert np.abs(numpy_of(sin, np.longdouble) - np.sin(angle)).max() <= 2.0**-52
+    for freq in (torch_rope.inv_freq(128).double(), 10000.0 ** -(torch.arange(0, 128, 2).double() / 128)):
+        exact = cos_sin(positions.numpy(), freq.numpy(), np.longdouble)
+        tables = torch_rope.cos_sin(positions.to(device), freq.to(device), dtype=torch.float64)
+        for table, values in zip(tables, exact, strict=True):
+            assert np.abs(numpy_of(table, np.longdouble) - values).max() <= 2.0**-52
+    huge = torch_rope.cos_sin(torch.tensor([2**60 - 12345], device=device), freq.to(device), dtype=torch.float64)
+    assert max(t.abs().max() for t in huge) <= 1 + 1e-15  # past what a double can count, still a rotation
+
+
+@pytest.mark.parametrize("factor", [1e39, float("inf")])
+def test_tables_with_a_factor_that_float32_cannot_hold_are_infinite(factor, device):
+    cos, sin = torch_rope.cos_sin(torch.ones(1, device=device), torch.ones(1, device=device), attention_factor=factor)
+    assert cos.item() == sin.item() == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ def _require_matching_torch() -> None:
     record = Path(__file__).with_name("built_for_torch.txt")
     if not record.exists():
         raise ImportError(
-            f"torch_rope in {record.parent} is not built: pip install --no-build-isolation -e . builds it"
+            f"torch_rope in {record.parent} is not built: pip install --no-build-isolation -e . builds it there; "
+            "or leave that folder, if torch_rope is installed elsewhere"
         )
     built_for = record.read_text().strip()
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}: "
-            "build it again with pip install --no-build-isolation --force-reinstall torch_rope"
+            "build it again, in its source folder: pip install --no-build-isolation --no-deps --force-reinstall ."
         )
 
 

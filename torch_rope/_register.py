@@ -12,20 +12,21 @@ _ops = torch.ops.rope
 
 # ---- vmap ----
 #
-# Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one launch does it all.
-# What remains (a table or inv_freq for each sample) is a loop.
+# Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one launch
+# does it all. What remains (a table or inv_freq for each sample, and whatever the operator will refuse) is a loop.
 
 
-def _in_front(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
     """The mapped dimension moved (or expanded) to the front."""
-    if t is None:
-        return None
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
-def _batched(t: Tensor, size: int, shared: bool, batch: int) -> Tensor:
-    """[size, batch or 1, ...] -> [size * batch, ...]; shared: [1, ...] serves every sample."""
-    return t[0, :1] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
+def _per_token(t: Tensor, dim: int | None, size: int, batch: int, shared: bool) -> Tensor | None:
+    """[size, batch or 1, ...] -> [size * batch, ...], or [1, ...] that serves all; None for another batch."""
+    t = _in_front(t, dim, size)
+    if t.shape[1] not in (1, batch):
+        return None
+    return t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 
 def _joins_as_a_view(x: Tensor) -> bool:
@@ -33,70 +34,93 @@ def _joins_as_a_view(x: Tensor) -> bool:
     return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def _vmap_one_launch(op, count, info, in_dims, args, kwargs):
-    """The mapped call as one call of op on a larger batch, or None where there is none. count: how many tensors are rotated."""
-    size, (cos, sin, inv_freq, positions, *_) = info.batch_size, args[count:]
+def _vmap_one_launch(op, count, size, in_dims, args, kwargs):
+    """The mapped call as one call of op on a larger batch, or None where there is none. count: how many are rotated."""
+    cos, sin, inv_freq, positions, *_ = args[count:]
     cos_dim, sin_dim, freq_dim, positions_dim, *_ = in_dims[count:]
-    if freq_dim is not None or any(d is None for d in in_dims[:count]):
+    if size == 0 or freq_dim is not None or any(d is None for d in in_dims[:count]):
         return None
-    tables = (cos, cos_dim), (sin, sin_dim)
-    if any(d is not None and t.dim() != 4 for t, d in tables):  # mapped, and not [size, batch, seq, rotary_dim / 2]
-        return None
-    xs = [_in_front(x, d, size) for x, d in zip(args[:count], in_dims[:count], strict=True)]
-    if op._schema.is_mutable and not all(_joins_as_a_view(x) for x in xs):
+    xs = [x.movedim(d, 0) for x, d in zip(args[:count], in_dims[:count], strict=True)]
+    if any(x.dim() not in (4, 5) for x in xs) or (op._schema.is_mutable and not all(map(_joins_as_a_view, xs))):
         return None
     flat = [x if x.dim() == 4 else x.flatten(0, 1) for x in xs]
-    batch = flat[0].shape[0] // max(size, 1)
-    per_token = [
-        t if t is None or (d is None and t.dim() == 2) else _batched(_in_front(t, d, size), size, d is None, batch)
-        for t, d in tables
-    ]
+    batch = flat[0].shape[0] // size
+    tables_shared = cos_dim is None and sin_dim is None
+    if cos is not None and sin is not None and not (tables_shared and cos.dim() == 2):
+        if cos.dim() - (cos_dim is not None) != 3 or sin.dim() - (sin_dim is not None) != 3:
+            return None
+        cos = _per_token(cos, cos_dim, size, batch, tables_shared)
+        sin = _per_token(sin, sin_dim, size, batch, tables_shared)
+        if cos is None or sin is None:
+            return None
     if positions is not None:
-        rows = _in_front(positions, positions_dim, size)
-        positions = _batched(rows if rows.dim() == 3 else rows.unsqueeze(1), size, positions_dim is None, batch)
-    outs = op(*flat, *per_token, inv_freq, positions, *args[count + 4 :], **kwargs)
-    if outs is None:
-        return (None,)
+        rows = _in_front(positions, positions_dim, size)  # [size, seq] or [size, batch or 1, seq]
+        rows = rows.unsqueeze(1) if rows.dim() == 2 else rows
+        positions = _per_token(rows, 0, size, batch, positions_dim is None) if rows.dim() == 3 else None
+        if positions is None:
+            return None
+    outs = op(*flat, cos, sin, inv_freq, positions, *args[count + 4 :], **kwargs)
+    if op._schema.is_mutable:
+        return ()
     outs = outs if isinstance(outs, tuple) else (outs,)
-    return tuple(
-        out.view(x.shape) if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True)
-    )
+    return tuple(out if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True))
 
 
-def _vmap_loop(op, info, in_dims, args, kwargs):
+def _vmap_loop(op, size, in_dims, args, kwargs):
+    """Sample by sample. An in-place operator writes when all samples are done, so that an error leaves nothing half-written."""
+    if size == 0:  # one sample of zeros tells the shapes
+        args = [
+            a if d is None else a.new_zeros([1 if i == d else n for i, n in enumerate(a.shape)])
+            for a, d in zip(args, in_dims, strict=True)
+        ]
     samples = [
         op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs)
-        for i in range(info.batch_size)
+        for i in range(max(size, 1))
     ]
-    if op._schema.is_mutable:
-        return (None,)
-    if isinstance(samples[0], tuple):
-        return tuple(torch.stack(outs) for outs in zip(*samples, strict=True))
-    return (torch.stack(samples),)
+    samples = [s if isinstance(s, tuple) else (s,) for s in samples]
+    return tuple(torch.stack(outs)[:size] for outs in zip(*samples, strict=True))
 
 
 def _register_vmap(name: str, count: int) -> None:
     op = getattr(_ops, name).default
+    in_place = op._schema.is_mutable
+    functional = getattr(_ops, name[:-1]).default if in_place else op
 
     def rule(info, in_dims, *args, **kwargs):
-        missing = count + 4 - len(args) if count else 0  # trailing arguments at their default are not passed
+        missing = max(0, count + 4 - len(args))  # trailing arguments at their default are not passed
         args, in_dims = (*args, *[None] * missing), (*in_dims[: len(args)], *[None] * missing)
-        if op._schema.is_mutable and any(d is None for d in in_dims[:count]):
+        if in_place and any(d is None for d in in_dims[:count]):
             raise RuntimeError(
-                f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; use rope.{name[:-1]}"
+                f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; "
+                f"use rope.{name[:-1]}"
             )
-        outs = _vmap_one_launch(op, count, info, in_dims, args, kwargs) if count else None
+        outs = _vmap_one_launch(op, count, info.batch_size, in_dims, args, kwargs)
         if outs is None:
-            outs = _vmap_loop(op, info, in_dims, args, kwargs)
-        if op._schema.is_mutable:
+            outs = _vmap_loop(functional, info.batch_size, in_dims, args, kwargs)
+            if in_place:
+                for x, d, out in zip(args[:count], in_dims[:count], outs, strict=True):
+                    x.movedim(d, 0).copy_(out)
+        if in_place:
             return None, None
         return (outs[0], 0) if len(outs) == 1 else (outs, (0,) * len(outs))
 
     torch.library.register_vmap(f"rope::{name}", rule)
 
 
-for _name, _count in {"rotate": 1, "rotate_": 1, "rotate_qk": 2, "rotate_qk_": 2, "cos_sin": 0}.items():
+for _name, _count in {"rotate": 1, "rotate_": 1, "rotate_qk": 2, "rotate_qk_": 2}.items():
     _register_vmap(_name, _count)
+
+
+@functools.partial(torch.library.register_vmap, "rope::cos_sin")
+def _cos_sin_vmap(info, in_dims, positions, inv_freq, **kwargs):
+    positions_dim, freq_dim, *_ = in_dims
+    if freq_dim is None:
+        outs = _ops.cos_sin.default(positions.movedim(positions_dim, 0), inv_freq, **kwargs)
+    else:
+        outs = _vmap_loop(
+            _ops.cos_sin.default, info.batch_size, (positions_dim, freq_dim), (positions, inv_freq), kwargs
+        )
+    return outs, (0, 0)
 
 
 # ---- torch.compile of in-place operators ----

@@ -27,8 +27,8 @@ def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | s
         raise ValueError(f"torch_rope.inv_freq: rotary_dim is {rotary_dim}, needs an even number that is not negative")
     if not base > 0:
         raise ValueError(f"torch_rope.inv_freq: base is {base}, needs a positive number")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / max(rotary_dim, 1)
-    return (base**-exponents).to(device, torch.float32)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim, 1)
+    return (base**-exponents).float().to(torch.get_default_device() if device is None else device)
 
 
 def cos_sin(
@@ -77,7 +77,8 @@ def rotate(
             token (positions None and offset 0 then). float32 or x's dtype.
         inv_freq: instead of cos and sin, ``[rotary_dim / 2]``, float32 or float64: the angle is computed in the kernel.
         positions: int32 or int64, ``[seq]``, ``[1, seq]`` or ``[batch, seq]``; token s is at ``positions[..., s] + offset``, without
-            positions at ``s + offset``. With inv_freq they may be negative and have no upper end.
+            positions at ``s + offset``. With inv_freq they may be negative and have no upper
+            end (the 5e-7 of :func:`cos_sin` hold below 2^24, and the error grows with the position above).
         attention_factor: multiplies the rotated channels.
         interleaved: pairs (2i, 2i + 1) (GPT-J, GGUF llama) instead of (i, i + rotary_dim / 2) (NeoX, ``rotate_half``).
         inverse: rotate by the negative angle, which is the transpose.
@@ -85,7 +86,7 @@ def rotate(
     Equivalent to (half-split, 2-D tables)::
 
         cos, sin = cos[positions + offset].unsqueeze(-2), sin[positions + offset].unsqueeze(-2)  # [batch, seq, 1, rotary_dim / 2]
-        a, b, rest = x.float().split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], dim=-1)
+        a, b, rest = x.to(arithmetic dtype).split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], dim=-1)
         return (attention_factor * torch.cat([a * cos - b * sin, b * cos + a * sin], -1)).to(x.dtype), rest joined unchanged
 
     The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of ``torch.empty_like(x)``.

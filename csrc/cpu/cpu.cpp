@@ -118,8 +118,11 @@ struct Cpu {
   static void cos_sin(const CosSinCall& call) {
     const Tensor positions = call.positions.to(at::kDouble).contiguous(),
                  inv_freq = call.inv_freq.to(at::kDouble).contiguous();
+    const SplitFactor factor = split_factor(call.attention_factor);
     const CosSin c{inv_freq.numel(),
                    call.attention_factor,
+                   factor.hi,
+                   factor.lo,
                    dtype_of(call.cos),
                    positions.const_data_ptr<double>(),
                    inv_freq.const_data_ptr<double>(),

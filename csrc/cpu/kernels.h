@@ -27,6 +27,7 @@ struct Rotate {
 struct CosSin {
   int64_t pairs;
   double attention_factor;
+  float factor_hi, factor_lo;  // the same
   DType out_dtype;
   const double* positions;  // [tokens]
   const double* inv_freq;   // [pairs]
@@ -40,6 +41,8 @@ struct Kernels {
   size_t (*cos_sin_scratch)(const CosSin&);
   void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
 };
+
+const Kernels& kernels();  // those that torch's choice of instruction set selects
 
 extern const Kernels plain;  // NEON on arm64
 #if defined(__x86_64__)
