@@ -1,8 +1,8 @@
 """Speed on the CPU, as ratios within one run: python benchmarks/cpu.py [case ...]
 
-All contenders of a case take turns, so that what disturbs the machine disturbs all, and each is called once untimed before it is timed,
-so that it finds its own caches and not its neighbour's; each figure is a median. The allocator is kept warm, because fresh pages cost a
-large result more than the rotation does.
+All contenders of a case take turns, so that what disturbs the machine disturbs all, and each is called once untimed before
+it is timed, so that it finds its own caches and not its neighbour's; each figure is a median. The allocator is kept
+warm, because fresh pages cost a large result more than the rotation does.
 """
 
 import argparse

@@ -12,8 +12,8 @@ def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
 def cos_sin(positions: np.ndarray, inv_freq: np.ndarray, kind) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin of positions * inv_freq, [*positions.shape, rotary_dim / 2].
 
-    A long double has 64 bits, the product of a position and a float64 frequency up to 77: so the frequency is cut in two, whose
-    products are exact, and the small angle is added by the addition theorem.
+    A long double has 64 bits, the product of a position and a float64 frequency up to 77: so the frequency is cut in
+    two, whose products are exact, and the small angle is added by the addition theorem.
     """
     high = inv_freq.astype(np.float32).astype(np.float64)
     p = positions[..., None].astype(kind)

@@ -12,8 +12,8 @@ _ops = torch.ops.rope
 
 # ---- vmap ----
 #
-# Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one launch
-# does it all. What remains (a table or inv_freq for each sample, and whatever the operator will refuse) is a loop.
+# Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one
+# launch does it all. What remains (a table or inv_freq for each sample, and what the operator will refuse) is a loop.
 
 
 def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
@@ -67,7 +67,7 @@ def _vmap_one_launch(op, count, size, in_dims, args, kwargs):
 
 
 def _vmap_loop(op, size, in_dims, args, kwargs):
-    """Sample by sample. An in-place operator writes when all samples are done, so that an error leaves nothing half-written."""
+    """Sample by sample."""
     if size == 0:  # one sample of zeros tells the shapes
         args = [
             a if d is None else a.new_zeros([1 if i == d else n for i, n in enumerate(a.shape)])
@@ -97,7 +97,7 @@ def _register_vmap(name: str, count: int) -> None:
         outs = _vmap_one_launch(op, count, info.batch_size, in_dims, args, kwargs)
         if outs is None:
             outs = _vmap_loop(functional, info.batch_size, in_dims, args, kwargs)
-            if in_place:
+            if in_place:  # only now, so that an error in a sample leaves nothing half-written
                 for x, d, out in zip(args[:count], in_dims[:count], outs, strict=True):
                     x.movedim(d, 0).copy_(out)
         if in_place:
@@ -125,9 +125,9 @@ def _cos_sin_vmap(info, in_dims, positions, inv_freq, **kwargs):
 
 # ---- torch.compile of in-place operators ----
 #
-# Inductor (2.13) has no lowering for the storage offset of a view, which functionalization writes into the graph where that offset is a
-# symbol. It goes on with offset 0: an in-place operator on x[1], of a tensor with a dynamic size, silently writes to x[0]. So it is taught
-# the lowering before it comes to such a graph.
+# Inductor (2.13) has no lowering for the storage offset of a view, which functionalization writes into the graph where
+# that offset is a symbol. It goes on with offset 0: an in-place operator on x[1], of a tensor with a dynamic size,
+# silently writes to x[0]. So it is taught the lowering before it comes to such a graph.
 
 
 @functools.cache

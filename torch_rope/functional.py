@@ -1,8 +1,8 @@
 """The operators as functions. Each is one call of ``torch.ops.rope.*``; what is said here holds for both.
 
-Words: head_dim is the last dimension of x; rotary_dim, even and at most head_dim, is how many of its first channels are rotated, and the
-rest pass through bit for bit. inv_freq is in radians per position. A pair of channels (x, y) at angle a becomes
-``(x cos a - y sin a, y cos a + x sin a)`` (Su et al., RoFormer, arXiv:2104.09864, equation 34).
+Words: head_dim is the last dimension of x; rotary_dim, even and at most head_dim, is how many of its first channels
+are rotated, and the rest pass through bit for bit. inv_freq is in radians per position. A pair of channels (x, y) at
+angle a becomes ``(x cos a - y sin a, y cos a + x sin a)`` (Su et al., RoFormer, arXiv:2104.09864, equation 34).
 """
 
 import torch
@@ -21,7 +21,8 @@ def _flags(attention_factor: float, interleaved: bool, inverse: bool) -> dict:
 def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
     """Frequencies ``base ** (-2 i / rotary_dim)`` for i in 0 .. rotary_dim / 2 - 1, in radians per position.
 
-    Computed in float64 and rounded once to float32. Raises ValueError for an odd or negative rotary_dim or a base that is not positive.
+    Computed in float64 and rounded once to float32. Raises ValueError for an odd or negative rotary_dim or a base
+    that is not positive.
     """
     if rotary_dim < 0 or rotary_dim % 2:
         raise ValueError(f"torch_rope.inv_freq: rotary_dim is {rotary_dim}, needs an even number that is not negative")
@@ -37,14 +38,16 @@ def cos_sin(
     """cos and sin of ``positions * inv_freq``, times attention_factor: the tables that ``rotate`` takes.
 
     Args:
-        positions: any shape P, integer or floating (pixels, seconds). ``torch.arange(n)`` makes the table of n positions.
+        positions: any shape P, integer or floating (pixels, seconds). ``torch.arange(n)`` makes the table of n
+            positions.
         inv_freq: ``[rotary_dim / 2]``, float32 or float64, radians per position.
         attention_factor: multiplies both (YaRN, LongRoPE).
         dtype: of the result, float32 unless said.
 
     Returns:
-        (cos, sin), each ``[*P, rotary_dim / 2]``. cos and sin are right to 5e-7 for positions below 2^24 and \\|inv_freq\\| <= 1, where
-        an angle multiplied in float32 is off by 1e-2 at position 131071. With dtype float64 the angle is computed in float64.
+        (cos, sin), each ``[*P, rotary_dim / 2]``. They are right to 5e-7 for positions below 2^24 and abs(inv_freq) <= 1,
+        where an angle multiplied in float32 is off by 4e-3 at position 131071 and by 0.5 at 2^24. With dtype float64
+        the angle is computed in float64.
 
     Equivalent to::
 
@@ -71,26 +74,30 @@ def rotate(
     """x with the first rotary_dim channels of each head rotated by the angles of its token.
 
     Args:
-        x: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``; float16, bfloat16, float32, float64 (CPU, CUDA). Any strides:
-            pass ``[batch, heads, seq, head_dim]`` as ``x.transpose(1, 2)``, a tensor without a head axis as ``x.unsqueeze(2)``.
-        cos, sin: either 2-D ``[max_position, rotary_dim / 2]``, a row per position, or 3-D ``[batch or 1, seq, rotary_dim / 2]``, a row per
-            token (positions None and offset 0 then). float32 or x's dtype.
+        x: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``; float16, bfloat16, float32 or float64 (CPU,
+            CUDA). Any strides: pass ``[batch, heads, seq, head_dim]`` as ``x.transpose(1, 2)``, a tensor without a
+            head axis as ``x.unsqueeze(2)``.
+        cos, sin: 2-D ``[max_position, rotary_dim / 2]``, a row per position; or 3-D ``[batch or 1, seq,
+            rotary_dim / 2]``, a row per token, with positions None and offset 0. float32 or x's dtype.
         inv_freq: instead of cos and sin, ``[rotary_dim / 2]``, float32 or float64: the angle is computed in the kernel.
-        positions: int32 or int64, ``[seq]``, ``[1, seq]`` or ``[batch, seq]``; token s is at ``positions[..., s] + offset``, without
-            positions at ``s + offset``. With inv_freq they may be negative and have no upper
-            end (the 5e-7 of :func:`cos_sin` hold below 2^24, and the error grows with the position above).
+        positions: int32 or int64, ``[seq]``, ``[1, seq]`` or ``[batch, seq]``. Token s is at
+            ``positions[..., s] + offset``, without positions at ``s + offset``. With inv_freq they may be negative and
+            have no upper end (the 5e-7 of :func:`cos_sin` hold below 2^24; above, the error grows with the position).
         attention_factor: multiplies the rotated channels.
         interleaved: pairs (2i, 2i + 1) (GPT-J, GGUF llama) instead of (i, i + rotary_dim / 2) (NeoX, ``rotate_half``).
         inverse: rotate by the negative angle, which is the transpose.
 
     Equivalent to (half-split, 2-D tables)::
 
-        cos, sin = cos[positions + offset].unsqueeze(-2), sin[positions + offset].unsqueeze(-2)  # [batch, seq, 1, rotary_dim / 2]
-        a, b, rest = x.to(arithmetic dtype).split([rotary_dim // 2, rotary_dim // 2, head_dim - rotary_dim], dim=-1)
-        return (attention_factor * torch.cat([a * cos - b * sin, b * cos + a * sin], -1)).to(x.dtype), rest joined unchanged
+        p = (torch.arange(seq) if positions is None else positions) + offset
+        cos, sin = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]
+        a, b = x[..., :rotary_dim].to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        rotated = attention_factor * torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], dim=-1)
 
-    The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of ``torch.empty_like(x)``.
-    Differentiable in x to any order, in forward mode, and under torch.func; cos, sin and inv_freq have no gradient (NotImplementedError).
+    The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of
+    ``torch.empty_like(x)``. Differentiable in x to any order, in forward mode, and under torch.func; cos, sin and
+    inv_freq have no gradient (NotImplementedError).
 
     Raises:
         ValueError: shapes, devices, or not exactly one angle source.
@@ -116,7 +123,8 @@ def rotate_(
 ) -> None:
     """:func:`rotate`, written to x itself. Returns nothing.
 
-    x may be a slice of a packed tensor, but no two of its elements may share memory, nor may it overlap what is read (ValueError).
+    x may be a slice of a packed tensor, but no two of its elements may share memory, nor may it overlap what is read
+    (ValueError).
     It has no gradient: RuntimeError where grad is on and an argument requires it.
 
     Equivalent to ``x.copy_(rotate(x, ...))``.
@@ -137,9 +145,11 @@ def rotate_qk(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k of one attention layer, rotated in one launch; the angles of a token are read or computed once for all heads of both.
+    """q and k of one attention layer, rotated in one launch; the angles of a token are read or computed once for all
+    heads of both.
 
-    q and k are as x in :func:`rotate`, with their own strides and numbers of heads (grouped-query attention) and one dtype;
+    q and k are as x in :func:`rotate`, with their own strides and numbers of heads (grouped-query attention) and one
+    dtype;
     batch, seq and head_dim are the same. All other arguments are those of :func:`rotate`.
 
     Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
@@ -164,7 +174,8 @@ def rotate_qk_(
 ) -> None:
     """:func:`rotate_qk`, written to q and k themselves. Returns nothing.
 
-    q and k may be slices of one packed qkv tensor, but may not overlap each other, themselves, or what is read (ValueError).
+    q and k may be slices of one packed qkv tensor, but may not overlap each other, themselves, or what is read
+    (ValueError).
     It has no gradient: RuntimeError where grad is on and an argument requires it.
 
     Equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
