@@ -31,6 +31,11 @@ if sys.platform == "linux":
 
 
 class Build(BuildExtension):
+    def finalize_options(self):
+        super().finalize_options()
+        # pip gives an editable build a new folder each time; in this one ninja finds what it has compiled.
+        self.build_temp = f"build/{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch-{torch.__version__}"
+
     def run(self):
         super().run()
         # Read by torch_rope/__init__.py before it loads the library.
