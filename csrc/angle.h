@@ -6,6 +6,7 @@
 // rest. No double is needed (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where
 // the result is double.
 //
+// Compile with contraction off: product - rint(product) must stay two operations, or the bits differ between back ends.
 // Includes nothing: the including file provides fma(T, T, T) and rint(T). T is float, or a vector of floats with
 // T(float).
 #ifndef ROPE_ANGLE_H

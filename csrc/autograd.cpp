@@ -15,7 +15,6 @@ namespace rope {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 using RotateSchema = Tensor(const Tensor&, ROPE_ANGLES);

@@ -73,8 +73,7 @@ inline Tensor result_like(const Tensor& x) {
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Tensor& x, ROPE_ANGLES) {
-    RotateCall call{"rope.rotate", &x,     nullptr,          &x,          nullptr, cos, sin, inv_freq,
-                    positions,     offset, attention_factor, interleaved, inverse};
+    RotateCall call = ROPE_CALL("rope.rotate", &x, nullptr);
     check(call, false);
     Tensor out = result_like(x);
     call.q_out = &out;

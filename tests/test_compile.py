@@ -454,8 +454,7 @@ NO_COPY = {
     on_a_split_input: 0,
     on_slices_of_an_input: 0,
     on_a_split_intermediate: 1,
-}
-NO_COPY_AT_ONE_LENGTH = {  # where these start in their storage depends on the length
+    # Where these start in their storage depends on the length.
     on_an_unbound_input: 0,
     on_the_second_of_an_input: 0,
     on_the_second_of_an_intermediate: 1,
@@ -467,8 +466,8 @@ NO_COPY_AT_ONE_LENGTH = {  # where these start in their storage depends on the l
     "function, intermediates, dynamic",
     [
         pytest.param(function, count, dynamic, id=function.__name__ + ("-dynamic" if dynamic else ""))
-        for dynamic, functions in ((False, NO_COPY | NO_COPY_AT_ONE_LENGTH), (True, NO_COPY))
-        for function, count in functions.items()
+        for dynamic in (False, True)
+        for function, count in NO_COPY.items()
     ],
 )
 def test_in_place_copies_nothing(function, intermediates, dynamic, device):

@@ -1,9 +1,10 @@
 // The CPU back end: ranges of positions, the instruction set, and threads. The loops are in kernels.inc.
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
-#include <ATen/ops/aminmax.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 
 #include "../ops.h"
 #include "kernels.h"
