@@ -58,16 +58,17 @@ void check_x(const RotateCall& call, const char* name, const Tensor& x) {
                   ", needs float16, bfloat16, float32 or float64");
 }
 
-void check_k(const RotateCall& call) {
-  const Tensor &q = *call.q, &k = *call.k;
-  check_x(call, "k", k);
-  ROPE_CHECK_TYPE(k.scalar_type() == q.scalar_type(), "k is ", name_of(k.scalar_type()), ", q is ",
+// k or v beside q
+void check_beside_q(const RotateCall& call, const char* name, const Tensor& k) {
+  const Tensor& q = *call.q;
+  check_x(call, name, k);
+  ROPE_CHECK_TYPE(k.scalar_type() == q.scalar_type(), name, " is ", name_of(k.scalar_type()), ", q is ",
                   name_of(q.scalar_type()), "; they need one dtype");
-  ROPE_CHECK_VALUE(k.dim() == q.dim(), "k has ", k.dim(), " dimensions, q has ", q.dim(), "; they need the same");
+  ROPE_CHECK_VALUE(k.dim() == q.dim(), name, " has ", k.dim(), " dimensions, q has ", q.dim(), "; they need the same");
   const char* axes[] = {"batch", "seq", "heads", "head_dim"};
   for (int64_t d = 0; d < q.dim(); d++) {
     if (d == q.dim() - 2) continue;
-    ROPE_CHECK_VALUE(k.sym_size(d).sym_eq(q.sym_size(d)), "k has ", axes[d + 4 - q.dim()], " ", k.sym_size(d),
+    ROPE_CHECK_VALUE(k.sym_size(d).sym_eq(q.sym_size(d)), name, " has ", axes[d + 4 - q.dim()], " ", k.sym_size(d),
                      ", q has ", q.sym_size(d), "; only their heads may differ");
   }
 }
@@ -134,61 +135,187 @@ void check_positions(const RotateCall& call) {
   }
 }
 
+void check_norm(const RotateCall& call) {
+  ROPE_CHECK_VALUE((call.q_norm_weight == nullptr) == (call.k_norm_weight == nullptr),
+                   call.q_norm_weight ? "q_norm_weight without k_norm_weight" : "k_norm_weight without q_norm_weight",
+                   "; needs both, or neither for no norm");
+  if (!call.q_norm_weight) return;
+  const c10::SymInt head_dim = call.q->sym_size(-1);
+  const at::ScalarType x_type = call.q->scalar_type();
+  const auto check = [&](const char* name, const Tensor& weight) {
+    ROPE_CHECK_TYPE(weight.scalar_type() == at::kFloat || weight.scalar_type() == x_type, name, " is ",
+                    name_of(weight.scalar_type()), ", needs float32 or q's dtype, ", name_of(x_type));
+    ROPE_CHECK_VALUE(weight.dim() == 1, name, " has ", weight.dim(), " dimensions ", weight.sym_sizes(),
+                     ", needs [head_dim], one weight for each channel of a head");
+    ROPE_CHECK_VALUE(weight.sym_size(0).sym_eq(head_dim), name, " has ", weight.sym_size(0),
+                     " weights, q has head_dim ", head_dim, "; they need the same");
+  };
+  check("q_norm_weight", *call.q_norm_weight);
+  check("k_norm_weight", *call.k_norm_weight);
+}
+
+// q and k have been checked.
+void check_cache(const RotateCall& call) {
+  const Tensor &q = *call.q, &k = *call.k, &v = *call.v;
+  const c10::SymInt batch = q.dim() == 4 ? q.sym_size(0) : 1, seq = q.sym_size(-3);
+  check_beside_q(call, "v", v);
+  ROPE_CHECK_VALUE(v.sym_size(-2).sym_eq(k.sym_size(-2)), "v has ", v.sym_size(-2), " heads, k has ", k.sym_size(-2),
+                   "; they need the same");
+  const auto check = [&](const char* name, const Tensor& cache) {
+    ROPE_CHECK_TYPE(cache.scalar_type() == k.scalar_type(), name, " is ", name_of(cache.scalar_type()), ", k is ",
+                    name_of(k.scalar_type()), "; they need one dtype");
+    ROPE_CHECK_VALUE(cache.dim() == 3 || cache.dim() == 4, name, " has ", cache.dim(), " dimensions ",
+                     cache.sym_sizes(),
+                     ", needs [blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
+    ROPE_CHECK_VALUE(cache.sym_size(-2).sym_eq(k.sym_size(-2)), name, " has ", cache.sym_size(-2), " heads, k has ",
+                     k.sym_size(-2), "; they need the same (a head-major cache is passed transposed)");
+    ROPE_CHECK_VALUE(cache.sym_size(-1).sym_eq(k.sym_size(-1)), name, " has head_dim ", cache.sym_size(-1), ", k has ",
+                     k.sym_size(-1), "; they need the same");
+  };
+  const Tensor &k_cache = *call.k_out, &v_cache = *call.v_out;
+  check("k_cache", k_cache);
+  check("v_cache", v_cache);
+  ROPE_CHECK_VALUE(v_cache.dim() == k_cache.dim(), "v_cache has shape ", v_cache.sym_sizes(), ", k_cache has ",
+                   k_cache.sym_sizes(), "; they need the same");
+  for (int64_t d = 0; d < k_cache.dim() - 2; d++) {
+    ROPE_CHECK_VALUE(v_cache.sym_size(d).sym_eq(k_cache.sym_size(d)), "v_cache has shape ", v_cache.sym_sizes(),
+                     ", k_cache has ", k_cache.sym_sizes(), "; they need the same");
+  }
+  if (!call.slots) {
+    ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() == 3), "cos of shape ", call.cos->sym_sizes(),
+                     " says no positions, and there are no slots; a 3-D table needs slots");
+    const c10::SymInt blocks = k_cache.dim() == 4 ? k_cache.sym_size(0) : 1;
+    ROPE_CHECK_VALUE(batch.sym_le(blocks), "q has batch ", batch, ", k_cache has ", blocks,
+                     " blocks; without slots row b writes block b, so it needs at least as many blocks");
+    return;
+  }
+  const Tensor& slots = *call.slots;
+  ROPE_CHECK_TYPE(slots.scalar_type() == at::kInt || slots.scalar_type() == at::kLong, "slots is ",
+                  name_of(slots.scalar_type()), ", needs int32 or int64");
+  ROPE_CHECK_VALUE(slots.dim() == 1 || slots.dim() == 2, "slots has ", slots.dim(), " dimensions ", slots.sym_sizes(),
+                   ", needs [seq] or [batch, seq]");
+  ROPE_CHECK_VALUE(slots.sym_size(-1).sym_eq(seq), "slots has ", slots.sym_size(-1), " tokens ", slots.sym_sizes(),
+                   ", q has seq ", seq, "; slots needs [seq] or [batch, seq]");
+  const c10::SymInt rows = slots.dim() == 2 ? slots.sym_size(0) : 1;
+  ROPE_CHECK_VALUE(rows.sym_eq(batch), "slots has shape ", slots.sym_sizes(), ", q has batch ", batch,
+                   "; each token needs its own slot, [batch, seq] (or [seq] with batch 1)");
+}
+
 struct Named {
   const char* name;
   const Tensor* tensor;
 };
 
-// What a call reads beside q and k.
+// What is read beside q, k and v: f(Named).
 template <typename F>
-void for_each_read(const RotateCall& call, F&& f) {
-  if (call.cos) f(Named{"cos", &*call.cos});
-  if (call.sin) f(Named{"sin", &*call.sin});
-  if (call.inv_freq) f(Named{"inv_freq", &*call.inv_freq});
-  if (call.positions) f(Named{"positions", &*call.positions});
+void for_each_parameter(const RotateCall& call, F&& f) {
+  const auto optional = [&](const char* name, const Tensor* t) {
+    if (t) f(Named{name, t});
+  };
+  const auto address = [](const OptTensor& t) { return t ? &*t : nullptr; };
+  optional("cos", address(call.cos));
+  optional("sin", address(call.sin));
+  optional("inv_freq", address(call.inv_freq));
+  optional("positions", address(call.positions));
+  optional("slots", call.slots);
+  optional("q_norm_weight", call.q_norm_weight);
+  optional("k_norm_weight", call.k_norm_weight);
 }
 
-void check_overlap(const RotateCall& call, const char* name, const Tensor& x) {
-  ROPE_CHECK_VALUE(!overlaps_itself(x), name, " has shape ", x.sym_sizes(), " and strides ", x.sym_strides(),
-                   ": some of its elements share memory, and it is written in place; needs its own memory for each "
-                   "element (clone it)");
-  for_each_read(call, [&](const Named& read) {
-    ROPE_CHECK_VALUE(!overlap(x, *read.tensor), name, " is written in place and overlaps ", read.name,
-                     ", which is read; they need separate memory");
-  });
+void check_devices(const RotateCall& call) {
+  const c10::Device device = call.q->device();
+  const auto check = [&](const Named& t) {
+    ROPE_CHECK_VALUE(t.tensor->device() == device, t.name, " is on ", t.tensor->device(), ", ", call.q_name(),
+                     " is on ", device, "; all tensors need one device");
+  };
+  if (call.k) check({"k", call.k});
+  if (call.v) {
+    check({"v", call.v});
+    check({"k_cache", call.k_out});
+    check({"v_cache", call.v_out});
+  }
+  for_each_parameter(call, check);
+}
+
+// What is written may share memory with nothing else. Slices of one packed tensor interleave, and are looked at
+// exactly; a cache and q, k, v are not expected to come from one tensor, and their address ranges decide.
+void check_overlap(const RotateCall& call) {
+  struct Used : Named {
+    Memory memory;
+    bool is_cache;
+    Used(const char* name, const Tensor* t, bool is_cache = false) : Named{name, t}, memory(*t), is_cache(is_cache) {}
+  };
+  c10::SmallVector<Used, 4> written;
+  c10::SmallVector<Used, 10> read;
+  written.emplace_back(call.q_name(), call.q);
+  if (call.v) {
+    written.emplace_back("k_cache", call.k_out, true);
+    written.emplace_back("v_cache", call.v_out, true);
+    read.emplace_back("k", call.k);
+    read.emplace_back("v", call.v);
+  } else if (call.k) {
+    written.emplace_back("k", call.k);
+  }
+  const size_t ranges = read.size();
+  for_each_parameter(call, [&](const Named& t) { read.emplace_back(t.name, t.tensor); });
+
+  for (const Used& a : written) {
+    const Tensor& x = *a.tensor;
+    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", x.sym_sizes(), " and strides ",
+                     x.sym_strides(),
+                     ": some of its elements share memory, and it is written in place; needs its own memory for each "
+                     "element (clone it)");
+    for (size_t i = 0; i < read.size(); i++) {
+      const Memory& b = read[i].memory;
+      ROPE_CHECK_VALUE(!(a.is_cache && i < ranges ? a.memory.range_overlaps(b) : a.memory.overlaps(b)), a.name,
+                       " is written in place and overlaps ", read[i].name,
+                       ", which is read; they need separate memory");
+    }
+  }
+  for (size_t i = 0; i < written.size(); i++) {
+    for (size_t j = i + 1; j < written.size(); j++) {
+      const Used &a = written[i], &b = written[j];
+      ROPE_CHECK_VALUE(!(a.is_cache == b.is_cache ? a.memory.overlaps(b.memory) : a.memory.range_overlaps(b.memory)),
+                       a.name, " and ", b.name, " overlap and both are written in place; they need separate memory");
+    }
+  }
 }
 
 }  // namespace
 
 void check(const RotateCall& call, bool in_place) {
-  const Tensor& q = *call.q;
-  check_x(call, call.q_name(), q);
-  if (call.k) check_k(call);
+  check_x(call, call.q_name(), *call.q);
+  if (call.k) check_beside_q(call, "k", *call.k);
   ROPE_CHECK_VALUE(call.cos.has_value() == call.sin.has_value(), call.cos ? "cos without sin" : "sin without cos",
                    "; an angle source is cos and sin together, or inv_freq");
   ROPE_CHECK_VALUE(call.cos.has_value() || call.inv_freq.has_value(),
                    "no angle source; needs cos and sin, or inv_freq");
   ROPE_CHECK_VALUE(!(call.cos.has_value() && call.inv_freq.has_value()),
                    "two angle sources, cos and sin, and inv_freq; needs exactly one");
-  if (call.k) {
-    ROPE_CHECK_VALUE(call.k->device() == q.device(), "k is on ", call.k->device(), ", q is on ", q.device(),
-                     "; all tensors need one device");
-  }
-  for_each_read(call, [&](const Named& read) {
-    ROPE_CHECK_VALUE(read.tensor->device() == q.device(), read.name, " is on ", read.tensor->device(), ", ",
-                     call.q_name(), " is on ", q.device(), "; all tensors need one device");
-  });
+  check_devices(call);
   if (call.cos) check_tables(call);
   if (call.inv_freq) check_inv_freq(call);
   if (call.positions) check_positions(call);
-  if (in_place) {
-    check_overlap(call, call.q_name(), q);
-    if (call.k) {
-      check_overlap(call, "k", *call.k);
-      ROPE_CHECK_VALUE(!overlap(q, *call.k),
-                       "q and k overlap and both are written in place; they need separate memory");
+  check_norm(call);
+  if (call.v) check_cache(call);
+  if (in_place) check_overlap(call);
+}
+
+void check_normalised(const RotateCall& call, const Tensor& q, const Tensor& k) {
+  const auto check = [&](const char* name, const Tensor& x, const Tensor& gradient) {
+    ROPE_CHECK_TYPE(x.scalar_type() == gradient.scalar_type(), name, " is ", name_of(x.scalar_type()),
+                    ", its gradient is ", name_of(gradient.scalar_type()), "; they need one dtype");
+    ROPE_CHECK_VALUE(x.dim() == gradient.dim(), name, " has shape ", x.sym_sizes(), ", its gradient ",
+                     gradient.sym_sizes(), "; they need the same");
+    for (int64_t d = 0; d < x.dim(); d++) {
+      ROPE_CHECK_VALUE(x.sym_size(d).sym_eq(gradient.sym_size(d)), name, " has shape ", x.sym_sizes(),
+                       ", its gradient ", gradient.sym_sizes(), "; they need the same");
     }
-  }
+    ROPE_CHECK_VALUE(x.device() == gradient.device(), name, " is on ", x.device(), ", its gradient is on ",
+                     gradient.device(), "; all tensors need one device");
+  };
+  check("q", q, *call.q);
+  check("k", k, *call.k);
 }
 
 at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype) {
@@ -210,13 +337,16 @@ at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, st
 
 namespace {
 
+// Strides as [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
+void strides_of(const Tensor& t, rope_int* strides) {
+  const int64_t missing = 4 - t.dim();
+  for (int64_t d = 0; d < t.dim(); d++) strides[d + missing] = t.stride(d);
+}
+
 Operand operand_of(const Tensor& in, const Tensor& out) {
   Operand o{in.size(-2), {}, {}};
-  const int64_t missing = 4 - in.dim();  // a 3-D tensor is a batch of one
-  for (int64_t d = 0; d < in.dim(); d++) {
-    o.in[d + missing] = in.stride(d);
-    o.out[d + missing] = out.stride(d);
-  }
+  strides_of(in, o.in);
+  strides_of(out, o.out);
   return o;
 }
 
@@ -224,6 +354,12 @@ Operand operand_of(const Tensor& in, const Tensor& out) {
 void table_strides(const Tensor& table, rope_int* strides) {
   for (int64_t d = 0; d < table.dim(); d++) strides[d + 3 - table.dim()] = table.stride(d);
   if (table.dim() == 3 && table.size(0) == 1) strides[0] = 0;
+}
+
+// Strides of positions or slots as [batch, seq]; a batch of one serves all.
+void token_strides(const Tensor& t, rope_int* strides) {
+  strides[0] = t.dim() == 2 && t.size(0) > 1 ? t.stride(0) : 0;
+  strides[1] = t.stride(-1);
 }
 
 }  // namespace
@@ -253,8 +389,22 @@ RopeParams RotateCall::params() const {
   }
   if (positions) {
     p.has_positions = 1;
-    p.positions[0] = positions->dim() == 2 && positions->size(0) > 1 ? positions->stride(0) : 0;
-    p.positions[1] = positions->stride(-1);
+    token_strides(*positions, p.positions);
+  }
+  if (v) {
+    p.v = operand_of(*v, *v_out);
+    p.blocks = k_out->dim() == 4 ? k_out->size(0) : 1;
+    p.block_size = k_out->size(-3);
+  }
+  if (slots) {
+    p.has_slots = 1;
+    token_strides(*slots, p.slots);
+  }
+  if (q_norm_weight) {
+    p.has_norm = 1;
+    p.q_norm_weight = q_norm_weight->stride(0);
+    p.k_norm_weight = k_norm_weight->stride(0);
+    p.norm_eps = float(norm_eps);
   }
   p.offset = offset.guard_int(__FILE__, __LINE__);
   const SplitFactor factor = split_factor(attention_factor);
@@ -265,16 +415,25 @@ RopeParams RotateCall::params() const {
   return p;
 }
 
+NormBackwardParams NormBackwardCall::params() const {
+  NormBackwardParams p{rotate.params(), {}, {}};
+  strides_of(q, p.q);
+  strides_of(k, p.k);
+  return p;
+}
+
 namespace {
 
 struct Meta {
   static void rotate(const RotateCall&) {}
+  static void norm_backward(const NormBackwardCall&) {}
   static void cos_sin(const CosSinCall&) {}
 };
 
-const std::string kAngles =
-    "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, *, "
-    "float attention_factor=1.0, bool interleaved=False, bool inverse=False";
+const std::string kSource =
+    "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, ";
+const std::string kAngles = kSource + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False";
+const std::string kNormFlags = "*, float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False";
 
 }  // namespace
 
@@ -286,6 +445,13 @@ TORCH_LIBRARY(rope, m) {
   def("rotate_(Tensor(a!) x, " + kAngles + ") -> ()");
   def("rotate_qk(Tensor q, Tensor k, " + kAngles + ") -> (Tensor, Tensor)");
   def("rotate_qk_(Tensor(a!) q, Tensor(b!) k, " + kAngles + ") -> ()");
+  def("norm_rotate_qk(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, " + kSource + kNormFlags +
+      ") -> (Tensor, Tensor)");
+  def("_norm_rotate_qk_backward(Tensor q_out_grad, Tensor k_out_grad, Tensor q, Tensor k, Tensor q_norm_weight, "
+      "Tensor k_norm_weight, " +
+      kSource + kNormFlags + ") -> (Tensor, Tensor, Tensor, Tensor)");
+  def("rotate_into_cache_(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, " + kSource +
+      "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, " + kNormFlags + ") -> ()");
 }
 
 TORCH_LIBRARY_IMPL(rope, Meta, m) { register_ops<Meta>(m); }

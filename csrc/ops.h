@@ -1,5 +1,6 @@
 // One checked call, and how a back end takes it. A back end is a struct with
 //   static void rotate(const RotateCall&);
+//   static void norm_backward(const NormBackwardCall&);
 //   static void cos_sin(const CosSinCall&);
 // and one line: TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
@@ -17,11 +18,14 @@ namespace rope {
 using at::Tensor;
 using OptTensor = std::optional<at::Tensor>;
 
-// The arguments that every rotating operator ends with, and how to hand them on.
-#define ROPE_ANGLES                                                                                  \
-  const OptTensor &cos, const OptTensor &sin, const OptTensor &inv_freq, const OptTensor &positions, \
-      c10::SymInt offset, double attention_factor, bool interleaved, bool inverse
-#define ROPE_ANGLES_PASSED cos, sin, inv_freq, positions, std::move(offset), attention_factor, interleaved, inverse
+// The arguments that the operators share, and how to hand them on.
+#define ROPE_SOURCE \
+  const OptTensor &cos, const OptTensor &sin, const OptTensor &inv_freq, const OptTensor &positions, c10::SymInt offset
+#define ROPE_SOURCE_PASSED cos, sin, inv_freq, positions, std::move(offset)
+#define ROPE_ANGLES ROPE_SOURCE, double attention_factor, bool interleaved, bool inverse
+#define ROPE_ANGLES_PASSED ROPE_SOURCE_PASSED, attention_factor, interleaved, inverse
+#define ROPE_NORM_ANGLES ROPE_SOURCE, double norm_eps, double attention_factor, bool interleaved
+#define ROPE_NORM_ANGLES_PASSED ROPE_SOURCE_PASSED, norm_eps, attention_factor, interleaved
 
 struct RotateCall {
   const char* op;   // "rope.rotate"
@@ -36,13 +40,38 @@ struct RotateCall {
   double attention_factor;
   bool interleaved, inverse;
 
+  // RMS norm of every head before it is rotated; both weights or neither.
+  const Tensor* q_norm_weight = nullptr;  // [head_dim]
+  const Tensor* k_norm_weight = nullptr;
+  double norm_eps = 0;
+
+  // Into a cache, where there is a v: k_out and v_out are [blocks, block_size, heads, head_dim], or one block of it.
+  const Tensor* v = nullptr;  // as k; copied
+  const Tensor* v_out = nullptr;
+  const Tensor* slots = nullptr;  // [seq] or [batch, seq], or null: row b writes block b at its positions
+
+  void set_norm(const Tensor* q_weight, const Tensor* k_weight, double eps) {
+    q_norm_weight = q_weight;
+    k_norm_weight = k_weight;
+    norm_eps = eps;
+  }
   const char* q_name() const { return k ? "q" : "x"; }
   RopeParams params() const;  // of real tensors, after check
 };
 
 // In place unless q_out and k_out are set afterwards.
-#define ROPE_CALL(op, q, k) \
+#define ROPE_CALL(op, q, k, inverse) \
   {op, q, k, q, k, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse}
+
+struct NormBackwardCall {
+  RotateCall rotate;  // of the gradients, back
+  const Tensor& q;    // what was normalised
+  const Tensor& k;
+  const Tensor& q_norm_weight_grad;  // [head_dim], contiguous
+  const Tensor& k_norm_weight_grad;
+
+  NormBackwardParams params() const;
+};
 
 // attention_factor as two floats, for float32 arithmetic.
 struct SplitFactor {
@@ -61,6 +90,7 @@ struct CosSinCall {
 // ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked
 // at.
 void check(const RotateCall& call, bool in_place);
+void check_normalised(const RotateCall& gradients, const Tensor& q, const Tensor& k);
 at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype);
 
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
@@ -73,7 +103,7 @@ inline Tensor result_like(const Tensor& x) {
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Tensor& x, ROPE_ANGLES) {
-    RotateCall call = ROPE_CALL("rope.rotate", &x, nullptr);
+    RotateCall call = ROPE_CALL("rope.rotate", &x, nullptr, inverse);
     check(call, false);
     Tensor out = result_like(x);
     call.q_out = &out;
@@ -82,23 +112,56 @@ struct Ops {
   }
 
   static void rotate_(Tensor& x, ROPE_ANGLES) {
-    const RotateCall call = ROPE_CALL("rope.rotate_", &x, nullptr);
+    const RotateCall call = ROPE_CALL("rope.rotate_", &x, nullptr, inverse);
     check(call, true);
     Backend::rotate(call);
   }
 
   static std::tuple<Tensor, Tensor> rotate_qk(const Tensor& q, const Tensor& k, ROPE_ANGLES) {
-    RotateCall call = ROPE_CALL("rope.rotate_qk", &q, &k);
-    check(call, false);
-    Tensor q_out = result_like(q), k_out = result_like(k);
-    call.q_out = &q_out;
-    call.k_out = &k_out;
-    Backend::rotate(call);
-    return {std::move(q_out), std::move(k_out)};
+    RotateCall call = ROPE_CALL("rope.rotate_qk", &q, &k, inverse);
+    return to_new(call);
   }
 
   static void rotate_qk_(Tensor& q, Tensor& k, ROPE_ANGLES) {
-    const RotateCall call = ROPE_CALL("rope.rotate_qk_", &q, &k);
+    const RotateCall call = ROPE_CALL("rope.rotate_qk_", &q, &k, inverse);
+    check(call, true);
+    Backend::rotate(call);
+  }
+
+  static std::tuple<Tensor, Tensor> norm_rotate_qk(const Tensor& q, const Tensor& k, const Tensor& q_norm_weight,
+                                                   const Tensor& k_norm_weight, ROPE_NORM_ANGLES) {
+    RotateCall call = ROPE_CALL("rope.norm_rotate_qk", &q, &k, false);
+    call.set_norm(&q_norm_weight, &k_norm_weight, norm_eps);
+    return to_new(call);
+  }
+
+  // -> gradients of q, k, q_norm_weight, k_norm_weight
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
+      const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k, const Tensor& q_norm_weight,
+      const Tensor& k_norm_weight, ROPE_NORM_ANGLES) {
+    RotateCall call = ROPE_CALL("rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad, true);
+    call.set_norm(&q_norm_weight, &k_norm_weight, norm_eps);
+    check(call, false);
+    check_normalised(call, q, k);
+    Tensor q_grad = result_like(q), k_grad = result_like(k);
+    Tensor q_weight_grad = at::empty_symint(q_norm_weight.sym_sizes(), q_norm_weight.options()),
+           k_weight_grad = at::empty_symint(k_norm_weight.sym_sizes(), k_norm_weight.options());
+    call.q_out = &q_grad;
+    call.k_out = &k_grad;
+    Backend::norm_backward({call, q, k, q_weight_grad, k_weight_grad});
+    return {std::move(q_grad), std::move(k_grad), std::move(q_weight_grad), std::move(k_weight_grad)};
+  }
+
+  static void rotate_into_cache_(Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
+                                 ROPE_SOURCE, const OptTensor& slots, const OptTensor& q_norm_weight,
+                                 const OptTensor& k_norm_weight, double norm_eps, double attention_factor,
+                                 bool interleaved) {
+    RotateCall call = ROPE_CALL("rope.rotate_into_cache_", &q, &k, false);
+    call.set_norm(pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
+    call.k_out = &k_cache;
+    call.v = &v;
+    call.v_out = &v_cache;
+    call.slots = pointer(slots);
     check(call, true);
     Backend::rotate(call);
   }
@@ -112,6 +175,18 @@ struct Ops {
     Backend::cos_sin({positions, inv_freq, attention_factor, cos, sin});
     return {std::move(cos), std::move(sin)};
   }
+
+ private:
+  static std::tuple<Tensor, Tensor> to_new(RotateCall& call) {
+    check(call, false);
+    Tensor q_out = result_like(*call.q), k_out = result_like(*call.k);
+    call.q_out = &q_out;
+    call.k_out = &k_out;
+    Backend::rotate(call);
+    return {std::move(q_out), std::move(k_out)};
+  }
+
+  static const Tensor* pointer(const OptTensor& t) { return t ? &*t : nullptr; }
 };
 
 template <typename Backend>
@@ -120,6 +195,9 @@ void register_ops(torch::Library& m) {
   m.impl("rotate_", &Ops<Backend>::rotate_);
   m.impl("rotate_qk", &Ops<Backend>::rotate_qk);
   m.impl("rotate_qk_", &Ops<Backend>::rotate_qk_);
+  m.impl("norm_rotate_qk", &Ops<Backend>::norm_rotate_qk);
+  m.impl("_norm_rotate_qk_backward", &Ops<Backend>::norm_rotate_qk_backward);
+  m.impl("rotate_into_cache_", &Ops<Backend>::rotate_into_cache_);
   m.impl("cos_sin", &Ops<Backend>::cos_sin);
 }
 

@@ -1,7 +1,6 @@
 #include "overlap.h"
 
 #include <algorithm>
-#include <optional>
 
 namespace rope {
 namespace {
@@ -56,85 +55,86 @@ class Sums {
   int64_t budget_ = 0;
 };
 
-struct Layout {
-  int64_t dims;
-  int64_t size[4], step[4];  // step in bytes
-  int64_t itemsize, first;   // first: byte offset in the storage
-  int64_t length() const {
-    int64_t n = itemsize;
-    for (int64_t d = 0; d < dims; d++) n += (size[d] - 1) * step[d];
-    return n;
-  }
-};
-
-// None for an empty tensor (it shares nothing) and a symbolic one.
-std::optional<Layout> layout_of(const at::Tensor& t) {
-  Layout l{t.dim(), {}, {}, int64_t(t.element_size()), 0};
-  const auto sizes = t.sym_sizes(), strides = t.sym_strides();
-  for (int64_t d = 0; d < l.dims; d++) {
-    const auto size = sizes[d].maybe_as_int(), stride = strides[d].maybe_as_int();
-    if (!size || !stride || *size == 0) return std::nullopt;
-    l.size[d] = *size;
-    l.step[d] = *stride * l.itemsize;
-  }
-  const auto offset = t.sym_storage_offset().maybe_as_int();
-  if (!offset) return std::nullopt;
-  l.first = *offset * l.itemsize;
-  return l;
-}
-
-// Byte distance from the start of b to that of a, or none where they cannot share memory. Two storages may still be one
-// memory (torch.from_numpy twice), which only an address can tell; on other devices data() is a handle and no address.
-std::optional<int64_t> distance(const at::Tensor& a, const Layout& la, const at::Tensor& b, const Layout& lb) {
-  if (a.is_alias_of(b)) return la.first - lb.first;
-  if (!(a.is_cpu() || a.is_cuda()) || a.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
-    return std::nullopt;
-  const auto *pa = static_cast<const char*>(a.storage().data()), *pb = static_cast<const char*>(b.storage().data());
-  if (!pa || !pb) return std::nullopt;
-  return (reinterpret_cast<intptr_t>(pa) + la.first) - (reinterpret_cast<intptr_t>(pb) + lb.first);
-}
-
 }  // namespace
 
-bool overlaps_itself(const at::Tensor& t) {
-  const auto layout = layout_of(t);
-  if (!layout) return false;
-  const Layout& l = *layout;
-  for (int64_t d = 0; d < l.dims; d++) {
-    if (l.size[d] > 1 && l.step[d] == 0) return true;
+Memory::Memory(const at::Tensor& t) : dims_(t.dim()), itemsize_(int64_t(t.element_size())) {
+  const auto sizes = t.sym_sizes(), strides = t.sym_strides();
+  length_ = itemsize_;
+  if (dims_ > 4) return;  // no argument that passes the checks of shapes
+  for (int64_t d = 0; d < dims_; d++) {
+    const auto size = sizes[d].maybe_as_int(), stride = strides[d].maybe_as_int();
+    if (!size || !stride || *size == 0) return;
+    size_[d] = *size;
+    step_[d] = *stride * itemsize_;
+    length_ += (*size - 1) * step_[d];
   }
+  const auto offset = t.sym_storage_offset().maybe_as_int();
+  if (!offset) return;
+  first_ = *offset * itemsize_;
+  known_ = true;
+  storage_ = t.storage().unsafeGetStorageImpl();
+  // Two storages may still be one memory (torch.from_numpy twice), which only an address can tell; on other devices
+  // data() is a handle and no address.
+  if ((t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
+    address_ = static_cast<const char*>(t.storage().data());
+}
+
+// Byte distance from the start of the other to that of this one, or none where they cannot share memory.
+std::optional<int64_t> Memory::distance(const Memory& other) const {
+  if (!known_ || !other.known_) return std::nullopt;
+  if (storage_ == other.storage_) return first_ - other.first_;
+  if (!address_ || !other.address_) return std::nullopt;
+  return (reinterpret_cast<intptr_t>(address_) + first_) - (reinterpret_cast<intptr_t>(other.address_) + other.first_);
+}
+
+bool Memory::range_overlaps(const Memory& other) const {
+  const auto apart = distance(other);
+  return apart && *apart < other.length_ && -*apart < length_;
+}
+
+bool Memory::overlaps_itself() const {
+  if (!known_) return false;
+  bool nested = true;
+  for (int64_t d = 0; d < dims_; d++) {
+    if (size_[d] < 2) continue;
+    if (step_[d] == 0) return true;
+    int64_t within = itemsize_;  // bytes that the smaller dimensions span
+    for (int64_t e = 0; e < dims_; e++) {
+      if (size_[e] > 1 && (step_[e] < step_[d] || (step_[e] == step_[d] && e > d))) within += (size_[e] - 1) * step_[e];
+    }
+    nested = nested && within <= step_[d];
+  }
+  if (nested) return false;
   // Two indices whose largest differing step is that of dimension d: step * (1 + t) + the smaller dimensions, each from
   // -(n - 1) to n - 1.
-  for (int64_t d = 0; d < l.dims; d++) {
-    if (l.size[d] < 2) continue;
+  for (int64_t d = 0; d < dims_; d++) {
+    if (size_[d] < 2) continue;
     Sums sums;
-    sums.add(l.step[d], l.size[d] - 2);
-    int64_t target = -l.step[d];
-    for (int64_t e = 0; e < l.dims; e++) {
-      if (l.step[e] < l.step[d] || (l.step[e] == l.step[d] && e > d)) {
-        sums.add(l.step[e], 2 * (l.size[e] - 1));
-        target += l.step[e] * (l.size[e] - 1);
+    sums.add(step_[d], size_[d] - 2);
+    int64_t target = -step_[d];
+    for (int64_t e = 0; e < dims_; e++) {
+      if (step_[e] < step_[d] || (step_[e] == step_[d] && e > d)) {
+        sums.add(step_[e], 2 * (size_[e] - 1));
+        target += step_[e] * (size_[e] - 1);
       }
     }
-    if (sums.reach(target - (l.itemsize - 1), target + (l.itemsize - 1))) return true;
+    if (sums.reach(target - (itemsize_ - 1), target + (itemsize_ - 1))) return true;
   }
   return false;
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto la = layout_of(a), lb = layout_of(b);
-  if (!la || !lb) return false;
-  const auto apart = distance(a, *la, b, *lb);
-  if (!apart || *apart >= lb->length() || -*apart >= la->length()) return false;
-  // apart + (an offset in a) - (an offset in b), the latter counted from the end of b so that every term is positive.
+bool Memory::overlaps(const Memory& other) const {
+  if (!range_overlaps(other)) return false;
+  // apart + (an offset in this) - (an offset in the other), the latter counted from its end so that every term is
+  // positive.
   Sums sums;
-  int64_t target = -*apart;
-  for (int64_t d = 0; d < la->dims; d++) sums.add(la->step[d], la->size[d] - 1);
-  for (int64_t d = 0; d < lb->dims; d++) {
-    sums.add(lb->step[d], lb->size[d] - 1);
-    target += lb->step[d] * (lb->size[d] - 1);
+  int64_t target = -*distance(other);
+  for (int64_t d = 0; d < dims_; d++) sums.add(step_[d], size_[d] - 1);
+  for (int64_t d = 0; d < other.dims_; d++) {
+    sums.add(other.step_[d], other.size_[d] - 1);
+    target += other.step_[d] * (other.size_[d] - 1);
   }
-  return sums.reach(target - (la->itemsize - 1), target + (lb->itemsize - 1));
+  return sums.reach(target - (itemsize_ - 1), target + (other.itemsize_ - 1));
 }
 
 }  // namespace rope

@@ -3,12 +3,35 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace rope {
 
-// The same element at two different indices. False where a size or stride is symbolic: the real kernel looks again.
-bool overlaps_itself(const at::Tensor& t);
+// The bytes of a tensor. None where it is empty, and none that we know of where a size or stride is symbolic: there the
+// real kernel looks again.
+class Memory {
+ public:
+  explicit Memory(const at::Tensor& t);
 
-// A byte in common.
-bool overlap(const at::Tensor& a, const at::Tensor& b);
+  // The same element at two different indices.
+  bool overlaps_itself() const;
+
+  // A byte in common.
+  bool overlaps(const Memory& other) const;
+
+  // A byte in common between the first and the last of each.
+  bool range_overlaps(const Memory& other) const;
+
+ private:
+  std::optional<int64_t> distance(const Memory& other) const;
+
+  bool known_ = false;
+  int64_t dims_ = 0, itemsize_ = 0;
+  int64_t size_[4], step_[4];  // step in bytes
+  int64_t first_ = 0;          // byte offset in the storage
+  int64_t length_ = 0;         // bytes from the first to the last
+  const c10::StorageImpl* storage_ = nullptr;
+  const char* address_ = nullptr;  // of the storage, where it is one
+};
 
 }  // namespace rope

@@ -17,30 +17,42 @@ enum AngleSource : int {
   kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
 };
 
-// One rotated tensor, [batch, seq, heads, head_dim]. Strides count elements, in that order.
+// One tensor of the call, [batch, seq, heads, head_dim]. Strides count elements, in that order.
 struct Operand {
   rope_int heads;  // 0: there is no such tensor
   rope_int in[4];
-  rope_int out[4];
+  rope_int out[4];  // of a cache: [blocks, block_size, heads, head_dim]
 };
 
 struct RopeParams {
   rope_int batch, seq, head_dim, rotary_dim;
-  Operand q, k;
+  Operand q, k, v;          // v is copied; it and k go to a cache where there is a v
   rope_int cos[3], sin[3];  // strides: batch, row, column; a row is a position or a token
   rope_int rows;            // rows of a table by position
   rope_int inv_freq;        // stride
   rope_int positions[2];    // strides: batch, seq
   rope_int offset;
-  float factor_hi, factor_lo;  // attention_factor
-  int source;                  // AngleSource
+  rope_int slots[2];  // strides: batch, seq
+  rope_int blocks, block_size;
+  rope_int q_norm_weight, k_norm_weight;  // strides
+  float factor_hi, factor_lo;             // attention_factor
+  float norm_eps;
+  int source;  // AngleSource
   int has_positions;
+  int has_slots;
+  int has_norm;
   int interleaved;
   int inverse;
 };
 
+// The backward of norm and rotation: the gradients are rotated back, so they are the operands.
+struct NormBackwardParams {
+  RopeParams rotate;
+  rope_int q[4], k[4];  // strides of what was normalised
+};
+
 #ifndef __METAL_VERSION__
-static_assert(sizeof(RopeParams) == 288, "RopeParams has the same layout on host and device");
+static_assert(sizeof(RopeParams) == 424 && sizeof(NormBackwardParams) == 488, "the same layout on host and device");
 #endif
 
 }  // namespace rope

@@ -39,38 +39,59 @@ DType dtype_of(const Tensor& t) {
   }
 }
 
-// A table by position is read at position + offset: looked at before anything is written.
-void check_range(const RotateCall& call, const RopeParams& p) {
-  if (p.source != kTableByPosition || p.batch == 0 || p.seq == 0) return;
-  int64_t low = 0, high = p.seq - 1;
-  if (call.positions) {
-    const auto scan = [&](const auto* positions) {
-      low = high = *positions;
-      for (int64_t b = 0; b < (p.positions[0] ? p.batch : 1); b++) {
-        for (int64_t s = 0; s < p.seq; s++) {
-          const int64_t position = positions[b * p.positions[0] + s * p.positions[1]];
-          low = std::min(low, position);
-          high = std::max(high, position);
-        }
+const void* data(const Tensor& t) { return t.const_data_ptr(); }
+bool is_wide(const Tensor& t) { return t.scalar_type() == at::kLong; }
+
+struct Range {
+  int64_t low, high;
+};
+// Of integers [batch, seq] by their strides; not of none.
+Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t seq) {
+  const auto scan = [&](const auto* from) {
+    Range range{*from, *from};
+    for (int64_t b = 0; b < (strides[0] ? batch : 1); b++) {
+      for (int64_t s = 0; s < seq; s++) {
+        const int64_t n = from[b * strides[0] + s * strides[1]];
+        range = {std::min(range.low, n), std::max(range.high, n)};
       }
-    };
-    if (call.positions->scalar_type() == at::kLong) {
-      scan(call.positions->const_data_ptr<int64_t>());
-    } else {
-      scan(call.positions->const_data_ptr<int32_t>());
     }
-  }
-  int64_t first = 0, last = 0;
-  const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
-  TORCH_CHECK_INDEX(!overflow && first >= 0 && last < p.rows, call.op, ": positions go from ", low, " to ", high,
-                    " with offset ", p.offset, ", cos has ", p.rows,
-                    " rows; position + offset needs to be at least 0 and below that");
+    return range;
+  };
+  return is_wide(t) ? scan(t.const_data_ptr<int64_t>()) : scan(t.const_data_ptr<int32_t>());
 }
+
+// A table by position is read at position + offset, a cache without slots is written there: looked at before anything
+// is written.
+void check_ranges(const RotateCall& call, const RopeParams& p) {
+  const bool places = call.v && !call.slots;
+  if (p.source == kTableByPosition || places) {
+    Range position{0, p.seq - 1};
+    if (call.positions) position = range_of(*call.positions, p.positions, p.batch, p.seq);
+    int64_t first = 0, last = 0;
+    const bool overflow = __builtin_add_overflow(position.low, p.offset, &first) ||
+                          __builtin_add_overflow(position.high, p.offset, &last);
+    const auto check = [&](int64_t rows, const char* has, const char* unit) {
+      TORCH_CHECK_INDEX(!overflow && first >= 0 && last < rows, call.op, ": positions go from ", position.low, " to ",
+                        position.high, " with offset ", p.offset, ", ", has, rows, unit,
+                        "; position + offset needs to be at least 0 and below that");
+    };
+    if (p.source == kTableByPosition) check(p.rows, "cos has ", " rows");
+    if (places) check(p.block_size, "k_cache has block_size ", "");
+  }
+  if (call.slots) {
+    const Range slot = range_of(*call.slots, p.slots, p.batch, p.seq);
+    TORCH_CHECK_INDEX(slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
+                      ", the caches have ", p.blocks, " blocks of ", p.block_size, "; a slot needs to be below ",
+                      p.blocks * p.block_size);
+  }
+}
+
+constexpr int64_t kGrain = 32768;  // elements that are worth a thread
 
 // Runs body(begin, end, scratch) over n items on torch's threads, each with its own scratch.
 template <typename F>
 void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) {
-  const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, work_per_item));
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item));
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
     body(begin, end, scratch.get());
@@ -81,39 +102,96 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
 // would not stay in the shared cache either is written past them all.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
+// What a call hands to the kernels; false where there is nothing to do.
+bool prepare(const RotateCall& call, Rotate& r) {
+  r.params = call.params();
+  const RopeParams& p = r.params;
+  if (p.batch == 0 || p.seq == 0) return false;
+  check_ranges(call, p);
+  if (p.head_dim == 0) return false;
+  r.attention_factor = call.attention_factor;
+  r.norm_eps = call.norm_eps;
+  r.x_dtype = dtype_of(*call.q);
+  r.q_in = data(*call.q);
+  r.q_out = call.q_out->mutable_data_ptr();
+  if (call.k) {
+    r.k_in = data(*call.k);
+    r.k_out = call.k_out->mutable_data_ptr();
+  }
+  if (call.v) {
+    r.v_in = data(*call.v);
+    r.v_out = call.v_out->mutable_data_ptr();
+  }
+  if (call.inv_freq) {
+    r.inv_freq = data(*call.inv_freq);
+    r.inv_freq_dtype = dtype_of(*call.inv_freq);
+  } else {
+    r.cos = data(*call.cos);
+    r.sin = data(*call.sin);
+    r.table_dtype = dtype_of(*call.cos);
+  }
+  if (call.positions) {
+    r.positions = data(*call.positions);
+    r.wide_positions = is_wide(*call.positions);
+  }
+  if (call.slots) {
+    r.slots = data(*call.slots);
+    r.wide_slots = is_wide(*call.slots);
+  }
+  if (call.q_norm_weight) {
+    r.q_norm_weight = data(*call.q_norm_weight);
+    r.k_norm_weight = data(*call.k_norm_weight);
+    r.q_norm_dtype = dtype_of(*call.q_norm_weight);
+    r.k_norm_dtype = dtype_of(*call.k_norm_weight);
+  }
+  return true;
+}
+
 struct Cpu {
   static void rotate(const RotateCall& call) {
     Rotate r{};
-    r.params = call.params();
+    if (!prepare(call, r)) return;
     const RopeParams& p = r.params;
-    check_range(call, p);
-    if (p.batch == 0 || p.seq == 0 || p.head_dim == 0) return;
-    r.attention_factor = call.attention_factor;
-    r.x_dtype = dtype_of(*call.q);
-    r.q_in = call.q->const_data_ptr();
-    r.q_out = call.q_out->mutable_data_ptr();
-    if (call.k) {
-      r.k_in = call.k->const_data_ptr();
-      r.k_out = call.k_out->mutable_data_ptr();
-    }
-    if (call.inv_freq) {
-      r.inv_freq = call.inv_freq->const_data_ptr();
-      r.inv_freq_dtype = dtype_of(*call.inv_freq);
-    } else {
-      r.cos = call.cos->const_data_ptr();
-      r.sin = call.sin->const_data_ptr();
-      r.table_dtype = dtype_of(*call.cos);
-    }
-    if (call.positions) {
-      r.positions = call.positions->const_data_ptr();
-      r.wide_positions = call.positions->scalar_type() == at::kLong;
-    }
-    const int64_t bytes = p.batch * p.seq * (p.q.heads + p.k.heads) * p.head_dim * int64_t(call.q->element_size());
+    const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
+                  bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
     r.stream = r.q_in != r.q_out && bytes >= kStreamBytes;
     const Kernels& k = kernels();
-    parallel(p.batch * p.seq, (p.q.heads + p.k.heads) * p.head_dim, k.rotate_scratch(r),
+    parallel(p.batch * p.seq, per_token, k.rotate_scratch(r),
              [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
+  }
+
+  static void norm_backward(const NormBackwardCall& call) {
+    NormBackward n{};
+    if (!prepare(call.rotate, n.rotate)) {
+      call.q_norm_weight_grad.zero_();
+      call.k_norm_weight_grad.zero_();
+      return;
+    }
+    const NormBackwardParams params = call.params();
+    std::copy_n(params.q, 4, n.q);
+    std::copy_n(params.k, 4, n.k);
+    n.q_in = data(call.q);
+    n.k_in = data(call.k);
+    // The gradients of the weights are sums over all tokens: of parts whose size follows from the shapes alone, each
+    // summed by one thread, and then in their order. So the number of threads does not change a bit.
+    const RopeParams& p = n.rotate.params;
+    const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
+                  part = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
+                  parts = (tokens + part - 1) / part;
+    const int64_t row = 2 * p.head_dim;
+    const Tensor sums = at::empty({parts, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
+    double* const sum = sums.mutable_data_ptr<double>();
+    const Kernels& k = kernels();
+    parallel(parts, part * per_token, k.rotate_scratch(n.rotate), [&](int64_t begin, int64_t end, void* scratch) {
+      for (int64_t i = begin; i < end; i++)
+        k.norm_backward(n, i * part, std::min(tokens, (i + 1) * part), sum + i * row, scratch);
+    });
+    for (int64_t i = 1; i < parts; i++) {
+      for (int64_t d = 0; d < row; d++) sum[d] += sum[i * row + d];
+    }
+    call.q_norm_weight_grad.copy_(sums[0][0]);
+    call.k_norm_weight_grad.copy_(sums[0][1]);
   }
 
   static void cos_sin(const CosSinCall& call) {

@@ -14,14 +14,21 @@ enum class DType { kHalf, kBFloat16, kFloat, kDouble };
 
 struct Rotate {
   RopeParams params;
-  double attention_factor;
+  double attention_factor, norm_eps;
   DType x_dtype, table_dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
-  bool wide_positions;                         // int64, else int32
-  bool stream;                                 // write past the caches
-  bool fetch;                                  // ask for memory ahead
-  const void *q_in, *k_in;                     // [batch, seq, heads, head_dim] by the strides of params
-  void *q_out, *k_out;
-  const void *cos, *sin, *inv_freq, *positions;
+  DType q_norm_dtype, k_norm_dtype;
+  bool wide_positions, wide_slots;  // int64, else int32
+  bool stream;                      // write past the caches
+  bool fetch;                       // ask for memory ahead
+  const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim] by the strides of params
+  void *q_out, *k_out, *v_out;
+  const void *cos, *sin, *inv_freq, *positions, *slots, *q_norm_weight, *k_norm_weight;
+};
+
+struct NormBackward {
+  Rotate rotate;        // of the gradients, back
+  rope_int q[4], k[4];  // strides of what was normalised
+  const void *q_in, *k_in;
 };
 
 struct CosSin {
@@ -38,6 +45,8 @@ struct Kernels {
   const char* name;
   size_t (*rotate_scratch)(const Rotate&);                                   // bytes of scratch that one thread needs
   void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);  // tokens [begin, end) of batch * seq
+  // weight_grads: what these tokens add to the gradients of both weights, [2, head_dim].
+  void (*norm_backward)(const NormBackward&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*cos_sin_scratch)(const CosSin&);
   void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
 };

@@ -244,20 +244,24 @@ inline void store(f16* to, Floats a) {
 struct Doubles {
   static constexpr int64_t size = ROPE_VECTOR_BYTES / 8;
   f64v v;
+  Doubles() = default;
+  explicit Doubles(double x) : v(f64v{} + x) {}
+  explicit Doubles(f64v x) : v(x) {}
 };
-inline Doubles operator*(Doubles a, Doubles b) { return {a.v * b.v}; }
-inline Doubles operator-(Doubles a) { return {-a.v}; }
+inline Doubles operator+(Doubles a, Doubles b) { return Doubles(a.v + b.v); }
+inline Doubles operator*(Doubles a, Doubles b) { return Doubles(a.v * b.v); }
+inline Doubles operator-(Doubles a) { return Doubles(-a.v); }
 inline Doubles fma(Doubles a, Doubles b, Doubles c) {
 #if defined(ROPE_AVX512)
-  return {f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v)))};
+  return Doubles(f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v))));
 #elif defined(ROPE_AVX2)
-  return {f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v)))};
+  return Doubles(f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v))));
 #else
   for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
   return a;
 #endif
 }
-inline Doubles load(const double* from) { return {load_bits<f64v>(from)}; }
+inline Doubles load(const double* from) { return Doubles(load_bits<f64v>(from)); }
 template <bool stream = false>
 inline void store(double* to, Doubles a) {
   store_bits<stream>(to, a.v);
