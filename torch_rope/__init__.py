@@ -24,7 +24,25 @@ def _require_matching_torch() -> None:
 _require_matching_torch()
 
 from torch_rope import _C, _register  # noqa: E402, F401  loading _C registers the operators
-from torch_rope.functional import cos_sin, inv_freq, rotate, rotate_, rotate_qk, rotate_qk_  # noqa: E402
+from torch_rope.functional import (  # noqa: E402
+    cos_sin,
+    inv_freq,
+    norm_rotate_qk,
+    rotate,
+    rotate_,
+    rotate_into_cache,
+    rotate_qk,
+    rotate_qk_,
+)
 
-__all__ = ["cos_sin", "inv_freq", "rotate", "rotate_", "rotate_qk", "rotate_qk_"]
+__all__ = [
+    "cos_sin",
+    "inv_freq",
+    "norm_rotate_qk",
+    "rotate",
+    "rotate_",
+    "rotate_into_cache",
+    "rotate_qk",
+    "rotate_qk_",
+]
 __version__ = "0.1.0"

@@ -34,11 +34,13 @@ def _joins_as_a_view(x: Tensor) -> bool:
     return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def _vmap_one_launch(op, count, size, in_dims, args, kwargs):
-    """The mapped call as one call of op on a larger batch, or None where there is none. count: how many are rotated."""
-    cos, sin, inv_freq, positions, *_ = args[count:]
-    cos_dim, sin_dim, freq_dim, positions_dim, *_ = in_dims[count:]
-    if size == 0 or freq_dim is not None or any(d is None for d in in_dims[:count]):
+def _vmap_one_launch(op, count, own, size, in_dims, args, kwargs):
+    """The mapped call as one call of op on a larger batch, or None where there is none. count: how many are rotated;
+    own: how many arguments come before cos."""
+    cos, sin, inv_freq, positions, *_ = args[own:]
+    cos_dim, sin_dim, freq_dim, positions_dim, *_ = in_dims[own:]
+    weights_mapped = any(d is not None for d in in_dims[count:own])
+    if size == 0 or freq_dim is not None or weights_mapped or any(d is None for d in in_dims[:count]):
         return None
     xs = [x.movedim(d, 0) for x, d in zip(args[:count], in_dims[:count], strict=True)]
     if any(x.dim() not in (4, 5) for x in xs) or (op._schema.is_mutable and not all(map(_joins_as_a_view, xs))):
@@ -59,7 +61,7 @@ def _vmap_one_launch(op, count, size, in_dims, args, kwargs):
         positions = _per_token(rows, 0, size, batch, positions_dim is None) if rows.dim() == 3 else None
         if positions is None:
             return None
-    outs = op(*flat, cos, sin, inv_freq, positions, *args[count + 4 :], **kwargs)
+    outs = op(*flat, *args[count:own], cos, sin, inv_freq, positions, *args[own + 4 :], **kwargs)
     if op._schema.is_mutable:
         return ()
     outs = outs if isinstance(outs, tuple) else (outs,)
@@ -81,20 +83,20 @@ def _vmap_loop(op, size, in_dims, args, kwargs):
     return tuple(torch.stack(outs)[:size] for outs in zip(*samples, strict=True))
 
 
-def _register_vmap(name: str, count: int) -> None:
+def _register_vmap(name: str, count: int, own: int) -> None:
     op = getattr(_ops, name).default
     in_place = op._schema.is_mutable
     functional = getattr(_ops, name[:-1]).default if in_place else op
 
     def rule(info, in_dims, *args, **kwargs):
-        missing = max(0, count + 4 - len(args))  # trailing arguments at their default are not passed
+        missing = max(0, own + 4 - len(args))  # trailing arguments at their default are not passed
         args, in_dims = (*args, *[None] * missing), (*in_dims[: len(args)], *[None] * missing)
         if in_place and any(d is None for d in in_dims[:count]):
             raise RuntimeError(
                 f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; "
                 f"use rope.{name[:-1]}"
             )
-        outs = _vmap_one_launch(op, count, info.batch_size, in_dims, args, kwargs)
+        outs = _vmap_one_launch(op, count, own, info.batch_size, in_dims, args, kwargs)
         if outs is None:
             outs = _vmap_loop(functional, info.batch_size, in_dims, args, kwargs)
             if in_place:  # only now, so that an error in a sample leaves nothing half-written
@@ -107,8 +109,26 @@ def _register_vmap(name: str, count: int) -> None:
     torch.library.register_vmap(f"rope::{name}", rule)
 
 
-for _name, _count in {"rotate": 1, "rotate_": 1, "rotate_qk": 2, "rotate_qk_": 2}.items():
-    _register_vmap(_name, _count)
+for _name, _count, _own in (
+    ("rotate", 1, 1),
+    ("rotate_", 1, 1),
+    ("rotate_qk", 2, 2),
+    ("rotate_qk_", 2, 2),
+    ("norm_rotate_qk", 2, 4),
+):
+    _register_vmap(_name, _count, _own)
+
+
+@functools.partial(torch.library.register_vmap, "rope::_norm_rotate_qk_backward")
+def _norm_backward_vmap(info, in_dims, *args, **kwargs):
+    # Each sample has weight gradients of its own.
+    op = _ops._norm_rotate_qk_backward.default
+    return _vmap_loop(op, info.batch_size, in_dims, args, kwargs), (0, 0, 0, 0)
+
+
+@functools.partial(torch.library.register_vmap, "rope::rotate_into_cache_")
+def _rotate_into_cache_vmap(info, in_dims, *args, **kwargs):
+    raise RuntimeError("vmap: rope.rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch")
 
 
 @functools.partial(torch.library.register_vmap, "rope::cos_sin")
@@ -155,23 +175,41 @@ def _watch_functionalization(op: torch._ops.OpOverload) -> None:
 
 _watch_functionalization(_ops.rotate_.default)
 _watch_functionalization(_ops.rotate_qk_.default)
+_watch_functionalization(_ops.rotate_into_cache_.default)
 
 
-# ---- flops: 4 multiplications and 2 additions a pair ----
+# ---- flops: 4 multiplications and 2 additions a pair; the norm multiplies twice and squares, 4 a channel ----
 
 
-def _rotary_dim(cos_shape, inv_freq_shape) -> int:
-    return 2 * (cos_shape if cos_shape is not None else inv_freq_shape)[-1]
+def _flops(shapes, cos_shape, inv_freq_shape, norm: bool) -> int:
+    rotary_dim = 2 * (cos_shape if cos_shape is not None else inv_freq_shape)[-1]
+    return sum(torch.Size(s[:-1]).numel() * (3 * rotary_dim + (4 * s[-1] if norm else 0)) for s in shapes)
 
 
 @register_flop_formula([_ops.rotate, _ops.rotate_])
-def _rotate_flops(x_shape, cos_shape=None, sin_shape=None, inv_freq_shape=None, *args, out_shape=None, **kwargs) -> int:
-    return 3 * torch.Size(x_shape[:-1]).numel() * _rotary_dim(cos_shape, inv_freq_shape)
+def _rotate_flops(x, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs) -> int:
+    return _flops([x], cos, inv_freq, norm=False)
 
 
 @register_flop_formula([_ops.rotate_qk, _ops.rotate_qk_])
-def _rotate_qk_flops(
-    q_shape, k_shape, cos_shape=None, sin_shape=None, inv_freq_shape=None, *args, out_shape=None, **kwargs
-) -> int:
-    rows = torch.Size(q_shape[:-1]).numel() + torch.Size(k_shape[:-1]).numel()
-    return 3 * rows * _rotary_dim(cos_shape, inv_freq_shape)
+def _rotate_qk_flops(q, k, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs) -> int:
+    return _flops([q, k], cos, inv_freq, norm=False)
+
+
+@register_flop_formula(_ops.norm_rotate_qk)
+def _norm_rotate_qk_flops(q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs):
+    return _flops([q, k], cos, inv_freq, norm=True)
+
+
+@register_flop_formula(_ops._norm_rotate_qk_backward)
+def _norm_backward_flops(dq, dk, q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=None, *args, **kwargs) -> int:
+    # Beside what forward does: two products for the weights, four for the inputs.
+    return _flops([q, k], cos, inv_freq, norm=True) + sum(8 * torch.Size(s).numel() for s in (q, k))
+
+
+@register_flop_formula(_ops.rotate_into_cache_)
+def _rotate_into_cache_flops(
+    q, k, v, k_cache, v_cache, cos=None, sin=None, inv_freq=None, positions=None, offset=0, slots=None, q_norm=None,
+    *args, **kwargs,
+) -> int:  # fmt: skip
+    return _flops([q, k], cos, inv_freq, norm=q_norm is not None)

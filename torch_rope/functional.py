@@ -18,6 +18,12 @@ def _flags(attention_factor: float, interleaved: bool, inverse: bool) -> dict:
     return {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
 
 
+def _norm_flags(attention_factor: float, interleaved: bool) -> dict:
+    if attention_factor == 1.0 and not interleaved:
+        return {}
+    return {"attention_factor": attention_factor, "interleaved": interleaved}
+
+
 def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
     """Frequencies ``base ** (-2 i / rotary_dim)`` for i in 0 .. rotary_dim / 2 - 1, in radians per position.
 
@@ -182,4 +188,135 @@ def rotate_qk_(
     """
     _ops.rotate_qk_.default(
         q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
+    )
+
+
+def norm_rotate_qk(
+    q: Tensor,
+    k: Tensor,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int | torch.SymInt = 0,
+    *,
+    norm_eps: float = 1e-6,
+    attention_factor: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """q and k, each head RMS-normalised (Zhang and Sennrich, arXiv:1910.07467, equation 4) and then rotated, in one pass:
+    the QK-norm of Qwen3 and Gemma 3.
+
+    Args:
+        q, k: as in :func:`rotate_qk`.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, any stride, float32 or q's dtype. A weight that is stored as a
+            difference from one (Gemma) is passed as ``1 + weight``.
+        norm_eps: added to the mean of the squares.
+
+    All other arguments are those of :func:`rotate`.
+
+    Equivalent to::
+
+        def norm(x, weight):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * weight
+
+        return rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), ...)  # and rounded to q's dtype here, once
+
+    The norm is over all head_dim channels; those past rotary_dim are normalised and not rotated, nor multiplied by
+    attention_factor. Differentiable in q, k and both weights to any order, the first in one pass too; in forward mode
+    and under torch.func. The gradients of the weights are summed in an order that the number of threads does not change.
+
+    Raises: what :func:`rotate` does.
+    """
+    return _ops.norm_rotate_qk.default(
+        q,
+        k,
+        q_norm_weight,
+        k_norm_weight,
+        cos,
+        sin,
+        inv_freq,
+        positions,
+        offset,
+        norm_eps=norm_eps,
+        **_norm_flags(attention_factor, interleaved),
+    )
+
+
+def rotate_into_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    offset: int | torch.SymInt = 0,
+    slots: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    *,
+    norm_eps: float = 1e-6,
+    attention_factor: float = 1.0,
+    interleaved: bool = False,
+) -> None:
+    """k itself stays unrotated: the rotated k is in the cache, and attention reads it from there. Where the rotated k is
+    needed beside the cache, call :func:`rotate_qk` (or :func:`norm_rotate_qk`) and write k and v to the cache yourself.
+
+    In one launch: q is rotated in place, rotated k is written to k_cache and v to v_cache. With both norm weights, q and
+    k are normalised first, as in :func:`norm_rotate_qk`. Returns nothing. One token or a whole prompt.
+
+    Args:
+        q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, any strides.
+        k, v: as q, with kv_heads; only read. q, k and v may be slices of one packed tensor.
+        k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` (one block),
+            any strides; q's dtype; one shape. A head-major cache is passed transposed: ``[kv_heads, max_seq,
+            head_dim]`` as ``cache.transpose(0, 1)``, ``[batch, kv_heads, max_seq, head_dim]`` (transformers'
+            StaticCache) as ``cache.transpose(1, 2)``. A paged cache (vLLM) is passed as it is.
+        positions, offset: as in :func:`rotate`.
+        slots: int32 or int64, ``[batch, seq]``, or ``[seq]`` with batch 1: ``block * block_size + place``. A negative
+            slot writes nothing (padding), though q is rotated still, so its position must be valid. Of equal
+            slots either token is written. Without slots row b of the batch writes block b, at its position.
+        q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`; both or neither.
+
+    cos, sin (3-D ones need slots), inv_freq, attention_factor and interleaved are those of :func:`rotate`.
+
+    Equivalent to (3-D caches, without norm)::
+
+        p = (torch.arange(seq) if positions is None else positions) + offset
+        rotated_q, rotated_k = rotate_qk(q, k, ...)
+        q.copy_(rotated_q)
+        places = p if slots is None else slots
+        k_cache[places[places >= 0]] = rotated_k[places >= 0]
+        v_cache[places[places >= 0]] = v[places >= 0]
+
+    No gradient: RuntimeError where grad is on and an argument requires it.
+
+    Raises:
+        ValueError: shapes, devices, not exactly one angle source, one norm weight without the other, memory shared by
+            what is written with itself or anything else (for q, k, v and a cache: address ranges that overlap).
+        TypeError: dtypes.
+        IndexError: a position outside the table, or a position or slot outside the cache (CPU). Nothing is written then.
+    """
+    _ops.rotate_into_cache_.default(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        cos,
+        sin,
+        inv_freq,
+        positions,
+        offset,
+        slots,
+        q_norm_weight,
+        k_norm_weight,
+        norm_eps=norm_eps,
+        **_norm_flags(attention_factor, interleaved),
     )
