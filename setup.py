@@ -24,7 +24,7 @@ FLAGS = [
     "-fvisibility=hidden",
 ]
 if sys.platform == "linux":
-    FLAGS.append("-Wno-maybe-uninitialized")  # GCC 12 on its own AVX-512 intrinsics
+    FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12 on its own AVX-512 intrinsics
     # at::parallel_for is serial without it. Compiled but not linked: the symbols come from the OpenMP runtime that
     # torch has loaded, so that there is one pool of threads in the process.
     FLAGS.append("-fopenmp")

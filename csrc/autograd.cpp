@@ -411,8 +411,6 @@ std::string functional_name(const c10::OperatorHandle& op) {
 }
 
 void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument, const Tensor& t) {
-  std::optional<c10::AutoFwGradMode> look;
-  if (c10::InferenceMode::is_enabled()) look.emplace(true);  // it hides tangents
   TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
               " has a forward-mode tangent, which the in-place operator would leave as it is; use ",
               functional_name(op));
@@ -420,8 +418,9 @@ void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument
 
 // Autograd of an in-place operator: the graph would keep the gradient of the values before.
 void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const bool recording = at::GradMode::is_enabled();
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), python_name(op), ": ", argument.name(),
+    TORCH_CHECK(!(recording && t.requires_grad()), python_name(op), ": ", argument.name(),
                 " requires grad, and the in-place operator has no gradient; use ", functional_name(op),
                 ", or torch.no_grad()");
     refuse_tangent(op, argument, t);
@@ -433,15 +432,20 @@ void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
 // What was written gets a version bump, so that a backward which saved it complains; in inference_mode too, where
 // Autograd is passed over.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  std::vector<Tensor> written;
-  for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    refuse_tangent(op, argument, t);  // guard_in_place has, but not in inference_mode
-    if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
-    TORCH_CHECK(!t.is_inference() || c10::InferenceMode::is_enabled(), python_name(op), ": ", argument.name(),
-                " is an inference tensor, which can be written only in inference_mode; clone it, or use ",
-                functional_name(op));
-    written.push_back(t);
-  });
+  const bool inference = c10::InferenceMode::is_enabled();
+  c10::SmallVector<Tensor, 4> written;
+  {
+    std::optional<c10::AutoFwGradMode> look;
+    if (inference) look.emplace(true);  // it hides tangents
+    for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
+      refuse_tangent(op, argument, t);  // guard_in_place has, but not in inference_mode
+      if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
+      TORCH_CHECK(inference || !t.is_inference(), python_name(op), ": ", argument.name(),
+                  " is an inference tensor, which can be written only in inference_mode; clone it, or use ",
+                  functional_name(op));
+      written.push_back(t);
+    });
+  }
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);

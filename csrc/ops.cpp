@@ -1,7 +1,9 @@
 // Schemas, argument checks and the Meta kernels: everything that is the same on every device.
 #include "ops.h"
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "overlap.h"
 
@@ -10,7 +12,18 @@ namespace {
 
 bool holds(bool condition) { return condition; }
 // Guards under torch.compile; for a size that is data (unbacked) it becomes an assertion of the compiled program.
-bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+bool holds(const c10::SymBool& condition) {
+  const auto known = condition.maybe_as_bool();
+  return known ? *known : condition.expect_true(__FILE__, __LINE__);
+}
+
+// By reference, where sym_size makes a SymInt.
+const c10::SymInt& size(const Tensor& t, int64_t d) {
+  const auto sizes = t.sym_sizes();
+  return sizes[d < 0 ? d + int64_t(sizes.size()) : d];
+}
+const c10::SymInt kOne = 1;
+const c10::SymInt& batch_of(const Tensor& x) { return x.dim() == 4 ? size(x, 0) : kOne; }  // blocks of a cache
 
 #define ROPE_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(holds(condition), call.op, ": ", __VA_ARGS__)
 #define ROPE_CHECK_TYPE(condition, ...) TORCH_CHECK_TYPE(condition, call.op, ": ", __VA_ARGS__)
@@ -68,14 +81,14 @@ void check_beside_q(const RotateCall& call, const char* name, const Tensor& k) {
   const char* axes[] = {"batch", "seq", "heads", "head_dim"};
   for (int64_t d = 0; d < q.dim(); d++) {
     if (d == q.dim() - 2) continue;
-    ROPE_CHECK_VALUE(k.sym_size(d).sym_eq(q.sym_size(d)), name, " has ", axes[d + 4 - q.dim()], " ", k.sym_size(d),
-                     ", q has ", q.sym_size(d), "; only their heads may differ");
+    ROPE_CHECK_VALUE(size(k, d).sym_eq(size(q, d)), name, " has ", axes[d + 4 - q.dim()], " ", size(k, d), ", q has ",
+                     size(q, d), "; only their heads may differ");
   }
 }
 
 // The last dimension of cos, sin or inv_freq is rotary_dim / 2.
 void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit) {
-  const c10::SymInt half = source.sym_size(-1), head_dim = call.q->sym_size(-1);
+  const c10::SymInt &half = size(source, -1), &head_dim = size(*call.q, -1);
   ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), name, " has ", half, " ", unit, ", ", call.q_name(), " has head_dim ",
                    head_dim, ": rotary_dim ", half * 2, " is larger than head_dim");
 }
@@ -92,21 +105,21 @@ void check_tables(const RotateCall& call) {
   ROPE_CHECK_VALUE(sin.dim() == cos.dim(), "sin has shape ", sin.sym_sizes(), ", cos has ", cos.sym_sizes(),
                    "; they need the same");
   for (int64_t d = 0; d < cos.dim(); d++) {
-    ROPE_CHECK_VALUE(sin.sym_size(d).sym_eq(cos.sym_size(d)), "sin has shape ", sin.sym_sizes(), ", cos has ",
+    ROPE_CHECK_VALUE(size(sin, d).sym_eq(size(cos, d)), "sin has shape ", sin.sym_sizes(), ", cos has ",
                      cos.sym_sizes(), "; they need the same");
   }
   check_rotary_dim(call, "cos", cos, "columns");
   if (cos.dim() == 2) return;
   const Tensor& x = *call.q;
-  const c10::SymInt batch = x.dim() == 4 ? x.sym_size(0) : 1, seq = x.sym_size(-3);
+  const c10::SymInt &batch = batch_of(x), &seq = size(x, -3);
   ROPE_CHECK_VALUE(!call.positions, "positions with cos of shape ", cos.sym_sizes(),
                    ": a 3-D table has a row per token, so positions needs to be None (or cos 2-D, a row per position)");
   ROPE_CHECK_VALUE(call.offset.sym_eq(0), "offset is ", call.offset, " with cos of shape ", cos.sym_sizes(),
                    ": a 3-D table has a row per token, so offset needs to be 0 (or cos 2-D, a row per position)");
-  ROPE_CHECK_VALUE(cos.sym_size(1).sym_eq(seq), "cos has ", cos.sym_size(1), " rows per sequence, ", call.q_name(),
+  ROPE_CHECK_VALUE(size(cos, 1).sym_eq(seq), "cos has ", size(cos, 1), " rows per sequence, ", call.q_name(),
                    " has seq ", seq, "; a 3-D table needs a row per token");
-  ROPE_CHECK_VALUE(cos.sym_size(0).sym_eq(1).sym_or(cos.sym_size(0).sym_eq(batch)), "cos has batch ", cos.sym_size(0),
-                   ", ", call.q_name(), " has batch ", batch, "; a 3-D table needs that or 1");
+  ROPE_CHECK_VALUE(size(cos, 0).sym_eq(1).sym_or(size(cos, 0).sym_eq(batch)), "cos has batch ", size(cos, 0), ", ",
+                   call.q_name(), " has batch ", batch, "; a 3-D table needs that or 1");
 }
 
 void check_inv_freq(const RotateCall& call) {
@@ -122,15 +135,15 @@ void check_positions(const RotateCall& call) {
   const Tensor &positions = *call.positions, &x = *call.q;
   ROPE_CHECK_TYPE(positions.scalar_type() == at::kInt || positions.scalar_type() == at::kLong, "positions is ",
                   name_of(positions.scalar_type()), ", needs int32 or int64");
-  const c10::SymInt batch = x.dim() == 4 ? x.sym_size(0) : 1, seq = x.sym_size(-3);
+  const c10::SymInt &batch = batch_of(x), &seq = size(x, -3);
   ROPE_CHECK_VALUE(positions.dim() == 1 || positions.dim() == 2, "positions has ", positions.dim(), " dimensions ",
                    positions.sym_sizes(), ", needs [seq], [1, seq] or [batch, seq]");
-  ROPE_CHECK_VALUE(positions.sym_size(-1).sym_eq(seq), "positions has ", positions.sym_size(-1), " tokens ",
+  ROPE_CHECK_VALUE(size(positions, -1).sym_eq(seq), "positions has ", size(positions, -1), " tokens ",
                    positions.sym_sizes(), ", ", call.q_name(), " has seq ", seq,
                    "; positions needs [seq], [1, seq] or [batch, seq]");
   if (positions.dim() == 2) {
-    ROPE_CHECK_VALUE(positions.sym_size(0).sym_eq(1).sym_or(positions.sym_size(0).sym_eq(batch)),
-                     "positions has batch ", positions.sym_size(0), ", ", call.q_name(), " has batch ", batch,
+    ROPE_CHECK_VALUE(size(positions, 0).sym_eq(1).sym_or(size(positions, 0).sym_eq(batch)), "positions has batch ",
+                     size(positions, 0), ", ", call.q_name(), " has batch ", batch,
                      "; positions needs [seq], [1, seq] or [batch, seq]");
   }
 }
@@ -140,15 +153,15 @@ void check_norm(const RotateCall& call) {
                    call.q_norm_weight ? "q_norm_weight without k_norm_weight" : "k_norm_weight without q_norm_weight",
                    "; needs both, or neither for no norm");
   if (!call.q_norm_weight) return;
-  const c10::SymInt head_dim = call.q->sym_size(-1);
+  const c10::SymInt& head_dim = size(*call.q, -1);
   const at::ScalarType x_type = call.q->scalar_type();
   const auto check = [&](const char* name, const Tensor& weight) {
     ROPE_CHECK_TYPE(weight.scalar_type() == at::kFloat || weight.scalar_type() == x_type, name, " is ",
                     name_of(weight.scalar_type()), ", needs float32 or q's dtype, ", name_of(x_type));
     ROPE_CHECK_VALUE(weight.dim() == 1, name, " has ", weight.dim(), " dimensions ", weight.sym_sizes(),
                      ", needs [head_dim], one weight for each channel of a head");
-    ROPE_CHECK_VALUE(weight.sym_size(0).sym_eq(head_dim), name, " has ", weight.sym_size(0),
-                     " weights, q has head_dim ", head_dim, "; they need the same");
+    ROPE_CHECK_VALUE(size(weight, 0).sym_eq(head_dim), name, " has ", size(weight, 0), " weights, q has head_dim ",
+                     head_dim, "; they need the same");
   };
   check("q_norm_weight", *call.q_norm_weight);
   check("k_norm_weight", *call.k_norm_weight);
@@ -157,9 +170,9 @@ void check_norm(const RotateCall& call) {
 // q and k have been checked.
 void check_cache(const RotateCall& call) {
   const Tensor &q = *call.q, &k = *call.k, &v = *call.v;
-  const c10::SymInt batch = q.dim() == 4 ? q.sym_size(0) : 1, seq = q.sym_size(-3);
+  const c10::SymInt &batch = batch_of(q), &seq = size(q, -3);
   check_beside_q(call, "v", v);
-  ROPE_CHECK_VALUE(v.sym_size(-2).sym_eq(k.sym_size(-2)), "v has ", v.sym_size(-2), " heads, k has ", k.sym_size(-2),
+  ROPE_CHECK_VALUE(size(v, -2).sym_eq(size(k, -2)), "v has ", size(v, -2), " heads, k has ", size(k, -2),
                    "; they need the same");
   const auto check = [&](const char* name, const Tensor& cache) {
     ROPE_CHECK_TYPE(cache.scalar_type() == k.scalar_type(), name, " is ", name_of(cache.scalar_type()), ", k is ",
@@ -167,10 +180,10 @@ void check_cache(const RotateCall& call) {
     ROPE_CHECK_VALUE(cache.dim() == 3 || cache.dim() == 4, name, " has ", cache.dim(), " dimensions ",
                      cache.sym_sizes(),
                      ", needs [blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
-    ROPE_CHECK_VALUE(cache.sym_size(-2).sym_eq(k.sym_size(-2)), name, " has ", cache.sym_size(-2), " heads, k has ",
-                     k.sym_size(-2), "; they need the same (a head-major cache is passed transposed)");
-    ROPE_CHECK_VALUE(cache.sym_size(-1).sym_eq(k.sym_size(-1)), name, " has head_dim ", cache.sym_size(-1), ", k has ",
-                     k.sym_size(-1), "; they need the same");
+    ROPE_CHECK_VALUE(size(cache, -2).sym_eq(size(k, -2)), name, " has ", size(cache, -2), " heads, k has ", size(k, -2),
+                     "; they need the same (a head-major cache is passed transposed)");
+    ROPE_CHECK_VALUE(size(cache, -1).sym_eq(size(k, -1)), name, " has head_dim ", size(cache, -1), ", k has ",
+                     size(k, -1), "; they need the same");
   };
   const Tensor &k_cache = *call.k_out, &v_cache = *call.v_out;
   check("k_cache", k_cache);
@@ -178,13 +191,13 @@ void check_cache(const RotateCall& call) {
   ROPE_CHECK_VALUE(v_cache.dim() == k_cache.dim(), "v_cache has shape ", v_cache.sym_sizes(), ", k_cache has ",
                    k_cache.sym_sizes(), "; they need the same");
   for (int64_t d = 0; d < k_cache.dim() - 2; d++) {
-    ROPE_CHECK_VALUE(v_cache.sym_size(d).sym_eq(k_cache.sym_size(d)), "v_cache has shape ", v_cache.sym_sizes(),
+    ROPE_CHECK_VALUE(size(v_cache, d).sym_eq(size(k_cache, d)), "v_cache has shape ", v_cache.sym_sizes(),
                      ", k_cache has ", k_cache.sym_sizes(), "; they need the same");
   }
   if (!call.slots) {
     ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() == 3), "cos of shape ", call.cos->sym_sizes(),
                      " says no positions, and there are no slots; a 3-D table needs slots");
-    const c10::SymInt blocks = k_cache.dim() == 4 ? k_cache.sym_size(0) : 1;
+    const c10::SymInt& blocks = batch_of(k_cache);
     ROPE_CHECK_VALUE(batch.sym_le(blocks), "q has batch ", batch, ", k_cache has ", blocks,
                      " blocks; without slots row b writes block b, so it needs at least as many blocks");
     return;
@@ -194,9 +207,9 @@ void check_cache(const RotateCall& call) {
                   name_of(slots.scalar_type()), ", needs int32 or int64");
   ROPE_CHECK_VALUE(slots.dim() == 1 || slots.dim() == 2, "slots has ", slots.dim(), " dimensions ", slots.sym_sizes(),
                    ", needs [seq] or [batch, seq]");
-  ROPE_CHECK_VALUE(slots.sym_size(-1).sym_eq(seq), "slots has ", slots.sym_size(-1), " tokens ", slots.sym_sizes(),
+  ROPE_CHECK_VALUE(size(slots, -1).sym_eq(seq), "slots has ", size(slots, -1), " tokens ", slots.sym_sizes(),
                    ", q has seq ", seq, "; slots needs [seq] or [batch, seq]");
-  const c10::SymInt rows = slots.dim() == 2 ? slots.sym_size(0) : 1;
+  const c10::SymInt& rows = slots.dim() == 2 ? size(slots, 0) : kOne;
   ROPE_CHECK_VALUE(rows.sym_eq(batch), "slots has shape ", slots.sym_sizes(), ", q has batch ", batch,
                    "; each token needs its own slot, [batch, seq] (or [seq] with batch 1)");
 }
@@ -308,8 +321,8 @@ void check_normalised(const RotateCall& call, const Tensor& q, const Tensor& k) 
     ROPE_CHECK_VALUE(x.dim() == gradient.dim(), name, " has shape ", x.sym_sizes(), ", its gradient ",
                      gradient.sym_sizes(), "; they need the same");
     for (int64_t d = 0; d < x.dim(); d++) {
-      ROPE_CHECK_VALUE(x.sym_size(d).sym_eq(gradient.sym_size(d)), name, " has shape ", x.sym_sizes(),
-                       ", its gradient ", gradient.sym_sizes(), "; they need the same");
+      ROPE_CHECK_VALUE(size(x, d).sym_eq(size(gradient, d)), name, " has shape ", x.sym_sizes(), ", its gradient ",
+                       gradient.sym_sizes(), "; they need the same");
     }
     ROPE_CHECK_VALUE(x.device() == gradient.device(), name, " is on ", x.device(), ", its gradient is on ",
                      gradient.device(), "; all tensors need one device");
@@ -339,8 +352,7 @@ namespace {
 
 // Strides as [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
 void strides_of(const Tensor& t, rope_int* strides) {
-  const int64_t missing = 4 - t.dim();
-  for (int64_t d = 0; d < t.dim(); d++) strides[d + missing] = t.stride(d);
+  std::copy(t.strides().rbegin(), t.strides().rend(), std::reverse_iterator(strides + 4));
 }
 
 Operand operand_of(const Tensor& in, const Tensor& out) {
@@ -352,7 +364,7 @@ Operand operand_of(const Tensor& in, const Tensor& out) {
 
 // Strides of a table, right-aligned into [batch, row, column]; a batch of one serves all.
 void table_strides(const Tensor& table, rope_int* strides) {
-  for (int64_t d = 0; d < table.dim(); d++) strides[d + 3 - table.dim()] = table.stride(d);
+  std::copy(table.strides().rbegin(), table.strides().rend(), std::reverse_iterator(strides + 3));
   if (table.dim() == 3 && table.size(0) == 1) strides[0] = 0;
 }
 

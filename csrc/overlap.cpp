@@ -57,26 +57,23 @@ class Sums {
 
 }  // namespace
 
-Memory::Memory(const at::Tensor& t) : dims_(t.dim()), itemsize_(int64_t(t.element_size())) {
-  const auto sizes = t.sym_sizes(), strides = t.sym_strides();
-  length_ = itemsize_;
-  if (dims_ > 4) return;  // no argument that passes the checks of shapes
+Memory::Memory(const at::Tensor& t)
+    : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())), length_(itemsize_) {
+  // More dimensions are in no argument that passes the checks of shapes.
+  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || dims_ > 4) return;
+  sizes_ = t.sizes().data();
+  strides_ = t.strides().data();
   for (int64_t d = 0; d < dims_; d++) {
-    const auto size = sizes[d].maybe_as_int(), stride = strides[d].maybe_as_int();
-    if (!size || !stride || *size == 0) return;
-    size_[d] = *size;
-    step_[d] = *stride * itemsize_;
-    length_ += (*size - 1) * step_[d];
+    if (sizes_[d] == 0) return;
+    length_ += (sizes_[d] - 1) * step(d);
   }
-  const auto offset = t.sym_storage_offset().maybe_as_int();
-  if (!offset) return;
-  first_ = *offset * itemsize_;
+  first_ = t.storage_offset() * itemsize_;
   known_ = true;
-  storage_ = t.storage().unsafeGetStorageImpl();
+  storage_ = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   // Two storages may still be one memory (torch.from_numpy twice), which only an address can tell; on other devices
   // data() is a handle and no address.
   if ((t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
-    address_ = static_cast<const char*>(t.storage().data());
+    address_ = static_cast<const char*>(storage_->data());
 }
 
 // Byte distance from the start of the other to that of this one, or none where they cannot share memory.
@@ -93,29 +90,29 @@ bool Memory::range_overlaps(const Memory& other) const {
 }
 
 bool Memory::overlaps_itself() const {
-  if (!known_) return false;
+  if (!known_ || tensor_.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return false;
   bool nested = true;
   for (int64_t d = 0; d < dims_; d++) {
-    if (size_[d] < 2) continue;
-    if (step_[d] == 0) return true;
+    if (sizes_[d] < 2) continue;
+    if (step(d) == 0) return true;
     int64_t within = itemsize_;  // bytes that the smaller dimensions span
     for (int64_t e = 0; e < dims_; e++) {
-      if (size_[e] > 1 && (step_[e] < step_[d] || (step_[e] == step_[d] && e > d))) within += (size_[e] - 1) * step_[e];
+      if (sizes_[e] > 1 && (step(e) < step(d) || (step(e) == step(d) && e > d))) within += (sizes_[e] - 1) * step(e);
     }
-    nested = nested && within <= step_[d];
+    nested = nested && within <= step(d);
   }
   if (nested) return false;
   // Two indices whose largest differing step is that of dimension d: step * (1 + t) + the smaller dimensions, each from
   // -(n - 1) to n - 1.
   for (int64_t d = 0; d < dims_; d++) {
-    if (size_[d] < 2) continue;
+    if (sizes_[d] < 2) continue;
     Sums sums;
-    sums.add(step_[d], size_[d] - 2);
-    int64_t target = -step_[d];
+    sums.add(step(d), sizes_[d] - 2);
+    int64_t target = -step(d);
     for (int64_t e = 0; e < dims_; e++) {
-      if (step_[e] < step_[d] || (step_[e] == step_[d] && e > d)) {
-        sums.add(step_[e], 2 * (size_[e] - 1));
-        target += step_[e] * (size_[e] - 1);
+      if (step(e) < step(d) || (step(e) == step(d) && e > d)) {
+        sums.add(step(e), 2 * (sizes_[e] - 1));
+        target += step(e) * (sizes_[e] - 1);
       }
     }
     if (sums.reach(target - (itemsize_ - 1), target + (itemsize_ - 1))) return true;
@@ -129,10 +126,10 @@ bool Memory::overlaps(const Memory& other) const {
   // positive.
   Sums sums;
   int64_t target = -*distance(other);
-  for (int64_t d = 0; d < dims_; d++) sums.add(step_[d], size_[d] - 1);
+  for (int64_t d = 0; d < dims_; d++) sums.add(step(d), sizes_[d] - 1);
   for (int64_t d = 0; d < other.dims_; d++) {
-    sums.add(other.step_[d], other.size_[d] - 1);
-    target += other.step_[d] * (other.size_[d] - 1);
+    sums.add(other.step(d), other.sizes_[d] - 1);
+    target += other.step(d) * (other.sizes_[d] - 1);
   }
   return sums.reach(target - (itemsize_ - 1), target + (other.itemsize_ - 1));
 }

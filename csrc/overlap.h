@@ -24,12 +24,14 @@ class Memory {
 
  private:
   std::optional<int64_t> distance(const Memory& other) const;
+  int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
 
+  const at::Tensor& tensor_;
   bool known_ = false;
-  int64_t dims_ = 0, itemsize_ = 0;
-  int64_t size_[4], step_[4];  // step in bytes
-  int64_t first_ = 0;          // byte offset in the storage
-  int64_t length_ = 0;         // bytes from the first to the last
+  int64_t dims_, itemsize_;
+  const int64_t *sizes_, *strides_;  // the tensor's own
+  int64_t first_ = 0;                // byte offset in the storage
+  int64_t length_;                   // bytes from the first to the last
   const c10::StorageImpl* storage_ = nullptr;
   const char* address_ = nullptr;  // of the storage, where it is one
 };

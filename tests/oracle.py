@@ -1,4 +1,4 @@
-"""The rotation in numpy, in float64 (long double where x is float64), and how far from it a result may be."""
+"""The operators in numpy, in float64 (long double where x is float64), and how far from it a result may be."""
 
 import numpy as np
 import torch
@@ -32,14 +32,20 @@ def rotate(
     attention_factor=1.0,
     interleaved=False,
     inverse=False,
+    norm_weight=None,
+    norm_eps=1e-6,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(result, magnitude of the rotated pair or of the passed channel), both in x's shape.
 
-    x: [batch, seq, heads, head_dim] or [seq, heads, head_dim], a torch tensor like all others.
+    x: [batch, seq, heads, head_dim] or [seq, heads, head_dim], a torch tensor like all others. With norm_weight each
+    head is RMS-normalised first, over all its channels.
     """
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     values = numpy_of(x, kind)
     values = values if values.ndim == 4 else values[None]
+    if norm_weight is not None:
+        mean = (values**2).sum(-1, keepdims=True) / max(values.shape[-1], 1)
+        values = values / np.sqrt(mean + kind(norm_eps)) * numpy_of(norm_weight, kind)
     batch, seq = values.shape[:2]
     p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
     p = np.broadcast_to(p + offset, (batch, seq))

@@ -84,13 +84,15 @@ def test_backward_complains_if_what_it_saved_was_written(device):
 
 
 @pytest.mark.parametrize("name", ["cos", "sin", "inv_freq"])
-@pytest.mark.parametrize("op", ["rotate", "rotate_qk"])
-def test_angles_have_no_gradient(op, name, device):
+@pytest.mark.parametrize(
+    "op, count", [("rotate", 1), ("rotate_qk", 2), ("norm_rotate_qk", 2), ("_norm_rotate_qk_backward", 4)]
+)
+def test_angles_have_no_gradient(op, count, name, device):
     x = torch.randn(4, 3, 8, device=device)
     freq = torch_rope.inv_freq(8, device=device)
     cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
     a = {"inv_freq": freq} if name == "inv_freq" else {"cos": cos, "sin": sin}
-    tensors = (x, x) if op == "rotate_qk" else (x,)
+    tensors = (x,) * count + ((x[0, 0], x[0, 0]) if "norm" in op else ())
     call = getattr(rope, op)
     with torch.no_grad():
         call(*tensors, **a | {name: a[name].clone().requires_grad_()})
@@ -119,83 +121,115 @@ def test_cos_sin_has_no_gradient(device):
 
 # ---- in place ----
 
-IN_PLACE = ["rotate_", "rotate_qk_"]
+# What each writes.
+IN_PLACE = {"rotate_": ["x"], "rotate_qk_": ["q", "k"], "rotate_into_cache_": ["q", "k_cache", "v_cache"]}
+# What a message recommends.
+FUNCTIONAL = {
+    "rotate_": "rope.rotate",
+    "rotate_qk_": "rope.rotate_qk",
+    "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself",
+}
+EACH_WRITTEN = [(op, name) for op, names in IN_PLACE.items() for name in names]
 
 
-def in_place_arguments(op, device):
-    x = torch.randn(2, 4, 3, 8, device=device)
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), torch_rope.inv_freq(8, device=device))
-    return ({"q": x, "k": x.clone()} if "qk" in op else {"x": x}) | {"cos": cos, "sin": sin}
+def in_place_arguments(op, device, source="table"):
+    """Every tensor that the operator takes and that could have a gradient."""
+    q, k, cache, weight = (2, 4, 3, 8), (2, 4, 1, 8), (2, 5, 1, 8), (8,)
+    shapes = {
+        "rotate_": {"x": q},
+        "rotate_qk_": {"q": q, "k": k},
+        "rotate_into_cache_": {"q": q, "k": k, "v": k, "k_cache": cache, "v_cache": cache}
+        | {"q_norm_weight": weight, "k_norm_weight": weight},
+    }
+    good = {name: torch.randn(shape, device=device) for name, shape in shapes[op].items()}
+    freq = torch_rope.inv_freq(8, device=device)
+    if source == "inv_freq":
+        return good | {"inv_freq": freq}
+    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
+    return good | {"cos": cos, "sin": sin}
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_bumps_the_version(op, device):
     a = in_place_arguments(op, device)
-    written = [t for n, t in a.items() if n in "qkx"]
     for count, context in enumerate((torch.enable_grad, torch.no_grad, torch.inference_mode), 1):
         with context():
             getattr(rope, op)(**a)
-        assert [t._version for t in written] == [count] * len(written)
-    assert a["cos"]._version == 0
+        assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[op] else 0 for n in a}
     with torch.inference_mode():  # an inference tensor has no version, and works
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
 
 
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_what_backward_saved_may_not_be_rotated_in_place(op, device):
+@pytest.mark.parametrize("op, written", EACH_WRITTEN)
+def test_what_backward_saved_may_not_be_rotated_in_place(op, written, device):
     a = in_place_arguments(op, device)
-    written = a["q" if "qk" in op else "x"]
-    weight = torch.randn_like(written, requires_grad=True)
-    loss = (weight * written).sum()
+    weight = torch.randn_like(a[written], requires_grad=True)
+    loss = (weight * a[written]).sum()
     getattr(rope, op)(**a)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
+@pytest.mark.parametrize("source", ["table", "inv_freq"])
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_refuses_gradients_and_tangents(op, device):
-    good = in_place_arguments(op, device)
+def test_in_place_refuses_gradients_and_tangents(op, source, device):
+    good = in_place_arguments(op, device, source)
+    before = {n: t.clone() for n, t in good.items()}
     for name in good:
-        before = {n: t.clone() for n, t in good.items()}
         a = good | {name: good[name].clone().requires_grad_() * 1}
-        with pytest.raises(
-            RuntimeError, match=rf"rope.{op}: {name} requires grad, .* use rope.{op[:-1]}, or torch.no_grad"
-        ):
+        message = f"rope.{op}: {name} requires grad, .* use {FUNCTIONAL[op]}, or torch.no_grad"
+        with pytest.raises(RuntimeError, match=message):
             getattr(rope, op)(**a)
         with torch.no_grad():
             getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
+        message = f"rope.{op}: {name} has a forward-mode tangent, .* use {FUNCTIONAL[op]}$"
         with fwAD.dual_level():
             a = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
             for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-                with context(), pytest.raises(RuntimeError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
+                with context(), pytest.raises(RuntimeError, match=message):
                     getattr(rope, op)(**a)
-        assert all(torch.equal(t, before[n]) for n, t in good.items())
+        assert all(torch.equal(t, before[n]) and t._version == 0 for n, t in good.items())
 
 
-def test_an_inference_tensor_is_refused_before_anything_is_written(device):
-    a = in_place_arguments("rotate_qk_", device)
+@pytest.mark.parametrize("op, written", EACH_WRITTEN)
+def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, device):
+    a = in_place_arguments(op, device)
     with torch.inference_mode():
-        k = a["k"].clone()
-    before = a["q"].clone()
-    with pytest.raises(RuntimeError, match="rope.rotate_qk_: k is an inference tensor, .* use rope.rotate_qk"):
-        rope.rotate_qk_(**a | {"k": k})
-    assert torch.equal(a["q"], before) and torch.equal(k, a["k"]) and a["q"]._version == 0
+        read = {n: t.clone() for n, t in a.items() if n not in IN_PLACE[op]}  # may be inference tensors
+        a |= read | {written: a[written].clone()}
+    before = {n: t.clone() for n, t in a.items()}
+    message = f"rope.{op}: {written} is an inference tensor, .* use {FUNCTIONAL[op]}$"
+    with pytest.raises(RuntimeError, match=message):
+        getattr(rope, op)(**a)
+    assert all(torch.equal(t, before[n]) for n, t in a.items())
+    assert all(a[n]._version == 0 for n in IN_PLACE[op] if n != written)
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_under_torch_func_is_an_error_or_right(op, device):
     good = in_place_arguments(op, device)
-    name = "q" if "qk" in op else "x"
+    for name in good:
 
-    def loss(x):
-        y = x * 1
-        getattr(rope, op)(**good | {name: y})
-        return y.square().sum()
+        def loss(x, name=name):
+            y = x * 1
+            getattr(rope, op)(**good | {name: y})
+            return y.square().sum()
 
-    with pytest.raises(RuntimeError, match="requires grad"):
-        torch.func.grad(loss)(good[name])
-    with pytest.raises(RuntimeError, match="forward-mode tangent"):
-        torch.func.jvp(loss, (good[name],), (good[name],))
+        with pytest.raises(RuntimeError, match=f"rope.{op}: {name} requires grad"):
+            torch.func.grad(loss)(good[name])
+        with pytest.raises(RuntimeError, match=f"rope.{op}: {name} has a forward-mode tangent"):
+            torch.func.jvp(loss, (good[name],), (good[name],))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "k_cache", "slots", "q_norm_weight", "inv_freq"])
+def test_a_cache_cannot_be_mapped(name, device):
+    good = in_place_arguments("rotate_into_cache_", device, "inv_freq")
+    good["slots"] = torch.arange(8, device=device).view(2, 4)
+    before = {n: t.clone() for n, t in good.items()}
+    message = "vmap: rope.rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.vmap(lambda t: rope.rotate_into_cache_(**good | {name: t}))(torch.stack([good[name]] * 2))
+    assert all(torch.equal(t, before[n]) for n, t in good.items())
 
 
 # ---- forward mode and torch.func ----

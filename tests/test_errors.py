@@ -12,12 +12,34 @@ import torch_rope
 B, S, H, D, R = 2, 6, 3, 16, 8
 rope = torch.ops.rope
 
+# Operator -> the tensors that it takes beside the angles. The x of rotate is called q until it is passed.
+OWN = {
+    "rotate": ["q"],
+    "rotate_": ["q"],
+    "rotate_qk": ["q", "k"],
+    "rotate_qk_": ["q", "k"],
+    "norm_rotate_qk": ["q", "k", "q_norm_weight", "k_norm_weight"],
+    "rotate_into_cache_": ["q", "k", "v", "k_cache", "v_cache", "q_norm_weight", "k_norm_weight"],
+}
+# Which operators a case is for.
+OPS = {
+    "all": list(OWN),
+    "qk": [op for op in OWN if "k" in OWN[op]],
+    "norm": [op for op in OWN if "q_norm_weight" in OWN[op]],
+    "in place": [op for op in OWN if op.endswith("_")],
+    "qk in place": ["rotate_qk_"],
+    "cache": ["rotate_into_cache_"],
+}
 
-def arguments(device="cpu") -> dict:
+
+def arguments(op, device="cpu") -> dict:
     """A good call with tables; each case changes it into a bad one."""
-    cos, sin = torch_rope.cos_sin(torch.arange(20), torch_rope.inv_freq(R))
-    good = {"q": torch.randn(B, S, H, D), "k": torch.randn(B, S, 1, D), "cos": cos, "sin": sin}
-    return {name: t.to(device) for name, t in good.items()}
+    with torch.device(device):
+        cos, sin = torch_rope.cos_sin(torch.arange(20), torch_rope.inv_freq(R))
+        good = {"q": torch.randn(B, S, H, D), "k": torch.randn(B, S, 1, D), "v": torch.randn(B, S, 1, D)}
+        good["k_cache"], good["v_cache"] = torch.randn(B, 2, 20, 1, D).unbind(1)
+        good["q_norm_weight"], good["k_norm_weight"] = torch.rand(D), torch.rand(D)
+    return {name: good[name] for name in OWN[op]} | {"cos": cos, "sin": sin}
 
 
 def bad(message, error=ValueError, ops="all", **changes):
@@ -35,6 +57,10 @@ def ones(*shape, dtype=torch.float32):
 
 def ints(*shape, dtype=torch.int64):
     return lambda a: torch.zeros(shape, dtype=dtype, device=a["q"].device)
+
+
+def values(numbers, dtype=torch.int64):
+    return lambda a: torch.tensor(numbers, dtype=dtype, device=a["q"].device)
 
 
 def cast(name, dtype):
@@ -103,6 +129,86 @@ CASES = [
     bad("positions has 0 dimensions [], needs [seq], [1, seq] or [batch, seq]", positions=ints()),
     bad("positions has 5 tokens [5], {q} has seq 6; positions needs [seq]", positions=ints(5)),
     bad("positions has batch 3, {q} has batch 2; positions needs [seq]", positions=ints(3, S)),
+    # norm weights
+    bad("q_norm_weight without k_norm_weight; needs both, or neither for no norm", ops="cache", k_norm_weight=None),
+    bad("k_norm_weight without q_norm_weight; needs both, or neither for no norm", ops="cache", q_norm_weight=None),
+    bad(
+        "q_norm_weight is bfloat16, needs float32 or q's dtype, float32",
+        TypeError,
+        "norm",
+        q_norm_weight=ones(D, dtype=torch.bfloat16),
+    ),
+    bad(
+        "k_norm_weight is float64, needs float32 or q's dtype, float32",
+        TypeError,
+        "norm",
+        k_norm_weight=ones(D, dtype=torch.float64),
+    ),
+    bad("k_norm_weight is int64, needs float32 or q's dtype, float32", TypeError, "norm", k_norm_weight=ints(D)),
+    bad(
+        "q_norm_weight has 2 dimensions [1, 16], needs [head_dim], one weight for each channel of a head",
+        ops="norm",
+        q_norm_weight=ones(1, D),
+    ),
+    bad("k_norm_weight has 0 dimensions [], needs [head_dim]", ops="norm", k_norm_weight=ones()),
+    bad("q_norm_weight has 1 weights, q has head_dim 16; they need the same", ops="norm", q_norm_weight=ones(1)),
+    bad("k_norm_weight has 8 weights, q has head_dim 16; they need the same", ops="norm", k_norm_weight=ones(R)),
+    # v
+    bad("v has 2 dimensions [6, 16], needs [seq, heads, head_dim] or", ops="cache", v=ones(S, D)),
+    bad("v is bfloat16, q is float32; they need one dtype", TypeError, "cache", v=cast("v", torch.bfloat16)),
+    bad("v has 3 dimensions, q has 4; they need the same", ops="cache", v=ones(S, 1, D)),
+    bad("v has batch 1, q has 2; only their heads may differ", ops="cache", v=ones(1, S, 1, D)),
+    bad("v has seq 5, q has 6; only their heads may differ", ops="cache", v=ones(B, 5, 1, D)),
+    bad("v has head_dim 8, q has 16; only their heads may differ", ops="cache", v=ones(B, S, 1, 8)),
+    bad("v has 3 heads, k has 1; they need the same", ops="cache", v=ones(B, S, H, D)),
+    # the caches
+    bad(
+        "k_cache is bfloat16, k is float32; they need one dtype",
+        TypeError,
+        "cache",
+        k_cache=cast("k_cache", torch.bfloat16),
+    ),
+    bad(
+        "v_cache is uint8, k is float32; they need one dtype", TypeError, "cache", v_cache=cast("v_cache", torch.uint8)
+    ),
+    bad(
+        "k_cache has 2 dimensions [20, 16], needs [blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads,",
+        ops="cache",
+        k_cache=ones(20, D),
+    ),
+    bad("v_cache has 5 dimensions [2, 2, 20, 1, 16], needs", ops="cache", v_cache=ones(2, B, 20, 1, D)),
+    bad(
+        "k_cache has 20 heads, k has 1; they need the same (a head-major cache is passed transposed)",
+        ops="cache",
+        k_cache=ones(B, 1, 20, D),
+    ),
+    bad("v_cache has 3 heads, k has 1; they need the same", ops="cache", v_cache=ones(B, 20, H, D)),
+    bad("v_cache has head_dim 12, k has 16; they need the same", ops="cache", v_cache=ones(B, 20, 1, 12)),
+    bad("v_cache has shape [20, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(20, 1, D)),
+    bad("v_cache has shape [2, 19, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(B, 19, 1, D)),
+    bad("v_cache has shape [3, 20, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(3, 20, 1, D)),
+    # where in the caches
+    bad(
+        "cos of shape [2, 6, 4] says no positions, and there are no slots; a 3-D table needs slots",
+        ops="cache",
+        cos=ones(B, S, 4),
+        sin=ones(B, S, 4),
+    ),
+    bad(
+        "q has batch 2, k_cache has 1 blocks; without slots row b writes block b, so it needs at least as many",
+        ops="cache",
+        k_cache=ones(1, 20, 1, D),
+        v_cache=ones(1, 20, 1, D),
+    ),
+    bad("q has batch 2, k_cache has 1 blocks", ops="cache", k_cache=ones(20, 1, D), v_cache=ones(20, 1, D)),
+    bad("slots is float32, needs int32 or int64", TypeError, "cache", slots=ones(B, S)),
+    bad("slots is int16, needs int32 or int64", TypeError, "cache", slots=ints(B, S, dtype=torch.int16)),
+    bad("slots has 0 dimensions [], needs [seq] or [batch, seq]", ops="cache", slots=ints()),
+    bad("slots has 3 dimensions [1, 2, 6], needs [seq] or [batch, seq]", ops="cache", slots=ints(1, B, S)),
+    bad("slots has 5 tokens [2, 5], q has seq 6; slots needs [seq] or [batch, seq]", ops="cache", slots=ints(B, 5)),
+    bad("slots has shape [6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(S)),
+    bad("slots has shape [1, 6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(1, S)),
+    bad("slots has shape [3, 6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(3, S)),
     # what is written
     bad(
         "{q} has shape [2, 6, 3, 16] and strides [96, 16, 0, 1]: some of its elements share memory",
@@ -137,6 +243,69 @@ CASES = [
         sin=None,
         inv_freq=lambda a: a["q"][1, 2, 0, :4],
     ),
+    bad("q is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["q"][:, :, 1:2]),
+    bad("q is written in place and overlaps v, which is read", ops="cache", v=lambda a: a["q"][:, :, 2:]),
+    bad(
+        "q is written in place and overlaps k_norm_weight, which is read",
+        ops="cache",
+        k_norm_weight=lambda a: a["q"][1, 2, 0],
+    ),
+    bad(
+        "k_cache has shape [2, 20, 1, 16] and strides [16, 0, 16, 1]: some of its elements share memory",
+        ops="cache",
+        k_cache=lambda a: ones(B, 1, 1, D)(a).expand(B, 20, 1, D),
+    ),
+    bad(
+        "v_cache has shape [2, 20, 1, 16] and strides [16, 16, 16, 1]: some of its elements share memory",
+        ops="cache",
+        v_cache=lambda a: ones(21 * D)(a).as_strided((B, 20, 1, D), (D, D, D, 1)),
+    ),
+    bad("k_cache and v_cache overlap and both are written", ops="cache", v_cache=lambda a: a["k_cache"]),
+    bad(
+        "k_cache and v_cache overlap and both are written in place",
+        ops="cache",
+        k_cache=lambda a: a["v_cache"].as_strided((B, 20, 1, D), (40 * D, D, D, 1), 19 * D),
+    ),
+    # Address ranges decide here: a row in the memory between the two blocks of v_cache, which is the k_cache of row 1.
+    bad("k_cache is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["k_cache"][:, :S]),
+    bad("k_cache is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["v_cache"][:, :S]),
+    bad(
+        "v_cache is written in place and overlaps v, which is read",
+        ops="cache",
+        k_cache=ones(B, 20, 1, D),
+        v=lambda a: a["k_cache"][1:, :S].expand(B, S, 1, D),
+    ),
+    bad(
+        "q and k_cache overlap and both are written in place",
+        ops="cache",
+        q=lambda a: a["k_cache"][:, 14:],
+    ),
+    bad(
+        "q and v_cache overlap and both are written in place",
+        ops="cache",
+        k_cache=ones(B, 20, 1, D),
+        q=lambda a: a["v_cache"][:, 14:],
+    ),
+    bad(
+        "k_cache is written in place and overlaps slots, which is read",
+        ops="cache",
+        slots=lambda a: a["k_cache"].view(torch.int32)[:, 3:9, 0, 7],
+    ),
+    bad(
+        "v_cache is written in place and overlaps positions, which is read",
+        ops="cache",
+        positions=lambda a: a["v_cache"].view(torch.int32)[1, 19, 0, 10:],
+    ),
+    bad(
+        "v_cache is written in place and overlaps q_norm_weight, which is read",
+        ops="cache",
+        q_norm_weight=lambda a: a["v_cache"][1, 19, 0],
+    ),
+    bad(
+        "k_cache is written in place and overlaps cos, which is read",
+        ops="cache",
+        cos=lambda a: a["k_cache"][0, :, 0, :4],
+    ),
 ]
 # Only the kernel looks at values.
 RANGES = [
@@ -149,108 +318,146 @@ RANGES = [
     bad(
         "positions go from -1 to 7 with offset 0, cos has 20 rows",
         IndexError,
-        positions=lambda a: torch.tensor([0, 3, -1, 7, 2, 2], device=a["q"].device),
+        positions=values([0, 3, -1, 7, 2, 2]),
     ),
     bad(
         "positions go from 0 to 20 with offset 0, cos has 20 rows",
         IndexError,
-        positions=lambda a: torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 20]], device=a["q"].device).int(),
+        positions=values([[0] * 6, [1, 2, 3, 4, 5, 20]], torch.int32),
     ),
     bad(
         "positions go from 0 to 9223372036854775807 with offset 1, cos has 20 rows",
         IndexError,
         offset=1,
-        positions=lambda a: torch.tensor([0, 0, 0, 0, 0, 2**63 - 1], device=a["q"].device),
+        positions=values([0, 0, 0, 0, 0, 2**63 - 1]),
     ),
     bad("positions go from 0 to 5 with offset 9223372036854775807", IndexError, offset=2**63 - 1),
+    # Into a cache, a position is a place too: where there is no table, and where the table is longer.
+    bad(
+        "positions go from 0 to 5 with offset 15, k_cache has block_size 20; position + offset needs to be at least 0",
+        IndexError,
+        "cache",
+        cos=None,
+        sin=None,
+        inv_freq=freq(),
+        offset=15,
+    ),
+    bad(
+        "positions go from -1 to 3 with offset 0, k_cache has block_size 20",
+        IndexError,
+        "cache",
+        cos=None,
+        sin=None,
+        inv_freq=freq(),
+        positions=values([0, 1, 2, -1, 3, 3]),
+    ),
+    bad(
+        "positions go from 0 to 5 with offset 9223372036854775803, k_cache has block_size 20",
+        IndexError,
+        "cache",
+        cos=None,
+        sin=None,
+        inv_freq=freq(),
+        offset=2**63 - 5,
+    ),
+    bad(
+        "positions go from 0 to 5 with offset 7, k_cache has block_size 12",
+        IndexError,
+        "cache",
+        k_cache=ones(B, 12, 1, D),
+        v_cache=ones(B, 12, 1, D),
+        offset=7,
+    ),
+    bad(
+        "slots go up to 40, the caches have 2 blocks of 20; a slot needs to be below 40",
+        IndexError,
+        "cache",
+        slots=values([[0, 1, 2, 3, 4, 5], [-1, -1, 40, 8, 9, 10]]),
+    ),
+    bad(
+        "slots go up to 4611686018427387904, the caches have 2 blocks of 20",
+        IndexError,
+        "cache",
+        slots=values([[2**62, 1, 2, 3, 4, 5], [-(2**63), -1, 7, 8, 9, 10]]),
+    ),
+    bad(
+        "slots go up to 20, the caches have 1 blocks of 20; a slot needs to be below 20",
+        IndexError,
+        "cache",
+        **{name: lambda a, name=name: a[name][0] for name in OWN["rotate_into_cache_"][:5]},
+        slots=values([0, 1, 20, -1, 4, 5], torch.int32),
+    ),
+    bad(
+        "positions go from 0 to 5 with offset 15, cos has 20 rows",  # of a token that is not written too
+        IndexError,
+        "cache",
+        offset=15,
+        slots=values([[-1] * S] * B),
+    ),
 ]
-
-OPS = {
-    "all": ["rotate", "rotate_", "rotate_qk", "rotate_qk_"],
-    "qk": ["rotate_qk", "rotate_qk_"],
-    "in place": ["rotate_", "rotate_qk_"],
-    "qk in place": ["rotate_qk_"],
-}
 
 
 def calls(message, ops, changes, device):
-    """(operator, its arguments, keyword arguments, the message that it shall raise)."""
+    """(operator, its arguments by name, the message that it shall raise)."""
     for op in OPS[ops]:
-        a = arguments(device)
-        new = {name: change(a) if callable(change) else change for name, change in changes.items()}
-        a |= new
-        q, k = a.pop("q"), a.pop("k")
-        tensors = (q, k) if "qk" in op else (q,)
-        if "qk" in op and "k" not in changes and q.dim() != 4 and ops == "all":
-            tensors = (q, q)
-        name = "q" if "qk" in op else "x"
-        yield getattr(rope, op), tensors, a, f"rope.{op}: " + message.format(q=name)
+        a = arguments(op, device)
+        a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
+        q = "q" if "k" in a else "x"
+        a[q] = a.pop("q")
+        yield getattr(rope, op), a, f"rope.{op}: " + message.format(q=q)
+
+
+def tensors_of(a):
+    return {name: t for name, t in a.items() if isinstance(t, torch.Tensor)}
 
 
 @pytest.mark.parametrize("message, error, ops, changes", CASES + RANGES)
 def test_eager(message, error, ops, changes, device):
     if error is IndexError and device != "cpu":
         pytest.skip("ranges are checked on the device, without an exception here")
-    for op, tensors, keywords, expected in calls(message, ops, changes, device):
-        before = [t.clone() for t in tensors]
-        versions = [t._version for t in tensors]
+    for op, a, expected in calls(message, ops, changes, device):
+        before = {name: (t.clone(), t._version) for name, t in tensors_of(a).items()}
         with pytest.raises(error, match=re.escape(expected)) as raised:
-            op(*tensors, **keywords)
+            op(**a)
         assert type(raised.value) is error
-        assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
-        assert [t._version for t in tensors] == versions
+        assert all(torch.equal(a[name], t) and a[name]._version == version for name, (t, version) in before.items())
 
 
 @pytest.mark.parametrize("message, error, ops, changes", CASES)
 def test_fake_tensors(message, error, ops, changes, device):
-    for op, tensors, keywords, expected in calls(message, ops, changes, device):
-        with FakeTensorMode() as mode:
-            fake = {id(t): mode.from_tensor(t) for t in (*tensors, *keywords.values()) if isinstance(t, torch.Tensor)}
-            if "overlap" in message:  # from_tensor gives each its own storage; take the alias over
-                fake = alias(fake, tensors, keywords)
-            with pytest.raises(error, match=re.escape(expected)):
-                op(*(fake[id(t)] for t in tensors), **{n: fake.get(id(v), v) for n, v in keywords.items()})
+    for op, a, expected in calls(message, ops, changes, device):
+        mode = FakeTensorMode()  # which shares storages where the real tensors do
+        fake = {name: mode.from_tensor(t) for name, t in tensors_of(a).items()}
+        with mode, pytest.raises(error, match=re.escape(expected)):
+            op(**a | fake)
 
 
-def alias(fake, tensors, keywords):
-    """Fake views that share a storage where the real ones do."""
-    by_storage = {}
-    out = {}
-    for t in (*tensors, *(v for v in keywords.values() if isinstance(v, torch.Tensor))):
-        storage = t.untyped_storage().data_ptr()
-        first = by_storage.setdefault(storage, fake[id(t)])
-        if first is fake[id(t)]:
-            out[id(t)] = first
-        else:
-            flat = first if first.dtype == t.dtype else first.view(t.dtype)
-            out[id(t)] = flat.as_strided(t.shape, t.stride(), t.storage_offset())
-    return out
+# Shapes and dtypes are told apart by Dynamo in the same way in every case: a few of a kind are enough, each costs a
+# compilation. The operators take turns.
+COMPILED = [(i, *c.values) for i, c in enumerate(c for c in CASES if "in place" not in c.values[2])][::4]
 
 
-# Shapes and dtypes are told apart by Dynamo in the same way in every case: one of a kind is enough, each costs a compilation.
-COMPILED = [c for c in CASES if c.values[2] in ("all", "qk")][::4]
-
-
-@pytest.mark.parametrize("message, error, ops, changes", COMPILED)
-def test_compiled(message, error, ops, changes, device):
+@pytest.mark.parametrize("turn, message, error, ops, changes", COMPILED)
+def test_compiled(turn, message, error, ops, changes, device):
     """Dynamo wraps what the fake implementation raises, and keeps the message."""
-    for op, tensors, keywords, expected in list(calls(message, ops, changes, device))[-1:]:
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda t, k, op=op: op(*t, **k), fullgraph=True, backend="aot_eager")
-        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(expected)):
-            compiled(tensors, keywords)
+    of_each = list(calls(message, ops, changes, device))
+    op, a, expected = of_each[turn // 4 % len(of_each)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a: op(**a), fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(expected)):
+        compiled(a)
 
 
-@pytest.mark.parametrize("message, error, ops, changes", RANGES[:3])
+@pytest.mark.parametrize("message, error, ops, changes", RANGES[:3] + RANGES[-5:-2])
 def test_compiled_ranges(message, error, ops, changes, device):
     """What the kernel raises keeps its type."""
     if device != "cpu":
         pytest.skip("ranges are checked on the device, without an exception here")
-    for op, tensors, keywords, expected in list(calls(message, ops, changes, device))[::2]:
+    for op, a, expected in list(calls(message, ops, changes, device))[::2]:
         torch._dynamo.reset()
-        compiled = torch.compile(lambda t, k, op=op: op(*t, **k), fullgraph=True)
+        compiled = torch.compile(lambda a, op=op: op(**a), fullgraph=True)
         with pytest.raises(IndexError, match=re.escape(expected)):
-            compiled(tensors, keywords)
+            compiled(a)
 
 
 @pytest.mark.parametrize(
@@ -273,19 +480,40 @@ def test_cos_sin(positions, inv_freq, dtype, error, message, device):
         rope.cos_sin(mode.from_tensor(positions), mode.from_tensor(inv_freq), dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["k", "cos", "sin", "positions", "inv_freq"])
-def test_another_device(name):
+@pytest.mark.parametrize(
+    "op, name",
+    [(op, name) for op in OPS["qk"] for name in (*OWN[op][1:], "cos", "sin", "positions", "inv_freq")]
+    + [("rotate_into_cache_", "slots")],
+)
+def test_another_device(op, name):
     """All tensors are on x's device. The meta device is another one that every machine has; x stays real."""
-    a = arguments()
-    a["positions"] = torch.arange(S)
+    a = arguments(op) | {"positions": torch.arange(S)}
     if name == "inv_freq":
-        a = {n: t for n, t in a.items() if n in ("q", "k")} | {"inv_freq": torch_rope.inv_freq(R)}
+        a |= {"cos": None, "sin": None, "inv_freq": torch_rope.inv_freq(R)}
+    if name == "slots":
+        a["slots"] = torch.arange(B * S).view(B, S)
     a[name] = a[name].to("meta")
-    q, k = a.pop("q"), a.pop("k")
-    with pytest.raises(
-        ValueError, match=rf"rope.rotate_qk: {name} is on meta, q is on cpu; all tensors need one device"
-    ):
-        rope.rotate_qk(q, k, **a)
+    with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta, q is on cpu; all tensors need one device"):
+        getattr(rope, op)(**a)
+
+
+@pytest.mark.parametrize(
+    "error, message, changes",
+    [
+        (TypeError, "q is bfloat16, its gradient is float32; they need one dtype", {"q": cast("q", torch.bfloat16)}),
+        (ValueError, "q has shape [6, 3, 16], its gradient [2, 6, 3, 16]; they need the same", {"q": ones(S, H, D)}),
+        (ValueError, "k has shape [2, 6, 2, 16], its gradient [2, 6, 1, 16]", {"k": ones(B, S, 2, D)}),
+        (ValueError, "k is on meta, its gradient is on cpu; all tensors", {"k": lambda a: a["k"].to("meta")}),
+        (ValueError, "k_norm_weight has 8 weights, q has head_dim 16", {"k_norm_weight": ones(R)}),
+        (ValueError, "no angle source; needs cos and sin, or inv_freq", {"cos": None, "sin": None}),
+    ],
+)
+def test_the_backward_of_the_norm(error, message, changes):
+    a = arguments("norm_rotate_qk")
+    a |= {"q_out_grad": torch.randn(B, S, H, D), "k_out_grad": torch.randn(B, S, 1, D)}
+    a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
+    with pytest.raises(error, match=re.escape("rope._norm_rotate_qk_backward: " + message)):
+        rope._norm_rotate_qk_backward(**a)
 
 
 # ---- what may be written ----
@@ -312,6 +540,41 @@ def test_slices_of_one_packed_tensor_are_apart(op, device):
         assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
 
 
+@pytest.mark.parametrize("pair", ["kv blocks", "blocks kv", "kv in a row", "every second place", "heads"])
+def test_slices_of_one_packed_cache_are_apart(pair, device):
+    """As are q, k and v of one qkv."""
+    freq = torch_rope.inv_freq(D, device=device)
+    k_cache, v_cache = {
+        "kv blocks": lambda: torch.randn(2, B, 8, 2, D, device=device).unbind(0),
+        "blocks kv": lambda: torch.randn(B, 2, 8, 2, D, device=device).unbind(1),
+        "kv in a row": lambda: torch.randn(B, 8, 2, 2 * D, device=device).chunk(2, -1),
+        "every second place": lambda: (lambda kv: (kv[:, ::2], kv[:, 1::2]))(torch.randn(B, 16, 2, D, device=device)),
+        "heads": lambda: (lambda kv: (kv[:, :, ::2], kv[:, :, 1::2]))(torch.randn(B, 8, 4, D, device=device)),
+    }[pair]()
+    q, k, v = torch.randn(B, S, 7, D, device=device).split([3, 2, 2], 2)
+    q_rotated, k_rotated = rope.rotate_qk(q, k, inv_freq=freq, offset=1)
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, offset=1)
+    assert torch.equal(q, q_rotated)
+    assert torch.equal(k_cache[:, 1:7], k_rotated) and torch.equal(v_cache[:, 1:7], v)
+
+
+def test_parameters_in_the_gaps_of_what_is_written_are_apart(device):
+    """Weights, tables and integers between the rows of q and of the caches: what they share is looked at exactly."""
+    by_q, by_cache = torch.randn(B, S, 1, 3 * D, device=device), torch.randn(B, 20, 1, 5 * D, device=device)
+    q, k_cache, v_cache = by_q[..., :D], by_cache[..., :D], by_cache[..., D : 2 * D]
+    weights = {"q_norm_weight": by_q[0, 3, 0, D : 2 * D], "k_norm_weight": by_cache[1, 19, 0, 2 * D : 3 * D]}
+    angles = {"cos": by_cache[0, :, 0, 3 * D : 3 * D + 4], "sin": by_cache[1, :, 0, 3 * D : 3 * D + 4]}
+    angles["positions"], slots = (t.view(torch.int32)[:, :S, 0, -1] for t in (by_q, by_cache))
+    angles["positions"].copy_(torch.randint(0, 20, (B, S), device=device))
+    slots.copy_(torch.randperm(40, device=device)[: B * S].view(B, S))
+    k, v = torch.randn(2, B, S, 1, D, device=device)
+    q_rotated, k_rotated = rope.norm_rotate_qk(q, k, **weights, **angles)
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, slots=slots, **weights)
+    assert torch.equal(q, q_rotated)
+    for cache, x in (k_cache, k_rotated), (v_cache, v):
+        assert torch.equal(cache.reshape(40, 1, D)[slots.long()], x)
+
+
 def test_unusual_strides_without_overlap(device):
     """Strides 2 and 3 over two elements each: not nested, and still four elements."""
     storage = torch.randn(400, device=device)
@@ -321,29 +584,69 @@ def test_unusual_strides_without_overlap(device):
     assert torch.equal(x, expected)
 
 
+class RandomViews:
+    """Views of one storage with random strides, and the addresses of their elements."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.storage = torch.zeros(4000)
+
+    def pick(self, n):
+        return int(torch.randint(0, n, (), generator=self.generator))
+
+    def view(self, *sizes, apart=60):
+        strides = [self.pick(60), self.pick(40), self.pick(20), 1 + self.pick(6)]
+        return self.storage.as_strided(sizes, strides[-len(sizes) :], self.pick(apart))
+
+    def addresses(self, t):
+        return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
+
+    def share_exactly(self, a, b):
+        return not set(self.addresses(a)).isdisjoint(self.addresses(b))
+
+    def share_a_range(self, a, b):
+        a, b = self.addresses(a), self.addresses(b)
+        return min(a) <= max(b) and min(b) <= max(a)
+
+    def shares_with_itself(self, t):
+        addresses = self.addresses(t)
+        return len(set(addresses)) < len(addresses)
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_overlap_is_exact(seed):
     """Against the set of addresses, over random strides."""
-    g = torch.Generator().manual_seed(seed)
-
-    def pick(n):
-        return int(torch.randint(0, n, (), generator=g))
-
-    storage = torch.zeros(4000)
-
-    def view(last):
-        sizes = [1 + pick(3), 1 + pick(4), 1 + pick(3), last]
-        return storage.as_strided(sizes, [pick(60), pick(40), pick(20), 1 + pick(6)], pick(60))
-
-    def addresses(t):
-        return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
-
-    q = view(2)
-    k = storage.as_strided((*q.shape[:2], 1 + pick(3), 2), [pick(60), pick(40), pick(20), 1 + pick(6)], pick(60))
-    in_q, in_k = addresses(q), addresses(k)
-    shared = len(set(in_q)) < len(in_q) or len(set(in_k)) < len(in_k) or bool(set(in_q) & set(in_k))
+    views = RandomViews(seed)
+    batch, seq, heads = 1 + views.pick(3), 1 + views.pick(4), 1 + views.pick(3)
+    q, k = views.view(batch, seq, heads, 2), views.view(batch, seq, 1 + views.pick(3), 2)
+    shared = views.shares_with_itself(q) or views.shares_with_itself(k) or views.share_exactly(q, k)
     try:
         rope.rotate_qk_(q, k, inv_freq=torch.ones(1))
+        assert not shared
+    except ValueError:
+        assert shared
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_overlap_with_caches(seed):
+    """q, k and v against a cache by the range of addresses, all else exactly. They are put further apart, so that some
+    calls are legal."""
+    views = RandomViews(seed)
+    batch, seq, heads = 1 + views.pick(2), 1 + views.pick(2), 1 + views.pick(2)
+    q, k, v = (views.view(batch, seq, h, 2, apart=500) for h in (1 + views.pick(2), heads, heads))
+    k_cache, v_cache = (views.view(batch, seq, heads, 2, apart=3000) for _ in "kv")
+    weight = views.view(2, apart=3000)
+    shared = (
+        any(views.shares_with_itself(t) for t in (q, k_cache, v_cache))
+        or views.share_exactly(k_cache, v_cache)
+        or any(views.share_exactly(q, t) for t in (k, v))
+        or any(views.share_exactly(t, weight) for t in (q, k_cache, v_cache))
+        or any(views.share_a_range(t, cache) for t in (q, k, v) for cache in (k_cache, v_cache))
+    )
+    try:
+        rope.rotate_into_cache_(
+            q, k, v, k_cache, v_cache, inv_freq=torch.ones(1), q_norm_weight=weight, k_norm_weight=weight
+        )
         assert not shared
     except ValueError:
         assert shared

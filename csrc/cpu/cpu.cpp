@@ -87,15 +87,20 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
 }
 
 constexpr int64_t kGrain = 32768;  // elements that are worth a thread
+constexpr size_t kLine = 64;       // bytes
 
 // Runs body(begin, end, scratch) over n items on torch's threads, each with its own scratch.
 template <typename F>
 void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item));
-  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-    body(begin, end, scratch.get());
-  });
+  const auto run = [&](int64_t begin, int64_t end) {
+    // Whole vectors of scratch shall not straddle two lines of the cache.
+    const std::unique_ptr<char[]> scratch(new char[scratch_bytes + kLine]);
+    const uintptr_t first = reinterpret_cast<uintptr_t>(scratch.get());
+    body(begin, end, scratch.get() + (kLine - first % kLine) % kLine);
+  };
+  if (n <= grain) return run(0, n);  // a decode step is all overhead
+  at::parallel_for(0, n, grain, run);
 }
 
 // What is larger than a core's own caches is asked for ahead. A result so large that with what it was made from it

@@ -146,7 +146,7 @@ struct Floats {
   static constexpr int64_t size = ROPE_VECTOR_BYTES / 4;
   f32v v;
   Floats() = default;
-  explicit Floats(float x) : v(f32v{} + x) {}
+  explicit Floats(float x) : v(x - f32v{}) {}
   explicit Floats(f32v x) : v(x) {}
 };
 inline Floats operator+(Floats a, Floats b) { return Floats(a.v + b.v); }
@@ -169,6 +169,22 @@ inline Floats fma(Floats a, Floats b, Floats c) {
   for (int64_t i = 0; i < Floats::size; i++) a.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
   return a;
 #endif
+}
+
+// Halves of the lanes onto each other, down to one number.
+inline float sum_of_lanes(Floats a) {
+#if defined(ROPE_AVX512)
+  const __m512 whole = __m512(a.v);
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
+#elif defined(ROPE_AVX2)
+  const __m256 eight = __m256(a.v);
+#endif
+#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#else
+  const f32v four = a.v;
+#endif
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 inline Floats rint(Floats a) {
@@ -208,11 +224,26 @@ inline void store(float* to, Floats a) {
 }
 
 inline Floats load(const bf16* from) {
-  return Floats(f32v(__builtin_convertvector(load_bits<u16v>(from), u32v) << 16));
+#if defined(ROPE_AVX512)
+  const u32v wide = u32v(_mm512_cvtepu16_epi32(load_bits<__m256i>(from)));
+#elif defined(ROPE_AVX2)
+  const u32v wide = u32v(_mm256_cvtepu16_epi32(load_bits<__m128i>(from)));
+#else
+  const u32v wide = __builtin_convertvector(load_bits<u16v>(from), u32v);
+#endif
+  return Floats(f32v(wide << 16));
 }
 template <bool stream = false>
 inline void store(bf16* to, Floats a) {
-  store_bits<stream>(to, __builtin_convertvector(rounded_high(a) >> 16, u16v));
+  const u32v high = rounded_high(a) >> 16;
+#if defined(ROPE_AVX512)
+  store_bits<stream>(to, _mm512_cvtepi32_epi16(__m512i(high)));
+#elif defined(ROPE_AVX2)
+  const __m256i halves = _mm256_packus_epi32(__m256i(high), __m256i(high));  // of each 128 bits, twice
+  store_bits<stream>(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
+#else
+  store_bits<stream>(to, __builtin_convertvector(high, u16v));
+#endif
 }
 
 inline Floats load(const f16* from) {
@@ -245,7 +276,7 @@ struct Doubles {
   static constexpr int64_t size = ROPE_VECTOR_BYTES / 8;
   f64v v;
   Doubles() = default;
-  explicit Doubles(double x) : v(f64v{} + x) {}
+  explicit Doubles(double x) : v(x - f64v{}) {}
   explicit Doubles(f64v x) : v(x) {}
 };
 inline Doubles operator+(Doubles a, Doubles b) { return Doubles(a.v + b.v); }
@@ -259,6 +290,19 @@ inline Doubles fma(Doubles a, Doubles b, Doubles c) {
 #else
   for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
   return a;
+#endif
+}
+inline double sum_of_lanes(Doubles a) {
+#if defined(ROPE_AVX512)
+  const __m512d whole = __m512d(a.v);
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(whole), _mm512_extractf64x4_pd(whole, 1));
+#elif defined(ROPE_AVX2)
+  const __m256d four = __m256d(a.v);
+#endif
+#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
+  return (four[0] + four[2]) + (four[1] + four[3]);
+#else
+  return a.v[0] + a.v[1];
 #endif
 }
 inline Doubles load(const double* from) { return Doubles(load_bits<f64v>(from)); }

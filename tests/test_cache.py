@@ -1,0 +1,934 @@
+"""rotate_into_cache_: what it writes to q and to the caches, by the oracle and by plain loops, and not one bit elsewhere."""
+
+import importlib
+import itertools
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, SIZES, SOURCES, supported
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import assert_close, rotate
+
+import torch_rope
+
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of the size of an element
+
+
+def bits(t):
+    """The elements as integers, so that NaNs and zeros compare by their bits; on the CPU."""
+    return t.cpu().view(INTEGER[t.element_size()])
+
+
+def same(a, b):
+    return torch.equal(bits(a), bits(b))
+
+
+def garbage(shape, dtype):
+    """Bits of every kind, many of them NaNs: what a cache may hold before."""
+    words = torch.randint(-(2**63), 2**63 - 1, (math.prod(shape) * dtype.itemsize // 8 + 1,))
+    t = words.view(dtype)[: math.prod(shape)]
+    t[::7] = float("nan")
+    return t.view(shape)
+
+
+def _part_of_a_larger_one(make, n, size, heads, dim):
+    return tuple(make(n + 2, size + 3, heads + 1, dim + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv")
+
+
+# name -> function of (make, blocks, block_size, heads, head_dim), where make(*shape) is memory: (k_cache, v_cache) as
+# the operator takes them, [blocks, block_size, heads, head_dim] or, for one block, [max_seq, heads, head_dim].
+CACHES = {
+    "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),
+    "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu
+    "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),  # vLLM's NHD
+    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # HF; HND
+    "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
+    "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
+    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # and its HND
+    "kv in a row": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
+    "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
+    "values by channel": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, d, size).permute(0, 3, 1, 2)),
+    "part of a larger one": _part_of_a_larger_one,
+}
+
+
+class Caches:
+    """k and v: views of a memory that was garbage before."""
+
+    def __init__(self, layout, blocks, block_size, heads, head_dim, dtype, device):
+        self.layout = layout if callable(layout) else CACHES[layout]
+        self.shape = (blocks, block_size, heads, head_dim)
+        self.memory = []
+
+        def make(*shape):
+            self.memory.append(garbage(shape, dtype).to(device))
+            return self.memory[-1]
+
+        self.k, self.v = self.layout(make, *self.shape)
+
+    def after(self, slots, k, v):
+        """The memory, on the CPU, after a plain loop has written the tokens whose slot is not negative."""
+        memory = [bits(m).clone() for m in self.memory]
+        rest = iter(memory)
+        caches = self.layout(lambda *_: next(rest), *self.shape)
+        k_cache, v_cache = (t if t.dim() == 4 else t[None] for t in caches)
+        k, v = (bits(t) if t.dim() == 4 else bits(t)[None] for t in (k, v))
+        for row, token in np.ndindex(slots.shape):
+            block, place = divmod(int(slots[row, token]), self.shape[1])
+            if block >= 0:
+                k_cache[block, place], v_cache[block, place] = k[row, token], v[row, token]
+        return memory
+
+
+def functional(q, k, angles, norm, options):
+    """q and k rotated by the operators that write to nothing."""
+    if norm:
+        return torch.ops.rope.norm_rotate_qk(q, k, **norm, **angles, **options)
+    return [torch.ops.rope.rotate(x, **angles, **options) for x in (q, k)]
+
+
+def slots_of(q, slots, positions=None, offset=0, block_size=0):
+    """Where each token of [batch, seq] goes: by its slot, or row b in block b at its position."""
+    batch, seq = (1, *q.shape)[-4:-2]
+    if slots is not None:
+        return np.broadcast_to(slots.cpu().numpy(), (batch, seq))
+    places = np.arange(seq) if positions is None else positions.cpu().numpy()
+    return np.broadcast_to(places + offset, (batch, seq)) + np.arange(batch)[:, None] * block_size
+
+
+def limits(dtype, angles, attention_factor=1.0, norm=None):
+    """(ulps, part of the magnitude) that a result may be off by."""
+    single = dtype == torch.float32 and "inv_freq" in angles
+    if dtype in (torch.float16, torch.bfloat16):
+        return 1, 0.0
+    return 6 if norm else 2 if attention_factor == 1.0 else 3, 5e-7 if single else 0.0
+
+
+def check(q, k, v, caches, angles, slots=None, norm=None, **options):
+    """Calls the operator. q, the caches, and all memory around them hold what a plain loop makes of them.
+
+    norm: q_norm_weight, k_norm_weight and norm_eps, or none.
+    """
+    norm = norm or {}
+    q_before, k_before, v_before = q.clone(), k.clone(), v.clone()
+    q_rotated, k_rotated = functional(q, k, angles, norm, options)
+    where = slots_of(q, slots, angles.get("positions"), angles.get("offset", 0), block_size=caches.shape[1])
+    memory = caches.after(where, k_rotated, v)
+
+    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, slots=slots, **norm, **options)
+    assert same(q, q_rotated)
+    assert same(k, k_before) and same(v, v_before)
+    assert all(map(same, caches.memory, memory))
+
+    # What the functional operators say is right too.
+    near = limits(q.dtype, angles, options.get("attention_factor", 1.0), norm)
+    for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
+        with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
+        assert_close(out, rotate(x, **angles, **options, **with_norm), *near)
+
+
+def some_slots(shape, cells, dtype, device, *, skipped=0.2):
+    """No two equal, some negative."""
+    slots = torch.randperm(cells)[: math.prod(shape)].view(shape)
+    padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, shape)]
+    return torch.where(torch.rand(shape) < skipped, padding, slots).to(dtype).to(device)
+
+
+def set_apart(angles, batch, limit):
+    """Gives every token of a row a position of its own, below limit with the offset added: one cell for each token."""
+    positions = angles.get("positions")
+    if positions is not None:
+        places = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
+        positions.copy_(places[: positions.shape[0]] if positions.dim() == 2 else places[0])
+
+
+# --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
+
+
+def pairwise(factors, allowed):
+    """Cases in which any two values that may stand together do, without the full product."""
+    draw = random.Random(0)
+
+    def pairs(case):
+        return set(itertools.combinations(case.items(), 2))
+
+    missing = dict.fromkeys(
+        pair
+        for a, b in itertools.combinations(factors, 2)
+        for pair in itertools.product(((a, v) for v in factors[a]), ((b, v) for v in factors[b]))
+    )
+    while missing:
+        wanted = dict(next(iter(missing)))
+        tries = [{name: draw.choice(values) for name, values in factors.items()} | wanted for _ in range(100)]
+        tries = [case for case in tries if allowed(**case)][:30]
+        if tries:
+            case = max(tries, key=lambda case: len(pairs(case) & missing.keys()))
+            yield case
+            missing = {pair: None for pair in missing if pair not in pairs(case)}
+        missing.pop(tuple(wanted.items()), None)
+
+
+def allowed(size, dims, source, cache, slots, **_):
+    batch = size[0]
+    if batch > 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
+        return False
+    return slots != "none" or not source.kind.startswith("token")
+
+
+CASES = list(
+    pairwise(
+        {
+            "size": SIZES,  # batch, seq, heads of q, heads of k, head_dim, rotary_dim
+            "dims": [4, 3],
+            "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
+            "k": list(LAYOUTS),
+            "v": list(LAYOUTS),
+            "source": SOURCES,
+            "cache": list(CACHES),
+            "slots": [
+                "none",
+                "int64 [S]",
+                "strided int32 [S]",
+                "int64 [B,S]",
+                "strided int32 [B,S]",
+                "[B,S] by column",
+            ],
+            "weights": ["none", "dtype of x", "float32", "strided"],
+            "attention_factor": [1.0, 1.2079441541679836],
+            "interleaved": [False, True],
+        },
+        allowed,
+    )
+)
+
+
+def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_dim, dtype, device):
+    def make(layout, heads):
+        return LAYOUTS[layout](torch.Size((batch, seq, heads, head_dim)), dtype, device)
+
+    if q_layout == "qkv":
+        return make("bshd", q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
+    return make(q_layout, q_heads), make(k_layout, k_heads), make(v_layout, k_heads)
+
+
+def make_slots(kind, batch, seq, cells, device):
+    dtype = torch.int32 if "int32" in kind else torch.int64
+    slots = some_slots((seq,) if kind.endswith("[S]") else (batch, seq), cells, dtype, device)
+    if "strided" in kind:
+        return torch.stack([slots, slots], -1).flatten(-2)[..., ::2]
+    return slots.mT.contiguous().mT if "column" in kind else slots
+
+
+def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
+    """kind: none, dtype of x, float32, or strided."""
+    if kind == "none":
+        return {}
+    step = 2 if kind == "strided" else 1
+    weights = torch.rand(2, head_dim * step, dtype=torch.float64) * 2 - 0.5
+    q, k = weights.to(torch.float32 if kind == "float32" else dtype).to(device)[:, ::step]
+    return {"q_norm_weight": q, "k_norm_weight": k, "norm_eps": norm_eps}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_writes_what_the_functional_operators_return(case, dtype, device):
+    size, source = case["size"], case["source"]
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    batch, seq, _, k_heads, head_dim, rotary_dim = size
+    q, k, v = make_qkv(case["q"], case["k"], case["v"], *size[:-1], dtype, device)
+    v.copy_(garbage(v.shape, dtype))
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
+    if case["slots"] == "none":
+        slots, blocks, block_size = None, batch + 2, seq + 40
+        set_apart(angles, batch, block_size)
+    else:
+        block_size = 13 if "sequence" not in case["cache"] else batch * seq + 5
+        blocks = batch * seq // block_size + 2 if "sequence" not in case["cache"] else 1
+        slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
+    norm = make_norm(case["weights"], head_dim, dtype, device)
+    caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device)
+    if case["dims"] == 3:
+        q, k, v = q[0], k[0], v[0]
+    options = {name: case[name] for name in ("attention_factor", "interleaved")}
+    check(q, k, v, caches, angles, slots, norm, **options)
+
+
+def test_the_cases_meet():
+    """What the list above is for: every cache with every source that may stand with it, and with every kind of slots."""
+    met = {(case["cache"], case["source"]) for case in CASES}
+    assert met == set(itertools.product(CACHES, SOURCES))
+    met = {(case["cache"], case["slots"]) for case in CASES}
+    assert met == {(cache, slots) for cache in CACHES for slots in {case["slots"] for case in CASES}}
+
+
+# --- The seven kernels of akunu, from its documentation, as loops over flat float16 memory ----------------------------
+
+
+def standard(i, half):
+    return 2 * i, 2 * i + 1
+
+
+def neox(i, half):
+    return i, i + half
+
+
+class Akunu:
+    """What its kernels share: sizes, frequencies and one head at a time. All arithmetic in float32."""
+
+    def __init__(self, pairing, n_heads=4, n_kv=2, head_dim=32, max_seq=24, theta=1e4, freqs=None, freq_scale=1.0):
+        self.pairing, self.n_heads, self.n_kv, self.head_dim = pairing, n_heads, n_kv, head_dim
+        self.half, self.max_seq = head_dim // 2, max_seq
+        self.theta, self.freqs, self.freq_scale = theta, freqs, freq_scale
+
+    def angle(self, position, i):
+        divisor = np.float32(self.theta) ** np.float32(2 * i / self.head_dim) if self.freqs is None else self.freqs[i]
+        return np.float32(position) * np.float32(self.freq_scale) / np.float32(divisor)
+
+    def turn(self, position, source, start, target, to, scale=None):
+        """The head at source[start:], each channel times its scale, rotated into target[to:]."""
+        for i in range(self.half):
+            a, b = self.pairing(i, self.half)
+            x, y = np.float32(source[start + a]), np.float32(source[start + b])
+            if scale is not None:
+                x, y = x * scale[a], y * scale[b]
+            cos, sin = np.cos(self.angle(position, i)), np.sin(self.angle(position, i))
+            target[to + a], target[to + b] = np.float16(x * cos - y * sin), np.float16(x * sin + y * cos)
+
+    def cell(self, head, position):
+        """Where a head of a token begins in a cache [n_kv, max_seq, head_dim]."""
+        return (head * self.max_seq + position) * self.head_dim
+
+    def norm(self, source, start, weight, eps):
+        total = np.float32(0)
+        for d in range(self.head_dim):
+            total += np.float32(source[start + d]) ** 2
+        scale = np.float32(1) / np.sqrt(total / np.float32(self.head_dim) + np.float32(eps))
+        return [scale * np.float32(w) for w in weight]
+
+    # rope_f16, rope_neox_f16
+    def rope(self, x, stride, seq, offset, position_ids=None):
+        for token, head in itertools.product(range(seq), range(self.n_heads)):
+            position = token + offset if position_ids is None else position_ids[token]
+            start = token * stride + head * self.head_dim
+            self.turn(position, x, start, x, start)
+
+    # rope_qkv_write_f16, rope_neox_qkv_write_f16, and with weights head_norm_rope_neox_kv_write_f16
+    def qkv_write(self, qkv, k_cache, v_cache, position, q_weight=None, k_weight=None, eps=0.0):
+        for head in range(self.n_heads):
+            start = head * self.head_dim
+            scale = None if q_weight is None else self.norm(qkv, start, q_weight, eps)
+            self.turn(position, qkv, start, qkv, start, scale)
+            if head < self.n_kv:
+                k, to = (self.n_heads + head) * self.head_dim, self.cell(head, position)
+                scale = None if k_weight is None else self.norm(qkv, k, k_weight, eps)
+                self.turn(position, qkv, k, k_cache, to, scale)
+                for d in range(self.head_dim):
+                    v_cache[to + d] = qkv[k + self.n_kv * self.head_dim + d]
+
+    # rope_batch_kv_write_f16, rope_neox_batch_kv_write_f16
+    def batch_kv_write(self, q, k, v, k_cache, v_cache, seq, position):
+        for token, head in itertools.product(range(seq), range(self.n_heads)):
+            start = (token * self.n_heads + head) * self.head_dim
+            self.turn(position + token, q, start, q, start)
+            if head < self.n_kv:
+                start, to = (token * self.n_kv + head) * self.head_dim, self.cell(head, position + token)
+                self.turn(position + token, k, start, k_cache, to)
+                for d in range(self.head_dim):
+                    v_cache[to + d] = v[start + d]
+
+    def assert_equal_but_for_rounding(self, ours, theirs):
+        """Two roundings of nearly the same number are at most neighbours at the magnitude of the pair."""
+        theirs = theirs.reshape(ours.shape).astype(np.float64)
+        magnitude = np.empty_like(theirs)
+        for i in range(self.half):
+            a, b = self.pairing(i, self.half)
+            magnitude[..., a] = magnitude[..., b] = np.hypot(theirs[..., a], theirs[..., b])
+        assert_close(ours, (theirs, magnitude), 1)
+
+    def angles(self, device):
+        """The same frequencies for the operators, and a table of them."""
+        theta = torch_rope.inv_freq(self.head_dim, self.theta)
+        inv_freq = (theta if self.freqs is None else 1 / torch.from_numpy(self.freqs)) * self.freq_scale
+        inv_freq = inv_freq.to(device)
+        cos, sin = torch_rope.cos_sin(torch.arange(self.max_seq, device=device), inv_freq)
+        return {"inv_freq": inv_freq}, {"cos": cos, "sin": sin}
+
+    def compare_caches(self, caches, k, v, positions):
+        """The rows of these positions are those of the loops, the others as they were."""
+        shape = (self.n_kv, self.max_seq, self.head_dim)
+        (k_ours, v_ours), (k_theirs, v_theirs) = caches.memory, (torch.from_numpy(t).view(shape) for t in (k, v))
+        assert same(v_ours, v_theirs)
+        self.assert_equal_but_for_rounding(k_ours[:, positions], k_theirs[:, positions].numpy())
+        others = [p for p in range(self.max_seq) if p not in positions]
+        assert same(k_ours[:, others], k_theirs[:, others])
+
+
+def flat(t):
+    """A copy of the memory of a dense tensor."""
+    return t.cpu().numpy().reshape(-1).copy()
+
+
+FREQUENCIES = {
+    "theta": dict(theta=1e4),
+    "theta and scale": dict(theta=5e5, freq_scale=0.25),
+    "freqs": dict(freqs=(1e4 ** (np.arange(0, 32, 2) / 32)).astype(np.float32)),
+    "freqs and scale": dict(freqs=(5e5 ** (np.arange(0, 32, 2) / 32)).astype(np.float32), freq_scale=0.5),
+    "scaled freqs": dict(freqs=(1e4 ** (np.arange(0, 32, 2) / 32) * np.linspace(1, 8, 16)).astype(np.float32)),
+}
+frequencies = pytest.mark.parametrize("frequencies", FREQUENCIES.values(), ids=FREQUENCIES)
+pairings = pytest.mark.parametrize("pairing", [standard, neox], ids=lambda p: p.__name__)
+
+
+@pytest.mark.parametrize("pairing, positions", [(standard, "offset"), (neox, "offset"), (neox, "position_ids")])
+@frequencies
+def test_akunu_rope_f16_and_rope_neox_f16(pairing, positions, frequencies, device):
+    akunu = Akunu(pairing, **frequencies)
+    seq, stride = 6, akunu.n_heads * akunu.head_dim + 16  # its rows may be wider than their heads
+    x = torch.randn(seq, stride).half().to(device)
+    position_ids = [3, 4, 5, 4, 5, 4] if positions == "position_ids" else None  # branches of a tree of guesses
+    for angles in akunu.angles(device):
+        theirs, ours = flat(x), x.clone()
+        akunu.rope(theirs, stride, seq, offset=9, position_ids=position_ids)
+        if position_ids:
+            angles["positions"] = torch.tensor(position_ids, dtype=torch.int32, device=device)
+        else:
+            angles["offset"] = 9
+        heads = ours[:, : akunu.n_heads * akunu.head_dim].unflatten(-1, (akunu.n_heads, akunu.head_dim))
+        torch.ops.rope.rotate_(heads, **angles, interleaved=pairing is standard)
+        theirs = theirs.reshape(seq, stride)
+        akunu.assert_equal_but_for_rounding(heads, theirs[:, : akunu.n_heads * akunu.head_dim])
+        assert same(ours[:, -16:], x[:, -16:])
+
+
+@pytest.mark.parametrize("position", [0, 10, 23])
+@pytest.mark.parametrize("n_heads, n_kv", [(4, 2), (3, 3)])
+@pairings
+@frequencies
+def test_akunu_rope_qkv_write_f16_and_rope_neox_qkv_write_f16(pairing, frequencies, n_heads, n_kv, position, device):
+    akunu = Akunu(pairing, n_heads, n_kv, **frequencies)
+    memory = torch.randn((n_heads + 2 * n_kv) * akunu.head_dim).half().to(device)
+    for angles in akunu.angles(device):
+        caches = Caches("heads sequence", 1, akunu.max_seq, n_kv, akunu.head_dim, torch.float16, device)
+        theirs, k, v = flat(memory), *map(flat, caches.memory)
+        akunu.qkv_write(theirs, k, v, position)
+        ours = memory.clone()
+        heads = ours.view(1, -1, akunu.head_dim).split([n_heads, n_kv, n_kv], 1)
+        torch.ops.rope.rotate_into_cache_(
+            *heads, caches.k, caches.v, **angles, offset=position, interleaved=pairing is standard
+        )
+        end = n_heads * akunu.head_dim
+        akunu.assert_equal_but_for_rounding(ours[:end].view(n_heads, -1), theirs[:end])
+        assert same(ours[end:], memory[end:])
+        akunu.compare_caches(caches, k, v, [position])
+
+
+@pytest.mark.parametrize("seq, position", [(1, 23), (6, 0), (5, 17)])
+@pairings
+@frequencies
+def test_akunu_rope_batch_kv_write_f16_and_rope_neox_batch_kv_write_f16(pairing, frequencies, seq, position, device):
+    akunu = Akunu(pairing, **frequencies)
+    memory = [torch.randn(seq, n * akunu.head_dim).half().to(device) for n in (akunu.n_heads, akunu.n_kv, akunu.n_kv)]
+    for angles in akunu.angles(device):
+        caches = Caches("heads sequence", 1, akunu.max_seq, akunu.n_kv, akunu.head_dim, torch.float16, device)
+        q, k, v, k_cache, v_cache = map(flat, (*memory, *caches.memory))
+        akunu.batch_kv_write(q, k, v, k_cache, v_cache, seq, position)
+        heads = [t.clone().unflatten(-1, (-1, akunu.head_dim)) for t in memory]
+        torch.ops.rope.rotate_into_cache_(
+            *heads, caches.k, caches.v, **angles, offset=position, interleaved=pairing is standard
+        )
+        akunu.assert_equal_but_for_rounding(heads[0], q)
+        assert same(heads[1].flatten(1), memory[1]) and same(heads[2].flatten(1), memory[2])
+        akunu.compare_caches(caches, k_cache, v_cache, list(range(position, position + seq)))
+
+
+@pytest.mark.parametrize("position", [0, 19])
+@pytest.mark.parametrize("eps, size", [(1e-6, 1.0), (1e-5, 0.003)])
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+def test_akunu_head_norm_rope_neox_kv_write_f16(theta, eps, size, position, device):
+    akunu = Akunu(neox, theta=theta)
+    memory = (torch.randn((akunu.n_heads + 2 * akunu.n_kv) * akunu.head_dim) * size).half().to(device)
+    q_weight, k_weight = (torch.rand(2, akunu.head_dim) + 0.5).half()
+    for angles in akunu.angles(device):
+        caches = Caches("heads sequence", 1, akunu.max_seq, akunu.n_kv, akunu.head_dim, torch.float16, device)
+        theirs, k, v = flat(memory), *map(flat, caches.memory)
+        akunu.qkv_write(theirs, k, v, position, q_weight.numpy(), k_weight.numpy(), eps)
+        ours = memory.clone()
+        heads = ours.view(1, -1, akunu.head_dim).split([akunu.n_heads, akunu.n_kv, akunu.n_kv], 1)
+        weights = {"q_norm_weight": q_weight.to(device), "k_norm_weight": k_weight.to(device), "norm_eps": eps}
+        torch.ops.rope.rotate_into_cache_(*heads, caches.k, caches.v, **angles, offset=position, **weights)
+        end = akunu.n_heads * akunu.head_dim
+        akunu.assert_equal_but_for_rounding(ours[:end].view(akunu.n_heads, -1), theirs[:end])
+        assert same(ours[end:], memory[end:])
+        akunu.compare_caches(caches, k, v, [position])
+
+
+# --- Paged caches as vLLM fills them: tokens of many sequences in one row, a slot for each ----------------------------
+
+
+def rotate_half(x):
+    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
+
+
+class Paged:
+    """Sequences of any length, each the owner of some blocks in any order."""
+
+    def __init__(self, longest, block_size, blocks):
+        self.block_size, free = block_size, torch.randperm(blocks)
+        each = [-(-n // block_size) for n in longest]
+        self.tables = free[: sum(each)].split(each)
+
+    def slot(self, sequence, position):
+        return int(self.tables[sequence][position // self.block_size]) * self.block_size + position % self.block_size
+
+    def tokens(self, starts, counts, padded_to):
+        """positions and slots of the tokens of all sequences in a row, with padding at the end."""
+        tokens = [(i, start + t) for i, (start, n) in enumerate(zip(starts, counts, strict=True)) for t in range(n)]
+        padding = padded_to - len(tokens)
+        positions = torch.tensor([p for _, p in tokens] + [0] * padding)
+        return positions, torch.tensor([self.slot(i, p) for i, p in tokens] + [-1] * padding)
+
+
+@pytest.mark.parametrize("layout", ["kv blocks", "blocks kv", "blocks heads", "values by channel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_paged_prefill_and_decode(rotary_dim, dtype, layout, device):
+    q_heads, k_heads, head_dim = 6, 2, 64
+    first, later, ulps = [5, 33, 1, 16], 4, 2 if dtype == torch.float32 else 1
+    paged = Paged([n + later + 16 for n in first], block_size=16, blocks=40)
+    caches = Caches(layout, 40, 16, k_heads, head_dim, dtype, device)
+    cos, sin = torch_rope.cos_sin(torch.arange(128), torch_rope.inv_freq(rotary_dim), dtype=torch.float32)
+    kept = [[] for _ in first]  # the values that each sequence has been given
+
+    def plain(x, positions):
+        """In float64, not rounded: (value, magnitude)."""
+        turned, rest = x.cpu().double().split([rotary_dim, head_dim - rotary_dim], -1)
+        c, s = (torch.cat([t, t], -1)[positions].unsqueeze(1).double() for t in (cos, sin))
+        size = torch.hypot(*turned.chunk(2, -1)).repeat(1, 1, 2)
+        value = turned * c + rotate_half(turned) * s
+        return torch.cat([value, rest], -1).numpy(), torch.cat([size, rest.abs()], -1).numpy()
+
+    def step(starts, counts):
+        n = -(-sum(counts) // 8) * 8 + 8
+        positions, slots = paged.tokens(starts, counts, padded_to=n)
+        q, k, v = make_qkv("qkv", "", "", 1, n, q_heads, k_heads, head_dim, dtype, device)
+        q, k, v = q[0], k[0], v[0]  # [tokens, heads, head_dim]
+        q_expected, k_expected = plain(q, positions), plain(k, positions)
+        k_cache, v_cache = caches.k.cpu().clone(), caches.v.cpu().clone()
+        arguments = {"positions": positions.to(device), "slots": slots.to(device)}
+        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, cos.to(device), sin.to(device), **arguments)
+        assert_close(q, q_expected, ulps)
+
+        k_ours, v_ours = caches.k.cpu(), caches.v.cpu()
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                block, place = slot // 16, slot % 16
+                assert_close(k_ours[block, place], [t[token] for t in k_expected], ulps)
+                k_cache[block, place], v_cache[block, place] = k_ours[block, place], v[token].cpu()
+        assert same(k_ours, k_cache) and same(v_ours, v_cache)  # these cells and no other
+        tokens = iter(v[: sum(counts)].cpu())
+        for i, count in enumerate(counts):
+            kept[i] += itertools.islice(tokens, count)
+
+    lengths = [0] * len(first)
+    for counts in (first, *[[1] * len(first)] * later, [3, 0, 16, 1]):  # prompts, a token for each, prompts again
+        step(lengths, counts)
+        lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
+    for i, length in enumerate(lengths):  # what attention reads by the block table
+        pages = caches.v.cpu()[paged.tables[i]].flatten(0, 1)[:length]
+        assert same(pages, torch.stack(kept[i]))
+
+
+# --- The static cache of Hugging Face Transformers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["offset", "positions", "slots"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_hugging_face_static_cache(dtype, by, device):
+    """apply_rotary_pos_emb and StaticCache.update: a prompt, a token, a few tokens."""
+    transformers = pytest.importorskip(
+        "transformers", minversion="5", reason="transformers 5 or later is not installed"
+    )
+    llama = importlib.import_module("transformers.models.llama.modeling_llama")
+    batch, q_heads, k_heads, head_dim, max_seq = 3, 4, 2, 32, 24
+    config = llama.LlamaConfig(
+        hidden_size=q_heads * head_dim,
+        num_attention_heads=q_heads,
+        num_key_value_heads=k_heads,
+        head_dim=head_dim,
+        num_hidden_layers=1,
+    )
+    rotary = llama.LlamaRotaryEmbedding(config)
+    cache = transformers.StaticCache(config=config, max_cache_len=max_seq)
+    k_ours, v_ours = (torch.zeros(batch, k_heads, max_seq, head_dim, dtype=dtype, device=device) for _ in "kv")
+    past = 0
+    for seq in (11, 1, 1, 5):
+        q, k, v = (torch.randn(batch, heads, seq, head_dim).to(dtype) for heads in (q_heads, k_heads, k_heads))
+        positions = torch.arange(past, past + seq)
+        full_cos, full_sin = rotary(q, positions[None])
+        q_theirs, k_theirs = llama.apply_rotary_pos_emb(q, k, full_cos, full_sin)
+        k_theirs, v_theirs = cache.update(k_theirs, v, 0)
+
+        cos, sin = (t[..., : head_dim // 2].to(device) for t in rotary(q, torch.arange(max_seq)[None]))
+        if by == "slots":  # a table row per token
+            slots = torch.arange(batch)[:, None] * max_seq + positions
+            angles = {"cos": cos[:, past : past + seq], "sin": sin[:, past : past + seq], "slots": slots.to(device)}
+        else:
+            angles = {"cos": cos[0], "sin": sin[0]}
+            angles |= {"offset": past} if by == "offset" else {"positions": positions.to(device)}
+        q_ours, *k_and_v = (t.to(device) for t in (q, k, v))
+        ours = (t.transpose(1, 2) for t in (q_ours, *k_and_v, k_ours, v_ours))
+        torch.ops.rope.rotate_into_cache_(*ours, **angles)
+        assert same(v_ours, v_theirs)
+        past += seq
+        assert same(k_ours[:, :, past:], k_theirs[:, :, past:])
+        # Theirs rounds two products and a sum to the dtype: an epsilon of a pair's magnitude, ours no more. The
+        # magnitude is that of the rounded pair.
+        for ours, theirs in (q_ours, q_theirs), (k_ours[:, :, :past], k_theirs[:, :, :past]):
+            size = torch.hypot(*theirs.double().chunk(2, -1)).repeat(1, 1, 1, 2)
+            assert_close(ours, (theirs.double().numpy(), size.numpy()), 0, plus=2.1 * torch.finfo(dtype).eps)
+
+
+# --- Ragged batches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("layout", ["blocks heads", "kv blocks", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padded_rows(dtype, layout, side, device):
+    """Each row has its own length: the padding, to the left or to the right, is written nowhere."""
+    lengths, seq, block_size = torch.tensor([7, 1, 0, 4, 5]), 7, 12
+    batch, place = len(lengths), torch.arange(seq)
+    real = place >= seq - lengths[:, None] if side == "left" else place < lengths[:, None]
+    positions = (real.long().cumsum(1) - 1).clamp(min=0)
+    slots = torch.where(real, torch.arange(batch)[:, None] * block_size + positions, -1)
+    blocks, size = (1, batch * block_size) if layout == "sequence" else (batch, block_size)
+    caches = Caches(layout, blocks, size, 2, 64, dtype, device)
+    angles = {"inv_freq": torch_rope.inv_freq(64).to(device), "positions": positions.to(device)}
+    q, k, v = make_qkv("bhsd", "bhsd", "bhsd", batch, seq, 4, 2, 64, dtype, device)
+    check(q, k, v, caches, angles, slots.to(device))
+
+    # Then a token for each row, at a position and in a slot of its own.
+    angles["positions"] = lengths[:, None].to(device)
+    slots = (torch.arange(batch) * block_size + lengths)[:, None].to(device)
+    q, k, v = make_qkv("bshd", "bshd", "bshd", batch, 1, 4, 2, 64, dtype, device)
+    check(q, k, v, caches, angles, slots)
+    if layout != "sequence":  # as without slots, where row b is block b
+        check(q, k, v, caches, angles)
+
+
+# --- Anything ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw, dims):
+    """How a tensor lies in memory: its dimensions in some order, each element next to its neighbour or every second."""
+    order = tuple(draw(st.permutations(range(dims))))
+    return order, tuple(draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=dims, max_size=dims)))
+
+
+def lay_out(layout, shape, make):
+    order, steps = layout
+    memory = make(*(shape[d] * steps[d] for d in order))
+    t = memory.permute(*(order.index(d) for d in range(len(shape))))
+    return t[tuple(slice(step - 1, None, step) for step in steps)]
+
+
+@st.composite
+def calls(draw):
+    small = st.integers(0, 3)
+    batch, seq, pairs = draw(small), draw(st.integers(0, 8)), draw(st.one_of(small, st.integers(0, 40)))
+    kind = draw(st.sampled_from(["table", "token", "inv_freq"]))
+    slots = draw(st.sampled_from(["int32", "int64"])) if kind == "token" or draw(st.booleans()) else None
+    positions = draw(st.sampled_from([None, "int32", "int64"])) if kind != "token" else None
+    return {
+        "seed": draw(st.integers(0, 2**32)),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "size": (batch, seq, draw(small), draw(small), 2 * pairs + draw(st.integers(0, 9)), 2 * pairs),
+        "dims": draw(st.sampled_from([4, 3])) if batch == 1 else 4,
+        "scale": draw(st.sampled_from([1.0, 1e-4, 300.0])),
+        "packed": draw(st.booleans()),
+        "q": draw(layouts(4)),
+        "k": draw(layouts(4)),
+        "v": draw(layouts(4)),
+        "kind": kind,
+        "table_dtype": draw(st.sampled_from(["float32", "dtype of x"])),
+        "shared": draw(st.booleans()),  # a row of positions or of a table by token for the whole batch
+        "positions": positions,
+        "offset": draw(st.integers(0, 9)) if kind != "token" else 0,
+        "strided": draw(st.booleans()),
+        "slots": slots,
+        "slots_dims": draw(st.sampled_from([2, 1])) if batch == 1 else 2,
+        "cache": draw(layouts(4)),
+        "v_cache": draw(st.one_of(layouts(4), layouts(5))),  # 5: k and v in one tensor
+        "block_size": draw(st.integers(1, 20)),
+        "more_blocks": draw(st.integers(0, 2)),
+        "weights": draw(st.sampled_from(["none", "dtype of x", "float32", "strided"])),
+        "norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "attention_factor": draw(st.sampled_from([1.0, 1.2079441541679836, -0.37])),
+        "interleaved": draw(st.booleans()),
+    }
+
+
+@settings(
+    max_examples=int(os.environ.get("ROPE_EXAMPLES", 150)),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(call=calls())
+def test_any_call(call, device):
+    """Any shapes, strides, caches, angles and slots. ROPE_EXAMPLES=5000 in the environment tries as many."""
+    dtype = call["dtype"]
+    if not supported(device, dtype):
+        return
+    torch.manual_seed(call["seed"])
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = call["size"]
+    memory = []  # of q, k and v, with what lies between their elements
+
+    def make(*shape):
+        memory.append((torch.randn(shape, dtype=torch.float64) * call["scale"]).to(dtype).to(device))
+        return memory[-1]
+
+    if call["packed"]:
+        qkv = lay_out(call["q"], (batch, seq, q_heads + 2 * k_heads, head_dim), make)
+        q, k, v = qkv.split([q_heads, k_heads, k_heads], 2)
+    else:
+        heads = {"q": q_heads, "k": k_heads, "v": k_heads}
+        q, k, v = (lay_out(call[name], (batch, seq, n, head_dim), make) for name, n in heads.items())
+
+    def strided(t):
+        return torch.stack([t, t], -1).flatten(-2)[..., ::2] if call["strided"] else t
+
+    # Slots first: without them the positions are places in a block.
+    count, block_size = batch * seq, call["block_size"]
+    if call["slots"]:
+        blocks = -(-count // block_size) + call["more_blocks"]
+        shape = (batch, seq)[-call["slots_dims"] :]
+        slots = strided(some_slots(shape, blocks * block_size, getattr(torch, call["slots"]), device))
+    else:
+        block_size, blocks, slots = block_size + seq + call["offset"], batch + call["more_blocks"], None
+
+    rows = seq + call["offset"] + 20 if slots is not None else block_size
+    table_dtype = dtype if dtype == torch.float64 or call["table_dtype"] == "dtype of x" else torch.float32
+    freq = torch_rope.inv_freq(rotary_dim).double()
+    one_or_batch = 1 if call["shared"] else batch
+    angles = {"offset": call["offset"]} if call["offset"] else {}
+    if call["positions"]:
+        unique = torch.rand(one_or_batch, rows).argsort(-1)[:, :seq] - call["offset"]
+        unique = unique - (20 if slots is not None and call["kind"] == "inv_freq" else 0)
+        unique = unique[0] if call["shared"] and call["strided"] else unique
+        angles["positions"] = strided(unique.to(getattr(torch, call["positions"])).to(device))
+    if call["kind"] == "inv_freq":
+        angles["inv_freq"] = strided(freq.float().to(device))
+    else:
+        shape = (rows,) if call["kind"] == "table" else (one_or_batch, seq)
+        angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
+        angles |= {
+            name: strided(t.to(table_dtype).to(device)) for name, t in (("cos", angle.cos()), ("sin", angle.sin()))
+        }
+
+    def cache(make, *shape):
+        if len(call["v_cache"][0]) == 5:
+            return lay_out(call["v_cache"], (*shape, 2), make).unbind(-1)
+        return lay_out(call["cache"], shape, make), lay_out(call["v_cache"], shape, make)
+
+    caches = Caches(cache, blocks, block_size, k_heads, head_dim, dtype, device)
+    norm = make_norm(call["weights"], head_dim, dtype, device, call["norm_eps"])
+    if call["dims"] == 3:
+        q, k, v = q[0], k[0], v[0]
+    before = [m.clone() for m in memory]
+    q_before = q.clone()
+    check(q, k, v, caches, angles, slots, norm, **{n: call[n] for n in ("attention_factor", "interleaved")})
+    q.copy_(q_before)
+    assert all(map(same, memory, before))  # nothing but q was written
+
+
+# --- Corners ----------------------------------------------------------------------------------------------------------
+
+
+def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float32, device="cpu", layout="blocks"):
+    q, k, v = make_qkv("bshd", "bhsd", "packed", batch, seq, 4, k_heads, 32, dtype, device)
+    caches = Caches(layout, blocks, block_size, k_heads, 32, dtype, device)
+    return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(32).to(device)}
+
+
+@pytest.mark.parametrize("weights", ["none", "dtype of x"])
+@pytest.mark.parametrize("with_slots", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(seq=0),
+        dict(batch=0),
+        dict(k_heads=0),
+        dict(batch=0, blocks=0),
+        dict(seq=0, block_size=0),
+        dict(seq=0, batch=0, k_heads=0),
+    ],
+    ids=str,
+)
+def test_empty_tensors(sizes, with_slots, weights, device):
+    q, k, v, caches, angles = a_call(**sizes, device=device)
+    batch, seq = q.shape[:2]
+    slots = some_slots((batch, seq), 32, torch.int64, device) if with_slots else None
+    check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
+
+
+@pytest.mark.parametrize("weights", ["none", "dtype of x"])
+def test_no_token_written(weights, device):
+    """All slots negative: q is rotated, and the caches stay as they are (even one without any block)."""
+    for blocks in (4, 0):
+        q, k, v, caches, angles = a_call(blocks=blocks, device=device)
+        slots = torch.tensor([-1, -2, -(2**63), -(2**31), -17], device=device).expand(2, 5)
+        norm = make_norm(weights, 32, torch.float32, device)
+        before = [m.clone() for m in caches.memory]
+        check(q, k, v, caches, angles, slots, norm)
+        assert all(map(same, caches.memory, before))
+
+
+@pytest.mark.parametrize("layout", CACHES)
+def test_first_and_last_cell(layout, device):
+    blocks, block_size = (1, 32) if "sequence" in layout else (4, 8)
+    q, k, v, caches, angles = a_call(1, 2, blocks=blocks, block_size=block_size, device=device, layout=layout)
+    check(q, k, v, caches, angles, torch.tensor([31, 0], device=device))
+    # Without slots: the last place of a row's block.
+    batch = min(blocks, 2)
+    q, k, v, caches, angles = a_call(batch, 2, blocks=batch, block_size=8, device=device, layout=layout)
+    check(q, k, v, caches, angles | {"offset": 6})
+    check(q, k, v, caches, angles | {"positions": torch.tensor([[7, 0]], device=device)})
+
+
+def test_equal_slots(device):
+    """Either token's row wins."""
+    q, k, v, caches, angles = a_call(1, 5, blocks=2, device=device)
+    _, rotated = functional(q, k, angles, {}, {})
+    slots = torch.tensor([3, 9, 3, 9, 4], device=device)
+    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, slots=slots)
+    for cache, x in (caches.k, rotated), (caches.v, v):
+        cells = cache.flatten(0, 1)
+        for cell, tokens in (3, (0, 2)), (9, (1, 3)), (4, (4,)):
+            for head in range(2):
+                assert any(same(cells[cell, head], x[0, token, head]) for token in tokens)
+
+
+@pytest.mark.parametrize("weights", ["none", "dtype of x"])
+@pytest.mark.parametrize("with_slots", [False, True])
+def test_k_and_v_are_only_read(with_slots, weights, device):
+    """So they may be expanded, and one tensor."""
+    slots = torch.randperm(32, device=device)[:10].view(2, 5) if with_slots else None
+    norm = make_norm(weights, 32, torch.float32, device)
+    q, k, v, caches, angles = a_call(device=device)
+    check(q, k, k, caches, angles, slots, norm)
+    check(q, k[:, :, :1].expand_as(k), v[:, :1].expand_as(v), caches, angles, slots, norm)
+    check(q, k[:1, :1, :1, :1].expand_as(k), v[:1, :, :, :1].expand_as(v), caches, angles, slots, norm)
+    # As may slots, positions and the table.
+    row = {name: t.expand(5, 16) for name, t in zip(("cos", "sin"), torch.rand(2, 1, 16, device=device), strict=True)}
+    positions = torch.tensor([[3]], device=device).expand(2, 1)
+    check(q[:, :1], k[:, :1], v[:, :1], caches, row | {"positions": positions}, slots[:, :1] if with_slots else None)
+
+
+@pytest.mark.parametrize(
+    "layout, weights", [("heads sequence", "dtype of x"), ("kv blocks", "none"), ("blocks kv heads", "none")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
+    """And with 1 and with 3 threads."""
+    seq, q_heads, k_heads, head_dim = 3000, 8, 4, 128
+    with_slots = layout == "kv blocks"
+    blocks, block_size = (1, 3008) if not with_slots else (188, 16)
+    packed = torch.randn(1, seq, q_heads + 2 * k_heads, head_dim).to(dtype).to(device)
+    slots = some_slots((1, seq), blocks * block_size, torch.int32, device) if with_slots else None
+    norm = make_norm(weights, head_dim, dtype, device)
+    inv_freq = torch_rope.inv_freq(head_dim).to(device)
+    caches = Caches(layout, blocks, block_size, k_heads, head_dim, dtype, device)
+    before = [m.clone() for m in caches.memory]
+
+    def run(ends):
+        for memory, first in zip(caches.memory, before, strict=True):
+            memory.copy_(first)
+        qkv = packed.clone()
+        for start, end in itertools.pairwise([0, *ends]):
+            q, k, v = qkv[:, start:end].split([q_heads, k_heads, k_heads], 2)
+            piece = {"offset": start, "slots": slots[:, start:end] if with_slots else None}
+            torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, inv_freq=inv_freq, **piece, **norm)
+        return [qkv, *(memory.clone() for memory in caches.memory)]
+
+    whole = run([seq])
+    pieces = run([*sorted(random.Random(0).sample(range(1, seq), 20)), seq])
+    assert all(map(same, whole, pieces))
+    if device == "cpu":
+        default = torch.get_num_threads()
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                assert all(map(same, whole, run([seq])))
+        finally:
+            torch.set_num_threads(default)
+
+
+@pytest.mark.parametrize("layout", ["blocks", "blocks heads"])
+def test_a_cache_of_more_than_2_31_elements(layout, tmp_path):
+    """A sparse file, of which little is ever touched."""
+    shape = (3, 2**20, 8, 128) if layout == "blocks" else (3, 8, 2**20, 128)
+    k_cache, v_cache = (
+        torch.from_file(str(tmp_path / name), shared=True, size=math.prod(shape), dtype=torch.float16).view(shape)
+        for name in "kv"
+    )
+    if layout == "blocks heads":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    q, k, v = (torch.randn(3, 1, heads, 128).half() for heads in (4, 8, 8))
+    angles = {"inv_freq": torch_rope.inv_freq(128), "offset": 2**20 - 1}
+    k_rotated = torch.ops.rope.rotate(k, **angles)
+    torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles)
+    slots = torch.tensor([[3 * 2**20 - 2], [5], [2 * 2**20 + 7]])
+    torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, slots=slots)
+    for cache, x in (k_cache, k_rotated), (v_cache, v):
+        for row in range(3):
+            assert same(cache[row, -1], x[row, 0])
+            block, place = divmod(slots[row].item(), 2**20)
+            assert same(cache[block, place], x[row, 0])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"slots": [[0, 1, 2, 3, 32]] * 2},
+        {"slots": [[0, 1, 2, 3, 2**40]] * 2},
+        {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2**62, 7]]},
+        {"offset": 4},
+        {"offset": -1},
+        {"offset": 2**40},
+        {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 8, 3]]},
+        {"positions": [0, 1, 2, -1, 4]},
+    ],
+    ids=str,
+)
+def test_nothing_is_written_where_a_cell_does_not_exist(arguments):
+    q, k, v, caches, angles = a_call(device="cpu")
+    memory = [q, k, v, *caches.memory]
+    before = [t.clone() for t in memory]
+    arguments = {name: torch.tensor(a) if isinstance(a, list) else a for name, a in arguments.items()}
+    with pytest.raises(IndexError, match="rope.rotate_into_cache_"):
+        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, **arguments)
+    assert all(map(same, memory, before))
+
+
+def test_a_token_that_is_not_written_needs_a_position(device):
+    """q is rotated all the same."""
+    if device != "cpu":
+        pytest.skip("a GPU asserts")
+    q, k, v, caches, angles = a_call(device=device)
+    cos, sin = torch_rope.cos_sin(torch.arange(4), angles["inv_freq"])
+    memory = [q, *caches.memory]
+    before = [t.clone() for t in memory]
+    slots = torch.tensor([[0, 1, 2, 3, -1], [8, 9, 10, 11, -1]])
+    with pytest.raises(IndexError, match="rope.rotate_into_cache_"):
+        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, cos, sin, slots=slots)
+    assert all(map(same, memory, before))

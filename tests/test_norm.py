@@ -1,0 +1,759 @@
+"""norm_rotate_qk: values against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the
+layout; what other implementations compute; gradients of q, k and both weights to any order, from one operator call."""
+
+import importlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
+from oracle import assert_close, numpy_of, rotate, ulp
+from torch.autograd import forward_ad as fwAD
+from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.func import hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import torch_rope
+
+rope = torch.ops.rope
+norm_rotate_qk = rope.norm_rotate_qk
+
+# How a weight is kept: in float32 or in x's own dtype, its elements side by side or not.
+WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
+EPS = [1e-6, 1e-5, 0.0, 0.5, 1e3]
+FACTORS = [1.0, 1.2079441541679836, -0.37]
+# The numbers of weights, epsilons and factors have no common divisor: any two of them meet.
+CASES = list(
+    zip(
+        combinations(),
+        itertools.cycle(itertools.product(WEIGHTS, repeat=2)),
+        itertools.cycle(EPS),
+        itertools.cycle(FACTORS),
+    )
+)
+
+
+def weight(kind, head_dim, dtype, device):
+    """From -0.5 to 1.5: of both signs, and most of them near one."""
+    dtype = torch.float32 if "float32" in kind else dtype
+    step = 3 if "strided" in kind else 1
+    return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
+
+
+def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32")):
+    """[q, k, q_norm_weight, k_norm_weight] and the arguments that say the angles."""
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
+    k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
+    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
+    return [q, k, *(weight(kind, head_dim, dtype, device) for kind in kinds)], angles
+
+
+def limits(dtype, angles):
+    """(ulps, part of the magnitude) that a result may be off by."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return 1, 0.0
+    return 6, 5e-7 if dtype == torch.float32 and "inv_freq" in angles else 0.0
+
+
+def assert_right(outs, tensors, angles, norm_eps, **options):
+    for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
+        assert out.dtype == x.dtype and out.shape == x.shape
+        expected = rotate(x, **angles, **options, norm_weight=w, norm_eps=norm_eps)
+        assert_close(out, expected, *limits(x.dtype, angles))
+
+
+def assert_same(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- against the oracle ----
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
+def test_is_within_ulps_of_the_oracle(case, dtype, interleaved, device):
+    where, kinds, norm_eps, attention_factor = case
+    tensors, angles = make(*where, dtype, device, kinds)
+    before = [t.clone() for t in tensors]
+    options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
+    outs = norm_rotate_qk(*tensors, **angles, **options)
+    assert_right(outs, tensors, angles, **options)
+    assert_same(tensors, before)
+    for x, out in zip(tensors, outs, strict=False):
+        assert out.stride() == torch.empty_like(x).stride()
+    assert_same(torch_rope.norm_rotate_qk(*tensors, **angles, **options), outs)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_head_dim(dtype, interleaved, device):
+    """Odd ones too, and any part of them rotated."""
+    for head_dim in (*range(1, 132), 255, 256, 257, 1000):
+        rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
+        size = (1, 3, 2, 1, head_dim, rotary_dim)
+        tensors, angles = make(size, SOURCES[7], "bshd", "packed", dtype, device)
+        outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved, attention_factor=1.3)
+        assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
+
+
+@pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_and_large_heads(dtype, size, norm_eps, device):
+    """Where eps decides, and where it is lost in the sum."""
+    (q, k, *weights), angles = make((2, 9, 4, 1, 96, 64), SOURCES[2], "bhsd", "bshd", dtype, device)
+    tensors = [q * size, k * size, *weights]
+    assert_right(norm_rotate_qk(*tensors, **angles, norm_eps=norm_eps), tensors, angles, norm_eps)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tables_in_another_dtype(table_dtype, interleaved, device):
+    tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", table_dtype, device, ("own", "float32"))
+    angles |= {name: angles[name].to(table_dtype) for name in ("cos", "sin")}
+    outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved)
+    assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved, device):
+    """The same bits at any angle, with any attention_factor, and where nothing is rotated."""
+    tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[7], "bshd", "bshd", dtype, device)
+    norm = norm_rotate_qk(*tensors, inv_freq=angles["inv_freq"][:0])
+    assert_right(norm, tensors, {"inv_freq": angles["inv_freq"][:0]}, 1e-6)
+    for attention_factor in (1.0, 1.3):
+        outs = norm_rotate_qk(*tensors, **angles, attention_factor=attention_factor, interleaved=interleaved)
+        assert_same([t[..., 64:] for t in outs], [t[..., 64:] for t in norm])
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 80, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_has_the_same_bits_wherever_it_stands(dtype, head_dim, interleaved, device):
+    """In any layout, with a token and a head of its own or among others, in three dimensions or four."""
+    size = (2, 20, 6, 2, head_dim, head_dim // 2 * 2)
+    (q, k, *weights), angles = make(size, Source("table", offset=2), "bshd", "bshd", dtype, device)
+    tables, options = (angles["cos"], angles["sin"]), {"interleaved": interleaved}
+    whole = norm_rotate_qk(q, k, *weights, *tables, offset=2, **options)
+    for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
+        x, y = (f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))
+        assert_same(norm_rotate_qk(x, y, *weights, *tables, offset=2, **options), whole)
+    for token, head in (0, 1), (19, 0):
+        here = (slice(1, 2), slice(token, token + 1), slice(head, head + 1))
+        alone = norm_rotate_qk(q[here], k[here], *weights, *tables, offset=2 + token, **options)
+        assert_same(alone, [t[here] for t in whole])
+    assert_same(norm_rotate_qk(q[1], k[1], *weights, *tables, offset=2, **options), [t[1] for t in whole])
+    # Beside another k, or as k itself.
+    assert torch.equal(norm_rotate_qk(q, q, weights[0], weights[0], *tables, offset=2, **options)[1], whole[0])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pair_has_the_same_bits_in_the_body_of_a_vector_and_in_its_tail(dtype, interleaved, device):
+    """The sum of squares of small integers is exact, so that a head may be put into another order."""
+    tensors, angles = make((2, 9, 3, 1, 128, 128), SOURCES[0], "bshd", "bshd", dtype, device)
+    tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors]
+    whole = norm_rotate_qk(*tensors, **angles, interleaved=interleaved)
+    for pairs in (1, 3, 13, 31):
+        order = torch.arange(128, device=device)
+        if not interleaved:  # the first pairs come first
+            order = torch.cat([order[:pairs], order[64 : 64 + pairs], order[pairs:64], order[64 + pairs :]])
+        tables = [angles[name][:, :pairs] for name in ("cos", "sin")]
+        outs = norm_rotate_qk(*(t[..., order] for t in tensors), *tables, interleaved=interleaved)
+        assert_same([t[..., : 2 * pairs] for t in outs], [t[..., order[: 2 * pairs]] for t in whole])
+
+
+@pytest.mark.parametrize("head_dim", [128, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_tokens_are_their_pieces(dtype, head_dim, device):
+    """And any number of threads."""
+    size = (2, 1500, 8, 2, head_dim, head_dim)
+    (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device)
+    whole = norm_rotate_qk(q, k, *weights, **angles)
+    for start in range(0, 1500, 333):
+        piece = slice(start, start + 333)
+        outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
+        assert_same(outs, [t[:, piece] for t in whole])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tables_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
+    tensors, angles = make((2, 33, 3, 1, 80, 64), Source("inv_freq", offset=5), "bshd", "bshd", dtype, device)
+    tables = torch_rope.cos_sin(torch.arange(60, device=device), angles["inv_freq"])
+    rows = [t[5:38].unsqueeze(0) for t in tables]
+    by_frequency = norm_rotate_qk(*tensors, **angles)
+    assert_same(norm_rotate_qk(*tensors, *tables, offset=5), by_frequency)
+    assert_same(norm_rotate_qk(*tensors, *rows), by_frequency)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_weight_may_be_kept_in_either_dtype_and_at_any_stride(dtype, device):
+    (q, k, *_), angles = make((2, 9, 4, 1, 80, 80), SOURCES[0], "bshd", "bshd", dtype, device)
+    w = weight("float32", 80, dtype, device).bfloat16().float()
+    expected = norm_rotate_qk(q, k, w, w, **angles)
+    strided = torch.stack([w, -w], -1)[:, 0]
+    assert_same(norm_rotate_qk(q, k, strided, w.to(dtype), **angles), expected)
+    assert_same(norm_rotate_qk(q, k, w.to(dtype), strided.to(dtype), **angles), expected)
+    one = w[:1].expand(80)
+    assert_same(norm_rotate_qk(q, k, one, one, **angles), norm_rotate_qk(q, k, one.clone(), one.clone(), **angles))
+
+
+def test_expanded_inputs_are_read(device):
+    """Stride 0 is legal for what is only read: k of one head seen as many."""
+    one, w = torch.randn(2, 5, 1, 16, device=device), torch.rand(16, device=device)
+    freq = torch_rope.inv_freq(16, device=device)
+    many = one.expand(2, 5, 4, 16)
+    outs = norm_rotate_qk(many, many, w, w, inv_freq=freq)
+    assert_same(outs, norm_rotate_qk(many.contiguous(), many.contiguous(), w, w, inv_freq=freq))
+    assert outs[0].stride() == torch.empty_like(many).stride()
+
+
+# ---- corners ----
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (3, 0, 8), (2, 3, 2, 0)], ids=str
+)
+def test_empty_tensors(shape, device):
+    x, w = torch.randn(shape, device=device), torch.ones(shape[-1], device=device)
+    freq = torch_rope.inv_freq(shape[-1], device=device)
+    for angles in ((None, None, freq), torch_rope.cos_sin(torch.arange(4, device=device), freq)):
+        a, b = norm_rotate_qk(x, x, w, w, *angles)
+        assert a.shape == b.shape == shape
+    if shape[-2] == 0:  # heads of the other tensor
+        y = torch.randn(*shape[:-2], 3, 8, device=device)
+        assert_same(norm_rotate_qk(x, y, w, w, *angles), reversed(norm_rotate_qk(y, x, w, w, *angles)))
+
+
+def special_heads(head_dim, dtype):
+    """Name -> one head, in float64, made of numbers that dtype can hold."""
+    info = torch.finfo(dtype)
+    plain = torch.linspace(-2, 2, head_dim, dtype=torch.float64)
+    heads = {"plain": plain, "zeros": 0 * plain, "largest": plain.sign() * info.max, "tiny": plain * info.tiny}
+    for name, value in ("inf", torch.inf), ("minus inf", -torch.inf), ("nan", torch.nan), ("one large", info.max):
+        heads[name] = torch.where(torch.arange(head_dim) == 3, value, plain)
+    return heads
+
+
+@pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
+@pytest.mark.parametrize("head_dim", [64, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_special_values(dtype, head_dim, norm_eps, device):
+    """As torch's formula in float32: rsqrt of a sum that overflows (largest, inf) is 0, so finite numbers become 0 and
+    an infinity NaN, with its pair; rsqrt(0) is infinite, so zeros without eps become NaN; a NaN fills its head. Squares
+    that underflow count as zero. And whatever a head holds, it leaves the heads around it alone."""
+    heads = special_heads(head_dim, dtype)
+    x = torch.stack([t for head in heads.values() for t in (head, heads["plain"])])[None, :, None].to(dtype).to(device)
+    w = weight("float32", head_dim, dtype, device)
+    cos, sin = torch_rope.cos_sin(torch.arange(32, device=device), torch_rope.inv_freq(head_dim, device=device))
+    for interleaved in (False, True):
+        out, _ = norm_rotate_qk(x, x, w, w, cos, sin, norm_eps=norm_eps, interleaved=interleaved)
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps) * w
+        expected = rope.rotate(normed, cos, sin, interleaved=interleaved).to(dtype)
+        torch.testing.assert_close(
+            out, expected, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+        )
+    alone = norm_rotate_qk(x[:, :1], x[:, :1], w, w, cos, sin, norm_eps=norm_eps, interleaved=True, offset=1)[0]
+    assert alone.isfinite().all() and torch.equal(alone, out[:, 1:2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0], ids=str)
+def test_a_head_that_has_no_norm_leaves_the_others_alone(value, dtype, head_dim, device):
+    """A NaN, an infinity, or zeros without eps: in that head of the result and no other."""
+    size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
+    (q, k, *weights), angles = make(size, Source("table"), "bshd", "bshd", dtype, device)
+    expected = norm_rotate_qk(q, k, *weights, **angles, norm_eps=0.0)
+    q[0, 1, 1] = value
+    q_out, k_out = norm_rotate_qk(q, k, *weights, **angles, norm_eps=0.0)
+    assert not q_out[0, 1, 1].isfinite().all()
+    q_out[0, 1, 1] = expected[0][0, 1, 1]
+    assert_same((q_out, k_out), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_a_weight_that_is_no_number_reaches_its_pair_alone(value, device):
+    tensors, angles = make((1, 5, 3, 2, 80, 64), Source("inv_freq", offset=1), "bshd", "bshd", torch.float32, device)
+    q_expected, k_expected = norm_rotate_qk(*tensors, **angles)
+    tensors[2][3] = value
+    q_out, k_out = norm_rotate_qk(*tensors, **angles)
+    pair = torch.tensor([3, 3 + 32], device=device)
+    assert not q_out[..., pair].isfinite().any() and torch.equal(k_out, k_expected)
+    assert torch.equal(q_out.index_fill(-1, pair, 0), q_expected.index_fill(-1, pair, 0))
+
+
+# ---- what others compute ----
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm_eps", [1e-6, 0.1])
+def test_is_rms_norm_of_torch_and_then_rotate(norm_eps, interleaved, device):
+    """In float64: the limits of both sides, and the roundings of torch's norm, which are as many as ours."""
+    size = (2, 9, 4, 1, 96, 64)
+    tensors, angles = make(size, SOURCES[3], "bhsd", "packed", torch.float64, device, ("own", "own"))
+    options = {"attention_factor": 1.3, "interleaved": interleaved}
+    outs = norm_rotate_qk(*tensors, **angles, norm_eps=norm_eps, **options)
+    for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
+        normed = torch.nn.functional.rms_norm(x, (96,), w, norm_eps)
+        theirs = rope.rotate(normed, **angles, **options)
+        assert_close(out, (numpy_of(theirs), rotate(normed, **angles, **options)[1].astype(float)), 6 + 6)
+
+
+@pytest.mark.parametrize("model, norm", [("qwen3", "Qwen3RMSNorm"), ("gemma3", "Gemma3RMSNorm")])
+def test_is_the_query_and_key_of_transformers(model, norm, device):
+    """In float32, from the same tables. Gemma keeps a weight as its difference from one."""
+    pytest.importorskip("transformers", minversion="5", reason="transformers 5 or later is not installed")
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    source = Source("inv_freq", "int64 [B,S]")
+    (q, k, *weights), angles = make((2, 17, 8, 2, 128, 128), source, "bshd", "bshd", torch.float32, device)
+    angle = angles["positions"].unsqueeze(-1) * angles["inv_freq"]
+    cos, sin = angle.cos(), angle.sin()
+    theirs = []
+    with torch.no_grad():
+        for x, w in zip((q, k), weights, strict=True):
+            module = getattr(modeling, norm)(128, eps=1e-6).to(device)
+            module.weight.copy_(w - 1 if model == "gemma3" else w)
+            w.copy_(1 + module.weight if model == "gemma3" else module.weight)
+            theirs.append(module(x).transpose(1, 2))
+    theirs = modeling.apply_rotary_pos_emb(*theirs, *(torch.cat([t, t], -1) for t in (cos, sin)))
+    ours = norm_rotate_qk(q, k, *weights, cos, sin)
+    for x, w, out, other in zip((q, k), weights, ours, theirs, strict=True):
+        _, magnitude = rotate(x, cos, sin, norm_weight=w)
+        assert_close(out, (numpy_of(other.transpose(1, 2)), magnitude), 6 + 6)
+
+
+# ---- gradients to any order ----
+
+NAMES = ["q", "k", "q_norm_weight", "k_norm_weight"]
+SIZE = (2, 3, 2, 1, 6, 4)
+OPTIONS = {"norm_eps": 0.01, "attention_factor": 1.3}
+EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+by_source = pytest.mark.parametrize(
+    "source",
+    [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)],
+    ids=str,
+)
+by_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+
+def leaves(device, size=SIZE, source=SOURCES[1], dtype=torch.float64, requires_grad=True):
+    """[q, k, q_norm_weight, k_norm_weight] and the angles; float64, because finite differences need it."""
+    tensors, angles = make(size, source, "bhsd", "packed", dtype, device, ("own strided", "own"))
+    return [t.requires_grad_(requires_grad) for t in tensors], angles
+
+
+def like(outs):
+    """Gradients for these, whose values do not depend on strides."""
+    return [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in outs]
+
+
+def same_gradients(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def definition(
+    q, k, q_norm_weight, k_norm_weight, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, norm_eps=1e-6,
+    attention_factor=1.0, interleaved=False,
+):  # fmt: skip
+    """In torch's own operators, which torch differentiates by itself."""
+    p = (torch.arange(q.shape[-3], device=q.device) if positions is None else positions) + offset
+    if inv_freq is not None:
+        angle = p.unsqueeze(-1) * inv_freq
+        cos, sin = angle.cos(), angle.sin()
+    elif cos.dim() == 2:
+        cos, sin = cos[p], sin[p]
+    c, s = (attention_factor * t.unsqueeze(-2) for t in (cos, sin))
+    end = 2 * c.shape[-1]
+    outs = []
+    for x, w in (q, q_norm_weight), (k, k_norm_weight):
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * w
+        a, b = (x[..., 0:end:2], x[..., 1:end:2]) if interleaved else x[..., :end].chunk(2, -1)
+        pairs = torch.stack([a * c - b * s, b * c + a * s], -1 if interleaved else -2).flatten(-2)
+        outs.append(torch.cat([pairs, x[..., end:]], -1))
+    return outs
+
+
+@pytest.mark.parametrize("head_dim, rotary_dim", [(6, 4), (4, 4), (3, 0)])
+@by_pairing
+@by_source
+def test_gradcheck(source, interleaved, head_dim, rotary_dim, device):
+    inputs, angles = leaves(device, (2, 2, 2, 1, head_dim, rotary_dim), source)
+    function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
+    assert gradcheck(function, inputs, **EVERY_MODE)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+@by_pairing
+def test_gradcheck_of_the_backward(interleaved, device):
+    """It is an operator of its own, differentiable in all six inputs."""
+    inputs, angles = leaves(device, (1, 2, 2, 1, 3, 2))
+    inputs = [g.requires_grad_() for g in like(inputs[:2])] + inputs
+    function = lambda *t: rope._norm_rotate_qk_backward(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
+    assert gradcheck(function, inputs, **EVERY_MODE)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+@by_pairing
+@by_source
+def test_derivatives_to_the_third_order(source, interleaved, device):
+    """Those that torch finds for the definition."""
+    inputs, angles = leaves(device, source=source)
+    derivatives = []
+    for function in norm_rotate_qk, definition:
+        torch.manual_seed(1)
+        outs = function(*inputs, **angles, **OPTIONS, interleaved=interleaved)
+        y = sum((out.sin() * g).sum() for out, g in zip(outs, like(outs), strict=True))
+        derivatives.append([])
+        for _ in range(3):
+            gradients = grad(y, inputs, create_graph=True)
+            derivatives[-1] += gradients
+            y = sum((x * g).sum() for x, g in zip(gradients, like(gradients), strict=True))
+    same_gradients(*derivatives)
+
+
+# ---- how accurate they are ----
+
+
+def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
+    """[(gradient, its size)] of x and of weight. The size is the same formula with every term positive: a rounding on
+    the way is an error of some part of it."""
+    h, pair = rotate(gradient, **angles, **options, inverse=True)
+    x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
+    r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + h.dtype.type(norm_eps))
+
+    def formula(h, x, w, minus):
+        of_x = r * (h * w - minus * r**2 * (h * w * x).mean(-1, keepdims=True) * x)
+        return of_x, (h * x * r).sum(tuple(range(x.ndim - 1)))
+
+    return zip(formula(h, x, w, 1), formula(pair, abs(x), abs(w), -1), strict=True)
+
+
+def assert_accurate(gradients, tensors, out_gradients, angles, **options):
+    """Within twelve roundings: of the pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last
+    product. Those of a sum over tokens even out, as those of its terms do. The dtype of the result adds one, and inv_freq
+    the error of cos and sin."""
+    wide = tensors[0].dtype == torch.float64
+    part = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
+    for i in (0, 1):
+        expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
+        for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
+            limit = part * size
+            if actual.dtype != (torch.float64 if wide else torch.float32):
+                limit = limit + ulp(np.abs(value), actual.dtype)
+            error = np.abs(numpy_of(actual, value.dtype.type) - value)
+            assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
+def test_gradients_are_near_the_oracle(case, dtype, device):
+    """And have the dtypes of what they are gradients of, the strides of a result."""
+    where, kinds, norm_eps, attention_factor = case
+    tensors, angles = make(*where, dtype, device, kinds)
+    inputs = [t.requires_grad_() for t in tensors]
+    layouts = reversed(where[2:])  # of the gradients others than those of q and k
+    given = [LAYOUTS[name](x.shape, dtype, device) for name, x in zip(layouts, tensors, strict=False)]
+    for interleaved in (False, True):
+        options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
+        gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
+        for x, g in zip(inputs, gradients, strict=True):
+            assert g.dtype == x.dtype and g.shape == x.shape
+            assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
+        assert_accurate(gradients, tensors, given, angles, **options)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
+    """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
+    tensors, angles = make((2, 10000, 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
+    outs = norm_rotate_qk(*tensors, **angles)
+    given = list(outs) if positive else like(outs)  # back from the result itself comes a square
+    run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
+    gradients = run()
+    assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
+    before = torch.get_num_threads()
+    try:
+        for threads in (before, 1, 2, 3):
+            torch.set_num_threads(threads)
+            assert_same(run(), gradients)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_gradients_have_the_same_bits_in_any_layout(head_dim, dtype, device):
+    """The order of a sum is that of tokens and heads, wherever they lie."""
+    tensors, angles = make((2, 9, 5, 2, head_dim, 20), Source("table"), "bshd", "bshd", dtype, device)
+    given = like(tensors[:2])
+    expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
+    for layout in LAYOUTS.values():
+        laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]
+        assert_same(rope._norm_rotate_qk_backward(*laid, *tensors[2:], **angles), expected)
+        assert_same(rope._norm_rotate_qk_backward(*laid[:2], *tensors, **angles), expected)
+
+
+def test_gradients_that_are_expanded(device):
+    """Stride 0, as out.sum() gives them."""
+    inputs, angles = leaves(device)
+    by_sum = grad(sum(out.sum() for out in norm_rotate_qk(*inputs, **angles)), inputs)
+    outs = norm_rotate_qk(*inputs, **angles)
+    assert_same(by_sum, grad(outs, inputs, [torch.ones_like(out) for out in outs]))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
+def test_gradients_of_empty_tensors(shape, device):
+    inputs = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[-1:], shape[-1:])]
+    outs = norm_rotate_qk(*inputs, inv_freq=torch_rope.inv_freq(shape[-1], device=device))
+    for x, g in zip(inputs, grad(outs, inputs, like(outs)), strict=True):
+        assert torch.equal(g, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 7])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0], ids=str)
+def test_a_head_that_has_no_norm_leaves_the_gradients_of_the_others_alone(value, head_dim, device):
+    size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
+    tensors, angles = make(size, Source("table"), "bshd", "bshd", torch.float32, device)
+    given = like(tensors[:2])
+    expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
+    tensors[0][0, 1, 1] = value
+    gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
+    assert gradients[0][0, 1, 1].isnan().any() and gradients[2].isnan().any()
+    gradients[0][0, 1, 1] = expected[0][0, 1, 1]
+    assert_same([g for i, g in enumerate(gradients) if i != 2], [g for i, g in enumerate(expected) if i != 2])
+
+
+@pytest.mark.parametrize("dtype, part", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
+def test_second_derivatives_in_the_dtypes_of_training(dtype, part, device):
+    """Within that part of the largest, of what torch finds for the definition in float64."""
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    tensors, angles = make((2, 9, 4, 2, 16, 12), SOURCES[2], "bhsd", "packed", dtype, device, ("float32", "own"))
+    found = []
+    for function, wide in (norm_rotate_qk, False), (definition, True):
+        inputs = [(t.double() if wide else t).detach().requires_grad_() for t in tensors]
+        torch.manual_seed(1)
+        outs = function(*inputs, **angles, **OPTIONS)
+        given = [torch.randn(t.shape, device=device).to(t.dtype).requires_grad_() for t in outs]
+        first = grad(outs, inputs, given, create_graph=True)
+        found.append(grad(first, [*inputs, *given], [torch.randn(t.shape, device=device).to(t.dtype) for t in first]))
+    for actual, expected, t in zip(*found, [*tensors, *tensors[:2]], strict=True):
+        assert actual.dtype == t.dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=part * expected.abs().max().item())
+
+
+# ---- what autograd asks for ----
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_forward_and_backward_are_one_operator_call_each(create_graph, device):
+    inputs, angles = leaves(device, dtype=torch.float32)
+    with Calls() as calls:
+        outs = norm_rotate_qk(*inputs, **angles)
+    assert calls.names == ["rope::norm_rotate_qk"]
+    given = like(outs)
+    with Calls() as calls:
+        gradients = grad(outs, inputs, given, create_graph=create_graph)
+    assert calls.names == ["rope::_norm_rotate_qk_backward"]
+    assert all(g.requires_grad == create_graph for g in gradients)
+
+
+@pytest.mark.parametrize("needed", [c for n in range(1, 5) for c in itertools.combinations(NAMES, n)], ids="+".join)
+def test_frozen_inputs(needed, device):
+    """No gradient where none is asked for, and the others keep their bits."""
+    inputs, angles = leaves(device, dtype=torch.float32)
+    outs = norm_rotate_qk(*inputs, **angles, **OPTIONS)
+    given = like(outs)
+    expected = dict(zip(NAMES, grad(outs, inputs, given), strict=True))
+    frozen = {name: t.detach().requires_grad_(name in needed) for name, t in zip(NAMES, inputs, strict=True)}
+    torch.autograd.backward(norm_rotate_qk(**frozen, **angles, **OPTIONS), given)
+    for name, t in frozen.items():
+        assert (t.grad is not None) == (name in needed)
+        assert t.grad is None or torch.equal(t.grad, expected[name])
+    with torch.no_grad():
+        assert not any(out.requires_grad for out in norm_rotate_qk(**frozen, **angles, **OPTIONS))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
+def test_an_output_that_is_not_used(used, device):
+    """Its input and weight get no gradient, not zeros; derivatives of the others are what they were."""
+    inputs, angles = leaves(device)
+    of_both = norm_rotate_qk(*inputs, **angles, **OPTIONS)
+    given = like(of_both)
+    expected = grad(of_both, inputs, given)
+    out = norm_rotate_qk(*inputs, **angles, **OPTIONS)[used]
+    first = grad(out, inputs, given[used], create_graph=True, allow_unused=True)
+    assert_same(first[used::2], expected[used::2])
+    assert first[1 - used] is first[3 - used] is None
+    second = grad(first[used].square().sum(), inputs, allow_unused=True)
+    true_out = definition(*inputs, **angles, **OPTIONS)[used]
+    true_first = grad(true_out, inputs[used], given[used], create_graph=True)[0]
+    same_gradients(second[used::2], grad(true_first.square().sum(), inputs[used::2]))
+    assert all(g is None or not g.any() for g in second[1 - used :: 2])
+
+
+def test_one_tensor_as_q_and_k(device):
+    (q, _, w, _), angles = leaves(device)
+    outs = norm_rotate_qk(q, q, w, w, **angles)
+    given = like(outs)
+    same_gradients(grad(outs, (q, w), given), grad(definition(q, q, w, w, **angles), (q, w), given))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "cos", "sin", "inv_freq", "positions"])
+def test_backward_complains_if_what_it_saved_was_written(name, device):
+    source = SOURCES[8] if name in ("inv_freq", "positions") else SOURCES[3]
+    inputs, angles = leaves(device, source=source, dtype=torch.float32)
+    outs = norm_rotate_qk(*inputs, **angles)
+    with torch.no_grad():
+        (dict(zip(NAMES, inputs, strict=True)) | angles)[name].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad(outs, inputs, like(outs))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant, device):
+    inputs, angles = leaves(device, dtype=torch.float32)
+    function = lambda *t: sum(out.sin().sum() for out in norm_rotate_qk(*t, **angles))  # noqa: E731
+    function(*inputs).backward()
+    expected = [t.grad for t in inputs]
+    again = [t.detach().requires_grad_() for t in inputs]
+    checkpoint(function, *again, use_reentrant=use_reentrant).backward()
+    assert_same([t.grad for t in again], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_nothing(dtype, device):
+    tensors, angles = make(SIZE, SOURCES[1], "bshd", "bshd", dtype, device, ("float32", "own"))
+    expected = norm_rotate_qk(*tensors, **angles)
+    with torch.autocast(device, dtype=dtype):
+        outs = norm_rotate_qk(*tensors, **angles)
+    assert all(out.dtype == dtype for out in outs)
+    assert_same(outs, expected)
+
+
+# ---- forward mode and torch.func ----
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+@pytest.mark.parametrize("moved", [*((n,) for n in NAMES), ("q", "k_norm_weight"), tuple(NAMES)], ids="+".join)
+@by_source
+def test_tangents(source, moved, mode, device):
+    """Of each input and of all; an output that does not depend on it has none. Also without grad."""
+    inputs, angles = leaves(device, source=source, requires_grad=mode == "grad")
+    with fwAD.dual_level(), torch.set_grad_enabled(mode == "grad"):
+        duals = [
+            fwAD.make_dual(t, torch.randn_like(t)) if n in moved else t for n, t in zip(NAMES, inputs, strict=True)
+        ]
+        outs, expected = (f(*duals, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
+        for i, (out, by_definition) in enumerate(zip(outs, expected, strict=True)):
+            (value, tangent), (_, true_tangent) = fwAD.unpack_dual(out), fwAD.unpack_dual(by_definition)
+            assert torch.equal(value, norm_rotate_qk(*inputs, **angles, **OPTIONS)[i])
+            assert (tangent is None) == (not {NAMES[i], NAMES[i + 2]} & set(moved))
+            assert tangent is None or torch.allclose(tangent, true_tangent)
+
+
+def loss_of(function, **options):
+    def loss(*tensors):
+        q, k = function(*tensors, **options)
+        return (q.sin() * k.cos()).sum()
+
+    return loss
+
+
+EVERY = (0, 1, 2, 3)
+
+
+def test_torch_func_gradients(device):
+    tensors, angles = leaves(device, requires_grad=False)
+    loss, truth = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    expected = grad(truth(*inputs), inputs)
+    over_batch = dict(in_dims=(0, 0, None, None))
+    same_gradients(torch.func.grad(loss, EVERY)(*tensors), expected)
+    same_gradients(vjp(loss, *tensors)[1](torch.ones((), dtype=tensors[0].dtype, device=device)), expected)
+    same_gradients(torch.func.grad(lambda *t: vmap(loss, **over_batch)(*t).sum(), EVERY)(*tensors), expected)
+    tangents = like(tensors)
+    same_gradients(jvp(loss, tuple(tensors), tuple(tangents)), jvp(truth, tuple(tensors), tuple(tangents)))
+    # Per sample, the gradients of the weights too.
+    samples = vmap(torch.func.grad(loss, EVERY), **over_batch)(*tensors)
+    for i in range(2):
+        same_gradients(
+            [g[i] for g in samples], torch.func.grad(truth, EVERY)(tensors[0][i], tensors[1][i], *tensors[2:])
+        )
+    same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], expected)
+    # Each sample with weights of its own.
+    stacked = [*tensors[:2], *(torch.stack([w, 2 - w]) for w in tensors[2:])]
+    same_gradients(vmap(torch.func.grad(loss, EVERY))(*stacked), vmap(torch.func.grad(truth, EVERY))(*stacked))
+
+
+@by_source
+def test_torch_func_jacobians_and_hessians(source, device):
+    """Every nesting of forward and reverse mode."""
+    tensors, angles = leaves(device, (2, 2, 1, 1, 4, 4), source, requires_grad=False)
+    function, truth = (lambda *t, f=f: f(*t, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
+    loss, true_loss = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
+    for mode in jacrev, jacfwd:
+        for ours, theirs in zip(mode(function, EVERY)(*tensors), jacrev(truth, EVERY)(*tensors), strict=True):
+            same_gradients(ours, theirs)
+    expected = hessian(true_loss, EVERY)(*tensors)
+    for outer, inner in itertools.product((jacfwd, jacrev), repeat=2):
+        for ours, theirs in zip(outer(inner(loss, EVERY), EVERY)(*tensors), expected, strict=True):
+            same_gradients(ours, theirs)
+    # Around plain autograd.
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    gradients = grad(sum(g.sum() for g in torch.func.grad(loss, EVERY)(*inputs)), inputs)
+    rows = zip(*expected, strict=True)
+    same_gradients(
+        gradients,
+        [sum(h.sum(tuple(range(h.dim() - x.dim()))) for h in row) for x, row in zip(inputs, rows, strict=True)],
+    )
+
+
+# ---- opcheck ----
+
+
+@pytest.mark.parametrize("needed", ["none", "all", "weights"])
+@pytest.mark.parametrize("dims", [3, 4])
+@pytest.mark.parametrize("op", ["norm_rotate_qk", "_norm_rotate_qk_backward"])
+def test_opcheck(op, dims, needed, device):
+    source = SOURCES[9] if dims == 4 and device != "mps" else SOURCES[2]
+    tensors, angles = make((dims - 2, 3, 2, 1, 6, 4), source, "bhsd", "packed", torch.float32, device, WEIGHTS[1:3])
+    tensors = [t[0] if dims == 3 and t.dim() == 4 else t for t in tensors]
+    for t in tensors if needed == "all" else tensors[2:] if needed == "weights" else []:
+        t.requires_grad_()
+    given = like(tensors[:2]) if "backward" in op else []
+    torch.library.opcheck(getattr(rope, op).default, (*given, *tensors), angles | OPTIONS | {"interleaved": dims == 3})
