@@ -11,7 +11,8 @@ CSRC := $(wildcard csrc/*.* csrc/*/*.*)
 .PHONY: demo test bench lint clean
 
 demo: .venv/demo .venv/built
-	$(BIN)/python examples/generate.py --prompt="$$PROMPT"
+	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
+	$(BIN)/python examples/generate.py --qwen3
 
 test: lint .venv/test .venv/built
 	$(BIN)/python -m pytest

@@ -20,7 +20,7 @@ if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in WARM_ALLOCA
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | WARM_ALLOCATOR)
 
 import torch  # noqa: E402
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb  # noqa: E402
 
 import torch_rope  # noqa: E402
 from torch_rope import _C  # noqa: E402
@@ -47,7 +47,7 @@ class Table:
 
     def __init__(self):
         self.missed = 0
-        print(f"{'case':<44}{'ours':>12}{'other':>12}{'ratio':>8}   limit")
+        print(f"{'case':<60}{'ours':>12}{'other':>12}{'ratio':>8}   limit")
 
     def row(self, case, ours, other, limit, higher_is_better=False):
         ratio = other / ours if higher_is_better else ours / other
@@ -55,14 +55,14 @@ class Table:
         self.missed += not good
         sign = ">=" if higher_is_better else "<="
         print(
-            f"{case:<44}{ours:>9.1f} us{other:>9.1f} us{ratio:>8.2f}   {sign} {limit:g} {'' if good else 'MISSED'}",
+            f"{case:<60}{ours:>9.1f} us{other:>9.1f} us{ratio:>8.2f}   {sign} {limit:g} {'' if good else 'MISSED'}",
             flush=True,
         )
 
     def limit(self, case, ours, limit):
         self.missed += ours > limit
         print(
-            f"{case:<44}{ours:>9.2f} us{'':>12}{'':>8}   <= {limit:g} us {'' if ours <= limit else 'MISSED'}",
+            f"{case:<60}{ours:>9.2f} us{'':>12}{'':>8}   <= {limit:g} us {'' if ours <= limit else 'MISSED'}",
             flush=True,
         )
 
@@ -145,6 +145,122 @@ def decode(table: Table) -> None:
                 table.limit(f"decode {mode} {name}", us, limit)
 
 
+def qkv(seq: int, dtype: torch.dtype) -> tuple:
+    """q, k, v as a projection leaves them, and a StaticCache of 2048 tokens: [1, kv_heads, 2048, head_dim]."""
+    q, k, v = (torch.randn(1, seq, heads, 128).to(dtype) for heads in (32, 8, 8))
+    return q, k, v, *(torch.zeros(1, 8, 2048, 128, dtype=dtype) for _ in range(2))
+
+
+def cache_decode(table: Table) -> None:
+    """One token: norm, rotation and cache, by one operator, by several of ours, and by torch's."""
+    seq, position = 1, 77
+    freq = torch_rope.inv_freq(128)
+    cos, sin = torch_rope.cos_sin(torch.arange(2048), freq)
+    positions = torch.tensor([position])
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, k_cache, v_cache = qkv(seq, dtype)
+        k_places, v_places = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        norms = Qwen3RMSNorm(128).to(dtype), Qwen3RMSNorm(128).to(dtype)
+        weights = [norm.weight.detach() for norm in norms]
+        wide_cos, wide_sin = (torch.cat([t, t], -1).to(dtype)[None, positions] for t in (cos, sin))
+
+        def write(k, v, k_places=k_places, v_places=v_places):
+            k_places.index_copy_(1, positions, k)
+            v_places.index_copy_(1, positions, v)
+
+        def torch_eager(q=q, k=k, v=v, norms=norms, cos=wide_cos, sin=wide_sin, write=write, norm=True):
+            q, k = (norms[0](q), norms[1](k)) if norm else (q, k)
+            q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+            write(k, v)
+
+        def unfused_norm(q=q, k=k, v=v, weights=weights, write=write):
+            q, k = rope.norm_rotate_qk(q, k, *weights, cos, sin, None, positions)
+            write(k, v)
+
+        def unfused(q=q, k=k, v=v, write=write):
+            q, k = rope.rotate_qk(q, k, cos, sin, None, positions)
+            write(k, v)
+
+        def unfused_in_place(q=q, k=k, v=v, write=write):
+            rope.rotate_qk_(q, k, cos, sin, None, positions)
+            write(k, v)
+
+        def fused(weights=(), q=q, k=k, v=v, k_places=k_places, v_places=v_places):
+            rope.rotate_into_cache_(q, k, v, k_places, v_places, cos, sin, None, positions, 0, None, *weights)
+
+        with torch.inference_mode():
+            t = medians(
+                {
+                    "norm": lambda f=fused, w=weights: f(w),
+                    "plain": fused,
+                    "ours norm": unfused_norm,
+                    "ours": unfused,
+                    "ours in place": unfused_in_place,
+                    "torch norm": torch_eager,
+                    "torch": lambda f=torch_eager: f(norm=False),
+                },
+                calls=500,
+            )
+        name = f"decode {str(dtype)[6:]} into cache"
+        table.row(f"{name}, norm, torch eager", t["norm"], t["torch norm"], 10, higher_is_better=True)
+        table.row(f"{name}, torch eager", t["plain"], t["torch"], 10, higher_is_better=True)
+        table.row(f"{name}, norm, ours unfused", t["norm"], t["ours norm"], 2, higher_is_better=True)
+        table.row(f"{name}, ours unfused", t["plain"], t["ours"], 2, higher_is_better=True)
+        table.row(f"{name}, ours unfused in place", t["plain"], t["ours in place"], 2, higher_is_better=True)
+
+
+def cache_prefill(table: Table) -> None:
+    """A prompt of 2048 tokens, against the copies alone."""
+    freq = torch_rope.inv_freq(128)
+    cos, sin = torch_rope.cos_sin(torch.arange(2048), freq)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, k_cache, v_cache = qkv(2048, dtype)
+        q_copy = torch.empty_like(q)
+        weights = [torch.ones(128, dtype=dtype)] * 2
+
+        def copy(q=q, k=k, v=v, q_copy=q_copy, k_cache=k_cache, v_cache=v_cache):
+            q_copy.copy_(q)
+            k_cache.copy_(k.transpose(1, 2))
+            v_cache.copy_(v.transpose(1, 2))
+
+        def fused(weights=(), q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache):
+            places = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+            rope.rotate_into_cache_(q, k, v, *places, cos, sin, None, None, 0, None, *weights)
+
+        t = medians({"copy": copy, "plain": fused, "norm": lambda f=fused, w=weights: f(w)})
+        table.row(f"prefill {str(dtype)[6:]} into cache, copy_", t["plain"], t["copy"], 1.3)
+        table.row(f"prefill {str(dtype)[6:]} into cache, norm, copy_", t["norm"], t["copy"], 1.3)
+
+
+def norm_training(table: Table) -> None:
+    """norm_rotate_qk forward and backward of 2048 tokens, against transformers' in eager mode and compiled."""
+    freq = torch_rope.inv_freq(128)
+    cos, sin = torch_rope.cos_sin(torch.arange(2048), freq)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, *_ = qkv(2048, dtype)
+        q_norm, k_norm = Qwen3RMSNorm(128).to(dtype), Qwen3RMSNorm(128).to(dtype)
+        wide_cos, wide_sin = (torch.cat([t, t], -1).to(dtype)[None] for t in (cos, sin))
+        q.requires_grad_()
+        k.requires_grad_()
+        gradients = torch.randn_like(q), torch.randn_like(k)
+        inputs = q, k, q_norm.weight, k_norm.weight
+
+        def theirs(q=q, k=k, q_norm=q_norm, k_norm=k_norm, cos=wide_cos, sin=wide_sin):
+            return apply_rotary_pos_emb(q_norm(q), k_norm(k), cos, sin, unsqueeze_dim=2)
+
+        def ours(inputs=inputs):
+            return rope.norm_rotate_qk(*inputs, cos, sin)
+
+        def train(forward, inputs=inputs, gradients=gradients):
+            return lambda: torch.autograd.grad(forward(), inputs, gradients)
+
+        compiled = torch.compile(theirs, dynamic=False)
+        t = medians({"ours": train(ours), "eager": train(theirs), "compiled": train(compiled)}, rounds=15)
+        name = f"norm_rotate_qk {str(dtype)[6:]} forward and backward"
+        table.row(f"{name}, HF eager", t["ours"], t["eager"], 5, higher_is_better=True)
+        table.row(f"{name}, HF compiled", t["ours"], t["compiled"], 1.5, higher_is_better=True)
+
+
 def tables(table: Table) -> None:
     freq = torch_rope.inv_freq(128)
 
@@ -159,6 +275,9 @@ def tables(table: Table) -> None:
 CASES = {
     "tables": tables,
     "decode": decode,
+    "cache-decode": cache_decode,
+    "cache-prefill": cache_prefill,
+    "norm-training": norm_training,
     **{
         f"{str(d)[6:]}-{layout}": lambda table, d=d, layout=layout: prefill(table, d, layout)
         for d in (torch.float32, torch.bfloat16)

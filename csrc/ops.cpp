@@ -12,9 +12,10 @@ namespace {
 
 bool holds(bool condition) { return condition; }
 // Guards under torch.compile; for a size that is data (unbacked) it becomes an assertion of the compiled program.
-bool holds(const c10::SymBool& condition) {
-  const auto known = condition.maybe_as_bool();
-  return known ? *known : condition.expect_true(__FILE__, __LINE__);
+bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+bool equal(const c10::SymInt& a, const c10::SymInt& b) {
+  const bool plain = !a.is_symbolic() && !b.is_symbolic();  // the usual case, without a call
+  return plain ? a.as_int_unchecked() == b.as_int_unchecked() : holds(a.sym_eq(b));
 }
 
 // By reference, where sym_size makes a SymInt.
@@ -81,7 +82,7 @@ void check_beside_q(const RotateCall& call, const char* name, const Tensor& k) {
   const char* axes[] = {"batch", "seq", "heads", "head_dim"};
   for (int64_t d = 0; d < q.dim(); d++) {
     if (d == q.dim() - 2) continue;
-    ROPE_CHECK_VALUE(size(k, d).sym_eq(size(q, d)), name, " has ", axes[d + 4 - q.dim()], " ", size(k, d), ", q has ",
+    ROPE_CHECK_VALUE(equal(size(k, d), size(q, d)), name, " has ", axes[d + 4 - q.dim()], " ", size(k, d), ", q has ",
                      size(q, d), "; only their heads may differ");
   }
 }
@@ -105,7 +106,7 @@ void check_tables(const RotateCall& call) {
   ROPE_CHECK_VALUE(sin.dim() == cos.dim(), "sin has shape ", sin.sym_sizes(), ", cos has ", cos.sym_sizes(),
                    "; they need the same");
   for (int64_t d = 0; d < cos.dim(); d++) {
-    ROPE_CHECK_VALUE(size(sin, d).sym_eq(size(cos, d)), "sin has shape ", sin.sym_sizes(), ", cos has ",
+    ROPE_CHECK_VALUE(equal(size(sin, d), size(cos, d)), "sin has shape ", sin.sym_sizes(), ", cos has ",
                      cos.sym_sizes(), "; they need the same");
   }
   check_rotary_dim(call, "cos", cos, "columns");
@@ -114,9 +115,9 @@ void check_tables(const RotateCall& call) {
   const c10::SymInt &batch = batch_of(x), &seq = size(x, -3);
   ROPE_CHECK_VALUE(!call.positions, "positions with cos of shape ", cos.sym_sizes(),
                    ": a 3-D table has a row per token, so positions needs to be None (or cos 2-D, a row per position)");
-  ROPE_CHECK_VALUE(call.offset.sym_eq(0), "offset is ", call.offset, " with cos of shape ", cos.sym_sizes(),
+  ROPE_CHECK_VALUE(equal(call.offset, 0), "offset is ", call.offset, " with cos of shape ", cos.sym_sizes(),
                    ": a 3-D table has a row per token, so offset needs to be 0 (or cos 2-D, a row per position)");
-  ROPE_CHECK_VALUE(size(cos, 1).sym_eq(seq), "cos has ", size(cos, 1), " rows per sequence, ", call.q_name(),
+  ROPE_CHECK_VALUE(equal(size(cos, 1), seq), "cos has ", size(cos, 1), " rows per sequence, ", call.q_name(),
                    " has seq ", seq, "; a 3-D table needs a row per token");
   ROPE_CHECK_VALUE(size(cos, 0).sym_eq(1).sym_or(size(cos, 0).sym_eq(batch)), "cos has batch ", size(cos, 0), ", ",
                    call.q_name(), " has batch ", batch, "; a 3-D table needs that or 1");
@@ -138,7 +139,7 @@ void check_positions(const RotateCall& call) {
   const c10::SymInt &batch = batch_of(x), &seq = size(x, -3);
   ROPE_CHECK_VALUE(positions.dim() == 1 || positions.dim() == 2, "positions has ", positions.dim(), " dimensions ",
                    positions.sym_sizes(), ", needs [seq], [1, seq] or [batch, seq]");
-  ROPE_CHECK_VALUE(size(positions, -1).sym_eq(seq), "positions has ", size(positions, -1), " tokens ",
+  ROPE_CHECK_VALUE(equal(size(positions, -1), seq), "positions has ", size(positions, -1), " tokens ",
                    positions.sym_sizes(), ", ", call.q_name(), " has seq ", seq,
                    "; positions needs [seq], [1, seq] or [batch, seq]");
   if (positions.dim() == 2) {
@@ -160,7 +161,7 @@ void check_norm(const RotateCall& call) {
                     name_of(weight.scalar_type()), ", needs float32 or q's dtype, ", name_of(x_type));
     ROPE_CHECK_VALUE(weight.dim() == 1, name, " has ", weight.dim(), " dimensions ", weight.sym_sizes(),
                      ", needs [head_dim], one weight for each channel of a head");
-    ROPE_CHECK_VALUE(size(weight, 0).sym_eq(head_dim), name, " has ", size(weight, 0), " weights, q has head_dim ",
+    ROPE_CHECK_VALUE(equal(size(weight, 0), head_dim), name, " has ", size(weight, 0), " weights, q has head_dim ",
                      head_dim, "; they need the same");
   };
   check("q_norm_weight", *call.q_norm_weight);
@@ -172,7 +173,7 @@ void check_cache(const RotateCall& call) {
   const Tensor &q = *call.q, &k = *call.k, &v = *call.v;
   const c10::SymInt &batch = batch_of(q), &seq = size(q, -3);
   check_beside_q(call, "v", v);
-  ROPE_CHECK_VALUE(size(v, -2).sym_eq(size(k, -2)), "v has ", size(v, -2), " heads, k has ", size(k, -2),
+  ROPE_CHECK_VALUE(equal(size(v, -2), size(k, -2)), "v has ", size(v, -2), " heads, k has ", size(k, -2),
                    "; they need the same");
   const auto check = [&](const char* name, const Tensor& cache) {
     ROPE_CHECK_TYPE(cache.scalar_type() == k.scalar_type(), name, " is ", name_of(cache.scalar_type()), ", k is ",
@@ -180,9 +181,9 @@ void check_cache(const RotateCall& call) {
     ROPE_CHECK_VALUE(cache.dim() == 3 || cache.dim() == 4, name, " has ", cache.dim(), " dimensions ",
                      cache.sym_sizes(),
                      ", needs [blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
-    ROPE_CHECK_VALUE(size(cache, -2).sym_eq(size(k, -2)), name, " has ", size(cache, -2), " heads, k has ", size(k, -2),
+    ROPE_CHECK_VALUE(equal(size(cache, -2), size(k, -2)), name, " has ", size(cache, -2), " heads, k has ", size(k, -2),
                      "; they need the same (a head-major cache is passed transposed)");
-    ROPE_CHECK_VALUE(size(cache, -1).sym_eq(size(k, -1)), name, " has head_dim ", size(cache, -1), ", k has ",
+    ROPE_CHECK_VALUE(equal(size(cache, -1), size(k, -1)), name, " has head_dim ", size(cache, -1), ", k has ",
                      size(k, -1), "; they need the same");
   };
   const Tensor &k_cache = *call.k_out, &v_cache = *call.v_out;
@@ -191,7 +192,7 @@ void check_cache(const RotateCall& call) {
   ROPE_CHECK_VALUE(v_cache.dim() == k_cache.dim(), "v_cache has shape ", v_cache.sym_sizes(), ", k_cache has ",
                    k_cache.sym_sizes(), "; they need the same");
   for (int64_t d = 0; d < k_cache.dim() - 2; d++) {
-    ROPE_CHECK_VALUE(size(v_cache, d).sym_eq(size(k_cache, d)), "v_cache has shape ", v_cache.sym_sizes(),
+    ROPE_CHECK_VALUE(equal(size(v_cache, d), size(k_cache, d)), "v_cache has shape ", v_cache.sym_sizes(),
                      ", k_cache has ", k_cache.sym_sizes(), "; they need the same");
   }
   if (!call.slots) {
@@ -207,10 +208,10 @@ void check_cache(const RotateCall& call) {
                   name_of(slots.scalar_type()), ", needs int32 or int64");
   ROPE_CHECK_VALUE(slots.dim() == 1 || slots.dim() == 2, "slots has ", slots.dim(), " dimensions ", slots.sym_sizes(),
                    ", needs [seq] or [batch, seq]");
-  ROPE_CHECK_VALUE(size(slots, -1).sym_eq(seq), "slots has ", size(slots, -1), " tokens ", slots.sym_sizes(),
+  ROPE_CHECK_VALUE(equal(size(slots, -1), seq), "slots has ", size(slots, -1), " tokens ", slots.sym_sizes(),
                    ", q has seq ", seq, "; slots needs [seq] or [batch, seq]");
   const c10::SymInt& rows = slots.dim() == 2 ? size(slots, 0) : kOne;
-  ROPE_CHECK_VALUE(rows.sym_eq(batch), "slots has shape ", slots.sym_sizes(), ", q has batch ", batch,
+  ROPE_CHECK_VALUE(equal(rows, batch), "slots has shape ", slots.sym_sizes(), ", q has batch ", batch,
                    "; each token needs its own slot, [batch, seq] (or [seq] with batch 1)");
 }
 
@@ -321,7 +322,7 @@ void check_normalised(const RotateCall& call, const Tensor& q, const Tensor& k) 
     ROPE_CHECK_VALUE(x.dim() == gradient.dim(), name, " has shape ", x.sym_sizes(), ", its gradient ",
                      gradient.sym_sizes(), "; they need the same");
     for (int64_t d = 0; d < x.dim(); d++) {
-      ROPE_CHECK_VALUE(size(x, d).sym_eq(size(gradient, d)), name, " has shape ", x.sym_sizes(), ", its gradient ",
+      ROPE_CHECK_VALUE(equal(size(x, d), size(gradient, d)), name, " has shape ", x.sym_sizes(), ", its gradient ",
                        gradient.sym_sizes(), "; they need the same");
     }
     ROPE_CHECK_VALUE(x.device() == gradient.device(), name, " is on ", x.device(), ", its gradient is on ",

@@ -73,20 +73,7 @@ Memory::Memory(const at::Tensor& t)
   // Two storages may still be one memory (torch.from_numpy twice), which only an address can tell; on other devices
   // data() is a handle and no address.
   if ((t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
-    address_ = static_cast<const char*>(storage_->data());
-}
-
-// Byte distance from the start of the other to that of this one, or none where they cannot share memory.
-std::optional<int64_t> Memory::distance(const Memory& other) const {
-  if (!known_ || !other.known_) return std::nullopt;
-  if (storage_ == other.storage_) return first_ - other.first_;
-  if (!address_ || !other.address_) return std::nullopt;
-  return (reinterpret_cast<intptr_t>(address_) + first_) - (reinterpret_cast<intptr_t>(other.address_) + other.first_);
-}
-
-bool Memory::range_overlaps(const Memory& other) const {
-  const auto apart = distance(other);
-  return apart && *apart < other.length_ && -*apart < length_;
+    address_ = reinterpret_cast<intptr_t>(storage_->data());
 }
 
 bool Memory::overlaps_itself() const {
@@ -120,12 +107,11 @@ bool Memory::overlaps_itself() const {
   return false;
 }
 
-bool Memory::overlaps(const Memory& other) const {
-  if (!range_overlaps(other)) return false;
+bool Memory::shares_byte(const Memory& other) const {
   // apart + (an offset in this) - (an offset in the other), the latter counted from its end so that every term is
   // positive.
   Sums sums;
-  int64_t target = -*distance(other);
+  int64_t target = other.begin() - begin();
   for (int64_t d = 0; d < dims_; d++) sums.add(step(d), sizes_[d] - 1);
   for (int64_t d = 0; d < other.dims_; d++) {
     sums.add(other.step(d), other.sizes_[d] - 1);

@@ -17,13 +17,19 @@ class Memory {
   bool overlaps_itself() const;
 
   // A byte in common.
-  bool overlaps(const Memory& other) const;
+  bool overlaps(const Memory& other) const { return range_overlaps(other) && shares_byte(other); }
 
   // A byte in common between the first and the last of each.
-  bool range_overlaps(const Memory& other) const;
+  bool range_overlaps(const Memory& other) const {
+    if (!known_ || !other.known_) return false;
+    if (storage_ != other.storage_ && !(address_ && other.address_)) return false;
+    const intptr_t apart = begin() - other.begin();
+    return apart < other.length_ && -apart < length_;
+  }
 
  private:
-  std::optional<int64_t> distance(const Memory& other) const;
+  bool shares_byte(const Memory& other) const;
+  intptr_t begin() const { return address_ + first_; }
   int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
 
   const at::Tensor& tensor_;
@@ -33,7 +39,7 @@ class Memory {
   int64_t first_ = 0;                // byte offset in the storage
   int64_t length_;                   // bytes from the first to the last
   const c10::StorageImpl* storage_ = nullptr;
-  const char* address_ = nullptr;  // of the storage, where it is one
+  intptr_t address_ = 0;  // of the storage, where it is one
 };
 
 }  // namespace rope

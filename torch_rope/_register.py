@@ -203,8 +203,9 @@ def _norm_rotate_qk_flops(q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=Non
 
 @register_flop_formula(_ops._norm_rotate_qk_backward)
 def _norm_backward_flops(dq, dk, q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=None, *args, **kwargs) -> int:
-    # Beside what forward does: two products for the weights, four for the inputs.
-    return _flops([q, k], cos, inv_freq, norm=True) + sum(8 * torch.Size(s).numel() for s in (q, k))
+    # Beside what forward does, for each channel two for the weight, five for the input: with n = x r and u = gradient * w,
+    # sums of gradient * n and of u * x, and r (u - c x).
+    return _flops([q, k], cos, inv_freq, norm=True) + sum(7 * torch.Size(s).numel() for s in (q, k))
 
 
 @register_flop_formula(_ops.rotate_into_cache_)

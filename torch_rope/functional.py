@@ -18,10 +18,10 @@ def _flags(attention_factor: float, interleaved: bool, inverse: bool) -> dict:
     return {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
 
 
-def _norm_flags(attention_factor: float, interleaved: bool) -> dict:
-    if attention_factor == 1.0 and not interleaved:
+def _norm_flags(norm_eps: float, attention_factor: float, interleaved: bool) -> dict:
+    if norm_eps == 1e-6 and attention_factor == 1.0 and not interleaved:
         return {}
-    return {"attention_factor": attention_factor, "interleaved": interleaved}
+    return {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
 
 
 def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
@@ -241,8 +241,7 @@ def norm_rotate_qk(
         inv_freq,
         positions,
         offset,
-        norm_eps=norm_eps,
-        **_norm_flags(attention_factor, interleaved),
+        **_norm_flags(norm_eps, attention_factor, interleaved),
     )
 
 
@@ -317,6 +316,5 @@ def rotate_into_cache(
         slots,
         q_norm_weight,
         k_norm_weight,
-        norm_eps=norm_eps,
-        **_norm_flags(attention_factor, interleaved),
+        **_norm_flags(norm_eps, attention_factor, interleaved),
     )
