@@ -188,7 +188,7 @@ struct Cpu {
     const Tensor sums = at::empty({parts, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
     double* const sum = sums.mutable_data_ptr<double>();
     const Kernels& k = kernels();
-    parallel(parts, part * per_token, k.rotate_scratch(n.rotate), [&](int64_t begin, int64_t end, void* scratch) {
+    parallel(parts, part * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
       for (int64_t i = begin; i < end; i++)
         k.norm_backward(n, i * part, std::min(tokens, (i + 1) * part), sum + i * row, scratch);
     });

@@ -45,6 +45,7 @@ struct Kernels {
   const char* name;
   size_t (*rotate_scratch)(const Rotate&);                                   // bytes of scratch that one thread needs
   void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);  // tokens [begin, end) of batch * seq
+  size_t (*norm_backward_scratch)(const NormBackward&);
   // weight_grads: what these tokens add to the gradients of both weights, [2, head_dim].
   void (*norm_backward)(const NormBackward&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*cos_sin_scratch)(const CosSin&);
