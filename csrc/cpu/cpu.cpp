@@ -95,9 +95,10 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item));
   const auto run = [&](int64_t begin, int64_t end) {
     // Whole vectors of scratch shall not straddle two lines of the cache.
-    const std::unique_ptr<char[]> scratch(new char[scratch_bytes + kLine]);
-    const uintptr_t first = reinterpret_cast<uintptr_t>(scratch.get());
-    body(begin, end, scratch.get() + (kLine - first % kLine) % kLine);
+    alignas(kLine) char small[8192];  // enough for one token
+    if (scratch_bytes <= sizeof small) return body(begin, end, small);
+    const std::unique_ptr<char[]> large(new char[scratch_bytes + kLine]);
+    body(begin, end, large.get() + (kLine - reinterpret_cast<uintptr_t>(large.get()) % kLine) % kLine);
   };
   if (n <= grain) return run(0, n);  // a decode step is all overhead
   at::parallel_for(0, n, grain, run);
