@@ -1,6 +1,7 @@
-"""The cases that every test of the rotating operators runs over: layouts, angle sources and sizes."""
+"""The cases that every test of the rotating operators runs over: layouts, caches, angle sources and sizes."""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,27 @@ LAYOUTS = {
     "packed": _slice_of_packed,
     "every second channel": _every_second_channel,
     "odd start": _odd_start,
+}
+
+
+def _part_of_a_larger_one(make, n, size, heads, dim):
+    return tuple(make(n + 2, size + 3, heads + 1, dim + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv")
+
+
+# name -> function of (make, blocks, block_size, heads, head_dim), where make(*shape) is memory: (k_cache, v_cache) as
+# the operator takes them, [blocks, block_size, heads, head_dim] or, for one block, [max_seq, heads, head_dim].
+CACHES = {
+    "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),
+    "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu
+    "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),  # vLLM's NHD
+    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # HF; HND
+    "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
+    "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
+    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # and its HND
+    "kv in a row": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
+    "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
+    "values by channel": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, d, size).permute(0, 3, 1, 2)),
+    "part of a larger one": _part_of_a_larger_one,
 }
 
 
@@ -105,6 +127,22 @@ SOURCES = [
     Source("inv_freq", "int32 [1,S]", strided=True),
     Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64),
 ]
+
+
+def some_slots(shape, cells, dtype, device, *, skipped=0.2):
+    """No two equal, some negative."""
+    slots = torch.randperm(cells)[: math.prod(shape)].view(shape)
+    padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, shape)]
+    return torch.where(torch.rand(shape) < skipped, padding, slots).to(dtype).to(device)
+
+
+def set_apart(angles, batch, limit):
+    """Gives every token of a row a position of its own, below limit with the offset added: one cell for each token."""
+    positions = angles.get("positions")
+    if positions is not None:
+        places = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
+        positions.copy_(places[: positions.shape[0]] if positions.dim() == 2 else places[0])
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SIZES, SOURCES, supported
+from cases import CACHES, DTYPES, LAYOUTS, SIZES, SOURCES, set_apart, some_slots, supported
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import assert_close, rotate
@@ -34,27 +34,6 @@ def garbage(shape, dtype):
     t = words.view(dtype)[: math.prod(shape)]
     t[::7] = float("nan")
     return t.view(shape)
-
-
-def _part_of_a_larger_one(make, n, size, heads, dim):
-    return tuple(make(n + 2, size + 3, heads + 1, dim + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv")
-
-
-# name -> function of (make, blocks, block_size, heads, head_dim), where make(*shape) is memory: (k_cache, v_cache) as
-# the operator takes them, [blocks, block_size, heads, head_dim] or, for one block, [max_seq, heads, head_dim].
-CACHES = {
-    "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),
-    "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu
-    "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),  # vLLM's NHD
-    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # HF; HND
-    "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
-    "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
-    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # and its HND
-    "kv in a row": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
-    "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
-    "values by channel": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, d, size).permute(0, 3, 1, 2)),
-    "part of a larger one": _part_of_a_larger_one,
-}
 
 
 class Caches:
@@ -130,21 +109,6 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
         with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
         assert_close(out, rotate(x, **angles, **options, **with_norm), *near)
-
-
-def some_slots(shape, cells, dtype, device, *, skipped=0.2):
-    """No two equal, some negative."""
-    slots = torch.randperm(cells)[: math.prod(shape)].view(shape)
-    padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, shape)]
-    return torch.where(torch.rand(shape) < skipped, padding, slots).to(dtype).to(device)
-
-
-def set_apart(angles, batch, limit):
-    """Gives every token of a row a position of its own, below limit with the offset added: one cell for each token."""
-    positions = angles.get("positions")
-    if positions is not None:
-        places = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
-        positions.copy_(places[: positions.shape[0]] if positions.dim() == 2 else places[0])
 
 
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import LAYOUTS, SOURCES
-from test_cache import CACHES, set_apart, some_slots
+from cases import CACHES, LAYOUTS, SOURCES, set_apart, some_slots
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
