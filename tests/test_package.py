@@ -45,17 +45,23 @@ def test_every_public_function_has_a_docstring_with_its_equivalent():
 
 def test_schemas():
     """The contract: users' graphs hold these."""
-    angles = (
-        "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, *, "
-        "float attention_factor=1., bool interleaved=False, bool inverse=False"
-    )
-    assert {
-        name: str(getattr(torch.ops.rope, name).default._schema) for name in torch_rope.__all__ if name != "inv_freq"
-    } == {
-        "cos_sin": "rope::cos_sin(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
+    source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
+    angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False"
+    norm = "*, float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
+    schemas = {
+        "cos_sin": "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
         "-> (Tensor cos, Tensor sin)",
-        "rotate": f"rope::rotate(Tensor x, {angles}) -> Tensor",
-        "rotate_": f"rope::rotate_(Tensor(a!) x, {angles}) -> ()",
-        "rotate_qk": f"rope::rotate_qk(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
-        "rotate_qk_": f"rope::rotate_qk_(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
+        "rotate": f"(Tensor x, {angles}) -> Tensor",
+        "rotate_": f"(Tensor(a!) x, {angles}) -> ()",
+        "rotate_qk": f"(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
+        "rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
+        "norm_rotate_qk": f"(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, {source}{norm}) "
+        "-> (Tensor, Tensor)",
+        "rotate_into_cache_": f"(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, {source}"
+        f"Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, {norm}) -> ()",
     }
+    assert {name: str(getattr(torch.ops.rope, name).default._schema) for name in schemas} == {
+        name: f"rope::{name}{schema}" for name, schema in schemas.items()
+    }
+    # The functions are the operators; the one that writes to a cache has no functional namesake to be told from.
+    assert {*schemas, "inv_freq"} == {*torch_rope.__all__} - {"rotate_into_cache"} | {"rotate_into_cache_"}
