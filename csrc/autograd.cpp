@@ -453,6 +453,20 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 
+// torch's own handling of negated views (x.conj().imag) expects what was written as a return value, and there is none.
+void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().is_neg()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !arguments[i].alias_info() || !arguments[i].alias_info()->isWrite(), python_name(op), ": ", arguments[i].name(),
+        " is a negated view, which cannot be written in place; resolve_neg() it, or use ", functional_name(op));
+    value = value.toTensor().resolve_neg();
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Negative), stack);
+}
+
 void no_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
     TORCH_CHECK_NOT_IMPLEMENTED(!(at::GradMode::is_enabled() && t.requires_grad()) && !has_tangent(t), python_name(op),
@@ -465,19 +479,23 @@ void no_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
 
 }  // namespace
 
+constexpr const char* kInPlace[] = {"rotate_", "rotate_qk_", "rotate_into_cache_"};
+
 TORCH_LIBRARY_IMPL(rope, Autograd, m) {
   m.impl("rotate", &rotate);
   m.impl("rotate_qk", &rotate_qk);
   m.impl("norm_rotate_qk", &norm_rotate_qk);
   m.impl("_norm_rotate_qk_backward", &norm_rotate_qk_backward);
   m.impl("cos_sin", torch::CppFunction::makeFromBoxedFunction<&no_gradient>());
-  for (const char* op : {"rotate_", "rotate_qk_", "rotate_into_cache_"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&guard_in_place>());
+  for (const char* op : kInPlace) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&guard_in_place>());
 }
 
 TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) {
-  for (const char* op : {"rotate_", "rotate_qk_", "rotate_into_cache_"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  for (const char* op : kInPlace) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+}
+
+TORCH_LIBRARY_IMPL(rope, Negative, m) {
+  for (const char* op : kInPlace) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&resolve_negated>());
 }
 
 }  // namespace rope

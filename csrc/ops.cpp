@@ -236,6 +236,20 @@ void for_each_parameter(const RotateCall& call, F&& f) {
   optional("k_norm_weight", call.k_norm_weight);
 }
 
+// The schema lets None through where it says Tensor.
+void check_given(const RotateCall& call) {
+  const auto check = [&](const char* name, const Tensor* t) {
+    ROPE_CHECK_VALUE(!t || t->defined(), name, " is None, needs a tensor");
+  };
+  check("k", call.k);
+  check("q_norm_weight", call.q_norm_weight);
+  check("k_norm_weight", call.k_norm_weight);
+  if (!call.v) return;
+  check("v", call.v);
+  check("k_cache", call.k_out);
+  check("v_cache", call.v_out);
+}
+
 void check_devices(const RotateCall& call) {
   const c10::Device device = call.q->device();
   const auto check = [&](const Named& t) {
@@ -270,7 +284,7 @@ void check_overlap(const RotateCall& call) {
   } else if (call.k) {
     written.emplace_back("k", call.k);
   }
-  const size_t ranges = read.size();
+  const size_t k_and_v = read.size();
   for_each_parameter(call, [&](const Named& t) { read.emplace_back(t.name, t.tensor); });
 
   for (const Used& a : written) {
@@ -281,7 +295,7 @@ void check_overlap(const RotateCall& call) {
                      "element (clone it)");
     for (size_t i = 0; i < read.size(); i++) {
       const Memory& b = read[i].memory;
-      ROPE_CHECK_VALUE(!(a.is_cache && i < ranges ? a.memory.range_overlaps(b) : a.memory.overlaps(b)), a.name,
+      ROPE_CHECK_VALUE(!(a.is_cache && i < k_and_v ? a.memory.range_overlaps(b) : a.memory.overlaps(b)), a.name,
                        " is written in place and overlaps ", read[i].name,
                        ", which is read; they need separate memory");
     }
@@ -298,6 +312,7 @@ void check_overlap(const RotateCall& call) {
 }  // namespace
 
 void check(const RotateCall& call, bool in_place) {
+  check_given(call);
   check_x(call, call.q_name(), *call.q);
   if (call.k) check_beside_q(call, "k", *call.k);
   ROPE_CHECK_VALUE(call.cos.has_value() == call.sin.has_value(), call.cos ? "cos without sin" : "sin without cos",
@@ -378,7 +393,7 @@ void token_strides(const Tensor& t, rope_int* strides) {
 }  // namespace
 
 SplitFactor split_factor(double attention_factor) {
-  const float hi = float(attention_factor);
+  const float hi = std::isnan(attention_factor) ? NAN : float(attention_factor);
   return {hi, std::isfinite(hi) ? float(attention_factor - hi) : 0.0f};
 }
 

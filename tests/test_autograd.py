@@ -149,6 +149,29 @@ def in_place_arguments(op, device, source="table"):
     return good | {"cos": cos, "sin": sin}
 
 
+def negated(t):
+    """A view that torch negates when it is read."""
+    view = torch.complex(t, -t).conj().imag
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_negated_views_are_read_and_never_written(op, device):
+    good = in_place_arguments(op, device)
+    expected = {n: t.clone() for n, t in good.items()}
+    getattr(rope, op)(**expected)
+    for name in good:
+        a = {n: t.clone() for n, t in good.items()}
+        if name in IN_PLACE[op]:
+            with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} is a negated view, .* resolve_neg"):
+                getattr(rope, op)(**a | {name: negated(a[name])})
+            assert all(torch.equal(t, good[n]) and t._version == 0 for n, t in a.items())
+        else:
+            getattr(rope, op)(**a | {name: negated(a[name])})
+            assert all(torch.equal(a[n], expected[n]) for n in IN_PLACE[op])
+
+
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_bumps_the_version(op, device):
     a = in_place_arguments(op, device)

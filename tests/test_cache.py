@@ -224,14 +224,6 @@ def test_writes_what_the_functional_operators_return(case, dtype, device):
     check(q, k, v, caches, angles, slots, norm, **options)
 
 
-def test_the_cases_meet():
-    """What the list above is for: every cache with every source that may stand with it, and with every kind of slots."""
-    met = {(case["cache"], case["source"]) for case in CASES}
-    assert met == set(itertools.product(CACHES, SOURCES))
-    met = {(case["cache"], case["slots"]) for case in CASES}
-    assert met == {(cache, slots) for cache in CACHES for slots in {case["slots"] for case in CASES}}
-
-
 # --- The seven kernels of akunu, from its documentation, as loops over flat float16 memory ----------------------------
 
 

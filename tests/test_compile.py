@@ -15,6 +15,7 @@ from torch.export import Dim
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -921,6 +922,26 @@ def test_a_model_with_its_caches_as_buffers(mode, device):
         sizes = re.findall(r"= empty_strided\w*\(\(([^()]*)\)", body_of(code))
         sizes = [math.prod(int(n) for n in re.findall(r"\b\d+\b", size)) for size in sizes]  # a symbol counts as 1
         assert max(sizes) < 2 * length * KV_HEADS * DIM
+
+
+@pytest.mark.parametrize("op", ["rotate_", "rotate_qk_", "rotate_into_cache_"])
+def test_tensor_subclasses(op, device):
+    """A subclass that is made of two tensors: both are written."""
+    freq = torch_rope.inv_freq(DIM, device=device)
+    q, k = qk(device)
+    shapes = {"rotate_": [q], "rotate_qk_": [q, k], "rotate_into_cache_": [q, k, k, torch.zeros_like(k), k + 1]}
+    expected = clones(shapes[op])
+    getattr(rope, op)(*expected, inv_freq=freq)
+
+    def call(*tensors):
+        getattr(rope, op)(*tensors, inv_freq=freq)
+        return [t * 2 for t in tensors]
+
+    pairs = [TwoTensor(t.clone(), t.clone()) for t in shapes[op]]
+    outs = torch.compile(call, fullgraph=True, backend="aot_eager")(*pairs)
+    for out, pair, t in zip(outs, pairs, expected, strict=True):
+        assert torch.equal(pair.a, t) and torch.equal(pair.b, t)
+        assert torch.equal(out.a, 2 * t) and torch.equal(out.b, 2 * t)
 
 
 # ---- errors ----

@@ -516,6 +516,17 @@ def test_the_backward_of_the_norm(error, message, changes):
         rope._norm_rotate_qk_backward(**a)
 
 
+REQUIRED = {op: own[1:5] for op, own in OWN.items()}  # beside q; the cache operator takes no norm weights for no norm
+
+
+@pytest.mark.parametrize("op, name", [(op, name) for op, names in REQUIRED.items() for name in names])
+def test_none_for_a_tensor(op, name, device):
+    """A schema's Tensor takes None from Python."""
+    good = arguments(op, device)
+    with pytest.raises(ValueError, match=f"rope.{op}: {name} is None, needs a tensor"):
+        getattr(rope, op)(**good | {name: None})
+
+
 # ---- what may be written ----
 
 

@@ -103,6 +103,17 @@ def test_every_head_dim(dtype, interleaved, device):
         assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
 
+@pytest.mark.parametrize("head_dim", [768, 1024, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_heads_of_equal_values(dtype, head_dim, device):
+    """The sum of so many equal squares rounds the same way each time."""
+    size = (1, 7, 4, 1, head_dim, head_dim)
+    (q, k, *weights), angles = make(size, SOURCES[2], "bshd", "bshd", dtype, device)
+    values = torch.tensor([1.2345, 0.7071, 1e-3, 77.7], device=device).to(dtype)[:, None]
+    tensors = [values.expand_as(q), values[:1].expand_as(k), *weights]
+    assert_right(norm_rotate_qk(*tensors, **angles), tensors, angles, 1e-6)
+
+
 @pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

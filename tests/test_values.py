@@ -145,6 +145,23 @@ def test_expanded_inputs_are_read(device):
     assert out.stride() == torch.empty_like(many).stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_nan_of_any_bits_stays_one(dtype, device):
+    """Memory full of ones is a NaN too; rounding to bfloat16 could carry it into a zero."""
+    nan = torch.full((4,), -1, dtype=torch.int32, device=device).view(torch.float32)
+    x = torch.ones(1, 1, 2, 8, device=device, dtype=dtype)
+    freq = torch_rope.inv_freq(8, device=device)
+    for out in (
+        torch_rope.rotate(x, inv_freq=nan),
+        torch_rope.rotate(x, nan[None], nan[None]),
+        torch_rope.rotate(x, inv_freq=freq, attention_factor=float("nan")),
+        torch_rope.norm_rotate_qk(x, x, nan.repeat(2), nan.repeat(2), inv_freq=freq)[0],
+        torch_rope.cos_sin(nan, freq, dtype=dtype)[0],
+        torch_rope.cos_sin(nan.new_ones(3), nan, dtype=dtype)[1],
+    ):
+        assert out.isnan().all()
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
 def test_empty_tensors(shape, device):
     x = torch.randn(shape, device=device)

@@ -170,7 +170,16 @@ def _watch_functionalization(op: torch._ops.OpOverload) -> None:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if any(not isinstance(t.storage_offset(), int) for t in tensors):
             _teach_inductor_storage_offsets()
-        return mode.__torch_dispatch__(op, [type(t) for t in tensors], args, kwargs)  # as without us
+        # As without us: the mode, and what it leaves to a tensor subclass.
+        types = [type(t) for t in tensors]
+        result = mode.__torch_dispatch__(op, types, args, kwargs)
+        for kind in types:
+            if result is not NotImplemented:
+                break
+            if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                with mode:
+                    result = kind.__torch_dispatch__(op, types, args, kwargs)
+        return result
 
 
 _watch_functionalization(_ops.rotate_.default)

@@ -217,13 +217,16 @@ def norm_rotate_qk(
 
     All other arguments are those of :func:`rotate`.
 
-    Equivalent to::
+    Equivalent to (float32 tables or inv_freq)::
 
         def norm(x, weight):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * weight
 
-        return rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), ...)  # and rounded to q's dtype here, once
+        rotated = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), ...)
+        return tuple(x.to(q.dtype) for x in rotated)  # rounded here, once
+
+    The squares are summed in float32 (float64 for float64 q), and overflow where those of torch's rms_norm do.
 
     The norm is over all head_dim channels; those past rotary_dim are normalised and not rotated, nor multiplied by
     attention_factor. Differentiable in q, k and both weights to any order, the first in one pass too; in forward mode
@@ -279,13 +282,14 @@ def rotate_into_cache(
             StaticCache) as ``cache.transpose(1, 2)``. A paged cache (vLLM) is passed as it is.
         positions, offset: as in :func:`rotate`.
         slots: int32 or int64, ``[batch, seq]``, or ``[seq]`` with batch 1: ``block * block_size + place``. A negative
-            slot writes nothing (padding), though q is rotated still, so its position must be valid. Of equal
-            slots either token is written. Without slots row b of the batch writes block b, at its position.
+            slot writes nothing (padding), though q is rotated still, so its position must be valid. The slots of a call
+            should differ: of equal ones any may win, not always the same in both caches. Without slots row b of the
+            batch writes block b, at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`; both or neither.
 
     cos, sin (3-D ones need slots), inv_freq, attention_factor and interleaved are those of :func:`rotate`.
 
-    Equivalent to (3-D caches, without norm)::
+    Equivalent to (3-D q and caches, 1-D positions and slots, without norm)::
 
         p = (torch.arange(seq) if positions is None else positions) + offset
         rotated_q, rotated_k = rotate_qk(q, k, ...)

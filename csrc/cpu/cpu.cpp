@@ -109,9 +109,8 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
 // What a call hands to the kernels; false where there is nothing to do.
-bool prepare(const RotateCall& call, Rotate& r) {
-  r.params = call.params();
-  const RopeParams& p = r.params;
+bool prepare(const RotateCall& call, const RopeParams& p, Rotate& r) {
+  r.params = p;
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
   if (p.head_dim == 0) return false;
@@ -156,12 +155,12 @@ bool prepare(const RotateCall& call, Rotate& r) {
 struct Cpu {
   static void rotate(const RotateCall& call) {
     Rotate r{};
-    if (!prepare(call, r)) return;
-    const RopeParams& p = r.params;
+    const RopeParams p = call.params();
+    if (!prepare(call, p, r)) return;
     const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
                   bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
-    r.stream = r.q_in != r.q_out && bytes >= kStreamBytes;
+    r.stream = r.q_in != r.q_out && !p.has_norm && bytes >= kStreamBytes;
     const Kernels& k = kernels();
     parallel(p.batch * p.seq, per_token, k.rotate_scratch(r),
              [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
@@ -169,19 +168,19 @@ struct Cpu {
 
   static void norm_backward(const NormBackwardCall& call) {
     NormBackward n{};
-    if (!prepare(call.rotate, n.rotate)) {
+    const NormBackwardParams params = call.params();
+    const RopeParams& p = params.rotate;
+    if (!prepare(call.rotate, p, n.rotate)) {
       call.q_norm_weight_grad.zero_();
       call.k_norm_weight_grad.zero_();
       return;
     }
-    const NormBackwardParams params = call.params();
     std::copy_n(params.q, 4, n.q);
     std::copy_n(params.k, 4, n.k);
     n.q_in = data(call.q);
     n.k_in = data(call.k);
     // The gradients of the weights are sums over all tokens: of parts whose size follows from the shapes alone, each
     // summed by one thread, and then in their order. So the number of threads does not change a bit.
-    const RopeParams& p = n.rotate.params;
     const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
                   part = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
                   parts = (tokens + part - 1) / part;

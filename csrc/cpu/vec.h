@@ -75,7 +75,7 @@ inline float to_arithmetic(f16 x) {
 
 // To nearest, ties to even. A NaN stays one: for bfloat16 because no NaN that gets here has a payload in its low half,
 // where the carry could run through it (arithmetic keeps the payload of an operand, and plain_nan clears those of
-// tables).
+// tables, frequencies, positions, weights and factors).
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {
@@ -155,7 +155,7 @@ inline Floats operator*(Floats a, Floats b) { return Floats(a.v * b.v); }
 inline Floats operator-(Floats a) { return Floats(-a.v); }
 
 inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
-inline double plain_nan(double a) { return a; }
+inline double plain_nan(double a) { return a == a ? a : __builtin_nan(""); }
 inline Floats plain_nan(Floats a) { return Floats(a.v == a.v ? a.v : f32v{} + __builtin_nanf("")); }
 
 inline Floats fma(Floats a, Floats b, Floats c) {
