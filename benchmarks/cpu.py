@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 
 WARM_ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -158,42 +159,44 @@ def cache_decode(table: Table) -> None:
     freq = torch_rope.inv_freq(128)
     cos, sin = torch_rope.cos_sin(torch.arange(2048), freq)
     positions = torch.tensor([77])
+    angles = cos, sin, None, positions
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, k_cache, v_cache = qkv(1, dtype)
-        places = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        k_places, v_places = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         norms = Qwen3RMSNorm(128).to(dtype), Qwen3RMSNorm(128).to(dtype)
         weights = tuple(norm.weight.detach() for norm in norms)
         wide = [torch.cat([t, t], -1).to(dtype)[None, positions] for t in (cos, sin)]
+        fused = partial(rope.rotate_into_cache_, q, k, v, k_places, v_places, *angles)
 
-        def write(k, v=v, places=places):
-            places[0].index_copy_(1, positions, k)
-            places[1].index_copy_(1, positions, v)
+        def then_write(rotate, v=v, k_places=k_places, v_places=v_places):
+            def call():
+                k = rotate()[1]
+                k_places.index_copy_(1, positions, k)
+                v_places.index_copy_(1, positions, v)
 
-        def torch_eager(norm, q=q, k=k, norms=norms, wide=wide, write=write):
+            return call
+
+        def in_place(q=q, k=k):
+            rope.rotate_qk_(q, k, *angles)
+            return q, k
+
+        def torch_eager(norm, q=q, k=k, norms=norms, wide=wide):
             q, k = (norms[0](q), norms[1](k)) if norm else (q, k)
-            q, k = apply_rotary_pos_emb(q, k, *wide, unsqueeze_dim=2)
-            write(k)
+            return apply_rotary_pos_emb(q, k, *wide, unsqueeze_dim=2)
 
-        def ours(op, weights=(), q=q, k=k, write=write):
-            q, k = op(q, k, *weights, cos, sin, None, positions) or (q, k)
-            write(k)
-
-        def rms_norm(q=q, k=k, weights=weights, ours=ours):
+        def rms_norm(q=q, k=k, weights=weights):
             q, k = (F.rms_norm(x, (128,), w, 1e-6) for x, w in zip((q, k), weights, strict=True))
-            ours(rope.rotate_qk, q=q, k=k)
-
-        def fused(weights=(), q=q, k=k, v=v, places=places):
-            rope.rotate_into_cache_(q, k, v, *places, cos, sin, None, positions, 0, None, *weights)
+            return rope.rotate_qk(q, k, *angles)
 
         contenders = {
             "fused": fused,
-            "fused with norm": lambda f=fused, w=weights: f(w),
-            "torch": lambda f=torch_eager: f(False),
-            "torch with norm": lambda f=torch_eager: f(True),
-            "rotate_qk": lambda f=ours: f(rope.rotate_qk),
-            "rotate_qk_": lambda f=ours: f(rope.rotate_qk_),
-            "norm_rotate_qk": lambda f=ours, w=weights: f(rope.norm_rotate_qk, w),
-            "rms_norm": rms_norm,
+            "fused with norm": partial(fused, 0, None, *weights),
+            "torch": then_write(partial(torch_eager, norm=False)),
+            "torch with norm": then_write(partial(torch_eager, norm=True)),
+            "rotate_qk": then_write(partial(rope.rotate_qk, q, k, *angles)),
+            "rotate_qk_": then_write(in_place),
+            "norm_rotate_qk": then_write(partial(rope.norm_rotate_qk, q, k, *weights, *angles)),
+            "rms_norm": then_write(rms_norm),
         }
         with torch.inference_mode():
             t = medians(contenders, calls=500)
