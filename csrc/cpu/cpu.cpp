@@ -108,9 +108,9 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
 // would not stay in the shared cache either is written past them all.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// What a call hands to the kernels; false where there is nothing to do.
-bool prepare(const RotateCall& call, const RopeParams& p, Rotate& r) {
-  r.params = p;
+// What a call hands to the kernels beside its params; false where there is nothing to do.
+bool prepare(const RotateCall& call, Rotate& r) {
+  const RopeParams& p = r.params;
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
   if (p.head_dim == 0) return false;
@@ -154,9 +154,9 @@ bool prepare(const RotateCall& call, const RopeParams& p, Rotate& r) {
 
 struct Cpu {
   static void rotate(const RotateCall& call) {
-    Rotate r{};
-    const RopeParams p = call.params();
-    if (!prepare(call, p, r)) return;
+    Rotate r{call.params()};
+    const RopeParams& p = r.params;
+    if (!prepare(call, r)) return;
     const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
                   bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
@@ -167,10 +167,10 @@ struct Cpu {
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    NormBackward n{};
     const NormBackwardParams params = call.params();
     const RopeParams& p = params.rotate;
-    if (!prepare(call.rotate, p, n.rotate)) {
+    NormBackward n{{p}};
+    if (!prepare(call.rotate, n.rotate)) {
       call.q_norm_weight_grad.zero_();
       call.k_norm_weight_grad.zero_();
       return;
