@@ -75,6 +75,14 @@ def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return np.exp2(exponent) * info.eps
 
 
+def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False) -> tuple[int, float]:
+    """(ulps, part of the magnitude) that a result may be off by, for assert_close."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return 1, 0.0
+    ulps = 6 if norm else 2 if attention_factor == 1.0 else 3
+    return ulps, 5e-7 if dtype == torch.float32 and "inv_freq" in angles else 0.0
+
+
 def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], ulps: float, plus: float = 0.0) -> None:
     """Every element within ulps of the dtype at the magnitude of its pair, plus that part of the magnitude."""
     value, magnitude = expected

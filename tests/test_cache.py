@@ -12,7 +12,7 @@ import torch
 from cases import CACHES, DTYPES, LAYOUTS, SIZES, SOURCES, set_apart, some_slots, supported
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import assert_close, rotate
+from oracle import assert_close, limits, rotate
 
 import torch_rope
 
@@ -80,14 +80,6 @@ def slots_of(q, slots, positions=None, offset=0, block_size=0):
     return np.broadcast_to(places + offset, (batch, seq)) + np.arange(batch)[:, None] * block_size
 
 
-def limits(dtype, angles, attention_factor=1.0, norm=None):
-    """(ulps, part of the magnitude) that a result may be off by."""
-    single = dtype == torch.float32 and "inv_freq" in angles
-    if dtype in (torch.float16, torch.bfloat16):
-        return 1, 0.0
-    return 6 if norm else 2 if attention_factor == 1.0 else 3, 5e-7 if single else 0.0
-
-
 def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     """Calls the operator. q, the caches, and all memory around them hold what a plain loop makes of them.
 
@@ -105,7 +97,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     assert all(map(same, caches.memory, memory))
 
     # What the functional operators say is right too.
-    near = limits(q.dtype, angles, options.get("attention_factor", 1.0), norm)
+    near = limits(q.dtype, angles, options.get("attention_factor", 1.0), bool(norm))
     for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
         with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
         assert_close(out, rotate(x, **angles, **options, **with_norm), *near)

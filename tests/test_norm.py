@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
-from oracle import assert_close, numpy_of, rotate, ulp
+from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.func import hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -54,18 +54,11 @@ def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "flo
     return [q, k, *(weight(kind, head_dim, dtype, device) for kind in kinds)], angles
 
 
-def limits(dtype, angles):
-    """(ulps, part of the magnitude) that a result may be off by."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return 1, 0.0
-    return 6, 5e-7 if dtype == torch.float32 and "inv_freq" in angles else 0.0
-
-
 def assert_right(outs, tensors, angles, norm_eps, **options):
     for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
         assert out.dtype == x.dtype and out.shape == x.shape
         expected = rotate(x, **angles, **options, norm_weight=w, norm_eps=norm_eps)
-        assert_close(out, expected, *limits(x.dtype, angles))
+        assert_close(out, expected, *limits(x.dtype, angles, norm=True))
 
 
 def assert_same(a, b):
