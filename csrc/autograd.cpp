@@ -94,7 +94,7 @@ Saved saved(AutogradContext* ctx) {
   ROPE_SAVED_SOURCE(s), (s).attention_factor, (s).interleaved, (flip) ? !(s).inverse : (s).inverse
 #define ROPE_SAVED_NORM_ANGLES(s) ROPE_SAVED_SOURCE(s), (s).norm_eps, (s).attention_factor, (s).interleaved
 
-constexpr int kAngleCount = 8;
+constexpr int kAngleCount = 8;  // arguments from cos on; the norm's functions take one more, what to save
 
 // Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels.
 // Ours only calls an operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients

@@ -3,8 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 namespace rope {
 
 // The bytes of a tensor. None where it is empty, and none that we know of where a size or stride is symbolic: there the

@@ -175,8 +175,8 @@ struct Cpu {
       call.k_norm_weight_grad.zero_();
       return;
     }
-    std::copy_n(params.q, 4, n.q);
-    std::copy_n(params.k, 4, n.k);
+    n.q = params.q;
+    n.k = params.k;
     n.q_in = data(call.q);
     n.k_in = data(call.k);
     // The gradients of the weights are sums over all tokens: of parts whose size follows from the shapes alone, each

@@ -14,7 +14,7 @@ enum class DType { kHalf, kBFloat16, kFloat, kDouble };
 
 struct Rotate {
   RopeParams params;
-  double attention_factor, norm_eps;
+  double attention_factor, norm_eps;           // params has them for float32 arithmetic
   DType x_dtype, table_dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
   DType q_norm_dtype, k_norm_dtype;
   bool wide_positions, wide_slots;  // int64, else int32
@@ -26,15 +26,15 @@ struct Rotate {
 };
 
 struct NormBackward {
-  Rotate rotate;        // of the gradients, back
-  rope_int q[4], k[4];  // strides of what was normalised
+  Rotate rotate;          // of the gradients, back
+  const rope_int *q, *k;  // strides of what was normalised
   const void *q_in, *k_in;
 };
 
 struct CosSin {
   int64_t pairs;
   double attention_factor;
-  float factor_hi, factor_lo;  // the same
+  float factor_hi, factor_lo;  // the same, for float32 arithmetic
   DType out_dtype;
   const double* positions;  // [tokens]
   const double* inv_freq;   // [pairs]

@@ -156,7 +156,6 @@ inline Floats operator-(Floats a) { return Floats(-a.v); }
 
 inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
 inline double plain_nan(double a) { return a == a ? a : __builtin_nan(""); }
-inline Floats plain_nan(Floats a) { return Floats(a.v == a.v ? a.v : f32v{} + __builtin_nanf("")); }
 
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(ROPE_AVX512)
