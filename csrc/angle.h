@@ -7,14 +7,12 @@
 // the result is double.
 //
 // Compile with contraction off: product - rint(product) must stay two operations, or the bits differ between back ends.
-// Includes nothing: the including file provides fma(T, T, T) and rint(T). T is float, or a vector of floats with
-// T(float).
+// The including file provides fma(T, T, T) and rint(T), and cosine_and_sine(double, double&, double&) where there are
+// doubles. T is float, or a vector of floats with T(float).
 #ifndef ROPE_ANGLE_H
 #define ROPE_ANGLE_H
 
-#ifndef ROPE_FN
-#define ROPE_FN inline
-#endif
+#include "rotation.h"
 
 namespace rope {
 
@@ -56,6 +54,18 @@ ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, T&
   cos = fma(c, u, T(1.0f)) * sign;
   sin = s * (t * sign);
 }
+
+#ifndef __METAL_VERSION__
+// In double the angle is an exact product too. The library reduces it, and what the product lost is rotated on.
+ROPE_FN void cos_sin_of(double position, double inv_freq, double& cos, double& sin) {
+  const double angle = position * inv_freq, lost = fma(position, inv_freq, -angle);
+  double c, s, lost_cos = 1.0, lost_sin = lost;
+  cosine_and_sine(angle, c, s);
+  if (!(lost < 1e-8 && lost > -1e-8)) cosine_and_sine(lost, lost_cos, lost_sin);
+  cos = rotated(c, s, lost_cos, -lost_sin);
+  sin = rotated(s, c, lost_cos, lost_sin);
+}
+#endif
 
 }  // namespace rope
 

@@ -443,11 +443,78 @@ RopeParams RotateCall::params() const {
   return p;
 }
 
-NormBackwardParams NormBackwardCall::params() const {
-  NormBackwardParams p{rotate.params(), {}, {}};
-  strides_of(q, p.q);
-  strides_of(k, p.k);
-  return p;
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat;
+    default:
+      return DType::kDouble;  // the checks have seen to it that there is no other
+  }
+}
+
+RotateArgs RotateCall::args() const {
+  const auto address = [](const Tensor& t) { return t.const_data_ptr(); };
+  RotateArgs a{params()};
+  a.attention_factor = attention_factor;
+  a.norm_eps = norm_eps;
+  a.x_dtype = dtype_of(*q);
+  a.q_in = address(*q);
+  a.q_out = q_out->mutable_data_ptr();
+  if (k) {
+    a.k_in = address(*k);
+    a.k_out = k_out->mutable_data_ptr();
+  }
+  if (v) {
+    a.v_in = address(*v);
+    a.v_out = v_out->mutable_data_ptr();
+  }
+  if (inv_freq) {
+    a.inv_freq = address(*inv_freq);
+    a.inv_freq_dtype = dtype_of(*inv_freq);
+  } else {
+    a.cos = address(*cos);
+    a.sin = address(*sin);
+    a.table_dtype = dtype_of(*cos);
+  }
+  if (positions) {
+    a.positions = address(*positions);
+    a.wide_positions = positions->scalar_type() == at::kLong;
+  }
+  if (slots) {
+    a.slots = address(*slots);
+    a.wide_slots = slots->scalar_type() == at::kLong;
+  }
+  if (q_norm_weight) {
+    a.q_norm_weight = address(*q_norm_weight);
+    a.k_norm_weight = address(*k_norm_weight);
+    a.q_norm_dtype = dtype_of(*q_norm_weight);
+    a.k_norm_dtype = dtype_of(*k_norm_weight);
+  }
+  return a;
+}
+
+NormBackwardArgs NormBackwardCall::args() const {
+  NormBackwardArgs a{rotate.args(), q.const_data_ptr(), k.const_data_ptr(), {}, {}};
+  strides_of(q, a.q);
+  strides_of(k, a.k);
+  return a;
+}
+
+// A table by position is read at position + offset, a cache without slots is written there.
+void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {
+  int64_t first = 0, last = 0;
+  const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);
+  const auto check = [&](int64_t rows, const char* has, const char* unit) {
+    TORCH_CHECK_INDEX(!overflow && first >= 0 && last < rows, call.op, ": positions go from ", low, " to ", high,
+                      " with offset ", p.offset, ", ", has, rows, unit,
+                      "; position + offset needs to be at least 0 and below that");
+  };
+  if (p.source == kTableByPosition) check(p.rows, "cos has ", " rows");
+  if (call.v && !call.slots) check(p.block_size, "k_cache has block_size ", "");
 }
 
 namespace {

@@ -11,7 +11,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
-#include "rope.h"
+#include "args.h"
 
 namespace rope {
 
@@ -56,7 +56,10 @@ struct RotateCall {
     norm_eps = eps;
   }
   const char* q_name() const { return k ? "q" : "x"; }
-  RopeParams params() const;  // of real tensors, after check
+
+  // Of real tensors, after check.
+  RopeParams params() const;
+  RotateArgs args() const;
 };
 
 // In place unless q_out and k_out are set afterwards.
@@ -70,8 +73,10 @@ struct NormBackwardCall {
   const Tensor& q_norm_weight_grad;  // [head_dim], contiguous
   const Tensor& k_norm_weight_grad;
 
-  NormBackwardParams params() const;
+  NormBackwardArgs args() const;  // of real tensors, after check
 };
+
+DType dtype_of(const Tensor& t);
 
 // attention_factor as two floats, for float32 arithmetic.
 struct SplitFactor {
@@ -91,6 +96,8 @@ struct CosSinCall {
 // at.
 void check(const RotateCall& call, bool in_place);
 void check_normalised(const RotateCall& gradients, const Tensor& q, const Tensor& k);
+// IndexError of the contract, for positions from low to high, without the offset.
+void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
 at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype);
 
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that

@@ -45,14 +45,8 @@ struct RopeParams {
   int inverse;
 };
 
-// The backward of norm and rotation: the gradients are rotated back, so they are the operands.
-struct NormBackwardParams {
-  RopeParams rotate;
-  rope_int q[4], k[4];  // strides of what was normalised
-};
-
 #ifndef __METAL_VERSION__
-static_assert(sizeof(RopeParams) == 424 && sizeof(NormBackwardParams) == 488, "the same layout on host and device");
+static_assert(sizeof(RopeParams) == 424, "the same layout on host and device");
 #endif
 
 }  // namespace rope

@@ -3,7 +3,7 @@
 #define ROPE_ROTATION_H
 
 #ifndef ROPE_FN
-#define ROPE_FN inline
+#define ROPE_FN static inline  // internal: the CPU's kernels are built for several processors
 #endif
 
 namespace rope {

@@ -26,22 +26,6 @@ const Kernels& kernels() {
 
 namespace {
 
-DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::kHalf;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat;
-    default:
-      return DType::kDouble;  // check() has seen to it that there is no other
-  }
-}
-
-const void* data(const Tensor& t) { return t.const_data_ptr(); }
-bool is_wide(const Tensor& t) { return t.scalar_type() == at::kLong; }
-
 struct Range {
   int64_t low, high;
 };
@@ -57,26 +41,15 @@ Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t 
     }
     return range;
   };
-  return is_wide(t) ? scan(t.const_data_ptr<int64_t>()) : scan(t.const_data_ptr<int32_t>());
+  return t.scalar_type() == at::kLong ? scan(t.const_data_ptr<int64_t>()) : scan(t.const_data_ptr<int32_t>());
 }
 
-// A table by position is read at position + offset, a cache without slots is written there: looked at before anything
-// is written.
+// Looked at before anything is written.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
-  const bool places = call.v && !call.slots;
-  if (p.source == kTableByPosition || places) {
+  if (p.source == kTableByPosition || (call.v && !call.slots)) {
     Range position{0, p.seq - 1};
     if (call.positions) position = range_of(*call.positions, p.positions, p.batch, p.seq);
-    int64_t first = 0, last = 0;
-    const bool overflow = __builtin_add_overflow(position.low, p.offset, &first) ||
-                          __builtin_add_overflow(position.high, p.offset, &last);
-    const auto check = [&](int64_t rows, const char* has, const char* unit) {
-      TORCH_CHECK_INDEX(!overflow && first >= 0 && last < rows, call.op, ": positions go from ", position.low, " to ",
-                        position.high, " with offset ", p.offset, ", ", has, rows, unit,
-                        "; position + offset needs to be at least 0 and below that");
-    };
-    if (p.source == kTableByPosition) check(p.rows, "cos has ", " rows");
-    if (places) check(p.block_size, "k_cache has block_size ", "");
+    check_position_range(call, p, position.low, position.high);
   }
   if (call.slots) {
     const Range slot = range_of(*call.slots, p.slots, p.batch, p.seq);
@@ -108,55 +81,18 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
 // would not stay in the shared cache either is written past them all.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// What a call hands to the kernels beside its params; false where there is nothing to do.
-bool prepare(const RotateCall& call, Rotate& r) {
-  const RopeParams& p = r.params;
+// False where there is nothing to do.
+bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
-  if (p.head_dim == 0) return false;
-  r.attention_factor = call.attention_factor;
-  r.norm_eps = call.norm_eps;
-  r.x_dtype = dtype_of(*call.q);
-  r.q_in = data(*call.q);
-  r.q_out = call.q_out->mutable_data_ptr();
-  if (call.k) {
-    r.k_in = data(*call.k);
-    r.k_out = call.k_out->mutable_data_ptr();
-  }
-  if (call.v) {
-    r.v_in = data(*call.v);
-    r.v_out = call.v_out->mutable_data_ptr();
-  }
-  if (call.inv_freq) {
-    r.inv_freq = data(*call.inv_freq);
-    r.inv_freq_dtype = dtype_of(*call.inv_freq);
-  } else {
-    r.cos = data(*call.cos);
-    r.sin = data(*call.sin);
-    r.table_dtype = dtype_of(*call.cos);
-  }
-  if (call.positions) {
-    r.positions = data(*call.positions);
-    r.wide_positions = is_wide(*call.positions);
-  }
-  if (call.slots) {
-    r.slots = data(*call.slots);
-    r.wide_slots = is_wide(*call.slots);
-  }
-  if (call.q_norm_weight) {
-    r.q_norm_weight = data(*call.q_norm_weight);
-    r.k_norm_weight = data(*call.k_norm_weight);
-    r.q_norm_dtype = dtype_of(*call.q_norm_weight);
-    r.k_norm_dtype = dtype_of(*call.k_norm_weight);
-  }
-  return true;
+  return p.head_dim != 0;
 }
 
 struct Cpu {
   static void rotate(const RotateCall& call) {
-    Rotate r{call.params()};
+    Rotate r{call.args()};
     const RopeParams& p = r.params;
-    if (!prepare(call, r)) return;
+    if (!ready(call, p)) return;
     const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
                   bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
@@ -167,18 +103,13 @@ struct Cpu {
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    const NormBackwardParams params = call.params();
-    const RopeParams& p = params.rotate;
-    NormBackward n{{p}};
-    if (!prepare(call.rotate, n.rotate)) {
+    const NormBackwardArgs n = call.args();
+    const RopeParams& p = n.rotate.params;
+    if (!ready(call.rotate, p)) {
       call.q_norm_weight_grad.zero_();
       call.k_norm_weight_grad.zero_();
       return;
     }
-    n.q = params.q;
-    n.k = params.k;
-    n.q_in = data(call.q);
-    n.k_in = data(call.k);
     // The gradients of the weights are sums over all tokens: of parts whose size follows from the shapes alone, each
     // summed by one thread, and then in their order. So the number of threads does not change a bit.
     const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,

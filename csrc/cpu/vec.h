@@ -55,6 +55,10 @@ inline To bits_as(const From& from) {
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline float rint(float a) { return __builtin_rintf(a); }
+inline void cosine_and_sine(double angle, double& cos, double& sin) {
+  cos = __builtin_cos(angle);
+  sin = __builtin_sin(angle);
+}
 
 inline float to_arithmetic(float x) { return x; }
 inline double to_arithmetic(double x) { return x; }

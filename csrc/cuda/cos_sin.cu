@@ -1,0 +1,80 @@
+// Tables of cos and sin.
+#include "device.cuh"
+#include "kernels.h"
+
+namespace rope::cuda {
+namespace {
+
+template <typename T>
+ROPE_FN double element(const void* from, int64_t i) {
+  return double(to_arithmetic(static_cast<const T*>(from)[i]));
+}
+template <typename T>
+ROPE_FN double whole_number(const void* from, int64_t i) {
+  return double(static_cast<const T*>(from)[i]);
+}
+
+ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
+  switch (c.position_type) {
+    case PositionType::kInt8:
+      return whole_number<int8_t>(c.positions, i);
+    case PositionType::kUInt8:
+      return whole_number<uint8_t>(c.positions, i);
+    case PositionType::kInt16:
+      return whole_number<int16_t>(c.positions, i);
+    case PositionType::kInt32:
+      return whole_number<int32_t>(c.positions, i);
+    case PositionType::kInt64:
+      return whole_number<int64_t>(c.positions, i);
+    case PositionType::kHalf:
+      return element<__half>(c.positions, i);
+    case PositionType::kBFloat16:
+      return element<__nv_bfloat16>(c.positions, i);
+    case PositionType::kFloat:
+      return element<float>(c.positions, i);
+    default:
+      return element<double>(c.positions, i);
+  }
+}
+
+// A thread makes V columns of a row.
+template <typename T, int V>
+__global__ void __launch_bounds__(kThreads) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
+  using A = arithmetic_t<T>;
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= c.tokens) return;
+  const double position = position_at(c, row);
+  const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(c.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(c.factor_lo);
+  for (int64_t first = int64_t(threadIdx.x) * V; first < c.pairs; first += int64_t(blockDim.x) * V) {
+    Angles<A, V> angles;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      angle_of(position, c.inv_freq, c.inv_freq_dtype == DType::kDouble, (first + i) * c.inv_freq_stride, angles.cos[i],
+               angles.sin[i]);
+    }
+    scale(angles, hi, lo);
+    Vector<T, V> cos, sin;
+    round_to<T>(angles.cos, cos.of);
+    round_to<T>(angles.sin, sin.of);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * c.pairs + first) = cos;
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * c.pairs + first) = sin;
+  }
+}
+
+template <typename T, int V>
+cudaError_t launch(const CosSinArgs& c, cudaStream_t stream) {
+  const rope_int x = std::min(ceil_div(c.pairs, V), rope_int(kThreads)), y = kThreads / x;
+  return start({unsigned(ceil_div(c.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream, cos_sin_kernel<T, V>, c);
+}
+
+}  // namespace
+
+cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream) {
+  return with_type(c.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int full = 16 / sizeof(T);
+    return c.pairs % full == 0 ? launch<T, full>(c, stream) : launch<T, 1>(c, stream);
+  });
+}
+
+}  // namespace rope::cuda

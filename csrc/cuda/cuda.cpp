@@ -1,0 +1,124 @@
+// The CUDA back end on the host: what can be checked without waiting for the GPU, the plan, and the launch on the
+// current stream. The kernels are in the .cu files.
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <climits>
+
+#include "../ops.h"
+#include "kernels.h"
+
+#ifndef ROPE_CUDA_KEY
+#define ROPE_CUDA_KEY CUDA  // the tests run the kernels on tensors of the CPU
+#endif
+
+namespace rope::cuda {
+namespace {
+
+int processors(c10::DeviceIndex device) {
+  static std::array<std::atomic<int>, 64> counts{};
+  std::atomic<int>& count = counts[std::clamp<int>(device, 0, int(counts.size()) - 1)];
+  if (count == 0) {
+    int n = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(device, 0)));
+    count = n;
+  }
+  return count;
+}
+
+// False where there is nothing to do.
+bool ready(const RotateCall& call, const RopeParams& p) {
+  if (p.batch == 0 || p.seq == 0) return false;
+  // Positions in a tensor are looked at by the kernel, which asserts.
+  if (!call.positions) check_position_range(call, p, 0, p.seq - 1);
+  TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim ", p.head_dim, " is too large for CUDA");
+  return p.head_dim != 0;
+}
+
+PositionType position_type(at::ScalarType type) {
+  switch (type) {
+    case at::kChar:
+      return PositionType::kInt8;
+    case at::kByte:
+      return PositionType::kUInt8;
+    case at::kShort:
+      return PositionType::kInt16;
+    case at::kInt:
+      return PositionType::kInt32;
+    case at::kLong:
+      return PositionType::kInt64;
+    case at::kHalf:
+      return PositionType::kHalf;
+    case at::kBFloat16:
+      return PositionType::kBFloat16;
+    case at::kFloat:
+      return PositionType::kFloat;
+    default:
+      return PositionType::kDouble;
+  }
+}
+
+struct Cuda {
+  static void rotate(const RotateCall& call) {
+    RotateArgs a = call.args();
+    if (!ready(call, a.params)) return;
+    const c10::Device device = call.q->device();
+    const c10::cuda::CUDAGuard guard(device);
+    const Plan plan = plan_rotate(a, processors(device.index()));
+    if (plan.grid.x == 0) return;
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+    C10_CUDA_CHECK(a.params.has_norm ? norm_rotate(a, plan, stream) : cuda::rotate(a, plan, stream));
+  }
+
+  static void norm_backward(const NormBackwardCall& call) {
+    const NormBackwardArgs n = call.args();
+    if (!ready(call.rotate, n.rotate.params)) {
+      call.q_norm_weight_grad.zero_();
+      call.k_norm_weight_grad.zero_();
+      return;
+    }
+    const c10::Device device = call.q.device();
+    const c10::cuda::CUDAGuard guard(device);
+    const BackwardPlan plan = plan_norm_backward(n);
+    const Tensor sums = at::zeros({2, plan.sums, n.rotate.params.head_dim}, call.q.options().dtype(at::kDouble));
+    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
+                                       c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    const Tensor sum = sums.sum(1);
+    call.q_norm_weight_grad.copy_(sum[0]);
+    call.k_norm_weight_grad.copy_(sum[1]);
+  }
+
+  static void cos_sin(const CosSinCall& call) {
+    const c10::Device device = call.positions.device();
+    const c10::cuda::CUDAGuard guard(device);
+    const Tensor positions = call.positions.contiguous();
+    const SplitFactor factor = split_factor(call.attention_factor);
+    const CosSinArgs c{positions.numel(),
+                       call.inv_freq.numel(),
+                       call.attention_factor,
+                       factor.hi,
+                       factor.lo,
+                       dtype_of(call.cos),
+                       dtype_of(call.inv_freq),
+                       position_type(positions.scalar_type()),
+                       call.inv_freq.stride(0),
+                       positions.const_data_ptr(),
+                       call.inv_freq.const_data_ptr(),
+                       call.cos.mutable_data_ptr(),
+                       call.sin.mutable_data_ptr()};
+    if (c.tokens == 0 || c.pairs == 0) return;
+    C10_CUDA_CHECK(cuda::cos_sin(c, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(rope, ROPE_CUDA_KEY, m) { register_ops<Cuda>(m); }
+
+}  // namespace rope::cuda

@@ -1,0 +1,460 @@
+// What the kernels share: accesses, conversions, the angles of a chunk, and where a token's heads are. See plan.h for
+// chunks.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#undef NDEBUG  // a position outside its table stops the kernel, as torch's own indexing does
+#include <cassert>
+#include <cstdint>
+#include <type_traits>
+
+#include "plan.h"
+
+#define ROPE_FN __device__ __forceinline__
+
+namespace rope {
+// For rotation.h and angle.h.
+ROPE_FN float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
+ROPE_FN double fma(double a, double b, double c) { return ::fma(a, b, c); }
+ROPE_FN float rint(float a) { return ::rintf(a); }
+ROPE_FN void cosine_and_sine(double angle, double& cos, double& sin) { ::sincos(angle, &sin, &cos); }
+}  // namespace rope
+
+#include "../angle.h"
+#include "../rotation.h"
+
+namespace rope::cuda {
+
+template <typename T>
+struct Arithmetic {
+  using type = float;
+};
+template <>
+struct Arithmetic<double> {
+  using type = double;
+};
+template <typename T>
+using arithmetic_t = typename Arithmetic<T>::type;
+
+// ---- numbers and vectors of them ----
+
+template <typename T, int n>
+struct alignas(sizeof(T) * n) Vector {
+  T of[n];
+};
+
+ROPE_FN float to_arithmetic(__half x) { return __half2float(x); }
+ROPE_FN float to_arithmetic(__nv_bfloat16 x) { return __bfloat162float(x); }
+ROPE_FN float to_arithmetic(float x) { return x; }
+ROPE_FN double to_arithmetic(double x) { return x; }
+
+ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(x); }
+ROPE_FN void round_to(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+ROPE_FN void round_to(float x, float& y) { y = x; }
+ROPE_FN void round_to(double x, double& y) { y = x; }
+ROPE_FN void round_to(double x, float& y) { y = float(x); }
+
+template <typename T, int n>
+ROPE_FN void round_to(const arithmetic_t<T> (&x)[n], T (&y)[n]) {
+  if constexpr (sizeof(T) == 2 && n % 2 == 0) {  // two in one instruction
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 two = __floats2half2_rn(x[i], x[i + 1]);
+        y[i] = two.x, y[i + 1] = two.y;
+      } else {
+        const __nv_bfloat162 two = __floats2bfloat162_rn(x[i], x[i + 1]);
+        y[i] = two.x, y[i + 1] = two.y;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) round_to(x[i], y[i]);
+  }
+}
+
+// n numbers that are the same for many threads and never written by the kernel.
+template <bool vectors, int n, typename From, typename A>
+ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
+  if constexpr (vectors && n > 1) {
+    constexpr int m = n * sizeof(From) > 16 ? int(16 / sizeof(From)) : n;
+#pragma unroll
+    for (int i = 0; i < n; i += m) {
+      const auto v = *reinterpret_cast<const Vector<From, m>*>(from + i);
+#pragma unroll
+      for (int j = 0; j < m; j++) to[i + j] = A(to_arithmetic(v.of[j]));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(from[i * stride]));
+  }
+}
+
+// ---- tokens ----
+
+// An int32 or int64 on its way: nothing waits for it until it is asked for.
+struct Integer {
+  int32_t low, high;
+  bool wide;
+
+  ROPE_FN static Integer read(const void* from, bool wide, int64_t i) {
+    const int32_t* words = static_cast<const int32_t*>(from) + (wide ? 2 * i : i);
+    return {words[0], words[wide ? 1 : 0], wide};
+  }
+  ROPE_FN int64_t value() const { return wide ? int64_t(uint64_t(uint32_t(high)) << 32 | uint32_t(low)) : low; }
+};
+
+struct Token {
+  int64_t b, s;
+  const RopeParams& p;
+  int step;
+  Integer position, slot;
+
+  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, int64_t b, int64_t s)
+      : b(b), s(s), p(a.params), step(tiling.position_step) {
+    if (p.has_positions) {
+      position = Integer::read(a.positions, a.wide_positions, b * p.positions[0] + s * p.positions[1]);
+    }
+    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slots[0] + s * p.slots[1]);
+  }
+
+  // With the offset. It wraps: with inv_freq no position is too far.
+  ROPE_FN int64_t place() const {
+    return int64_t(uint64_t(p.has_positions ? position.value() : s * step) + uint64_t(p.offset));
+  }
+};
+
+// Block and place in a cache; block -1: nothing is written.
+struct Cell {
+  int64_t block, place;
+};
+ROPE_FN Cell cell_of(const Token& t, bool narrow_slots) {
+  const RopeParams& p = t.p;
+  if (!p.has_slots) {
+    const int64_t place = t.place();
+    assert(place >= 0 && place < p.block_size && "position + offset is outside the cache");
+    return {t.b, place};
+  }
+  const int64_t slot = t.slot.value();
+  if (slot < 0) return {-1, 0};
+  assert(slot < p.blocks * p.block_size && "slot is outside the caches");
+  if (p.blocks == 1) return {0, slot};
+  if (narrow_slots) {
+    const uint32_t size = uint32_t(p.block_size), block = uint32_t(slot) / size;
+    return {block, uint32_t(slot) - block * size};
+  }
+  const int64_t block = slot / p.block_size;
+  return {block, slot - block * p.block_size};
+}
+
+// ---- the angles of a chunk ----
+
+template <typename A, int V>
+struct Angles {
+  A cos[V], sin[V];
+};
+
+// By attention_factor
+template <typename A, int V>
+ROPE_FN void scale(Angles<A, V>& angles, A factor_hi, A factor_lo) {
+  if (factor_hi == A(1) && factor_lo == A(0)) return;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    angles.cos[i] = scaled(angles.cos[i], factor_hi, factor_lo);
+    angles.sin[i] = scaled(angles.sin[i], factor_hi, factor_lo);
+  }
+}
+
+// A chunk's pairs are read in runs of frequencies side by side: one run, or for interleaved vectors one from each half.
+template <bool interleaved, int V>
+struct Runs {
+  static constexpr int count = interleaved && V > 1 ? 2 : 1, length = V / count;
+  ROPE_FN static int64_t first(int run, int chunk, int64_t pairs) {
+    return run * (pairs / 2) + int64_t(chunk) * length;
+  }
+};
+
+// The doubles are three instructions for a thread and its position, and for a float64 inv_freq three for a pair: where
+// doubles are slow that is little beside the rest, which is float32 alone.
+ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int64_t at, float& cos, float& sin) {
+  float freq, rest = 0.0f;
+  if (is_double) {
+    const double f = static_cast<const double*>(inv_freq)[at];
+    freq = float(f);
+    rest = float(f - double(freq));
+  } else {
+    freq = static_cast<const float*>(inv_freq)[at];
+  }
+  float turns_hi, turns_lo;
+  turns_per_position(freq, rest, turns_hi, turns_lo);
+  const float position_hi = float(position), position_lo = float(position - double(position_hi));
+  cos_sin_of(position_hi, position_lo, turns_hi, turns_lo, cos, sin);
+}
+ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int64_t at, double& cos, double& sin) {
+  cos_sin_of(position,
+             is_double ? static_cast<const double*>(inv_freq)[at] : double(static_cast<const float*>(inv_freq)[at]),
+             cos, sin);
+}
+
+template <bool interleaved, int V, typename Table, typename A>
+ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token& t, int chunk, Angles<A, V>& angles) {
+  const RopeParams& p = a.params;
+  using R = Runs<interleaved, V>;
+  int64_t row = t.s;
+  if (p.source == kTableByPosition) {
+    row = t.place();
+    assert(row >= 0 && row < p.rows && "position + offset is outside cos and sin");
+  }
+  const Table* cos = static_cast<const Table*>(a.cos) + t.b * p.cos[0] + row * p.cos[1];
+  const Table* sin = static_cast<const Table*>(a.sin) + t.b * p.sin[0] + row * p.sin[1];
+#pragma unroll
+  for (int run = 0; run < R::count; run++) {
+    const int64_t at = R::first(run, chunk, p.rotary_dim / 2);
+    if (tiling.table_vectors) {
+      read_shared<true, R::length>(cos + at, 1, angles.cos + run * R::length);
+      read_shared<true, R::length>(sin + at, 1, angles.sin + run * R::length);
+    } else {
+      read_shared<false, R::length>(cos + at * p.cos[2], p.cos[2], angles.cos + run * R::length);
+      read_shared<false, R::length>(sin + at * p.sin[2], p.sin[2], angles.sin + run * R::length);
+    }
+  }
+}
+
+template <typename T, bool interleaved, int V>
+ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& tiling, const Token& t, int chunk) {
+  using A = arithmetic_t<T>;
+  using R = Runs<interleaved, V>;
+  const RopeParams& p = a.params;
+  Angles<A, V> angles;
+  if (p.source == kInvFreq) {
+    const double position = double(t.place());
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const int64_t at = R::first(i / R::length, chunk, p.rotary_dim / 2) + i % R::length;
+      angle_of(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * p.inv_freq, angles.cos[i], angles.sin[i]);
+    }
+  } else if (a.table_dtype == DType::kFloat) {
+    read_tables<interleaved, V, float>(a, tiling, t, chunk, angles);
+  } else {
+    read_tables<interleaved, V, T>(a, tiling, t, chunk, angles);
+  }
+  const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  scale(angles, hi, lo);
+  if (p.inverse) {
+#pragma unroll
+    for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
+  }
+  return angles;
+}
+
+// ---- a chunk of a head ----
+
+// Where it is: channels of its two vectors. I holds every offset in elements.
+template <typename I>
+struct Chunk {
+  I first, second;
+  bool rotated;
+  bool whole;  // else there is no second vector, and the first stands in for it
+
+  template <bool interleaved, int V>
+  ROPE_FN static Chunk at(const RopeParams& p, const Tiling& t, int index) {
+    if (index < t.rotated) {
+      const I pairs = I(p.rotary_dim / 2), first = V == 1 ? first_channel(I(index), interleaved) : I(index) * V;
+      return {first, first + (V == 1 ? partner_distance(pairs, interleaved) : pairs), true, true};
+    }
+    const I first = I(p.rotary_dim) + I(index - t.rotated) * V, second = first + I(t.chunks - t.rotated) * V;
+    const bool whole = second < I(p.head_dim);
+    return {first, whole ? second : first, false, whole};
+  }
+};
+
+template <typename T, int V>
+struct Pair {
+  Vector<T, V> first, second;
+};
+
+template <bool vectors, typename T, int V, typename I>
+ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Pair<T, V>& x) {
+  if constexpr (vectors) {
+    x.first = *reinterpret_cast<const Vector<T, V>*>(from + c.first);
+    x.second = *reinterpret_cast<const Vector<T, V>*>(from + c.second);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      x.first.of[i] = from[(c.first + i) * stride];
+      x.second.of[i] = from[(c.second + i) * stride];
+    }
+  }
+}
+
+template <bool vectors, typename T, int V, typename I>
+ROPE_FN void write(const Pair<T, V>& x, T* to, I stride, const Chunk<I>& c) {
+  if constexpr (vectors) {
+    *reinterpret_cast<Vector<T, V>*>(to + c.first) = x.first;
+    if (c.whole) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      to[(c.first + i) * stride] = x.first.of[i];
+      if (c.whole) to[(c.second + i) * stride] = x.second.of[i];
+    }
+  }
+}
+
+// The same in the arithmetic type.
+template <typename A, int V>
+struct Numbers {
+  A first[V], second[V];
+};
+
+template <typename T, int V>
+ROPE_FN Numbers<arithmetic_t<T>, V> numbers_of(const Pair<T, V>& x) {
+  Numbers<arithmetic_t<T>, V> n;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    n.first[i] = to_arithmetic(x.first.of[i]);
+    n.second[i] = to_arithmetic(x.second.of[i]);
+  }
+  return n;
+}
+
+template <typename T, int V>
+ROPE_FN Pair<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
+  Pair<T, V> x;
+  round_to<T>(n.first, x.first.of);
+  round_to<T>(n.second, x.second.of);
+  return x;
+}
+
+template <typename A>
+ROPE_FN void rotate_pair(A& x, A& y, A cos, A sin) {
+  const A own = x;
+  x = rotated(own, y, cos, -sin);
+  y = rotated(y, own, cos, sin);
+}
+
+template <bool interleaved, typename A, int V>
+ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const A cos = angles.cos[i], sin = angles.sin[i];
+    if constexpr (!interleaved || V == 1) {
+      rotate_pair(n.first[i], n.second[i], cos, sin);
+    } else if (i < V / 2) {
+      rotate_pair(n.first[2 * i], n.first[2 * i + 1], cos, sin);
+    } else {
+      rotate_pair(n.second[2 * i - V], n.second[2 * i + 1 - V], cos, sin);
+    }
+  }
+}
+
+// ---- the heads of a token ----
+
+// A thread's way through its share of the heads of q, k and v. I holds every offset in elements.
+template <typename T, typename I, bool cache>
+struct Heads {
+  const RotateArgs& a;
+  const Tiling& tiling;
+  const Token& token;
+  const bool skip_in_place;  // there is nothing to do where the result is what was read
+  int tensor = -1;           // 0 q, 1 k, 2 v
+  I row = 0, end = 0;        // first head of a row of threads; end of this block's share. The same for all its threads
+  I out_end = 0;             // end of those that are written
+  const T* in = nullptr;     // of head 0
+  T* out = nullptr;
+  I in_step = 0, out_step = 0;      // to the next head
+  I in_stride = 0, out_stride = 0;  // of channels
+
+  ROPE_FN bool turned() const { return !cache || tensor < 2; }
+  ROPE_FN bool cached() const { return cache && tensor > 0; }
+  ROPE_FN const T* in_at(I h) const { return in + h * in_step; }
+  ROPE_FN T* out_at(I h) const { return out + h * out_step; }
+
+  // This thread's head of the i-th row from here.
+  ROPE_FN I head(int i) const { return row + I(i) * I(blockDim.y) + I(threadIdx.y); }
+
+  // `count` rows on; false after the last.
+  ROPE_FN bool next(int count) {
+    row += I(count) * I(blockDim.y);
+    while (row >= end) {
+      if (++tensor == (cache ? 3 : 2)) return false;
+      enter();
+    }
+    return true;
+  }
+
+  // To be called between reading and writing: nothing that is read waits for the slot.
+  ROPE_FN void locate() {
+    if (!cached()) return;
+    const Cell cell = cell_of(token, tiling.narrow_slots);
+    const RopeParams& p = a.params;
+    const Operand& o = tensor == 1 ? p.k : p.v;
+    out = static_cast<T*>(tensor == 1 ? a.k_out : a.v_out) + I(cell.block) * I(o.out[0]) + I(cell.place) * I(o.out[1]);
+    if (cell.block < 0) out_end = 0;
+  }
+
+ private:
+  ROPE_FN void enter() {
+    const RopeParams& p = a.params;
+    const Operand& o = tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
+    const I start = I(tensor == 0 ? 0 : tensor == 1 ? tiling.k_start : tiling.v_start);
+    const I block = I(blockIdx.y) * I(tiling.heads_per_block) - start;
+    row = max(block, I(0));
+    end = out_end = min(block + I(tiling.heads_per_block), I(o.heads));
+    if (row >= end) return;
+    in = static_cast<const T*>(tensor == 0   ? a.q_in
+                               : tensor == 1 ? a.k_in
+                                             : a.v_in) +
+         I(token.b) * I(o.in[0]) + I(token.s) * I(o.in[1]);
+    in_step = I(o.in[2]);
+    out_step = I(o.out[2]);
+    in_stride = I(o.in[3]);
+    out_stride = I(o.out[3]);
+    if (cached()) return;
+    out = static_cast<T*>(tensor == 0 ? a.q_out : a.k_out) + I(token.b) * I(o.out[0]) + I(token.s) * I(o.out[1]);
+    if (skip_in_place && in == out) end = 0;
+  }
+};
+
+// ---- launching ----
+
+template <typename F>
+cudaError_t with_type(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kHalf:
+      return f(__half());
+    case DType::kBFloat16:
+      return f(__nv_bfloat16());
+    case DType::kFloat:
+      return f(float());
+    case DType::kDouble:
+      return f(double());
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename... Parameters>
+cudaError_t start(Dim3 grid, Dim3 block, cudaStream_t stream, void (*kernel)(Parameters...),
+                  const std::type_identity_t<Parameters>&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.x, grid.y, grid.z);
+  config.blockDim = dim3(block.x, block.y, block.z);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// A grid has 65535 blocks in z: more sequences than that take more than one launch.
+inline cudaError_t start(const Plan& plan, cudaStream_t stream, void (*kernel)(RotateArgs, Tiling),
+                         const RotateArgs& args) {
+  Tiling tiling = plan.tiling;
+  for (rope_int left = args.params.batch; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
+    const Dim3 grid{plan.grid.x, plan.grid.y, unsigned(std::min(left, kMaxGrid))};
+    if (const cudaError_t error = start(grid, plan.block, stream, kernel, args, tiling)) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace rope::cuda

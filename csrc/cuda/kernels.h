@@ -1,0 +1,29 @@
+// What the host file asks of the kernel files.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "plan.h"
+
+namespace rope::cuda {
+
+cudaError_t rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream);
+cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream);
+
+// sums: [2, plan.sums, head_dim], zeros; what is to be summed for the gradients of q_norm_weight and k_norm_weight.
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, cudaStream_t stream);
+
+enum class PositionType { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };
+struct CosSinArgs {
+  rope_int tokens, pairs;
+  double attention_factor;
+  float factor_hi, factor_lo;   // the same, for float32 arithmetic
+  DType dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
+  PositionType position_type;
+  rope_int inv_freq_stride;
+  const void *positions, *inv_freq;  // [tokens], [pairs]
+  void *cos, *sin;                   // [tokens, pairs], aligned to 16 bytes
+};
+cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream);
+
+}  // namespace rope::cuda

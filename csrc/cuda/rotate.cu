@@ -1,0 +1,82 @@
+// The rotation without a norm, also into a cache.
+#include "device.cuh"
+#include "kernels.h"
+
+namespace rope::cuda {
+namespace {
+
+constexpr int kHeads = 2;  // that a thread has under way
+
+template <typename T, int V, bool cache, bool interleaved, typename I>
+__global__ void __launch_bounds__(kThreads, 5)
+    rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
+  constexpr bool vectors = V > 1;
+  const RopeParams& p = a.params;
+  const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (s >= p.seq) return;
+  int index = int(threadIdx.x);
+  do {
+    const Token token(a, tiling, tiling.first_sequence + blockIdx.z, s);
+    const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+    Heads<T, I, cache> heads{a, tiling, token, !chunk.rotated};
+    Pair<T, V> x[kHeads];
+    // All on their way together. Past the last head that one is read again: a branch would make one wait for the other.
+    const auto read_heads = [&] {
+#pragma unroll
+      for (int i = 0; i < kHeads; i++) {
+        read<vectors>(heads.in_at(min(heads.head(i), heads.end - 1)), heads.in_stride, chunk, x[i]);
+      }
+    };
+    if (!heads.next(0)) continue;
+    read_heads();
+    // A row of the table waits for the position; the first heads need not.
+    Angles<arithmetic_t<T>, V> angles;
+    if (chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+    for (;;) {
+      heads.locate();
+#pragma unroll
+      for (int i = 0; i < kHeads; i++) {
+        if (chunk.rotated && heads.turned()) {
+          auto numbers = numbers_of(x[i]);
+          rotate<interleaved>(numbers, angles);
+          x[i] = rounded<T, V>(numbers);
+        }
+        if (heads.head(i) < heads.out_end) {
+          write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, chunk);
+        }
+      }
+      if (!heads.next(kHeads)) break;
+      read_heads();
+    }
+  } while (!vectors && (index += int(blockDim.x)) < tiling.chunks);  // vectors: the block is as wide as a head
+}
+
+template <typename T, int V>
+cudaError_t launch(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
+  const auto with_index = [&](auto index) {
+    using I = decltype(index);
+    const auto with_cache = [&](auto cache) {
+      constexpr bool c = decltype(cache)::value;
+      return start(plan, stream,
+                   a.params.interleaved ? rotate_kernel<T, V, c, true, I> : rotate_kernel<T, V, c, false, I>, a);
+    };
+    return a.params.v.heads ? with_cache(std::true_type()) : with_cache(std::false_type());
+  };
+  return plan.wide_index ? with_index(int64_t()) : with_index(int32_t());
+}
+
+}  // namespace
+
+cudaError_t rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
+  return with_type(a.x_dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int full = 16 / sizeof(T);
+    if (plan.tiling.vector == full) return launch<T, full>(a, plan, stream);
+    if constexpr (full > 2) {
+      if (plan.tiling.vector == full / 2) return launch<T, full / 2>(a, plan, stream);
+    }
+    return launch<T, 1>(a, plan, stream);
+  });
+}
+
+}  // namespace rope::cuda
