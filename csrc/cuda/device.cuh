@@ -353,15 +353,16 @@ ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
 
 // ---- the heads of a token ----
 
-// A thread's way through its share of the heads of q, k and v. I holds every offset in elements.
-template <typename T, typename I, bool cache>
+// A thread's way through its share of the heads of q, k and v. I holds every offset in elements. cache: there may be a v.
+// together: all threads of a block go on until the last of them is done.
+template <typename T, typename I, bool cache, bool together>
 struct Heads {
   const RotateArgs& a;
   const Tiling& tiling;
   const Token& token;
   const bool skip_in_place;  // there is nothing to do where the result is what was read
   int tensor = -1;           // 0 q, 1 k, 2 v
-  I row = 0, end = 0;        // first head of a row of threads; end of this block's share. The same for all its threads
+  I row = 0, end = 0;        // head of the first thread; end of this block's share
   I out_end = 0;             // end of those that are written
   const T* in = nullptr;     // of head 0
   T* out = nullptr;
@@ -369,7 +370,7 @@ struct Heads {
   I in_stride = 0, out_stride = 0;  // of channels
 
   ROPE_FN bool turned() const { return !cache || tensor < 2; }
-  ROPE_FN bool cached() const { return cache && tensor > 0; }
+  ROPE_FN bool cached() const { return cache && tensor > 0 && a.params.v.heads; }
   ROPE_FN const T* in_at(I h) const { return in + h * in_step; }
   ROPE_FN T* out_at(I h) const { return out + h * out_step; }
 
@@ -379,7 +380,7 @@ struct Heads {
   // `count` rows on; false after the last.
   ROPE_FN bool next(int count) {
     row += I(count) * I(blockDim.y);
-    while (row >= end) {
+    while ((together ? row : head(0)) >= end) {
       if (++tensor == (cache ? 3 : 2)) return false;
       enter();
     }

@@ -83,23 +83,24 @@ __global__ void __launch_bounds__(kThreads, 4)
   const bool inside = s < p.seq;
   const Token token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
   const int lane = int(threadIdx.x), lanes = int(blockDim.x);
-  // A lane past the last chunk reads the first one, and adds nothing to a sum.
-  const auto chunk_at = [&](int index) {
-    return Chunk<I>::template at<interleaved, V>(p, tiling, index < tiling.chunks ? index : 0);
-  };
+  const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
-  Heads<T, I, true> heads{a, tiling, token, false};
-  Pair<T, V> x[kHeads];
+  Heads<T, I, true, true> heads{a, tiling, token, false};
+  // Lanes with nothing to write read nothing: it may be about to be written by another thread.
+  const bool active = inside && lane < tiling.chunks;
+  Pair<T, V> x[kHeads] = {};
   const auto read_heads = [&] {
+    if (!active || heads.head(0) >= heads.end) return;
 #pragma unroll
     for (int i = 0; i < kHeads; i++) {
-      read<vectors>(heads.in_at(min(heads.head(i), heads.end - 1)), heads.in_stride, chunk, x[i]);
+      const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
+      read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
     }
   };
   Numbers<A, V> weights;
   int weights_for = -1;  // tensor
   const auto read_weights = [&] {
-    if (!once || !heads.turned() || weights_for == heads.tensor) return;
+    if (!once || !active || !heads.turned() || weights_for == heads.tensor) return;
     weights = weights_of<A, V>(a, heads.tensor, chunk);
     weights_for = heads.tensor;
   };
@@ -107,22 +108,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   read_heads();
   read_weights();
   Angles<A, V> angles;
-  if (once && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+  if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
   for (;;) {
     heads.locate();
 #pragma unroll
     for (int i = 0; i < kHeads; i++) {
-      const bool written = inside && heads.head(i) < heads.out_end;
+      const bool present = active && heads.head(i) < heads.end, written = active && heads.head(i) < heads.out_end;
       A scale = A(0);
       Numbers<A, V> numbers;
       if (heads.turned()) {
         numbers = numbers_of(x[i]);
         sum_t<once, A> sum = lane < tiling.chunks ? dot(numbers, numbers, chunk.whole) : A(0);
         if constexpr (!once) {
-          for (int index = lane + lanes; index < tiling.chunks; index += lanes) {
+          for (int index = lane + lanes; present && index < tiling.chunks; index += lanes) {
             const auto c = chunk_at(index);
             Pair<T, V> more;
-            read<vectors>(heads.in_at(min(heads.head(i), heads.end - 1)), heads.in_stride, c, more);
+            read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, more);
             const auto m = numbers_of(more);
             sum += dot(m, m, c.whole);
           }
@@ -138,12 +139,12 @@ __global__ void __launch_bounds__(kThreads, 4)
         if (written) write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, c);
       };
       if constexpr (once) {
-        if (lane < tiling.chunks) finish(chunk, angles, weights);
+        finish(chunk, angles, weights);
       } else {
-        for (int index = lane; index < tiling.chunks; index += lanes) {
+        for (int index = lane; written && index < tiling.chunks; index += lanes) {
           const auto c = chunk_at(index);
           if (index != lane) {
-            read<vectors>(heads.in_at(min(heads.head(i), heads.end - 1)), heads.in_stride, c, x[i]);
+            read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, x[i]);
             numbers = numbers_of(x[i]);
           }
           if (c.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);

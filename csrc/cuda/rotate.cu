@@ -18,13 +18,15 @@ __global__ void __launch_bounds__(kThreads, 5)
   do {
     const Token token(a, tiling, tiling.first_sequence + blockIdx.z, s);
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-    Heads<T, I, cache> heads{a, tiling, token, !chunk.rotated};
+    Heads<T, I, cache, false> heads{a, tiling, token, !chunk.rotated};
     Pair<T, V> x[kHeads];
-    // All on their way together. Past the last head that one is read again: a branch would make one wait for the other.
+    // All on their way together. Past the last head the first of these is read again: a branch would make one wait for
+    // the other, and another thread's head may be about to be written.
     const auto read_heads = [&] {
 #pragma unroll
       for (int i = 0; i < kHeads; i++) {
-        read<vectors>(heads.in_at(min(heads.head(i), heads.end - 1)), heads.in_stride, chunk, x[i]);
+        const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
+        read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
       }
     };
     if (!heads.next(0)) continue;
