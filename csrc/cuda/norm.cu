@@ -193,14 +193,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   const rope_int* x_strides = tensor == 0 ? n.q : n.k;
   const int head_rows = tensor == 0 ? backward.q_rows : backward.k_rows, token_rows = int(blockDim.y) / head_rows;
   const int head_row = int(threadIdx.y) & (head_rows - 1), token_row = int(threadIdx.y) / head_rows;
-  const auto chunk_at = [&](int index) {
-    return Chunk<I>::template at<interleaved, V>(p, tiling, index < tiling.chunks ? index : 0);
-  };
+  const bool active = lane < tiling.chunks;
+  const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const int warp = int(threadIdx.y) * lanes / kWarp, warps = kThreads / kWarp;
   double* row = sums + ((int64_t(tensor) * gridDim.x + blockIdx.x) * warps + warp) * p.head_dim;
   const auto chunk = chunk_at(lane);
   Numbers<A, V> weights;
-  if (once) weights = weights_of<A, V>(a, tensor, chunk);
+  if (once && active) weights = weights_of<A, V>(a, tensor, chunk);
   Sums<A, V> total;
 
   const int64_t begin = int64_t(blockIdx.x) * backward.tokens, end = min(begin + backward.tokens, p.batch * p.seq);
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const bool inside = token_at + token_row < end;
     const Token token(a, tiling, inside ? b : first_b, inside ? s : first_s);
     Angles<A, V> angles;
-    if (once && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+    if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
     const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];
     const T* xs =
         static_cast<const T*>(tensor == 0 ? n.q_in : n.k_in) + token.b * x_strides[0] + token.s * x_strides[1];
@@ -285,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
   }
   if constexpr (once) {
-    const bool writes = lane < tiling.chunks && (int(threadIdx.y) * lanes) % kWarp == 0;
+    const bool writes = active && (int(threadIdx.y) * lanes) % kWarp == 0;
 #pragma unroll
     for (int i = 0; i < V; i++) {
       double first = double(total.sum.first[i]) - double(total.over.first[i]),

@@ -1,0 +1,186 @@
+// The part of the CUDA runtime and language that the kernels use, on the emulator.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <math.h>  // the overloads of fma, rint, sqrt outside std, as in CUDA
+
+#include "../emulator.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __grid_constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+// thread_local, as it may stand alone in a function and after extern, and lies in a segment of its own. Dynamic shared
+// memory is outside of any namespace, and has this name:  extern __shared__ unsigned char dynamic_shared[];
+#define __shared__ thread_local
+#define __align__(n) alignas(n)
+#ifdef __CUDACC__  // libstdc++ has it as the name of an attribute
+#define __noinline__ __attribute__((noinline))
+#endif
+
+using dim3 = emulator::Size3;
+using uint3 = emulator::Size3;
+inline constexpr const dim3 &threadIdx = emulator::thread_index, &blockIdx = emulator::block_index,
+                            &blockDim = emulator::block_size, &gridDim = emulator::grid_size;
+constexpr int warpSize = 32;
+
+#define EMULATED_VECTOR2(T, name, bytes) \
+  struct alignas(bytes) name {           \
+    T x, y;                              \
+  };                                     \
+  inline name make_##name(T x, T y) { return {x, y}; }
+#define EMULATED_VECTOR4(T, name) \
+  struct alignas(16) name {       \
+    T x, y, z, w;                 \
+  };                              \
+  inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
+EMULATED_VECTOR2(int, int2, 8)
+EMULATED_VECTOR2(unsigned, uint2, 8)
+EMULATED_VECTOR2(float, float2, 8)
+EMULATED_VECTOR2(double, double2, 16)
+EMULATED_VECTOR4(int, int4)
+EMULATED_VECTOR4(unsigned, uint4)
+EMULATED_VECTOR4(float, float4)
+
+// ---- threads that wait for each other ----
+
+#define EMULATED_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+__forceinline__ void __syncthreads(EMULATED_SITE) { emulator::block_barrier({"__syncthreads", file, line}); }
+__forceinline__ void __syncwarp(unsigned mask = 0xffffffff, EMULATED_SITE) {
+  emulator::warp_barrier(mask, {"__syncwarp", file, line});
+}
+
+namespace emulator {
+// from(lane, last): the lane that is read, or one after `last`, the last of the lane's own group: its own value then.
+template <typename T, typename F>
+__forceinline__ T shuffle(unsigned mask, T value, int width, const Site& site, F&& from) {
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  if (width < 1 || width > 32 || (width & (width - 1))) fail("a shuffle whose width is not 1, 2, 4, 8, 16 or 32");
+  const unsigned lane = lane_index(), last = lane | unsigned(width - 1), source = from(lane, last);
+  warp_exchange(mask, source > last ? lane : source, &value, sizeof value, site);
+  return value;
+}
+}  // namespace emulator
+
+template <typename T>
+__forceinline__ T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATED_SITE) {
+  return emulator::shuffle(mask, value, width, {"__shfl_sync", file, line}, [&](unsigned, unsigned last) {
+    return (last - unsigned(width - 1)) | (unsigned(source) & unsigned(width - 1));
+  });
+}
+template <typename T>
+__forceinline__ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, EMULATED_SITE) {
+  return emulator::shuffle(mask, value, width, {"__shfl_xor_sync", file, line},
+                           [&](unsigned lane, unsigned) { return lane ^ unsigned(lanes); });
+}
+template <typename T>
+__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, EMULATED_SITE) {
+  return emulator::shuffle(mask, value, width, {"__shfl_down_sync", file, line},
+                           [&](unsigned lane, unsigned) { return lane + lanes; });
+}
+
+// ---- arithmetic ----
+
+template <typename T>
+__forceinline__ const T& __ldg(const T* from) {
+  return *from;  // loaded where it is used
+}
+template <typename T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <typename T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}
+inline float rsqrtf(float x) { return float(1 / std::sqrt(double(x))); }
+inline double rsqrt(double x) { return 1 / std::sqrt(x); }
+inline float __frsqrt_rn(float x) { return rsqrtf(x); }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline long long __float2ll_rn(float x) { return llrintf(x); }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+
+// ---- the runtime ----
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
+inline cudaError_t emulated_last_error = cudaSuccess;
+inline cudaError_t cudaGetLastError() { return std::exchange(emulated_last_error, cudaSuccess); }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess             ? "no error"
+         : error == cudaErrorInvalidValue ? "invalid argument"
+                                          : "invalid configuration argument";
+}
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*device*/) {
+  *value = 132;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  union {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+namespace emulator {
+// The limits of every GPU there is.
+inline bool fits(const cudaLaunchConfig_t& c) {
+  return c.gridDim.count() && c.blockDim.count() && c.gridDim.x <= 0x7fffffff && c.gridDim.y <= 65535 &&
+         c.gridDim.z <= 65535 && c.blockDim.count() <= 1024 && c.blockDim.x <= 1024 && c.blockDim.y <= 1024 &&
+         c.blockDim.z <= 64 && c.dynamicSmemBytes <= kDynamicShared;
+}
+
+template <typename... P>
+struct Call {
+  void (*kernel)(P...);
+  std::tuple<P...> arguments;
+
+  // For each thread. Its copies of the arguments are not loads of the kernel.
+  template <size_t... I>
+  __attribute__((no_sanitize("thread"))) void operator()(std::index_sequence<I...>) const {
+    kernel(std::get<I>(arguments)...);
+  }
+  static void run(const void* call) { (*static_cast<const Call*>(call))(std::index_sequence_for<P...>{}); }
+};
+}  // namespace emulator
+
+template <typename... P, typename... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
+  if (!emulator::fits(*config)) return emulated_last_error = cudaErrorInvalidConfiguration;
+  const emulator::Call<P...> call{kernel, {std::forward<A>(arguments)...}};
+  emulator::launch({config->gridDim, config->blockDim, config->dynamicSmemBytes, reinterpret_cast<const void*>(kernel),
+                    &call.run, &call});
+  return cudaSuccess;
+}

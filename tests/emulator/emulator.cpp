@@ -1,0 +1,776 @@
+#include "emulator.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+
+#ifdef __SANITIZE_ADDRESS__  // it watches the loads and stores then
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+constexpr size_t kStack = 512 * 1024;  // of a fiber
+#else
+#define ASAN_POISON_MEMORY_REGION(...)
+#define ASAN_UNPOISON_MEMORY_REGION(...)
+constexpr size_t kStack = 64 * 1024;
+#endif
+#if !(defined(__x86_64__) && defined(__ELF__))
+#include <ucontext.h>
+#endif
+
+// All other thread_locals of this object would be taken for shared variables, too, if they were linked before this one.
+alignas(128) thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
+
+namespace emulator {
+
+Size3 thread_index, block_index, block_size, grid_size;
+Options options;
+
+namespace {
+
+// ---- fibers ----
+
+#if defined(__x86_64__) && defined(__ELF__)
+extern "C" void emulator_switch(void** save, void* load);
+asm(R"(
+.text
+.hidden emulator_switch
+.type emulator_switch,@function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch,.-emulator_switch
+)");
+struct Context {
+  void* top = nullptr;
+  void start(char* stack, void (*f)()) {
+    void** p = reinterpret_cast<void**>(stack + kStack);
+    *--p = nullptr;  // where f would return to, and what aligns its frame
+    *--p = reinterpret_cast<void*>(f);
+    top = p - 6;
+  }
+  void to(Context& other) { emulator_switch(&top, other.top); }
+};
+#else
+struct Context {
+  ucontext_t context;
+  void start(char* stack, void (*f)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = kStack;
+    makecontext(&context, f, 0);
+  }
+  void to(Context& other) { swapcontext(&context, &other.context); }
+};
+#endif
+
+struct Fiber {
+  Context context;
+  const void* stack = nullptr;
+  size_t stack_size = 0;
+  int thread = -1;
+};
+
+// ---- memory ----
+
+// Who touched some bytes last. A thread is a number that no other thread of any launch has; a time counts the barriers
+// of its block.
+struct Access {
+  uint32_t writer, reader, write_time, read_time : 29, readers : 3;
+};
+// Readers since the last write, as far as no barrier lies between them and the last one.
+enum Readers : uint32_t { kOneThread, kOneWarp, kOneBlock, kManyBlocks };
+
+struct Memory {
+  uintptr_t begin = 0, end = 0;
+  bool shared = false;
+  // An Access for every `granule` bytes: 16, or less as soon as a smaller access is seen.
+  Access* shadow = nullptr;
+  size_t granule = 0;
+  uint32_t era = 0;  // of the thread numbers in it
+
+  size_t bytes() const { return end - begin; }
+  bool holds(uintptr_t a, size_t n) const { return a >= begin && a + n <= end; }
+};
+
+constexpr size_t kGuard = 64, kKept = 8 << 20;  // bytes on each side; freed ones that are not given out again yet
+constexpr unsigned char kPattern = 0xcb;
+
+size_t padded(size_t bytes) { return (bytes + kGuard - 1) / kGuard * kGuard; }
+
+// Never destroyed: tensors are freed after it would be.
+struct Registry {
+  std::mutex mutex;
+  std::map<uintptr_t, Memory> live;
+  std::deque<Memory> freed;
+  size_t freed_bytes = 0;
+  std::string finding;
+};
+Registry& registry = *new Registry;
+
+// ---- one launch ----
+
+enum Wait { kNowhere, kAtBlock, kAtWarp };
+struct Thread {
+  Fiber* fiber = nullptr;
+  Wait wait = kNowhere;
+  bool done = false;
+  // At a barrier or exchange of its warp:
+  bool barrier = false;
+  unsigned mask = 0, source = 0;
+  Site site{};
+  uint64_t value = 0, result = 0;
+};
+
+struct Run {
+  std::mutex mutex;  // one launch at a time
+  const Launch* launch = nullptr;
+  Fiber host;                  // which called launch()
+  std::vector<Fiber*> fibers;  // all that were ever made
+  std::vector<Fiber*> idle;
+  std::deque<Fiber*> ready;
+  Fiber* fiber = nullptr;  // that runs
+  uintptr_t stack = 0;     // its stack; 0 where no kernel runs
+
+  std::vector<Thread> threads;  // of the block
+  uint32_t thread = 0;          // that runs
+  uint32_t begun = 0, done = 0, at_barrier = 0, at_warp = 0;
+  Site barrier{};
+
+  uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;  // numbers of threads
+  uint32_t time = 0, block_time = 0;  // now, and at the last barrier of the block
+  std::vector<uint32_t> warp_time;
+
+  Memory shared, dynamic;
+  uintptr_t dirty_begin = 0, dirty_end = 0;  // of `shared`
+  std::vector<Memory*> touched;              // from allocate()
+  Memory* last = nullptr;
+  uintptr_t image_begin = 0, image_end = 0;  // this library, with its constants
+
+  std::string finding;
+  const void* where = nullptr;  // a return address in the kernel
+  Record record{};
+  std::deque<Record> records;
+};
+Run run;
+
+std::string text(const std::string& s) { return s; }
+std::string text(const char* s) { return s; }
+std::string text(uint64_t n) { return std::to_string(n); }
+std::string text(const Size3& s) { return "(" + text(s.x) + ", " + text(s.y) + ", " + text(s.z) + ")"; }
+std::string text(const Site& s) { return text(s.what) + " in line " + text(s.line) + " of " + s.file; }
+
+template <typename... T>
+std::string join(const T&... parts) {
+  return (std::string() + ... + text(parts));
+}
+
+// The thread does not run again, nor any of its launch: control goes back to launch().
+template <typename... T>
+[[noreturn, gnu::noinline]] void stop(const void* where, const T&... what) {
+  run.stack = 0;  // join() may be code that the kernels' object files have too, instrumented
+  run.finding = join(what...);
+  run.where = where;
+#ifdef __SANITIZE_ADDRESS__
+  __sanitizer_start_switch_fiber(nullptr, run.host.stack, run.host.stack_size);
+#endif
+  run.fiber->context.to(run.host.context);
+  abort();
+}
+
+Size3 position(uint64_t i, const Size3& size) {
+  return {unsigned(i % size.x), unsigned(i / size.x % size.y), unsigned(i / size.x / size.y)};
+}
+
+// ---- every load and store ----
+
+// Whether `thread` has the block, and the warp, of the thread that runs.
+bool in_block(uint32_t thread) { return thread - run.first_of_block < run.threads.size(); }
+bool in_warp(uint32_t thread) { return in_block(thread) && (thread - run.first_of_block) / 32 == run.thread / 32; }
+bool before_barrier(uint32_t thread, uint32_t time) {
+  return in_block(thread) && (time < run.block_time || (in_warp(thread) && time < run.warp_time[run.thread / 32]));
+}
+
+void make_shadow(Memory& m, size_t granule) {
+  const size_t count = (m.bytes() + granule - 1) / granule;
+  auto* const shadow = static_cast<Access*>(calloc(count, sizeof(Access)));
+  if (!shadow) abort();
+  for (size_t i = 0; m.era == run.era && i < count; i++) shadow[i] = m.shadow[i * granule / m.granule];
+  free(m.shadow);
+  m.shadow = shadow;
+  m.granule = granule;
+  m.era = run.era;
+}
+
+void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where) {
+  const size_t bits = (a - m.begin) | n | 16, granule = bits & -bits;
+  if (m.era != run.era || m.granule > granule) make_shadow(m, granule);
+  const uint32_t me = run.first_of_block + run.thread;
+  // Shared memory is new in each block; other memory does not know earlier launches.
+  const auto known = [&](uint32_t thread) {
+    return thread && (m.shared ? in_block(thread) : thread >= run.first_of_launch);
+  };
+  const auto race = [&](const char* kind, uint32_t thread) {
+    const uint64_t other = thread - run.first_of_launch, size = run.threads.size();
+    stop(where, "race, ", kind, m.shared ? " of shared memory" : " of memory", " at byte ", a - m.begin, " of ",
+         m.bytes(), ", with block ", position(other / size, grid_size), ", thread ",
+         position(other % size, block_size));
+  };
+  const size_t end = (a + n - 1 - m.begin) / m.granule;
+  for (size_t i = (a - m.begin) / m.granule; i <= end; i++) {
+    Access& x = m.shadow[i];
+    if (known(x.writer) && x.writer != me && !before_barrier(x.writer, x.write_time))
+      race(write ? "two writes" : "read after write", x.writer);
+    const bool read = known(x.reader);
+    if (write) {
+      const bool ordered = x.readers == kOneThread  ? x.reader == me || before_barrier(x.reader, x.read_time)
+                           : x.readers == kOneWarp  ? before_barrier(x.reader, x.read_time)
+                           : x.readers == kOneBlock ? in_block(x.reader) && x.read_time < run.block_time
+                                                    : false;
+      if (read && !ordered) race("write after read", x.reader);
+      x = {me, 0, run.time, 0, kOneThread};
+    } else {
+      Readers readers = kOneThread;
+      if (read && (!in_block(x.reader) || x.readers == kManyBlocks)) {
+        readers = kManyBlocks;
+      } else if (read && x.read_time >= run.block_time) {
+        if (!in_warp(x.reader) || x.readers == kOneBlock) {
+          readers = kOneBlock;
+        } else if (!before_barrier(x.reader, x.read_time) && (x.reader != me || x.readers == kOneWarp)) {
+          readers = kOneWarp;
+        }
+      }
+      x = {x.writer, me, x.write_time, run.time, readers};
+    }
+  }
+}
+
+// What a kernel may not touch.
+[[noreturn, gnu::noinline]] void outside(uintptr_t a, size_t n, bool write, const void* where) {
+  const char *of = "", *side = " bytes past the end of ";
+  const Memory* near = nullptr;
+  uintptr_t best = 1 << 20;
+  const auto look = [&](const Memory& m, const char* name) {
+    const uintptr_t distance = a < m.begin ? m.begin - a : a >= m.end ? a - m.end : 0;
+    if (m.end && distance < best) best = distance, near = &m, of = name;
+  };
+  {
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto after = registry.live.upper_bound(a);
+    if (after != registry.live.end()) look(after->second, "an allocation");
+    if (after != registry.live.begin()) look(std::prev(after)->second, "an allocation");
+    for (const Memory& m : registry.freed) look(m, "a freed allocation");
+    look(run.shared, "the shared variables");
+    look(run.dynamic, "the launch's shared memory");
+  }
+  const char* const does = write ? "write of " : "read of ";
+  if (a < 4096) stop(where, does, n, " bytes through a null pointer");
+  if (!near) stop(where, does, n, " bytes of memory that is not a tensor's");
+  if (a < near->begin) side = " bytes before the start of ";
+  if (near->holds(a, 1)) best = a - near->begin, side = " bytes after the start of ";
+  stop(where, does, n, " bytes, ", best, side, of, " of ", near->bytes(), " bytes");
+}
+
+Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
+  if (run.shared.holds(a, n)) return &run.shared;
+  if (run.dynamic.holds(a, n)) return &run.dynamic;
+  for (Memory* m : run.touched) {
+    if (m->holds(a, n)) return m;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(registry.mutex);
+    const auto after = registry.live.upper_bound(a);
+    Memory* const before = after == registry.live.begin() ? nullptr : &std::prev(after)->second;
+    if (before && before->holds(a, n)) {
+      run.touched.push_back(before);
+      return before;
+    }
+    const auto near = [&](const Memory& m) { return a + n > m.begin - kGuard && a < m.end + kGuard; };
+    if (options.foreign && a >= 4096 && !(before && near(*before)) &&
+        !(after != registry.live.end() && near(after->second)) &&
+        std::none_of(registry.freed.begin(), registry.freed.end(), near))
+      return nullptr;
+  }
+  outside(a, n, write, where);
+}
+
+[[maybe_unused]] inline void access(void* pointer, size_t n, bool write, int width, const void* where) {
+  // Instrumented code runs on the host, too: then not on the stack of the fiber.
+  const uintptr_t a = uintptr_t(pointer), here = uintptr_t(__builtin_frame_address(0));
+  if (here - run.stack >= kStack) return;
+  if (a - run.stack < kStack) return;  // its own variables
+  Memory* m = run.last;
+  if (!m->holds(a, n)) {
+    if (a >= run.image_begin && a < run.image_end) {  // constants, thread_index and the like
+      if (write) stop(where, "write of a constant or of a variable of the host");
+      return;
+    }
+    m = find(a, n, write, where);
+    if (!m) return;
+    run.last = m;
+  }
+  if (m == &run.shared) {
+    run.dirty_begin = std::min(run.dirty_begin, a);
+    run.dirty_end = std::max(run.dirty_end, a + n);
+  }
+  if (!m->shared) {
+    auto& counted = write ? run.record.stores : run.record.loads;
+    counted.bytes += n;
+    counted.count[width]++;
+    if (!options.races) return;
+  }
+  check_order(*m, a, n, write, where);
+}
+
+[[maybe_unused]] void undefined(const char* what, const void* where) {
+  if (uintptr_t(__builtin_frame_address(0)) - run.stack < kStack) stop(where, what);
+  fprintf(stderr, "emulator: %s, in a function of the host\n", what);
+  abort();
+}
+
+// ---- threads that wait ----
+
+// The i-th of n in the order that is asked for.
+struct Permutation {
+  uint64_t n, first = 0, step = 1;
+  explicit Permutation(uint64_t n) : n(n) {
+    if (options.order == Order::kBackward) first = step = n - 1;
+    if (options.order == Order::kScrambled) {
+      first = n / 3;
+      step = n * 5 / 8 + 1;
+      while (std::gcd(step, n) != 1) step++;
+    }
+  }
+  uint64_t operator()(uint64_t i) const { return (first + i * step) % n; }
+};
+
+void run_threads();
+
+Fiber* new_fiber() {
+  if (run.idle.empty()) {
+    auto* const memory = static_cast<char*>(
+        mmap(nullptr, kStack + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (memory == MAP_FAILED) abort();
+    mprotect(memory, 4096, PROT_NONE);
+    run.fibers.push_back(new Fiber{{}, memory + 4096, kStack});
+    run.idle.push_back(run.fibers.back());
+  }
+  Fiber* const fiber = run.idle.back();
+  run.idle.pop_back();
+  ASAN_UNPOISON_MEMORY_REGION(fiber->stack, kStack);  // of frames that were abandoned
+  fiber->context.start(static_cast<char*>(const_cast<void*>(fiber->stack)), run_threads);
+  fiber->thread = -1;
+  return fiber;
+}
+
+void become(uint32_t thread) {
+  run.thread = thread;
+  thread_index = position(thread, block_size);
+}
+
+// On to a thread that no longer waits, or one that has not begun; to the host where there is none.
+void switch_from(Fiber& from) {
+  Fiber* to = &run.host;
+  if (!run.ready.empty()) {
+    to = run.ready.front();
+    run.ready.pop_front();
+  } else if (run.begun < run.threads.size()) {
+    to = new_fiber();
+  }
+  if (to == &from) return;
+  run.fiber = to;
+  run.stack = to == &run.host ? 0 : uintptr_t(to->stack);
+  if (to->thread >= 0) become(uint32_t(to->thread));
+#ifdef __SANITIZE_ADDRESS__
+  void* fake;
+  __sanitizer_start_switch_fiber(&fake, to->stack, to->stack_size);
+  from.context.to(to->context);
+  __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#else
+  from.context.to(to->context);
+#endif
+}
+
+void wait(Wait where) {
+  run.threads[run.thread].wait = where;
+  switch_from(*run.fiber);
+}
+void end_wait(Thread& t) {
+  t.wait = kNowhere;
+  run.ready.push_back(t.fiber);
+}
+
+uint32_t warp_begin() { return run.thread / 32 * 32; }
+uint32_t warp_end() { return std::min<uint32_t>(warp_begin() + 32, uint32_t(run.threads.size())); }
+
+// Whether the lanes of the mask are all here; then they go on.
+bool finish_warp(unsigned mask, bool barrier) {
+  const uint32_t begin = warp_begin(), end = warp_end();
+  const auto named = [&](uint32_t i) { return mask >> (i - begin) & 1; };
+  for (uint32_t i = begin; i < end; i++) {
+    const Thread& t = run.threads[i];
+    if (named(i) && !t.done && t.wait != kAtWarp && i != run.thread) return false;
+  }
+  if (barrier) run.warp_time[begin / 32] = ++run.time;
+  for (uint32_t i = begin; i < end; i++) {
+    Thread& t = run.threads[i];
+    if (!named(i)) continue;
+    t.result = run.threads[begin + t.source].value;
+    if (t.wait != kAtWarp) continue;
+    end_wait(t);
+    run.at_warp--;
+  }
+  return true;
+}
+
+// The thread goes to a barrier of its block, or leaves the kernel: no lane may wait for it.
+void check_not_awaited(const Site* barrier, const void* where) {
+  if (!run.at_warp) return;
+  const uint32_t begin = warp_begin(), end = warp_end();
+  for (uint32_t i = begin; i < end; i++) {
+    const Thread& t = run.threads[i];
+    if (t.wait != kAtWarp || !(t.mask >> (run.thread - begin) & 1)) continue;
+    if (barrier) stop(where, "the thread comes to ", *barrier, " while lane ", i - begin, " waits for it at ", t.site);
+    if (!t.barrier) stop(where, "the thread leaves the kernel while lane ", i - begin, " waits for it at ", t.site);
+    finish_warp(t.mask, true);
+  }
+}
+
+// What a fiber does: one thread after another. A thread that waits keeps it, and a new one begins with the next thread.
+void run_threads() {
+#ifdef __SANITIZE_ADDRESS__
+  const void* stack;
+  size_t size;
+  __sanitizer_finish_switch_fiber(nullptr, &stack, &size);
+  if (!run.host.stack) run.host.stack = stack, run.host.stack_size = size;  // from the host, the first time
+#endif
+  const Permutation order(run.threads.size());
+  Fiber* const me = run.fiber;
+  while (run.begun < run.threads.size()) {
+    const auto i = uint32_t(order(run.begun++));
+    me->thread = int(i);
+    run.threads[i].fiber = me;
+    become(i);
+    run.launch->call(run.launch->arguments);
+    run.threads[i].done = true;
+    run.done++;
+    check_not_awaited(nullptr, nullptr);
+    if (run.at_barrier)
+      stop(nullptr, "the thread leaves the kernel while ", run.at_barrier, " others wait at ", run.barrier);
+  }
+  me->thread = -1;
+  run.idle.push_back(me);
+  switch_from(*me);
+  abort();  // new_fiber() lets it begin anew
+}
+
+bool same(const Site& a, const Site& b) { return a.line == b.line && !strcmp(a.file, b.file); }
+
+uint64_t meet(unsigned mask, bool barrier, unsigned source, uint64_t value, const Site& site, const void* where) {
+  const uint32_t begin = warp_begin(), lane = run.thread - begin;
+  if (!(mask >> lane & 1)) stop(where, site, ": the mask does not name lane ", lane, " itself");
+  if (!(mask >> source & 1)) stop(where, site, ": it reads lane ", source, ", which the mask does not name");
+  for (uint32_t i = 0; i < 32; i++) {
+    const bool named = mask >> i & 1;
+    if (begin + i >= warp_end()) {
+      if (named && !barrier) stop(where, site, ": the mask names lane ", i, ", which does not exist");
+      continue;
+    }
+    const Thread& t = run.threads[begin + i];
+    if (named && t.done && !barrier) stop(where, site, ": the mask names lane ", i, ", which has left the kernel");
+    if (named && t.wait == kAtBlock) stop(where, site, ": the mask names lane ", i, ", which waits at ", run.barrier);
+    if (t.wait == kAtWarp && (named || (t.mask >> lane & 1))) {
+      if (!same(t.site, site)) stop(where, site, ": lane ", i, " waits at ", t.site);
+      if (t.mask != mask) stop(where, site, ": lane ", i, " has another mask");
+    }
+  }
+  Thread& me = run.threads[run.thread];
+  me.barrier = barrier;
+  me.mask = mask;
+  me.source = source;
+  me.site = site;
+  me.value = value;
+  if (!finish_warp(mask, barrier)) {
+    run.at_warp++;
+    wait(kAtWarp);
+  }
+  return me.result;
+}
+
+void run_block() {
+  run.threads.assign(run.threads.size(), Thread{});
+  run.warp_time.assign((run.threads.size() + 31) / 32, 0);
+  run.begun = run.done = run.at_barrier = run.at_warp = run.time = run.block_time = 0;
+  run.ready.clear();
+  run.idle = run.fibers;
+  run.last = &run.dynamic;
+  if (run.dirty_begin < run.dirty_end)
+    memset(reinterpret_cast<void*>(run.dirty_begin), 0xff, run.dirty_end - run.dirty_begin);
+  run.dirty_begin = UINTPTR_MAX;
+  run.dirty_end = 0;
+  memset(dynamic_shared, 0xff, run.launch->dynamic_shared);
+  switch_from(run.host);
+  if (run.finding.empty() && run.done < run.threads.size()) run.finding = "the threads of a block wait for each other";
+}
+
+// ---- where things are ----
+
+// The shared variables of this thread of the host, and this library.
+void find_image() {
+  dynamic_shared[0] = 0xff;  // they are made at the first use
+  const auto look = [](dl_phdr_info* info, size_t, void*) {
+    uintptr_t begin = UINTPTR_MAX, end = 0, variables = 0;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+      const auto& part = info->dlpi_phdr[i];
+      const uintptr_t at = info->dlpi_addr + part.p_vaddr;
+      if (part.p_type == PT_LOAD) begin = std::min(begin, at), end = std::max(end, at + uintptr_t(part.p_memsz));
+      if (part.p_type == PT_TLS) variables = uintptr_t(info->dlpi_tls_data) + part.p_filesz;
+    }
+    if (uintptr_t(&run) < begin || uintptr_t(&run) >= end) return 0;
+    run.image_begin = begin;
+    run.image_end = end;
+    run.dirty_begin = run.shared.begin = variables / 16 * 16;
+    run.dirty_end = run.shared.end = run.dynamic.begin = uintptr_t(dynamic_shared);
+    run.shared.shared = run.dynamic.shared = true;
+    return 1;
+  };
+  dl_iterate_phdr(look, nullptr);
+}
+
+// What addr2line says of an address in this library.
+std::vector<std::string> describe(const void* address, const char* option) {
+  Dl_info info;
+  if (!dladdr(address, &info)) return {};
+  char command[4200];
+  snprintf(command, sizeof command, "addr2line -Cs %s -e '%s' %#zx 2>/dev/null", option, info.dli_fname,
+           size_t(address) - size_t(info.dli_fbase));
+  std::vector<std::string> lines;
+  FILE* const out = popen(command, "r");
+  if (!out) return {};
+  for (char line[2000]; fgets(line, sizeof line, out);) lines.emplace_back(line, strcspn(line, "\n"));
+  pclose(out);
+  return lines;
+}
+
+// Whether something beside it was written; repaired, so that it is told once.
+std::string check_guard(const Memory& m) {
+  std::string finding;
+  const auto check = [&](uintptr_t begin, uintptr_t end) {
+    auto* const p = reinterpret_cast<unsigned char*>(begin);
+    ASAN_UNPOISON_MEMORY_REGION(p, end - begin);
+    const uintptr_t a = uintptr_t(std::find_if(p, p + (end - begin), [](unsigned char c) { return c != kPattern; }));
+    if (a < end)
+      finding = join("write ", a < m.begin ? m.begin - a : a - m.end,
+                     a < m.begin ? " bytes before the start" : " bytes past the end", " of an allocation of ",
+                     m.bytes(), " bytes");
+    memset(p, kPattern, end - begin);
+    ASAN_POISON_MEMORY_REGION(p, end - begin);
+  };
+  check(m.begin - kGuard, m.begin);
+  check(m.end, m.begin + padded(m.bytes()) + kGuard);
+  return finding;
+}
+
+void give_back(const Memory& m) {
+  void* const all = reinterpret_cast<void*>(m.begin - kGuard);
+  ASAN_UNPOISON_MEMORY_REGION(all, padded(m.bytes()) + 2 * kGuard);
+  free(all);
+}
+
+}  // namespace
+
+unsigned lane_index() { return run.thread % 32; }
+
+void fail(const char* what) {
+  if (uintptr_t(__builtin_frame_address(0)) - run.stack < kStack) stop(__builtin_return_address(0), what);
+  throw std::runtime_error(what);
+}
+
+void block_barrier(const Site& site) {
+  const void* const where = __builtin_return_address(0);
+  check_not_awaited(&site, where);
+  if (run.done) stop(where, site, " after ", run.done, " threads of the block have left the kernel");
+  if (run.at_barrier && !same(run.barrier, site))
+    stop(where, site, " while other threads of the block wait at ", run.barrier);
+  run.barrier = site;
+  if (++run.at_barrier < run.threads.size()) return wait(kAtBlock);
+  run.at_barrier = 0;
+  run.block_time = ++run.time;
+  for (Thread& t : run.threads) {
+    if (t.wait == kAtBlock) end_wait(t);
+  }
+}
+
+void warp_barrier(unsigned mask, const Site& site) {
+  meet(mask, true, lane_index(), 0, site, __builtin_return_address(0));
+}
+
+void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site& site) {
+  uint64_t bits = 0;
+  memcpy(&bits, value, bytes);
+  bits = meet(mask, false, source_lane, bits, site, __builtin_return_address(0));
+  memcpy(value, &bits, bytes);
+}
+
+void launch(const Launch& l) {
+  const std::lock_guard<std::mutex> lock(run.mutex);
+  const uint64_t blocks = l.grid.count(), threads = l.block.count();
+  if (blocks > UINT32_MAX / 2 / threads) throw std::runtime_error("more threads than the emulator has numbers for");
+  if (blocks * threads > UINT32_MAX - run.numbers_used) run.era++, run.numbers_used = 1;
+  run.launch = &l;
+  run.first_of_launch = run.numbers_used;
+  run.numbers_used += uint32_t(blocks * threads);
+  run.threads.resize(threads);
+  run.touched.clear();
+  run.finding.clear();
+  run.where = nullptr;
+  run.record = {l.kernel, l.grid, l.block, {}, {}};
+  run.host.stack = nullptr;
+  if (run.dynamic.begin != uintptr_t(dynamic_shared)) find_image();  // another thread of the host
+  run.dynamic.end = run.dynamic.begin + l.dynamic_shared;
+  run.dynamic.era = 0;  // another size
+#ifdef __SANITIZE_ADDRESS__
+  run.dirty_begin = run.shared.begin, run.dirty_end = run.shared.end;  // what kernels have written is not known
+#endif
+  grid_size = l.grid;
+  block_size = l.block;
+  const Permutation order(blocks);
+  for (uint64_t i = 0; i < blocks && run.finding.empty(); i++) {
+    const uint64_t block = order(i);
+    block_index = position(block, grid_size);
+    run.first_of_block = uint32_t(run.first_of_launch + block * threads);
+    run_block();
+  }
+  run.records.push_back(run.record);
+  if (run.records.size() > 1000) run.records.pop_front();
+  std::string finding;
+  if (!run.finding.empty()) {
+    finding = join(run.finding, "; block ", block_index, ", thread ", thread_index);
+    if (run.where) {
+      for (const auto& line : describe(static_cast<const char*>(run.where) - 1, "-i")) finding += ", " + line;
+    }
+  }
+  {
+    const std::lock_guard<std::mutex> registry_lock(registry.mutex);
+    for (const Memory* m : run.touched) {
+      const std::string guard = check_guard(*m);
+      if (finding.empty()) finding = guard;
+    }
+    if (finding.empty()) finding.swap(registry.finding);
+  }
+  if (!finding.empty()) throw std::runtime_error(finding + "; " + name_of(l.kernel));
+}
+
+void* allocate(size_t bytes) {
+  const size_t all = padded(bytes) + 2 * kGuard;
+  auto* const memory = static_cast<unsigned char*>(aligned_alloc(kGuard, all));
+  if (!memory) throw std::bad_alloc();
+  memset(memory, kPattern, all);
+  memset(memory + kGuard, 0xff, bytes);
+  ASAN_POISON_MEMORY_REGION(memory, kGuard);
+  ASAN_POISON_MEMORY_REGION(memory + kGuard + bytes, all - kGuard - bytes);
+  const auto begin = uintptr_t(memory) + kGuard;
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.live[begin] = {begin, begin + bytes};
+  return memory + kGuard;
+}
+
+void release(void* data) {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = registry.live.find(uintptr_t(data));
+  if (found == registry.live.end()) return;
+  const Memory m = found->second;
+  registry.live.erase(found);
+  const std::string finding = check_guard(m);
+  if (registry.finding.empty()) registry.finding = finding;
+  free(m.shadow);
+  if (m.bytes() > kKept / 8) return give_back(m);
+  memset(data, 0xff, m.bytes());
+  ASAN_POISON_MEMORY_REGION(data, m.bytes());
+  registry.freed.push_back(m);
+  registry.freed_bytes += m.bytes() + 2 * kGuard;
+  while (registry.freed_bytes > kKept) {
+    registry.freed_bytes -= registry.freed.front().bytes() + 2 * kGuard;
+    give_back(registry.freed.front());
+    registry.freed.pop_front();
+  }
+}
+
+void check_guards() {
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  std::string finding;
+  finding.swap(registry.finding);
+  for (const auto& [_, m] : registry.live) {
+    const std::string guard = check_guard(m);
+    if (finding.empty()) finding = guard;
+  }
+  if (!finding.empty()) throw std::runtime_error(finding);
+}
+
+std::vector<Record> last_launches(bool clear) {
+  const std::lock_guard<std::mutex> lock(run.mutex);
+  const std::vector<Record> records(run.records.begin(), run.records.end());
+  if (clear) run.records.clear();
+  return records;
+}
+
+std::string name_of(const void* kernel) {
+  const auto lines = describe(kernel, "-f");
+  return lines.empty() ? "kernel" : lines[0];
+}
+
+}  // namespace emulator
+
+// What -fsanitize=thread and others call in the kernels' code, whose own libraries are not linked.
+#ifndef __SANITIZE_ADDRESS__
+extern "C" {
+#define WHERE __builtin_return_address(0)
+#define ACCESS(n, width)                                                              \
+  void __tsan_read##n(void* p) { emulator::access(p, n, false, width, WHERE); }       \
+  void __tsan_write##n(void* p) { emulator::access(p, n, true, width, WHERE); }       \
+  void __tsan_unaligned_read##n(void* p) { emulator::access(p, n, false, 5, WHERE); } \
+  void __tsan_unaligned_write##n(void* p) { emulator::access(p, n, true, 5, WHERE); }
+ACCESS(1, 0)
+ACCESS(2, 1)
+ACCESS(4, 2)
+ACCESS(8, 3)
+ACCESS(16, 4)
+void __tsan_read_range(void* p, size_t n) { emulator::access(p, n, false, 5, WHERE); }
+void __tsan_write_range(void* p, size_t n) { emulator::access(p, n, true, 5, WHERE); }
+void __tsan_init() {}
+
+#define UNDEFINED(name, what) \
+  void __ubsan_handle_##name(void*) { emulator::undefined(what, WHERE); }
+UNDEFINED(type_mismatch_v1, "misaligned pointer")
+UNDEFINED(add_overflow, "integer overflow in +")
+UNDEFINED(sub_overflow, "integer overflow in -")
+UNDEFINED(mul_overflow, "integer overflow in *")
+UNDEFINED(negate_overflow, "integer overflow in -")
+UNDEFINED(divrem_overflow, "division by zero or integer overflow in /")
+UNDEFINED(shift_out_of_bounds, "shift out of range")
+UNDEFINED(out_of_bounds, "array index out of range")
+UNDEFINED(float_cast_overflow, "a float that the integer type does not hold")
+}
+#endif

@@ -1,0 +1,88 @@
+// torch_rope._C of the CUDA back end on the emulator: its operators are those of CPU tensors.
+#include <c10/core/CPUAllocator.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+
+#include "emulator.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// All of torch's memory on the CPU.
+struct GuardedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* const data = bytes ? emulator::allocate(bytes) : nullptr;
+    return {data, data, &emulator::release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &emulator::release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+// Returns what puts the allocator from before back.
+py::cpp_function install_allocator() {
+  c10::Allocator* const before = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(new GuardedAllocator, 255);
+  return [before] { c10::SetCPUAllocator(before, 255); };
+}
+
+py::tuple tuple_of(const emulator::Size3& s) { return py::make_tuple(s.x, s.y, s.z); }
+
+template <typename T>
+py::dict counts(const T& accesses) {
+  py::dict counts;
+  for (int i = 0; i < 6; i++) {
+    if (accesses.count[i]) counts[i < 5 ? py::object(py::int_(1 << i)) : py::str("other")] = accesses.count[i];
+  }
+  return counts;
+}
+
+py::list last_launches(bool clear) {
+  static std::map<const void*, std::string> names;
+  py::list launches;
+  for (const emulator::Record& r : emulator::last_launches(clear)) {
+    std::string& name = names[r.kernel];
+    if (name.empty()) name = emulator::name_of(r.kernel);
+    py::dict d;
+    d["kernel"] = name;
+    d["grid"] = tuple_of(r.grid);
+    d["block"] = tuple_of(r.block);
+    d["bytes_read"] = r.loads.bytes;
+    d["bytes_written"] = r.stores.bytes;
+    d["loads"] = counts(r.loads);
+    d["stores"] = counts(r.stores);
+    launches.append(d);
+  }
+  return launches;
+}
+
+}  // namespace
+
+#ifdef EMULATOR_SELF_TEST
+std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
+                      size_t dynamic);
+#endif
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The CUDA back end of torch_rope, emulated on the CPU.";
+  m.attr("devices") = py::make_tuple("cuda emulated");
+  m.def("install_allocator", &install_allocator, "Guards all of torch's CPU memory; returns a function that ends it.");
+  m.def(
+      "check_races", [](bool check) { emulator::options.races = check; },
+      "Whether races on tensors are errors; those on shared memory always are.");
+  m.def(
+      "allow_foreign", [](bool allow) { emulator::options.foreign = allow; },
+      "Whether kernels may touch memory that torch did not allocate.");
+  m.def("check_guards", &emulator::check_guards, "Raises where memory beside a tensor was written.");
+  m.def("last_launches", &last_launches, py::arg("clear") = true, "What the last launches, at most 1000, did.");
+  m.def(
+      "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
+      "Of blocks and the threads in each: 0 forward, 1 backward, 2 scrambled.");
+#ifdef EMULATOR_SELF_TEST
+  m.def("run", &self_test);
+#else
+  // Bindings of the back end's own functions go here.
+#endif
+}

@@ -1,0 +1,257 @@
+"""The grid emulator itself: right kernels give right results in every order of threads, and each mistake is told."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).with_name("emulator")))
+import build  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("g++"), reason="the emulator needs Linux and g++"
+)
+
+
+@pytest.fixture(scope="module")
+def library():
+    library = build.load(build.build_self_test(), "emulator_self_test._C")
+    restore = library.install_allocator()
+    yield library
+    restore()
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["forward", "backward", "scrambled"])
+def any_order(library, request):
+    library.thread_order(request.param)
+    yield library
+    library.thread_order(0)
+
+
+def run(library, kernel, blocks, threads, x, out, n=None, dynamic=0):
+    error = library.run(kernel, blocks, threads, x.data_ptr(), out.data_ptr(), x.numel() if n is None else n, dynamic)
+    library.check_guards()
+    assert error == "no error"
+    return out
+
+
+def fresh(*shape):
+    """Memory that the emulator knows, as torch may have had other tensors before."""
+    return torch.randn(shape), torch.empty(shape)
+
+
+def test_a_copy_and_what_it_loads(any_order):
+    x, out = fresh(1000)
+    any_order.last_launches()
+    assert torch.equal(run(any_order, "copy<float>", 4, 256, x, out), x)
+    assert torch.equal(run(any_order, "copy<float4>", 2, 128, x, torch.empty(1000)), x)
+    one, four = any_order.last_launches()
+    assert one["grid"] == (4, 1, 1) and one["block"] == (256, 1, 1)
+    assert "copy<float>" in one["kernel"] and "copy<float4>" in four["kernel"]
+    assert one["bytes_read"] == one["bytes_written"] == four["bytes_read"] == four["bytes_written"] == 4000
+    assert one["loads"] == one["stores"] == {4: 1000}
+    assert four["loads"] == four["stores"] == {16: 250}
+    assert any_order.last_launches() == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("blocks", [1, 7])
+def test_block_sum(any_order, blocks, dynamic):
+    x = torch.randint(-9, 9, (blocks, 256)).float()
+    out = torch.empty(blocks)
+    kernel = "block_sum dynamic" if dynamic else "block_sum"
+    assert torch.equal(run(any_order, kernel, blocks, 256, x, out, dynamic=1024), x.sum(1))
+
+
+def test_warp_functions(any_order):
+    x = torch.randint(-9, 9, (6, 32)).float()
+    assert torch.equal(run(any_order, "warp_sum", 2, 96, x, torch.empty(6, 32)), x.sum(1, True).expand(6, 32))
+
+    out = run(any_order, "part_of_a_warp", 1, 9, x, torch.zeros(9))
+    lane = torch.arange(8)
+    below = torch.where(lane % 4 + 2 < 4, lane + 2, lane)  # the value of its own where the group ends
+    assert torch.equal(out[:8], x[0, below] + lane // 4 * 4 + 1)
+
+    lane = torch.arange(32)
+    out = run(any_order, "two_masks", 2, 32, x, torch.empty(2, 32))
+    assert torch.equal(out, x[:2, torch.where(lane % 2 == 1, lane ^ 2, lane ^ 4)])
+
+    out = run(any_order, "through_a_warp<true>", 3, 64, x, torch.empty(6, 32))
+    assert torch.equal(out, x[:, lane ^ 1])
+
+
+def test_arithmetic(library):
+    x, out = fresh(64)
+    assert torch.allclose(run(library, "angle", 1, 64, x, out), torch.ones(64), rtol=1e-6)
+
+
+def test_shared_memory_is_new_in_every_block(any_order):
+    out = run(any_order, "shared_at_first", 5, 4, torch.empty(0), torch.empty(40), dynamic=16)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_conversions(library, dtype):
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    numbers = bits.view(dtype).float()
+    finite = numbers[numbers.isfinite()].unique()
+    ties = (finite[1:].double() + finite[:-1].double()).div(2).float()
+    largest = torch.finfo(dtype).max
+    end = torch.tensor([largest * (1 + torch.finfo(dtype).eps / 4)]).double().float()  # the tie with infinity
+    around = torch.cat([ties, end, -end, finite])
+    inf = torch.tensor(float("inf"))
+    x = torch.cat([around, around.nextafter(inf), around.nextafter(-inf), numbers, torch.randn(1000) * 1e-6])
+    x = torch.cat([x, torch.tensor([inf, -inf, float("nan"), 1e-45, -1e-45, 3.4e38])])
+    out = torch.empty(65536 + x.numel())
+    run(library, {torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype], x.numel() // 256 + 1, 256, x, out)
+    for ours, theirs in ((out[:65536], numbers), (out[65536:], x.to(dtype).float())):
+        same = ours.view(torch.int32) == theirs.view(torch.int32)
+        assert (same | (ours.isnan() & theirs.isnan())).all()
+
+
+MEMORY = "of an allocation of 1024 bytes"
+# kernel, threads, what is told
+MISTAKES = [
+    ("past_the_end", 1, f"read of 4 bytes, 0 bytes past the end {MEMORY}.*selftest.cu"),
+    ("before_the_start", 1, f"write of 4 bytes, 8 bytes before the start {MEMORY}"),
+    ("null_pointer", 1, "read of 4 bytes through a null pointer"),
+    ("misaligned", 1, "misaligned pointer"),
+    ("past_shared", 1, "read of 4 bytes, 0 bytes past the end of the launch's shared memory of 256 bytes"),
+    ("two_writes", 2, r"two writes of memory at byte 0 of 1024, with block \(0, 0, 0\), thread \([01], 0, 0\)"),
+    ("neighbour", 8, "read after write of memory|write after read of memory"),
+    ("halves_of_an_element", 2, None),
+    ("block_sum without barrier", 256, "race, .* of shared memory"),
+    ("through_a_warp<false>", 32, "race, .* of shared memory"),
+    (
+        "half_at_a_barrier",
+        64,
+        r"leaves the kernel while \d+ others wait at __syncthreads in line|__syncthreads .* after \d+ threads of the block",
+    ),
+    ("two_barriers", 64, "__syncthreads in line .* while other threads of the block wait at __syncthreads in line"),
+    (
+        "full_mask_in_a_branch",
+        32,
+        "leaves the kernel while lane .* waits for it at __shfl_xor_sync in line|which has left the kernel",
+    ),
+    (
+        "barrier_against_shuffle",
+        32,
+        "__syncthreads in line .*waits for it at __shfl_xor_sync|lane 3, which waits at __syncthreads in line",
+    ),
+    ("two_shuffles", 32, "__shfl_xor_sync in line .*: lane .* waits at __shfl_xor_sync in line"),
+    ("other_lane", 32, "reads lane 4, which the mask does not name"),
+    ("warp_sum", 40, "mask names lane 8, which does not exist"),
+    (
+        "asserts",
+        8,
+        r'device-side assert triggered: int\(threadIdx.x\) != 5 && "five", .*selftest.cu:\d+.*thread \(5, 0, 0\)',
+    ),
+    ("array_index", 1, "array index out of range"),
+    ("overflow", 1, r"integer overflow in \+"),
+]
+
+
+@pytest.mark.parametrize("kernel, threads, told", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_mistakes_are_told(any_order, kernel, threads, told):
+    x, out = fresh(256)
+    for _ in range(2):  # a launch that failed leaves nothing behind
+        if told is None:
+            run(any_order, kernel, 1, threads, x, out, dynamic=256)
+            continue
+        with pytest.raises(RuntimeError) as error:
+            run(any_order, kernel, 1, threads, x, out, dynamic=256)
+        assert re.search(told, str(error.value)), error.value
+        assert kernel.split()[0] in str(error.value)
+    run(any_order, "warp_sum", 4, 64, x, out)
+
+
+def test_a_race_of_two_blocks(any_order):
+    x, out = fresh(256)
+    with pytest.raises(RuntimeError, match=r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"):
+        run(any_order, "two_writes", 5, 1, x, out)
+    any_order.check_races(False)
+    run(any_order, "two_writes", 5, 1, x, out)
+    any_order.check_races(True)
+    run(any_order, "two_writes", 1, 1, x, out)
+    run(any_order, "two_writes", 1, 1, x, out)  # launches follow each other
+
+
+def test_freed_and_foreign_memory(library):
+    x, out = fresh(256)
+    freed = out.data_ptr()
+    del out
+    with pytest.raises(
+        RuntimeError, match="write of 4 bytes, 0 bytes after the start of a freed allocation of 1024 bytes"
+    ):
+        library.run("two_writes", 1, 1, x.data_ptr(), freed, 0, 0)
+    foreign = (ctypes.c_float * 4)()
+    with pytest.raises(RuntimeError, match="write of 4 bytes"):
+        library.run("two_writes", 1, 1, x.data_ptr(), ctypes.addressof(foreign), 0, 0)
+    library.allow_foreign(True)
+    library.run("two_writes", 1, 1, x.data_ptr(), ctypes.addressof(foreign), 0, 0)
+    with pytest.raises(RuntimeError, match="freed"):
+        library.run("two_writes", 1, 1, x.data_ptr(), freed, 0, 0)
+    library.allow_foreign(False)
+    assert foreign[0] == 1.0
+
+
+@pytest.mark.parametrize("distance", [-1, 0, 63], ids=["before", "after", "far"])
+def test_writes_of_the_host_beside_an_allocation(library, distance):
+    told = "1 bytes before the start" if distance < 0 else f"{distance} bytes past the end"
+    told += " of an allocation of 1024 bytes"
+    x, out = fresh(256)
+    beside = ctypes.c_char.from_address(out.data_ptr() + (1024 if distance >= 0 else 0) + distance)
+    beside.value = b"x"
+    with pytest.raises(RuntimeError, match=told):
+        run(library, "copy<float>", 1, 256, x, out)
+    beside.value = b"x"
+    with pytest.raises(RuntimeError, match=told):
+        library.check_guards()
+    beside.value = b"x"
+    del out, beside
+    with pytest.raises(RuntimeError, match=told):
+        library.check_guards()
+    library.check_guards()
+
+
+@pytest.mark.parametrize(
+    "blocks, threads, dynamic", [(0, 1, 0), (1, 0, 0), (1, 1025, 0), (1, 1, 48 * 1024 + 1), (2**31, 1, 0)]
+)
+def test_launches_that_no_gpu_takes(library, blocks, threads, dynamic):
+    x, out = fresh(4)
+    assert library.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4, dynamic) == (
+        "invalid configuration argument"
+    )
+
+
+def test_under_address_sanitizer():
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(build.__file__).parent)!r})
+import build, torch
+library = build.load(build.build_self_test(sanitize=True), "emulator_self_test._C")
+library.install_allocator()
+x, out = torch.randint(-9, 9, (4, 256)).float(), torch.empty(4)
+for order in range(3):
+    library.thread_order(order)
+    library.run("block_sum", 4, 256, x.data_ptr(), out.data_ptr(), 0, 0)
+    assert torch.equal(out, x.sum(1))
+    try:
+        library.run("full_mask_in_a_branch", 1, 32, x.data_ptr(), x.data_ptr(), 0, 0)
+    except RuntimeError as e:
+        print(e)
+del out
+sys.stdout.flush()
+library.run("past_the_end", 1, 1, x.data_ptr(), x.data_ptr(), x.numel(), 0)
+"""
+    environment = os.environ | build.environment()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "__shfl_xor_sync" in done.stdout
+    assert done.returncode and "AddressSanitizer: use-after-poison" in done.stderr, done.stderr
+    assert "selftest.cu" in done.stderr
