@@ -1,5 +1,11 @@
-"""Builds torch_rope._C against the installed torch. Metadata is in pyproject.toml."""
+"""Builds torch_rope._C against the installed torch. Metadata is in pyproject.toml.
 
+CUDA is built where torch has it and nvcc is found; TORCH_ROPE_CUDA=0 leaves it out, =1 makes its absence an error.
+TORCH_CUDA_ARCH_LIST chooses the GPUs.
+"""
+
+import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -7,7 +13,7 @@ from pathlib import Path
 import pybind11
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 if sys.platform == "win32" or torch.version.hip:
     sys.exit("torch_rope supports Linux and macOS; Windows and ROCm builds of torch are not supported.")
@@ -29,6 +35,32 @@ if sys.platform == "linux":
     # torch has loaded, so that there is one pool of threads in the process.
     FLAGS.append("-fopenmp")
 
+# Contraction is off here too: angle.h must give the bits that it gives on the CPU.
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
+ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # A100, H100, B200, RTX 50 and later
+
+
+def without_cuda() -> str | None:
+    """Why CUDA is not built; None where it is."""
+    if os.environ.get("TORCH_ROPE_CUDA") == "0":
+        return "TORCH_ROPE_CUDA is 0"
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} has no CUDA"
+    if not (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")):
+        return "nvcc was not found (CUDA_HOME tells where CUDA is)"
+    if not Path(CUDA_HOME, "include/cuda_runtime.h").exists():
+        return f"CUDA_HOME is {CUDA_HOME}, and has no include/cuda_runtime.h"
+    return None
+
+
+reason = without_cuda()
+if reason and os.environ.get("TORCH_ROPE_CUDA") == "1":
+    sys.exit(f"torch_rope: TORCH_ROPE_CUDA is 1, but {reason}")
+if reason:
+    print(f"torch_rope: built without CUDA: {reason}", file=sys.stderr)
+else:
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+
 
 class Build(BuildExtension):
     def finalize_options(self):
@@ -43,13 +75,17 @@ class Build(BuildExtension):
         (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
 
+folders = ["csrc", "csrc/cpu"] + ([] if reason else ["csrc/cuda"])
+extension = CppExtension if reason else CUDAExtension
+
 setup(
     ext_modules=[
-        CppExtension(
+        extension(
             "torch_rope._C",
-            sources=sorted(map(str, [*Path("csrc").glob("*.cpp"), *Path("csrc/cpu").glob("*.cpp")])),
+            sources=sorted(str(p) for f in folders for p in [*Path(f).glob("*.cpp"), *Path(f).glob("*.cu")]),
             include_dirs=[pybind11.get_include()],
-            extra_compile_args={"cxx": FLAGS},
+            define_macros=[] if reason else [("ROPE_WITH_CUDA", None)],
+            extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
             extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
         )
     ],

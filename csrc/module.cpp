@@ -7,7 +7,11 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
+#ifdef ROPE_WITH_CUDA
+  m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
+#else
   m.attr("devices") = pybind11::make_tuple("cpu");
+#endif
   m.def(
       "cpu_instruction_set", [] { return std::string(rope::cpu::kernels().name); },
       "The CPU kernels in use: plain, avx2 or avx512.");

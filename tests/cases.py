@@ -8,6 +8,17 @@ import torch
 
 import torch_rope
 
+EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go through the kernels of CUDA
+
+
+def on_cuda(device: str) -> bool:
+    return device == "cuda" or EMULATED
+
+
+def checks_ranges(device: str) -> bool:
+    """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
+    return device == "cpu" and not EMULATED
+
 
 def _dense(shape, dtype, device):
     return torch.randn(shape, dtype=torch.float64, device="cpu").to(dtype).to(device)

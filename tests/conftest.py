@@ -1,3 +1,4 @@
+import itertools
 import sys
 from pathlib import Path
 
@@ -39,10 +40,11 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         import torch
 
-        devices = ["cpu"]
-        if not metafunc.config.getoption("--emulate"):
-            devices += ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
-        metafunc.parametrize("device", devices)
+        import torch_rope
+
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        built = torch_rope._C.devices
+        metafunc.parametrize("device", ["cpu"] + [d for d, is_there in there.items() if is_there and d in built])
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +52,40 @@ def _seed():
     import torch
 
     torch.manual_seed(0)
+
+
+def _told_to_emulator(name, value):
+    import torch_rope
+
+    tell = getattr(torch_rope._C, name, lambda _: None)
+    tell(value)
+    yield
+    tell(not value)
+
+
+@pytest.fixture
+def _races_are_legal():
+    yield from _told_to_emulator("check_races", False)
+
+
+@pytest.fixture
+def _memory_of_others():
+    """Tensors whose memory is a file's, or was allocated by copy.deepcopy, may go through an emulated kernel."""
+    yield from _told_to_emulator("allow_foreign", True)
+
+
+@pytest.fixture
+def untouched(device, tmp_path, _memory_of_others):
+    """Makes tensors (elements, dtype) of any size, of which little may be touched: on the CPU sparse files."""
+    import torch
+
+    made = itertools.count()
+
+    def make(elements, dtype):
+        if device == "cpu":
+            return torch.from_file(str(tmp_path / str(next(made))), shared=True, size=elements, dtype=dtype)
+        if device == "cuda" and torch.cuda.mem_get_info()[0] < elements * dtype.itemsize + 2**30:
+            pytest.skip(f"needs {elements * dtype.itemsize / 2**30:.0f} GiB of free memory")
+        return torch.empty(elements, dtype=dtype, device=device)
+
+    return make

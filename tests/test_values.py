@@ -101,6 +101,7 @@ def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, dev
         assert torch.equal(part, expected)
 
 
+@pytest.mark.cpu
 def test_the_number_of_threads_does_not_change_a_bit():
     q, k, angles = make((2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd", torch.float32, "cpu")
     before = torch.get_num_threads()
@@ -194,6 +195,7 @@ def test_special_values(dtype, interleaved, device):
     x = torch.tensor(values * 8, dtype=torch.float64).to(dtype).view(1, 11, 1, 8).to(device)
     cos, sin = torch_rope.cos_sin(torch.arange(11, device=device), torch_rope.inv_freq(8, device=device))
     out = torch_rope.rotate(x, cos, sin, interleaved=interleaved)
+    x, cos, sin, out = (t.cpu() for t in (x, cos, sin, out))
     a, b = (x.float()[..., 0::2], x.float()[..., 1::2]) if interleaved else x.float().chunk(2, -1)
     c, s = cos.view(1, 11, 1, 4), sin.view(1, 11, 1, 4)
     expected = (

@@ -100,30 +100,33 @@ struct Integer {
   int32_t low, high;
   bool wide;
 
-  ROPE_FN static Integer read(const void* from, bool wide, int64_t i) {
-    const int32_t* words = static_cast<const int32_t*>(from) + (wide ? 2 * i : i);
+  template <typename I>
+  ROPE_FN static Integer read(const void* from, bool wide, I i) {
+    const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + int64_t(i) * (wide ? 8 : 4));
     return {words[0], words[wide ? 1 : 0], wide};
   }
   ROPE_FN int64_t value() const { return wide ? int64_t(uint64_t(uint32_t(high)) << 32 | uint32_t(low)) : low; }
 };
 
+// I holds every offset in elements.
+template <typename I>
 struct Token {
-  int64_t b, s;
+  I b, s;
   const RopeParams& p;
   int step;
   Integer position, slot;
 
-  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, int64_t b, int64_t s)
+  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s)
       : b(b), s(s), p(a.params), step(tiling.position_step) {
     if (p.has_positions) {
-      position = Integer::read(a.positions, a.wide_positions, b * p.positions[0] + s * p.positions[1]);
+      position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
     }
-    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slots[0] + s * p.slots[1]);
+    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
   }
 
   // With the offset. It wraps: with inv_freq no position is too far.
   ROPE_FN int64_t place() const {
-    return int64_t(uint64_t(p.has_positions ? position.value() : s * step) + uint64_t(p.offset));
+    return int64_t(uint64_t(p.has_positions ? position.value() : int64_t(s) * step) + uint64_t(p.offset));
   }
 };
 
@@ -131,7 +134,8 @@ struct Token {
 struct Cell {
   int64_t block, place;
 };
-ROPE_FN Cell cell_of(const Token& t, bool narrow_slots) {
+template <typename I>
+ROPE_FN Cell cell_of(const Token<I>& t, bool narrow_slots) {
   const RopeParams& p = t.p;
   if (!p.has_slots) {
     const int64_t place = t.place();
@@ -172,8 +176,9 @@ ROPE_FN void scale(Angles<A, V>& angles, A factor_hi, A factor_lo) {
 template <bool interleaved, int V>
 struct Runs {
   static constexpr int count = interleaved && V > 1 ? 2 : 1, length = V / count;
-  ROPE_FN static int64_t first(int run, int chunk, int64_t pairs) {
-    return run * (pairs / 2) + int64_t(chunk) * length;
+  template <typename I>
+  ROPE_FN static I first(int run, int chunk, I pairs) {
+    return run * (pairs / 2) + I(chunk) * length;
   }
 };
 
@@ -199,32 +204,34 @@ ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int
              cos, sin);
 }
 
-template <bool interleaved, int V, typename Table, typename A>
-ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token& t, int chunk, Angles<A, V>& angles) {
+template <bool interleaved, int V, typename Table, typename A, typename I>
+ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token<I>& t, int chunk,
+                         Angles<A, V>& angles) {
   const RopeParams& p = a.params;
   using R = Runs<interleaved, V>;
-  int64_t row = t.s;
+  I row = t.s;
   if (p.source == kTableByPosition) {
-    row = t.place();
-    assert(row >= 0 && row < p.rows && "position + offset is outside cos and sin");
+    const int64_t place = t.place();
+    assert(place >= 0 && place < p.rows && "position + offset is outside cos and sin");
+    row = I(place);
   }
-  const Table* cos = static_cast<const Table*>(a.cos) + t.b * p.cos[0] + row * p.cos[1];
-  const Table* sin = static_cast<const Table*>(a.sin) + t.b * p.sin[0] + row * p.sin[1];
+  const Table* cos = static_cast<const Table*>(a.cos) + (t.b * I(p.cos[0]) + row * I(p.cos[1]));
+  const Table* sin = static_cast<const Table*>(a.sin) + (t.b * I(p.sin[0]) + row * I(p.sin[1]));
 #pragma unroll
   for (int run = 0; run < R::count; run++) {
-    const int64_t at = R::first(run, chunk, p.rotary_dim / 2);
+    const I at = R::first(run, chunk, I(p.rotary_dim / 2));
     if (tiling.table_vectors) {
       read_shared<true, R::length>(cos + at, 1, angles.cos + run * R::length);
       read_shared<true, R::length>(sin + at, 1, angles.sin + run * R::length);
     } else {
-      read_shared<false, R::length>(cos + at * p.cos[2], p.cos[2], angles.cos + run * R::length);
-      read_shared<false, R::length>(sin + at * p.sin[2], p.sin[2], angles.sin + run * R::length);
+      read_shared<false, R::length>(cos + at * I(p.cos[2]), p.cos[2], angles.cos + run * R::length);
+      read_shared<false, R::length>(sin + at * I(p.sin[2]), p.sin[2], angles.sin + run * R::length);
     }
   }
 }
 
-template <typename T, bool interleaved, int V>
-ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& tiling, const Token& t, int chunk) {
+template <typename T, bool interleaved, int V, typename I>
+ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& tiling, const Token<I>& t, int chunk) {
   using A = arithmetic_t<T>;
   using R = Runs<interleaved, V>;
   const RopeParams& p = a.params;
@@ -233,8 +240,9 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& 
     const double position = double(t.place());
 #pragma unroll
     for (int i = 0; i < V; i++) {
-      const int64_t at = R::first(i / R::length, chunk, p.rotary_dim / 2) + i % R::length;
-      angle_of(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * p.inv_freq, angles.cos[i], angles.sin[i]);
+      const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
+      angle_of(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angles.cos[i],
+               angles.sin[i]);
     }
   } else if (a.table_dtype == DType::kFloat) {
     read_tables<interleaved, V, float>(a, tiling, t, chunk, angles);
@@ -353,15 +361,16 @@ ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
 
 // ---- the heads of a token ----
 
-// A thread's way through its share of the heads of q, k and v. I holds every offset in elements. cache: there may be a v.
-// together: all threads of a block go on until the last of them is done.
+// A thread's way through its share of the heads of q, k and v. I holds every offset in elements. cache: there may be a
+// v. together: all threads of a block go on until the last of them is done.
 template <typename T, typename I, bool cache, bool together>
 struct Heads {
   const RotateArgs& a;
   const Tiling& tiling;
-  const Token& token;
+  const Token<I>& token;
   const bool skip_in_place;  // there is nothing to do where the result is what was read
-  int tensor = -1;           // 0 q, 1 k, 2 v
+  int tensor;                // 0 q, 1 k, 2 v
+  int located = -1;          // the tensor that out is of
   I row = 0, end = 0;        // head of the first thread; end of this block's share
   I out_end = 0;             // end of those that are written
   const T* in = nullptr;     // of head 0
@@ -369,8 +378,13 @@ struct Heads {
   I in_step = 0, out_step = 0;      // to the next head
   I in_stride = 0, out_stride = 0;  // of channels
 
+  ROPE_FN Heads(const RotateArgs& a, const Tiling& tiling, const Token<I>& token, bool skip_in_place)
+      : a(a), tiling(tiling), token(token), skip_in_place(skip_in_place) {
+    const rope_int block = rope_int(blockIdx.y) * tiling.heads_per_block;
+    tensor = block < tiling.k_start ? -1 : block < tiling.v_start ? 0 : 1;
+  }
+
   ROPE_FN bool turned() const { return !cache || tensor < 2; }
-  ROPE_FN bool cached() const { return cache && tensor > 0 && a.params.v.heads; }
   ROPE_FN const T* in_at(I h) const { return in + h * in_step; }
   ROPE_FN T* out_at(I h) const { return out + h * out_step; }
 
@@ -389,34 +403,37 @@ struct Heads {
 
   // To be called between reading and writing: nothing that is read waits for the slot.
   ROPE_FN void locate() {
-    if (!cached()) return;
-    const Cell cell = cell_of(token, tiling.narrow_slots);
-    const RopeParams& p = a.params;
-    const Operand& o = tensor == 1 ? p.k : p.v;
-    out = static_cast<T*>(tensor == 1 ? a.k_out : a.v_out) + I(cell.block) * I(o.out[0]) + I(cell.place) * I(o.out[1]);
-    if (cell.block < 0) out_end = 0;
+    if (located == tensor) return;
+    located = tensor;
+    const Operand& o = operand();
+    out = static_cast<T*>(tensor == 0 ? a.q_out : tensor == 1 ? a.k_out : a.v_out);
+    out_step = I(o.out[2]);
+    out_stride = I(o.out[3]);
+    Cell cell{token.b, token.s};
+    if (cache && tensor > 0 && a.params.v.heads) {
+      cell = cell_of(token, tiling.narrow_slots);
+      if (cell.block < 0) out_end = 0;
+    }
+    out += I(cell.block) * I(o.out[0]) + I(cell.place) * I(o.out[1]);
   }
 
  private:
-  ROPE_FN void enter() {
+  ROPE_FN const Operand& operand() const {
     const RopeParams& p = a.params;
-    const Operand& o = tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
+    return tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
+  }
+
+  ROPE_FN void enter() {
+    const Operand& o = operand();
     const I start = I(tensor == 0 ? 0 : tensor == 1 ? tiling.k_start : tiling.v_start);
     const I block = I(blockIdx.y) * I(tiling.heads_per_block) - start;
     row = max(block, I(0));
     end = out_end = min(block + I(tiling.heads_per_block), I(o.heads));
-    if (row >= end) return;
-    in = static_cast<const T*>(tensor == 0   ? a.q_in
-                               : tensor == 1 ? a.k_in
-                                             : a.v_in) +
-         I(token.b) * I(o.in[0]) + I(token.s) * I(o.in[1]);
+    if (skip_in_place && (tensor == 0 ? tiling.q_in_place : tensor == 1 && tiling.k_in_place)) end = 0;
+    in = static_cast<const T*>(tensor == 0 ? a.q_in : tensor == 1 ? a.k_in : a.v_in);
+    in += token.b * I(o.in[0]) + token.s * I(o.in[1]);
     in_step = I(o.in[2]);
-    out_step = I(o.out[2]);
     in_stride = I(o.in[3]);
-    out_stride = I(o.out[3]);
-    if (cached()) return;
-    out = static_cast<T*>(tensor == 0 ? a.q_out : a.k_out) + I(token.b) * I(o.out[0]) + I(token.s) * I(o.out[1]);
-    if (skip_in_place && in == out) end = 0;
   }
 };
 

@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   const RopeParams& p = a.params;
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   const bool inside = s < p.seq;
-  const Token token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
+  const Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
   const int lane = int(threadIdx.x), lanes = int(blockDim.x);
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
-  Heads<T, I, true, true> heads{a, tiling, token, false};
+  Heads<T, I, true, true> heads(a, tiling, token, false);
   // Lanes with nothing to write read nothing: it may be about to be written by another thread.
   const bool active = inside && lane < tiling.chunks;
   Pair<T, V> x[kHeads] = {};
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     while (s >= p.seq) s -= p.seq, b++;
     // Threads past the last token or head follow another one, and write nothing.
     const bool inside = token_at + token_row < end;
-    const Token token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    const Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
     Angles<A, V> angles;
     if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
     const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];

@@ -35,9 +35,10 @@ struct Tiling {
   rope_int k_start, v_start;  // where they begin in it
   rope_int first_sequence;    // of blockIdx.z
   int position_step;          // between tokens without positions: 0 where many sequences of one token are one of many
-  bool vectors;               // a vector is one access
-  bool table_vectors;         // rows of cos and sin are read in vectors
-  bool narrow_slots;          // 32 bits hold every slot
+  bool q_in_place, k_in_place;
+  bool vectors;        // a vector is one access
+  bool table_vectors;  // rows of cos and sin are read in vectors
+  bool narrow_slots;   // 32 bits hold every slot
 };
 
 struct Plan {
@@ -80,6 +81,15 @@ inline rope_int last_offset(const rope_int* strides, const rope_int* sizes) {
   rope_int offset = 0;
   for (int d = 0; d < 4; d++) offset += std::max<rope_int>(sizes[d] - 1, 0) * strides[d];
   return offset;
+}
+
+// The last offset of positions, slots, tables and frequencies.
+inline rope_int last_parameter(const RopeParams& p) {
+  const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
+  const rope_int row = p.source == kTableByPosition ? p.rows - 1 : s;
+  return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1],
+                   b * p.cos[0] + row * p.cos[1] + columns * p.cos[2],
+                   b * p.sin[0] + row * p.sin[1] + columns * p.sin[2], columns * p.inv_freq});
 }
 
 // Many sequences as one, where memory allows it: a decode step has many of one token.
@@ -146,9 +156,11 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const bool copies = norm || p.v.heads || a.q_in != a.q_out || (p.k.heads && a.k_in != a.k_out);
   t.rotated = int(pairs / t.vector);
   t.chunks = t.rotated + (copies ? int(ceil_div(p.head_dim - p.rotary_dim, 2 * t.vector)) : 0);
+  t.q_in_place = a.q_in == a.q_out;
+  t.k_in_place = a.k_in == a.k_out;
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
-    return last_offset(strides, sizes) <= INT32_MAX && sizes[2] <= INT32_MAX / 4;
-  });
+    return last_offset(strides, sizes) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
+  }) || last_parameter(p) > INT32_MAX;
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {

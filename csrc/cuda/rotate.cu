@@ -16,9 +16,9 @@ __global__ void __launch_bounds__(kThreads, 5)
   if (s >= p.seq) return;
   int index = int(threadIdx.x);
   do {
-    const Token token(a, tiling, tiling.first_sequence + blockIdx.z, s);
+    const Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-    Heads<T, I, cache, false> heads{a, tiling, token, !chunk.rotated};
+    Heads<T, I, cache, false> heads(a, tiling, token, !chunk.rotated);
     Pair<T, V> x[kHeads];
     // All on their way together. Past the last head the first of these is read again: a branch would make one wait for
     // the other, and another thread's head may be about to be written.

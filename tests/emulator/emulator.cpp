@@ -267,14 +267,23 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
   }
 }
 
-// What a kernel may not touch.
+// What a kernel may not touch: told by what is beside it.
 [[noreturn, gnu::noinline]] void outside(uintptr_t a, size_t n, bool write, const void* where) {
-  const char *of = "", *side = " bytes past the end of ";
-  const Memory* near = nullptr;
-  uintptr_t best = 1 << 20;
+  run.stack = 0;
+  std::string what = join(write ? "write of " : "read of ", n, " bytes");
+  if (a < 4096) stop(where, what, " through a null pointer");
+  struct {
+    uintptr_t distance = 4096;
+    std::string text;
+  } inside, below, above;
   const auto look = [&](const Memory& m, const char* name) {
-    const uintptr_t distance = a < m.begin ? m.begin - a : a >= m.end ? a - m.end : 0;
-    if (m.end && distance < best) best = distance, near = &m, of = name;
+    auto& near = a < m.begin ? above : a < m.end ? inside : below;
+    const uintptr_t distance = a < m.begin ? m.begin - a : a < m.end ? 0 : a - m.end;
+    if (!m.end || distance >= near.distance) return;
+    const char* const side = a < m.begin ? " bytes before the start of " : " bytes past the end of ";
+    near.distance = distance;
+    near.text = a < m.begin || a >= m.end ? join(", ", distance, side, name, " of ", m.bytes(), " bytes")
+                                          : join(", at byte ", a - m.begin, " of ", name, " of ", m.bytes(), " bytes");
   };
   {
     const std::lock_guard<std::mutex> lock(registry.mutex);
@@ -285,12 +294,8 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
     look(run.shared, "the shared variables");
     look(run.dynamic, "the launch's shared memory");
   }
-  const char* const does = write ? "write of " : "read of ";
-  if (a < 4096) stop(where, does, n, " bytes through a null pointer");
-  if (!near) stop(where, does, n, " bytes of memory that is not a tensor's");
-  if (a < near->begin) side = " bytes before the start of ";
-  if (near->holds(a, 1)) best = a - near->begin, side = " bytes after the start of ";
-  stop(where, does, n, " bytes, ", best, side, of, " of ", near->bytes(), " bytes");
+  what += inside.text.empty() ? below.text + above.text : inside.text;
+  stop(where, what, inside.text + below.text + above.text == "" ? " of memory that is not a tensor's" : "");
 }
 
 Memory* find(uintptr_t a, size_t n, bool write, const void* where) {

@@ -81,7 +81,7 @@ PYBIND11_MODULE(_C, m) {
       "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
       "Of blocks and the threads in each: 0 forward, 1 backward, 2 scrambled.");
 #ifdef EMULATOR_SELF_TEST
-  m.def("run", &self_test);
+  m.def("run", &self_test, py::call_guard<py::gil_scoped_release>());
 #else
   // Bindings of the back end's own functions go here.
 #endif

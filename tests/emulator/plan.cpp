@@ -1,0 +1,97 @@
+// csrc/cuda/plan.h for Python: plain C++, without torch and without CUDA.
+#include "../../csrc/cuda/plan.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+
+namespace py = pybind11;
+using namespace rope;
+
+namespace {
+
+template <size_t n>
+using Strides = std::array<rope_int, n>;
+template <size_t n>
+using Given = std::optional<std::tuple<uintptr_t, Strides<n>>>;  // address and strides
+using Side = std::tuple<Given<4>, Given<4>>;                     // what is read, what is written
+
+template <size_t n>
+void* set(const Given<n>& given, rope_int* strides) {
+  if (!given) return nullptr;
+  const auto& [address, values] = *given;
+  std::copy(values.begin(), values.end(), strides);
+  return reinterpret_cast<void*>(address);
+}
+
+RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
+                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<3>& table,
+                int source, bool norm) {
+  RotateArgs a{};
+  RopeParams& p = a.params;
+  a.x_dtype = DType(dtype);
+  a.table_dtype = dtype == int(DType::kDouble) ? DType::kDouble : DType::kFloat;
+  p.batch = sizes[0], p.seq = sizes[1], p.head_dim = sizes[2], p.rotary_dim = sizes[3];
+  p.q.heads = heads[0], p.k.heads = heads[1], p.v.heads = heads[2];
+  a.q_in = set(std::get<0>(qkv[0]), p.q.in), a.q_out = set(std::get<1>(qkv[0]), p.q.out);
+  a.k_in = set(std::get<0>(qkv[1]), p.k.in), a.k_out = set(std::get<1>(qkv[1]), p.k.out);
+  a.v_in = set(std::get<0>(qkv[2]), p.v.in), a.v_out = set(std::get<1>(qkv[2]), p.v.out);
+  p.blocks = cache[0], p.block_size = cache[1];
+  p.has_positions = bool(positions), a.positions = set(positions, p.positions);
+  p.has_slots = bool(slots), a.slots = set(slots, p.slots);
+  a.cos = set(table, p.cos), a.sin = set(table, p.sin);
+  p.source = source;
+  p.has_norm = norm;
+  return a;
+}
+
+py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); }
+
+void add(py::dict& d, const cuda::Tiling& t) {
+  d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
+  d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
+}
+
+template <typename... Call>
+py::dict plan(int processors, Call... call) {
+  RotateArgs a = args(call...);
+  const cuda::Plan plan = cuda::plan_rotate(a, processors);
+  const cuda::Tiling& t = plan.tiling;
+  py::dict d;
+  add(d, t);
+  d["heads_per_block"] = t.heads_per_block;
+  d["starts"] = py::make_tuple(0, t.k_start, t.v_start);
+  d["position_step"] = t.position_step;
+  d["wide_index"] = plan.wide_index, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["batch"] = a.params.batch, d["seq"] = a.params.seq;
+  const RopeParams& p = a.params;
+  d["strides"] = py::make_tuple(p.q.in[1], p.q.out[1], p.k.in[1], p.k.out[1], p.v.in[1], p.positions[1], p.slots[1]);
+  return d;
+}
+
+template <typename... Call>
+py::dict plan_backward(Call... call) {
+  NormBackwardArgs n{args(call...), nullptr, nullptr, {}, {}};
+  const RotateArgs& a = n.rotate;
+  n.q_in = a.q_in, n.k_in = a.k_in;  // x where the gradients are
+  std::copy(a.params.q.in, a.params.q.in + 4, n.q);
+  std::copy(a.params.k.in, a.params.k.in + 4, n.k);
+  const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
+  py::dict d;
+  add(d, plan.tiling.tiling);
+  d["tokens"] = plan.tiling.tokens, d["rows"] = py::make_tuple(plan.tiling.q_rows, plan.tiling.k_rows);
+  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid), d["sums"] = plan.sums;
+  return d;
+}
+
+template <typename... Call>
+void bind(py::module_& m, RotateArgs (*)(Call...)) {
+  m.def("plan", &plan<Call...>);
+  m.def("plan_backward", &plan_backward<Call...>);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(rope_plan, m) { bind(m, &args); }
