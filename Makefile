@@ -1,24 +1,43 @@
 # make demo | test | bench | lint: each sets up what it needs in .venv and does not do again what is done.
+# make gpu: everything that takes an NVIDIA GPU, with the torch that $(PYTHON) has, and without a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
 export PROMPT ?= Why is the sky blue?
 
+NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 CSRC := $(wildcard csrc/*.* csrc/*/*.*)
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test emulate bench gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
 	$(BIN)/python examples/generate.py --qwen3
 
-test: lint .venv/test .venv/built
+test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate) .venv/test .venv/built
 	$(BIN)/python -m pytest
+
+# The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
+emulate: .venv/test .venv/built
+	$(BIN)/python -m pytest -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py autograd.py cuda.py)
+	env $$($(BIN)/python tests/emulator/build.py --environment) \
+	  $(BIN)/python -m pytest -q --emulate=asan $(addprefix tests/test_,values.py cuda.py)
 
 bench: .venv/demo .venv/built
 	$(BIN)/python benchmarks/cpu.py
+
+gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
+gpu: MAX_JOBS = $(shell nproc)
+gpu:
+	TORCH_ROPE_CUDA=1 $(PYTHON) -m pip install --no-index --no-build-isolation --no-deps -v -e .
+	$(PYTHON) -m pytest -p no:cacheprovider -k cuda
+	for tool in memcheck racecheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    $(PYTHON) -m pytest -q -x -p no:cacheprovider -m sanitizer -k cuda || exit 1; \
+	done
+	$(PYTHON) benchmarks/gpu.py
 
 lint: .venv/lint
 	$(BIN)/ruff check .
@@ -43,6 +62,7 @@ lint: .venv/lint
 
 .venv/test: pyproject.toml | .venv/demo
 	$(PIP) --no-build-isolation -e ".[test]"
+	command -v nvcc || $(PIP) $(NVCC) || echo "the CUDA kernels are not compiled by nvcc here"
 	touch $@
 
 .venv/lint: | .venv/torch

@@ -21,6 +21,8 @@ def checks_ranges(device: str) -> bool:
 
 
 def _dense(shape, dtype, device):
+    if device == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
     return torch.randn(shape, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
 

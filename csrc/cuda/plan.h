@@ -209,7 +209,9 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     t.k_start = p.q.heads;
     t.v_start = p.q.heads + p.k.heads;
   } else {
-    t.heads_per_block = y * std::max(n, ceil_div(heads, y * (kMaxGrid - 3)));
+    n = std::max(n, ceil_div(heads, y * (kMaxGrid - 3)));
+    n = ceil_div(most_heads, y * ceil_div(most_heads, y * n));  // blocks of one size
+    t.heads_per_block = y * n;
     const auto padded = [&](rope_int n) { return ceil_div(n, t.heads_per_block) * t.heads_per_block; };
     t.k_start = padded(p.q.heads);
     t.v_start = t.k_start + padded(p.k.heads);

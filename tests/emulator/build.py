@@ -22,25 +22,25 @@ SELF_TEST = f"{HERE}/selftest.cu"
 
 COMMON = "-std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"
 # -fno-tree-sra: a vector that is loaded at once stays one load.
-KERNEL = f"-O1 -finline-small-functions -fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
+KERNEL = f"-fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
 WATCHED = (
-    "-fsanitize=thread,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds,float-cast-overflow"
+    "-O1 -finline-small-functions"
+    " -fsanitize=thread,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds,float-cast-overflow"
     " --param tsan-instrument-func-entry-exit=0"
 )
 OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # pybind11 takes long to optimise
-SANITIZED = "-fsanitize=address"  # WATCHED looks for the rest, and address,undefined compiles twice as long
-SANITIZED_HOST = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 
 def _ninja(folder: Path, kernels: list[str], hosts: list[str], sanitize: bool) -> str:
     torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
     python = f"-isystem {sysconfig.get_path('include')}"
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
-    host = SANITIZED_HOST if sanitize else ""
+    host = SANITIZED if sanitize else ""
     lines = [
         f"builddir = {folder}",
         "rule kernel",
-        f"  command = g++ -x c++ $in -c -o $out -MMD -MF $out.d {COMMON} {KERNEL} {SANITIZED if sanitize else WATCHED} -I{HERE}/cuda",
+        f"  command = g++ -x c++ $in -c -o $out -MMD -MF $out.d {COMMON} {KERNEL} {f'-O0 {SANITIZED}' if sanitize else WATCHED} -I{HERE}/cuda",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule host",

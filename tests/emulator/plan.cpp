@@ -27,8 +27,8 @@ void* set(const Given<n>& given, rope_int* strides) {
 }
 
 RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
-                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<3>& table,
-                int source, bool norm) {
+                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<3>& cos,
+                const Given<3>& sin, int source, rope_int rows, rope_int inv_freq, bool norm) {
   RotateArgs a{};
   RopeParams& p = a.params;
   a.x_dtype = DType(dtype);
@@ -41,8 +41,8 @@ RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, con
   p.blocks = cache[0], p.block_size = cache[1];
   p.has_positions = bool(positions), a.positions = set(positions, p.positions);
   p.has_slots = bool(slots), a.slots = set(slots, p.slots);
-  a.cos = set(table, p.cos), a.sin = set(table, p.sin);
-  p.source = source;
+  a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
+  p.source = source, p.rows = rows, p.inv_freq = inv_freq;
   p.has_norm = norm;
   return a;
 }

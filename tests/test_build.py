@@ -1,0 +1,53 @@
+"""The CUDA back end compiles without a warning, with or without a CUDA build of torch."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cuda_home() -> Path | None:
+    """With nvcc and the headers. The test requirements have both, for a machine without CUDA."""
+    nvcc = shutil.which("nvcc")
+    places = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    try:
+        import nvidia.cu13
+
+        places += nvidia.cu13.__path__
+    except ImportError:
+        pass
+    return next(
+        (Path(p) for p in places if p and Path(p, "bin/nvcc").exists() and Path(p, "include/nv").exists()), None
+    )
+
+
+needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found")
+
+
+def compile(*command):
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
+    assert result.returncode == 0 and "warning" not in result.stdout, result.stdout
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cuda/*.cu")), ids=lambda p: p.name)
+def test_kernels(source, tmp_path):
+    compile(
+        f"{cuda_home()}/bin/nvcc",
+        *("-c", source, "-o", tmp_path / "kernels.o", "-std=c++20", "-O3", "--fmad=false"),
+        *("--Werror=all-warnings", "-Xcompiler=-Wall", "--threads=2"),
+        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90, 100, 120)),
+    )
+
+
+@needs_nvcc
+def test_host_code():
+    """The CPU build of torch has the headers and no configuration of CUDA."""
+    includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), cuda_home() / "include")]
+    define = "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
+    compile("g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp")

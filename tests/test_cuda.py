@@ -1,0 +1,507 @@
+"""What only the CUDA back end has: asserts in its kernels, its grid, streams, graphs, tensors of any size.
+
+On the emulator (--emulate) tensors of the CPU go through the same kernels; what needs the CUDA runtime needs a GPU.
+"""
+
+import functools
+import itertools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cases import EMULATED, LAYOUTS, combinations, on_cuda
+from oracle import assert_close, limits, rotate
+from test_cache import Caches, check, make_norm
+
+import torch_rope
+
+rope = torch.ops.rope
+HERE = Path(__file__).parent
+
+emulated = pytest.mark.skipif(not EMULATED, reason="needs the emulator: --emulate")
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_cuda(request):
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else None
+    if device is not None and not on_cuda(device):
+        pytest.skip("needs the kernels of CUDA: an NVIDIA GPU, or --emulate")
+
+
+@pytest.fixture
+def gpu():
+    if EMULATED or "cuda" not in torch_rope._C.devices or not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return "cuda"
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+# ---- positions and slots outside ----
+
+B, S, D, ROWS, PLACES = 2, 5, 16, 12, 9
+OUTSIDE = {
+    "rotate": (["q"], {"positions": [0, 1, ROWS, 3, 4]}),
+    "rotate_": (["q"], {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]]}),
+    "rotate_qk": (["q", "k"], {"positions": [0, 1, 2**31, 3, 4]}),
+    "rotate_qk_": (["q", "k"], {"positions": [0, 1, 2, -(2**62), 4]}),
+    "rotate_qk_ with an offset that wraps": (["q", "k"], {"positions": [0, 0, 0, 0, 2**63 - 1], "offset": 1}),
+    "norm_rotate_qk": (["q", "k", "weight", "weight"], {"positions": [0, 1, 2**40, 3, 4]}),
+    "_norm_rotate_qk_backward": (["q", "k", "q", "k", "weight", "weight"], {"positions": [-3, 1, 2, 3, 4]}),
+    "rotate_into_cache_ at a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, PLACES, 3, 4]}),
+    "rotate_into_cache_ before a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
+    "rotate_into_cache_ in a slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * PLACES, 8]]}),
+    "rotate_into_cache_ in a slot far away": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
+    "rotate_into_cache_ not written": (
+        ["q", "k", "v", "k_cache", "v_cache"],
+        {"slots": [[0, 1, 2, -1, 4], [5, 6, 7, 8, 9]], "positions": [0, 1, 2, ROWS, 4]},
+    ),
+}  # fmt: skip
+
+
+class Inside:
+    """Tensors of a call, each in the middle of a larger one."""
+
+    def __init__(self, device):
+        cos, sin = torch_rope.cos_sin(torch.arange(ROWS, device=device), torch_rope.inv_freq(D, device=device))
+        shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, PLACES, 2, D)}
+        shapes |= {"v_cache": shapes["k_cache"], "weight": (D,), "cos": cos.shape, "sin": sin.shape}
+        self.larger = {name: torch.rand([n + 2 for n in shape], device=device) for name, shape in shapes.items()}
+        self.tensors = {name: t[(slice(1, -1),) * t.dim()] for name, t in self.larger.items()}
+        self.tensors["cos"].copy_(cos)
+        self.tensors["sin"].copy_(sin)
+
+    def around(self):
+        """What the call may not write: all but the tensors."""
+        kept = {name: t.clone() for name, t in self.larger.items()}
+        for t in kept.values():
+            t[(slice(1, -1),) * t.dim()] = 0
+        return kept
+
+    def call(self, name, norm):
+        names, integers = OUTSIDE[name]
+        keywords = {"cos": self.tensors["cos"], "sin": self.tensors["sin"]}
+        if "place" in name:  # of the cache alone
+            freq = torch_rope.inv_freq(D, device=keywords["cos"].device)
+            keywords = {"inv_freq": freq}
+        if norm:
+            keywords |= {"q_norm_weight": self.tensors["weight"], "k_norm_weight": self.tensors["weight"]}
+        for argument, value in integers.items():
+            is_list = isinstance(value, list)
+            keywords[argument] = torch.tensor(value, device=self.tensors["q"].device) if is_list else value
+        return getattr(rope, name.split()[0])(*(self.tensors[n] for n in names), **keywords)
+
+
+def outside_on_a_gpu(name, norm):
+    """In a process of its own, which no other kernel of CUDA runs in after that."""
+    inside = Inside("cuda")
+    torch.cuda.synchronize()
+    try:
+        inside.call(name, norm)
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # torch.AcceleratorError is one
+        print(error)
+
+
+@pytest.mark.parametrize(
+    "name, norm", [(n, norm) for n in OUTSIDE for norm in (False, True) if not norm or "cache" in n]
+)
+def test_a_position_or_slot_outside_is_asserted_on_the_device(name, norm, device):
+    """And nothing outside the tensors is read or written."""
+    if device == "cuda":
+        program = f"import test_cuda; test_cuda.outside_on_a_gpu({name!r}, {norm})"
+        done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, encoding="utf-8")
+        assert "device-side assert" in done.stdout, done.stdout + done.stderr
+        return
+    inside = Inside(device)
+    before = inside.around()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        inside.call(name, norm)
+    assert all(torch.equal(t, before[n]) for n, t in inside.around().items())
+    torch_rope._C.check_guards()
+
+
+# ---- sizes ----
+
+# (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
+SHAPES = [
+    (300, 1, 8, 2, 64, 64),  # a decode step
+    (257, 3, 5, 1, 16, 16),
+    (1, 1, 1, 1, 2, 2),
+    (2, 300, 1, 1, 2, 2),
+    (1, 3, 70, 3, 2, 2),
+    (1, 129, 2, 1, 6, 4),  # tokens past the last block
+    (3, 65, 3, 2, 24, 24),
+    (1, 2, 200, 3, 8, 8),
+    (2, 3, 3, 2, 2032, 2032),  # the widest head of vectors
+    (1, 3, 3, 1, 2048, 2048),
+    (1, 2, 3, 2, 4098, 4098),
+    (1, 2, 3, 2, 4098, 66),
+    (2, 2, 2, 1, 640, 130),
+    (1, 3, 2, 1, 257, 256),  # more chunks than lanes of a warp
+    (1, 3, 2, 1, 66, 66),
+    (5, 7, 1, 9, 128, 64),
+]
+MANY = [
+    (70000, 2, 1, 1, 2, 2),  # sequences that are not one, in two launches
+    (70000, 1, 1, 1, 2, 2),
+    (1, 1, 70000, 3, 2, 2),
+    (1, 70000, 1, 1, 2, 2),
+]
+
+
+def rotated_by_all(q, k, angles, **options):
+    """By each operator, the same bits. -> q and k rotated"""
+    q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
+    same([rope.rotate(x, **angles, **options) for x in (q, k)], [q_out, k_out])
+    q, k = q.clone(), k.clone()
+    rope.rotate_qk_(q, k, **angles, **options)
+    same([q, k], [q_out, k_out])
+    return q_out, k_out
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, dtype, layout, device):
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = shape
+    q, k, v = (
+        LAYOUTS[layout](torch.Size((batch, seq, h, head_dim)), dtype, device) for h in (q_heads, k_heads, k_heads)
+    )
+    cos, sin = torch_rope.cos_sin(torch.arange(seq + 9, device=device), torch_rope.inv_freq(rotary_dim, device=device))
+    positions = torch.randint(0, seq + 9, (batch, seq), device=device)
+    for interleaved in (False, True):
+        options = {"interleaved": interleaved}
+        for angles in ({"offset": 4}, {"positions": positions}, {"positions": positions[0].int()}):
+            angles = {"cos": cos, "sin": sin} | angles
+            for x, out in zip((q, k), rotated_by_all(q, k, angles, **options), strict=True):
+                assert_close(out, rotate(x, **angles, **options), *limits(dtype, angles))
+        slots = torch.randperm(batch * seq + 3, device=device)[: batch * seq].view(batch, seq)
+        for norm in ({}, make_norm("float32", head_dim, dtype, device)):
+            for where in ({"offset": 4}, {"positions": positions, "slots": slots}):
+                size = seq + 9 if "offset" in where else (batch * seq + 3) // batch + 1
+                caches = Caches("blocks", batch, size, k_heads, head_dim, dtype, device)
+                angles = {"cos": cos, "sin": sin} | {n: t for n, t in where.items() if n != "slots"}
+                check(q.clone(), k, v, caches, angles, where.get("slots"), norm, **options)
+
+
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_more_than_65535(shape, device):
+    """Of sequences, heads or tokens: what they are alone."""
+    batch, seq, q_heads, k_heads, head_dim, _ = shape
+    q, k = (torch.randn(batch, seq, h, head_dim, device=device) for h in (q_heads, k_heads))
+    freq, weight = torch.ones(1, device=device), torch.rand(head_dim, device=device)
+    positions = torch.randint(0, 1000, (1, seq), device=device)
+    for angles in ({"inv_freq": freq, "offset": 3}, {"inv_freq": freq, "positions": positions}):
+        outs = rope.rotate_qk(q, k, **angles)
+        normed = rope.norm_rotate_qk(q, k, weight, weight, **angles)
+        for x, out in zip((q, k), outs, strict=True):
+            assert_close(out, rotate(x, **angles), *limits(q.dtype, angles))
+        for x, out in zip((q, k), normed, strict=True):
+            assert_close(out, rotate(x, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
+    """Of heads, tokens and sequences far apart."""
+    memory = untouched(2**31 + 2**20, torch.bfloat16)
+    strides = (2**30, 2**29, 2**28, 1) if not heads_first else (2**28, 2**29, 2**30, 1)
+    x = memory.as_strided((2, 2, 2, 64), strides, 2**28 + 2**19)
+    assert x.storage_offset() + sum(strides) - 1 + 63 >= 2**31
+    x.copy_(torch.randn(x.shape, device=device))
+    dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
+    y = dense.clone()
+    same(rope.rotate_qk(x, y, inv_freq=freq), rope.rotate_qk(dense, y, inv_freq=freq))
+    normed = rope.norm_rotate_qk(dense, y, weight, weight, inv_freq=freq)
+    same(rope.norm_rotate_qk(x, y, weight, weight, inv_freq=freq), normed)
+    gradients = [rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)]
+    same(*gradients)
+    rope.rotate_(x, inv_freq=freq)
+    assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("heads", [8, 1])
+def test_more_than_2_31_elements(heads, gpu):
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free memory")
+    tokens = 2**31 // (heads * 128) + 1001
+    q = torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=gpu).normal_()
+    k, freq = q[:, :1], torch_rope.inv_freq(128, device=gpu)
+    weight = torch.rand(128, device=gpu)
+    parts = [slice(0, 99), slice(tokens // 2, tokens // 2 + 99), slice(tokens - 99, tokens)]
+
+    def compare(whole, of_a_part):
+        for part in parts:
+            expected = of_a_part(q[part], k[part], part.start)
+            same([t[part] for t in whole], expected)
+
+    compare(rope.rotate_qk(q, k, inv_freq=freq), lambda q, k, at: rope.rotate_qk(q, k, inv_freq=freq, offset=at))
+    for part in parts:
+        out = rope.rotate(q[part], inv_freq=freq, offset=part.start)
+        assert_close(out, rotate(q[part], inv_freq=freq, offset=part.start), 1)
+    compare(
+        rope.norm_rotate_qk(q, k, weight, weight, inv_freq=freq),
+        lambda q, k, at: rope.norm_rotate_qk(q, k, weight, weight, inv_freq=freq, offset=at),
+    )
+    whole = rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, inv_freq=freq)[:2]
+    compare(
+        whole,
+        lambda q, k, at: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, inv_freq=freq, offset=at)[:2],
+    )
+    del whole
+    expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
+    rope.rotate_(q, inv_freq=freq)
+    same([q[part] for part in parts], expected)
+
+
+# ---- the bits of the CPU ----
+
+
+def bits(device):
+    """Tensors that CPU and CUDA compute the same way: all but sums over a head, and angles in double."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for i, ((batch, seq, q_heads, k_heads, head_dim, rotary_dim), source, q_layout, k_layout) in enumerate(
+            combinations()
+        ):
+            if dtype == torch.float64 and source.kind == "inv_freq" or i % 3:
+                continue
+            torch.manual_seed(i)
+            q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
+            k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
+            table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
+            yield from rope.rotate_qk(q, k, **angles, interleaved=bool(i % 2), attention_factor=1.2)
+    torch.manual_seed(0)
+    positions = torch.cat([torch.arange(3000), torch.randint(-(2**24), 2**24, (3000,))]).to(device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield from rope.cos_sin(positions, torch_rope.inv_freq(128, device=device), dtype=dtype, attention_factor=1.1)
+
+
+def test_the_bits_of_the_cpu(device, tmp_path):
+    if EMULATED:  # whose process has no kernels of the CPU
+        program = f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {str(tmp_path / 'bits')!r})"
+        subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)
+        expected = torch.load(tmp_path / "bits")
+    else:
+        expected = bits("cpu")
+    for actual, there in zip(bits(device), expected, strict=True):
+        assert torch.equal(actual.cpu(), there)
+
+
+# ---- what a kernel reads and writes ----
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_everything_is_read_and_written_once_and_in_16_bytes(dtype, device):
+    size, freq = 2 * 50 * 128 * dtype.itemsize, torch_rope.inv_freq(128)
+    q, k, v = torch.randn(2, 50, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
+    caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=dtype) for _ in "kv"]
+    weight = torch.ones(128, device=device)
+
+    def launched(function, *tensors, **options):
+        torch_rope._C.last_launches()
+        function(*tensors, inv_freq=freq, **options)
+        (launch,) = torch_rope._C.last_launches()
+        return launch
+
+    for launch, heads in (
+        (launched(rope.rotate_qk, q, k), 10),
+        (launched(rope.rotate_qk_, q, k), 10),
+        (launched(rope.norm_rotate_qk, q, k, weight, weight), 10),
+        (launched(rope.rotate_into_cache_, q, k, v, *caches), 12),
+        (launched(rope.rotate_into_cache_, q, k, v, *caches, q_norm_weight=weight, k_norm_weight=weight), 12),
+    ):
+        assert launch["stores"] == {16: heads * size // 16} and launch["bytes_written"] == heads * size
+        # Of frequencies, a float at a time, and weights each thread reads its own.
+        x_bytes = 16 * launch["loads"][16] if "norm" not in launch["kernel"] else heads * size
+        assert x_bytes == heads * size
+    freq = freq[:32]  # what is not rotated is neither read nor written in place
+    launch = launched(rope.rotate_qk_, q, k)
+    assert launch["stores"] == {16: 10 * size // 16 // 2} and launch["loads"][16] == 10 * size // 16 // 2
+    # A table's rows are read in vectors, too.
+    table = torch.rand(60, 64, device=device)
+    torch_rope._C.last_launches()
+    rope.rotate(q, table, table)
+    (launch,) = torch_rope._C.last_launches()
+    assert set(launch["loads"]) == {16}
+
+
+# ---- streams, graphs and host threads: on a GPU ----
+
+
+def calls(device, dtype=torch.bfloat16):
+    """name -> (tensors that may change between two runs, function of them that writes to some or returns others)."""
+    q, k, v = torch.randn(3, 7, 8, 64, device=device).to(dtype).split([4, 2, 2], 2)
+    positions, slots = (
+        torch.randint(0, 90, (3, 7), device=device),
+        torch.randperm(6 * 16, device=device)[:21].view(3, 7),
+    )
+    freq = torch_rope.inv_freq(64, device=device)
+    cos, sin = torch_rope.cos_sin(torch.arange(90, device=device), freq)
+    weights, caches = torch.rand(2, 64, device=device), torch.zeros(2, 6, 16, 2, 64, device=device, dtype=dtype)
+    inputs = {"q": q, "k": k, "v": v, "positions": positions, "slots": slots, "caches": caches, "weights": weights}
+
+    def in_place(op, *names, **options):
+        def run(t):
+            tensors = [t[name].clone() for name in names]
+            op(*tensors, cos, sin, positions=t["positions"], **options)
+            return tensors
+
+        return run
+
+    def into_cache(norm):
+        def run(t):
+            q, caches = t["q"].clone(), t["caches"].clone()
+            weights = dict(zip(("q_norm_weight", "k_norm_weight"), t["weights"], strict=True)) if norm else {}
+            rope.rotate_into_cache_(
+                q, t["k"], t["v"], *caches, inv_freq=freq, positions=t["positions"], slots=t["slots"], **weights
+            )
+            return [q, caches]
+
+        return run
+
+    def returning(op, names, source):
+        def run(t):
+            tensors = [x for name in names for x in (t[name] if name == "weights" else [t[name]])]
+            out = op(*tensors, **source, positions=t["positions"])
+            return list(out) if isinstance(out, tuple) else [out]
+
+        return run
+
+    tables, frequencies = {"cos": cos, "sin": sin}, {"inv_freq": freq}
+    return inputs, {
+        "rotate": returning(rope.rotate, ["q"], tables),
+        "rotate inv_freq": returning(rope.rotate, ["q"], frequencies),
+        "rotate_qk": returning(rope.rotate_qk, ["q", "k"], tables),
+        "rotate_": in_place(rope.rotate_, "q"),
+        "rotate_qk_": in_place(rope.rotate_qk_, "q", "k"),
+        "norm_rotate_qk": returning(rope.norm_rotate_qk, ["q", "k", "weights"], tables),
+        "backward": returning(rope._norm_rotate_qk_backward, ["q", "k", "q", "k", "weights"], frequencies),
+        "rotate_into_cache_": into_cache(norm=False),
+        "rotate_into_cache_ norm": into_cache(norm=True),
+        "cos_sin": lambda t: list(rope.cos_sin(t["positions"], freq)),
+    }
+
+
+OPS = list(calls("cpu")[1])
+
+
+def changed(inputs):
+    """Other values in the same memory."""
+    for name, t in inputs.items():
+        t.copy_(t.flip(0) if name in ("positions", "slots") else torch.randn_like(t))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_host_does_not_wait(op, gpu):
+    """For the GPU, whatever is in positions and slots."""
+    inputs, functions = calls(gpu)
+    expected = functions[op](inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = functions[op](inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_replays_with_other_values(op, gpu):
+    inputs, functions = calls(gpu)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        functions[op](inputs)  # before it is captured: kernels are loaded when they first run
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = functions[op](inputs)
+    for _ in range(3):
+        changed(inputs)
+        graph.replay()
+        same(results, functions[op](inputs))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_current_stream_is_used(op, gpu):
+    """What the stream has not yet written is waited for, and what other streams do is not."""
+    inputs, functions = calls(gpu)
+    late = {name: t.clone() for name, t in inputs.items()}
+    changed(late)
+    expected = functions[op](late)
+    functions[op](inputs)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # tens of milliseconds
+        for name, t in inputs.items():
+            t.copy_(late[name])
+        actual = functions[op](inputs)
+    assert not stream.query()
+    torch.cuda.current_stream().synchronize()
+    assert not stream.query()
+    stream.synchronize()
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_another_device_than_the_current_one(op, gpu):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    inputs, functions = calls("cuda:1")
+    assert torch.cuda.current_device() == 0
+    actual = functions[op](inputs)
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        same(actual, functions[op](inputs))
+    assert all(t.device == torch.device("cuda:1") for t in actual)
+
+
+def test_two_host_threads_with_streams_of_their_own(gpu):
+    failures = []
+
+    def work():
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                inputs, functions = calls(gpu)
+                expected = {op: function(inputs) for op, function in functions.items()}
+                for _, (op, function) in itertools.product(range(50), functions.items()):
+                    same(function(inputs), expected[op])
+        except BaseException as error:  # noqa: B902
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_gradients_on_a_side_stream(gpu):
+    """autograd runs a backward on the stream of its forward."""
+    q = torch.randn(2, 300, 4, 64, device=gpu, requires_grad=True)
+    weight, freq = torch.rand(64, device=gpu, requires_grad=True), torch_rope.inv_freq(64, device=gpu)
+
+    def step(wait):
+        out = rope.norm_rotate_qk(q, q, weight, weight, inv_freq=freq)
+        wait()
+        return torch.autograd.grad(sum(t.square().sum() for t in out), (q, weight))
+
+    expected = step(lambda: None)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        actual = step(functools.partial(torch.cuda._sleep, 50_000_000))
+    stream.synchronize()
+    same(actual, expected)

@@ -1,0 +1,515 @@
+"""How a call is laid out on a GPU (csrc/cuda/plan.h): the width of accesses and of offsets, and the grid, from sizes, strides and
+addresses alone. What the kernels do with a plan is repeated here in Python."""
+
+import importlib.machinery
+import importlib.util
+import itertools
+import math
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "tests/emulator/plan.cpp"
+ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # of DType in csrc/args.h
+H200 = 132  # multiprocessors
+THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
+
+
+def build():
+    pybind11 = pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
+    made_of = [SOURCE, ROOT / "csrc/rope.h", ROOT / "csrc/args.h", ROOT / "csrc/cuda/plan.h"]
+    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in made_of):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        new = library.with_suffix(f".{random.SystemRandom().getrandbits(32)}")
+        include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+        flags = ["-std=c++20", "-O0", "-Wall", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden"]
+        subprocess.run(["g++", *flags, *include, SOURCE, "-o", new], check=True)
+        new.replace(library)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library():
+    loader = importlib.machinery.ExtensionFileLoader("rope_plan", str(build()))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("rope_plan", loader))
+    loader.exec_module(module)
+    return module
+
+
+# ---- calls, of tensors without memory ----
+
+
+def meta(*shape, dtype=torch.float32, layout="bshd", start=0):
+    """[batch, seq, heads, head_dim]; start: elements from an aligned address."""
+    t = LAYOUTS[layout](torch.Size(shape), dtype, "meta")
+    return t.as_strided(t.shape, t.stride(), t.storage_offset() + start)
+
+
+def arguments(
+    q, k=None, v=None, outputs=None, *, in_place=False, rotary_dim=None, positions=None, slots=None, tables=None,
+    by_token=False, inv_freq=None, norm=False,
+):  # fmt: skip
+    """What a plan is made of. outputs: as the inputs lie if not given; with a v the two caches, and q is in place."""
+    addresses = itertools.count(2**40, 2**36)  # 16 bytes divide them
+
+    def given(t, address, dims):
+        if t is None:
+            return None
+        return address + t.storage_offset() * t.itemsize, [0] * (dims - t.dim()) + list(t.stride())
+
+    inputs = [q, k, v]
+    outputs = [*([q, *outputs] if v is not None else outputs or inputs), None][:3]
+    sides = []
+    for x, out, stays in zip(inputs, outputs, [in_place or v is not None, in_place, False], strict=True):
+        address = next(addresses)
+        sides.append((given(x, address, 4), given(out, address if stays else next(addresses), 4)))
+    return (
+        ORDER.index(q.dtype),
+        (q.shape[0], q.shape[1], q.shape[3], q.shape[3] if rotary_dim is None else rotary_dim),
+        [0 if t is None else t.shape[2] for t in inputs],
+        sides,
+        (0, 0) if v is None else outputs[1].shape[:2],
+        given(positions, next(addresses), 2),
+        given(slots, next(addresses), 2),
+        *(given(t, next(addresses), 3) for t in tables or (None, None)),
+        2 if tables is None else int(by_token),
+        0 if tables is None else tables[0].shape[-2],
+        1 if inv_freq is None else inv_freq.stride(0),
+        norm,
+    )
+
+
+@pytest.fixture
+def plan(library):
+    return lambda *tensors, processors=H200, **options: library.plan(processors, *arguments(*tensors, **options))
+
+
+@pytest.fixture
+def plan_backward(library):
+    return lambda *tensors, **options: library.plan_backward(*arguments(*tensors, **options, norm=True))
+
+
+def width(plan, dtype):
+    """Bytes of an access."""
+    return plan["vector"] * dtype.itemsize if plan["vectors"] else dtype.itemsize
+
+
+# ---- the width of accesses ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "packed"])
+def test_16_bytes_where_memory_allows_it(layout, dtype, plan):
+    for head_dim, rotary_dim in (64, 64), (128, 128), (128, 64), (96, 32), (256, 256):
+        q, k = (meta(2, 5, heads, head_dim, dtype=dtype, layout=layout) for heads in (8, 2))
+        for in_place in (False, True):
+            for tensors in [(q,), (q, k)]:
+                assert width(plan(*tensors, rotary_dim=rotary_dim, in_place=in_place), dtype) == 16
+
+
+# (dtype, head_dim, rotary_dim) -> bytes. Both halves of the rotated channels, and what is past them, are cut into vectors.
+@pytest.mark.parametrize(
+    "dtype, head_dim, rotary_dim, expected",
+    [
+        (torch.bfloat16, 80, 80, 16),
+        (torch.bfloat16, 24, 24, 8),
+        (torch.bfloat16, 104, 104, 8),
+        (torch.bfloat16, 100, 64, 8),
+        (torch.bfloat16, 66, 64, 2),
+        (torch.bfloat16, 64, 36, 2),
+        (torch.float16, 64, 24, 8),
+        (torch.float16, 6, 6, 2),
+        (torch.float32, 64, 4, 8),
+        (torch.float32, 66, 64, 8),
+        (torch.float32, 64, 6, 4),
+        (torch.float32, 7, 6, 4),
+        (torch.float64, 64, 4, 16),
+        (torch.float64, 64, 6, 8),
+        (torch.float64, 66, 64, 16),
+    ],
+)
+def test_a_width_that_sizes_allow(dtype, head_dim, rotary_dim, expected, plan):
+    q = meta(1, 3, 4, head_dim, dtype=dtype)
+    assert width(plan(q, rotary_dim=rotary_dim), dtype) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_width_that_every_address_and_stride_allows(dtype, plan):
+    """Of q, k, v, and where each goes to. Channels are side by side, or taken one by one."""
+    item, full = dtype.itemsize, 16 // dtype.itemsize
+
+    def narrowed(steps):
+        """Bytes, of what is off by so many elements from 16 bytes."""
+        return next(b for b in (16, 8, item) if b >= max(8, item) and steps * item % b == 0 or b == item)
+
+    def good(heads=2):
+        return meta(2, 5, heads, 64, dtype=dtype)
+
+    for steps in range(full):
+        off = meta(2, 5, 2, 64, dtype=dtype, start=steps)
+        assert width(plan(off, in_place=True), dtype) == narrowed(steps)
+        assert width(plan(good(), off), dtype) == narrowed(steps)
+        assert width(plan(good(), good(), outputs=[good(), off]), dtype) == narrowed(steps)
+        assert width(plan(good(), good(), off, outputs=[good(), good()]), dtype) == narrowed(steps)
+        assert width(plan(good(), good(), good(), outputs=[good(), off]), dtype) == narrowed(steps)
+        for dimension in range(3):  # rows, tokens or heads that much further apart
+            stride = list(good().stride())
+            stride[dimension] += steps
+            off = good().as_strided((2, 5, 2, 64), stride)
+            assert width(plan(off, good()), dtype) == narrowed(steps)
+            assert width(plan(good(), good(), good(), outputs=[off, good()]), dtype) == narrowed(steps)
+            once = off.narrow(dimension, 0, 1)  # a stride that leads nowhere
+            assert width(plan(once), dtype) == 16
+    apart = meta(2, 5, 2, 128, dtype=dtype)[..., ::2]
+    assert width(plan(apart), dtype) == width(plan(good(), apart), dtype) == item
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "head_dim, rotary_dim", [(128, 128), (128, 64), (80, 32), (66, 66), (7, 6), (24, 24), (4096, 4096)]
+)
+def test_the_order_of_a_norm_follows_from_sizes(head_dim, rotary_dim, dtype, plan, plan_backward):
+    """Vectors, chunks and lanes are the same wherever tensors lie; only how wide accesses are is not."""
+    expected = None
+    for layout, (batch, seq) in itertools.product(LAYOUTS, [(1, 1), (2, 9), (3, 4000)]):
+        q, k = (meta(batch, seq, h, head_dim, dtype=dtype, layout=layout) for h in (6, 2))
+        cache = meta(5, 10000, 2, head_dim, dtype=dtype)
+        backward = plan_backward(q, k, rotary_dim=rotary_dim)
+        for p in (
+            plan(q, rotary_dim=rotary_dim, norm=True),
+            plan(q, k, rotary_dim=rotary_dim, norm=True),
+            plan(q, k, k, outputs=[cache, cache], rotary_dim=rotary_dim, norm=True),
+            backward,
+        ):
+            order = p["vector"], p["chunks"], p["rotated"], p["block"][0]
+            expected = expected or order
+            assert order == expected
+    vector = 16 // dtype.itemsize
+    fits = rotary_dim // 2 % vector == 0 and head_dim % vector == 0
+    assert expected[0] == (vector if fits else 1)
+
+
+@pytest.mark.parametrize(
+    "columns, start, step, expected", [(64, 0, 1, True), (62, 0, 1, False), (64, 2, 1, False), (64, 0, 2, False)]
+)
+def test_rows_of_a_table_are_read_in_vectors(columns, start, step, expected, plan):
+    table = torch.empty(100, columns * step, device="meta")[:, ::step]
+    table = table.as_strided(table.shape, table.stride(), start)
+    assert plan(meta(1, 5, 2, 128), rotary_dim=2 * min(columns, 64), tables=(table, table))["table_vectors"] == expected
+
+
+# ---- the width of offsets ----
+
+
+@pytest.mark.parametrize("dimension", range(3))
+def test_offsets_have_64_bits_where_one_passes_2_31(dimension, plan):
+    """Of q, k, v, and where each goes to."""
+    shape, good = (3, 5, 3, 64), meta(3, 5, 3, 64)
+    for last, wide in (2**31 - 1, False), (2**31 + 3, True), (2**40, True):
+        stride = list(good.stride())
+        rest = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) - (shape[dimension] - 1) * stride[dimension]
+        stride[dimension] = (last - rest) // (shape[dimension] - 1)
+        t = good.as_strided(shape, stride)
+        for p in (
+            plan(t),
+            plan(good, t),
+            plan(good, good, outputs=[good, t]),
+            plan(good, good, t, outputs=[good, good]),
+            plan(good, good, good, outputs=[t, good]),
+            plan(good, good, good, outputs=[good, t]),
+        ):
+            assert p["wide_index"] == wide
+
+
+@pytest.mark.parametrize("last, wide", [(2**31 - 1, False), (2**31, True)])
+def test_the_first_offset_that_needs_64_bits(last, wide, plan):
+    """Channels and heads of one element more or less."""
+    q = torch.empty(0, device="meta").as_strided((1, 1, 2, 2), (0, 0, last - 1, 1))
+    assert plan(q)["wide_index"] == wide
+    cache = torch.empty(0, device="meta").as_strided((2, 1, 2, 2), (last - 3, 0, 2, 1))
+    good = meta(1, 1, 2, 2)
+    assert plan(good, good, good, outputs=[cache, meta(2, 1, 2, 2)])["wide_index"] == wide
+
+
+@pytest.mark.parametrize("last, wide", [(2**31 - 1, False), (2**31, True)])
+def test_offsets_of_what_is_read_beside_q_and_k(last, wide, plan):
+    def of(*strides):
+        return torch.empty(0, device="meta").as_strided((2,) * len(strides), strides)
+
+    q, cache = meta(2, 2, 2, 4), meta(9, 16, 2, 4)
+    good = of(2, 1)
+    for options in (
+        {"positions": of(last - 3, 3)},
+        {"positions": of(3, last - 3)},
+        {"tables": (of(last - 1, 1), good)},
+        {"tables": (good, of(1, last - 1))},
+        {"tables": (of(last - 3, 2, 1), good), "by_token": True},
+        {"tables": (good, of(1, last - 3, 2)), "by_token": True},
+        {"inv_freq": of(last)},
+    ):
+        assert plan(q, q, **options)["wide_index"] == wide
+    assert plan(q, q, q, outputs=[cache, cache], slots=of(last - 3, 3))["wide_index"] == wide
+
+
+@pytest.mark.parametrize(
+    "blocks, block_size, narrow", [(2**20, 2**11 - 1, True), (2**20, 2**11, False), (2**33, 16, False)]
+)
+def test_slots_have_32_bits_where_those_hold_them(blocks, block_size, narrow, plan):
+    cache = torch.empty(0, device="meta").as_strided((blocks, block_size, 1, 2), (0, 0, 0, 1))
+    q = meta(1, 5, 1, 2)
+    slots = torch.empty(1, 5, device="meta")
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["narrow_slots"] == narrow
+
+
+# ---- the grid ----
+
+
+def heads_of(plan, heads):
+    """How often each head of q, k and v is taken, as Heads in device.cuh goes through them."""
+    _, rows, _ = plan["block"]
+    counts = [[0] * n for n in heads]
+    for block in range(plan["grid"][1]):
+        for tensor, (n, start) in enumerate(zip(heads, plan["starts"], strict=True)):
+            first = block * plan["heads_per_block"] - start
+            begin, end = max(first, 0), min(first + plan["heads_per_block"], n)
+            for thread in range(rows):
+                for head in range(begin + thread, end, rows):
+                    counts[tensor][head] += 1
+    return counts
+
+
+def channels_of(plan, head_dim, rotary_dim, norm):
+    """How often each channel of a head is written, as Chunk in device.cuh says where a chunk is."""
+    vector, chunks, rotated, threads = plan["vector"], plan["chunks"], plan["rotated"], plan["block"][0]
+    counts = [0] * head_dim
+    for thread in range(threads):
+        step = threads if norm or vector == 1 else chunks
+        for chunk in range(thread, chunks, step):
+            if chunk < rotated:
+                parts = [chunk * vector, chunk * vector + rotary_dim // 2]
+            else:
+                parts = [rotary_dim + (chunk - rotated) * vector]
+                parts.append(parts[0] + (chunks - rotated) * vector)
+            for part in parts:
+                if part < head_dim:
+                    assert part + vector <= head_dim
+                    for channel in range(part, part + vector):
+                        counts[channel] += 1
+    return counts
+
+
+def within_limits(plan, norm=False):
+    x, y, z = plan["block"]
+    assert 1 <= x * y * z <= THREADS and z <= MOST_Z
+    assert plan["grid"][0] < 2**31 and max(plan["grid"][1:]) <= MOST_GRID and min(plan["grid"]) > 0
+    if norm:  # lanes of a head in one warp, and no warp with lanes that do not exist
+        assert x & (x - 1) == 0 and x <= WARP and x * y * z % WARP == 0
+
+
+def random_size(draw):
+    batch, seq = draw.choice([1, 1, 2, 5]), draw.choice([1, 1, 2, 7, 100, 4097])
+    q_heads, k_heads = draw.choice([1, 2, 3, 8, 32, 71, 300]), draw.choice([0, 1, 2, 8, 40])
+    head_dim = draw.choice([2, 7, 24, 64, 80, 100, 128, 256, 640, 2032, 2050, 4098])
+    rotary_dim = draw.choice([head_dim // 2 * 2, draw.randint(0, head_dim // 2) * 2, head_dim // 4 * 2])
+    return batch, seq, q_heads, k_heads, head_dim, rotary_dim
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_every_head_token_and_channel_is_taken_once(seed, plan):
+    draw = random.Random(seed)
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
+    dtype, kind, norm = draw.choice(DTYPES), draw.choice(["new", "in place", "cache"]), draw.random() < 0.4
+    q, k = (
+        meta(batch, seq, h, head_dim, dtype=dtype, layout=draw.choice(["bshd", "bhsd", "packed", "odd start"]))
+        for h in (q_heads, k_heads)
+    )
+    options = {"rotary_dim": rotary_dim, "norm": norm, "processors": draw.choice([1, 20, H200])}
+    if kind == "cache":
+        tensors = [q, k, k]
+        options["outputs"] = [meta(batch + 1, 5000, k_heads, head_dim, dtype=dtype) for _ in "kv"]
+    else:
+        tensors = draw.choice([[q], [q, k]])
+        options["in_place"] = kind == "in place" and not norm
+    p = plan(*tensors, **options)
+    heads = ([t.shape[2] for t in tensors] + [0, 0])[:3]
+    in_place = kind == "in place" or (kind == "cache" and k_heads == 0)  # then other channels stay as they are
+    written = head_dim if norm or not in_place else rotary_dim
+    if written == 0:
+        assert p["grid"] == (0, 0, 0)
+        return
+    within_limits(p, norm)
+    assert p["batch"] * p["seq"] == batch * seq and p["grid"][2] == p["batch"]
+    assert (p["grid"][0] - 1) * p["block"][2] < p["seq"] <= p["grid"][0] * p["block"][2]
+    assert heads_of(p, heads) == [[1] * n for n in heads]
+    assert channels_of(p, head_dim, rotary_dim, norm) == [1] * written + [0] * (head_dim - written)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    "batch, seq, q_heads, k_heads, head_dim",
+    [
+        (70000, 2, 2, 1, 8),
+        (1, 1, 70000, 70000, 256),
+        (1, 100, 500000, 3, 2),
+        (1, 2**31 - 1, 1, 1, 2),
+        (2**31 - 1, 1, 1, 1, 2),
+    ],
+)
+def test_sizes_past_what_a_grid_has(batch, seq, q_heads, k_heads, head_dim, layout, norm, plan):
+    """Sequences past 65535 take another launch, heads another turn of a thread."""
+    q, k = (meta(batch, seq, h, head_dim, layout=layout) for h in (q_heads, k_heads))
+    for tensors, outputs in (([q, k], None), ([q, k, k], [meta(3, 7, k_heads, head_dim)] * 2)):
+        p = plan(*tensors, outputs=outputs, norm=norm, processors=2**20)
+        within_limits(p, norm)
+        assert p["grid"][2] == min(p["batch"], MOST_GRID)
+        assert p["grid"][0] * p["block"][2] >= p["seq"]
+        last_start, last_heads = p["starts"][len(tensors) - 1], tensors[-1].shape[2]
+        assert p["grid"][1] * p["heads_per_block"] >= last_start + last_heads
+        assert p["starts"][1] >= q_heads and p["starts"][2] - p["starts"][1] >= k_heads
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
+    """One token: q, k and v in blocks of their own, and a thread takes one head. Many: a block takes all heads of a token."""
+    for q_heads, k_heads in (32, 8), (64, 8), (8, 8):
+        cache = meta(1, 2**20, k_heads, 128, dtype=dtype)
+
+        def of(seq, q_heads=q_heads, k_heads=k_heads, cache=cache):
+            q, k = (meta(1, seq, h, 128, dtype=dtype) for h in (q_heads, k_heads))
+            return plan(q, k, k, outputs=[cache, cache], norm=norm)
+
+        one = of(1)
+        assert one["grid"][1] >= 3 and one["heads_per_block"] == one["block"][1]
+        assert all(start % one["heads_per_block"] == 0 for start in one["starts"])
+        many = of(2**20)
+        assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + 2 * k_heads
+    few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # as many as fit at once is what counts
+    assert math.prod(more["grid"]) < math.prod(few["grid"])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_neighbours_in_memory_are_neighbours_in_a_block(norm, plan):
+    """Heads of a token, or tokens of a head."""
+    for dtype in DTYPES:
+        _, heads, tokens = plan(meta(1, 500, 32, 128, dtype=dtype), norm=norm)["block"]
+        assert heads > tokens
+        _, heads, tokens = plan(meta(1, 500, 32, 128, dtype=dtype, layout="bhsd"), norm=norm)["block"]
+        assert tokens > heads
+    one = plan(meta(1, 9, 32, 128, layout="bhsd")[:, :1], norm=norm)["block"]  # there is no other token
+    assert one[1] > one[2]
+
+
+# ---- many sequences as one ----
+
+
+def merged(plan):
+    return plan["batch"] == 1
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "packed", "every second channel"])
+def test_a_decode_step_is_one_sequence(layout, plan):
+    """[batch, 1, heads, head_dim] is batch tokens, whatever says where they are."""
+    q, k = (meta(300, 1, h, 64, layout=layout) for h in (8, 2))
+    row, rows = torch.empty(1, device="meta"), torch.empty(300, 1, device="meta")
+    table, tokens = torch.empty(500, 32, device="meta"), torch.empty(300, 1, 32, device="meta")
+    for options in (
+        {},
+        {"tables": (table, table)},
+        {"positions": row, "tables": (table, table)},
+        {"positions": rows},
+        {"tables": (tokens, tokens), "by_token": True},
+        {"tables": (tokens[0], tokens[0]), "by_token": True},
+    ):
+        for p in (plan(q, k, **options), plan(q, in_place=True, **options)):
+            assert merged(p) and p["seq"] == 300 and p["position_step"] == ("positions" in options)
+            assert p["strides"][0] == q.stride(0)
+        assert p["strides"][5] == (options.get("positions") is rows)
+    # Tokens of one position, none of which needs more than one block of threads.
+    assert plan(q)["block"][2] > 1 or plan(q)["block"][1] > 1
+
+
+def test_sequences_that_follow_each_other_are_one(plan):
+    """Where positions, or rows of a table by token, do too."""
+    q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64, layout="packed")
+    positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
+    for options in ({"positions": positions}, {"tables": (tokens, tokens), "by_token": True}):
+        p = plan(q, k, **options)
+        assert merged(p) and p["seq"] == 21 and p["position_step"] == 1
+        assert p["strides"][:4] == (8 * 64, 8 * 64, 5 * 64, 5 * 64)
+    cache, slots = meta(9, 16, 2, 64), torch.empty(3, 7, device="meta")
+    assert merged(plan(q, k, k, outputs=[cache, cache], slots=slots, positions=positions))
+
+
+def test_sequences_stay_apart_where_they_differ(plan):
+    q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64)
+    positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
+    cache, slots = meta(9, 16, 2, 64), torch.empty(3, 7, device="meta")
+    for p in (
+        plan(q, k),  # each begins at position 0
+        plan(q, k, positions=positions[:1].squeeze(0)),  # and these positions again
+        plan(q, k, positions=positions.mT.contiguous().mT),
+        plan(meta(3, 7, 8, 64, layout="bhsd"), k, positions=positions),
+        plan(q, meta(3, 7, 2, 64, layout="sbhd"), positions=positions),
+        plan(q[:, 1:], k[:, 1:], positions=positions[:, 1:]),
+        plan(q, k, outputs=[q, meta(3, 7, 2, 64, layout="bhsd")], positions=positions),
+        plan(q, k, tables=(tokens[0], tokens[0]), by_token=True),
+        plan(q, k, tables=(tokens, tokens.transpose(0, 1).contiguous().transpose(0, 1)), by_token=True),
+        plan(q, k, k, outputs=[cache, cache], positions=positions),  # row b writes block b
+        plan(q[:, :1], k[:, :1], k[:, :1], outputs=[cache, cache], positions=positions[:, :1]),
+        plan(q, k, k, outputs=[cache, cache], slots=slots),  # without positions
+        plan(q, k, k, outputs=[cache, cache], slots=slots.mT.contiguous().mT, positions=positions),
+        plan(q, k, meta(3, 7, 2, 64, layout="bhsd"), outputs=[cache, cache], slots=slots, positions=positions),
+    ):
+        assert not merged(p) and p["batch"] == 3 and p["grid"][2] == 3 and p["position_step"] == 1
+
+
+# ---- the backward of the norm ----
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
+    draw = random.Random(seed)
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
+    dtype = draw.choice(DTYPES)
+    q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
+    p = plan_backward(q, k, rotary_dim=rotary_dim)
+    within_limits(p, norm=True)
+    (lanes, rows, one), (parts, tensors, _) = p["block"], p["grid"]
+    assert lanes * rows == THREADS and one == 1 and tensors == 2
+    tokens = batch * seq
+    assert p["sums"] == parts * THREADS // WARP  # a row for each warp
+    assert (parts - 1) * p["tokens"] < tokens <= parts * p["tokens"]
+    for heads, head_rows in zip((q_heads, k_heads), p["rows"], strict=True):
+        assert head_rows & (head_rows - 1) == 0 and rows % head_rows == 0 and head_rows < 2 * max(heads, 1)
+        token_rows = rows // head_rows
+        counts = [0] * min(p["tokens"], tokens)
+        for first, row in itertools.product(range(0, len(counts), token_rows), range(token_rows)):
+            if first + row < len(counts):
+                counts[first + row] += 1
+        assert set(counts) == {1}
+        taken = [first + row for first in range(0, heads, head_rows) for row in range(head_rows) if first + row < heads]
+        assert taken == list(range(heads))
+    assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
+
+
+def test_the_parts_of_a_sum_follow_from_sizes(plan_backward):
+    """So that no layout changes a bit of a weight's gradient."""
+    plans = []
+    for layout in LAYOUTS:
+        q, k = (meta(2, 999, h, 80, dtype=torch.bfloat16, layout=layout) for h in (6, 2))
+        p = plan_backward(q, k)
+        plans.append({name: value for name, value in p.items() if name != "vectors"})
+    assert all(p == plans[0] for p in plans)
