@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +16,12 @@ EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go 
 
 def on_cuda(device: str) -> bool:
     return device == "cuda" or EMULATED
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess:
+    """In a process of its own, with the same modules, and never emulated."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
 
 
 def checks_ranges(device: str) -> bool:

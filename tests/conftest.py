@@ -15,16 +15,21 @@ def pytest_addoption(parser):
         choices=["checked", "asan"],
         help="run the CUDA kernels on the CPU: tensors of the CPU stand in for a GPU's",
     )
+    parser.addoption(
+        "--thread-order", choices=["forward", "backward", "scrambled"], default="forward", help="of emulated threads"
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of the CPU back end alone")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
+    config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
     emulate = config.getoption("--emulate")
     if emulate:
         import build
 
-        build.load(build.build(sanitize=emulate == "asan"))
+        library = build.load(build.build(sanitize=emulate == "asan"))
+        library.thread_order(["forward", "backward", "scrambled"].index(config.getoption("--thread-order")))
     import torch_rope  # noqa: F401  registers the operators
 
 
@@ -84,8 +89,10 @@ def untouched(device, tmp_path, _memory_of_others):
     def make(elements, dtype):
         if device == "cpu":
             return torch.from_file(str(tmp_path / str(next(made))), shared=True, size=elements, dtype=dtype)
-        if device == "cuda" and torch.cuda.mem_get_info()[0] < elements * dtype.itemsize + 2**30:
-            pytest.skip(f"needs {elements * dtype.itemsize / 2**30:.0f} GiB of free memory")
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < elements * dtype.itemsize + 2**30:
+                pytest.skip(f"needs {elements * dtype.itemsize / 2**30:.0f} GiB of free memory")
         return torch.empty(elements, dtype=dtype, device=device)
 
     return make

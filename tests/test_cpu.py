@@ -1,12 +1,10 @@
 """The CPU back end's builds of the kernels: one binary, an instruction set chosen at run time, the same bits from each."""
 
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
+from cases import python
 
 pytestmark = pytest.mark.cpu
 
@@ -56,15 +54,8 @@ print(torch_rope._C.cpu_instruction_set(), digest.hexdigest())
 
 
 def run(capability):
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        cwd=os.path.dirname(__file__),
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
+    result = python(PROGRAM, ATEN_CPU_CAPABILITY=capability)
+    assert result.returncode == 0, result.stderr
     return result.stdout.split()
 
 

@@ -5,21 +5,18 @@ On the emulator (--emulate) tensors of the CPU go through the same kernels; what
 
 import functools
 import itertools
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from cases import EMULATED, LAYOUTS, combinations, on_cuda
+from cases import EMULATED, LAYOUTS, combinations, on_cuda, python
 from oracle import assert_close, limits, rotate
 from test_cache import Caches, check, make_norm
+from test_norm import assert_accurate
 
 import torch_rope
 
 rope = torch.ops.rope
-HERE = Path(__file__).parent
 
 emulated = pytest.mark.skipif(not EMULATED, reason="needs the emulator: --emulate")
 
@@ -107,7 +104,7 @@ def outside_on_a_gpu(name, norm):
         inside.call(name, norm)
         torch.cuda.synchronize()
     except RuntimeError as error:  # torch.AcceleratorError is one
-        print(error)
+        print(error, flush=True)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +113,7 @@ def outside_on_a_gpu(name, norm):
 def test_a_position_or_slot_outside_is_asserted_on_the_device(name, norm, device):
     """And nothing outside the tensors is read or written."""
     if device == "cuda":
-        program = f"import test_cuda; test_cuda.outside_on_a_gpu({name!r}, {norm})"
-        done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, encoding="utf-8")
+        done = python(f"import test_cuda; test_cuda.outside_on_a_gpu({name!r}, {norm})")
         assert "device-side assert" in done.stdout, done.stdout + done.stderr
         return
     inside = Inside(device)
@@ -167,6 +163,7 @@ def rotated_by_all(q, k, angles, **options):
     return q_out, k_out
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -190,6 +187,13 @@ def test_shapes(shape, dtype, layout, device):
                 caches = Caches("blocks", batch, size, k_heads, head_dim, dtype, device)
                 angles = {"cos": cos, "sin": sin} | {n: t for n, t in where.items() if n != "slots"}
                 check(q.clone(), k, v, caches, angles, where.get("slots"), norm, **options)
+    if layout != "bhsd":
+        return
+    gradients = [torch.randn_like(x) for x in (q, k)]
+    tensors, angles = [q, k, *torch.rand(2, head_dim, device=device)], {"cos": cos, "sin": sin}
+    assert_accurate(
+        rope._norm_rotate_qk_backward(*gradients, *tensors, **angles), tensors, gradients, angles, norm_eps=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", MANY, ids=str)
@@ -230,6 +234,7 @@ def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
 @pytest.mark.large
 @pytest.mark.parametrize("heads", [8, 1])
 def test_more_than_2_31_elements(heads, gpu):
+    torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free memory")
     tokens = 2**31 // (heads * 128) + 1001
@@ -287,9 +292,10 @@ def bits(device):
 
 def test_the_bits_of_the_cpu(device, tmp_path):
     if EMULATED:  # whose process has no kernels of the CPU
-        program = f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {str(tmp_path / 'bits')!r})"
-        subprocess.run([sys.executable, "-c", program], cwd=HERE, check=True)
-        expected = torch.load(tmp_path / "bits")
+        saved = str(tmp_path / "bits")
+        done = python(f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {saved!r})")
+        assert done.returncode == 0, done.stderr
+        expected = torch.load(saved)
     else:
         expected = bits("cpu")
     for actual, there in zip(bits(device), expected, strict=True):
@@ -301,38 +307,28 @@ def test_the_bits_of_the_cpu(device, tmp_path):
 
 @emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_everything_is_read_and_written_once_and_in_16_bytes(dtype, device):
-    size, freq = 2 * 50 * 128 * dtype.itemsize, torch_rope.inv_freq(128)
+def test_everything_is_written_once_and_in_16_bytes(dtype, device):
+    """What is read, too, but for frequencies; in place nothing but the channels that are rotated."""
+    per_head, freq = 2 * 50 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
     q, k, v = torch.randn(2, 50, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
     caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=dtype) for _ in "kv"]
-    weight = torch.ones(128, device=device)
+    weights, table = [torch.ones(128, device=device)] * 2, torch.rand(60, 64, device=device)
+    norm = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
 
     def launched(function, *tensors, **options):
         torch_rope._C.last_launches()
-        function(*tensors, inv_freq=freq, **options)
+        function(*tensors, **options)
         (launch,) = torch_rope._C.last_launches()
-        return launch
+        assert launch["loads"].keys() <= ({4, 16} if "inv_freq" in options else {16})
+        return launch["stores"]
 
-    for launch, heads in (
-        (launched(rope.rotate_qk, q, k), 10),
-        (launched(rope.rotate_qk_, q, k), 10),
-        (launched(rope.norm_rotate_qk, q, k, weight, weight), 10),
-        (launched(rope.rotate_into_cache_, q, k, v, *caches), 12),
-        (launched(rope.rotate_into_cache_, q, k, v, *caches, q_norm_weight=weight, k_norm_weight=weight), 12),
-    ):
-        assert launch["stores"] == {16: heads * size // 16} and launch["bytes_written"] == heads * size
-        # Of frequencies, a float at a time, and weights each thread reads its own.
-        x_bytes = 16 * launch["loads"][16] if "norm" not in launch["kernel"] else heads * size
-        assert x_bytes == heads * size
-    freq = freq[:32]  # what is not rotated is neither read nor written in place
-    launch = launched(rope.rotate_qk_, q, k)
-    assert launch["stores"] == {16: 10 * size // 16 // 2} and launch["loads"][16] == 10 * size // 16 // 2
-    # A table's rows are read in vectors, too.
-    table = torch.rand(60, 64, device=device)
-    torch_rope._C.last_launches()
-    rope.rotate(q, table, table)
-    (launch,) = torch_rope._C.last_launches()
-    assert set(launch["loads"]) == {16}
+    for angles in ({"inv_freq": freq}, {"cos": table, "sin": table}):
+        assert launched(rope.rotate_qk, q, k, **angles) == {16: 10 * per_head}
+        assert launched(rope.rotate_qk_, q, k, **angles) == {16: 10 * per_head}
+        assert launched(rope.norm_rotate_qk, q, k, *weights, **angles) == {16: 10 * per_head}
+        assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles) == {16: 12 * per_head}
+        assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles, **norm) == {16: 12 * per_head}
+    assert launched(rope.rotate_qk_, q, k, inv_freq=freq[:32]) == {16: 10 * per_head // 2}
 
 
 # ---- streams, graphs and host threads: on a GPU ----
@@ -392,7 +388,10 @@ def calls(device, dtype=torch.bfloat16):
     }
 
 
-OPS = list(calls("cpu")[1])
+OPS = [
+    "rotate", "rotate inv_freq", "rotate_qk", "rotate_", "rotate_qk_", "norm_rotate_qk", "backward",
+    "rotate_into_cache_", "rotate_into_cache_ norm", "cos_sin",
+]  # fmt: skip
 
 
 def changed(inputs):
@@ -434,12 +433,11 @@ def test_a_graph_replays_with_other_values(op, gpu):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_current_stream_is_used(op, gpu):
-    """What the stream has not yet written is waited for, and what other streams do is not."""
+    """What the stream has not yet written is waited for."""
     inputs, functions = calls(gpu)
     late = {name: t.clone() for name, t in inputs.items()}
     changed(late)
     expected = functions[op](late)
-    functions[op](inputs)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -447,9 +445,6 @@ def test_the_current_stream_is_used(op, gpu):
         for name, t in inputs.items():
             t.copy_(late[name])
         actual = functions[op](inputs)
-    assert not stream.query()
-    torch.cuda.current_stream().synchronize()
-    assert not stream.query()
     stream.synchronize()
     same(actual, expected)
 

@@ -1,18 +1,13 @@
 """The package itself: what it was built for, and that it says so when that does not fit."""
 
-import subprocess
-import sys
 from importlib import metadata, resources
 
 import pytest
 import torch
+from cases import python
 
 import torch_rope
 from torch_rope import _C
-
-
-def python(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8")
 
 
 def test_another_torch_is_refused_in_one_line_before_the_library_loads():

@@ -449,3 +449,32 @@ def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device
         arguments = {"inv_freq": inv_freq, "interleaved": interleaved, "inverse": inverse}
         assert torch.equal(rotate(x, **arguments, positions=positions), x)
         assert torch.equal(rotate(x, **arguments)[:, 0], x[:, 0])
+
+
+# ---- a CUDA inference engine (mini-vLLM): tables once, then q and k in place, pairs (2i, 2i + 1), int32 positions ----
+
+
+@dtypes([torch.float32, torch.float16])
+def test_an_engine_with_tables(dtype, device):
+    tokens, q_heads, k_heads, head_dim, max_seq_len, theta = 128, 32, 8, 128, 8192, 10000.0
+    cos, sin = torch_rope.cos_sin(
+        torch.arange(max_seq_len, device=device), torch_rope.inv_freq(head_dim, base=theta).to(device)
+    )
+    angles = np.arange(max_seq_len)[:, None] * theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    frequency = 2.0**-24 * angles  # inv_freq is rounded to float32
+    for table, exact in (cos, np.cos(angles)), (sin, np.sin(angles)):
+        assert np.all(np.abs(table.double().cpu().numpy() - exact) <= OUR_ANGLE + frequency)
+
+    q, k = (torch.randn(tokens, heads, head_dim).to(dtype).to(device) for heads in (q_heads, k_heads))
+    before = q.clone(), k.clone()
+    positions = torch.randint(0, max_seq_len, (tokens,), dtype=torch.int32, device=device)
+    torch_rope.rotate_qk_(q, k, cos, sin, positions=positions, interleaved=True)
+    c, s = (t.double().cpu()[positions.cpu()][:, None] for t in (cos, sin))
+    for x, out in zip(before, (q, k), strict=True):
+        even, odd = x.double().cpu()[..., 0::2], x.double().cpu()[..., 1::2]
+        expected = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
+        magnitude = torch.hypot(even, odd).repeat_interleave(2, -1)
+        unit = F32 if dtype == torch.float32 else 2.0**-11
+        assert torch.all(
+            (out.double().cpu() - expected).abs() <= (unit + 2 * F32) * magnitude + 2.0**-24
+        )  # float16's smallest
