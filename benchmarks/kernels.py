@@ -126,7 +126,19 @@ def widths(counts: dict) -> str:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = ["# Kernels", "", f"nvcc {' '.join(FLAGS)}. Loads and stores of global memory, as instructions x bits.", ""]
+    release = re.search(r"release [\d.]+", run(find_nvcc(), "--version")).group()
+    lines = [
+        "# Kernels",
+        "",
+        f"What nvcc ({release}, {' '.join(FLAGS)}) made; no GPU, so no time, is in this. Loads and stores of global memory are",
+        "instructions x bits; a kernel has loads for every kind of positions, tables and frequencies, and a call takes few",
+        "of them.",
+        "",
+        "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets>`",
+        "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, a warp holds a head, interleaved>`",
+        "- `cos_sin_kernel<dtype, channels of a vector>`",
+        "",
+    ]
     lines += [
         f"{SHOWN}:",
         "",
@@ -164,7 +176,7 @@ def main() -> None:
         print("cuobjdump is not there: no machine code is read")
     rows = compile_all(cuobjdump)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (args.out / "kernels.json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     (args.out / "kernels.md").write_text(markdown(rows))
     print(markdown(rows).rpartition("\n\n")[2], end="")
 

@@ -362,6 +362,7 @@ def test_every_head_token_and_channel_is_taken_once(seed, plan):
     [
         (70000, 2, 2, 1, 8),
         (1, 1, 70000, 70000, 256),
+        (1, 1, 131069, 1, 512),
         (1, 100, 500000, 3, 2),
         (1, 2**31 - 1, 1, 1, 2),
         (2**31 - 1, 1, 1, 1, 2),
@@ -456,6 +457,7 @@ def test_sequences_that_follow_each_other_are_one(plan):
 def test_sequences_stay_apart_where_they_differ(plan):
     q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64)
     positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
+    other = tokens.transpose(0, 1).contiguous().transpose(0, 1)
     cache, slots = meta(9, 16, 2, 64), torch.empty(3, 7, device="meta")
     for p in (
         plan(q, k),  # each begins at position 0
@@ -466,7 +468,8 @@ def test_sequences_stay_apart_where_they_differ(plan):
         plan(q[:, 1:], k[:, 1:], positions=positions[:, 1:]),
         plan(q, k, outputs=[q, meta(3, 7, 2, 64, layout="bhsd")], positions=positions),
         plan(q, k, tables=(tokens[0], tokens[0]), by_token=True),
-        plan(q, k, tables=(tokens, tokens.transpose(0, 1).contiguous().transpose(0, 1)), by_token=True),
+        plan(q, k, tables=(tokens, other), by_token=True),
+        plan(q, k, tables=(other, tokens), by_token=True),
         plan(q, k, k, outputs=[cache, cache], positions=positions),  # row b writes block b
         plan(q[:, :1], k[:, :1], k[:, :1], outputs=[cache, cache], positions=positions[:, :1]),
         plan(q, k, k, outputs=[cache, cache], slots=slots),  # without positions
