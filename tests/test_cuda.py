@@ -18,9 +18,6 @@ import torch_rope
 
 rope = torch.ops.rope
 
-emulated = pytest.mark.skipif(not EMULATED, reason="needs the emulator: --emulate")
-
-
 @pytest.fixture(autouse=True)
 def _kernels_of_cuda(request):
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None
@@ -212,6 +209,14 @@ def test_more_than_65535(shape, device):
             assert_close(out, rotate(x, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
 
 
+def test_no_heads_with_strides_that_overflow(device):
+    q = torch.randn(1, 70000, 1, 2, device=device).transpose(0, 1)
+    freq = torch.ones(1, device=device)
+    out, none = rope.rotate_qk(q, q[:, :, :0], inv_freq=freq, offset=3)
+    assert q.stride(1) * 69999 > 2**31 and none.shape == (70000, 1, 0, 2)
+    assert_close(out, rotate(q, inv_freq=freq, offset=3), 1)
+
+
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
     """Of heads, tokens and sequences far apart."""
@@ -305,10 +310,11 @@ def test_the_bits_of_the_cpu(device, tmp_path):
 # ---- what a kernel reads and writes ----
 
 
-@emulated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_everything_is_written_once_and_in_16_bytes(dtype, device):
+def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
     """What is read, too, but for frequencies; in place nothing but the channels that are rotated."""
+    if request.config.getoption("--emulate") != "checked":
+        pytest.skip("needs an emulator that counts accesses: --emulate")
     per_head, freq = 2 * 50 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
     q, k, v = torch.randn(2, 50, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
     caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=dtype) for _ in "kv"]
