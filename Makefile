@@ -9,6 +9,7 @@ NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cud
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 CSRC := $(wildcard csrc/*.* csrc/*/*.*)
+OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu)
 
 .PHONY: demo test emulate bench gpu lint clean
 
@@ -42,7 +43,7 @@ gpu:
 lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CSRC)
+	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(OTHER)
 
 .venv/torch:
 	$(PYTHON) -m venv .venv

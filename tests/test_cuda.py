@@ -18,6 +18,7 @@ import torch_rope
 
 rope = torch.ops.rope
 
+
 @pytest.fixture(autouse=True)
 def _kernels_of_cuda(request):
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None

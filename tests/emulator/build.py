@@ -51,11 +51,12 @@ def _ninja(folder: Path, kernels: list[str], hosts: list[str], sanitize: bool) -
         f"  command = g++ -shared $in -o $out {host} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
     define = "-DEMULATOR_SELF_TEST" if kernels == [SELF_TEST] else "-DROPE_CUDA_KEY=CPU"
-    objects = {source: folder / (source.replace("/", "_") + ".o") for source in [*kernels, *hosts]}
+    # In this order, as emulator.cpp asks for: what is thread_local before it is shared memory.
+    sources = [*kernels, f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", *hosts]
+    objects = {source: folder / (source.replace("/", "_") + ".o") for source in sources}
     for source, made in objects.items():
         lines.append(f"build {made}: {'kernel' if source in kernels else 'host'} {source}")
         lines.append(f"  define = {OPTIMISED.get(Path(source).name, '-O0' if sanitize else '-O1')} {define}")
-    # Kernels first, as emulator.cpp asks for.
     lines.append(f"build {folder}/_C.so: link {' '.join(map(str, objects.values()))}")
     return "\n".join(lines) + "\n"
 
@@ -66,9 +67,7 @@ def _build(name: str, kernels: list[str], hosts: list[str], sanitize: bool) -> P
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ROOT / folder / "build.ninja").write_text(
-            _ninja(folder, kernels, [*hosts, f"{HERE}/emulator.cpp", f"{HERE}/module.cpp"], sanitize)
-        )
+        (ROOT / folder / "build.ninja").write_text(_ninja(folder, kernels, hosts, sanitize))
         jobs = os.environ.get("MAX_JOBS", "2")
         made = subprocess.run(
             [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
