@@ -38,6 +38,7 @@ if sys.platform == "linux":
 # Contraction is off here too: angle.h must give the bits that it gives on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
 ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # A100, H100, B200, RTX 50 and later
+ARCHITECTURES_BEFORE_CUDA_12_8 = "8.0;9.0+PTX"
 
 
 def without_cuda() -> str | None:
@@ -59,7 +60,8 @@ if reason and os.environ.get("TORCH_ROPE_CUDA") == "1":
 if reason:
     print(f"torch_rope: built without CUDA: {reason}", file=sys.stderr)
 else:
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_CUDA_12_8 if old else ARCHITECTURES)
 
 
 class Build(BuildExtension):

@@ -272,6 +272,25 @@ def test_slots_have_32_bits_where_those_hold_them(blocks, block_size, narrow, pl
     assert plan(q, q, q, outputs=[cache, cache], slots=slots)["narrow_slots"] == narrow
 
 
+# ---- places: position + offset ----
+
+
+def test_places_are_within_the_table_and_the_cache(plan):
+    any_place = (-(2**63), 2**63 - 1)
+    q = meta(2, 5, 1, 8)
+    table, cache = meta(1, 30, 1, 4)[0, :, 0], meta(3, 20, 1, 8)
+    slots = positions = torch.empty(2, 5, device="meta")
+    by_token = [meta(1, 5, 1, 4)[:, :, 0]] * 2
+    assert plan(q)["places"] == any_place
+    assert plan(q, positions=positions)["places"] == any_place
+    assert plan(q, tables=by_token, by_token=True)["places"] == any_place
+    assert plan(q, tables=[table] * 2)["places"] == (0, 29)
+    for tables, last in (None, 19), ([table[:7]] * 2, 6), ([table] * 2, 19):
+        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["places"] == (0, last)
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["places"] == any_place
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["places"] == (0, 29)
+
+
 # ---- the grid ----
 
 

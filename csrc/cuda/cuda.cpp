@@ -1,5 +1,6 @@
 // The CUDA back end on the host: what can be checked without waiting for the GPU, the plan, and the launch on the
 // current stream. The kernels are in the .cu files.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
@@ -86,7 +87,10 @@ struct Cuda {
     const c10::Device device = call.q.device();
     const c10::cuda::CUDAGuard guard(device);
     const BackwardPlan plan = plan_norm_backward(n);
-    const Tensor sums = at::zeros({2, plan.sums, n.rotate.params.head_dim}, call.q.options().dtype(at::kDouble));
+    // Heads wider than a warp add to their rows.
+    const auto options = call.q.options().dtype(at::kDouble);
+    const std::array<int64_t, 3> shape{2, plan.sums, n.rotate.params.head_dim};
+    const Tensor sums = plan.tiling.tiling.chunks > kWarp ? at::zeros(shape, options) : at::empty(shape, options);
     C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
                                        c10::cuda::getCurrentCUDAStream(device.index()).stream()));
     const Tensor sum = sums.sum(1);

@@ -113,20 +113,27 @@ template <typename I>
 struct Token {
   I b, s;
   const RopeParams& p;
-  int step;
-  Integer position, slot;
+  const Tiling& tiling;
+  Integer position, cell;
+  int64_t place = 0, slot = 0;  // place: with the offset. It wraps: with inv_freq no position is too far.
 
-  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s)
-      : b(b), s(s), p(a.params), step(tiling.position_step) {
+  // Sends for position and slot.
+  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), p(a.params), tiling(tiling) {
+    const int64_t own = int64_t(s) * tiling.position_step;
+    position = cell = Integer{int32_t(own), int32_t(own >> 32), true};
+    if (p.has_slots) cell = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
     if (p.has_positions) {
       position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
     }
-    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
   }
 
-  // With the offset. It wraps: with inv_freq no position is too far.
-  ROPE_FN int64_t place() const {
-    return int64_t(uint64_t(p.has_positions ? position.value() : int64_t(s) * step) + uint64_t(p.offset));
+  // Waits for both, before heads and rows of tables are sent for: a later wait would be for those, too, because the
+  // compiler lets loads that are used in other branches share one counter.
+  ROPE_FN void arrive() {
+    place = int64_t(uint64_t(position.value()) + uint64_t(p.offset));
+    slot = cell.value();
+    assert(place >= tiling.first_place && place <= tiling.last_place &&
+           "position + offset is outside cos and sin, or outside the caches");
   }
 };
 
@@ -135,18 +142,14 @@ struct Cell {
   int64_t block, place;
 };
 template <typename I>
-ROPE_FN Cell cell_of(const Token<I>& t, bool narrow_slots) {
+ROPE_FN Cell cell_of(const Token<I>& t) {
   const RopeParams& p = t.p;
-  if (!p.has_slots) {
-    const int64_t place = t.place();
-    assert(place >= 0 && place < p.block_size && "position + offset is outside the cache");
-    return {t.b, place};
-  }
-  const int64_t slot = t.slot.value();
+  const int64_t slot = t.slot;
+  if (!p.has_slots) return {t.b, t.place};
   if (slot < 0) return {-1, 0};
   assert(slot < p.blocks * p.block_size && "slot is outside the caches");
   if (p.blocks == 1) return {0, slot};
-  if (narrow_slots) {
+  if (t.tiling.narrow_slots) {
     const uint32_t size = uint32_t(p.block_size), block = uint32_t(slot) / size;
     return {block, uint32_t(slot) - block * size};
   }
@@ -182,8 +185,8 @@ struct Runs {
   }
 };
 
-// The doubles are three instructions for a thread and its position, and for a float64 inv_freq three for a pair: where
-// doubles are slow that is little beside the rest, which is float32 alone.
+// The doubles are four conversions and a subtraction for a thread and its position, and for a float64 inv_freq three
+// and one for a pair: where doubles are slow that is little beside the rest, which is float32 alone.
 ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int64_t at, float& cos, float& sin) {
   float freq, rest = 0.0f;
   if (is_double) {
@@ -209,12 +212,7 @@ ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token<
                          Angles<A, V>& angles) {
   const RopeParams& p = a.params;
   using R = Runs<interleaved, V>;
-  I row = t.s;
-  if (p.source == kTableByPosition) {
-    const int64_t place = t.place();
-    assert(place >= 0 && place < p.rows && "position + offset is outside cos and sin");
-    row = I(place);
-  }
+  const I row = p.source == kTableByPosition ? I(t.place) : t.s;
   const Table* cos = static_cast<const Table*>(a.cos) + (t.b * I(p.cos[0]) + row * I(p.cos[1]));
   const Table* sin = static_cast<const Table*>(a.sin) + (t.b * I(p.sin[0]) + row * I(p.sin[1]));
 #pragma unroll
@@ -237,7 +235,7 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& 
   const RopeParams& p = a.params;
   Angles<A, V> angles;
   if (p.source == kInvFreq) {
-    const double position = double(t.place());
+    const double position = double(t.place);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
@@ -411,7 +409,7 @@ struct Heads {
     out_stride = I(o.out[3]);
     Cell cell{token.b, token.s};
     if (cache && tensor > 0 && a.params.v.heads) {
-      cell = cell_of(token, tiling.narrow_slots);
+      cell = cell_of(token);
       if (cell.block < 0) out_end = 0;
     }
     out += I(cell.block) * I(o.out[0]) + I(cell.place) * I(o.out[1]);

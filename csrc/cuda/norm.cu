@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const RopeParams& p = a.params;
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   const bool inside = s < p.seq;
-  const Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
+  Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
   const int lane = int(threadIdx.x), lanes = int(blockDim.x);
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
@@ -105,10 +105,13 @@ __global__ void __launch_bounds__(kThreads, 4)
     weights_for = heads.tensor;
   };
   if (!heads.next(0)) return;
-  read_heads();
   read_weights();
+  token.arrive();
   Angles<A, V> angles;
-  if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+  if (once && active && chunk.rotated && heads.turned()) {
+    angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+  }
+  read_heads();  // after the rows of tables: the compiler waits for heads where they are read
   for (;;) {
     heads.locate();
 #pragma unroll
@@ -209,7 +212,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     while (s >= p.seq) s -= p.seq, b++;
     // Threads past the last token or head follow another one, and write nothing.
     const bool inside = token_at + token_row < end;
-    const Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    token.arrive();
     Angles<A, V> angles;
     if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
     const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];

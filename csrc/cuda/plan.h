@@ -17,8 +17,8 @@
 
 namespace rope::cuda {
 
-constexpr int kThreads = 128;    // of a block, at most
-constexpr int kResident = 2048;  // threads that a multiprocessor holds
+constexpr int kThreads = 128;   // of a block, at most
+constexpr int kFilling = 2048;  // for a multiprocessor: threads with one head each, before they take more
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // in y and z
 constexpr rope_int kMaxBlockZ = 64;
@@ -35,6 +35,7 @@ struct Tiling {
   rope_int k_start, v_start;  // where they begin in it
   rope_int first_sequence;    // of blockIdx.z
   int position_step;          // between tokens without positions: 0 where many sequences of one token are one of many
+  rope_int first_place, last_place;  // position + offset is within, or the kernel asserts
   bool q_in_place, k_in_place;
   bool vectors;        // a vector is one access
   bool table_vectors;  // rows of cos and sin are read in vectors
@@ -170,12 +171,15 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
+  const bool table = p.source == kTableByPosition, at_place = p.v.heads && !p.has_slots;  // at its place in a cache
+  t.first_place = table || at_place ? 0 : INT64_MIN;
+  t.last_place = std::min(table ? p.rows - 1 : INT64_MAX, at_place ? p.block_size - 1 : INT64_MAX);
   return plan;
 }
 
 // Blocks lie over the heads of a token, or over tokens, whichever are adjacent in memory. With few tokens a thread
-// takes one head, and q, k and v are in blocks of their own: all is latency. With more threads than fit at once a
-// thread takes several, and all of a token's heads are in one block, so that its angles are loaded or computed once.
+// takes one head, and q, k and v are in blocks of their own: all is latency. With many a thread takes several, and all
+// of a token's heads are in one block, so that its angles are loaded or computed once.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   const RopeParams& p = a.params;
@@ -188,7 +192,7 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   // A norm is summed over a power of two of lanes of one warp.
   const rope_int x = p.has_norm ? power_of_two(std::min(t.chunks, kWarp)) : std::min(t.chunks, kThreads);
   const rope_int rows = kThreads / x;
-  const rope_int filling = p.batch * p.seq * heads * x / (rope_int(processors) * kResident);  // heads for a thread
+  const rope_int filling = p.batch * p.seq * heads * x / (rope_int(processors) * kFilling);  // heads for a thread
   const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
   rope_int y, z, n;
   if (tokens_adjacent) {
@@ -224,7 +228,7 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
 
 // The backward of norm and rotation. Besides a gradient for every channel it has sums over all tokens, for the weights:
 // a block sums a part of the tokens for q or for k, a row of sums for each of its warps, and torch sums the rows. Parts
-// follow from sizes alone, so that no GPU and no launch changes a bit.
+// follow from sizes alone, so that no launch changes a bit.
 struct BackwardTiling {
   Tiling tiling;
   rope_int tokens;     // of a part

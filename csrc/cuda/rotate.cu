@@ -8,7 +8,7 @@ namespace {
 constexpr int kHeads = 2;  // that a thread has under way
 
 template <typename T, int V, bool cache, bool interleaved, typename I>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   constexpr bool vectors = V > 1;
   const RopeParams& p = a.params;
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads, 5)
   if (s >= p.seq) return;
   int index = int(threadIdx.x);
   do {
-    const Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
+    Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
+    token.arrive();
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
     Heads<T, I, cache, false> heads(a, tiling, token, !chunk.rotated);
     Pair<T, V> x[kHeads];
@@ -31,9 +32,8 @@ __global__ void __launch_bounds__(kThreads, 5)
     };
     if (!heads.next(0)) continue;
     read_heads();
-    // A row of the table waits for the position; the first heads need not.
     Angles<arithmetic_t<T>, V> angles;
-    if (chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+    if (chunk.rotated && heads.turned()) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
     for (;;) {
       heads.locate();
 #pragma unroll

@@ -51,6 +51,7 @@ py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); 
 
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
+  d["places"] = py::make_tuple(t.first_place, t.last_place);
   d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
 }
 
