@@ -30,6 +30,7 @@ bench: .venv/demo .venv/built
 	$(BIN)/python benchmarks/cpu.py
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
+gpu: export PATH := $(PATH):/usr/local/cuda/bin
 gpu: MAX_JOBS = $(shell nproc)
 gpu:
 	TORCH_ROPE_CUDA=1 $(PYTHON) -m pip install --no-index --no-build-isolation --no-deps -v -e .
