@@ -187,7 +187,7 @@ const std::map<std::string, Kernel> kernels = {
 // -> what the launch returned
 std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
                       size_t dynamic) {
-  const cudaLaunchConfig_t config{blocks, threads, dynamic, nullptr, nullptr, 0};
+  const cudaLaunchConfig_t config{blocks, threads, dynamic, nullptr};
   return cudaGetErrorString(cudaLaunchKernelEx(&config, kernels.at(kernel), reinterpret_cast<const float*>(in),
                                                reinterpret_cast<float*>(out), n));
 }

@@ -8,8 +8,6 @@ struct alignas(2) __nv_bfloat16 {
 struct alignas(4) __nv_bfloat162 {
   __nv_bfloat16 x, y;
 };
-using nv_bfloat16 = __nv_bfloat16;
-using nv_bfloat162 = __nv_bfloat162;
 
 inline float __bfloat162float(__nv_bfloat16 b) { return __uint_as_float(unsigned(b.bits) << 16); }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) {
@@ -17,9 +15,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float f) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};  // the NaN of CUDA
   return {static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
-inline __nv_bfloat16 __float2bfloat16(float f) { return __float2bfloat16_rn(f); }
-inline float2 __bfloat1622float2(__nv_bfloat162 b) { return {__bfloat162float(b.x), __bfloat162float(b.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
 }
-inline __nv_bfloat162 __float22bfloat162_rn(float2 f) { return __floats2bfloat162_rn(f.x, f.y); }

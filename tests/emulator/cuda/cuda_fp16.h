@@ -8,8 +8,6 @@ struct alignas(2) __half {
 struct alignas(4) __half2 {
   __half x, y;
 };
-using half = __half;
-using half2 = __half2;
 
 inline float __half2float(__half h) {
   const unsigned sign = (h.bits & 0x8000u) << 16, rest = h.bits & 0x7fffu;
@@ -28,9 +26,4 @@ inline __half __float2half_rn(float f) {
     bits = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
   return {static_cast<unsigned short>(sign | bits)};
 }
-inline __half __float2half(float f) { return __float2half_rn(f); }
-inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
-inline __half2 __float22half2_rn(float2 f) { return __floats2half2_rn(f.x, f.y); }
-inline float __low2float(__half2 h) { return __half2float(h.x); }
-inline float __high2float(__half2 h) { return __half2float(h.y); }

@@ -13,42 +13,24 @@
 
 #define __global__
 #define __device__
-#define __host__
-#define __constant__
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 // thread_local, as it may stand alone in a function and after extern, and lies in a segment of its own. Dynamic shared
 // memory is outside of any namespace, and has this name:  extern __shared__ unsigned char dynamic_shared[];
 #define __shared__ thread_local
-#define __align__(n) alignas(n)
 #ifdef __CUDACC__  // libstdc++ has it as the name of an attribute
 #define __noinline__ __attribute__((noinline))
 #endif
 
 using dim3 = emulator::Size3;
-using uint3 = emulator::Size3;
 inline constexpr const dim3 &threadIdx = emulator::thread_index, &blockIdx = emulator::block_index,
                             &blockDim = emulator::block_size, &gridDim = emulator::grid_size;
-constexpr int warpSize = 32;
 
-#define EMULATED_VECTOR2(T, name, bytes) \
-  struct alignas(bytes) name {           \
-    T x, y;                              \
-  };                                     \
-  inline name make_##name(T x, T y) { return {x, y}; }
-#define EMULATED_VECTOR4(T, name) \
-  struct alignas(16) name {       \
-    T x, y, z, w;                 \
-  };                              \
-  inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
-EMULATED_VECTOR2(int, int2, 8)
-EMULATED_VECTOR2(unsigned, uint2, 8)
-EMULATED_VECTOR2(float, float2, 8)
-EMULATED_VECTOR2(double, double2, 16)
-EMULATED_VECTOR4(int, int4)
-EMULATED_VECTOR4(unsigned, uint4)
-EMULATED_VECTOR4(float, float4)
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // ---- threads that wait for each other ----
 
@@ -103,25 +85,13 @@ constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
 inline float rsqrtf(float x) { return float(1 / std::sqrt(double(x))); }
-inline double rsqrt(double x) { return 1 / std::sqrt(x); }
-inline float __frsqrt_rn(float x) { return rsqrtf(x); }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1 / x; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline long long __float2ll_rn(float x) { return llrintf(x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
-inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
-inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 
 // ---- the runtime ----
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
-inline cudaError_t emulated_last_error = cudaSuccess;
-inline cudaError_t cudaGetLastError() { return std::exchange(emulated_last_error, cudaSuccess); }
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess             ? "no error"
          : error == cudaErrorInvalidValue ? "invalid argument"
@@ -134,24 +104,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*devi
   *value = 132;
   return cudaSuccess;
 }
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  union {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
 
 namespace emulator {
@@ -178,7 +134,7 @@ struct Call {
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
-  if (!emulator::fits(*config)) return emulated_last_error = cudaErrorInvalidConfiguration;
+  if (!emulator::fits(*config)) return cudaErrorInvalidConfiguration;
   const emulator::Call<P...> call{kernel, {std::forward<A>(arguments)...}};
   emulator::launch({config->gridDim, config->blockDim, config->dynamicSmemBytes, reinterpret_cast<const void*>(kernel),
                     &call.run, &call});

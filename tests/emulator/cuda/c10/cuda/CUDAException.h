@@ -9,4 +9,3 @@
     const cudaError_t error = call;                                               \
     TORCH_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error)); \
   } while (0)
-#define C10_CUDA_KERNEL_LAUNCH_CHECK() C10_CUDA_CHECK(cudaGetLastError())
