@@ -87,10 +87,9 @@ struct Cuda {
     const c10::Device device = call.q.device();
     const c10::cuda::CUDAGuard guard(device);
     const BackwardPlan plan = plan_norm_backward(n);
-    // Heads wider than a warp add to their rows.
     const auto options = call.q.options().dtype(at::kDouble);
     const std::array<int64_t, 3> shape{2, plan.sums, n.rotate.params.head_dim};
-    const Tensor sums = plan.tiling.tiling.chunks > kWarp ? at::zeros(shape, options) : at::empty(shape, options);
+    const Tensor sums = in_one_step(plan.tiling.tiling) ? at::empty(shape, options) : at::zeros(shape, options);
     C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
                                        c10::cuda::getCurrentCUDAStream(device.index()).stream()));
     const Tensor sum = sums.sum(1);

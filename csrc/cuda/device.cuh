@@ -208,8 +208,7 @@ ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int
 }
 
 template <bool interleaved, int V, typename Table, typename A, typename I>
-ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token<I>& t, int chunk,
-                         Angles<A, V>& angles) {
+ROPE_FN void read_tables(const RotateArgs& a, const Token<I>& t, int chunk, Angles<A, V>& angles) {
   const RopeParams& p = a.params;
   using R = Runs<interleaved, V>;
   const I row = p.source == kTableByPosition ? I(t.place) : t.s;
@@ -218,7 +217,7 @@ ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token<
 #pragma unroll
   for (int run = 0; run < R::count; run++) {
     const I at = R::first(run, chunk, I(p.rotary_dim / 2));
-    if (tiling.table_vectors) {
+    if (t.tiling.table_vectors) {
       read_shared<true, R::length>(cos + at, 1, angles.cos + run * R::length);
       read_shared<true, R::length>(sin + at, 1, angles.sin + run * R::length);
     } else {
@@ -229,7 +228,7 @@ ROPE_FN void read_tables(const RotateArgs& a, const Tiling& tiling, const Token<
 }
 
 template <typename T, bool interleaved, int V, typename I>
-ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& tiling, const Token<I>& t, int chunk) {
+ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>& t, int chunk) {
   using A = arithmetic_t<T>;
   using R = Runs<interleaved, V>;
   const RopeParams& p = a.params;
@@ -243,9 +242,9 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Tiling& 
                angles.sin[i]);
     }
   } else if (a.table_dtype == DType::kFloat) {
-    read_tables<interleaved, V, float>(a, tiling, t, chunk, angles);
+    read_tables<interleaved, V, float>(a, t, chunk, angles);
   } else {
-    read_tables<interleaved, V, T>(a, tiling, t, chunk, angles);
+    read_tables<interleaved, V, T>(a, t, chunk, angles);
   }
   const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
   scale(angles, hi, lo);
@@ -376,8 +375,8 @@ struct Heads {
   I in_step = 0, out_step = 0;      // to the next head
   I in_stride = 0, out_stride = 0;  // of channels
 
-  ROPE_FN Heads(const RotateArgs& a, const Tiling& tiling, const Token<I>& token, bool skip_in_place)
-      : a(a), tiling(tiling), token(token), skip_in_place(skip_in_place) {
+  ROPE_FN Heads(const RotateArgs& a, const Token<I>& token, bool skip_in_place)
+      : a(a), tiling(token.tiling), token(token), skip_in_place(skip_in_place) {
     const rope_int block = rope_int(blockIdx.y) * tiling.heads_per_block;
     tensor = block < tiling.k_start ? -1 : block < tiling.v_start ? 0 : 1;
   }

@@ -10,8 +10,8 @@ namespace rope::cuda {
 cudaError_t rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream);
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream);
 
-// sums: [2, plan.sums, head_dim]; what is to be summed for the gradients of q_norm_weight and k_norm_weight. To be
-// zeros where a head has more than kWarp chunks.
+// sums: [2, plan.sums, head_dim]; what is to be summed for the gradients of q_norm_weight and k_norm_weight. A
+// head of many steps adds to its row: zeros then.
 cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, cudaStream_t stream);
 
 enum class PositionType { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int lane = int(threadIdx.x), lanes = int(blockDim.x);
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
-  Heads<T, I, true, true> heads(a, tiling, token, false);
+  Heads<T, I, true, true> heads(a, token, false);
   // Lanes with nothing to write read nothing: it may be about to be written by another thread.
   const bool active = inside && lane < tiling.chunks;
   Pair<T, V> x[kHeads] = {};
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   token.arrive();
   Angles<A, V> angles;
   if (once && active && chunk.rotated && heads.turned()) {
-    angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+    angles = angles_of<T, interleaved, V>(a, token, lane);
   }
   read_heads();  // after the rows of tables: the compiler waits for heads where they are read
   for (;;) {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, x[i]);
             numbers = numbers_of(x[i]);
           }
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
           if (heads.turned()) weights = weights_of<A, V>(a, heads.tensor, c);
           finish(c, angles, weights);
         }
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
     token.arrive();
     Angles<A, V> angles;
-    if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, lane);
+    if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, token, lane);
     const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];
     const T* xs =
         static_cast<const T*>(tensor == 0 ? n.q_in : n.k_in) + token.b * x_strides[0] + token.s * x_strides[1];
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       for (int index = lane; index < tiling.chunks; index += lanes) {
         const auto c = once ? chunk : chunk_at(index);
         if constexpr (!once) {
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
           weights = weights_of<A, V>(a, tensor, c);
         }
         get(c, angles, x, back);
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       for (int index = lane; index < tiling.chunks; index += lanes) {
         const auto c = once ? chunk : chunk_at(index);
         if constexpr (!once) {
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
           weights = weights_of<A, V>(a, tensor, c);
           get(c, angles, x, back);
         }
@@ -309,7 +309,7 @@ template <typename T, typename F>
 cudaError_t with_shape(const Tiling& tiling, F&& f) {
   constexpr int full = 16 / sizeof(T);
   const auto with_steps = [&](auto v, auto vectors) {
-    return tiling.chunks <= kWarp ? f(v, vectors, std::true_type()) : f(v, vectors, std::false_type());
+    return in_one_step(tiling) ? f(v, vectors, std::true_type()) : f(v, vectors, std::false_type());
   };
   using Full = std::integral_constant<int, full>;
   if (tiling.vector == 1) return with_steps(std::integral_constant<int, 1>(), std::false_type());

@@ -42,6 +42,9 @@ struct Tiling {
   bool narrow_slots;   // 32 bits hold every slot
 };
 
+// Of a norm: a warp holds a head. Else it goes over the head in steps.
+inline bool in_one_step(const Tiling& t) { return t.chunks <= kWarp; }
+
 struct Plan {
   Tiling tiling;
   bool wide_index;   // offsets need 64 bits

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
     token.arrive();
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-    Heads<T, I, cache, false> heads(a, tiling, token, !chunk.rotated);
+    Heads<T, I, cache, false> heads(a, token, !chunk.rotated);
     Pair<T, V> x[kHeads];
     // All on their way together. Past the last head the first of these is read again: a branch would make one wait for
     // the other, and another thread's head may be about to be written.
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     if (!heads.next(0)) continue;
     read_heads();
     Angles<arithmetic_t<T>, V> angles;
-    if (chunk.rotated && heads.turned()) angles = angles_of<T, interleaved, V>(a, tiling, token, index);
+    if (chunk.rotated && heads.turned()) angles = angles_of<T, interleaved, V>(a, token, index);
     for (;;) {
       heads.locate();
 #pragma unroll
