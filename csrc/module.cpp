@@ -7,8 +7,10 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
-#ifdef ROPE_WITH_CUDA
+#if defined(ROPE_WITH_CUDA)
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
+#elif defined(ROPE_WITH_MPS)
+  m.attr("devices") = pybind11::make_tuple("cpu", "mps");
 #else
   m.attr("devices") = pybind11::make_tuple("cpu");
 #endif

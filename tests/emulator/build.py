@@ -86,7 +86,7 @@ def build(sanitize: bool = False) -> Path:
     def sources(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
-    hosts = [f"csrc/{name}.cpp" for name in ("ops", "autograd", "overlap")] + sources("csrc/cuda/*.cpp")
+    hosts = [f"csrc/{name}.cpp" for name in ("checks", "ops", "autograd", "overlap")] + sources("csrc/cuda/*.cpp")
     return _build("emulator", sources("csrc/cuda/*.cu"), hosts, sanitize)
 
 
