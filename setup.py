@@ -1,7 +1,7 @@
 """Builds torch_rope._C against the installed torch. Metadata is in pyproject.toml.
 
 CUDA is built where torch has it and nvcc is found; TORCH_ROPE_CUDA=0 leaves it out, =1 makes its absence an error.
-TORCH_CUDA_ARCH_LIST chooses the GPUs.
+TORCH_CUDA_ARCH_LIST chooses the GPUs. Metal is built on macOS; shaders/embed.py says how.
 """
 
 import os
@@ -14,6 +14,10 @@ import pybind11
 import torch
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "shaders"))
+import embed  # noqa: E402
 
 if sys.platform == "win32" or torch.version.hip:
     sys.exit("torch_rope supports Linux and macOS; Windows and ROCm builds of torch are not supported.")
@@ -77,18 +81,30 @@ class Build(BuildExtension):
         (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
 
-folders = ["csrc", "csrc/cpu"] + ([] if reason else ["csrc/cuda"])
-extension = CppExtension if reason else CUDAExtension
+folders, sources, defines, link = ["csrc", "csrc/cpu"], [], [], []
+if sys.platform == "linux":
+    link = ["-Wl,-s"]
+if not reason:
+    folders.append("csrc/cuda")
+    defines = [("ROPE_WITH_CUDA", None)]
+if sys.platform == "darwin":
+    folders.append("csrc/mps")
+    defines = [("ROPE_WITH_MPS", None)]
+    link = ["-framework", "Foundation", "-framework", "Metal"]
+    embed.write(ROOT / "build/shaders.cpp")
+    sources = ["build/shaders.cpp"]
+for folder in folders:
+    sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in (".cpp", ".cu", ".mm"))
 
 setup(
     ext_modules=[
-        extension(
+        (CppExtension if reason else CUDAExtension)(
             "torch_rope._C",
-            sources=sorted(str(p) for f in folders for p in [*Path(f).glob("*.cpp"), *Path(f).glob("*.cu")]),
-            include_dirs=[pybind11.get_include()],
-            define_macros=[] if reason else [("ROPE_WITH_CUDA", None)],
+            sources=sources,
+            include_dirs=[str(ROOT), pybind11.get_include()],
+            define_macros=defines,
             extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
-            extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],
+            extra_link_args=link,
         )
     ],
     cmdclass={"build_ext": Build},

@@ -6,9 +6,9 @@
 // rest. No double is needed (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where
 // the result is double.
 //
-// Compile with contraction off: product - rint(product) must stay two operations, or the bits differ between back ends.
-// The including file provides fma(T, T, T) and rint(T), and cosine_and_sine(double, double&, double&) where there are
-// doubles. T is float, or a vector of floats with T(float).
+// No result depends on what a compiler contracts: Metal's cannot be told everywhere, and the bits are to be the same on
+// every back end. The including file provides fma(T, T, T) and rint(T), and cosine_and_sine(double, double&, double&)
+// where there are doubles. T is float, or a vector of floats with T(float).
 #ifndef ROPE_ANGLE_H
 #define ROPE_ANGLE_H
 
@@ -18,7 +18,7 @@ namespace rope {
 
 // inv_freq / (2 pi), in turns per position: hi + lo is right to about 2^-47 of it.
 template <typename T>
-ROPE_FN void turns_per_position(T freq_hi, T freq_lo, T& turns_hi, T& turns_lo) {
+ROPE_FN void turns_per_position(T freq_hi, T freq_lo, ROPE_THREAD T& turns_hi, ROPE_THREAD T& turns_lo) {
   const T hi = T(0.15915494f);  // 1 / (2 pi) = hi + lo
   const T lo = T(6.4206382e-9f);
   turns_hi = freq_hi * hi;
@@ -27,10 +27,10 @@ ROPE_FN void turns_per_position(T freq_hi, T freq_lo, T& turns_hi, T& turns_lo) 
 
 // The position is position_hi + position_lo; position_lo is 0 for integers below 2^24.
 template <typename T>
-ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, T& cos, T& sin) {
+ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
   const T product = position_hi * turns_hi;
   const T lost = fma(position_hi, turns_hi, -product);
-  const T fraction = product - rint(product);
+  const T fraction = fma(rint(product), T(-1.0f), product);  // not -, which could be contracted with the product
   T rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
   rest = rest - rint(rest);
   // To the nearest half turn: both cos and sin change sign with each half, and |t| <= 1/4 remains.

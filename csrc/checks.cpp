@@ -364,12 +364,11 @@ at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, st
   return result;
 }
 
-namespace {
-
-// Strides as [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
 void strides_of(const Tensor& t, rope_int* strides) {
   std::copy(t.strides().rbegin(), t.strides().rend(), std::reverse_iterator(strides + 4));
 }
+
+namespace {
 
 Operand operand_of(const Tensor& in, const Tensor& out) {
   Operand o{in.size(-2), {}, {}};

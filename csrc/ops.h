@@ -77,6 +77,8 @@ struct NormBackwardCall {
 };
 
 DType dtype_of(const Tensor& t);
+// As [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
+void strides_of(const Tensor& t, rope_int* strides);
 
 // attention_factor as two floats, for float32 arithmetic.
 struct SplitFactor {

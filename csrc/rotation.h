@@ -6,6 +6,12 @@
 #define ROPE_FN static inline  // internal: the CPU's kernels are built for several processors
 #endif
 
+#ifdef __METAL_VERSION__
+#define ROPE_THREAD thread  // Metal wants to know in which memory a reference leads
+#else
+#define ROPE_THREAD
+#endif
+
 namespace rope {
 
 // A pair (x, y) turned by an angle is  x' = x cos - y sin,  y' = y cos + x sin:

@@ -1,0 +1,267 @@
+// The Metal back end on the host: pipelines, and calls encoded into the command stream that PyTorch has open. It is
+// PyTorch that commits and waits. The kernels are in shaders/, what they are called with is in plan.h.
+//
+// PyTorch's graph capture records only some messages to an encoder: those that are used here.
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSStream.h>
+#include <ATen/ops/empty.h>
+
+#include <exception>
+#include <map>
+#include <mutex>
+
+#include "../ops.h"
+#include "plan.h"
+#include "source.h"
+
+namespace rope::mps {
+namespace {
+
+constexpr NSUInteger kRotateThreads = 256, kNormThreads = 128;  // of a threadgroup, at most
+
+id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
+
+const char* text_of(NSError* error) { return error ? [[error localizedDescription] UTF8String] : "no reason given"; }
+
+// ---- pipelines: made once, and never destroyed, because Metal may be gone at exit ----
+
+id<MTLLibrary> compiled_library() {
+  if (kLibrarySize == 0) return nil;
+  dispatch_data_t data = dispatch_data_create(kLibrary, kLibrarySize, dispatch_get_main_queue(),
+                                              ^{
+                                              });  // it lives as long as the process
+  NSError* error = nil;
+  id<MTLLibrary> library = [device() newLibraryWithData:data error:&error];
+  dispatch_release(data);
+  if (!library) TORCH_WARN("torch_rope: the compiled Metal library was not taken: ", text_of(error));
+  return library;
+}
+
+id<MTLLibrary> library_from_source() {
+  MTLCompileOptions* options = [MTLCompileOptions new];
+  options.languageVersion = MTLLanguageVersion3_1;  // the first with bfloat
+  if ([options respondsToSelector:@selector(setMathMode:)]) {
+    options.mathMode = MTLMathModeSafe;
+    options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
+  } else {
+    options.fastMathEnabled = NO;
+  }
+  NSError* error = nil;
+  id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kSource]
+                                                  options:options
+                                                    error:&error];
+  [options release];
+  TORCH_CHECK(library, "torch_rope: Metal does not compile the kernels: ", text_of(error));
+  return library;
+}
+
+// A pipeline is compiled for the constants of a call. Made before the queue is entered: nothing waits for it there.
+id<MTLComputePipelineState> pipeline(const std::string& kernel, const Constants& constants) {
+  static std::mutex mutex;
+  static id<MTLLibrary> library = nil;
+  static auto& pipelines = *new std::map<std::pair<std::string, Constants>, id<MTLComputePipelineState>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  id<MTLComputePipelineState>& kept = pipelines[{kernel, constants}];
+  if (kept) return kept;
+  @autoreleasepool {
+    if (!library) library = compiled_library();
+    if (!library) library = library_from_source();
+    MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
+    [values setConstantValues:&constants type:MTLDataTypeInt withRange:NSMakeRange(0, sizeof constants / sizeof(int))];
+    NSError* error = nil;
+    id<MTLFunction> function = [library newFunctionWithName:[NSString stringWithUTF8String:kernel.c_str()]
+                                             constantValues:values
+                                                      error:&error];
+    [values release];
+    TORCH_CHECK(function, "torch_rope: no Metal function ", kernel, ": ", text_of(error));
+    id<MTLComputePipelineState> made = [device() newComputePipelineStateWithFunction:function error:&error];
+    [function release];
+    TORCH_CHECK(made, "torch_rope: no Metal pipeline for ", kernel, ": ", text_of(error));
+    TORCH_CHECK([made threadExecutionWidth] == kSimd, "torch_rope: a SIMD group of this GPU has ",
+                [made threadExecutionWidth], " threads, needs ", int(kSimd));
+    kept = made;
+  }
+  return kept;
+}
+
+NSUInteger threads_of(id<MTLComputePipelineState> pipeline, NSUInteger most) {
+  return std::min(most, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd);
+}
+
+// ---- encoding ----
+
+// The encoder is the queue's. No call of ATen may be in the body: it would wait for the same queue. An exception may
+// not leave the block.
+template <typename F>
+void encode(F&& body) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  __block std::exception_ptr error;
+  dispatch_sync(stream->queue(), ^{
+    try {
+      @autoreleasepool {
+        body(stream->commandEncoder());
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+// What a kernel before left bound stays bound: so every buffer of a kernel is set, to nil where there is none.
+void set(id<MTLComputeCommandEncoder> encoder, int index, const Tensor* t) {
+  const bool there = t && t->defined() && t->storage().data();
+  [encoder setBuffer:there ? __builtin_bit_cast(id<MTLBuffer>, t->storage().data()) : nil
+              offset:there ? NSUInteger(t->storage_offset()) * t->element_size() : 0
+             atIndex:NSUInteger(index)];
+}
+void set(id<MTLComputeCommandEncoder> encoder, int index, const OptTensor& t) {
+  set(encoder, index, t ? &*t : nullptr);
+}
+
+template <typename Params>
+void set_params(id<MTLComputeCommandEncoder> encoder, const Params& params) {
+  static_assert(sizeof(Params) <= 4096, "Metal takes no more by setBytes");
+  [encoder setBytes:&params length:sizeof params atIndex:kBufferParams];
+}
+
+void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, const Tensor* v, const Tensor* v_out) {
+  set(encoder, kBufferQIn, call.q);
+  set(encoder, kBufferQOut, call.q_out);
+  set(encoder, kBufferKIn, call.k);
+  set(encoder, kBufferKOut, call.k_out);
+  set(encoder, kBufferVIn, v);
+  set(encoder, kBufferVOut, v_out);
+  set(encoder, kBufferCos, call.cos);
+  set(encoder, kBufferSin, call.sin);
+  set(encoder, kBufferInvFreq, call.inv_freq);
+  set(encoder, kBufferPositions, call.positions);
+  set(encoder, kBufferSlots, call.slots);
+  set(encoder, kBufferQWeight, call.q_norm_weight);
+  set(encoder, kBufferKWeight, call.k_norm_weight);
+}
+
+MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
+
+// False where there is nothing to do.
+bool ready(const RotateCall& call) {
+  const Tensor& q = *call.q;
+  if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
+  // Positions in a tensor are looked at by the kernel.
+  if (!call.positions) check_position_range(call, call.params(), 0, q.size(-3) - 1);
+  return q.size(-1) != 0;
+}
+
+PositionType position_type(at::ScalarType type) {
+  switch (type) {
+    case at::kChar:
+      return kInt8;
+    case at::kByte:
+      return kUInt8;
+    case at::kShort:
+      return kInt16;
+    case at::kInt:
+      return kInt32;
+    case at::kLong:
+      return kInt64;
+    case at::kHalf:
+      return kHalf;
+    case at::kBFloat16:
+      return kBFloat16;
+    default:
+      return kFloat;
+  }
+}
+
+struct Mps {
+  static void rotate(const RotateCall& call) {
+    if (!ready(call)) return;
+    const Plan p = plan(call);
+    if (p.rotate.heads == 0 || p.rotate.chunks == 0) return;
+    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
+    const NSUInteger threads = threads_of(kernel, call.q_norm_weight ? kNormThreads : kRotateThreads);
+    encode([&](id<MTLComputeCommandEncoder> encoder) {
+      [encoder setComputePipelineState:kernel];
+      set_params(encoder, p.rotate);
+      set_tensors(encoder, call, call.v, call.v_out);
+      if (call.q_norm_weight) {
+        const rope_int rows = rope_int(threads) / p.constants.lanes;
+        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, rows)), 1, 1)
+                threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+      } else {
+        [encoder dispatchThreads:size_of(p.grid) threadsPerThreadgroup:size_of(group_of(p.grid, rope_int(threads)))];
+      }
+    });
+  }
+
+  static void norm_backward(const NormBackwardCall& call) {
+    const RotateCall& gradients = call.rotate;
+    if (!ready(gradients)) {
+      call.q_norm_weight_grad.zero_();
+      call.k_norm_weight_grad.zero_();
+      return;
+    }
+    const Plan p = plan(gradients, {&call.q, &call.k});
+    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
+    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kNormThreads);
+    const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
+    const rope_int head_dim = p.rotate.params.head_dim;
+    NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part)};
+    strides_of(call.q, n.q);
+    strides_of(call.k, n.k);
+    const Tensor sums = at::empty({2, parts.count, head_dim}, call.q.options().dtype(at::kFloat));
+    id<MTLComputePipelineState> sum = pipeline("sum_parts_" + name_of(gradients.op, call.q), p.constants);
+    const SumParts s{unsigned(parts.count), unsigned(head_dim)};
+    encode([&](id<MTLComputeCommandEncoder> encoder) {
+      if (parts.count != 0) {
+        [encoder setComputePipelineState:kernel];
+        set_params(encoder, n);
+        set_tensors(encoder, gradients, &call.q, &call.k);
+        set(encoder, kBufferSums, &sums);
+        if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
+        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
+                threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+      }
+      [encoder setComputePipelineState:sum];
+      set_params(encoder, s);
+      set(encoder, 1, &sums);
+      set(encoder, 2, &call.q_norm_weight_grad);
+      set(encoder, 3, &call.k_norm_weight_grad);
+      const Size3 grid{head_dim, 2, 1};
+      [encoder dispatchThreads:size_of(grid)
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kNormThreads))))];
+    });
+  }
+
+  static void cos_sin(const CosSinCall& call) {
+    const Tensor positions = call.positions.reshape(-1);  // a copy only where no stride reaches them all
+    const Size3 grid{call.inv_freq.numel(), positions.numel(), 1};
+    if (grid.x == 0 || grid.y == 0) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX,
+                                "rope.cos_sin: more than 2^32 positions are too many for Metal");
+    TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble && call.inv_freq.scalar_type() != at::kDouble,
+                                "rope.cos_sin: Metal has no float64");
+    const SplitFactor factor = split_factor(call.attention_factor);
+    const CosSin c{positions.stride(0), call.inv_freq.stride(0), factor.hi, factor.lo};
+    Constants constants{};
+    constants.scaled = factor.hi != 1.0f || factor.lo != 0.0f;
+    constants.position_type = position_type(positions.scalar_type());
+    id<MTLComputePipelineState> kernel = pipeline("cos_sin_" + name_of("rope.cos_sin", call.cos), constants);
+    encode([&](id<MTLComputeCommandEncoder> encoder) {
+      [encoder setComputePipelineState:kernel];
+      set_params(encoder, c);
+      set(encoder, 1, &positions);
+      set(encoder, 2, &call.inv_freq);
+      set(encoder, 3, &call.cos);
+      set(encoder, 4, &call.sin);
+      [encoder dispatchThreads:size_of(grid)
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kRotateThreads))))];
+    });
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(rope, MPS, m) { register_ops<Mps>(m); }
+
+}  // namespace rope::mps

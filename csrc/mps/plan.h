@@ -1,0 +1,168 @@
+// How a call is laid out on the GPU: kernel, function constants, and grid. Plain arithmetic on sizes and strides, no
+// type of Apple's, so that it is the same on a machine without Metal.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../ops.h"
+#include "kernels.h"
+
+namespace rope::mps {
+
+struct Constants {
+#define ROPE_MEMBER(index, name) int name;
+  ROPE_CONSTANTS(ROPE_MEMBER)
+#undef ROPE_MEMBER
+  bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
+};
+
+struct Size3 {
+  rope_int x, y, z;
+};
+
+struct Plan {
+  std::string kernel;
+  Constants constants;
+  Rotate rotate;
+  Size3 grid;      // threads; of a norm: rows, q and k
+  bool wide_head;  // of a norm
+};
+
+inline rope_int ceil_div(rope_int a, rope_int b) { return (a + b - 1) / b; }
+
+// Whether four elements side by side are one aligned access everywhere: a buffer begins aligned.
+inline bool in_vectors(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  if (t.numel() == 0) return true;
+  if (t.storage_offset() % 4 || strides.back() != 1) return false;
+  for (size_t d = 0; d + 1 < sizes.size(); d++) {
+    if (sizes[d] > 1 && strides[d] % 4) return false;
+  }
+  return true;
+}
+
+inline bool needs_64_bits(const Tensor& t) {
+  rope_int last = 0;
+  for (int64_t d = 0; d < t.dim() && t.numel(); d++) last += (t.size(d) - 1) * t.stride(d);
+  return last > UINT32_MAX;
+}
+
+inline std::string name_of(const char* op, const Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kHalf:
+      return "half";
+    case at::kBFloat16:
+      return "bfloat";
+    case at::kFloat:
+      return "float";
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": Metal has no float64");
+  }
+}
+
+// x, y: what is normalised, in the norm's backward
+inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> normalised = {}) {
+  const bool backward = normalised.size() != 0;
+  std::vector<const Tensor*> tensors(normalised), parameters;
+  for (const Tensor* t : {call.q, call.q_out, call.k, call.k_out, call.v, call.v_out}) {
+    if (t) tensors.push_back(t);
+  }
+  for (const OptTensor* t : {&call.cos, &call.sin, &call.inv_freq, &call.positions}) {
+    if (*t) parameters.push_back(&**t);
+  }
+  for (const Tensor* t : {call.slots, call.q_norm_weight, call.k_norm_weight}) {
+    if (t) parameters.push_back(t);
+  }
+  const auto all = [](const auto& list, auto&& f) { return std::all_of(list.begin(), list.end(), f); };
+  const auto fits_32 = [](const Tensor* t) { return !needs_64_bits(*t); };
+
+  Plan plan{};
+  Rotate& r = plan.rotate;
+  Constants& c = plan.constants;
+  RopeParams& p = r.params = call.params();
+  const auto bytes = [](const Tensor* t) { return t ? int(t->element_size()) : 0; };
+  const auto native = [&](const Tensor* t) { return t && t->scalar_type() == call.q->scalar_type(); };
+  c.tensors = call.v ? 3 : call.k ? 2 : 1;
+  c.interleaved = p.interleaved;
+  c.inverse = p.inverse;
+  c.source = p.source;
+  c.scaled = p.factor_hi != 1.0f || p.factor_lo != 0.0f;
+  c.position_bytes = bytes(call.positions ? &*call.positions : nullptr);
+  c.slot_bytes = bytes(call.slots);
+  c.native_tables = native(call.cos ? &*call.cos : nullptr);
+  c.native_q_weight = native(call.q_norm_weight);
+  c.native_k_weight = native(call.k_norm_weight);
+
+  const rope_int pairs = p.rotary_dim / 2, heads = p.q.heads + p.k.heads + p.v.heads;
+  const bool by_four = pairs % 4 == 0 && p.head_dim % 4 == 0,
+             reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
+  // The order of a norm's sums follows from sizes alone, never from strides or addresses.
+  int width = (p.has_norm ? by_four : reached) ? 4 : 1;
+  const auto chunks = [&](rope_int channels) { return ceil_div(channels, 2 * width); };
+  plan.wide_head = p.has_norm && pairs / width + chunks(p.head_dim - p.rotary_dim) > kSimd;
+  if (plan.wide_head) width = 1;
+  c.vectors = width == 4 && reached;
+  c.parameter_vectors = width == 4;
+  for (const OptTensor* t : {&call.cos, &call.sin}) c.parameter_vectors &= !*t || in_vectors(**t);
+  for (const Tensor* t : {call.q_norm_weight, call.k_norm_weight}) c.parameter_vectors &= !t || in_vectors(*t);
+
+  r.q_in_place = call.q == call.q_out;
+  r.k_in_place = call.k && call.k == call.k_out;
+  const bool copies = p.has_norm || call.v || !r.q_in_place || (call.k && !r.k_in_place);
+  r.rotated = unsigned(pairs / width);
+  r.chunks = r.rotated + unsigned(copies ? chunks(p.head_dim - p.rotary_dim) : 0);
+  r.k_start = unsigned(p.q.heads);
+  r.v_start = unsigned(p.q.heads + p.k.heads);
+  r.heads = unsigned(heads);
+  r.groups = unsigned(ceil_div(heads, kHeads));
+  const bool table = p.source == kTableByPosition, at_place = call.v && !call.slots;  // at its place in a cache
+  r.first_place = table || at_place ? 0 : INT64_MIN;
+  r.last_place = std::min(table ? p.rows - 1 : INT64_MAX, at_place ? p.block_size - 1 : INT64_MAX);
+
+  const rope_int rows = p.batch * p.seq * r.groups;
+  for (const rope_int n : {p.head_dim, heads, p.seq, p.batch * r.groups}) {
+    TORCH_CHECK_NOT_IMPLEMENTED(n <= INT32_MAX, call.op, ": a size of ", n, " is too large for Metal");
+  }
+  if (p.has_norm) TORCH_CHECK_NOT_IMPLEMENTED(rows / 4 <= INT32_MAX, call.op, ": too many tokens for Metal");
+  const bool narrow = rows <= INT32_MAX && all(tensors, fits_32) && all(parameters, fits_32);
+  const std::string type = name_of(call.op, *call.q), vectors = width == 4 ? "_v4" : "_v1",
+                    index = narrow ? "_u32" : "_u64";
+  if (!p.has_norm) {
+    plan.kernel = "rotate_" + type + vectors + index;
+    plan.grid = {r.chunks, p.seq, p.batch * r.groups};
+    return plan;
+  }
+  c.lanes = 1;
+  while (c.lanes < kSimd && (plan.wide_head || c.lanes < int(r.chunks))) c.lanes *= 2;
+  const std::string kernel = backward ? "norm_backward" : "norm_rotate";
+  plan.kernel = plan.wide_head ? kernel + "_wide_" + type : kernel + "_" + type + vectors + (backward ? "" : index);
+  plan.grid = {rows, 1, 1};
+  return plan;
+}
+
+// As many threads as may be, along x first: threads side by side read memory side by side.
+inline Size3 group_of(const Size3& grid, rope_int threads) {
+  const rope_int x = std::min(grid.x, threads), y = std::min(grid.y, threads / x),
+                 z = std::min(grid.z, threads / x / y);
+  return {x, y, z};
+}
+
+// Sums of a backward. The parts follow from sizes, so that no call changes a bit on one kind of GPU.
+struct Parts {
+  rope_int q_items, k_items, part, count;
+};
+inline Parts parts_of(const Plan& plan, rope_int rows_of_threads) {
+  const RopeParams& p = plan.rotate.params;
+  const rope_int tokens = p.batch * p.seq, heads = plan.wide_head ? 1 : kHeads;  // of an item
+  Parts parts{tokens * ceil_div(p.q.heads, heads), tokens * ceil_div(p.k.heads, heads)};
+  const rope_int items = std::max(parts.q_items, parts.k_items);
+  parts.part = plan.wide_head ? rope_int(kSimd)
+                              : rows_of_threads * std::max(ceil_div(items, 1024 * rows_of_threads), rope_int(4));
+  parts.count = ceil_div(items, parts.part);
+  return parts;
+}
+
+}  // namespace rope::mps

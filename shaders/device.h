@@ -1,0 +1,327 @@
+// What the kernels share: a token, the angles of a chunk, a chunk of a head, and where the heads of a token are. See
+// csrc/mps/kernels.h for chunks and the list of heads.
+//
+// Metal takes for granted that buffers do not overlap. They do where a call is in place, which is right because a
+// thread has read a pair before it writes it, and no other thread touches that pair.
+#include <metal_stdlib>
+using namespace metal;
+
+#include "../csrc/angle.h"
+#include "../csrc/mps/kernels.h"
+#include "../csrc/rotation.h"
+
+#pragma METAL fp math_mode(safe)
+#pragma METAL fp contract(off)
+
+#define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
+ROPE_CONSTANTS(ROPE_CONSTANT)
+
+namespace rope {
+namespace mps {
+
+// All tensors of a call. I holds every offset in elements.
+template <typename T>
+struct Buffers {
+  device const T *q_in, *k_in, *v_in;  // [batch, seq, heads, head_dim] by the strides of RopeParams
+  device T *q_out, *k_out, *v_out;     // k_out, v_out: also [blocks, block_size, heads, head_dim]
+  device const void *cos, *sin;
+  device const float* inv_freq;
+  device const void *positions, *slots, *q_weight, *k_weight;
+};
+
+#define ROPE_BUFFERS(T)                                                                                             \
+  device const T *q_in [[buffer(kBufferQIn)]], device T *q_out [[buffer(kBufferQOut)]],                             \
+      device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]],                         \
+      device const T *v_in [[buffer(kBufferVIn)]], device T *v_out [[buffer(kBufferVOut)]],                         \
+      device const void *cos [[buffer(kBufferCos)]], device const void *sin [[buffer(kBufferSin)]],                 \
+      device const float *inv_freq [[buffer(kBufferInvFreq)]],                                                      \
+      device const void *positions [[buffer(kBufferPositions)]], device const void *slots [[buffer(kBufferSlots)]], \
+      device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]]
+#define ROPE_BUFFERS_PASSED \
+  {q_in, k_in, v_in, q_out, k_out, v_out, cos, sin, inv_freq, positions, slots, q_weight, k_weight}
+
+#define ROPE_KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+
+// ---- tokens ----
+
+inline long integer_at(device const void* from, int bytes, ulong i) {
+  return bytes == 8 ? static_cast<device const long*>(from)[i] : long(static_cast<device const int*>(from)[i]);
+}
+
+template <typename I>
+struct Token {
+  I b, s;
+  long place;         // position + offset
+  bool valid;         // else its rotated channels become NaN, and it goes into no cache
+  bool cached;        // it has a cell in the caches
+  I block, in_block;  // that cell
+};
+
+template <typename I>
+inline Token<I> token_at(constant Rotate& r, device const void* positions, device const void* slots, I b, I s) {
+  constant RopeParams& p = r.params;
+  const long position = k_position_bytes
+                            ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
+                            : long(s);
+  const long place = long(ulong(position) + ulong(p.offset));  // wraps: with inv_freq no position is too far
+  bool valid = place >= r.first_place && place <= r.last_place;
+  long cell = 0;
+  if (k_slot_bytes) {
+    cell = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
+    valid = valid && cell < p.blocks * p.block_size;
+  }
+  const bool cached = valid && cell >= 0;
+  Token<I> token = {b, s, place, valid, cached, b, I(place)};
+  if (k_slot_bytes && cached) {
+    token.block = I(cell) / I(p.block_size);
+    token.in_block = I(cell) - token.block * I(p.block_size);
+  }
+  return token;
+}
+
+// ---- the angles of a chunk ----
+
+template <int V>
+struct Angles {
+  float cos[V], sin[V];
+};
+
+inline void angle_of(long place, float inv_freq, thread float& cos, thread float& sin) {
+  const float near = float(place);
+  const long rounded = abs(near) < 4e18f ? long(near) : place;
+  float turns_hi, turns_lo;
+  turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
+  cos_sin_of(near, float(place - rounded), turns_hi, turns_lo, cos, sin);
+}
+
+// V numbers that many threads read.
+template <typename From, int V, typename I>
+inline void read_parameters(device const void* base, I at, I stride, thread float (&to)[V]) {
+  device const From* from = static_cast<device const From*>(base) + at;
+  if (V == 4 && k_parameter_vectors) {
+    const vec<From, 4> all = *reinterpret_cast<device const vec<From, 4>*>(from);
+    for (int i = 0; i < V; i++) to[i] = static_cast<float>(all[i]);
+  } else {
+    for (int i = 0; i < V; i++) to[i] = static_cast<float>(from[I(i) * stride]);
+  }
+}
+
+template <typename T, int V, typename I>
+inline Angles<V> angles_of(constant Rotate& r, Buffers<T> x, Token<I> token, uint chunk) {
+  constant RopeParams& p = r.params;
+  Angles<V> a;
+  const I column = I(chunk) * V;
+  if (!token.valid) {
+    for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
+  } else if (k_source == kInvFreq) {
+    for (int i = 0; i < V; i++) angle_of(token.place, x.inv_freq[(column + I(i)) * I(p.inv_freq)], a.cos[i], a.sin[i]);
+  } else {
+    const I row = k_source == kTableByPosition ? I(token.place) : token.s;
+    const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[2]);
+    const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[2]);
+    if (k_native_tables) {
+      read_parameters<T>(x.cos, cos, I(p.cos[2]), a.cos);
+      read_parameters<T>(x.sin, sin, I(p.sin[2]), a.sin);
+    } else {
+      read_parameters<float>(x.cos, cos, I(p.cos[2]), a.cos);
+      read_parameters<float>(x.sin, sin, I(p.sin[2]), a.sin);
+    }
+  }
+  for (int i = 0; i < V; i++) {
+    if (k_scaled) {
+      a.cos[i] = scaled(a.cos[i], p.factor_hi, p.factor_lo);
+      a.sin[i] = scaled(a.sin[i], p.factor_hi, p.factor_lo);
+    }
+    if (k_inverse) a.sin[i] = -a.sin[i];
+  }
+  return a;
+}
+
+// ---- a chunk of a head ----
+
+// Its channels: V from first on, and V from second on.
+template <int V, typename I>
+struct Chunk {
+  I first, second;
+  bool rotated;
+  bool whole;  // else there is no second half, and the first stands in for it
+
+  I channel(int i) const { return i < V ? first + I(i) : second + I(i - V); }
+};
+
+template <int V, typename I>
+inline Chunk<V, I> chunk_at(constant Rotate& r, uint index) {
+  constant RopeParams& p = r.params;
+  if (index < r.rotated) {
+    const I first = first_channel(I(index) * V, k_interleaved);
+    return {first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), true, true};
+  }
+  const I first = I(p.rotary_dim) + I(index - r.rotated) * (2 * V), second = first + V;
+  const bool whole = second < I(p.head_dim);
+  return {first, whole ? second : first, false, whole};
+}
+
+template <typename T, int V>
+struct Values {
+  T of[2 * V];
+};
+template <int V>
+using Numbers = Values<float, V>;
+
+template <typename T, int V, typename I>
+inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
+  Values<T, V> x;
+  if (V == 4 && k_vectors) {
+    const vec<T, 4> first = *reinterpret_cast<device const vec<T, 4>*>(from + c.first);
+    const vec<T, 4> second = *reinterpret_cast<device const vec<T, 4>*>(from + c.second);
+    for (int i = 0; i < V; i++) {
+      x.of[i] = first[i];
+      x.of[V + i] = second[i];
+    }
+  } else {
+    for (int i = 0; i < 2 * V; i++) x.of[i] = from[c.channel(i) * stride];
+  }
+  return x;
+}
+
+template <typename T, int V, typename I>
+inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
+  if (V == 4 && k_vectors) {
+    vec<T, 4> first, second;
+    for (int i = 0; i < V; i++) {
+      first[i] = x.of[i];
+      second[i] = x.of[V + i];
+    }
+    *reinterpret_cast<device vec<T, 4>*>(to + c.first) = first;
+    if (c.whole) *reinterpret_cast<device vec<T, 4>*>(to + c.second) = second;
+  } else {
+    for (int i = 0; i < (c.whole ? 2 * V : V); i++) to[c.channel(i) * stride] = x.of[i];
+  }
+}
+
+template <typename T, int V>
+inline Numbers<V> numbers_of(Values<T, V> x) {
+  Numbers<V> n;
+  for (int i = 0; i < 2 * V; i++) n.of[i] = static_cast<float>(x.of[i]);
+  return n;
+}
+
+template <typename T, int V>
+inline Values<T, V> rounded(Numbers<V> n) {
+  Values<T, V> x;
+  for (int i = 0; i < 2 * V; i++) x.of[i] = static_cast<T>(n.of[i]);
+  return x;
+}
+
+// The pairs of a chunk lie in it as those of a head lie in the head.
+template <int V>
+inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
+  for (int i = 0; i < V; i++) {
+    const int a = first_channel(i, k_interleaved), b = a + partner_distance(V, k_interleaved);
+    const float x = n.of[a], y = n.of[b];
+    n.of[a] = rotated(x, y, angles.cos[i], -angles.sin[i]);
+    n.of[b] = rotated(y, x, angles.cos[i], angles.sin[i]);
+  }
+  return n;
+}
+
+// ---- the heads of a token ----
+
+enum Tensor { kQ = 0, kK = 1, kV = 2 };
+
+template <typename T, typename I>
+struct Head {
+  int tensor;
+  device const T* in;
+  device T* out;
+  I in_stride, out_stride;  // of channels
+  bool in_place;
+  bool written;
+};
+
+template <typename T, typename I>
+inline Head<T, I> head_at(constant Rotate& r, Buffers<T> x, Token<I> token, uint h) {
+  constant RopeParams& p = r.params;
+  Head<T, I> head;
+  head.tensor = k_tensors < 2 || h < r.k_start ? kQ : k_tensors < 3 || h < r.v_start ? kK : kV;
+  constant Operand& o = head.tensor == kQ ? p.q : head.tensor == kK ? p.k : p.v;
+  const I own = I(h - (head.tensor == kQ ? 0 : head.tensor == kK ? r.k_start : r.v_start));
+  const bool to_cache = k_tensors == 3 && head.tensor != kQ;
+  head.written = !to_cache || token.cached;
+  const I block = to_cache ? token.block : token.b, place = to_cache ? token.in_block : token.s;
+  head.in = head.tensor == kQ ? x.q_in : head.tensor == kK ? x.k_in : x.v_in;
+  head.in += token.b * I(o.in[0]) + token.s * I(o.in[1]) + own * I(o.in[2]);
+  head.in_stride = I(o.in[3]);
+  head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
+  if (head.written) head.out += block * I(o.out[0]) + place * I(o.out[1]) + own * I(o.out[2]);
+  head.out_stride = I(o.out[3]);
+  head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
+  return head;
+}
+
+// ---- sums ----
+
+// Kahan's: what is added may be much less than the sum.
+struct Sum {
+  float sum = 0.0f, over = 0.0f;  // over: by how much the sum is too large
+
+  void add(float x) {
+    const float y = fma(over, -1.0f, x), larger = sum + y;  // not -, which could be contracted with what makes x
+    over = (larger - sum) - y;
+    sum = larger;
+  }
+  float value() const { return sum - over; }
+};
+
+inline float sum_over_lanes(float sum) {
+  for (int lane = 1; lane < k_lanes; lane *= 2) sum += simd_shuffle_xor(sum, ushort(lane));
+  return sum;
+}
+
+template <int V>
+inline float dot(Numbers<V> x, Numbers<V> y, bool whole) {
+  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = 0; i < (whole ? 2 * V : V); i++) sum[i % 4] = fma(x.of[i], y.of[i], sum[i % 4]);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Weights of a norm for a chunk.
+template <typename T, int V, typename I>
+inline Numbers<V> weights_of(constant Rotate& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
+  device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
+  const I stride = I(tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight);
+  const bool native = tensor == kQ ? k_native_q_weight : k_native_k_weight;
+  float first[V], second[V];
+  if (native) {
+    read_parameters<T>(from, c.first * stride, stride, first);
+    read_parameters<T>(from, c.second * stride, stride, second);
+  } else {
+    read_parameters<float>(from, c.first * stride, stride, first);
+    read_parameters<float>(from, c.second * stride, stride, second);
+  }
+  Numbers<V> w;
+  for (int i = 0; i < V; i++) {
+    w.of[i] = first[i];
+    w.of[V + i] = second[i];
+  }
+  return w;
+}
+
+template <int V>
+inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
+  return x;
+}
+template <int V>
+inline Numbers<V> product(Numbers<V> x, float y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y;
+  return x;
+}
+
+// Of a norm: the factor for every channel of a head.
+inline float scale_of(float squares, constant RopeParams& p) {
+  return 1.0f / precise::sqrt(squares / float(p.head_dim) + p.norm_eps);
+}
+
+}  // namespace mps
+}  // namespace rope

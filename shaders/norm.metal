@@ -1,0 +1,306 @@
+// RMS norm of every head and the rotation, also into a cache; and the backward of it.
+//
+// A row of k_lanes threads, at most a SIMD group, holds a head for the sum over it. Every thread of a SIMD group takes
+// part in every sum: control flow is the same for all of them, and what lies outside is only not written. Heads of more
+// chunks than a SIMD group has threads are read twice, by kernels of their own.
+#include "device.h"
+
+namespace rope {
+namespace mps {
+
+// Row and lane of a thread, whose threadgroup is one-dimensional.
+struct Place {
+  uint row, lane;  // of the threadgroup
+};
+inline Place place_of(uint simd, uint thread_of_simd) {
+  return {simd * (kSimd / uint(k_lanes)) + thread_of_simd / uint(k_lanes), thread_of_simd % uint(k_lanes)};
+}
+
+// kHeads heads of a token for each row.
+template <typename T, int V, typename I>
+[[kernel]] void norm_rotate(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+                            uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
+                            uint simd [[simdgroup_index_in_threadgroup]],
+                            uint thread_of_simd [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
+  constant RopeParams& p = r.params;
+  const Place place = place_of(simd, thread_of_simd);
+  const I all = I(p.batch) * I(p.seq) * I(r.groups), row = I(group) * (threads / uint(k_lanes)) + place.row;
+  const bool inside = row < all;
+  const I of_token = inside ? row / r.groups : 0, b = of_token / I(p.seq);
+  const Token<I> token = token_at<I>(r, positions, slots, b, of_token - b * I(p.seq));
+  const uint first = inside ? uint(row - of_token * r.groups) * kHeads : 0, end = min(first + kHeads, r.heads);
+  const bool active = inside && place.lane < r.chunks;
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? place.lane : 0);
+  Head<T, I> heads[kHeads];
+  Values<T, V> x[kHeads];
+#pragma unroll
+  for (uint i = 0; i < kHeads; i++) {
+    heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
+    heads[i].written = heads[i].written && active && first + i < end;
+    for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
+    if (active && first + i < end) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+  }
+  Angles<V> angles;
+  if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, place.lane);
+  Numbers<V> weights;
+  int weights_for = -1;
+#pragma unroll
+  for (uint i = 0; i < kHeads; i++) {
+    Numbers<V> n = numbers_of(x[i]);
+    const float squares = sum_over_lanes(dot(n, n, chunk.whole));
+    if (!heads[i].written) continue;
+    if (heads[i].tensor != kV) {
+      if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
+      weights_for = heads[i].tensor;
+      n = product(product(n, scale_of(squares, p)), weights);
+      if (chunk.rotated) n = rotate(n, angles);
+      x[i] = rounded<T, V>(n);
+    }
+    write(x[i], heads[i].out, heads[i].out_stride, chunk);
+  }
+}
+
+// The same for heads of any width: a row is a SIMD group.
+template <typename T>
+[[kernel]] void norm_rotate_wide(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+                                 uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
+                                 uint simd [[simdgroup_index_in_threadgroup]],
+                                 uint lane [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
+  constant RopeParams& p = r.params;
+  const ulong row = ulong(group) * (threads / kSimd) + simd, of_token = row / r.groups, b = of_token / ulong(p.seq);
+  if (b >= ulong(p.batch)) return;  // with its whole SIMD group
+  const Token<ulong> token = token_at<ulong>(r, positions, slots, b, of_token - b * ulong(p.seq));
+  const uint first = uint(row - of_token * r.groups) * kHeads, end = min(first + kHeads, r.heads);
+  float scales[kHeads];
+  for (uint i = 0; i < kHeads; i++) {
+    const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, min(first + i, end - 1));
+    Sum squares;
+    for (uint index = lane; index < r.chunks; index += kSimd) {
+      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+      const Numbers<1> n = numbers_of(read(head.in, head.in_stride, chunk));
+      squares.add(dot(n, n, chunk.whole));
+    }
+    scales[i] = scale_of(sum_over_lanes(squares.value()), p);
+  }
+  for (uint index = lane; index < r.chunks; index += kSimd) {
+    const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+    Angles<1> angles;
+    if (chunk.rotated && first < r.v_start) angles = angles_of<T, 1>(r, buffers, token, index);
+    for (uint i = 0; first + i < end; i++) {
+      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i);
+      Values<T, 1> x = read(head.in, head.in_stride, chunk);
+      if (head.tensor != kV) {
+        Numbers<1> n = product(product(numbers_of(x), scales[i]), weights_of<T, 1>(r, buffers, head.tensor, chunk));
+        if (chunk.rotated) n = rotate(n, angles);
+        x = rounded<T, 1>(n);
+      }
+      if (head.written) write(x, head.out, head.out_stride, chunk);
+    }
+  }
+}
+
+// ---- backward ----
+
+#define ROPE_BACKWARD_BUFFERS(T)                                                                                      \
+  device const T *q_in [[buffer(kBufferQIn)]], device T *q_out [[buffer(kBufferQOut)]],                               \
+      device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]],                           \
+      device const T *q_x [[buffer(kBufferVIn)]], device const T *k_x [[buffer(kBufferVOut)]],                        \
+      device const void *cos [[buffer(kBufferCos)]], device const void *sin [[buffer(kBufferSin)]],                   \
+      device const float *inv_freq [[buffer(kBufferInvFreq)]],                                                        \
+      device const void *positions [[buffer(kBufferPositions)]],                                                      \
+      device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]], \
+      device float *sums [[buffer(kBufferSums)]]
+#define ROPE_BACKWARD_BUFFERS_PASSED \
+  {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
+
+// A head of the gradients, and of what was normalised.
+template <typename T>
+struct BackwardHead {
+  device const T *gradient, *x;
+  device T* out;
+  ulong gradient_stride, x_stride, out_stride;  // of channels
+};
+
+template <typename T>
+inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buffers, device const T* xs, int tensor,
+                                        Token<ulong> token, uint h) {
+  constant Operand& o = tensor == kQ ? n.rotate.params.q : n.rotate.params.k;
+  constant rope_int* strides = tensor == kQ ? n.q : n.k;
+  BackwardHead<T> head;
+  head.gradient = (tensor == kQ ? buffers.q_in : buffers.k_in) + token.b * o.in[0] + token.s * o.in[1] + h * o.in[2];
+  head.x = xs + token.b * strides[0] + token.s * strides[1] + h * strides[2];
+  head.out = (tensor == kQ ? buffers.q_out : buffers.k_out) + token.b * o.out[0] + token.s * o.out[1] + h * o.out[2];
+  head.gradient_stride = o.in[3];
+  head.x_stride = strides[3];
+  head.out_stride = o.out[3];
+  return head;
+}
+
+// With x the input, g the gradient of the normalised and weighted head (the call's, rotated back) and w the weights:
+//   gradient of x = scale * (g w + common x),   common = -scale^2 * mean(g w x)
+//   gradient of w = the sum over all heads of g x scale
+struct Factors {
+  float scale, common;
+};
+inline Factors factors_of(float squares, float products, constant RopeParams& p) {
+  const float scale = scale_of(squares, p);
+  return {scale, -(scale * scale * (products / float(p.head_dim)))};
+}
+
+template <int V>
+inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = fma(x.of[i], f.common, weighted.of[i]) * f.scale;
+  return x;
+}
+
+// A threadgroup takes a part of q or of k, and writes a row of sums for the weights: sums [2, parts, head_dim].
+template <typename T, int V>
+[[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
+                              threadgroup float* shared [[threadgroup(0)]],
+                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                              uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
+                              uint thread_of_simd [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
+  constant Rotate& r = n.rotate;
+  constant RopeParams& p = r.params;
+  const int tensor = group.y == 0 ? kQ : kK;
+  device const T* xs = tensor == kQ ? q_x : k_x;
+  const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads), per_token = (heads + kHeads - 1) / kHeads;
+  const Place place = place_of(simd, thread_of_simd);
+  const uint rows = threads.x / uint(k_lanes);
+  const bool active = place.lane < r.chunks;
+  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? place.lane : 0);
+  const ulong begin = ulong(group.x) * n.part, end = min(begin + n.part, ulong(tensor == kQ ? n.q_items : n.k_items));
+  Numbers<V> weights;
+  if (active) weights = weights_of<T, V>(r, buffers, tensor, chunk);
+  Sum total[2 * V];
+  for (ulong first_item = begin; first_item < end; first_item += rows) {
+    const bool inside = first_item + place.row < end;
+    const ulong item = inside ? first_item + place.row : begin, of_token = item / per_token,
+                b = of_token / ulong(p.seq);
+    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
+    Angles<V> angles;
+    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, place.lane);
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = uint(item - of_token * per_token) * kHeads + i;
+      const bool present = active && inside && h < heads;
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, min(h, heads - 1));
+      Numbers<V> x, gradient, weighted;
+      float squares = 0.0f, products = 0.0f;
+      if (present) {
+        x = numbers_of(read(head.x, head.x_stride, chunk));
+        gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+        if (chunk.rotated) gradient = rotate(gradient, angles);
+        weighted = product(gradient, weights);
+        squares = dot(x, x, chunk.whole);
+        products = dot(weighted, x, chunk.whole);
+      }
+      squares = sum_over_lanes(squares);
+      products = sum_over_lanes(products);
+      if (!present) continue;
+      const Factors f = factors_of(squares, products, p);
+      write(rounded<T, V>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
+      for (int j = 0; j < 2 * V; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+    }
+  }
+  threadgroup float* own = shared + (place.row * uint(k_lanes) + place.lane) * (2 * V);
+  for (int j = 0; j < 2 * V; j++) own[j] = total[j].value();
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (place.row != 0 || !active) return;
+  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
+  for (int j = 0; j < (chunk.whole ? 2 * V : V); j++) {
+    Sum sum;
+    for (uint row = 0; row < rows; row++) sum.add(shared[(row * uint(k_lanes) + place.lane) * (2 * V) + j]);
+    to[chunk.channel(j)] = sum.value();
+  }
+}
+
+// The same for heads of any width. A part is at most kSimd heads for the one SIMD group of a threadgroup: thread i
+// keeps the factors of head i.
+template <typename T>
+[[kernel]] void norm_backward_wide(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
+                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                                   uint lane [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
+  constant Rotate& r = n.rotate;
+  constant RopeParams& p = r.params;
+  const int tensor = group.y == 0 ? kQ : kK;
+  device const T* xs = tensor == kQ ? q_x : k_x;
+  const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
+  const ulong begin = ulong(group.x) * n.part, end = min(begin + n.part, items);
+  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
+  Factors factors = {0.0f, 0.0f};
+  for (ulong item = begin; item < end; item++) {
+    const ulong of_token = item / heads, b = of_token / ulong(p.seq);
+    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
+    const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, uint(item - of_token * heads));
+    Sum squares, products;
+    for (uint index = lane; index < r.chunks; index += kSimd) {
+      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+      const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+      Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+      if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+      squares.add(dot(x, x, chunk.whole));
+      products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk.whole));
+    }
+    const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
+    if (item - begin == lane) factors = f;
+  }
+  for (uint first = 0; first < r.chunks; first += kSimd) {  // all threads: they exchange factors
+    const bool active = first + lane < r.chunks;
+    const uint index = active ? first + lane : 0;
+    const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+    const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
+    Sum total[2];
+    for (ulong item = begin; item < end; item++) {
+      const Factors f = {simd_shuffle(factors.scale, ushort(item - begin)),
+                         simd_shuffle(factors.common, ushort(item - begin))};
+      if (!active) continue;
+      const ulong of_token = item / heads, b = of_token / ulong(p.seq);
+      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, uint(item - of_token * heads));
+      const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+      Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+      if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+      write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
+      for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+    }
+    if (!active) continue;
+    to[chunk.first] = total[0].value();
+    if (chunk.whole) to[chunk.second] = total[1].value();
+  }
+}
+
+// The gradients of the weights from the sums of the parts, in their order. at: channel, q or k.
+template <typename T>
+[[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
+                          device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
+                          uint2 at [[thread_position_in_grid]]) {
+  Sum sum;
+  for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
+  device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
+  if (at.y == 0 ? k_native_q_weight : k_native_k_weight) {
+    static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
+  } else {
+    static_cast<device float*>(to)[at.x] = sum.value();
+  }
+}
+
+#define ROPE_NORM(T)                                                 \
+  ROPE_KERNEL("norm_rotate_" #T "_v4_u32", norm_rotate<T, 4, uint>)  \
+  ROPE_KERNEL("norm_rotate_" #T "_v4_u64", norm_rotate<T, 4, ulong>) \
+  ROPE_KERNEL("norm_rotate_" #T "_v1_u32", norm_rotate<T, 1, uint>)  \
+  ROPE_KERNEL("norm_rotate_" #T "_v1_u64", norm_rotate<T, 1, ulong>) \
+  ROPE_KERNEL("norm_rotate_wide_" #T, norm_rotate_wide<T>)           \
+  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)        \
+  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)        \
+  ROPE_KERNEL("norm_backward_wide_" #T, norm_backward_wide<T>)       \
+  ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
+ROPE_NORM(float)
+ROPE_NORM(half)
+ROPE_NORM(bfloat)
+
+}  // namespace mps
+}  // namespace rope

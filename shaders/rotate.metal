@@ -1,0 +1,47 @@
+// The rotation without a norm, also into a cache.
+#include "device.h"
+
+namespace rope {
+namespace mps {
+
+// at: chunk, token, kHeads heads of the list for each sequence.
+template <typename T, int V, typename I>
+[[kernel]] void rotate_heads(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+                             uint3 at [[thread_position_in_grid]]) {
+  const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
+  const uint b = at.z / r.groups, first = (at.z - b * r.groups) * kHeads, end = min(first + kHeads, r.heads);
+  const Token<I> token = token_at<I>(r, positions, slots, I(b), I(at.y));
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
+  Head<T, I> heads[kHeads];
+  Values<T, V> x[kHeads];
+#pragma unroll
+  for (uint i = 0; i < kHeads; i++) {
+    if (first + i >= end) break;
+    heads[i] = head_at<T, I>(r, buffers, token, first + i);
+    x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+  }
+  Angles<V> angles;
+  if (chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, at.x);
+#pragma unroll
+  for (uint i = 0; i < kHeads; i++) {
+    if (first + i >= end) break;
+    if (chunk.rotated && heads[i].tensor != kV) {
+      x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));
+    } else if (heads[i].in_place) {
+      continue;
+    }
+    if (heads[i].written) write(x[i], heads[i].out, heads[i].out_stride, chunk);
+  }
+}
+
+#define ROPE_ROTATE(T)                                           \
+  ROPE_KERNEL("rotate_" #T "_v4_u32", rotate_heads<T, 4, uint>)  \
+  ROPE_KERNEL("rotate_" #T "_v4_u64", rotate_heads<T, 4, ulong>) \
+  ROPE_KERNEL("rotate_" #T "_v1_u32", rotate_heads<T, 1, uint>)  \
+  ROPE_KERNEL("rotate_" #T "_v1_u64", rotate_heads<T, 1, ulong>)
+ROPE_ROTATE(float)
+ROPE_ROTATE(half)
+ROPE_ROTATE(bfloat)
+
+}  // namespace mps
+}  // namespace rope
