@@ -4,6 +4,9 @@
 #include <string>
 
 #include "cpu/kernels.h"
+#ifdef ROPE_WITH_MPS
+#include "mps/source.h"
+#endif
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
@@ -11,6 +14,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
 #elif defined(ROPE_WITH_MPS)
   m.attr("devices") = pybind11::make_tuple("cpu", "mps");
+  m.attr("metal_library") = rope::mps::kLibrarySize ? "compiled with the extension" : "compiled at the first call";
 #else
   m.attr("devices") = pybind11::make_tuple("cpu");
 #endif

@@ -45,9 +45,7 @@ struct RopeParams {
   int inverse;
 };
 
-#ifndef __METAL_VERSION__
 static_assert(sizeof(RopeParams) == 424, "the same layout on host and device");
-#endif
 
 }  // namespace rope
 

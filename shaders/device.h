@@ -88,7 +88,7 @@ struct Angles {
 
 inline void angle_of(long place, float inv_freq, thread float& cos, thread float& sin) {
   const float near = float(place);
-  const long rounded = abs(near) < 4e18f ? long(near) : place;
+  const long rounded = fabs(near) < 4e18f ? long(near) : place;
   float turns_hi, turns_lo;
   turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
   cos_sin_of(near, float(place - rounded), turns_hi, turns_lo, cos, sin);
@@ -173,13 +173,17 @@ inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
   Values<T, V> x;
   if (V == 4 && k_vectors) {
     const vec<T, 4> first = *reinterpret_cast<device const vec<T, 4>*>(from + c.first);
-    const vec<T, 4> second = *reinterpret_cast<device const vec<T, 4>*>(from + c.second);
+    vec<T, 4> second = first;
+    if (c.whole) second = *reinterpret_cast<device const vec<T, 4>*>(from + c.second);
     for (int i = 0; i < V; i++) {
       x.of[i] = first[i];
       x.of[V + i] = second[i];
     }
   } else {
-    for (int i = 0; i < 2 * V; i++) x.of[i] = from[c.channel(i) * stride];
+    for (int i = 0; i < V; i++) {
+      x.of[i] = x.of[V + i] = from[(c.first + I(i)) * stride];
+      if (c.whole) x.of[V + i] = from[(c.second + I(i)) * stride];
+    }
   }
   return x;
 }
@@ -236,7 +240,8 @@ struct Head {
   device T* out;
   I in_stride, out_stride;  // of channels
   bool in_place;
-  bool written;
+  bool present;  // there is something to do for it
+  bool written;  // it has a cell, where it goes to a cache
 };
 
 template <typename T, typename I>
@@ -255,6 +260,7 @@ inline Head<T, I> head_at(constant Rotate& r, Buffers<T> x, Token<I> token, uint
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
   if (head.written) head.out += block * I(o.out[0]) + place * I(o.out[1]) + own * I(o.out[2]);
   head.out_stride = I(o.out[3]);
+  head.present = true;
   head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
   return head;
 }

@@ -37,9 +37,9 @@ template <typename T, int V, typename I>
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
     heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
-    heads[i].written = heads[i].written && active && first + i < end;
+    heads[i].present = active && first + i < end;
     for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
-    if (active && first + i < end) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    if (heads[i].present) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
   }
   Angles<V> angles;
   if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, place.lane);
@@ -49,7 +49,7 @@ template <typename T, int V, typename I>
   for (uint i = 0; i < kHeads; i++) {
     Numbers<V> n = numbers_of(x[i]);
     const float squares = sum_over_lanes(dot(n, n, chunk.whole));
-    if (!heads[i].written) continue;
+    if (!heads[i].present || !heads[i].written) continue;
     if (heads[i].tensor != kV) {
       if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
       weights_for = heads[i].tensor;

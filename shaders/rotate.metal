@@ -16,21 +16,17 @@ template <typename T, int V, typename I>
   Values<T, V> x[kHeads];
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
-    if (first + i >= end) break;
-    heads[i] = head_at<T, I>(r, buffers, token, first + i);
-    x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
+    heads[i].present = first + i < end && (chunk.rotated || !heads[i].in_place);
+    if (heads[i].present) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
   }
   Angles<V> angles;
   if (chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, at.x);
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
-    if (first + i >= end) break;
-    if (chunk.rotated && heads[i].tensor != kV) {
-      x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));
-    } else if (heads[i].in_place) {
-      continue;
-    }
-    if (heads[i].written) write(x[i], heads[i].out, heads[i].out_stride, chunk);
+    if (!heads[i].present || !heads[i].written) continue;
+    if (chunk.rotated && heads[i].tensor != kV) x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));
+    write(x[i], heads[i].out, heads[i].out_stride, chunk);
   }
 }
 

@@ -24,9 +24,13 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
 
 
+def on_gpu(device: str) -> bool:
+    return device != "cpu" or EMULATED
+
+
 def checks_ranges(device: str) -> bool:
     """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
-    return device == "cpu" and not EMULATED
+    return not on_gpu(device)
 
 
 def _dense(shape, dtype, device):

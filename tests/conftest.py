@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+sys.path[:0] = [str(Path(__file__).parent / "emulator"), str(Path(__file__).parent / "simulator")]
+ORDERS = ["forward", "backward", "scrambled"]
 
 
 def pytest_addoption(parser):
@@ -16,25 +17,36 @@ def pytest_addoption(parser):
         help="run the CUDA kernels on the CPU: tensors of the CPU stand in for a GPU's",
     )
     parser.addoption(
-        "--thread-order", choices=["forward", "backward", "scrambled"], default="forward", help="of emulated threads"
+        "--simulate",
+        action="store_true",
+        help="run the Metal back end on Linux, on a simulated device mps, and no other",
     )
+    parser.addoption("--thread-order", choices=ORDERS, default="forward", help="of emulated threads")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of the CPU back end alone")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
-    emulate = config.getoption("--emulate")
+    emulate, simulate = config.getoption("--emulate"), config.getoption("--simulate")
+    if emulate and simulate:
+        raise pytest.UsageError("--emulate and --simulate exclude each other")
+    order = ORDERS.index(config.getoption("--thread-order"))
     if emulate:
         import build
 
         library = build.load(build.build(sanitize=emulate == "asan"))
-        library.thread_order(["forward", "backward", "scrambled"].index(config.getoption("--thread-order")))
+        library.thread_order(order)
+    if simulate:
+        import simulator
+
+        simulator.load()
+        simulator.thread_order(order)
     import torch_rope  # noqa: F401  registers the operators
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--emulate"):
+    if config.getoption("--emulate") or config.getoption("--simulate"):
         skip = pytest.mark.skip(reason="of the CPU back end alone")
         for item in items:
             if item.get_closest_marker("cpu"):
@@ -48,8 +60,8 @@ def pytest_generate_tests(metafunc):
         import torch_rope
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        built = torch_rope._C.devices
-        metafunc.parametrize("device", ["cpu"] + [d for d, is_there in there.items() if is_there and d in built])
+        devices = ["cpu"] + [d for d, is_there in there.items() if is_there and d in torch_rope._C.devices]
+        metafunc.parametrize("device", ["mps"] if metafunc.config.getoption("--simulate") else devices)
 
 
 @pytest.fixture(autouse=True)
@@ -59,29 +71,33 @@ def _seed():
     torch.manual_seed(0)
 
 
-def _told_to_emulator(name, value):
-    import torch_rope
-
-    tell = getattr(torch_rope._C, name, lambda _: None)
+def _told(config, name, value):
+    """To the emulator, if there is one."""
+    if config.getoption("--simulate"):
+        import simulator as library
+    else:
+        from torch_rope import _C as library
+    tell = getattr(library, name, lambda _: None)
     tell(value)
     yield
     tell(not value)
 
 
 @pytest.fixture
-def _races_are_legal():
-    yield from _told_to_emulator("check_races", False)
+def _races_are_legal(request):
+    yield from _told(request.config, "check_races", False)
 
 
 @pytest.fixture
-def _memory_of_others():
-    """Tensors whose memory is a file's, or was allocated by copy.deepcopy, may go through an emulated kernel."""
-    yield from _told_to_emulator("allow_foreign", True)
+def _memory_of_others(request):
+    """Tensors whose memory is a file's, or was allocated by copy.deepcopy, may go through an emulated kernel; on the
+    simulated device those of more than 256 MiB."""
+    yield from _told(request.config, "allow_foreign", True)
 
 
 @pytest.fixture
 def untouched(device, tmp_path, _memory_of_others):
-    """Makes tensors (elements, dtype) of any size, of which little may be touched: on the CPU sparse files."""
+    """Makes tensors (elements, dtype) of any size, of which little may be touched: sparse on the CPU, and on the simulated device."""
     import torch
 
     made = itertools.count()

@@ -11,12 +11,11 @@ import torch
 from cases import (
     CACHES,
     DTYPES,
-    EMULATED,
     LAYOUTS,
     SIZES,
     SOURCES,
     checks_ranges,
-    on_cuda,
+    on_gpu,
     set_apart,
     some_slots,
     supported,
@@ -645,7 +644,7 @@ def test_equal_slots(device):
         cells = cache.flatten(0, 1)
         for cell, tokens in (3, (0, 2)), (9, (1, 3)), (4, (4,)):
             won = torch.stack([cells[cell] == x[0, token] for token in tokens])
-            assert won.any(0).all() if on_cuda(device) else won.all(-1).any(0).all()
+            assert won.any(0).all() if on_gpu(device) else won.all(-1).any(0).all()
 
 
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
@@ -693,7 +692,7 @@ def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
     whole = run([seq])
     pieces = run([*sorted(random.Random(0).sample(range(1, seq), 20)), seq])
     assert all(map(same, whole, pieces))
-    if device == "cpu" and not EMULATED:
+    if not on_gpu(device):
         default = torch.get_num_threads()
         try:
             for threads in (1, 3):

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_cuda, supported
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_gpu, supported
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -138,7 +138,7 @@ def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved,
     for attention_factor in (1.0, 1.3):
         outs = norm_rotate_qk(*tensors, **angles, attention_factor=attention_factor, interleaved=interleaved)
         assert_right(outs, tensors, angles, 1e-6, attention_factor=attention_factor, interleaved=interleaved)
-        for expected in [turned_by_zero] if on_cuda(device) else [turned_by_zero, norm]:
+        for expected in [turned_by_zero] if on_gpu(device) else [turned_by_zero, norm]:
             assert_same([t[..., 64:] for t in outs], [t[..., 64:] for t in expected])
 
 

@@ -206,9 +206,8 @@ def test_special_values(dtype, interleaved, device):
     same_kind = torch.isfinite(out) == torch.isfinite(expected)
     assert same_kind.all() and torch.equal(out.isnan(), expected.isnan())
     finite = torch.isfinite(expected)
-    torch.testing.assert_close(
-        out[finite], expected[finite], rtol=2 * info.eps, atol=0 if dtype != torch.float16 else 2**-24
-    )
+    smallest = 2**-24 if dtype == torch.float16 else 2 * info.tiny if device == "mps" else 0  # Metal may flush
+    torch.testing.assert_close(out[finite], expected[finite], rtol=2 * info.eps, atol=smallest)
 
 
 # ---- angles ----

@@ -50,6 +50,8 @@ struct NormBackward {
   unsigned part;
 };
 
+static_assert(sizeof(Rotate) == 472 && sizeof(NormBackward) == 560, "the same layout on host and device");
+
 struct SumParts {
   unsigned parts, head_dim;
 };

@@ -110,6 +110,9 @@ struct Memory {
   Access* shadow = nullptr;
   size_t granule = 0;
   uint32_t era = 0;  // of the thread numbers in it
+  // Of the launch:
+  bool writable = true;
+  Accesses loads{}, stores{};
 
   size_t bytes() const { return end - begin; }
   bool holds(uintptr_t a, size_t n) const { return a >= begin && a + n <= end; }
@@ -139,6 +142,7 @@ struct Thread {
   bool done = false;
   // At a barrier or exchange of its warp:
   bool barrier = false;
+  Memories memories = kNoMemory;
   unsigned mask = 0, source = 0;
   Site site{};
   uint64_t value = 0, result = 0;
@@ -160,14 +164,21 @@ struct Run {
   Site barrier{};
 
   uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;  // numbers of threads
-  uint32_t time = 0, block_time = 0;  // now, and at the last barrier of the block
-  std::vector<uint32_t> warp_time;
+  uint32_t time = 0;                                                            // now
+  struct Times {
+    uint32_t of[2] = {};  // at the last barrier that orders other memory, and shared memory
+    void set(Memories m, uint32_t time) {
+      for (int shared : {0, 1}) of[shared] = m >> shared & 1 ? time : of[shared];
+    }
+  } block_time;
+  std::vector<Times> warp_time;
 
   Memory shared, dynamic;
   uintptr_t dirty_begin = 0, dirty_end = 0;  // of `shared`
+  uint32_t block_threads = 0;                // of a full one
   std::vector<Memory*> touched;              // from allocate()
   Memory* last = nullptr;
-  uintptr_t image_begin = 0, image_end = 0;  // this library, with its constants
+  uintptr_t image_begin = 0, image_end = 0;  // the library of the kernel, with its constants
 
   std::string finding;
   const void* where = nullptr;  // a return address in the kernel
@@ -204,13 +215,22 @@ Size3 position(uint64_t i, const Size3& size) {
   return {unsigned(i % size.x), unsigned(i / size.x % size.y), unsigned(i / size.x / size.y)};
 }
 
+Size3 size_of(const Size3& block) {
+  const auto axis = [](unsigned at, unsigned full, unsigned threads) {
+    return threads ? std::min(full, threads - at * full) : full;
+  };
+  const Size3 &full = run.launch->block, &threads = run.launch->threads;
+  return {axis(block.x, full.x, threads.x), axis(block.y, full.y, threads.y), axis(block.z, full.z, threads.z)};
+}
+
 // ---- every load and store ----
 
 // Whether `thread` has the block, and the warp, of the thread that runs.
 bool in_block(uint32_t thread) { return thread - run.first_of_block < run.threads.size(); }
 bool in_warp(uint32_t thread) { return in_block(thread) && (thread - run.first_of_block) / 32 == run.thread / 32; }
-bool before_barrier(uint32_t thread, uint32_t time) {
-  return in_block(thread) && (time < run.block_time || (in_warp(thread) && time < run.warp_time[run.thread / 32]));
+bool before_barrier(uint32_t thread, uint32_t time, bool shared) {
+  return in_block(thread) &&
+         (time < run.block_time.of[shared] || (in_warp(thread) && time < run.warp_time[run.thread / 32].of[shared]));
 }
 
 void make_shadow(Memory& m, size_t granule) {
@@ -233,21 +253,21 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
     return thread && (m.shared ? in_block(thread) : thread >= run.first_of_launch);
   };
   const auto race = [&](const char* kind, uint32_t thread) {
-    const uint64_t other = thread - run.first_of_launch, size = run.threads.size();
+    const uint64_t other = thread - run.first_of_launch;
+    const Size3 block = position(other / run.block_threads, grid_size);
     stop(where, "race, ", kind, m.shared ? " of shared memory" : " of memory", " at byte ", a - m.begin, " of ",
-         m.bytes(), ", with block ", position(other / size, grid_size), ", thread ",
-         position(other % size, block_size));
+         m.bytes(), ", with block ", block, ", thread ", position(other % run.block_threads, size_of(block)));
   };
   const size_t end = (a + n - 1 - m.begin) / m.granule;
   for (size_t i = (a - m.begin) / m.granule; i <= end; i++) {
     Access& x = m.shadow[i];
-    if (known(x.writer) && x.writer != me && !before_barrier(x.writer, x.write_time))
+    if (known(x.writer) && x.writer != me && !before_barrier(x.writer, x.write_time, m.shared))
       race(write ? "two writes" : "read after write", x.writer);
     const bool read = known(x.reader);
     if (write) {
-      const bool ordered = x.readers == kOneThread  ? x.reader == me || before_barrier(x.reader, x.read_time)
-                           : x.readers == kOneWarp  ? before_barrier(x.reader, x.read_time)
-                           : x.readers == kOneBlock ? in_block(x.reader) && x.read_time < run.block_time
+      const bool ordered = x.readers == kOneThread  ? x.reader == me || before_barrier(x.reader, x.read_time, m.shared)
+                           : x.readers == kOneWarp  ? before_barrier(x.reader, x.read_time, m.shared)
+                           : x.readers == kOneBlock ? in_block(x.reader) && x.read_time < run.block_time.of[m.shared]
                                                     : false;
       if (read && !ordered) race("write after read", x.reader);
       x = {me, 0, run.time, 0, kOneThread};
@@ -255,10 +275,10 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
       Readers readers = kOneThread;
       if (read && (!in_block(x.reader) || x.readers == kManyBlocks)) {
         readers = kManyBlocks;
-      } else if (read && x.read_time >= run.block_time) {
+      } else if (read && x.read_time >= run.block_time.of[m.shared]) {
         if (!in_warp(x.reader) || x.readers == kOneBlock) {
           readers = kOneBlock;
-        } else if (!before_barrier(x.reader, x.read_time) && (x.reader != me || x.readers == kOneWarp)) {
+        } else if (!before_barrier(x.reader, x.read_time, m.shared) && (x.reader != me || x.readers == kOneWarp)) {
           readers = kOneWarp;
         }
       }
@@ -309,6 +329,14 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
     const auto after = registry.live.upper_bound(a);
     Memory* const before = after == registry.live.begin() ? nullptr : &std::prev(after)->second;
     if (before && before->holds(a, n)) {
+      before->writable = true;
+      if (const auto* const bound = run.launch->bound) {
+        const auto is_it = [&](const Bound& b) { return uintptr_t(b.data) == before->begin; };
+        if (std::none_of(bound->begin(), bound->end(), is_it)) outside(a, n, write, where);
+        before->writable =
+            std::any_of(bound->begin(), bound->end(), [&](const Bound& b) { return is_it(b) && b.writable; });
+      }
+      before->loads = before->stores = {};
       run.touched.push_back(before);
       return before;
     }
@@ -341,7 +369,8 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
     run.dirty_end = std::max(run.dirty_end, a + n);
   }
   if (!m->shared) {
-    auto& counted = write ? run.record.stores : run.record.loads;
+    if (write && !m->writable) stop(where, "write of memory that is bound to be read");
+    auto& counted = write ? m->stores : m->loads;
     counted.bytes += n;
     counted.count[width]++;
     if (!options.races) return;
@@ -431,14 +460,14 @@ uint32_t warp_begin() { return run.thread / 32 * 32; }
 uint32_t warp_end() { return std::min<uint32_t>(warp_begin() + 32, uint32_t(run.threads.size())); }
 
 // Whether the lanes of the mask are all here; then they go on.
-bool finish_warp(unsigned mask, bool barrier) {
+bool finish_warp(unsigned mask, bool barrier, Memories memories) {
   const uint32_t begin = warp_begin(), end = warp_end();
   const auto named = [&](uint32_t i) { return mask >> (i - begin) & 1; };
   for (uint32_t i = begin; i < end; i++) {
     const Thread& t = run.threads[i];
     if (named(i) && !t.done && t.wait != kAtWarp && i != run.thread) return false;
   }
-  if (barrier) run.warp_time[begin / 32] = ++run.time;
+  if (barrier) run.warp_time[begin / 32].set(memories, ++run.time);
   for (uint32_t i = begin; i < end; i++) {
     Thread& t = run.threads[i];
     if (!named(i)) continue;
@@ -459,7 +488,7 @@ void check_not_awaited(const Site* barrier, const void* where) {
     if (t.wait != kAtWarp || !(t.mask >> (run.thread - begin) & 1)) continue;
     if (barrier) stop(where, "the thread comes to ", *barrier, " while lane ", i - begin, " waits for it at ", t.site);
     if (!t.barrier) stop(where, "the thread leaves the kernel while lane ", i - begin, " waits for it at ", t.site);
-    finish_warp(t.mask, true);
+    finish_warp(t.mask, true, t.memories);
   }
 }
 
@@ -493,7 +522,8 @@ void run_threads() {
 
 bool same(const Site& a, const Site& b) { return a.line == b.line && !strcmp(a.file, b.file); }
 
-uint64_t meet(unsigned mask, bool barrier, unsigned source, uint64_t value, const Site& site, const void* where) {
+uint64_t meet(unsigned mask, bool barrier, Memories memories, unsigned source, uint64_t value, const Site& site,
+              const void* where) {
   const uint32_t begin = warp_begin(), lane = run.thread - begin;
   if (!(mask >> lane & 1)) stop(where, site, ": the mask does not name lane ", lane, " itself");
   if (!(mask >> source & 1)) stop(where, site, ": it reads lane ", source, ", which the mask does not name");
@@ -513,11 +543,12 @@ uint64_t meet(unsigned mask, bool barrier, unsigned source, uint64_t value, cons
   }
   Thread& me = run.threads[run.thread];
   me.barrier = barrier;
+  me.memories = memories;
   me.mask = mask;
   me.source = source;
   me.site = site;
   me.value = value;
-  if (!finish_warp(mask, barrier)) {
+  if (!finish_warp(mask, barrier, memories)) {
     run.at_warp++;
     wait(kAtWarp);
   }
@@ -525,9 +556,11 @@ uint64_t meet(unsigned mask, bool barrier, unsigned source, uint64_t value, cons
 }
 
 void run_block() {
-  run.threads.assign(run.threads.size(), Thread{});
-  run.warp_time.assign((run.threads.size() + 31) / 32, 0);
-  run.begun = run.done = run.at_barrier = run.at_warp = run.time = run.block_time = 0;
+  block_size = size_of(block_index);
+  run.threads.assign(block_size.count(), Thread{});
+  run.warp_time.assign((run.threads.size() + 31) / 32, {});
+  run.begun = run.done = run.at_barrier = run.at_warp = run.time = 0;
+  run.block_time = {};
   run.ready.clear();
   run.idle = run.fibers;
   run.last = &run.dynamic;
@@ -542,8 +575,8 @@ void run_block() {
 
 // ---- where things are ----
 
-// The shared variables of this thread of the host, and this library.
-void find_image() {
+// The shared variables of this thread of the host, and the library of the kernel.
+void find_images() {
   dynamic_shared[0] = 0xff;  // they are made at the first use
   const auto look = [](dl_phdr_info* info, size_t, void*) {
     uintptr_t begin = UINTPTR_MAX, end = 0, variables = 0;
@@ -553,13 +586,13 @@ void find_image() {
       if (part.p_type == PT_LOAD) begin = std::min(begin, at), end = std::max(end, at + uintptr_t(part.p_memsz));
       if (part.p_type == PT_TLS) variables = uintptr_t(info->dlpi_tls_data) + part.p_filesz;
     }
-    if (uintptr_t(&run) < begin || uintptr_t(&run) >= end) return 0;
-    run.image_begin = begin;
-    run.image_end = end;
-    run.dirty_begin = run.shared.begin = variables / 16 * 16;
-    run.dirty_end = run.shared.end = run.dynamic.begin = uintptr_t(dynamic_shared);
-    run.shared.shared = run.dynamic.shared = true;
-    return 1;
+    if (uintptr_t(run.launch->kernel) - begin < end - begin) run.image_begin = begin, run.image_end = end;
+    if (uintptr_t(&run) - begin < end - begin) {
+      run.dirty_begin = run.shared.begin = variables / 16 * 16;
+      run.dirty_end = run.shared.end = run.dynamic.begin = uintptr_t(dynamic_shared);
+      run.shared.shared = run.dynamic.shared = true;
+    }
+    return 0;
   };
   dl_iterate_phdr(look, nullptr);
 }
@@ -607,13 +640,14 @@ void give_back(const Memory& m) {
 }  // namespace
 
 unsigned lane_index() { return run.thread % 32; }
+unsigned lanes() { return ~0u >> (32 - (warp_end() - warp_begin())); }
 
 void fail(const char* what) {
   if (uintptr_t(__builtin_frame_address(0)) - run.stack < kStack) stop(__builtin_return_address(0), what);
   throw std::runtime_error(what);
 }
 
-void block_barrier(const Site& site) {
+void block_barrier(const Site& site, Memories memories) {
   const void* const where = __builtin_return_address(0);
   check_not_awaited(&site, where);
   if (run.done) stop(where, site, " after ", run.done, " threads of the block have left the kernel");
@@ -622,20 +656,20 @@ void block_barrier(const Site& site) {
   run.barrier = site;
   if (++run.at_barrier < run.threads.size()) return wait(kAtBlock);
   run.at_barrier = 0;
-  run.block_time = ++run.time;
+  run.block_time.set(memories, ++run.time);
   for (Thread& t : run.threads) {
     if (t.wait == kAtBlock) end_wait(t);
   }
 }
 
-void warp_barrier(unsigned mask, const Site& site) {
-  meet(mask, true, lane_index(), 0, site, __builtin_return_address(0));
+void warp_barrier(unsigned mask, const Site& site, Memories memories) {
+  meet(mask, true, memories, lane_index(), 0, site, __builtin_return_address(0));
 }
 
 void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site& site) {
   uint64_t bits = 0;
   memcpy(&bits, value, bytes);
-  bits = meet(mask, false, source_lane, bits, site, __builtin_return_address(0));
+  bits = meet(mask, false, kNoMemory, source_lane, bits, site, __builtin_return_address(0));
   memcpy(value, &bits, bytes);
 }
 
@@ -647,26 +681,37 @@ void launch(const Launch& l) {
   run.launch = &l;
   run.first_of_launch = run.numbers_used;
   run.numbers_used += uint32_t(blocks * threads);
-  run.threads.resize(threads);
+  run.block_threads = uint32_t(threads);
   run.touched.clear();
   run.finding.clear();
   run.where = nullptr;
-  run.record = {l.kernel, l.grid, l.block, {}, {}};
+  run.record = {l.kernel, l.grid, l.block, {}, {}, {}};
   run.host.stack = nullptr;
-  if (run.dynamic.begin != uintptr_t(dynamic_shared)) find_image();  // another thread of the host
+  // Another thread of the host, or a kernel of another library.
+  if (run.dynamic.begin != uintptr_t(dynamic_shared) ||
+      uintptr_t(l.kernel) - run.image_begin >= run.image_end - run.image_begin)
+    find_images();
   run.dynamic.end = run.dynamic.begin + l.dynamic_shared;
   run.dynamic.era = 0;  // another size
 #ifdef __SANITIZE_ADDRESS__
   run.dirty_begin = run.shared.begin, run.dirty_end = run.shared.end;  // what kernels have written is not known
 #endif
   grid_size = l.grid;
-  block_size = l.block;
   const Permutation order(blocks);
   for (uint64_t i = 0; i < blocks && run.finding.empty(); i++) {
     const uint64_t block = order(i);
     block_index = position(block, grid_size);
     run.first_of_block = uint32_t(run.first_of_launch + block * threads);
     run_block();
+  }
+  for (const Memory* m : run.touched) {
+    const auto add = [](Accesses& sum, const Accesses& more) {
+      sum.bytes += more.bytes;
+      for (int i = 0; i < 6; i++) sum.count[i] += more.count[i];
+    };
+    add(run.record.loads, m->loads);
+    add(run.record.stores, m->stores);
+    run.record.allocations.push_back({reinterpret_cast<const void*>(m->begin), m->loads, m->stores});
   }
   run.records.push_back(run.record);
   if (run.records.size() > 1000) run.records.pop_front();
@@ -765,17 +810,46 @@ ACCESS(16, 4)
 void __tsan_read_range(void* p, size_t n) { emulator::access(p, n, false, 5, WHERE); }
 void __tsan_write_range(void* p, size_t n) { emulator::access(p, n, true, 5, WHERE); }
 void __tsan_init() {}
+// clang's
+void* __tsan_memcpy(void* to, const void* from, size_t n) {
+  if (n) emulator::access(const_cast<void*>(from), n, false, 5, WHERE), emulator::access(to, n, true, 5, WHERE);
+  return memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+  if (n) emulator::access(const_cast<void*>(from), n, false, 5, WHERE), emulator::access(to, n, true, 5, WHERE);
+  return memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, size_t n) {
+  if (n) emulator::access(to, n, true, 5, WHERE);
+  return memset(to, value, n);
+}
 
-#define UNDEFINED(name, what) \
-  void __ubsan_handle_##name(void*) { emulator::undefined(what, WHERE); }
+#define UNDEFINED(name, what)                                             \
+  void __ubsan_handle_##name(void*) { emulator::undefined(what, WHERE); } \
+  void __ubsan_handle_##name##_abort(void*) { emulator::undefined(what, WHERE); }
 UNDEFINED(type_mismatch_v1, "misaligned pointer")
-UNDEFINED(add_overflow, "integer overflow in +")
-UNDEFINED(sub_overflow, "integer overflow in -")
-UNDEFINED(mul_overflow, "integer overflow in *")
 UNDEFINED(negate_overflow, "integer overflow in -")
 UNDEFINED(divrem_overflow, "division by zero or integer overflow in /")
 UNDEFINED(shift_out_of_bounds, "shift out of range")
 UNDEFINED(out_of_bounds, "array index out of range")
 UNDEFINED(float_cast_overflow, "a float that the integer type does not hold")
+
+// Also of unsigned integers where clang is asked for it: those of 32 bits, which may be offsets that do not fit.
+struct Overflow {
+  const char* file;
+  unsigned line, column;
+  struct {
+    uint16_t is_float, is_signed : 1, log_of_bits : 15;
+  }* type;
+  bool is_meant() const { return !type->is_signed && type->log_of_bits != 5; }
+};
+#define OVERFLOW(name, what)                                 \
+  void __ubsan_handle_##name##_overflow(const Overflow* o) { \
+    if (!o->is_meant()) emulator::undefined(what, WHERE);    \
+  }                                                          \
+  void __ubsan_handle_##name##_overflow_abort(const Overflow* o) { emulator::undefined(what, WHERE); }
+OVERFLOW(add, "integer overflow in +")
+OVERFLOW(sub, "integer overflow in -")
+OVERFLOW(mul, "integer overflow in *")
 }
 #endif

@@ -2,49 +2,32 @@
 // for each other, with every load and store looked at. A block is CUDA's thread block or Metal's threadgroup, a warp 32
 // threads of it. What is wrong is a std::runtime_error, thrown by launch().
 //
-// Not seen: memcpy, unless of 1, 2, 4, 8 or 16 bytes (copies of structs are), which of two shared
+// Not seen: with g++ memcpy, unless of 1, 2, 4, 8 or 16 bytes (copies of structs are), which of two shared
 // variables side by side was meant, how many there are for one kernel, and races between the lanes of a warp barrier
 // and the other lanes of the warp.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "grid.h"
+
 namespace emulator {
 
-struct Size3 {
-  unsigned x, y, z;
-  constexpr Size3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-  constexpr uint64_t count() const { return uint64_t(x) * y * z; }
+struct Bound {
+  const void* data;  // from allocate()
+  bool writable;
 };
-
-// Of the thread that runs.
-extern Size3 thread_index, block_index, block_size, grid_size;
-unsigned lane_index();
-
 struct Launch {
   Size3 grid, block;
   size_t dynamic_shared;                // bytes
-  const void* kernel;                   // its address, for its name
+  const void* kernel;                   // its address: for its name, and for the constants beside it
   void (*call)(const void* arguments);  // runs it for one thread
   const void* arguments;
+  Size3 threads = {0, 0, 0};                  // on each axis, where the last block is not full
+  const std::vector<Bound>* bound = nullptr;  // all that the kernel may touch of what is from allocate()
 };
 void launch(const Launch&);
-
-// Where threads wait for each other: all at the same place.
-struct Site {
-  const char *what, *file;
-  int line;
-};
-void block_barrier(const Site&);
-// The lanes named in the mask wait for each other. A barrier orders their accesses, an exchange does not. Lanes that
-// have left the kernel, or do not exist, may be named at a barrier only.
-void warp_barrier(unsigned mask, const Site&);
-void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site&);  // at most 8 bytes
-
-[[noreturn]] void fail(const char* what);  // ends the launch
 
 // Shared variables are the thread_local ones of the kernels' object files, which are linked before emulator.o. This
 // much is there for a launch to give.
@@ -64,12 +47,18 @@ struct Options {
 extern Options options;
 
 // What a launch did with memory from allocate(), where loads and stores are instrumented.
+struct Accesses {
+  uint64_t bytes, count[6];  // accesses of 1, 2, 4, 8 and 16 bytes, and others
+};
 struct Record {
   const void* kernel;
   Size3 grid, block;
-  struct {
-    uint64_t bytes, count[6];  // accesses of 1, 2, 4, 8 and 16 bytes, and others
-  } loads, stores;
+  Accesses loads, stores;
+  struct Allocation {
+    const void* data;
+    Accesses loads, stores;
+  };
+  std::vector<Allocation> allocations;  // that were touched
 };
 std::vector<Record> last_launches(bool clear);  // at most 1000
 std::string name_of(const void* kernel);

@@ -1,0 +1,226 @@
+"""Compiles the library for macOS (arm64) on Linux and links it with the macOS releases of torch.
+
+zig brings Clang, the C and C++ headers and libSystem; tests/simulator/frameworks has the few declarations of Foundation
+and Metal; torch's macOS wheels are downloaded once. tests/macos_symbols.txt lists what is taken from torch, so that it
+is looked at without a network too:  python tests/macos.py --update  writes it anew.
+"""
+
+import fcntl
+import functools
+import mmap
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build/macos"
+SYMBOLS = ROOT / "tests/macos_symbols.txt"
+HOST = "csrc/mps/mps.mm"
+
+# The oldest supported release and the newest: what their wheels call macOS, and the C++ that they compile extensions as.
+RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.13.0": ("macosx_14_0_arm64", "c++20")}
+
+COMPILER = f"{sys.executable} -m ziglang c++ -target aarch64-macos.14.0"
+FLAGS = "-O1 -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
+
+# What is not torch's: libc++, libobjc, Foundation, Metal. The rest of what C has is in zig's libSystem.
+APPLE = re.compile(
+    r"__Z(T[ISTV])?N?K?(St|10__cxxabiv1)|__Z(nw|na|dl|da)|___cxa_|___gxx_personality_v0$|_objc_\w+$"
+    r"|_OBJC_CLASS_\$_(NSString|MTLCompileOptions|MTLFunctionConstantValues)$"
+)
+
+
+class Unavailable(Exception):
+    """There is no network, and no headers of this release."""
+
+
+def _run(*command) -> str:
+    here = {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")} | {"TORCH_ROPE_METALLIB": "0"}
+    made = subprocess.run(
+        command, cwd=ROOT, env=os.environ | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if made.returncode:
+        raise RuntimeError(made.stdout)
+    return made.stdout
+
+
+@functools.cache
+def _download(release: str) -> str | None:
+    """Unpacks headers and libraries of the macOS release; the reason where that cannot be."""
+    folder = BUILD / f"torch-{release}"
+    if folder.exists():
+        return None
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download", "-q", "--no-deps"]
+        platform = ["--only-binary=:all:", "--platform", RELEASES[release][0], "--python-version=312"]
+        try:
+            _run(*pip, *platform, "-d", scratch, f"torch=={release}")
+        except RuntimeError as error:
+            return str(error).strip().splitlines()[-1]
+        archive = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
+        parts = ("torch/include/", "torch/lib/libc10.dylib", "torch/lib/libtorch_cpu.dylib")
+        archive.extractall(f"{scratch}/all", [name for name in archive.namelist() if name.startswith(parts)])
+        Path(scratch, "all").rename(folder)  # whole or not there
+
+
+def wheel(release: str) -> Path:
+    """The folder torch of the release's wheel for macOS."""
+    reason = _download(release)
+    if reason:
+        raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}")
+    return BUILD / f"torch-{release}/torch"
+
+
+def headers(release: str) -> Path:
+    """Of the macOS release; without a network those of the installed torch, where it is the same release."""
+    try:
+        return wheel(release) / "include"
+    except Unavailable:
+        if torch.__version__.split("+")[0] != release:
+            raise
+        return Path(torch.__file__).parent / "include"
+
+
+def _sources() -> list[str]:
+    """All but module.cpp: Python's headers are not those of macOS, and it takes nothing from torch."""
+    found = [p for pattern in ("*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")]
+    return sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
+
+
+def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
+    """Objects of these sources, or of the whole library, against the headers of this release."""
+    include = headers(release)
+    folder = BUILD / f"objects-{release}{'-misspelt' if misspelt else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if sources is None:
+        shaders = BUILD / "shaders.cpp"
+        _run(sys.executable, "shaders/embed.py", shaders)
+        sources = [*_sources(), str(shaders)]
+    objects = {source: folder / f"{Path(source).name}.o" for source in sources}
+    define = f"-D{misspelt}={misspelt}s" if misspelt else ""
+    lines = [
+        f"builddir = {folder}",
+        "rule compile",
+        f"  command = {COMPILER} -std={RELEASES[release][1]} {FLAGS} {define} $language -c $in -o $out -MD -MF $out.d"
+        f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/simulator/frameworks",
+        "  deps = gcc",
+        "  depfile = $out.d",
+    ]
+    for source, made in objects.items():
+        lines.append(f"build {made}: compile {source}")
+        lines.append(f"  language = {'-x objective-c++' if source.endswith('.mm') else ''}")
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+        jobs = os.environ.get("MAX_JOBS", "2")
+        _run(sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs)
+    return list(objects.values())
+
+
+def link(release: str, objects: list[Path]) -> Path:
+    """A library from these objects and the libraries of this release. RuntimeError says what was not found."""
+    libraries = [wheel(release) / f"lib/{name}.dylib" for name in ("libtorch_cpu", "libc10")]
+    names = ", ".join(f"'{name}'" for name in sorted(undefined(objects)) if APPLE.match(name))
+    folder = objects[0].parent
+    (folder / "apple.tbd").write_text(  # stands for Apple's libraries
+        "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\ninstall-name: apple\n"
+        f"exports:\n  - targets: [ arm64-macos ]\n    symbols: [ {names} ]\n...\n"
+    )
+    _run(
+        *COMPILER.split(), "-nostdlib++", "-shared", *objects, folder / "apple.tbd", *libraries, "-o", folder / "_C.so"
+    )
+    return folder / "_C.so"
+
+
+# ---- what a Mach-O file says ----
+
+
+def _load_commands(image, wanted: int):
+    magic, _, _, _, count = struct.unpack_from("<5I", image)
+    assert magic == 0xFEEDFACF  # 64 bits
+    at = 32
+    for _ in range(count):
+        kind, size = struct.unpack_from("<2I", image, at)
+        if kind == wanted:
+            yield at
+        at += size
+
+
+def _open(path: Path):
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def symbols(path: Path) -> tuple[set[str], set[str]]:
+    """Defined for others, and undefined."""
+    image = _open(path)
+    defined, missing = set(), set()
+    for at in _load_commands(image, 0x2):  # LC_SYMTAB
+        first, count, strings, _ = struct.unpack_from("<4I", image, at + 8)
+        for name, kind, *_ in struct.iter_unpack("<IBBHQ", image[first : first + 16 * count]):
+            if kind & 0xE1 == 1:  # external, and not of a debugger
+                text = image[strings + name : image.find(b"\0", strings + name)].decode()
+                (defined if kind & 0x0E else missing).add(text)
+    return defined, missing
+
+
+def undefined(objects: list[Path]) -> set[str]:
+    """What they take from elsewhere."""
+    found = [symbols(path) for path in objects]
+    return set().union(*(missing for _, missing in found)) - set().union(*(defined for defined, _ in found))
+
+
+def from_torch(objects: list[Path]) -> set[str]:
+    return {name for name in undefined(objects) if name.startswith("__Z") and not APPLE.match(name)}
+
+
+def selectors(path: Path) -> set[str]:
+    """Of all messages that an object sends."""
+    image = _open(path)
+    names = b""
+    for at in _load_commands(image, 0x19):  # LC_SEGMENT_64
+        (count,) = struct.unpack_from("<I", image, at + 64)
+        for section in range(at + 72, at + 72 + 80 * count, 80):
+            name, _, _, size, offset = struct.unpack_from("<16s16sQQI", image, section)
+            if name.rstrip(b"\0") == b"__objc_methname":
+                names += image[offset : offset + size]
+    return set(names.decode().split("\0")) - {""}
+
+
+# ---- the list ----
+
+
+def listed(release: str) -> set[str]:
+    lines = [line.split() for line in SYMBOLS.read_text().splitlines() if not line.startswith("#")]
+    return {name for name, *only in lines if not only or release in only}
+
+
+def update() -> None:
+    takers = {}
+    for release in RELEASES:
+        names = from_torch(compile(release))
+        exported = set().union(*(symbols(path)[0] for path in wheel(release).glob("lib/*.dylib")))
+        if names - exported:
+            sys.exit(f"torch {release} for macOS does not have: {sorted(names - exported)}")
+        for name in names:
+            takers.setdefault(name, []).append(release)
+    SYMBOLS.write_text(
+        f"# What the library takes from torch on macOS, as exported by the wheels of {' and '.join(RELEASES)}.\n"
+        "# A release after a name: only when built against that one. Written by: python tests/macos.py --update\n"
+        + "".join(
+            " ".join([name, *(releases if len(releases) < len(RELEASES) else [])]) + "\n"
+            for name, releases in sorted(takers.items())
+        )
+    )
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--update"]:
+    update()

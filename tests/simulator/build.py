@@ -1,0 +1,123 @@
+"""Builds what gives torch a simulated device "mps" on Linux, with the Metal back end as it is: csrc/mps and the shaders.
+
+python tests/simulator/build.py --missing  says what there is to install for it; nothing where it can be built.
+"""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import metal
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "tests/simulator"
+
+COMMON = "-std=c++20 -fPIC -g1 -Wall -ffp-contract=off -I."
+OBJECTIVE = (
+    "-x objective-c++ -fobjc-runtime=gcc -fconstant-string-class=NSConstantString -fblocks -fexceptions"
+    f" -isystem {HERE}/frameworks -isystem {HERE}/frameworks_linux"
+)
+
+
+def _objc() -> Path | None:
+    """GCC's folder that has libobjc and its headers."""
+    there = [
+        p.parent for p in Path("/usr/lib/gcc").glob("*/*/libobjc.so") if (p.parent / "include/objc/objc.h").exists()
+    ]
+    return max(there, key=lambda p: int(p.name.split(".")[0]), default=None)
+
+
+def missing() -> list[str]:
+    """Packages of Debian."""
+    blocks = Path("/usr/include/Block.h").exists()
+    needed = {
+        "clang-19": metal.compiler(),
+        "libobjc-12-dev": _objc(),
+        "libblocksruntime-dev": blocks and any(Path("/usr/lib").rglob("libBlocksRuntime.so")),
+    }
+    return [package for package, there in needed.items() if not there]
+
+
+def _ninja(folder: Path) -> str:
+    from torch.utils import cpp_extension
+
+    torch_paths = " ".join(f"-isystem {p}" for p in cpp_extension.include_paths())
+    libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
+    compiler, objc = metal.compiler(), _objc()
+    build = f"{compiler} $in -c -o $out -MMD -MF $out.d {COMMON} $flags"
+    lines = [
+        f"builddir = {folder}",
+        "rule cpp",
+        f"  command = {build} {torch_paths}",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "rule mm",
+        f"  command = {compiler} -c -o $out -MMD -MF $out.d {COMMON} $flags {OBJECTIVE} -isystem {objc}/include {torch_paths} $in",
+        "  deps = gcc",
+        "  depfile = $out.d",
+        "rule embed",
+        f"  command = TORCH_ROPE_METALLIB=0 {sys.executable} shaders/embed.py $out",
+        "  restat = true",
+        "rule link",
+        f"  command = {compiler} -shared $in -o $out -Wl,-soname,libtorch_rope_simulator.so {libraries} -lc10 -ltorch_cpu -ltorch"
+        f" -L{objc} -lobjc -lBlocksRuntime -ldl",
+    ]
+    shaders = " ".join(
+        str(p.relative_to(ROOT))
+        for f in ("shaders/*", "csrc/*.h", "csrc/mps/*.h")
+        for p in sorted(ROOT.glob(f))
+        if p.is_file()
+    )
+    lines.append(f"build {folder}/source.cpp: embed | {shaders}")
+    # emulator.cpp comes first: what is thread_local before it would be shared memory. Shader libraries see it.
+    sources = [
+        "tests/emulator/emulator.cpp",
+        *(f"{HERE}/{name}" for name in ("dispatch.cpp", "device.cpp", "runtime.mm", "selftest.mm")),
+        *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/mps/*.mm")),
+        "csrc/checks.cpp",
+        "csrc/overlap.cpp",
+        f"{folder}/source.cpp",
+    ]
+    made = []
+    for source in sources:
+        made.append(folder / (source.replace("/", "_") + ".o"))
+        lines.append(f"build {made[-1]}: {'mm' if source.endswith('.mm') else 'cpp'} {source}")
+        flags = "-O2" if source.endswith(("emulator.cpp", "dispatch.cpp")) else "-O1 -fvisibility=hidden"
+        if source.endswith("dispatch.cpp"):
+            flags += f""" '-DSIMULATOR_COMPILER="{sys.executable} {ROOT / HERE / "metal.py"}"'"""
+        lines.append(f"  flags = {flags}")
+    lines.append(f"build {folder}/libtorch_rope_simulator.so: link {' '.join(map(str, made))}")
+    return "\n".join(lines) + "\n"
+
+
+def build() -> Path:
+    import torch
+
+    if packages := missing():
+        raise RuntimeError(f"the simulator needs {' '.join(packages)}")
+    folder = Path("build", f"simulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
+    (ROOT / folder).mkdir(parents=True, exist_ok=True)
+    with open(ROOT / folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (ROOT / folder / "build.ninja").write_text(_ninja(folder))
+        jobs = os.environ.get("MAX_JOBS", "2")
+        made = subprocess.run(
+            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if made.returncode:
+            raise RuntimeError(made.stdout)
+    return ROOT / folder / "libtorch_rope_simulator.so"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--missing"]:
+        if packages := missing():
+            sys.exit(f"the simulated mps device needs: apt-get install {' '.join(packages)}")
+    else:
+        print(build())

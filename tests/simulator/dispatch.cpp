@@ -1,0 +1,295 @@
+#include "dispatch.h"
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+
+extern thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
+
+namespace simulator {
+
+size_t max_threads = 1024;
+
+namespace {
+
+constexpr size_t kSparse = size_t(256) << 20;
+
+uint64_t rints = 0;  // of the dispatch that runs
+std::mutex mutex;  // one dispatch at a time: function constants are variables of the library
+std::deque<std::string> records;
+
+std::string output_of(const std::string& command) {
+  FILE* const out = popen(command.c_str(), "r");
+  if (!out) fail("metal.py does not start");
+  std::string text;
+  for (char part[4096]; const size_t n = fread(part, 1, sizeof part, out);) text.append(part, n);
+  if (pclose(out)) fail(text);
+  return text.substr(0, text.find('\n'));
+}
+
+std::string json(const emulator::Accesses& a, const char* bytes, const char* counts) {
+  std::ostringstream out;
+  out << "\"" << bytes << "\": " << a.bytes << ", \"" << counts << "\": {";
+  const char* comma = "";
+  for (int i = 0; i < 6; i++) {
+    if (!a.count[i]) continue;
+    out << comma << "\"" << (i < 5 ? std::to_string(1 << i) : "other") << "\": " << a.count[i];
+    comma = ", ";
+  }
+  out << "}";
+  return out.str();
+}
+
+std::string json(const size_t (&size)[3]) {
+  std::ostringstream out;
+  out << "[" << size[0] << ", " << size[1] << ", " << size[2] << "]";
+  return out.str();
+}
+
+// Of the emulator's last launch. A buffer that is bound twice has the same numbers twice.
+void record(const Dispatch& d) {
+  const auto launches = emulator::last_launches(true);
+  std::ostringstream out;
+  out << "{\"kernel\": \"" << d.pipeline.kernel->name << "\", \"threads\": " << json(d.threads)
+      << ", \"group\": " << json(d.group) << ", \"rints\": " << rints << ", \"constants\": {";
+  const char* comma = "";
+  for (const Constant& c : d.pipeline.library->constants) {
+    int value = 0;
+    memcpy(&value, c.data, std::min(c.size, sizeof value));
+    out << comma << "\"" << c.name << "\": " << value;
+    comma = ", ";
+  }
+  out << "}, \"buffers\": {";
+  comma = "";
+  const Kernel& k = *d.pipeline.kernel;
+  for (int i = 0; i < k.count; i++) {
+    if (k.parameters[i].attribute != kbuffer) continue;
+    const Binding& b = d.buffers[k.parameters[i].index];
+    if (!b.memory || launches.empty()) continue;
+    emulator::Accesses loads{}, stores{};
+    for (const auto& a : launches.back().allocations) {
+      if (a.data == b.memory->data) loads = a.loads, stores = a.stores;
+    }
+    out << comma << "\"" << k.parameters[i].index << "\": {\"bytes\": " << b.memory->bytes << ", "
+        << json(loads, "bytes_read", "loads") << ", " << json(stores, "bytes_written", "stores") << "}";
+    comma = ", ";
+  }
+  out << "}}";
+  records.push_back(out.str());
+  if (records.size() > 1000) records.pop_front();
+}
+
+// Denormals become zero, as on a GPU.
+struct FlushDenormals {
+#ifdef __SSE__
+  const unsigned before = _mm_getcsr();
+  FlushDenormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before); }
+#endif
+};
+
+}  // namespace
+
+void fail(const std::string& what) { throw std::runtime_error("simulated Metal: " + what); }
+
+// ---- shader libraries ----
+
+const Library* compile(const std::string& source, bool fast_math) {
+  Dl_info here;
+  dladdr(reinterpret_cast<const void*>(&compile), &here);
+  const std::string library = here.dli_fname, folder = library.substr(0, library.rfind('/')) + "/shaders";
+  char input[] = "/tmp/shader.XXXXXX";
+  close(mkstemp(input));
+  std::ofstream(input) << source;
+  std::string path;
+  try {
+    path = output_of(std::string(SIMULATOR_COMPILER) + " '" + folder + "' '" + library + "'" +
+                     (fast_math ? " --fast-math" : "") + " < " + input + " 2>&1");
+  } catch (...) {
+    unlink(input);
+    throw;
+  }
+  unlink(input);
+  void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!opened) fail(dlerror());
+  auto* const made = new Library;
+  for (auto* k = static_cast<const Kernel*>(dlsym(opened, "simulator_kernels")); k->name; k++)
+    made->kernels[k->name] = k;
+  for (auto* c = static_cast<const Constant*>(dlsym(opened, "simulator_constants")); c->name; c++)
+    made->constants.push_back(*c);
+  return made;
+}
+
+std::string problem(const Library& library, const std::string& kernel, const Values& constants) {
+  if (!library.kernels.count(kernel)) return "no function " + kernel + " in the library";
+  for (const Constant& c : library.constants) {
+    const auto value = constants.find(size_t(c.index));
+    if (value == constants.end()) return std::string("function constant ") + c.name + " has no value";
+    if (value->second.type != c.type) return std::string("function constant ") + c.name + " has another type";
+  }
+  return "";
+}
+
+// ---- memory ----
+
+Buffer::Buffer(size_t bytes)
+    : bytes(bytes),
+      data(static_cast<char*>(bytes > kSparse ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+                                              : emulator::allocate(bytes))) {
+  if (data == MAP_FAILED) throw std::bad_alloc();
+}
+Buffer::~Buffer() { bytes > kSparse ? void(munmap(data, bytes)) : emulator::release(data); }
+
+// ---- dispatches ----
+
+void validate(const Dispatch& d) {
+  if (!d.pipeline.kernel) fail("a dispatch without a pipeline");
+  const Kernel& k = *d.pipeline.kernel;
+  const auto wrong = [&](const auto&... what) {
+    std::ostringstream out;
+    out << k.name << ": ";
+    (out << ... << what);
+    fail(out.str());
+  };
+  const size_t group = d.group[0] * d.group[1] * d.group[2];
+  if (!group) wrong("an empty threadgroup");
+  if (group > max_threads) wrong("threadgroups of ", group, " threads, at most ", max_threads);
+  for (const size_t threads : d.threads) {
+    if (!threads) wrong("an empty grid");
+    if (threads > UINT32_MAX) wrong(threads, " threads on an axis of the grid");
+  }
+  size_t shared = 0;
+  for (int i = 0; i < k.count; i++) {
+    const auto [attribute, index] = k.parameters[i];
+    const Type& type = k.types[i];
+    if (attribute == kthreadgroup) {
+      const size_t bytes = d.threadgroup_memory[index];
+      if (!bytes) wrong("no length for threadgroup memory ", index);
+      shared += bytes;
+    }
+    if (attribute != kbuffer) continue;
+    const Binding& b = d.buffers[index];
+    if (b.what == Binding::kUnset) wrong("buffer ", index, " is not bound");
+    if (b.pipeline != d.pipelines) wrong("buffer ", index, " is left over from an earlier pipeline");
+    if (b.what == Binding::kNil) continue;  // right unless the kernel touches it
+    const size_t bytes = b.memory->bytes - b.offset;
+    if (b.offset % type.alignment) wrong("offset ", b.offset, " of buffer ", index, " is misaligned");
+    if (type.reference && (b.what == Binding::kBytes ? bytes != type.size : bytes < type.size))
+      wrong("buffer ", index, " has ", bytes, " bytes, the parameter ", type.size);
+    if (b.what == Binding::kBytes && type.writable)
+      wrong("setBytes for buffer ", index, ", which the kernel may write");
+  }
+  if (shared > kThreadgroupMemory) wrong(shared, " bytes of threadgroup memory");
+}
+
+void run(const Dispatch& d) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Kernel& k = *d.pipeline.kernel;
+  for (const Constant& c : d.pipeline.library->constants) {
+    const auto value = d.pipeline.constants.find(size_t(c.index));
+    memcpy(c.data, value->second.bytes.data(), c.size);
+  }
+  Call call{&k, {}, {}, {}};
+  std::vector<emulator::Bound> bound;
+  size_t shared = 0;
+  for (int i = 0; i < k.count; i++) {
+    const auto [attribute, index] = k.parameters[i];
+    if (attribute == kthreadgroup) {
+      call.data[i] = dynamic_shared + shared;
+      shared += d.threadgroup_memory[index];
+    } else if (const Binding& b = d.buffers[index]; attribute == kbuffer && b.memory) {
+      call.data[i] = b.memory->data + b.offset;
+      bound.push_back({b.memory->data, k.types[i].writable});
+    }
+  }
+  const auto size = [](const auto& of) { return emulator::Size3(unsigned(of(0)), unsigned(of(1)), unsigned(of(2))); };
+  call.group = size([&](int i) { return d.group[i]; });
+  call.threads = size([&](int i) { return d.threads[i]; });
+  const emulator::Size3 grid = size([&](int i) { return (d.threads[i] + d.group[i] - 1) / d.group[i]; });
+  rints = 0;
+  emulator::last_launches(true);
+  std::string finding;
+  try {
+    const FlushDenormals flush;
+    emulator::launch({grid, call.group, shared, reinterpret_cast<const void*>(k.function),
+                      [](const void* c) { static_cast<const Call*>(c)->kernel->call(*static_cast<const Call*>(c)); },
+                      &call, call.threads, &bound});
+  } catch (const std::exception& error) {
+    finding = error.what();
+  }
+  record(d);
+  if (!finding.empty()) fail(std::string(k.name) + ": " + finding);
+}
+
+unsigned value(const Call& c, Attribute attribute, int axis) {
+  const auto of = [&](const emulator::Size3& s) { return axis == 0 ? s.x : axis == 1 ? s.y : s.z; };
+  const emulator::Size3 &at = emulator::thread_index, &size = emulator::block_size;
+  const unsigned index = (at.z * size.y + at.y) * size.x + at.x;
+  switch (attribute) {
+    case kthread_position_in_grid:
+      return of(emulator::block_index) * of(c.group) + of(at);
+    case kthread_position_in_threadgroup:
+      return of(at);
+    case kthreadgroup_position_in_grid:
+      return of(emulator::block_index);
+    case kthreads_per_threadgroup:
+      return of(size);
+    case kdispatch_threads_per_threadgroup:
+      return of(c.group);
+    case kthreads_per_grid:
+      return of(c.threads);
+    case kthreadgroups_per_grid:
+      return of(emulator::grid_size);
+    case kthread_index_in_threadgroup:
+      return index;
+    case kthread_index_in_simdgroup:
+      return index % 32;
+    case ksimdgroup_index_in_threadgroup:
+      return index / 32;
+    case ksimdgroups_per_threadgroup:
+      return unsigned(size.count() + 31) / 32;
+    case kthreads_per_simdgroup:
+      return 32;
+    default:
+      emulator::fail("a parameter with the attribute of a pointer");
+  }
+}
+
+float rint(float x) {
+  rints++;
+  return __builtin_rintf(x);
+}
+
+std::string last_dispatches(bool clear) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::string text = "[";
+  for (const std::string& r : records) text += (text.size() > 1 ? ", " : "") + r;
+  if (clear) records.clear();
+  return text + "]";
+}
+
+}  // namespace simulator
+
+// A float as a bfloat, rounded to nearest even: what clang calls, and older compiler libraries do not have. The result
+// is the lower half of a register for floats, and has that type here because clang would call this very function for
+// it.
+extern "C" float __truncsfbf2(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x == x) bits += 0x7fff + (bits >> 16 & 1);
+  bits = x != x && !(bits & 0x7f0000) ? 0x7fc0 : bits >> 16;  // a NaN keeps its bits: clang may copy a bfloat as a float
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}

@@ -1,0 +1,73 @@
+// The part of Foundation that csrc/mps and torch's headers name: declarations for two compilers, clang with the GNU
+// runtime on Linux, where runtime.mm defines them, and a cross compiler for macOS, which has objc/NSObject.h.
+#pragma once
+
+#include <objc/objc.h>
+
+#ifdef __APPLE__
+#include <Block.h>
+#include <objc/NSObjCRuntime.h>
+#include <objc/NSObject.h>
+#define INSTANCE_VARIABLES(...)
+#else
+#define INSTANCE_VARIABLES(...) {@public __VA_ARGS__}  // part of the interface in this runtime
+#undef nil
+#define nil nullptr  // not (id)0, which does not convert to NSError**
+typedef unsigned long NSUInteger;
+typedef long NSInteger;
+@protocol NSObject
+- (id)retain;
+- (oneway void)release;
+- (id)autorelease;
+- (NSUInteger)retainCount;
+- (BOOL)respondsToSelector:(SEL)selector;
+@end
+__attribute__((objc_root_class)) @interface NSObject<NSObject> {
+  Class isa;  // and nothing else: a constant string is {isa, bytes, length}
+}
++ (id)alloc;
++ (id)new;
++ (Class)class;
+- (id)init;
+- (void)dealloc;
+@end
+@interface NSAutoreleasePool : NSObject {
+ @public
+  NSAutoreleasePool* outer_;
+  void* objects_;
+}
+- (void)drain;
+@end
+#endif
+
+#include <dispatch/dispatch.h>
+
+#define NS_ENUM(type, name) \
+  enum name : type name;    \
+  enum name : type
+
+typedef struct {
+  NSUInteger location, length;
+} NSRange;
+static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
+  NSRange range = {location, length};
+  return range;
+}
+
+@interface NSString : NSObject INSTANCE_VARIABLES(const char* bytes_; unsigned length_;)
++ (NSString*)stringWithUTF8String:(const char*)text;
+- (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding;
+@property(readonly) const char* UTF8String;
+@property(readonly) NSUInteger length;
+@end
+enum { NSUTF8StringEncoding = 4 };
+#ifndef __APPLE__
+@interface NSConstantString : NSString
+@end
+#endif
+
+@interface NSError : NSObject INSTANCE_VARIABLES(NSString* text_;)
+@property(readonly, copy) NSString* localizedDescription;
+@end
+
+@class NSArray, NSDictionary, NSNumber, NSURL;

@@ -1,0 +1,87 @@
+// The part of Metal that csrc/mps and torch's headers name.
+#pragma once
+
+#include <Foundation/Foundation.h>
+
+typedef struct {
+  NSUInteger width, height, depth;
+} MTLSize;
+static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUInteger depth) {
+  MTLSize size = {width, height, depth};
+  return size;
+}
+
+typedef NS_ENUM(NSUInteger, MTLDataType){MTLDataTypeFloat = 3, MTLDataTypeInt = 29, MTLDataTypeUInt = 33,
+                                         MTLDataTypeBool = 53};
+typedef NS_ENUM(NSUInteger, MTLLanguageVersion){MTLLanguageVersion3_0 = (3 << 16) + 0,
+                                                MTLLanguageVersion3_1 = (3 << 16) + 1,
+                                                MTLLanguageVersion3_2 = (3 << 16) + 2};
+typedef NS_ENUM(NSInteger, MTLMathMode){MTLMathModeSafe = 0, MTLMathModeRelaxed = 1, MTLMathModeFast = 2};
+typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions){MTLMathFloatingPointFunctionsFast = 0,
+                                                          MTLMathFloatingPointFunctionsPrecise = 1};
+
+@interface MTLCompileOptions : NSObject INSTANCE_VARIABLES(MTLLanguageVersion version_; MTLMathMode math_;
+                                                           MTLMathFloatingPointFunctions functions_;)
+@property(readwrite, nonatomic) BOOL fastMathEnabled;
+@property(readwrite, nonatomic) MTLMathMode mathMode;
+@property(readwrite, nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions;
+@property(readwrite, nonatomic) MTLLanguageVersion languageVersion;
+@end
+
+@interface MTLFunctionConstantValues : NSObject INSTANCE_VARIABLES(void* values_;)
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
+- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range;
+@end
+
+@protocol MTLBuffer <NSObject>
+@property(readonly) NSUInteger length;
+- (void*)contents;
+@end
+
+@protocol MTLFunction <NSObject>
+@property(readonly) NSString* name;
+@end
+
+@protocol MTLLibrary <NSObject>
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name;
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name
+                        constantValues:(MTLFunctionConstantValues*)values
+                                 error:(NSError**)error;
+@end
+
+@protocol MTLComputePipelineState <NSObject>
+@property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
+@property(readonly) NSUInteger threadExecutionWidth;
+@property(readonly) NSUInteger staticThreadgroupMemoryLength;
+@end
+
+@protocol MTLDevice <NSObject>
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
+- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error;
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
+@property(readonly) NSUInteger maxThreadgroupMemoryLength;
+@end
+
+@protocol MTLCommandEncoder <NSObject>
+- (void)endEncoding;
+@end
+
+@protocol MTLComputeCommandEncoder <MTLCommandEncoder>
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state;
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index;
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index;
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index;
+- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group;
+- (void)dispatchThreadgroups:(MTLSize)groups threadsPerThreadgroup:(MTLSize)group;
+@end
+
+@protocol MTLCommandBuffer <NSObject>
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder;
+- (void)commit;
+@end
+
+@protocol MTLCommandQueue <NSObject>
+@end
+@protocol MTLSharedEvent <NSObject>
+@end
+typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);

@@ -1,0 +1,6 @@
+#pragma once
+
+#include <Metal/Metal.h>
+
+@interface MPSCommandBuffer : NSObject <MTLCommandBuffer>
+@end

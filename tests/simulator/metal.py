@@ -1,0 +1,193 @@
+"""Compiles the Metal Shading Language 3.1 as C++ for the emulator:  python metal.py FOLDER LIBRARY [--fast-math] < SOURCE
+
+Prints where in FOLDER the result is, which uses the emulator in LIBRARY; or what is wrong, and fails. Only what C++ cannot
+express is rewritten: attributes of kernels, instantiations with a host_name, function constants, copies of structs to
+another address space, vector constructors.
+TORCH_ROPE_SIMULATOR_CONTRACT=1: multiplications and additions become fused where the compiler likes, as on a GPU.
+"""
+
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ATTRIBUTES = set(re.findall(r"^  k(\w+),$", (HERE / "library.h").read_text(), re.M))
+VECTOR = r"\b(?:metal::)?((?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]|vec<\s*\w+\s*,\s*\w+\s*>)\s*\("
+NOT_METAL = {  # that C++14 has, or clang in spite of it
+    **{word: rf"\b{word}\b" for word in ("double", "new", "delete", "virtual", "throw", "try", "goto", "thread_local")},
+    "std::": r"\bstd::",
+    "if constexpr": r"\bif\s+constexpr\b",
+    "a lambda": r"\[\s*[&=]?[\w\s,&]*\]\s*\([^()]*\)\s*(?:->\s*[\w:<>]+\s*)?\{",
+}
+
+
+class NotMetal(Exception):
+    pass
+
+
+def closing(text: str, at: int) -> int:
+    """Where the bracket at this place closes."""
+    pairs = {"(": ")", "{": "}"}
+    opening, depth = text[at], 0
+    for i in range(at, len(text)):
+        depth += (text[i] == opening) - (text[i] == pairs[opening])
+        if not depth:
+            return i
+    raise NotMetal(f"a {opening} is not closed")
+
+
+def arguments(text: str) -> list[str]:
+    """Between commas, outside of brackets."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "(<[{") - (c in ")>]}")
+        if c == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part.strip() for part in parts if part.strip()]
+
+
+def check(text: str) -> None:
+    """`text` is preprocessed."""
+    for name, pattern in NOT_METAL.items():
+        if found := re.search(pattern, text):
+            line = re.findall(r"^# (\d+) .*((?:\n.*)*)", text[: found.start()], re.M)[-1]
+            raise NotMetal(f"program_source:{int(line[0]) - 1 + line[1].count(chr(10))}: Metal has no {name}")
+    # C++ would take a pointer in any address space for a parameter `const T*`; and one without a template for private.
+    plain = re.sub(r"^#.*$", "", text, flags=re.M)
+    for name, parameters in re.findall(
+        r"\b(\w+)\s*\(([^(){};]*)\)\s*(?:const\s*)?(?:(?:device|constant|thread)\s*)?\{", plain
+    ):
+        for parameter in arguments(parameters) if name not in ("if", "for", "while", "switch") else []:
+            if re.search(r"[*&]", parameter) and not re.search(r"\b(device|constant|threadgroup|thread)\b", parameter):
+                raise NotMetal(f"{name}: `{parameter}` has no address space")
+
+
+def translated(text: str) -> str:
+    """C++ from preprocessed Metal."""
+    check(text)
+    constants = []
+
+    def constant(m):
+        constants.append(f'simulator::constant_of("{m[2]}", {m[3]}, {m[2]})')
+        return f"static {m[1]} {m[2]};"
+
+    text = re.sub(r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]\s*;", constant, text)
+
+    # A kernel, and each instance of one, is registered where it stands, so that its names are known there.
+    attributes_of, count = {}, itertools.count()
+    while found := re.search(r"(?:\[\[\s*kernel\s*\]\]|\bkernel\b)\s+void\s+(\w+)\s*\(", text):
+        name, end = found[1], closing(text, found.end() - 1)
+        parameters, attributes = arguments(text[found.end() : end]), []
+        for i, parameter in enumerate(parameters):
+            attribute = re.search(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", parameter)
+            if not attribute or attribute[1] not in ATTRIBUTES:
+                raise NotMetal(f"kernel {name}: what is `{parameter}`?")
+            space = re.search(r"\b(device|constant|threadgroup)\b", parameter[: attribute.start()])
+            if attribute[1] in ("buffer", "threadgroup") and not space:
+                raise NotMetal(f"kernel {name}: `{parameter}` has no address space")
+            attributes.append(f"{{simulator::k{attribute[1]}, {attribute[2] or 0}}}")
+            # Metal takes it that buffers do not overlap, and so may the optimiser here.
+            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", parameter.replace(attribute[0], ""))
+        attributes_of[name] = f"LIST({', '.join(attributes)})"
+        after = closing(text, text.index("{", end)) + 1
+        plain = not re.search(r"template\s*<[^;{}]*>\s*$", text[: found.start()])
+        registered = f' KERNEL({next(count)}, "{name}", {attributes_of[name]}, {name});' if plain else ""
+        lines = "\n" * text[found.start() : end].count("\n")
+        head = f"void {name}({', '.join(parameters)}{lines}{text[end:after]}{registered}"
+        text = text[: found.start()] + head + text[after:]
+
+    instance = r'template\s*\[\[\s*host_name\(((?:\s*"[^"]*")+)\s*\)\s*\]\]\s*\[\[\s*kernel\s*\]\]\s*decltype\('
+    while found := re.search(instance, text):
+        end = closing(text, found.end() - 1)
+        function = text[found.end() : end].strip()
+        attributes = attributes_of[re.match(r"[\w:]*?(\w+)\s*(?:<|$)", function)[1]]
+        made = f"INSTANCE({next(count)}, {found[1]}, {attributes}, {function});"
+        text = text[: found.start()] + made + text[text.index(";", end) + 1 :]
+
+    body = re.sub(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*(?:\[[^;]*)?;", lambda m: f"\0{m[0]}", text)
+    if "\0" in body:
+        variable = body.split("\0")[1].split("\n")[0]
+        raise NotMetal(f"the simulator takes threadgroup memory by a parameter [[threadgroup(0)]] alone: {variable}")
+    if structs := "|".join(set(re.findall(r"\bstruct\s+(\w+)", text))):
+        text = re.sub(rf"\b((?:{structs})\b[^;(){{}}=&*]*\s\w+\s*=\s*)([^;={{}}]+);", r"\1COPY_OF(\2);", text)
+    text = re.sub(VECTOR, r"simulator::vector<\1>(", text)
+
+    return f'#include "metal/shim.h"\n{text}\nCONSTANTS({", ".join(constants)})\n'
+
+
+def run(*command, text: str | None = None) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise NotMetal(done.stderr)
+    return done.stdout
+
+
+def compiler() -> str | None:
+    names = [f"clang++-{version}" for version in (19, 20, 21, 22, 18, 17, 16)]
+    return next((name for name in [*names, "clang++"] if shutil.which(name)), None)
+
+
+def processor() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    there = info.read_text().split() if info.exists() else []
+    return [f"-m{feature}" for feature in ("fma", "f16c") if feature in there]
+
+
+LANGUAGE = "-x c++ -std=c++14 -Wno-everything -Xclang -cl-single-precision-constant".split()
+# A float becomes a bfloat, or a float a double, only where it says so.
+STRICT = "-Werror=c++17-extensions -Werror=double-promotion -Werror=implicit-float-conversion -Wno-implicit-int-float-conversion".split()
+# The conversions of an integer that wrap are found too: they would be offsets that do not fit.
+CHECKS = "thread,signed-integer-overflow,unsigned-integer-overflow,shift-base,shift-exponent,integer-divide-by-zero,array-bounds,float-cast-overflow,alignment"
+FLAGS = (
+    "-O2 -g1 -fPIC -shared -fno-vectorize -fno-slp-vectorize -fno-strict-aliasing"
+    f" -Xclang -ffloat16-excess-precision=none -Xclang -fsanitize={CHECKS} -Xclang -fsanitize-recover=unsigned-integer-overflow"
+    " -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1"
+).split()
+
+
+def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
+    if not source.isascii():
+        raise NotMetal("program_source: not ASCII")
+    contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
+    flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
+    parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../emulator/grid.h"]
+    state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
+    made = folder / (hashlib.sha256("\0".join(state).encode()).hexdigest()[:16] + ".so")
+    if not made.exists():
+        text = run(
+            *(
+                compiler(),
+                "-E",
+                "-x",
+                "c++",
+                "-nostdinc",
+                "-isystem",
+                HERE / "metal",
+                "-D__METAL_VERSION__=310",
+                "-D__METAL__=1",
+                "-",
+            ),
+            text=f'#line 1 "program_source"\n{source}',
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        cpp, own = made.with_suffix(".cpp"), made.with_suffix(f".{os.getpid()}")
+        cpp.write_text(translated(text))
+        base = [compiler(), *LANGUAGE, f"-I{HERE}", cpp]
+        run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES")
+        run(*base, *flags, "-o", own, "-x", "none", library)
+        own.rename(made)  # whole, or not at all
+    return made
+
+
+if __name__ == "__main__":
+    try:
+        print(compiled(sys.stdin.read(), Path(sys.argv[1]), Path(sys.argv[2]), "--fast-math" in sys.argv))
+    except NotMetal as error:
+        sys.exit(str(error))

@@ -1,0 +1,341 @@
+// metal_stdlib for shaders that metal.py has translated to C++14. Address spaces vanish, and -fsanitize=thread shows
+// the emulator every load and store; or with SIMULATOR_ADDRESS_SPACES they are clang's, to compile the text and no
+// more.
+#pragma once
+#pragma clang system_header
+
+// No <cmath>: its functions of doubles would compete with those of metal.
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "../library.h"
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef _Float16 half;
+typedef __bf16 bfloat;
+
+#ifdef SIMULATOR_ADDRESS_SPACES
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+#else
+#define device
+#define constant const
+#define threadgroup
+#endif
+#define thread
+#define NAN __builtin_nanf("")
+#define INFINITY __builtin_inff()
+#define UNWATCHED __attribute__((no_sanitize("thread")))  // it may look at variables of the host
+
+namespace metal {
+
+template <typename T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+
+#define VECTORS(T)        \
+  typedef vec<T, 2> T##2; \
+  typedef vec<T, 3> T##3; \
+  typedef vec<T, 4> T##4;
+VECTORS(float)
+VECTORS(half)
+VECTORS(bfloat)
+VECTORS(char)
+VECTORS(uchar)
+VECTORS(short)
+VECTORS(ushort)
+VECTORS(int)
+VECTORS(uint)
+VECTORS(long)
+VECTORS(ulong)
+#undef VECTORS
+
+using std::conditional;
+using std::enable_if;
+using std::is_same;
+using std::numeric_limits;
+
+// Of float alone, and each at full precision.
+#define FUNCTIONS                                                                 \
+  inline float sqrt(float x) { return __builtin_sqrtf(x); }                       \
+  inline float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }               \
+  inline float sin(float x) { return __builtin_sinf(x); }                         \
+  inline float cos(float x) { return __builtin_cosf(x); }                         \
+  inline float exp(float x) { return __builtin_expf(x); }                         \
+  inline float exp2(float x) { return __builtin_exp2f(x); }                       \
+  inline float log(float x) { return __builtin_logf(x); }                         \
+  inline float log2(float x) { return __builtin_log2f(x); }                       \
+  inline float pow(float x, float y) { return __builtin_powf(x, y); }             \
+  inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); } \
+  inline float rint(float x) { return simulator::rint(x); }                       \
+  inline float floor(float x) { return __builtin_floorf(x); }                     \
+  inline float ceil(float x) { return __builtin_ceilf(x); }                       \
+  inline float trunc(float x) { return __builtin_truncf(x); }                     \
+  inline float fabs(float x) { return __builtin_fabsf(x); }                       \
+  inline float abs(float x) { return __builtin_fabsf(x); }                        \
+  inline float min(float x, float y) { return __builtin_fminf(x, y); }            \
+  inline float max(float x, float y) { return __builtin_fmaxf(x, y); }
+FUNCTIONS
+namespace precise {
+FUNCTIONS
+}
+namespace fast {
+FUNCTIONS
+}
+#undef FUNCTIONS
+
+inline bool isnan(float x) { return __builtin_isnan(x); }
+inline bool isinf(float x) { return __builtin_isinf(x); }
+inline bool isfinite(float x) { return __builtin_isfinite(x); }
+template <typename T>
+T abs(T x) {
+  return x < T(0) ? -x : x;
+}
+template <typename T>
+T min(T x, T y) {
+  return y < x ? y : x;
+}
+template <typename T>
+T max(T x, T y) {
+  return x < y ? y : x;
+}
+template <typename T>
+T clamp(T x, T low, T high) {
+  return min(max(x, low), high);
+}
+template <typename T>
+T select(T no, T yes, bool which) {
+  return which ? yes : no;
+}
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+
+// Default arguments give the place of the caller.
+#define WHERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+inline void threadgroup_barrier(mem_flags flags, WHERE) {
+  emulator::block_barrier({"threadgroup_barrier", file, line}, emulator::Memories(flags));
+}
+inline void simdgroup_barrier(mem_flags flags, WHERE) {
+  emulator::warp_barrier(emulator::lanes(), {"simdgroup_barrier", file, line}, emulator::Memories(flags));
+}
+}  // namespace metal
+
+namespace simulator {
+
+inline bool has_lane(uint lane) { return lane < 32 && emulator::lanes() >> lane & 1; }
+
+// What another lane has. That of a lane that is not there is undefined in Metal, here a NaN.
+template <typename T>
+T of_lane(T x, uint lane, const emulator::Site& site) {
+  const bool there = has_lane(lane);
+  emulator::warp_exchange(emulator::lanes(), there ? lane : emulator::lane_index(), &x, sizeof x, site);
+  if (!there) __builtin_memset(&x, 0xff, sizeof x);
+  return x;
+}
+template <typename T, typename F>
+T reduced(T x, F f, const emulator::Site& site) {
+  for (uint distance = 16; distance; distance /= 2) {
+    const uint lane = emulator::lane_index() + distance;
+    const T other = of_lane(x, lane, site);
+    if (has_lane(lane)) x = f(x, other);
+  }
+  return of_lane(x, 0, site);
+}
+
+}  // namespace simulator
+
+namespace metal {
+#define SITE(name) {name, file, line}
+template <typename T>
+T simd_sum(T x, WHERE) {
+  return simulator::reduced(x, [](T a, T b) { return T(a + b); }, SITE("simd_sum"));
+}
+template <typename T>
+T simd_max(T x, WHERE) {
+  return simulator::reduced(x, [](T a, T b) { return max(a, b); }, SITE("simd_max"));
+}
+template <typename T>
+T simd_min(T x, WHERE) {
+  return simulator::reduced(x, [](T a, T b) { return min(a, b); }, SITE("simd_min"));
+}
+template <typename T>
+T simd_shuffle(T x, ushort lane, WHERE) {
+  return simulator::of_lane(x, lane, SITE("simd_shuffle"));
+}
+template <typename T>
+T simd_broadcast(T x, ushort lane, WHERE) {
+  return simulator::of_lane(x, lane, SITE("simd_broadcast"));
+}
+template <typename T>
+T simd_shuffle_xor(T x, ushort mask, WHERE) {
+  return simulator::of_lane(x, emulator::lane_index() ^ mask, SITE("simd_shuffle_xor"));
+}
+template <typename T>
+T simd_shuffle_down(T x, ushort delta, WHERE) {
+  return simulator::of_lane(x, emulator::lane_index() + delta, SITE("simd_shuffle_down"));
+}
+template <typename T>
+T simd_shuffle_up(T x, ushort delta, WHERE) {
+  return simulator::of_lane(x, emulator::lane_index() - delta, SITE("simd_shuffle_up"));
+}
+#undef SITE
+#undef WHERE
+}  // namespace metal
+
+using namespace metal;  // as_type and vector types are global in Metal
+template <typename T, typename F>
+T as_type(F from) {
+  static_assert(sizeof(T) == sizeof(F), "as_type takes a type of the same size");
+  T to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// ---- what metal.py calls ----
+
+namespace simulator {
+
+// A copy constructor of C++ takes its own address space alone.
+#ifdef SIMULATOR_ADDRESS_SPACES
+#define COPY_OF(...) simulator::copy_of(__VA_ARGS__)
+template <typename T>
+T copy_of(const T&);
+template <typename T>
+T copy_of(constant T&);
+template <typename T>
+T copy_of(const device T&);
+template <typename T>
+T copy_of(const threadgroup T&);
+#else
+#define COPY_OF(...) __VA_ARGS__
+#endif
+
+// float4(a, b, c, d), float4(a) and float4(v)
+template <typename V>
+struct Elements;
+template <typename T, int N>
+struct Elements<vec<T, N>> {
+  typedef T type;
+};
+template <typename V, typename S>
+auto vector(S s) -> typename std::enable_if<std::is_arithmetic<S>::value || sizeof(S) == 2, V>::type {
+  return V(static_cast<typename Elements<V>::type>(s));
+}
+template <typename V, typename S>
+auto vector(S v) -> decltype(void(Elements<S>()), V()) {
+  return __builtin_convertvector(v, V);
+}
+template <typename V, typename... S>
+auto vector(S... s) -> typename std::enable_if<(sizeof...(S) > 1), V>::type {
+  return V{static_cast<typename Elements<V>::type>(s)...};
+}
+
+template <typename T>
+struct Pointee {
+  static const unsigned size = sizeof(T), alignment = alignof(T);
+};
+template <>
+struct Pointee<void> {
+  static const unsigned size = 1, alignment = 1;
+};
+template <>
+struct Pointee<const void> : Pointee<void> {};
+
+// How a parameter of a kernel gets its value.
+template <typename P>
+struct Passed {
+  static constexpr Type type() { return {0, 0, false, false, false}; }
+  UNWATCHED static P get(const Call& c, int i) {
+    return get(c, c.kernel->parameters[i].attribute, static_cast<P*>(nullptr));
+  }
+  template <typename I>
+  UNWATCHED static typename std::enable_if<std::is_integral<I>::value, I>::type get(const Call& c, Attribute a, I*) {
+    return I(value(c, a, 0));
+  }
+  template <typename I>
+  UNWATCHED static vec<I, 2> get(const Call& c, Attribute a, vec<I, 2>*) {
+    return {I(value(c, a, 0)), I(value(c, a, 1))};
+  }
+  template <typename I>
+  UNWATCHED static vec<I, 3> get(const Call& c, Attribute a, vec<I, 3>*) {
+    return {I(value(c, a, 0)), I(value(c, a, 1)), I(value(c, a, 2))};
+  }
+};
+template <typename T>
+struct Passed<T*> {
+  static constexpr Type type() {
+    return {Pointee<T>::size, Pointee<T>::alignment, true, false, !std::is_const<T>::value};
+  }
+  UNWATCHED static T* get(const Call& c, int i) { return static_cast<T*>(c.data[i]); }
+};
+template <typename T>
+struct Passed<T&> {
+  static constexpr Type type() { return {sizeof(T), alignof(T), false, true, !std::is_const<T>::value}; }
+  UNWATCHED static T& get(const Call& c, int i) { return *static_cast<T*>(c.data[i]); }
+};
+
+template <typename... P>
+struct Signature {
+  template <size_t... I>
+  UNWATCHED static void call(const Call& c, std::index_sequence<I...>) {
+    reinterpret_cast<void (*)(P...)>(c.kernel->function)(Passed<P>::get(c, I)...);
+  }
+  UNWATCHED static void call(const Call& c) { call(c, std::index_sequence_for<P...>()); }
+};
+
+template <typename T>
+struct DataType;  // MTLDataType
+template <>
+struct DataType<float> {
+  static const int value = 3;
+};
+template <>
+struct DataType<int> {
+  static const int value = 29;
+};
+template <>
+struct DataType<uint> {
+  static const int value = 33;
+};
+template <>
+struct DataType<bool> {
+  static const int value = 53;
+};
+template <typename T>
+Constant constant_of(const char* name, int index, T& data) {
+  return {name, index, DataType<T>::value, &data, sizeof data};
+}
+
+}  // namespace simulator
+
+#ifdef SIMULATOR_ADDRESS_SPACES
+#define KERNEL(...)
+#define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
+#define CONSTANTS(...)
+#else
+extern "C" simulator::Kernel simulator_kernels[1000] = {};  // the last has no name
+namespace simulator {
+struct Registered {
+  template <typename... P>
+  UNWATCHED Registered(const char* name, void (*function)(P...), std::initializer_list<Parameter> parameters) {
+    static_assert(sizeof...(P) <= Kernel::kMost, "so many parameters are not foreseen");
+    Kernel* k = simulator_kernels;
+    while (k->name) k++;
+    *k = {
+        name, reinterpret_cast<void (*)()>(function), Signature<P...>::call, sizeof...(P), {}, {Passed<P>::type()...}};
+    for (const Parameter& p : parameters) k->parameters[&p - parameters.begin()] = p;
+  }
+};
+}  // namespace simulator
+#define LIST(...) {__VA_ARGS__}
+#define KERNEL(number, host_name, attributes, ...) \
+  static const simulator::Registered registered_##number(host_name, &__VA_ARGS__, attributes)
+#define INSTANCE KERNEL
+#define CONSTANTS(...) extern "C" simulator::Constant simulator_constants[] = {__VA_ARGS__ __VA_OPT__(, ){}};
+#endif

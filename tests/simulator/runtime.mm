@@ -1,0 +1,492 @@
+// What csrc/mps asks of macOS: Foundation, libdispatch, Metal, and the part of torch that is only built there.
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSStream.h>
+#include <objc/runtime.h>
+
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "device.h"
+#include "dispatch.h"
+
+using simulator::fail;
+
+// C++ exceptions go through Objective-C++ as through C++: the runtime's own function does not know their types.
+extern "C" int __gxx_personality_v0(int, int, unsigned long, void*, void*);
+extern "C" int __gnu_objc_personality_v0(int version, int actions, unsigned long kind, void* exception, void* context) {
+  return __gxx_personality_v0(version, actions, kind, exception, context);
+}
+
+// ---- Foundation ----
+
+namespace {
+int& references(id object) { return reinterpret_cast<int*>(object)[-4]; }
+thread_local NSAutoreleasePool* pool;
+}  // namespace
+
+@implementation NSObject
++ (id)alloc {
+  char* const memory = static_cast<char*>(calloc(1, 16 + class_getInstanceSize(self)));
+  id object = reinterpret_cast<id>(memory + 16);
+  object_setClass(object, self);
+  references(object) = 1;
+  return object;
+}
++ (id)new {
+  return [[self alloc] init];
+}
++ (Class)class {
+  return self;
+}
+- (id)init {
+  return self;
+}
+- (id)retain {
+  __atomic_fetch_add(&references(self), 1, __ATOMIC_RELAXED);
+  return self;
+}
+- (oneway void)release {
+  if (__atomic_fetch_sub(&references(self), 1, __ATOMIC_ACQ_REL) == 1) [self dealloc];
+}
+- (NSUInteger)retainCount {
+  return NSUInteger(references(self));
+}
+- (id)autorelease {
+  if (pool) static_cast<std::vector<id>*>(pool->objects_)->push_back(self);  // without a pool it leaks
+  return self;
+}
+- (void)dealloc {
+  free(reinterpret_cast<char*>(self) - 16);
+}
+- (BOOL)respondsToSelector:(SEL)selector {
+  return class_respondsToSelector(object_getClass(self), selector);
+}
+@end
+
+@implementation NSAutoreleasePool
+- (id)init {
+  outer_ = pool;
+  objects_ = new std::vector<id>;
+  return pool = self;
+}
+- (void)drain {
+  auto* const objects = static_cast<std::vector<id>*>(objects_);
+  pool = outer_;
+  for (id object : *objects) [object release];
+  delete objects;
+  [self release];
+}
+@end
+
+@implementation NSString
++ (NSString*)stringWithUTF8String:(const char*)text {
+  if (!text) fail("stringWithUTF8String: NULL");
+  return [[[self alloc] initWithBytes:text length:strlen(text) encoding:NSUTF8StringEncoding] autorelease];
+}
+- (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding {
+  bytes_ = strndup(static_cast<const char*>(bytes), length);
+  length_ = unsigned(length);
+  return self;
+}
+- (const char*)UTF8String {
+  return bytes_;
+}
+- (NSUInteger)length {
+  return length_;
+}
+- (void)dealloc {
+  free(const_cast<char*>(bytes_));
+  [super dealloc];
+}
+@end
+
+@implementation NSConstantString
+- (id)retain {
+  return self;
+}
+- (oneway void)release {
+}
+- (id)autorelease {
+  return self;
+}
+@end
+
+@implementation NSError
+- (NSString*)localizedDescription {
+  return text_;
+}
+- (void)dealloc {
+  [text_ release];
+  [super dealloc];
+}
+@end
+
+// ---- libdispatch: serial queues ----
+
+struct simulated_queue {
+  std::mutex mutex;
+  std::thread::id owner;
+  bool is_mine() const { return owner == std::this_thread::get_id(); }
+};
+struct simulated_data {
+  std::string bytes;
+};
+
+namespace {
+simulated_queue stream_queue, main_queue;
+
+void run_encoded();
+}  // namespace
+
+dispatch_queue_t dispatch_get_main_queue() { return &main_queue; }
+
+void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
+  if (!queue) fail("dispatch_sync on no queue");
+  if (queue->is_mine())
+    fail("dispatch_sync on the queue that runs this block: a deadlock. A call of ATen in the block does that too");
+  const std::lock_guard<std::mutex> lock(queue->mutex);
+  struct Owner {
+    simulated_queue* queue;
+    explicit Owner(simulated_queue* queue) : queue(queue) { queue->owner = std::this_thread::get_id(); }
+    ~Owner() { queue->owner = {}; }
+  } const owner(queue);
+  try {
+    block();
+  } catch (const std::exception& error) {
+    fail(std::string("an exception left a block of dispatch_sync, on macOS std::terminate: ") + error.what());
+  }
+  run_encoded();  // at once, so that an error is raised by the call that made it
+}
+
+dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t, dispatch_block_t) {
+  return new simulated_data{{static_cast<const char*>(bytes), length}};
+}
+void dispatch_release(dispatch_data_t data) { delete data; }
+
+// ---- Metal: a library is the compiled source, a pipeline the kernel and its function constants ----
+
+@interface SimulatedBuffer : NSObject <MTLBuffer> {
+ @public
+  std::shared_ptr<simulator::Buffer>* memory_;
+}
+@end
+@implementation SimulatedBuffer
+- (NSUInteger)length {
+  return (*memory_)->bytes;
+}
+- (void*)contents {
+  return (*memory_)->data;
+}
+- (void)dealloc {
+  delete memory_;
+  [super dealloc];
+}
+@end
+
+@implementation MTLCompileOptions
+- (id)init {
+  version_ = MTLLanguageVersion3_1;
+  math_ = MTLMathModeFast;
+  functions_ = MTLMathFloatingPointFunctionsFast;
+  return self;
+}
+- (BOOL)fastMathEnabled {
+  return math_ == MTLMathModeFast;
+}
+- (void)setFastMathEnabled:(BOOL)enabled {
+  math_ = enabled ? MTLMathModeFast : MTLMathModeSafe;
+}
+- (MTLMathMode)mathMode {
+  return math_;
+}
+- (void)setMathMode:(MTLMathMode)mode {
+  math_ = mode;
+}
+- (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
+  return functions_;
+}
+- (void)setMathFloatingPointFunctions:(MTLMathFloatingPointFunctions)functions {
+  functions_ = functions;
+}
+- (MTLLanguageVersion)languageVersion {
+  return version_;
+}
+- (void)setLanguageVersion:(MTLLanguageVersion)version {
+  version_ = version;
+}
+@end
+
+@implementation MTLFunctionConstantValues
+- (id)init {
+  values_ = new simulator::Values;
+  return self;
+}
+- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
+  const size_t bytes = type == MTLDataTypeBool ? 1 : 4;
+  (*static_cast<simulator::Values*>(values_))[index] = {int(type), {static_cast<const char*>(value), bytes}};
+}
+- (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range {
+  const size_t bytes = type == MTLDataTypeBool ? 1 : 4;
+  for (NSUInteger i = 0; i < range.length; i++)
+    [self setConstantValue:static_cast<const char*>(values) + i * bytes type:type atIndex:range.location + i];
+}
+- (void)dealloc {
+  delete static_cast<simulator::Values*>(values_);
+  [super dealloc];
+}
+@end
+
+@interface SimulatedPipeline : NSObject <MTLFunction, MTLComputePipelineState> {
+ @public
+  simulator::Pipeline* pipeline_;
+}
+@end
+@implementation SimulatedPipeline
+- (NSString*)name {
+  return [NSString stringWithUTF8String:pipeline_->kernel->name];
+}
+- (NSUInteger)maxTotalThreadsPerThreadgroup {
+  return simulator::max_threads;
+}
+- (NSUInteger)threadExecutionWidth {
+  return 32;
+}
+- (NSUInteger)staticThreadgroupMemoryLength {
+  return 0;
+}
+- (void)dealloc {
+  delete pipeline_;
+  [super dealloc];
+}
+@end
+
+namespace {
+// Runs what may fail; then the error is told, and there is no result.
+template <typename F>
+id made_by(NSError** error, F make) {
+  try {
+    return make();
+  } catch (const std::exception& e) {
+    if (error) {
+      NSError* const made = [[NSError new] autorelease];
+      made->text_ = [[NSString stringWithUTF8String:e.what()] retain];
+      *error = made;
+    }
+    return nil;
+  }
+}
+}  // namespace
+
+@interface SimulatedLibrary : NSObject <MTLLibrary> {
+ @public
+  const simulator::Library* library_;
+}
+@end
+@implementation SimulatedLibrary
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name {
+  return [self newFunctionWithName:name constantValues:nil error:nil];
+}
+- (id<MTLFunction>)newFunctionWithName:(NSString*)name
+                        constantValues:(MTLFunctionConstantValues*)values
+                                 error:(NSError**)error {
+  return made_by(error, [&] {
+    const auto constants = values ? *static_cast<simulator::Values*>(values->values_) : simulator::Values();
+    const std::string kernel = [name UTF8String], problem = simulator::problem(*library_, kernel, constants);
+    if (!problem.empty()) fail(problem);
+    SimulatedPipeline* const function = [SimulatedPipeline new];
+    function->pipeline_ = new simulator::Pipeline{library_, library_->kernels.at(kernel), constants};
+    return function;
+  });
+}
+@end
+
+@interface SimulatedDevice : NSObject <MTLDevice>
+@end
+@implementation SimulatedDevice
+- (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
+  return made_by(error, [&] {
+    if (options && options->version_ < MTLLanguageVersion3_1) fail("the shaders have bfloat: Metal 3.1");
+    const bool fast = !options || options->math_ != MTLMathModeSafe;
+    SimulatedLibrary* const library = [SimulatedLibrary new];
+    library->library_ = simulator::compile([source UTF8String], fast);
+    return library;
+  });
+}
+// A compiled library is here "SIMULATED", and the source.
+- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error {
+  return made_by(error, [&] {
+    if (data->bytes.rfind("SIMULATED", 0) != 0) fail("this is no Metal library");
+    SimulatedLibrary* const library = [SimulatedLibrary new];
+    library->library_ = simulator::compile(data->bytes.substr(9), false);
+    return library;
+  });
+}
+- (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
+  return made_by(error, [&] {
+    if (!function) fail("a pipeline of no function");
+    SimulatedPipeline* const pipeline = [SimulatedPipeline new];
+    pipeline->pipeline_ = new simulator::Pipeline(*((SimulatedPipeline*)function)->pipeline_);
+    return pipeline;
+  });
+}
+- (NSUInteger)maxThreadgroupMemoryLength {
+  return simulator::kThreadgroupMemory;
+}
+@end
+
+namespace {
+// Encoded, not run yet. Buffers stay alive until then.
+std::vector<simulator::Dispatch> encoded;
+
+void run_encoded() {
+  std::vector<simulator::Dispatch> now;
+  now.swap(encoded);
+  for (const auto& dispatch : now) simulator::run(dispatch);
+}
+
+void check_on_queue(const char* what) {
+  if (!stream_queue.is_mine()) fail(std::string(what) + " outside of the stream's queue");
+}
+}  // namespace
+
+@interface SimulatedEncoder : NSObject <MTLComputeCommandEncoder> {
+ @public
+  simulator::Dispatch* now_;
+}
+@end
+@implementation SimulatedEncoder
+- (id)init {
+  now_ = new simulator::Dispatch;
+  return self;
+}
+- (void)dealloc {
+  delete now_;
+  [super dealloc];
+}
+- (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
+  check_on_queue("setComputePipelineState");
+  if (!state) fail("setComputePipelineState: nil");
+  now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
+  now_->pipelines++;
+}
+- (void)bind:(simulator::Binding)binding at:(NSUInteger)index {
+  check_on_queue("a command encoder");
+  if (index >= simulator::kBindings) fail("there is no buffer " + std::to_string(index));
+  if (binding.memory && binding.offset > binding.memory->bytes)
+    fail("offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
+  binding.pipeline = now_->pipelines;
+  now_->buffers[index] = binding;
+}
+- (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  if (!buffer) return [self bind:{simulator::Binding::kNil} at:index];
+  if (object_getClass(buffer) != [SimulatedBuffer class]) fail("setBuffer takes a buffer");
+  [self bind:{simulator::Binding::kBuffer, *((SimulatedBuffer*)buffer)->memory_, offset} at:index];
+}
+- (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
+  if (length == 0 || length > 4096) fail("setBytes of " + std::to_string(length) + " bytes");
+  const auto memory = std::make_shared<simulator::Buffer>(length);
+  memcpy(memory->data, bytes, length);
+  [self bind:{simulator::Binding::kBytes, memory} at:index];
+}
+- (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
+  check_on_queue("setThreadgroupMemoryLength");
+  if (index >= simulator::kBindings) fail("there is no threadgroup memory " + std::to_string(index));
+  if (length % 16) fail("threadgroup memory of " + std::to_string(length) + " bytes: not a multiple of 16");
+  now_->threadgroup_memory[index] = length;
+}
+- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+  check_on_queue("a dispatch");
+  simulator::Dispatch dispatch = *now_;
+  dispatch.threads[0] = threads.width, dispatch.threads[1] = threads.height, dispatch.threads[2] = threads.depth;
+  dispatch.group[0] = group.width, dispatch.group[1] = group.height, dispatch.group[2] = group.depth;
+  simulator::validate(dispatch);
+  encoded.push_back(std::move(dispatch));
+}
+- (void)dispatchThreadgroups:(MTLSize)groups threadsPerThreadgroup:(MTLSize)group {
+  [self dispatchThreads:MTLSizeMake(groups.width * group.width, groups.height * group.height,
+                                    groups.depth * group.depth)
+      threadsPerThreadgroup:group];
+}
+- (void)endEncoding {
+  fail("endEncoding of an encoder that PyTorch shares among operators");
+}
+@end
+
+@implementation MPSCommandBuffer
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  fail("an encoder while PyTorch's own is open");
+}
+- (void)commit {
+  fail("commit of a command buffer that PyTorch shares among operators");
+}
+@end
+
+// ---- ATen/mps ----
+
+namespace at::mps {
+
+MPSStream::MPSStream(Stream stream) : _stream(stream), _serialQueue(&stream_queue) {}
+MPSStream::~MPSStream() = default;
+MTLComputeCommandEncoder_t MPSStream::commandEncoder() {
+  check_on_queue("commandEncoder()");
+  if (!_commandEncoder) _commandEncoder = [SimulatedEncoder new];
+  return _commandEncoder;
+}
+MPSCommandBuffer_t MPSStream::commandBuffer() {
+  check_on_queue("commandBuffer()");
+  if (!_commandBuffer) _commandBuffer = [MPSCommandBuffer new];
+  return _commandBuffer;
+}
+void MPSStream::endKernelCoalescing() {
+  check_on_queue("endKernelCoalescing()");
+  [_commandEncoder release];
+  _commandEncoder = nil;
+}
+// PyTorch commits when it needs to, see simulated_synchronize().
+void MPSStream::synchronize(SyncType) { fail("an operator that commits or waits"); }
+MTLDevice_t MPSStream::device() const { return MPSDevice::getInstance()->device(); }
+MPSStream* getDefaultMPSStream() {
+  static auto* const stream = new MPSStream(Stream(Stream::UNSAFE, Device(DeviceType::MPS, 0), 0));
+  return stream;
+}
+MPSStream* getCurrentMPSStream() { return getDefaultMPSStream(); }
+
+MPSDevice::MPSDevice() : _mtl_device([SimulatedDevice new]) {}
+MPSDevice::~MPSDevice() = default;
+MPSDevice* MPSDevice::getInstance() {
+  static auto* const device = new MPSDevice;
+  return device;
+}
+bool is_available() { return true; }
+
+void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
+  __block std::exception_ptr error;
+  dispatch_sync(queue, ^{
+    try {
+      block();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace at::mps
+
+// ---- for device.cpp ----
+
+void* simulated_buffer(size_t bytes) {
+  SimulatedBuffer* const buffer = [SimulatedBuffer new];
+  buffer->memory_ = new std::shared_ptr<simulator::Buffer>(std::make_shared<simulator::Buffer>(bytes));
+  return buffer;
+}
+void simulated_release(void* buffer) { [(id)buffer release]; }
+void* simulated_contents(const void* buffer) {
+  return buffer ? [(SimulatedBuffer*)const_cast<void*>(buffer) contents] : nullptr;
+}
+void simulated_synchronize() {
+  at::mps::dispatch_sync_with_rethrow(&stream_queue, ^{
+    at::mps::getDefaultMPSStream()->endKernelCoalescing();
+  });
+}

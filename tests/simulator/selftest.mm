@@ -1,0 +1,145 @@
+// Host code for test_simulator.py: runs any shader, and misuses Metal.
+#include <ATen/core/Tensor.h>
+#include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSStream.h>
+#include <ATen/ops/add.h>
+#include <torch/library.h>
+
+#include <exception>
+#include <vector>
+
+namespace {
+
+id<MTLBuffer> buffer_of(const at::Tensor& t) { return __builtin_bit_cast(id<MTLBuffer>, t.storage().data()); }
+
+id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
+
+std::string text_of(NSError* error) { return [[error localizedDescription] UTF8String]; }
+
+id<MTLComputePipelineState> pipeline(const std::string& source, at::IntArrayRef constants) {
+  NSError* error = nil;
+  MTLCompileOptions* options = [MTLCompileOptions new];
+  options.mathMode = MTLMathModeSafe;
+  id<MTLLibrary> library = nil;
+  if (source.rfind("SIMULATED", 0) == 0) {
+    dispatch_data_t data = dispatch_data_create(source.data(), source.size(), dispatch_get_main_queue(),
+                                                ^{
+                                                });
+    library = [device() newLibraryWithData:data error:&error];
+    dispatch_release(data);
+  } else {
+    library = [device() newLibraryWithSource:[NSString stringWithUTF8String:source.c_str()]
+                                     options:options
+                                       error:&error];
+  }
+  [options release];
+  TORCH_CHECK(library, "library: ", text_of(error));
+  MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
+  const std::vector<int> ints(constants.begin(), constants.end());
+  [values setConstantValues:ints.data() type:MTLDataTypeInt withRange:NSMakeRange(0, ints.size())];
+  id<MTLFunction> function = [library newFunctionWithName:@"k" constantValues:values error:&error];
+  [values release];
+  TORCH_CHECK(function, "function: ", text_of(error));
+  id<MTLComputePipelineState> made = [device() newComputePipelineStateWithFunction:function error:&error];
+  TORCH_CHECK(made, "pipeline: ", text_of(error));
+  return made;
+}
+
+// Buffers from 0 on, `bound` of them; then, unless it is negative, n by setBytes.
+void launch(const std::string& source, at::TensorList tensors, int64_t bound, int64_t n, at::IntArrayRef grid,
+            at::IntArrayRef group, int64_t shared, at::IntArrayRef constants) {
+  id<MTLComputePipelineState> made = pipeline(source, constants);
+  at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{
+    id<MTLComputeCommandEncoder> encoder = at::mps::getCurrentMPSStream()->commandEncoder();
+    [encoder setComputePipelineState:made];
+    for (int64_t i = 0; i < bound; i++) {
+      const at::Tensor& t = tensors[i];
+      if (t.defined() && t.numel())
+        [encoder setBuffer:buffer_of(t) offset:t.storage_offset() * t.element_size() atIndex:i];
+      else
+        [encoder setBuffer:nil offset:0 atIndex:i];
+    }
+    const int bytes = int(n);
+    if (n >= 0) [encoder setBytes:&bytes length:4 atIndex:bound];
+    if (shared) [encoder setThreadgroupMemoryLength:shared atIndex:0];
+    [encoder dispatchThreads:MTLSizeMake(grid[0], grid[1], grid[2])
+        threadsPerThreadgroup:MTLSizeMake(group[0], group[1], group[2])];
+  });
+}
+
+void misuse(const at::Tensor& x, int64_t which) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  using at::mps::dispatch_sync_with_rethrow;
+  switch (which) {
+    case 0:
+      stream->commandEncoder();
+      break;
+    case 1:
+      dispatch_sync(stream->queue(), ^{
+        at::add(x, x);
+      });
+      break;
+    case 2:
+      dispatch_sync(stream->queue(), ^{
+        TORCH_CHECK(false, "boom");
+      });
+      break;
+    case 3:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        [stream->commandEncoder() endEncoding];
+      });
+      break;
+    case 4:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        stream->synchronize(at::mps::SyncType::COMMIT);
+      });
+      break;
+    case 5:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        [stream->commandBuffer() commit];
+      });
+      break;
+    case 6:
+    case 7:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        const std::vector<char> bytes(5000);
+        [stream->commandEncoder() setBytes:bytes.data() length:which == 6 ? 5000 : 0 atIndex:0];
+      });
+      break;
+    case 8:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        [stream->commandEncoder() setBuffer:buffer_of(x) offset:x.nbytes() + 4 atIndex:0];
+      });
+      break;
+    case 9:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        [stream->commandEncoder() setThreadgroupMemoryLength:24 atIndex:0];
+      });
+      break;
+    case 10: {
+      __block id<MTLComputeCommandEncoder> encoder = nil;
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        encoder = stream->commandEncoder();
+      });
+      [encoder setBuffer:nil offset:0 atIndex:0];
+      break;
+    }
+    case 11:
+      dispatch_sync_with_rethrow(stream->queue(), ^{
+        TORCH_CHECK(false, "rethrown");
+      });
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY(simulator_test, m) {
+  m.def("launch(str source, Tensor(a!)[] tensors, int bound, int n, int[] grid, int[] group, int shared, int[] "
+        "constants) "
+        "-> ()");
+  m.def("misuse(Tensor x, int which) -> ()");
+}
+TORCH_LIBRARY_IMPL(simulator_test, MPS, m) {
+  m.impl("launch", &launch);
+  m.impl("misuse", &misuse);
+}

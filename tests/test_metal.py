@@ -1,0 +1,339 @@
+"""The Metal back end beyond what every device has to give: what it costs, where it stops, and how it is launched.
+
+On a Mac these run on the GPU; what counts loads and stores, or makes limits smaller, takes the simulator.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import LAYOUTS, combinations
+from oracle import assert_close, limits, rotate
+
+import torch_rope
+
+BUFFERS = [
+    "params",
+    "q_in",
+    "q_out",
+    "k_in",
+    "k_out",
+    "v_in",
+    "v_out",
+    "cos",
+    "sin",
+    "inv_freq",
+    "positions",
+    "slots",
+    "q_weight",
+    "k_weight",
+    "sums",
+]
+HALVES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _metal_alone(request):
+    if "device" in request.fixturenames and request.getfixturevalue("device") != "mps":
+        pytest.skip("of Metal alone")
+
+
+@pytest.fixture
+def simulated(device):
+    """The simulator's own functions."""
+    simulator = pytest.importorskip("simulator", reason="counted by the simulator")
+    if not hasattr(torch.ops.simulator, "last_dispatches"):
+        pytest.skip("counted by the simulator")
+    torch.mps.synchronize()
+    simulator.last_dispatches()
+    yield simulator
+    simulator.max_threads(1024)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype).to("mps")
+
+
+def tables(rows, rotary_dim):
+    return [t.to("mps") for t in torch_rope.cos_sin(torch.arange(rows), torch_rope.inv_freq(rotary_dim))]
+
+
+def one_dispatch(simulator):
+    (dispatch,) = simulator.last_dispatches()
+    return {BUFFERS[i]: (b["bytes_read"], b["bytes_written"]) for i, b in dispatch["buffers"].items()}, dispatch
+
+
+# ---- what a call costs ----
+
+# batch, seq, heads of q and k, head_dim, rotary_dim
+COSTS = [(1, 1, 32, 8, 128, 128), (2, 7, 3, 1, 64, 64), (1, 33, 9, 3, 64, 32), (1, 5, 4, 4, 80, 20), (2, 3, 6, 5, 7, 6)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("size", COSTS, ids=str)
+def test_everything_is_read_once_and_written_once(size, dtype, interleaved, device, simulated):
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    q, k, v = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
+    k_cache, v_cache = (randn(batch, seq + 3, k_heads, head_dim, dtype=dtype) for _ in "kv")
+    weights = [randn(head_dim) for _ in "qk"]
+    cos, sin = tables(seq + 3, rotary_dim)
+    positions = torch.arange(seq).to("mps")
+    tokens, shares = batch * seq, -(-(q_heads + k_heads) // 4)
+    table_bytes = tokens * shares * rotary_dim // 2 * 4
+    options = dict(positions=positions, interleaved=interleaved)
+
+    def check(buffers, **expected):
+        for name, bytes_of in expected.items():
+            assert buffers[name] == bytes_of, name
+        assert buffers["cos"] == buffers["sin"]
+        assert buffers["cos"][0] <= table_bytes and buffers["cos"][1] == 0
+
+    torch.ops.rope.rotate_qk(q, k, cos, sin, **options)
+    buffers, dispatch = one_dispatch(simulated)
+    check(buffers, q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
+    assert dispatch["rints"] == 0
+    if head_dim % 8 == rotary_dim % 8 == 0:
+        four = 4 * dtype.itemsize
+        for name in ("q_in", "k_in"):
+            assert set(dispatch["buffers"][BUFFERS.index(name)]["loads"]) == {str(four)}
+        for name in ("q_out", "k_out"):
+            assert set(dispatch["buffers"][BUFFERS.index(name)]["stores"]) == {str(four)}
+
+    # The backward is the same call with inverse.
+    torch.ops.rope.rotate(q, cos, sin, inverse=True, **options)
+    buffers, _ = one_dispatch(simulated)
+    check(buffers, q_in=(q.nbytes, 0), q_out=(0, q.nbytes))
+
+    # In place what is not rotated is left alone.
+    torch.ops.rope.rotate_qk_(q, k, cos, sin, **options)
+    buffers, _ = one_dispatch(simulated)
+    turned_q, turned_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
+    check(buffers, q_in=(turned_q,) * 2, k_in=(turned_k,) * 2)
+
+    torch.ops.rope.rotate_qk(q, k, inv_freq=torch_rope.inv_freq(rotary_dim).to("mps"), **options)
+    assert (
+        one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares * rotary_dim // 2
+    )  # a cos and a sin for each pair, for 4 heads
+
+    copies = dict(k_in=(k.nbytes, 0), k_out=(0, k.nbytes), v_in=(v.nbytes, 0), v_out=(0, v.nbytes))
+    torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, cos, sin, **options)
+    check(one_dispatch(simulated)[0], q_in=(turned_q,) * 2, **copies)
+
+    if head_dim == 80:
+        return  # of wide heads, see below
+    torch.ops.rope.norm_rotate_qk(q, k, *weights, cos, sin, **options)
+    check(one_dispatch(simulated)[0], q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
+    torch.ops.rope.rotate_into_cache_(
+        q, k, v, k_cache, v_cache, cos, sin, q_norm_weight=weights[0], k_norm_weight=weights[1], **options
+    )
+    check(one_dispatch(simulated)[0], q_in=(q.nbytes,) * 2, **copies)
+
+    torch.ops.rope._norm_rotate_qk_backward(q, k, q * 2, k * 2, *weights, cos, sin, **options)
+    backward, total = simulated.last_dispatches()
+    buffers = {BUFFERS[i]: (b["bytes_read"], b["bytes_written"]) for i, b in backward["buffers"].items()}
+    for name, x in dict(q_in=q, k_in=k, v_in=q, v_out=k).items():
+        assert buffers[name] == (x.nbytes, 0), name
+    for name, x in dict(q_out=q, k_out=k).items():
+        assert buffers[name] == (0, x.nbytes), name
+    assert total["kernel"].startswith("sum_parts")
+    assert total["buffers"][1]["bytes_read"] == buffers["sums"][1]
+
+
+def test_heads_too_wide_for_a_simd_group_are_read_twice(device, simulated):
+    q, k, weight = randn(3, 5, 512), randn(3, 1, 512), randn(512)
+    torch.ops.rope.norm_rotate_qk(q, k, weight, weight, *tables(3, 512))
+    buffers, dispatch = one_dispatch(simulated)
+    assert "wide" in dispatch["kernel"]
+    assert buffers["q_in"] == (2 * q.nbytes, 0) and buffers["q_out"] == (0, q.nbytes)
+
+
+@pytest.mark.parametrize("shape, stride", [((5,), (1,)), ((5,), (2,)), ((2, 3), (3, 1))], ids=str)
+def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
+    positions = torch.arange(10).to("mps").as_strided(shape, stride)
+    cos, _ = torch.ops.rope.cos_sin(positions, torch_rope.inv_freq(64).to("mps"))
+    (dispatch,) = simulated.last_dispatches()
+    assert dispatch["rints"] == 4 * cos.numel()
+    assert dispatch["buffers"][3]["bytes_written"] == dispatch["buffers"][4]["bytes_written"] == cos.nbytes
+
+
+# ---- positions and slots outside ----
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_position_outside_is_nan_and_nothing_is_cached(dtype, norm, device):
+    far = 2**31 - 1 if dtype == torch.int32 else 2**40
+    positions = torch.tensor([3, 8, -1, far, -far, 7], dtype=dtype).to("mps")
+    wrong, right = [1, 2, 3, 4], [0, 5]
+    cos, sin = tables(8, 32)
+    q, k, v = randn(6, 5, 48), randn(6, 2, 48), randn(6, 2, 48)
+    weights = [randn(48), randn(48)] if norm else []
+    op = torch.ops.rope.norm_rotate_qk if norm else torch.ops.rope.rotate_qk
+    expected = op(q[right], k[right], *weights, cos, sin, positions=positions[right])
+    outs = op(q, k, *weights, cos, sin, positions=positions)
+    for out, e, x in zip(outs, expected, (q, k), strict=True):
+        assert torch.equal(out[right], e)
+        assert out[wrong][..., :32].isnan().all()
+        assert not out[..., 32:].isnan().any() and (norm or torch.equal(out[..., 32:], x[..., 32:]))
+
+    named = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False))
+    slots = torch.tensor([[1, 2, 4, 0, 3, -1]]).to("mps")
+    for angles in dict(cos=cos, sin=sin), dict(inv_freq=torch_rope.inv_freq(32).to("mps")):
+        for where in dict(slots=slots[0]), {}:  # without slots the cache ends at position 7, too
+            if "cos" not in angles and where:
+                continue  # no position is wrong then
+            caches = [torch.zeros(8, 2, 48, device="mps") for _ in "kv"]
+            x = q.clone()
+            torch.ops.rope.rotate_into_cache_(x, k, v, *caches, **angles, positions=positions, **where, **named)
+            assert x[wrong][..., :32].isnan().all() and not x[right].isnan().any() and not x[..., 32:].isnan().any()
+            written = [1] if where else [3, 7]
+            for cache in caches:
+                assert cache[written].count_nonzero() == len(written) * 2 * 48
+                assert cache.count_nonzero() == len(written) * 2 * 48
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_slot_outside_is_nan_in_q_and_nothing_is_cached(dtype, norm, device):
+    far = 2**31 - 1 if dtype == torch.int32 else 2**33 + 1
+    slots = torch.tensor([5, 12, far, -far, 0], dtype=dtype).to("mps")
+    q, k, v = randn(5, 4, 64), randn(5, 2, 64), randn(5, 2, 64)
+    weights = dict(q_norm_weight=randn(64), k_norm_weight=randn(64)) if norm else {}
+    caches = [torch.zeros(3, 4, 2, 64, device="mps") for _ in "kv"]
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *tables(5, 64), slots=slots, **weights)
+    assert q[1:3].isnan().all() and not q[[0, 3, 4]].isnan().any()
+    assert torch.equal(caches[1][1, 1], v[0]) and torch.equal(caches[1][0, 0], v[4])
+    assert all(cache.count_nonzero() == 2 * 2 * 64 for cache in caches)
+
+
+# ---- bits ----
+
+
+def test_the_bits_of_the_cpu(device):
+    """The rotation in every layout, and angles: the same files are compiled for both. (Sums of a norm have another
+    order.)"""
+    for i, (size, source, *layouts) in enumerate(combinations()):
+        batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+        dtype, interleaved = HALVES[i % 3], i % 2 == 0
+        if source.freq_dtype == torch.float64:
+            continue
+        q, k = (
+            LAYOUTS[layout](torch.Size((batch, seq, heads, head_dim)), dtype, "cpu")
+            for layout, heads in zip(layouts, (q_heads, k_heads), strict=True)
+        )
+        angles = source.arguments(batch, seq, rotary_dim, torch.float32, "cpu")
+        there = {name: a.to("mps") if isinstance(a, torch.Tensor) else a for name, a in angles.items()}
+        options = dict(interleaved=interleaved, attention_factor=1.1)
+        expected = torch.ops.rope.rotate_qk(q, k, **angles, **options)
+        for x, e in zip(torch.ops.rope.rotate_qk(q.to("mps"), k.to("mps"), **there, **options), expected, strict=True):
+            assert torch.equal(x.cpu(), e)
+    positions = torch.randint(-(2**40), 2**40, (500,))
+    freq = torch_rope.inv_freq(64)
+    for t, e in zip(
+        torch.ops.rope.cos_sin(positions.to("mps"), freq.to("mps")),
+        torch.ops.rope.cos_sin(positions, freq),
+        strict=True,
+    ):
+        assert torch.equal(t.cpu(), e)
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize("threads", [32, 96, 1024])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (96, 40), (1024, 64), (7, 6)])
+def test_pipelines_with_few_threads(head_dim, rotary_dim, threads, device, simulated):
+    """A kernel with many registers may run in smaller threadgroups."""
+    simulated.max_threads(threads)
+    q, k = randn(2, 9, 5, head_dim), randn(2, 9, 2, head_dim)
+    freq = torch_rope.inv_freq(rotary_dim).to("mps")
+    for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, inv_freq=freq), strict=True):
+        assert_close(out, rotate(x, inv_freq=freq), *limits(torch.float32, {"inv_freq": freq}))
+    leaves = [t.requires_grad_() for t in (q, k, randn(head_dim), randn(head_dim))]
+    outs = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq)
+    grads = torch.autograd.grad(outs, leaves, outs)
+    simulated.max_threads(1024)
+    others = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq)
+    for a, b in zip(outs, others, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(grads, torch.autograd.grad(others, leaves, others), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, device):
+    for far in (2**31 + 8, 2**32 + 16):
+        shape, strides = (2, 3, 2, 16), (far, 64, 16, 1)
+        if heads_first:
+            strides = (far, 16, 64, 1)
+        q = untouched(far + 256, torch.float16).as_strided(shape, strides, 8)
+        q.copy_(randn(*shape, dtype=torch.float16))
+        dense = q.contiguous()
+        freq, weight = torch_rope.inv_freq(16).to("mps"), randn(16)
+        expected = torch.ops.rope.rotate(dense, inv_freq=freq)
+        assert torch.equal(torch.ops.rope.rotate(q, inv_freq=freq), expected)
+        normed = torch.ops.rope.norm_rotate_qk(dense, dense, weight, weight, inv_freq=freq)[1]
+        assert torch.equal(torch.ops.rope.norm_rotate_qk(q, q, weight, weight, inv_freq=freq)[1], normed)
+        torch.ops.rope.rotate_(q, inv_freq=freq)
+        assert torch.equal(q, expected)
+
+
+def test_many_of_everything(device):
+    """More sequences, tokens or heads than a GPU's grid has in some directions elsewhere."""
+    freq = torch_rope.inv_freq(2).to("mps")
+    for shape in (70000, 1, 1, 2), (1, 70000, 1, 2), (1, 1, 70000, 2):
+        x = randn(*shape)
+        assert_close(
+            torch.ops.rope.rotate(x, inv_freq=freq),
+            rotate(x, inv_freq=freq),
+            *limits(torch.float32, {"inv_freq": freq}),
+        )
+        weight = randn(2)
+        q, _ = torch.ops.rope.norm_rotate_qk(x, x[:, :, :1], weight, weight, inv_freq=freq)
+        normed = torch.nn.functional.rms_norm(x, (2,), weight, 1e-6)
+        torch.testing.assert_close(q, torch.ops.rope.rotate(normed, inv_freq=freq), rtol=0, atol=1e-5)
+
+
+# ---- the host ----
+
+
+def test_every_operator_has_a_kernel_of_its_own():
+    """Or it would fall back to the CPU unnoticed, with PYTORCH_ENABLE_MPS_FALLBACK."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rope::")]
+    assert len(names) == 8
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("MPS")
+    if not any(n.startswith("rope::") for n in registered):
+        pytest.skip("there is no Metal back end in this process")
+    assert set(names) <= set(registered)
+
+
+def test_threads_of_the_host(device):
+    """The first calls with new constants come at once from many threads: pipelines are made under a lock."""
+    q, k = randn(2, 6, 4, 64), randn(2, 6, 2, 64)
+    cos, sin = tables(300, 64)
+
+    def calls(offset):
+        return [
+            torch.ops.rope.rotate_qk(q, k, cos, sin, offset=offset, interleaved=bool(i & 1), inverse=bool(i & 2))
+            for i in range(8)
+        ]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(calls, range(8)))
+    for offset, outs in enumerate(found):
+        for out, expected in zip(outs, calls(offset), strict=True):
+            assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+def test_a_call_leaves_nothing_for_the_next(device):
+    """Buffers stay bound in the encoder that all operators share."""
+    q, k, v = randn(2, 4, 64), randn(2, 1, 64), randn(2, 1, 64)
+    freq, caches = torch_rope.inv_freq(64).to("mps"), [randn(4, 1, 64) for _ in "kv"]
+    positions, weight = torch.tensor([3, 1]).to("mps"), randn(64)
+    slots = torch.tensor([2, 0]).to("mps")
+    expected = torch.ops.rope.rotate(q, inv_freq=freq)
+    with_norm = dict(q_norm_weight=weight, k_norm_weight=weight)
+    x = q.clone()
+    torch.ops.rope.rotate_into_cache_(x, k, v, *caches, inv_freq=freq, positions=positions, slots=slots, **with_norm)
+    assert torch.equal(torch.ops.rope.rotate(q, inv_freq=freq), expected)

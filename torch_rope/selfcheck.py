@@ -1,0 +1,539 @@
+"""Checks the operators on this machine: values, gradients, speed. About a minute; the output is made to be pasted.
+
+    python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT]
+
+Exit status: 0 all right, 1 a check failed, 2 no such device. Needs torch alone: a few lines of plain torch, in float64 on
+the CPU, tell what is right. Errors are in ulps, the distance of neighbouring numbers of the result's dtype, at the
+magnitude of a pair of channels.
+"""
+
+import argparse
+import itertools
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import torch_rope
+from torch_rope import _C
+
+rope = torch.ops.rope
+HALF = torch.float16, torch.bfloat16
+ANGLE_ERROR = 5e-7  # of cos and sin, from inv_freq, at positions below 2^24
+
+
+# ---- what is right ----
+
+
+def token_positions(x: Tensor, positions: Tensor | None, offset: int) -> Tensor:
+    """[batch, seq] for x [batch, seq, heads, head_dim], on the CPU."""
+    p = torch.arange(x.shape[1]) if positions is None else positions.cpu().long()
+    return (p + offset).expand(x.shape[:2])
+
+
+def rotated(
+    x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False,
+    inverse=False, weight=None, norm_eps=1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(result, magnitude of the pair; 0 where a channel is passed through, bit for bit), float64 on the CPU."""
+    shape = x.shape
+    x, cos, sin, inv_freq, weight = (t if t is None else t.cpu().double() for t in (x, cos, sin, inv_freq, weight))
+    x = x if x.dim() == 4 else x[None]
+    if weight is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + norm_eps).rsqrt() * weight
+    p = token_positions(x, positions, offset)
+    if inv_freq is not None:
+        angle = p.unsqueeze(-1) * inv_freq  # exact: 24 bits of a position, 24 of a float32 frequency
+        cos, sin = angle.cos(), angle.sin()
+    elif cos.dim() == 2:
+        cos, sin = cos[p], sin[p]
+    c, s = cos.unsqueeze(-2) * attention_factor, sin.unsqueeze(-2) * attention_factor * (-1 if inverse else 1)
+    pairs, dim = c.shape[-1], -1 if interleaved else -2
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    a, b = turning.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(dim)
+    turned = torch.stack([a * c - b * s, b * c + a * s], dim)
+    size = turned.square().sum(dim, keepdim=True).sqrt().expand(turned.shape)
+    rest_size = torch.zeros_like(rest) if weight is None else rest.abs()
+    both = (torch.cat([t.flatten(-2), r], -1).view(shape) for t, r in ((turned, rest), (size, rest_size)))
+    return next(both), next(both).detach()
+
+
+def all_rotated(xs, q_norm_weight=None, k_norm_weight=None, slots=None, **options) -> list[tuple[Tensor, Tensor]]:
+    """Of q, or of q and k."""
+    return [rotated(x, **options, weight=w) for x, w in zip(xs, (q_norm_weight, k_norm_weight), strict=False)]
+
+
+def plain(x: Tensor, cos: Tensor, sin: Tensor, p: Tensor) -> Tensor:
+    """What the README says rotate is equivalent to, half-split, to compare its speed with."""
+    c, s = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+
+
+# ---- what is tried ----
+
+# (batch, seq, heads of q, of k and v, head_dim, rotary_dim)
+SIZES = [(2, 5, 4, 2, 64, 64), (1, 1, 8, 2, 128, 128), (1, 33, 3, 1, 80, 32), (3, 7, 2, 2, 128, 64)]
+CASES = list(itertools.product(SIZES, range(8), (False, True)))  # size, source of the angles, interleaved
+LAYOUTS = [
+    lambda make, b, s, h, d: make(b, s, h, d),
+    lambda make, b, s, h, d: make(b, h, s, d).transpose(1, 2),
+    lambda make, b, s, h, d: make(s, b, h, d).transpose(0, 1),
+    lambda make, b, s, h, d: make(b, s, h, 2 * d)[..., ::2],
+    lambda make, b, s, h, d: make(b * s * h * d + 1)[1:].view(b, s, h, d),
+]
+CACHES = [  # (k_cache, v_cache): of n blocks of m cells
+    lambda make, n, m, h, d: (make(n, m, h, d), make(n, m, h, d)),
+    lambda make, n, m, h, d: tuple(make(n, h, m, d).transpose(1, 2) for _ in "kv"),
+    lambda make, n, m, h, d: make(2, n, m, h, d).unbind(0),
+    lambda make, n, m, h, d: make(n, 2, m, h, d).unbind(1),
+]
+
+
+def demand(condition: bool, otherwise: str) -> None:
+    """assert, also under python -O."""
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:600]}"
+
+
+def described(op: str, args: tuple, kwargs: dict) -> str:
+    def text(value):
+        if not isinstance(value, Tensor):
+            return repr(value)
+        kind = f"{str(value.dtype)[6:]}{list(value.shape)}"
+        dense = value.is_contiguous() and not value.storage_offset()
+        return kind if dense else f"{kind} at {value.storage_offset()} by {value.stride()}"
+
+    return f"rope.{op}({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"
+
+
+class Check:
+    """Prints a line for each group of cases, and counts the cases that failed."""
+
+    def __init__(self, device: torch.device, quick: bool = False, only: str = ""):
+        self.device, self.quick, self.only, self.failed = device, quick, only, 0
+        self.dtypes = [torch.float32, *HALF] + ([torch.float64] if device.type != "mps" else [])  # Metal has none
+
+    def group(self, name: str, cases: dict) -> None:
+        """cases: name -> function, which raises if something is wrong. A slow device gets through fewer of them."""
+        if self.only not in name:
+            return
+        self.worst, failures, done = (-1.0, ""), [], 0
+        end = time.monotonic() + 1
+        for case, run in cases.items():
+            if done and time.monotonic() > end:
+                break
+            self.last_call, done = None, done + 1
+            torch.manual_seed(0)
+            try:
+                run()
+            except Exception as e:
+                call = f": {described(*self.last_call)}" if self.last_call else ""
+                failures.append(f"  case {case}{call}\n    {told(e)}")
+        count = f"{done}/{len(cases)}" if done < len(cases) else f"{done}"
+        print(f"{name:<34}{count:>6}  {self.worst[1]:<28}{'FAILED' if failures else 'ok'}", flush=True)
+        if failures:
+            more = [f"  and {len(failures) - 3} more"] * (len(failures) > 3)
+            again = f"  again: python -m torch_rope.selfcheck --device {self.device} --only '{name}'"
+            print(*failures[:3], *more, again, sep="\n")
+        self.failed += len(failures)
+
+    def call(self, op: str, *args, **kwargs):
+        self.last_call = op, args, kwargs
+        return getattr(rope, op)(*args, **kwargs)
+
+    # -- comparisons --
+
+    def within(self, actual: Tensor, expected: Tensor, bound, step=1.0, unit: str = "") -> None:
+        """abs(actual - expected) <= bound * step, everywhere."""
+        demand(actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}")
+        actual, expected = actual.detach().cpu().double(), expected.detach()
+        error = ((actual - expected).abs() / step).nan_to_num(nan=torch.inf, posinf=torch.inf).flatten()
+        bound = torch.as_tensor(bound, dtype=torch.float64).expand(expected.shape).flatten()
+        part, at = (error / bound).max(0)
+        text = f"worst {error[at]:.3g} of {bound[at]:.3g}{unit}"
+        self.worst = max(self.worst, (part.item(), text))
+        index = [int(i) for i in torch.unravel_index(at, expected.shape)]
+        demand(part <= 1, f"{text} at {index}: {actual.flatten()[at]:.9g}, expected {expected.flatten()[at]:.9g}")
+
+    def near(self, actual: Tensor, expected: Tensor, size: Tensor, ulps: float, part: float = 0.0) -> None:
+        """Within ulps of the dtype at that size, and part of the size."""
+        info = torch.finfo(actual.dtype)
+        step = info.eps * torch.exp2(torch.frexp(size.clamp(min=info.tiny)).exponent.double() - 1)
+        self.within(actual, expected, ulps + part * size / step, step, " ulp")
+
+    def same(self, actual, expected) -> None:
+        for a, e in zip(actual, expected, strict=True):
+            demand(torch.equal(a.cpu(), e.cpu()), "not the same bits")
+
+    # -- arguments --
+
+    def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(dtype).to(self.device)
+
+    def angles(self, source: int, b: int, s: int, rotary_dim: int, dtype: torch.dtype) -> dict:
+        """0 to 2: tables by position, 3 and 4: tables by token, 5 to 7: inv_freq."""
+        rows = s + 40
+        if source < 5:
+            shape = *{3: (b, s), 4: (1, s)}.get(source, (rows,)), rotary_dim // 2
+            angle = torch.rand(shape, dtype=torch.float64) * 2 * torch.pi
+            tables = [t.to(dtype if source in (1, 4) else torch.float32) for t in (angle.cos(), angle.sin())]
+            wide = [torch.cat([t, t], -1).to(self.device) for t in tables]
+            narrow = [t.to(self.device) for t in tables] if source != 2 else [t[:, : shape[-1]] for t in wide]
+            found = dict(zip(("cos", "sin"), narrow, strict=True))
+        else:
+            found = {"inv_freq": torch_rope.inv_freq(rotary_dim).to(self.device)}
+        some = torch.stack([torch.randperm(rows)[:s] for _ in range(b)])  # in a row no two equal: a cell for each
+        far = torch.randint(2**24 - 9, (b, s))
+        positions = {1: some, 2: some[0].int() + 2, 6: some[:1].int() - 50, 7: far}.get(source)
+        if positions is not None:
+            found["positions"] = positions.to(self.device)
+        return found | {"offset": {0: 3, 2: -2, 5: 100000, 7: 8}.get(source, 0)}
+
+    def arguments(self, op: str, dtype: torch.dtype, number: int):
+        """Case number: ([q, k, v], options, what picks by chance)."""
+        torch.manual_seed(number)
+        pick, make = random.Random(number), partial(self.make, dtype=dtype)
+        (b, s, *heads, d, rotary_dim), source, interleaved = CASES[number]
+        heads.append(heads[-1])
+        layout = pick.choice([*LAYOUTS, None])
+        if layout:
+            qkv = [layout(make, b, s, h, d) for h in heads]
+        else:
+            packed = make(b, s, sum(heads) * d)
+            qkv = [t.unflatten(-1, (-1, d)) for t in packed.split([h * d for h in heads], -1)]
+        if b == 1 and pick.random() < 0.3:
+            qkv = [t[0] for t in qkv]
+        options = self.angles(source, b, s, rotary_dim, dtype)
+        options |= {"interleaved": interleaved, "attention_factor": pick.choice((1.0, 1.7))}
+        if "norm" in op or ("cache" in op and pick.random() < 0.5):
+            of = pick.choice((dtype, torch.float32))
+            options |= {"q_norm_weight": self.make(d, dtype=of), "k_norm_weight": self.make(d, dtype=of)}
+            options["norm_eps"] = pick.choice((1e-6, 0.01))
+        elif "cache" not in op:
+            options["inverse"] = pick.random() < 0.5
+        return qkv, options, pick
+
+    def caches(self, q, k, v, exact_k, options, pick):
+        """(caches, slots or nothing, what the caches should hold afterwards)"""
+        x = q if q.dim() == 4 else q[None]
+        (b, s), (h, d) = x.shape[:2], k.shape[-2:]
+        by_position = "cos" in options and options["cos"].dim() == 2 and pick.random() < 0.5
+        n, m = (b + 1, s + 40) if by_position else (b * s // 16 + 2, 16)
+        caches, slots = pick.choice(CACHES)(partial(self.make, dtype=q.dtype), n, m, h, d), {}
+        if by_position:
+            cells = torch.arange(b)[:, None] * m + token_positions(x, options.get("positions"), options["offset"])
+            caches = [t[0] for t in caches] if b == 1 and pick.random() < 0.5 else caches
+        else:
+            cells = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(n * m)[: b * s].view(b, s))
+            slots["slots"] = cells.to(pick.choice((torch.int32, torch.int64))).to(self.device)
+        exact = []
+        for cache, news in zip(caches, (exact_k, (v.cpu().double(), torch.zeros(v.shape))), strict=True):
+            old = cache.cpu().double().clone(memory_format=torch.contiguous_format)
+            exact.append(
+                (old, torch.zeros_like(old))
+            )  # size 0: what is not written stays bit for bit, and v is copied so
+            for t, new in zip(exact[-1], news, strict=True):
+                t.view(-1, h, d)[cells[cells >= 0]] = new.reshape(b, s, h, d)[cells >= 0].to(t.dtype)
+        return caches, slots, exact
+
+    # -- cases --
+
+    def value(self, op: str, dtype: torch.dtype, number: int) -> None:
+        """All results of an operator, and what it should leave alone."""
+        (q, k, v), options, pick = self.arguments(op, dtype, number)
+        xs = [q] if op in ("rotate", "rotate_") else [q, k]
+        exact = all_rotated(xs, **options)
+        if "cache" in op:
+            caches, slots, cache_exact = self.caches(q, k, v, exact[1], options, pick)
+            xs, exact, options = [q, k, v, *caches], [exact[0], None, None, *cache_exact], options | slots
+        before = [t.clone() for t in (q, k, v)]
+        outs = self.call(op, *xs, **options)
+        in_place = op.endswith("_")
+        outs = xs if in_place else outs if isinstance(outs, tuple) else (outs,)
+        ulps = 6 if "q_norm_weight" in options else 2 if options["attention_factor"] == 1.0 else 3
+        part = ANGLE_ERROR if "inv_freq" in options else 0.0
+        bound = {torch.float32: (ulps, part), torch.float64: (ulps + 2,)}  # float64: the oracle has its own error
+        for x, out, e in zip(xs, outs, exact, strict=True):
+            if e:
+                self.near(out, *e, *bound.get(dtype, (1,)))
+                demand(out.dtype == dtype, f"a result of {out.dtype}")
+                demand(in_place or out.stride() == torch.empty_like(x).stride(), f"a result by {out.stride()}")
+        written = [x for x, e in zip(xs, exact, strict=True) if in_place and e]
+        for t, old in zip((q, k, v), before, strict=True):
+            if not any(t is x for x in written):
+                self.same([t], [old])
+
+    def gradient(self, op: str, dtype: torch.dtype, number: int) -> None:
+        """Against autograd of the oracle, in ulps at the largest gradient."""
+        qkv, options, _ = self.arguments(op, dtype, number)
+        xs = qkv[:1] if op == "rotate" else qkv[:2]
+        weights = [options.pop(name) for name in ("q_norm_weight", "k_norm_weight") if name in options]
+        leaves = [t.detach().requires_grad_() for t in (*xs, *weights)]
+        exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+        given = [self.make(*x.shape, dtype=dtype) for x in xs]
+        found = torch.autograd.grad(self.call(op, *leaves, **options), leaves, given)
+        outs = [t for t, _ in all_rotated(exact[: len(xs)], *exact[len(xs) :], **options)]
+        part = ANGLE_ERROR if dtype == torch.float32 and "inv_freq" in options else 0.0
+        for out, e in zip(found, torch.autograd.grad(outs, exact, [t.cpu().double() for t in given]), strict=True):
+            self.near(out, e, e.abs().max().expand(e.shape), *((1,) if out.dtype in HALF else (12, part)))
+
+    def angle(self, base: float, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
+        """Of cos_sin; and of rotate, which turns the pair (1, 0) to (cos, sin)."""
+        p = torch.cat([torch.arange(99), torch.randint(2**24, (400,)), torch.arange(2**24 - 99, 2**24)]).to(dtype)
+        p, freq = p / 1024 if dtype.is_floating_point else p, torch_rope.inv_freq(128, base)
+        angle = p.double().unsqueeze(-1) * freq.double()
+        p, freq = p.to(self.device), freq.to(self.device)
+        if out_dtype:  # rounded once, after the factor
+            outs = self.call("cos_sin", p, freq, attention_factor=1.7, dtype=out_dtype)
+            bound = (2,) if out_dtype == torch.float64 else (0.51, ANGLE_ERROR)
+            for out, e in zip(outs, (angle.cos(), angle.sin()), strict=True):
+                self.near(out, e * 1.7, torch.full(e.shape, 1.7).double(), *bound)
+            return
+        pair = torch.stack([angle.cos(), angle.sin()], -1)
+        self.within(torch.stack(self.call("cos_sin", p, freq), -1), pair, ANGLE_ERROR)
+        if not dtype.is_floating_point:
+            x = torch.tensor([1.0, 0.0]).to(self.device).expand(len(p), 64, 2).reshape(len(p), 1, 128)
+            out = self.call("rotate", x, inv_freq=freq, positions=p, interleaved=True)
+            self.within(out.view(pair.shape), pair, ANGLE_ERROR)
+
+    def layer(self, seq: int = 50, dtype: torch.dtype = torch.float32):
+        """q, k, cos and sin of a small layer"""
+        cos, sin = rope.cos_sin(torch.arange(64).to(self.device), torch_rope.inv_freq(64).to(self.device))
+        return self.make(2, seq, 4, 64, dtype=dtype), self.make(2, seq, 2, 64, dtype=dtype), cos, sin
+
+    def same_bits(self, dtype: torch.dtype) -> None:
+        """Twice, in any layout, and by each operator."""
+        q, k, cos, sin = self.layer(dtype=dtype)
+        expected = self.call("rotate_qk", q, k, cos, sin, offset=5)
+        for layout in LAYOUTS:
+            q2, k2 = (layout(partial(self.make, dtype=dtype), *t.shape).copy_(t) for t in (q, k))
+            for _ in range(2):
+                self.same(self.call("rotate_qk", q2, k2, cos, sin, offset=5), expected)
+            self.same([self.call("rotate", q2, cos, sin, offset=5)], expected[:1])
+            self.call("rotate_qk_", q2, k2, cos, sin, offset=5)
+            self.same((q2, k2), expected)
+
+    def threads(self) -> None:
+        """Four Python threads call at once."""
+        layers = [self.layer(20 + i) for i in range(4)]
+        expected = [self.call("rotate_qk", *layer) for layer in layers]
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda layer: [rope.rotate_qk(*layer) for _ in range(30)], layers)
+            for outs, e in zip(found, expected, strict=True):
+                for out in outs:
+                    self.same(out, e)
+
+    def out_of_range(self) -> None:
+        """An IndexError on the CPU. On Metal NaN in the token's rotated channels, and no cell of the cache is written.
+        CUDA asserts, which would end this process: not tried there."""
+        cos, sin = (t[:8, :8] for t in self.layer()[2:])
+        q, k, v = (self.make(4, 2, 32) for _ in "qkv")
+        caches = self.make(8, 2, 32), self.make(8, 2, 32)
+        positions, slots = (torch.tensor(t).to(self.device) for t in ([0, 8, -1, 3], [0, 1, 2, 99]))
+        before = [t.clone() for t in (q, *caches)]
+        for op, xs, more in (
+            ("rotate_into_cache_", (q, k, v, *caches), {"slots": slots}),
+            ("rotate", (before[0],), {}),
+        ):
+            try:
+                out = self.call(op, *xs, cos, sin, positions=positions, **more)
+            except IndexError:
+                demand(self.device.type == "cpu", "an IndexError")
+                self.same((q, *caches), before)
+                continue
+            demand(self.device.type == "mps", "no IndexError")
+            out = (q if out is None else out).cpu()
+            demand(out[1:3, :, :16].isnan().all().item() and not out[0].isnan().any(), "not NaN, or too many")
+            self.same([out[1:3, :, 16:]], [before[0][1:3, :, 16:]])
+            self.same([caches[1][0], *(t[1:] for t in caches)], [v[0], *(t[1:] for t in before[1:])])
+
+    def compiled(self) -> None:
+        """By the backend aot_eager, which needs no compiler: the bits and the gradients of eager mode."""
+
+        def functional(q, k, cos, sin):
+            return rope.rotate_qk(q * 2, k, cos, sin, offset=3)
+
+        def in_place(q, k, cos, sin):
+            x = k * 2
+            rope.rotate_(x, cos, sin)
+            return x
+
+        q, k, cos, sin = self.layer()
+        found = []
+        for wrap in (lambda f: f, partial(torch.compile, backend="aot_eager", fullgraph=True)):
+            leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+            outs = wrap(functional)(*leaves, cos, sin)
+            found.append([*outs, *torch.autograd.grad(outs, leaves, (q, k)), wrap(in_place)(q, k, cos, sin)])
+        self.same(*found)
+
+    def opcheck(self, op: str) -> None:
+        tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+        if self.device.type != "mps":  # torch itself raises NotImplementedError there
+            tests.append("test_autograd_registration")
+        q, k, cos, sin = self.layer(6)
+        more = [k.clone(), self.make(2, 8, 2, 64), self.make(2, 8, 2, 64)] if "cache" in op else []
+        if not more:
+            q.requires_grad_()
+        torch.library.opcheck(getattr(rope, op).default, (q, k, *more, cos, sin), test_utils=tests)
+
+    # -- the whole of it --
+
+    def run(self) -> None:
+        print(f"{'':<35}cases  worst error of its bound")
+        numbers = list(range(len(CASES)))
+        random.Random(0).shuffle(numbers)  # so that those a slow device gets to are of all kinds
+        numbers = numbers[:: 12 if self.quick else 1]
+        bases = (10000.0, 500000.0, 1.0000001)
+        kinds = itertools.product(bases, (torch.int64, torch.int32, torch.float32))
+        self.group("angles below position 2^24", {kind: partial(self.angle, *kind) for kind in kinds})
+        for dtype in self.dtypes:
+            cases = {base: partial(self.angle, base, torch.int64, dtype) for base in bases}
+            self.group(f"cos_sin {str(dtype)[6:]}", cases)
+        ops = ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
+        for op, dtype in itertools.product(ops, self.dtypes):
+            self.group(f"{op} {str(dtype)[6:]}", {n: partial(self.value, op, dtype, n) for n in numbers})
+        for op, dtype in itertools.product(ops[::2], self.dtypes):
+            cases = {n: partial(self.gradient, op, dtype, n) for n in numbers[::2]}
+            self.group(f"gradient, {op} {str(dtype)[6:]}", cases)
+        self.group("same bits", {str(dtype): partial(self.same_bits, dtype) for dtype in self.dtypes})
+        if self.device.type != "cuda":
+            self.group("out of range", {"": self.out_of_range})
+        self.group("threads", {"": self.threads})
+        self.group("torch.compile", {"": self.compiled})
+        self.group("opcheck", {op: partial(self.opcheck, op) for op in ("rotate_qk", "rotate_into_cache_")})
+
+    def speed(self) -> None:
+        """Against a copy of the same bytes in the same run, and torch's own operators."""
+        print(
+            "\nMedian time of a call. q has 32 heads, k and v 8, head_dim is 128. copy: out.copy_(x) of as many bytes.\n"
+            "rotate_qk makes new tensors (on the CPU large ones are fresh pages, which may cost more than the rotation)."
+        )
+        print(
+            f"{'[batch, seq]':<37}{'us':>9}{'GB/s':>8}{'copy us':>10}{'/ copy':>8}{'plain torch us':>16}{'/ ours':>8}"
+        )
+        sizes = [("rotate_qk", 1, 1), ("rotate_qk", 1, 128), ("rotate_qk", 1, 4096), ("rotate_qk_", 1, 4096)]
+        sizes += [("rotate_into_cache_", 1, 1), ("rotate_into_cache_", 32, 1)]
+        for dtype, (op, b, s) in itertools.product(HALF, sizes):
+            name = f"{op} {str(dtype)[6:]} [{b}, {s}]"
+            try:
+                with torch.no_grad():
+                    contenders, moved = self.contenders(op, dtype, b, s)
+                    ours, copy, theirs = self.medians(contenders)
+            except Exception as e:
+                print(f"{name:<37}FAILED\n    {told(e)}")
+                self.failed += 1
+                continue
+            numbers = f"{ours * 1e6:>9.1f}{moved / ours / 1e9:>8.1f}{copy * 1e6:>10.1f}{ours / copy:>8.2f}"
+            print(f"{name:<37}{numbers}{theirs * 1e6:>16.1f}{theirs / ours:>8.1f}", flush=True)
+
+    def contenders(self, op: str, dtype: torch.dtype, b: int, s: int):
+        """([ours, a copy, plain torch], the bytes that each has to read and write)"""
+        q, k, v = (torch.randn(b, s, heads, 128).to(dtype).to(self.device) for heads in (32, 8, 8))
+        cos, sin = rope.cos_sin(torch.arange(4096).to(self.device), torch_rope.inv_freq(128).to(self.device))
+        row, p = torch.arange(b).to(self.device)[:, None], torch.arange(s).expand(b, s).to(self.device)
+        cache = "cache" in op
+        caches = [self.make(b, 8, 256, 128, dtype=dtype).transpose(1, 2) for _ in "kv"]
+
+        def ours():
+            getattr(rope, op)(q, k, *([v, *caches] if cache else []), cos, sin, positions=p)
+
+        def theirs():
+            new_q, new_k = plain(q, cos, sin, p), plain(k, cos, sin, p)
+            if cache:
+                q.copy_(new_q)
+                caches[0][row, p], caches[1][row, p] = new_k, v
+
+        x = torch.cat([t.flatten() for t in ((q, k, v) if cache else (q, k))])
+        out = torch.empty_like(x)
+        return [ours, lambda: out.copy_(x), theirs], 2 * x.nbytes
+
+    def medians(self, contenders: list, seconds: float = 1.0) -> list[float]:
+        """Seconds a call. They take turns, in runs so long that the wait for the device at the end is a small part."""
+        wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(self.device.type, lambda: None)
+
+        def run(call, calls):
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            wait()
+            return time.perf_counter() - start
+
+        end, counts, rounds = time.monotonic() + seconds, [], []
+        for call in contenders:
+            run(call, 1)  # the first one may compile
+            counts.append(1)
+            while counts[-1] < 4096 and run(call, counts[-1]) < 0.005:
+                counts[-1] *= 4
+        while not rounds or (time.monotonic() < end and len(rounds) < 30):
+            rounds.append([run(call, n) / n for call, n in zip(contenders, counts, strict=True)])
+        return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def ask(question) -> str:
+    """Not every torch and every machine has an answer."""
+    try:
+        return str(question()).strip()
+    except Exception:
+        return "unknown"
+
+
+def header(device: torch.device) -> str:
+    name = {
+        "cpu": lambda: f"{_C.cpu_instruction_set()} kernels, {torch.get_num_threads()} threads",
+        "cuda": lambda: f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}",
+        "mps": lambda: torch.backends.mps.get_name(),
+    }[device.type]
+    # What module.cpp tells: whether the shaders were compiled when torch_rope was built, or are compiled here.
+    library = f", Metal library: {ask(lambda: _C.metal_library)}" if device.type == "mps" else ""
+    chip = platform.processor() or platform.machine()
+    if sys.platform == "darwin":
+        chip = ask(lambda: subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True))
+    versions = f"torch_rope {torch_rope.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{versions}\n{platform.platform()}, {chip}\ndevice {device}: {ask(name)}{library}\n"
+
+
+def without(device: str) -> str:
+    """Why it cannot be used; empty where it can."""
+    if device.split(":")[0] not in _C.devices:
+        return f"this build of torch_rope is for {', '.join(_C.devices)}"
+    try:
+        torch.empty(1, device=device)
+    except Exception as e:
+        return told(e).split("\n")[0]
+    return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m torch_rope.selfcheck", description=__doc__.split("\n")[0])
+    best = next((device for device in reversed(_C.devices) if not without(device)), "cpu")
+    parser.add_argument("--device", default=best, help=f"of {', '.join(_C.devices)}; {best} if not said")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, and no speed")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the groups with this in their name, and no speed")
+    options = parser.parse_args(argv)
+    if problem := without(options.device):
+        print(f"torch_rope.selfcheck: no device {options.device}: {problem}", file=sys.stderr)
+        return 2
+    check = Check(torch.device(options.device), options.quick, options.only)
+    print(header(check.device))
+    check.run()
+    if not options.quick and not options.only:
+        check.speed()
+    print(f"\n{check.failed} checks failed" if check.failed else "\nall right")
+    return min(check.failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
