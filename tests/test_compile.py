@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import CACHES, LAYOUTS, SOURCES, checks_ranges, set_apart, some_slots
+from cases import CACHES, LAYOUTS, SOURCES, checks_ranges, opcheck, set_apart, some_slots
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,10 +125,6 @@ def arguments(op, layout, source, rotary_dim, interleaved, device, dims=4):
     return operands(op, device, make=make), keywords
 
 
-def opcheck(op, xs, keywords):
-    torch.library.opcheck(getattr(rope, op).default, tuple(xs), keywords)
-
-
 @pytest.mark.parametrize("layout, source, rotary_dim, interleaved", OPCHECKS)
 @pytest.mark.parametrize("op", [*FUNCTIONAL, "rotate_", "rotate_qk_"])
 def test_opcheck(op, layout, source, rotary_dim, interleaved, device):
@@ -137,7 +133,7 @@ def test_opcheck(op, layout, source, rotary_dim, interleaved, device):
     xs, keywords = arguments(op, layout, source, rotary_dim, interleaved, device)
     if not op.endswith("_"):  # an in-place operator refuses inputs that require grad
         xs = [x.detach().requires_grad_(i == 0) for i, x in enumerate(xs)]
-    opcheck(op, xs, keywords)
+    opcheck(op, xs, keywords, device)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -146,7 +142,7 @@ def test_opcheck_of_three_dimensions(op, requires_grad, device):
     xs, keywords = arguments(op, "bhsd", SOURCES[2], 4, True, device, dims=3)
     xs = [x.requires_grad_(requires_grad and not op.endswith("_")) for x in xs]
     keywords |= {"attention_factor": 1.5} | ({"norm_eps": 0.1} if "norm" in op or "cache" in op else {"inverse": True})
-    opcheck(op, xs, keywords)
+    opcheck(op, xs, keywords, device)
 
 
 # (cache, layout, source, slots, norm, dims): every cache with q, k, v of both numbers of dimensions
@@ -170,7 +166,7 @@ def test_opcheck_of_rotate_into_cache(cache, layout, source, slots, norm, dims, 
         set_apart(keywords, batch, 43)
     if norm:
         keywords |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-    opcheck("rotate_into_cache_", (q, k, v, k_cache, v_cache), keywords)
+    opcheck("rotate_into_cache_", (q, k, v, k_cache, v_cache), keywords, device)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -181,7 +177,7 @@ def test_opcheck_of_rotate_into_cache(cache, layout, source, slots, norm, dims, 
 )
 def test_opcheck_of_cos_sin(positions, dtype, device):
     freq = torch_rope.inv_freq(8, device=device)
-    opcheck("cos_sin", (positions.to(device), freq), {"attention_factor": 1.5, "dtype": dtype})
+    opcheck("cos_sin", (positions.to(device), freq), {"attention_factor": 1.5, "dtype": dtype}, device)
 
 
 # ---- fake tensors say the strides of the result ----

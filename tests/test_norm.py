@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_gpu, supported
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_gpu, opcheck, supported
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -133,7 +133,8 @@ def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved,
     rotary_dim decides in which order a norm is summed.)"""
     tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[7], "bshd", "bshd", dtype, device)
     nothing, no_turn = ({"inv_freq": f} for f in (angles["inv_freq"][:0], torch.zeros_like(angles["inv_freq"])))
-    norm, turned_by_zero = norm_rotate_qk(*tensors, **nothing), norm_rotate_qk(*tensors, **no_turn)
+    norm = norm_rotate_qk(*tensors, **nothing)
+    turned_by_zero = norm_rotate_qk(*tensors, **no_turn, interleaved=interleaved)
     assert_right(norm, tensors, nothing, 1e-6)
     for attention_factor in (1.0, 1.3):
         outs = norm_rotate_qk(*tensors, **angles, attention_factor=attention_factor, interleaved=interleaved)
@@ -269,6 +270,8 @@ def test_special_values(dtype, head_dim, norm_eps, device):
     an infinity NaN, with its pair; rsqrt(0) is infinite, so zeros without eps become NaN; a NaN fills its head. Squares
     that underflow count as zero. And whatever a head holds, it leaves the heads around it alone."""
     heads = special_heads(head_dim, dtype)
+    if device == "mps" and norm_eps == 0:
+        del heads["tiny"]  # Metal may take subnormal numbers for zeros
     x = torch.stack([t for head in heads.values() for t in (head, heads["plain"])])[None, :, None].to(dtype).to(device)
     w = weight("float32", head_dim, dtype, device)
     cos, sin = torch_rope.cos_sin(torch.arange(32, device=device), torch_rope.inv_freq(head_dim, device=device))
@@ -764,4 +767,4 @@ def test_opcheck(op, dims, needed, device):
     for t in tensors if needed == "all" else tensors[2:] if needed == "weights" else []:
         t.requires_grad_()
     given = like(tensors[:2]) if "backward" in op else []
-    torch.library.opcheck(getattr(rope, op).default, (*given, *tensors), angles | OPTIONS | {"interleaved": dims == 3})
+    opcheck(op, (*given, *tensors), angles | OPTIONS | {"interleaved": dims == 3}, device)

@@ -41,7 +41,8 @@ Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t 
     }
     return range;
   };
-  return t.scalar_type() == at::kLong ? scan(t.const_data_ptr<int64_t>()) : scan(t.const_data_ptr<int32_t>());
+  return t.scalar_type() == at::kLong ? scan(static_cast<const int64_t*>(t.const_data_ptr()))
+                                      : scan(static_cast<const int32_t*>(t.const_data_ptr()));
 }
 
 // Looked at before anything is written.
@@ -139,8 +140,8 @@ struct Cpu {
                    factor.hi,
                    factor.lo,
                    dtype_of(call.cos),
-                   positions.const_data_ptr<double>(),
-                   inv_freq.const_data_ptr<double>(),
+                   static_cast<const double*>(positions.const_data_ptr()),
+                   static_cast<const double*>(inv_freq.const_data_ptr()),
                    call.cos.mutable_data_ptr(),
                    call.sin.mutable_data_ptr()};
     if (c.pairs == 0) return;

@@ -31,11 +31,12 @@ def _objc() -> Path | None:
 
 def missing() -> list[str]:
     """Packages of Debian."""
-    blocks = Path("/usr/include/Block.h").exists()
     needed = {
         "clang-19": metal.compiler(),
         "libobjc-12-dev": _objc(),
-        "libblocksruntime-dev": blocks and any(Path("/usr/lib").rglob("libBlocksRuntime.so")),
+        "libblocksruntime-dev": any(
+            p for folder in ("lib", "lib64", "lib/*") for p in Path("/usr").glob(f"{folder}/libBlocksRuntime.so")
+        ),
     }
     return [package for package, there in needed.items() if not there]
 

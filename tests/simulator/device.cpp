@@ -75,7 +75,10 @@ at::Tensor on_host(const at::Tensor& t) {
   auto* data = static_cast<char*>(simulated_contents(t.storage().data()));
   if (data) data += t.storage_offset() * int64_t(t.element_size());
   const auto keep = [storage = t.storage()](void*) {};
-  return at::from_blob(data, t.sizes(), t.strides(), keep, t.options().device(at::kCPU));
+  const at::Tensor host = at::from_blob(data, t.sizes(), t.strides(), keep, t.options().device(at::kCPU));
+  host._set_neg(t.is_neg());
+  host._set_conj(t.is_conj());
+  return host;
 }
 
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool) {

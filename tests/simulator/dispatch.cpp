@@ -26,7 +26,7 @@ namespace {
 constexpr size_t kSparse = size_t(256) << 20;
 
 uint64_t rints = 0;  // of the dispatch that runs
-std::mutex mutex;  // one dispatch at a time: function constants are variables of the library
+std::mutex mutex;    // one dispatch at a time: function constants are variables of the library
 std::deque<std::string> records;
 
 std::string output_of(const std::string& command) {
@@ -289,7 +289,8 @@ extern "C" float __truncsfbf2(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   if (x == x) bits += 0x7fff + (bits >> 16 & 1);
-  bits = x != x && !(bits & 0x7f0000) ? 0x7fc0 : bits >> 16;  // a NaN keeps its bits: clang may copy a bfloat as a float
+  bits =
+      x != x && !(bits & 0x7f0000) ? 0x7fc0 : bits >> 16;  // a NaN keeps its bits: clang may copy a bfloat as a float
   memcpy(&x, &bits, sizeof bits);
   return x;
 }

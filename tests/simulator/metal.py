@@ -6,6 +6,8 @@ another address space, vector constructors.
 TORCH_ROPE_SIMULATOR_CONTRACT=1: multiplications and additions become fused where the compiler likes, as on a GPU.
 """
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -13,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -57,8 +60,10 @@ def check(text: str) -> None:
     """`text` is preprocessed."""
     for name, pattern in NOT_METAL.items():
         if found := re.search(pattern, text):
-            line = re.findall(r"^# (\d+) .*((?:\n.*)*)", text[: found.start()], re.M)[-1]
-            raise NotMetal(f"program_source:{int(line[0]) - 1 + line[1].count(chr(10))}: Metal has no {name}")
+            before = text[: found.start()].split("\n")
+            marker = max(i for i, line in enumerate(before) if line.startswith("# "))  # says which line the next one is
+            line = int(before[marker].split()[1]) + len(before) - marker - 2
+            raise NotMetal(f"program_source:{line}: Metal has no {name}")
     # C++ would take a pointer in any address space for a parameter `const T*`; and one without a template for private.
     plain = re.sub(r"^#.*$", "", text, flags=re.M)
     for name, parameters in re.findall(
@@ -129,9 +134,15 @@ def run(*command, text: str | None = None) -> str:
     return done.stdout
 
 
+@functools.cache
 def compiler() -> str | None:
-    names = [f"clang++-{version}" for version in (19, 20, 21, 22, 18, 17, 16)]
-    return next((name for name in [*names, "clang++"] if shutil.which(name)), None)
+    """A clang whose __bf16 is a number."""
+    for name in [*(f"clang++-{version}" for version in (19, 20, 21, 22, 18, 17)), "clang++"]:
+        if path := shutil.which(name):
+            version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True).stdout
+            if version and int(version.split(".")[0]) >= 17:
+                return name
+    return None
 
 
 def processor() -> list[str]:
@@ -159,31 +170,23 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
     flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
     parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../emulator/grid.h"]
     state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
-    made = folder / (hashlib.sha256("\0".join(state).encode()).hexdigest()[:16] + ".so")
+    made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():
+        preprocess = "-E -x c++ -nostdinc -D__METAL_VERSION__=310 -D__METAL__=1".split()
         text = run(
-            *(
-                compiler(),
-                "-E",
-                "-x",
-                "c++",
-                "-nostdinc",
-                "-isystem",
-                HERE / "metal",
-                "-D__METAL_VERSION__=310",
-                "-D__METAL__=1",
-                "-",
-            ),
-            text=f'#line 1 "program_source"\n{source}',
+            *(compiler(), *preprocess, "-isystem", HERE / "metal", "-"), text=f'#line 1 "program_source"\n{source}'
         )
         folder.mkdir(parents=True, exist_ok=True)
-        cpp, own = made.with_suffix(".cpp"), made.with_suffix(f".{os.getpid()}")
-        cpp.write_text(translated(text))
-        base = [compiler(), *LANGUAGE, f"-I{HERE}", cpp]
-        run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES")
-        run(*base, *flags, "-o", own, "-x", "none", library)
-        own.rename(made)  # whole, or not at all
-    return made
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            cpp = Path(own, "program_source")  # so is it called in messages
+            cpp.write_text(translated(text))
+            base = [compiler(), *LANGUAGE, f"-I{HERE}", cpp]
+            run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES")
+            run(*base, *flags, "-o", Path(own, "library.so"), "-x", "none", library)
+            with contextlib.suppress(OSError):  # another process has made it
+                Path(own).rename(made)
+            Path(own).mkdir(exist_ok=True)
+    return made / "library.so"
 
 
 if __name__ == "__main__":

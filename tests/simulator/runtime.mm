@@ -156,7 +156,7 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
   } catch (const std::exception& error) {
     fail(std::string("an exception left a block of dispatch_sync, on macOS std::terminate: ") + error.what());
   }
-  run_encoded();  // at once, so that an error is raised by the call that made it
+  if (queue == &stream_queue) run_encoded();  // at once, so that an error is raised by the call that made it
 }
 
 dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t, dispatch_block_t) {

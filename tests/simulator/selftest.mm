@@ -21,7 +21,7 @@ id<MTLComputePipelineState> pipeline(const std::string& source, at::IntArrayRef 
   MTLCompileOptions* options = [MTLCompileOptions new];
   options.mathMode = MTLMathModeSafe;
   id<MTLLibrary> library = nil;
-  if (source.rfind("SIMULATED", 0) == 0) {
+  if (source.rfind("SIMULATE", 0) == 0) {
     dispatch_data_t data = dispatch_data_create(source.data(), source.size(), dispatch_get_main_queue(),
                                                 ^{
                                                 });

@@ -16,10 +16,11 @@ def _build_module():
 
 
 def load() -> None:
-    import torch_rope  # noqa: F401  the operators that get kernels
+    import torch_rope  # the operators that get kernels
 
     torch.ops.load_library(_build_module().build())
     # What a build for macOS has here.
+    torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True
     torch._C._mps_is_available = lambda: True
     torch._C._mps_is_on_macos_or_newer = lambda major, minor: True

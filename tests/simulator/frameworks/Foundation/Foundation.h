@@ -10,7 +10,11 @@
 #include <objc/NSObject.h>
 #define INSTANCE_VARIABLES(...)
 #else
-#define INSTANCE_VARIABLES(...) {@public __VA_ARGS__}  // part of the interface in this runtime
+#define INSTANCE_VARIABLES(...) \
+  {                             \
+   @public                      \
+    __VA_ARGS__                 \
+  }  // part of the interface in this runtime
 #undef nil
 #define nil nullptr  // not (id)0, which does not convert to NSError**
 typedef unsigned long NSUInteger;
@@ -22,7 +26,8 @@ typedef long NSInteger;
 - (NSUInteger)retainCount;
 - (BOOL)respondsToSelector:(SEL)selector;
 @end
-__attribute__((objc_root_class)) @interface NSObject<NSObject> {
+__attribute__((objc_root_class))
+@interface NSObject<NSObject> {
   Class isa;  // and nothing else: a constant string is {isa, bytes, length}
 }
 + (id)alloc;
@@ -54,7 +59,8 @@ static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
   return range;
 }
 
-@interface NSString : NSObject INSTANCE_VARIABLES(const char* bytes_; unsigned length_;)
+@interface NSString : NSObject
+INSTANCE_VARIABLES(const char* bytes_; unsigned length_;)
 + (NSString*)stringWithUTF8String:(const char*)text;
 - (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding;
 @property(readonly) const char* UTF8String;
@@ -66,7 +72,8 @@ enum { NSUTF8StringEncoding = 4 };
 @end
 #endif
 
-@interface NSError : NSObject INSTANCE_VARIABLES(NSString* text_;)
+@interface NSError : NSObject
+INSTANCE_VARIABLES(NSString* text_;)
 @property(readonly, copy) NSString* localizedDescription;
 @end
 

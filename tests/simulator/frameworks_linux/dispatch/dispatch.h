@@ -12,7 +12,8 @@ extern "C" {
 #endif
 dispatch_queue_t dispatch_get_main_queue(void);
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block);
-dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t queue, dispatch_block_t destroy);
+dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t queue,
+                                     dispatch_block_t destroy);
 void dispatch_release(dispatch_data_t data);
 #ifdef __cplusplus
 }

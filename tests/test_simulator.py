@@ -1,0 +1,353 @@
+"""The simulated mps device itself: right shaders give right results in every order of threads, and each mistake of a
+shader or of host code is told. Needs --simulate."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import simulator
+
+
+@pytest.fixture(autouse=True)
+def _simulated(request):
+    if not request.config.getoption("--simulate"):
+        pytest.skip("needs --simulate")
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["forward", "backward", "scrambled"])
+def _any_order(request):
+    simulator.thread_order(request.param)
+    yield
+    simulator.thread_order(0)
+
+
+START = "#include <metal_stdlib>\nusing namespace metal;\n"
+
+
+def kernel(body, parameters=""):
+    """x: 64 floats, n: how many, i: of the thread in the grid, l: in the threadgroup."""
+    return (
+        f"{START}kernel void k(device float* x [[buffer(0)]], constant int& n [[buffer(1)]], uint i [[thread_position_in_grid]],"
+        f" uint l [[thread_position_in_threadgroup]]{', ' * bool(parameters)}{parameters}) {{\n{body}\n}}"
+    )
+
+
+def launch(source, *tensors, bound=None, n=None, grid=(64, 1, 1), group=(32, 1, 1), shared=0, constants=()):
+    bound = len(tensors) if bound is None else bound
+    n = tensors[0].numel() if n is None else n
+    torch.ops.simulator_test.launch(source, tensors, bound, n, grid, group, shared, constants)
+    return tensors[0].cpu()
+
+
+def numbers(n=64):
+    return torch.arange(n, dtype=torch.float32, device="mps")
+
+
+SHARED = "threadgroup float* t [[threadgroup(0)]]"
+
+
+def test_a_kernel(_any_order):
+    source = kernel("if (int(i) < n) x[i] = 2 * x[i] + float(kTwo);").replace(
+        "kernel", "constant int kOne [[function_constant(0)]];\nconstant int kTwo [[function_constant(1)]];\nkernel", 1
+    )
+    simulator.last_dispatches()
+    assert torch.equal(launch(source, numbers(), constants=(5, 7)), 2 * torch.arange(64.0) + 7)
+    (done,) = simulator.last_dispatches()
+    assert done["kernel"] == "k" and done["threads"] == [64, 1, 1] and done["group"] == [32, 1, 1]
+    assert done["constants"] == {"kOne": 5, "kTwo": 7} and done["rints"] == 0
+    x, n = done["buffers"][0], done["buffers"][1]
+    assert x["bytes"] == x["bytes_read"] == x["bytes_written"] == 256 and x["loads"] == x["stores"] == {"4": 64}
+    assert n["bytes"] == 4 and n["bytes_written"] == 0
+    simulator.check_guards()
+
+
+def test_a_compiled_library():
+    assert torch.equal(launch("SIMULATED" + kernel("x[i] = 1;"), numbers()), torch.ones(64))
+    with pytest.raises(RuntimeError, match="library: .*no Metal library"):
+        launch("SIMULATEx", numbers())
+
+
+def test_a_reversal_in_threadgroup_memory(_any_order):
+    source = kernel("t[l] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); x[i] = t[31 - l];", SHARED)
+    assert torch.equal(launch(source, numbers(), shared=128), torch.arange(64.0).view(2, 32).flip(1).flatten())
+
+
+def test_partial_threadgroups_and_simd_functions(_any_order):
+    source = kernel(
+        """  const float sum = simd_sum(x[i]), most = simd_max(x[i]), other = simd_shuffle_xor(x[i], 1);
+             x[i] = sum + 1000 * most + (lane == 0 ? 100000 * other : 0) + 0.25 * (size == 6) + (lane != l % 32);""",
+        "uint lane [[thread_index_in_simdgroup]], uint size [[threads_per_threadgroup]]",
+    )
+    expected = torch.arange(70.0)
+    for a, b in ((0, 32), (32, 64), (64, 70)):
+        x = torch.arange(float(a), b)
+        expected[a:b] = x.sum() + 1000 * x.max() + 0.25 * (a == 64)
+        expected[a] += 100000 * (a + 1)
+    assert torch.equal(launch(source, numbers(70), grid=(70, 1, 1), group=(64, 1, 1)), expected)
+
+
+def test_positions_in_three_dimensions(_any_order):
+    """Where no axis of the grid is a multiple of the threadgroup."""
+    source = START + (
+        "kernel void k(device int* x [[buffer(0)]], constant int& n [[buffer(1)]], uint3 at [[thread_position_in_grid]],"
+        " uint3 of [[threads_per_grid]], uint3 l [[thread_position_in_threadgroup]], uint i [[thread_index_in_threadgroup]],"
+        " uint3 g [[threadgroup_position_in_grid]], uint3 size [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],"
+        " ushort3 full [[dispatch_threads_per_threadgroup]], uint3 groups [[threadgroups_per_grid]]) {\n"
+        " const bool right = at.x == 4 * g.x + l.x && at.y == 3 * g.y + l.y && at.z == 2 * g.z + l.z && simd == i / 32"
+        " && i == (l.z * size.y + l.y) * size.x + l.x && full.x == 4 && full.z == 2 && groups.x == 3 && groups.z == 3;\n"
+        " x[(at.z * of.y + at.y) * of.x + at.x] = right; }"
+    )
+    x = torch.zeros(10 * 4 * 5, dtype=torch.int32, device="mps")
+    assert (launch(source, x, grid=(10, 4, 5), group=(4, 3, 2)) == 1).all()
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.float32, "float"), (torch.float16, "half"), (torch.bfloat16, "bfloat")])
+def test_vectors(dtype, name):
+    source = f"""{START}
+        template <typename T> [[kernel]] void k(device T* x [[buffer(0)]], constant int& n [[buffer(1)]],
+                                                uint i [[thread_position_in_grid]]) {{
+          const vec<T, 4> in = *reinterpret_cast<device const vec<T, 4>*>(x + 4 * i);
+          float4 f = float4(in) * 2.0f;
+          f.xw = f.wx;
+          vec<T, 4> out = vec<T, 4>(f);
+          out[1] = static_cast<T>(rint(f[1]));
+          *reinterpret_cast<device vec<T, 4>*>(x + 4 * i) = out;
+        }}
+        template [[host_name("k")]] [[kernel]] decltype(k<{name}>) k<{name}>;"""
+    x = torch.randn(64).to(dtype)
+    simulator.last_dispatches()
+    expected = 2 * x.view(16, 4)[:, [3, 1, 2, 0]]
+    expected[:, 1] = expected[:, 1].round()
+    assert torch.equal(launch(source, x.to("mps"), grid=(16, 1, 1), group=(8, 1, 1)), expected.flatten())
+    (done,) = simulator.last_dispatches()
+    size = str(4 * dtype.itemsize)
+    assert done["buffers"][0]["loads"] == done["buffers"][0]["stores"] == {size: 16} and done["rints"] == 16
+    with pytest.raises(RuntimeError, match="misaligned pointer"):
+        launch(source, x.to("mps")[1:], grid=(15, 1, 1), group=(8, 1, 1))
+
+
+def test_numbers_of_a_gpu():
+    x = torch.full((64,), 1e-40).to("mps")
+    assert (launch(kernel("x[i] = x[i] * 1.5;"), x) == 0).all()  # denormals
+    source = kernel("x[i] = isnan(NAN) + 10 * select(1.0, 2.0, INFINITY > x[i]) + as_type<float>(0x40000000);")
+    assert (launch(source, numbers()) == 23).all()
+
+
+ALIASED = f"""{START}kernel void k(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], constant int& n [[buffer(2)]],
+    uint i [[thread_position_in_grid]]) {{ const float a = x[i]; y[i] = a + 1; }}"""
+
+
+def test_in_place(_any_order):
+    x = numbers()
+    assert torch.equal(launch(ALIASED, x, x), torch.arange(64.0) + 1)
+
+
+def test_what_is_bound_to_be_read_is_not_written():
+    with pytest.raises(RuntimeError, match="bound to be read"):
+        launch(ALIASED.replace("y[i] = a + 1", "((device float*)x)[i] = a + 1"), numbers(), numbers())
+
+
+def test_nothing_is_bound_where_nothing_is_read():
+    source = kernel("x[i] = y ? y[i] : 3;", "device const float* y [[buffer(2)]]").replace("buffer(1)", "buffer(9)")
+    source = source.replace("constant int& n [[buffer(9)]], ", "").replace("buffer(2)", "buffer(1)")
+    assert (launch(source, numbers(), numbers(0), n=-1) == 3).all()
+    with pytest.raises(RuntimeError, match="read of 4 bytes through a null pointer"):
+        launch(source.replace("y ? y[i] : 3", "y[i]"), numbers(), numbers(0), n=-1)
+
+
+BAD = {
+    "past the end": ("x[i + 1] = 1;", "write of 4 bytes, 0 bytes past the end of an allocation of 256 bytes"),
+    "before the start": ("x[int(i) - 1] = 1;", "write of 4 bytes, .*4 bytes before the start of an allocation of 256 bytes"),
+    "far away": ("x[i] = x[1000000000 + i];", "read of 4 bytes of memory that is not a tensor's"),
+    "the host's memory": ("x[i] = *(device float*)16;", "null pointer"),
+    "two writes": ("x[i / 2] = 1;", "race, two writes"),
+    "in place": ("const float a = x[i], b = x[i ^ 1]; x[i] = a + b;", "race, (write after read|read after write)"),
+    "one threadgroup and another": ("x[i % 32] += 1;", "race, .*with block .[01], 0, 0., thread .*; block .[01], 0, 0., thread"),
+    "no barrier": ("t[l] = x[i]; x[i] = t[l ^ 1];", "race, .* of shared memory"),
+    "a barrier for nothing": ("t[l] = x[i]; threadgroup_barrier(mem_flags::mem_none); x[i] = t[l ^ 1];", "race, .* of shared"),
+    "a barrier for other memory": ("t[l] = x[i]; threadgroup_barrier(mem_flags::mem_device); x[i] = t[l ^ 1];", "race, .* of shared"),
+    "a barrier for threadgroup memory": ("x[i] = 1; threadgroup_barrier(mem_flags::mem_threadgroup); x[i ^ 1] = 2;", "race, two writes of memory"),
+    "left early": ("if (l < 7) return; threadgroup_barrier(mem_flags::mem_threadgroup); x[i] = 0;", "leaves? the kernel|have left"),
+    "two barriers": ("if (l < 7) threadgroup_barrier(mem_flags::mem_threadgroup);\nelse threadgroup_barrier(mem_flags::mem_threadgroup);", "threadgroup_barrier in line [45] of program_source while .* line [45]"),
+    "two sums": ("if (l < 7) x[i] = simd_sum(x[i]);\nelse x[i] = simd_sum(2 * x[i]);", "simd_sum in line [45] .*lane \\d+ waits at simd_sum in line [45]"),
+    "no sum for some": ("if (l < 7) return; x[i] = simd_sum(x[i]);", "simd_sum .*lane \\d+, which has left|leaves the kernel while lane"),
+    "too little threadgroup memory": ("t[l + 1] = x[i];", "past the end of the launch's shared memory of 128 bytes"),
+    "unsigned": ("const uint a = (i + 1) * 1000000000u; x[i] = a;", "integer overflow in ..*program_source:4"),
+    "division": ("x[i] = n / int(i);", "division by zero"),
+    "an array": ("float a[4]; for (uint j = 0; j <= l; j++) a[j] = j; x[i] = a[n % 4];", "array index out of range"),
+    "a float too large": ("x[i] = int(x[i] * 1e10);", "a float that the integer type does not hold"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_mistakes_of_a_shader(what, _any_order):
+    body, message = BAD[what]
+    with pytest.raises(RuntimeError, match=message):
+        launch(kernel(body, SHARED), numbers(), shared=128)
+    assert torch.equal(launch(kernel("x[i] = 1;"), numbers()), torch.ones(64))  # nothing is left of it
+
+
+def test_another_tensor_is_out_of_reach():
+    x, other = numbers(), numbers()
+    assert other.sum() == 2016
+    source = kernel("device float* p = x; for (ulong at = 0; at < 100000; at++) if (p[at] == -5) p[at] = 0; x[i] = 1;")
+    with pytest.raises(RuntimeError, match="read of 4 bytes"):
+        launch(source, x)
+
+
+NOT_METAL = {
+    "double": (kernel("double d = x[i]; x[i] = d;"), "program_source:4: Metal has no double"),
+    "std": (kernel("x[i] = std::sin(x[i]);"), "no std::"),
+    "if constexpr": (kernel("if constexpr (sizeof(int) == 4) x[i] = 1;"), "no if constexpr"),
+    "lambda": (kernel("auto f = [&](float y) { return y; }; x[i] = f(1);"), "no a lambda"),
+    "new": (kernel("x[i] = *new float;"), "no new"),
+    "ASCII": (kernel("// \u00b2"), "not ASCII"),
+    "typo": (kernel("x[i] = sinn(x[i]);"), "program_source:4.*sinn"),
+    "a float becomes a bfloat": (kernel("bfloat b = x[i]; x[i] = float(b);"), "implicit conversion"),
+    "writes constant memory": (kernel("n = 1;"), "const"),
+    "no attribute": (kernel("x[i] = 1;", "device float* y"), "what is `device float[*] y`"),
+    "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "what is"),
+    "a kernel's pointer": (kernel("x[i] = 1;", "float* y [[buffer(2)]]"), "`float[*] y.*` has no address space"),
+    "a variable in threadgroup memory": (kernel("threadgroup float t[32]; x[i] = 1;"), r"by a parameter \[\[threadgroup\(0\)\]\] alone"),
+    **{
+        f"a helper's {name}": (kernel("x[i] = g(x + i);").replace("kernel", helper + "\nkernel", 1), message)
+        for name, helper, message in [
+            ("pointer", "inline float g(const float* p) { return *p; }", "`const float[*] p` has no address space"),
+            ("template", "template <typename T> inline float g(const T* p) { return *p; }", "has no address space"),
+            ("thread pointer", "inline float g(thread const float* p) { return *p; }", "no matching function"),
+            ("threadgroup pointer", "inline float g(threadgroup const float* p) { return *p; }", "no matching function"),
+            ("constant pointer", "inline float g(constant float* p) { return *p; }", "no matching function"),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_METAL)
+def test_not_metal(what):
+    source, message = NOT_METAL[what]
+    with pytest.raises(RuntimeError, match=f"library: (?s:.*){message}"):
+        launch(source, numbers())
+
+
+CONSTANT = kernel("x[i] = k0;").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1)
+TYPED = kernel("x[i] = 1;", "device const float4* y [[buffer(2)]]").replace("buffer(1)", "buffer(3)")
+LIMITS = {
+    "empty grid": (dict(grid=(64, 0, 1)), "an empty grid"),
+    "empty threadgroup": (dict(group=(0, 1, 1)), "an empty threadgroup"),
+    "threadgroup": (dict(group=(64, 4, 8)), "threadgroups of 2048 threads, at most 1024"),
+    "axis": (dict(grid=(2**32, 1, 1)), "4294967296 threads on an axis"),
+    "unbound": (dict(source=kernel("x[i] = 1;", "device float* y [[buffer(2)]]")), "buffer 2 is not bound"),
+    "type of setBytes": (dict(source=kernel("x[i] = n;").replace("int&", "long&")), "buffer 1 has 4 bytes, the parameter 8"),
+    "offset": (dict(source=TYPED.replace("(0)", "(5)").replace("(2)", "(0)").replace("(3)", "(1)").replace("(5)", "(0)"), x=slice(1, 63)), "offset 4 of buffer 0 is misaligned"),
+    "no threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED)), "no length for threadgroup memory 0"),
+    "threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED), shared=32784), "32784 bytes of threadgroup memory"),
+    "part of 16 bytes": (dict(source=kernel("t[l] = 1;", SHARED), shared=24), "not a multiple of 16"),
+    "constant": (dict(source=CONSTANT), "function: .*function constant k0 has no value"),
+    "type of a constant": (dict(source=CONSTANT.replace("constant int k0", "constant float k0"), constants=[1]), "function constant k0 has another type"),
+    "name": (dict(source=kernel("x[i] = 1;").replace("void k(", "void other(")), "no function k in the library"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_what_metal_does_not_take(what):
+    arguments, message = LIMITS[what]
+    arguments = dict(source=kernel("x[i] = 1;"), x=slice(None)) | arguments
+    with pytest.raises(RuntimeError, match=message):
+        launch(arguments.pop("source"), numbers()[arguments.pop("x")], **arguments)
+
+
+def test_small_limits():
+    simulator.max_threads(48)
+    try:
+        with pytest.raises(RuntimeError, match="threadgroups of 64 threads, at most 48"):
+            launch(kernel("x[i] = 1;"), numbers(), group=(64, 1, 1))
+    finally:
+        simulator.max_threads(1024)
+
+
+def test_a_binding_of_an_earlier_kernel():
+    x, y = numbers(), numbers()
+    torch.mps.synchronize()  # ends the encoder, and with it the bindings; as a copy to the host does
+    torch.ops.simulator_test.launch(ALIASED, [x, y], 2, 64, [64, 1, 1], [32, 1, 1], 0, [])
+    with pytest.raises(RuntimeError, match="buffer 2 is left over from an earlier pipeline"):
+        torch.ops.simulator_test.launch(ALIASED, [x, y], 2, -1, [64, 1, 1], [32, 1, 1], 0, [])
+    torch.mps.synchronize()
+    with pytest.raises(RuntimeError, match="buffer 2 is not bound"):
+        torch.ops.simulator_test.launch(ALIASED, [x, y], 2, -1, [64, 1, 1], [32, 1, 1], 0, [])
+
+
+MISUSES = [
+    "commandEncoder.. outside of the stream's queue",
+    "a deadlock",
+    "an exception left a block of dispatch_sync.*boom",
+    "endEncoding",
+    "commits or waits",
+    "commit of a command buffer",
+    "setBytes of 5000 bytes",
+    "setBytes of 0 bytes",
+    "offset 20 is past the end of buffer 0",
+    "threadgroup memory of 24 bytes",
+    "a command encoder outside of the stream's queue",
+    "rethrown",
+]
+
+
+@pytest.mark.parametrize("which", range(len(MISUSES)), ids=MISUSES)
+def test_misuses_by_the_host(which):
+    with pytest.raises(RuntimeError, match=MISUSES[which]):
+        torch.ops.simulator_test.misuse(numbers(4), which)
+    assert torch.equal(launch(kernel("x[i] = 1;"), numbers()), torch.ones(64))
+
+
+def test_the_device():
+    x = numbers()
+    assert x.device.type == "mps" and torch.backends.mps.is_available()
+    assert torch.equal(x.view(8, 8).t().contiguous().cpu(), torch.arange(64.0).view(8, 8).t())
+    y = x.clone().requires_grad_()
+    (y * y).sum().backward()
+    assert torch.equal(y.grad.cpu(), 2 * torch.arange(64.0))
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(2, dtype=torch.float64, device="mps")
+    with torch.library._scoped_library("no_kernel", "DEF") as library:
+        library.define("f(Tensor x) -> Tensor")
+        library.impl("f", lambda x: x, "CPU")
+        with pytest.raises(NotImplementedError, match="no_kernel::f"):
+            torch.ops.no_kernel.f(x)
+
+
+def test_large_buffers_are_sparse(_memory_of_others):
+    x = torch.empty(2**31, dtype=torch.float16, device="mps")
+    source = kernel("x[ulong(i) << 30] = as_type<float>(i);")
+    launch_on = torch.ops.simulator_test.launch
+    launch_on(source, [x], 1, 0, [1, 1, 1], [1, 1, 1], 0, [])
+    assert x[:2].view(torch.int32).item() == 0
+
+
+def test_results_do_not_depend_on_contraction():
+    """The rotation's own: nothing that the compiler may fuse is left to it."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch_rope, simulator
+simulator.load()
+torch.manual_seed(0)
+x = torch.randn(2, 9, 4, 96).to("mps")
+w = torch.rand(96).to("mps")
+outs = []
+for inv_freq in torch_rope.inv_freq(64), torch_rope.inv_freq(96):
+    outs += torch_rope.norm_rotate_qk(x, x, w, w, inv_freq=inv_freq.to("mps"), offset=100003, attention_factor=1.3)
+    outs += torch_rope.cos_sin(torch.arange(1000, 1100, device="mps"), inv_freq.to("mps"))
+print(torch.hash_tensor(torch.cat([t.cpu().flatten() for t in outs])).item())
+"""
+    folder = str(Path(simulator.__file__).parent)
+    hashes = set()
+    for contract in "01":
+        command = ["env", f"TORCH_ROPE_SIMULATOR_CONTRACT={contract}", sys.executable, "-c", code, folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        hashes.add(done.stdout)
+    assert len(hashes) == 1 and re.match(r"\d+", hashes.pop())
