@@ -463,18 +463,18 @@ def test_an_engine_with_tables(dtype, device):
     angles = np.arange(max_seq_len)[:, None] * theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     frequency = 2.0**-24 * angles  # inv_freq is rounded to float32
     for table, exact in (cos, np.cos(angles)), (sin, np.sin(angles)):
-        assert np.all(np.abs(table.double().cpu().numpy() - exact) <= OUR_ANGLE + frequency)
+        assert np.all(np.abs(table.cpu().double().numpy() - exact) <= OUR_ANGLE + frequency)
 
     q, k = (torch.randn(tokens, heads, head_dim).to(dtype).to(device) for heads in (q_heads, k_heads))
     before = q.clone(), k.clone()
     positions = torch.randint(0, max_seq_len, (tokens,), dtype=torch.int32, device=device)
     torch_rope.rotate_qk_(q, k, cos, sin, positions=positions, interleaved=True)
-    c, s = (t.double().cpu()[positions.cpu()][:, None] for t in (cos, sin))
+    c, s = (t.cpu().double()[positions.cpu()][:, None] for t in (cos, sin))
     for x, out in zip(before, (q, k), strict=True):
-        even, odd = x.double().cpu()[..., 0::2], x.double().cpu()[..., 1::2]
+        even, odd = x.cpu().double()[..., 0::2], x.cpu().double()[..., 1::2]
         expected = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
         magnitude = torch.hypot(even, odd).repeat_interleave(2, -1)
         unit = F32 if dtype == torch.float32 else 2.0**-11
         assert torch.all(
-            (out.double().cpu() - expected).abs() <= (unit + 2 * F32) * magnitude + 2.0**-24
+            (out.cpu().double() - expected).abs() <= (unit + 2 * F32) * magnitude + 2.0**-24
         )  # float16's smallest

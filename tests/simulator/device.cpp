@@ -122,6 +122,11 @@ at::Tensor& set_(at::Tensor& t, at::Storage storage, int64_t offset, at::IntArra
   return t;
 }
 
+at::Tensor& set_whole(at::Tensor& t, at::Storage storage) {
+  const int64_t size[] = {int64_t(storage.nbytes() / t.element_size())}, stride[] = {1};
+  return set_(t, std::move(storage), 0, size, stride);
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.schema().name().rfind("aten::", 0) == 0, "The operator '", op.operator_name(),
                               "' is not currently implemented for the MPS device.");
@@ -139,6 +144,7 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Storage_storage_offset", &set_);
   m.impl("resize_", &resize_);
   m.impl("_copy_from", &copy_from);

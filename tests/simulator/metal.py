@@ -77,15 +77,10 @@ def check(text: str) -> None:
 def translated(text: str) -> str:
     """C++ from preprocessed Metal."""
     check(text)
-    constants = []
+    # What a library has is registered where it stands, so that its names are known there.
+    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\w+)\)\s*\]\]\s*;"
+    text = re.sub(constant, r"static \1 \2; CONSTANT(\2, \3);", text)
 
-    def constant(m):
-        constants.append(f'simulator::constant_of("{m[2]}", {m[3]}, {m[2]})')
-        return f"static {m[1]} {m[2]};"
-
-    text = re.sub(r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]\s*;", constant, text)
-
-    # A kernel, and each instance of one, is registered where it stands, so that its names are known there.
     attributes_of, count = {}, itertools.count()
     while found := re.search(r"(?:\[\[\s*kernel\s*\]\]|\bkernel\b)\s+void\s+(\w+)\s*\(", text):
         name, end = found[1], closing(text, found.end() - 1)
@@ -124,7 +119,7 @@ def translated(text: str) -> str:
         text = re.sub(rf"\b((?:{structs})\b[^;(){{}}=&*]*\s\w+\s*=\s*)([^;={{}}]+);", r"\1COPY_OF(\2);", text)
     text = re.sub(VECTOR, r"simulator::vector<\1>(", text)
 
-    return f'#include "metal/shim.h"\n{text}\nCONSTANTS({", ".join(constants)})\n'
+    return f'#include "metal/shim.h"\n{text}'
 
 
 def run(*command, text: str | None = None) -> str:
@@ -151,10 +146,15 @@ def processor() -> list[str]:
     return [f"-m{feature}" for feature in ("fma", "f16c") if feature in there]
 
 
-LANGUAGE = "-x c++ -std=c++14 -Wno-everything -Xclang -cl-single-precision-constant".split()
+LANGUAGE = ["-x", "c++", "-std=c++14", "-Wno-everything", "-Xclang", "-cl-single-precision-constant"]
 # A float becomes a bfloat, or a float a double, only where it says so.
-STRICT = "-Werror=c++17-extensions -Werror=double-promotion -Werror=implicit-float-conversion -Wno-implicit-int-float-conversion".split()
-# The conversions of an integer that wrap are found too: they would be offsets that do not fit.
+STRICT = [
+    "-Werror=c++17-extensions",
+    "-Werror=double-promotion",
+    "-Werror=implicit-float-conversion",
+    "-Wno-implicit-int-float-conversion",
+]
+# An unsigned integer of 32 bits that wraps is found too: it may be an offset that does not fit.
 CHECKS = "thread,signed-integer-overflow,unsigned-integer-overflow,shift-base,shift-exponent,integer-divide-by-zero,array-bounds,float-cast-overflow,alignment"
 FLAGS = (
     "-O2 -g1 -fPIC -shared -fno-vectorize -fno-slp-vectorize -fno-strict-aliasing"
@@ -172,7 +172,7 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
     state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():
-        preprocess = "-E -x c++ -nostdinc -D__METAL_VERSION__=310 -D__METAL__=1".split()
+        preprocess = ["-E", "-x", "c++", "-nostdinc", "-D__METAL_VERSION__=310", "-D__METAL__=1"]
         text = run(
             *(compiler(), *preprocess, "-isystem", HERE / "metal", "-"), text=f'#line 1 "program_source"\n{source}'
         )

@@ -28,6 +28,9 @@ def load() -> None:
     torch._C._mps_get_core_count = lambda: 8
     torch._C._mps_get_name = lambda: "simulated"
     torch.mps._default_mps_generator = torch.Generator()
+    torch.UntypedStorage.mps = lambda self: (
+        torch.empty(self.nbytes(), dtype=torch.uint8, device="mps").untyped_storage().copy_(self, False)
+    )
 
 
 def last_dispatches(clear: bool = True) -> list[dict]:

@@ -307,35 +307,44 @@ template <>
 struct DataType<bool> {
   static const int value = 53;
 };
-template <typename T>
-Constant constant_of(const char* name, int index, T& data) {
-  return {name, index, DataType<T>::value, &data, sizeof data};
-}
-
 }  // namespace simulator
 
 #ifdef SIMULATOR_ADDRESS_SPACES
+#define CONSTANT(...)
 #define KERNEL(...)
 #define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
-#define CONSTANTS(...)
 #else
-extern "C" simulator::Kernel simulator_kernels[1000] = {};  // the last has no name
+// Behind the last there is one without a name.
+extern "C" simulator::Constant simulator_constants[100] = {};
+extern "C" simulator::Kernel simulator_kernels[1000] = {};
+
 namespace simulator {
+
 struct Registered {
+  template <typename T>
+  UNWATCHED Registered(const char* name, int index, T* data) {
+    *place_in(simulator_constants) = {name, index, DataType<T>::value, data, sizeof(T)};
+  }
   template <typename... P>
   UNWATCHED Registered(const char* name, void (*function)(P...), std::initializer_list<Parameter> parameters) {
     static_assert(sizeof...(P) <= Kernel::kMost, "so many parameters are not foreseen");
-    Kernel* k = simulator_kernels;
-    while (k->name) k++;
+    Kernel* const k = place_in(simulator_kernels);
     *k = {
         name, reinterpret_cast<void (*)()>(function), Signature<P...>::call, sizeof...(P), {}, {Passed<P>::type()...}};
     for (const Parameter& p : parameters) k->parameters[&p - parameters.begin()] = p;
   }
+  template <typename T>
+  UNWATCHED static T* place_in(T* all) {
+    while (all->name) all++;
+    return all;
+  }
 };
+
 }  // namespace simulator
+
 #define LIST(...) {__VA_ARGS__}
+#define CONSTANT(name, index) static const simulator::Registered registered_##name(#name, index, &name)
 #define KERNEL(number, host_name, attributes, ...) \
   static const simulator::Registered registered_##number(host_name, &__VA_ARGS__, attributes)
 #define INSTANCE KERNEL
-#define CONSTANTS(...) extern "C" simulator::Constant simulator_constants[] = {__VA_ARGS__ __VA_OPT__(, ){}};
 #endif
