@@ -8,16 +8,19 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
-CSRC := $(wildcard csrc/*.* csrc/*/*.*)
-OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu)
+CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
+OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
+  $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))
+SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py autograd.py errors.py any_call.py \
+  compile.py peers.py selfcheck.py)
 
-.PHONY: demo test emulate bench gpu lint clean
+.PHONY: demo test emulate simulate mutate bench gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
 	$(BIN)/python examples/generate.py --qwen3
 
-test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate) .venv/test .venv/built
+test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate simulate) .venv/test .venv/built
 	$(BIN)/python -m pytest
 
 # The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
@@ -25,6 +28,16 @@ emulate: .venv/test .venv/built
 	$(BIN)/python -m pytest -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py autograd.py cuda.py)
 	env $$($(BIN)/python tests/emulator/build.py --environment) \
 	  $(BIN)/python -m pytest -q --emulate=asan $(addprefix tests/test_,values.py cuda.py)
+
+# The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
+simulate: .venv/test .venv/built
+	@if $(BIN)/python tests/simulator/build.py --missing; then \
+	  $(BIN)/python -m pytest -q --simulate -k "mps or simulator" $(SIMULATED); \
+	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
+
+# Plants mistakes in the shaders and their host code; the tests have to find each.
+mutate: .venv/test .venv/built
+	$(BIN)/python tests/simulator/mutate.py
 
 bench: .venv/demo .venv/built
 	$(BIN)/python benchmarks/cpu.py
@@ -52,7 +65,7 @@ lint: .venv/lint
 	touch $@
 
 # Ninja compiles only what has changed.
-.venv/built: .venv/torch setup.py pyproject.toml $(CSRC)
+.venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
 	$(PIP) -v --no-build-isolation -e .
 	touch $@
 

@@ -40,12 +40,16 @@ id<MTLLibrary> compiled_library() {
 id<MTLLibrary> library_from_source() {
   MTLCompileOptions* options = [MTLCompileOptions new];
   options.languageVersion = MTLLanguageVersion3_1;  // the first with bfloat
+  options.fastMathEnabled = NO;
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000  // which has another name for it
+#pragma clang diagnostic push
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"  // asked for at run time
   if ([options respondsToSelector:@selector(setMathMode:)]) {
     options.mathMode = MTLMathModeSafe;
     options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
-  } else {
-    options.fastMathEnabled = NO;
   }
+#pragma clang diagnostic pop
+#endif
   NSError* error = nil;
   id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kSource]
                                                   options:options

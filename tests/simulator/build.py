@@ -119,6 +119,7 @@ def build() -> Path:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--missing"]:
         if packages := missing():
-            sys.exit(f"the simulated mps device needs: apt-get install {' '.join(packages)}")
+            print("the simulated mps device needs: apt-get install", *packages)
+            sys.exit(1)
     else:
         print(build())
