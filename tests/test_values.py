@@ -262,14 +262,18 @@ def test_tables_with_a_factor_that_float32_cannot_hold_are_infinite(factor, devi
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int16, torch.uint8],
+    [
+        getattr(torch, name)
+        for name in ["float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8"]
+    ],
     ids=str,
 )
 def test_cos_sin_takes_positions_of_any_shape_and_dtype(dtype, device):
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
     freq = torch_rope.inv_freq(6)
-    positions = (torch.rand(2, 3, 4) * 100).to(dtype)
+    low, high = (0, 255) if dtype == torch.uint8 else (-100, 100)
+    positions = (torch.rand(2, 3, 4) * (high - low) + low).to(dtype)
     angle = positions.double().unsqueeze(-1) * freq.double()
     for seen in (positions, positions.transpose(0, 2), positions[1, 2, 3], positions[:, :0]):
         index = torch.arange(positions.numel()).view(positions.shape)

@@ -57,7 +57,7 @@ MUTATIONS = [
     ("a tail without its second half", DEVICE, "if (c.whole) *reinterpret_cast", "if (c.rotated) *reinterpret_cast"),
     ("a number rounded twice", DEVICE, "x.of[i] = static_cast<T>(n.of[i])", "x.of[i] = static_cast<T>(static_cast<float>(static_cast<half>(n.of[i])))"),
     ("unsigned bytes read as signed", TABLES, "static_cast<device const uchar*>", "static_cast<device const char*>"),
-    ("a table read for every head", ROTATE, "      x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));", "      x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles_of<T, V>(r, buffers, token, at.x)));"),
+    ("a table read for every head", ROTATE, "rotate(numbers_of(x[i]), angles)", "rotate(numbers_of(x[i]), angles_of<T, V>(r, buffers, token, at.x))"),
 ]  # fmt: skip
 
 
