@@ -33,7 +33,7 @@ def missing() -> list[str]:
     """Packages of Debian."""
     needed = {
         "clang-19": metal.compiler(),
-        "libobjc-12-dev": _objc(),
+        "gobjc": _objc(),
         "libblocksruntime-dev": any(
             p for folder in ("lib", "lib64", "lib/*") for p in Path("/usr").glob(f"{folder}/libBlocksRuntime.so")
         ),
