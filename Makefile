@@ -8,6 +8,7 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
+PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS)
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
   $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))
@@ -21,18 +22,18 @@ demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --qwen3
 
 test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate simulate) .venv/test .venv/built
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
 emulate: .venv/test .venv/built
-	$(BIN)/python -m pytest -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py autograd.py cuda.py)
+	$(PYTEST) -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py autograd.py cuda.py)
 	env $$($(BIN)/python tests/emulator/build.py --environment) \
-	  $(BIN)/python -m pytest -q --emulate=asan $(addprefix tests/test_,values.py cuda.py)
+	  $(PYTEST) -q --emulate=asan $(addprefix tests/test_,values.py cuda.py)
 
 # The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
 simulate: .venv/test .venv/built
 	@if $(BIN)/python tests/simulator/build.py --missing; then \
-	  $(BIN)/python -m pytest -q --simulate -k "mps or simulator" $(SIMULATED); \
+	  $(PYTEST) -q --simulate -k "mps or simulator" $(SIMULATED); \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
 # Plants mistakes in the shaders and their host code; the tests have to find each.

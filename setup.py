@@ -5,6 +5,7 @@ TORCH_CUDA_ARCH_LIST chooses the GPUs. Metal is built on macOS; shaders/embed.py
 """
 
 import os
+import platform
 import shutil
 import sys
 import sysconfig
@@ -88,6 +89,8 @@ if not reason:
     folders.append("csrc/cuda")
     defines = [("ROPE_WITH_CUDA", None)]
 if sys.platform == "darwin":
+    # Python may be built for two architectures, torch is for one.
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
     folders.append("csrc/mps")
     defines = [("ROPE_WITH_MPS", None)]
     link = ["-framework", "Foundation", "-framework", "Metal"]

@@ -6,12 +6,12 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// Safe math is an option of the compiler: a pragma for it may be an error where Metal 3.1 is the newest.
+#pragma METAL fp contract(off)
+
 #include "../csrc/angle.h"
 #include "../csrc/mps/kernels.h"
 #include "../csrc/rotation.h"
-
-#pragma METAL fp math_mode(safe)
-#pragma METAL fp contract(off)
 
 #define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
 ROPE_CONSTANTS(ROPE_CONSTANT)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGE = "metal3.1"  # the first with bfloat: macOS 14
+FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-ffp-contract=off", "-O2"]  # 3.1: with bfloat
 
 
 def source() -> str:
@@ -50,9 +50,8 @@ def library(text: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "rope.metal").write_text(text)
-        flags = [f"-std={LANGUAGE}", "-fno-fast-math", "-ffp-contract=off", "-O2"]
         problem = _run(
-            "xcrun", "-sdk", "macosx", "metal", *flags, "-c", path / "rope.metal", "-o", path / "rope.air"
+            "xcrun", "-sdk", "macosx", "metal", *FLAGS, "-c", path / "rope.metal", "-o", path / "rope.air"
         ) or _run("xcrun", "-sdk", "macosx", "metallib", path / "rope.air", "-o", path / "rope.metallib")
         if problem and wish:
             sys.exit(f"torch_rope: TORCH_ROPE_METALLIB is {wish}, but {problem}")

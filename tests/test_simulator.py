@@ -69,6 +69,21 @@ def test_a_compiled_library():
         launch("SIMULATEx", numbers())
 
 
+def test_shaders_compiled_with_the_extension_are_taken():
+    program = f"""
+import re, sys
+sys.path.insert(0, {str(Path(simulator.__file__).parent)!r})
+import simulator, torch, torch_rope
+simulator.load(compiled=True)
+x, inv_freq = torch.randn(3, 2, 64), torch_rope.inv_freq(64)
+assert torch.equal(torch_rope.rotate(x.to("mps"), inv_freq=inv_freq.to("mps")).cpu(), torch_rope.rotate(x, inv_freq=inv_freq))
+(shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", open("/proc/self/maps").read()))
+assert "kCompiledAhead" in open(shaders + "/program_source").read()
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
 def test_a_reversal_in_threadgroup_memory(_any_order):
     source = kernel("t[l] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); x[i] = t[31 - l];", SHARED)
     assert torch.equal(launch(source, numbers(), shared=128), torch.arange(64.0).view(2, 32).flip(1).flatten())

@@ -94,10 +94,18 @@ NSUInteger threads_of(id<MTLComputePipelineState> pipeline, NSUInteger most) {
 
 // ---- encoding ----
 
+// Bound where there is no tensor: what a kernel before left there would stay, and Metal's validation does not take nil
+// for an argument, even one that the function constants leave unused.
+const Tensor& nothing() {
+  static const Tensor& tensor = *new Tensor(at::empty({16}, at::device(at::kMPS).dtype(at::kByte)));
+  return tensor;
+}
+
 // The encoder is the queue's. No call of ATen may be in the body: it would wait for the same queue. An exception may
 // not leave the block.
 template <typename F>
 void encode(F&& body) {
+  nothing();  // allocated outside of the queue
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
   dispatch_sync(stream->queue(), ^{
@@ -112,11 +120,10 @@ void encode(F&& body) {
   if (error) std::rethrow_exception(error);
 }
 
-// What a kernel before left bound stays bound: so every buffer of a kernel is set, to nil where there is none.
 void set(id<MTLComputeCommandEncoder> encoder, int index, const Tensor* t) {
-  const bool there = t && t->defined() && t->storage().data();
-  [encoder setBuffer:there ? __builtin_bit_cast(id<MTLBuffer>, t->storage().data()) : nil
-              offset:there ? NSUInteger(t->storage_offset()) * t->element_size() : 0
+  if (!t || !t->defined() || t->numel() == 0) t = &nothing();
+  [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, t->storage().data())
+              offset:NSUInteger(t->storage_offset()) * t->element_size()
              atIndex:NSUInteger(index)];
 }
 void set(id<MTLComputeCommandEncoder> encoder, int index, const OptTensor& t) {

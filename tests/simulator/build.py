@@ -20,6 +20,8 @@ OBJECTIVE = (
     f" -isystem {HERE}/frameworks -isystem {HERE}/frameworks_linux"
 )
 
+LIBRARIES = ["libtorch_rope_simulator.so", "libtorch_rope_simulator_compiled.so"]
+
 
 def _objc() -> Path | None:
     """GCC's folder that has libobjc and its headers."""
@@ -59,7 +61,7 @@ def _ninja(folder: Path) -> str:
         "  deps = gcc",
         "  depfile = $out.d",
         "rule embed",
-        f"  command = TORCH_ROPE_METALLIB=0 {sys.executable} shaders/embed.py $out",
+        f"  command = PATH={ROOT / HERE}/bin:$$PATH TORCH_ROPE_METALLIB=$metallib {sys.executable} shaders/embed.py $out",
         "  restat = true",
         "rule link",
         f"  command = {compiler} -shared $in -o $out -Wl,-soname,libtorch_rope_simulator.so {libraries} -lc10 -ltorch_cpu -ltorch"
@@ -71,7 +73,6 @@ def _ninja(folder: Path) -> str:
         for p in sorted(ROOT.glob(f))
         if p.is_file()
     )
-    lines.append(f"build {folder}/source.cpp: embed | {shaders}")
     # emulator.cpp comes first: what is thread_local before it would be shared memory. Shader libraries see it.
     sources = [
         "tests/emulator/emulator.cpp",
@@ -79,33 +80,40 @@ def _ninja(folder: Path) -> str:
         *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/mps/*.mm")),
         "csrc/checks.cpp",
         "csrc/overlap.cpp",
-        f"{folder}/source.cpp",
     ]
-    made = []
-    for source in sources:
-        made.append(folder / (source.replace("/", "_") + ".o"))
-        lines.append(f"build {made[-1]}: {'mm' if source.endswith('.mm') else 'cpp'} {source}")
+    embedded = [f"{folder}/source.cpp", f"{folder}/compiled.cpp"]
+    for metallib, source in enumerate(embedded):
+        lines += [f"build {source}: embed | {shaders}", f"  metallib = {metallib}"]
+    made = {}
+    for source in [*sources, *embedded]:
+        made[source] = folder / (Path(source).name + ".o")
+        lines.append(f"build {made[source]}: {'mm' if source.endswith('.mm') else 'cpp'} {source}")
         flags = "-O2" if source.endswith(("emulator.cpp", "dispatch.cpp")) else "-O1 -fvisibility=hidden"
         if source.endswith("dispatch.cpp"):
             flags += f""" '-DSIMULATOR_COMPILER="{sys.executable} {ROOT / HERE / "metal.py"}"'"""
         lines.append(f"  flags = {flags}")
-    lines.append(f"build {folder}/libtorch_rope_simulator.so: link {' '.join(map(str, made))}")
+    objects = " ".join(str(made[source]) for source in sources)
+    for library, source in zip(LIBRARIES, embedded, strict=True):
+        lines.append(f"build {folder}/{library}: link {objects} {made[source]}")
+    lines.append(f"default {folder}/{LIBRARIES[0]}")
     return "\n".join(lines) + "\n"
 
 
-def build() -> Path:
+def build(compiled: bool = False) -> Path:
+    """compiled: with the shaders as a library that was compiled ahead, beside their source."""
     import torch
 
     if packages := missing():
         raise RuntimeError(f"the simulator needs {' '.join(packages)}")
     folder = Path("build", f"simulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
+    library = LIBRARIES[compiled]
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (ROOT / folder / "build.ninja").write_text(_ninja(folder))
         jobs = os.environ.get("MAX_JOBS", "2")
         made = subprocess.run(
-            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
+            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, folder / library],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -113,7 +121,7 @@ def build() -> Path:
         )
         if made.returncode:
             raise RuntimeError(made.stdout)
-    return ROOT / folder / "libtorch_rope_simulator.so"
+    return ROOT / folder / library
 
 
 if __name__ == "__main__":

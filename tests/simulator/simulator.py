@@ -15,10 +15,11 @@ def _build_module():
     return module
 
 
-def load() -> None:
+def load(compiled: bool = False) -> None:
+    """compiled: with shaders that were compiled ahead."""
     import torch_rope  # the operators that get kernels
 
-    torch.ops.load_library(_build_module().build())
+    torch.ops.load_library(_build_module().build(compiled))
     # What a build for macOS has here.
     torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True
