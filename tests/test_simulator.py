@@ -72,13 +72,14 @@ def test_a_compiled_library():
 def test_shaders_compiled_with_the_extension_are_taken():
     program = f"""
 import re, sys
+from pathlib import Path
 sys.path.insert(0, {str(Path(simulator.__file__).parent)!r})
 import simulator, torch, torch_rope
 simulator.load(compiled=True)
 x, inv_freq = torch.randn(3, 2, 64), torch_rope.inv_freq(64)
 assert torch.equal(torch_rope.rotate(x.to("mps"), inv_freq=inv_freq.to("mps")).cpu(), torch_rope.rotate(x, inv_freq=inv_freq))
-(shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", open("/proc/self/maps").read()))
-assert "kCompiledAhead" in open(shaders + "/program_source").read()
+(shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", Path("/proc/self/maps").read_text()))
+assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr

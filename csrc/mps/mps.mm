@@ -60,10 +60,10 @@ id<MTLLibrary> library_from_source() {
 }
 
 // A pipeline is compiled for the constants of a call. Made before the queue is entered: nothing waits for it there.
-id<MTLComputePipelineState> pipeline(const std::string& kernel, const Constants& constants) {
+id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& constants) {
   static std::mutex mutex;
   static id<MTLLibrary> library = nil;
-  static auto& pipelines = *new std::map<std::pair<std::string, Constants>, id<MTLComputePipelineState>>;
+  static auto& pipelines = *new std::map<std::pair<Kernel, Constants>, id<MTLComputePipelineState>>;
   const std::lock_guard<std::mutex> lock(mutex);
   id<MTLComputePipelineState>& kept = pipelines[{kernel, constants}];
   if (kept) return kept;
@@ -73,14 +73,14 @@ id<MTLComputePipelineState> pipeline(const std::string& kernel, const Constants&
     MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
     [values setConstantValues:&constants type:MTLDataTypeInt withRange:NSMakeRange(0, sizeof constants / sizeof(int))];
     NSError* error = nil;
-    id<MTLFunction> function = [library newFunctionWithName:[NSString stringWithUTF8String:kernel.c_str()]
+    id<MTLFunction> function = [library newFunctionWithName:[NSString stringWithUTF8String:kernel.name().c_str()]
                                              constantValues:values
                                                       error:&error];
     [values release];
-    TORCH_CHECK(function, "torch_rope: no Metal function ", kernel, ": ", text_of(error));
+    TORCH_CHECK(function, "torch_rope: no Metal function ", kernel.name(), ": ", text_of(error));
     id<MTLComputePipelineState> made = [device() newComputePipelineStateWithFunction:function error:&error];
     [function release];
-    TORCH_CHECK(made, "torch_rope: no Metal pipeline for ", kernel, ": ", text_of(error));
+    TORCH_CHECK(made, "torch_rope: no Metal pipeline for ", kernel.name(), ": ", text_of(error));
     TORCH_CHECK([made threadExecutionWidth] == kSimd, "torch_rope: a SIMD group of this GPU has ",
                 [made threadExecutionWidth], " threads, needs ", int(kSimd));
     kept = made;
@@ -221,7 +221,7 @@ struct Mps {
     strides_of(call.q, n.q);
     strides_of(call.k, n.k);
     const Tensor sums = at::empty({2, parts.count, head_dim}, call.q.options().dtype(at::kFloat));
-    id<MTLComputePipelineState> sum = pipeline("sum_parts_" + name_of(gradients.op, call.q), p.constants);
+    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, call.q), ""}, p.constants);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       if (parts.count != 0) {
@@ -257,7 +257,7 @@ struct Mps {
     Constants constants{};
     constants.scaled = factor.hi != 1.0f || factor.lo != 0.0f;
     constants.position_type = position_type(positions.scalar_type());
-    id<MTLComputePipelineState> kernel = pipeline("cos_sin_" + name_of("rope.cos_sin", call.cos), constants);
+    id<MTLComputePipelineState> kernel = pipeline({"cos_sin", type_of("rope.cos_sin", call.cos), ""}, constants);
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, c);

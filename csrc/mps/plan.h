@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <vector>
+#include <tuple>
 
 #include "../ops.h"
 #include "kernels.h"
@@ -19,12 +19,21 @@ struct Constants {
   bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
 };
 
+// Its name in the shaders is the three parts, which are literals: a call makes no string.
+struct Kernel {
+  const char *family, *type, *variant;
+  std::string name() const { return std::string(family) + "_" + type + variant; }
+  bool operator<(const Kernel& other) const {
+    return std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant);
+  }
+};
+
 struct Size3 {
   rope_int x, y, z;
 };
 
 struct Plan {
-  std::string kernel;
+  Kernel kernel;
   Constants constants;
   Rotate rotate;
   Size3 grid;      // threads; of a norm: rows, q and k
@@ -50,7 +59,7 @@ inline bool needs_64_bits(const Tensor& t) {
   return last > UINT32_MAX;
 }
 
-inline std::string name_of(const char* op, const Tensor& x) {
+inline const char* type_of(const char* op, const Tensor& x) {
   switch (x.scalar_type()) {
     case at::kHalf:
       return "half";
@@ -66,7 +75,7 @@ inline std::string name_of(const char* op, const Tensor& x) {
 // x, y: what is normalised, in the norm's backward
 inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> normalised = {}) {
   const bool backward = normalised.size() != 0;
-  std::vector<const Tensor*> tensors(normalised), parameters;
+  c10::SmallVector<const Tensor*, 8> tensors(normalised.begin(), normalised.end()), parameters;
   for (const Tensor* t : {call.q, call.q_out, call.k, call.k_out, call.v, call.v_out}) {
     if (t) tensors.push_back(t);
   }
@@ -128,17 +137,22 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> no
   }
   if (p.has_norm) TORCH_CHECK_NOT_IMPLEMENTED(rows / 4 <= INT32_MAX, call.op, ": too many tokens for Metal");
   const bool narrow = rows <= INT32_MAX && all(tensors, fits_32) && all(parameters, fits_32);
-  const std::string type = name_of(call.op, *call.q), vectors = width == 4 ? "_v4" : "_v1",
-                    index = narrow ? "_u32" : "_u64";
+  const char* const type = type_of(call.op, *call.q);
+  const char* const variant = width == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
   if (!p.has_norm) {
-    plan.kernel = "rotate_" + type + vectors + index;
+    plan.kernel = {"rotate", type, variant};
     plan.grid = {r.chunks, p.seq, p.batch * r.groups};
     return plan;
   }
   c.lanes = 1;
   while (c.lanes < kSimd && (plan.wide_head || c.lanes < int(r.chunks))) c.lanes *= 2;
-  const std::string kernel = backward ? "norm_backward" : "norm_rotate";
-  plan.kernel = plan.wide_head ? kernel + "_wide_" + type : kernel + "_" + type + vectors + (backward ? "" : index);
+  if (plan.wide_head) {
+    plan.kernel = {backward ? "norm_backward_wide" : "norm_rotate_wide", type, ""};
+  } else if (backward) {
+    plan.kernel = {"norm_backward", type, width == 4 ? "_v4" : "_v1"};
+  } else {
+    plan.kernel = {"norm_rotate", type, variant};
+  }
   plan.grid = {rows, 1, 1};
   return plan;
 }
