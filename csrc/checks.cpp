@@ -14,8 +14,8 @@ bool holds(bool condition) { return condition; }
 // Guards under torch.compile; for a size that is data (unbacked) it becomes an assertion of the compiled program.
 bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
 bool equal(const c10::SymInt& a, const c10::SymInt& b) {
-  const bool plain = !a.is_symbolic() && !b.is_symbolic();  // the usual case, without a call
-  return plain ? a.as_int_unchecked() == b.as_int_unchecked() : holds(a.sym_eq(b));
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();  // the usual case, without a call
+  return x && y ? *x == *y : holds(a.sym_eq(b));
 }
 
 // By reference, where sym_size makes a SymInt.

@@ -64,7 +64,8 @@ inline Token<I> token_at(constant Rotate& r, device const void* positions, devic
                             ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
                             : long(s);
   const long place = long(ulong(position) + ulong(p.offset));  // wraps: with inv_freq no position is too far
-  bool valid = place >= r.first_place && place <= r.last_place;
+  const bool wrapped = (place < position) != (p.offset < 0);
+  bool valid = !r.has_range || (place >= 0 && place <= r.last_place && !wrapped);
   long cell = 0;
   if (k_slot_bytes) {
     cell = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
@@ -273,7 +274,7 @@ struct Sum {
 
   void add(float x) {
     const float y = fma(over, -1.0f, x), larger = sum + y;  // not -, which could be contracted with what makes x
-    over = (larger - sum) - y;
+    over = isfinite(larger) ? (larger - sum) - y : 0.0f;    // an overflow stays an infinity
     sum = larger;
   }
   float value() const { return sum - over; }

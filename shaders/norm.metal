@@ -74,8 +74,9 @@ template <typename T>
   const Token<ulong> token = token_at<ulong>(r, positions, slots, b, of_token - b * ulong(p.seq));
   const uint first = uint(row - of_token * r.groups) * kHeads, end = min(first + kHeads, r.heads);
   float scales[kHeads];
-  for (uint i = 0; i < kHeads; i++) {
-    const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, min(first + i, end - 1));
+  for (uint i = 0; first + i < end; i++) {
+    const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i);
+    if (head.tensor == kV) break;
     Sum squares;
     for (uint index = lane; index < r.chunks; index += kSimd) {
       const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
@@ -217,8 +218,8 @@ template <typename T, int V>
   }
 }
 
-// The same for heads of any width. A part is at most kSimd heads for the one SIMD group of a threadgroup: thread i
-// keeps the factors of head i.
+// The same for heads of any width, with one SIMD group in a threadgroup. It takes kSimd heads at a time: thread i keeps
+// the factors of the i-th.
 template <typename T>
 [[kernel]] void norm_backward_wide(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
                                    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
@@ -231,45 +232,53 @@ template <typename T>
   const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
   const ulong begin = ulong(group.x) * n.part, end = min(begin + n.part, items);
   device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
-  Factors factors = {0.0f, 0.0f};
-  for (ulong item = begin; item < end; item++) {
-    const ulong of_token = item / heads, b = of_token / ulong(p.seq);
-    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-    const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, uint(item - of_token * heads));
-    Sum squares, products;
-    for (uint index = lane; index < r.chunks; index += kSimd) {
-      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-      const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
-      Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-      if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
-      squares.add(dot(x, x, chunk.whole));
-      products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk.whole));
-    }
-    const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
-    if (item - begin == lane) factors = f;
-  }
-  for (uint first = 0; first < r.chunks; first += kSimd) {  // all threads: they exchange factors
-    const bool active = first + lane < r.chunks;
-    const uint index = active ? first + lane : 0;
+  for (uint index = lane; index < r.chunks; index += kSimd) {
     const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-    const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
-    Sum total[2];
-    for (ulong item = begin; item < end; item++) {
-      const Factors f = {simd_shuffle(factors.scale, ushort(item - begin)),
-                         simd_shuffle(factors.common, ushort(item - begin))};
-      if (!active) continue;
-      const ulong of_token = item / heads, b = of_token / ulong(p.seq);
+    to[chunk.first] = to[chunk.second] = 0.0f;
+  }
+  for (ulong some = begin; some < end; some += kSimd) {
+    const uint count = uint(min(end - some, ulong(kSimd)));
+    Factors factors = {0.0f, 0.0f};
+    for (uint i = 0; i < count; i++) {
+      const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
       const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, uint(item - of_token * heads));
-      const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
-      Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-      if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
-      write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
-      for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+      const BackwardHead<T> head =
+          backward_head_at<T>(n, buffers, xs, tensor, token, uint(some + i - of_token * heads));
+      Sum squares, products;
+      for (uint index = lane; index < r.chunks; index += kSimd) {
+        const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+        const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+        Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+        squares.add(dot(x, x, chunk.whole));
+        products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk.whole));
+      }
+      const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
+      if (i == lane) factors = f;
     }
-    if (!active) continue;
-    to[chunk.first] = total[0].value();
-    if (chunk.whole) to[chunk.second] = total[1].value();
+    for (uint first = 0; first < r.chunks; first += kSimd) {  // all threads: they exchange factors
+      const bool active = first + lane < r.chunks;
+      const uint index = active ? first + lane : 0;
+      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+      const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
+      Sum total[2];
+      for (uint i = 0; i < count; i++) {
+        const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
+        if (!active) continue;
+        const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
+        const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
+        const BackwardHead<T> head =
+            backward_head_at<T>(n, buffers, xs, tensor, token, uint(some + i - of_token * heads));
+        const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+        Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+        write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
+        for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+      }
+      if (!active) continue;
+      to[chunk.first] += total[0].value();
+      if (chunk.whole) to[chunk.second] += total[1].value();
+    }
   }
 }
 

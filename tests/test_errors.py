@@ -435,6 +435,13 @@ def test_eager(message, error, ops, changes, device):
         assert all(torch.equal(a[name], t) and a[name]._version == version for name, (t, version) in before.items())
 
 
+@pytest.mark.parametrize("offset", [2**62, -(2**62) - 1, -(2**63), 2**63 - 1])
+def test_an_offset_too_large_for_a_symint_that_is_inline(offset, device):
+    x, table = torch.randn(1, 3, 2, 8, device=device), torch.randn(1, 3, 4, device=device)
+    with pytest.raises(ValueError, match=f"offset is {offset} with cos of shape"):
+        torch.ops.rope.rotate(x, table, table, offset=offset)
+
+
 @pytest.mark.parametrize("message, error, ops, changes", CASES)
 def test_fake_tensors(message, error, ops, changes, device):
     skip_what_metal_lacks(message, device)

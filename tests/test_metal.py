@@ -140,12 +140,20 @@ def test_everything_is_read_once_and_written_once(size, dtype, interleaved, devi
     assert total["buffers"][1]["bytes_read"] == buffers["sums"][1]
 
 
-def test_heads_too_wide_for_a_simd_group_are_read_twice(device, simulated):
-    q, k, weight = randn(3, 5, 512), randn(3, 1, 512), randn(512)
+@pytest.mark.parametrize("q_heads, k_heads", [(1, 1), (8, 1), (5, 3)])
+def test_heads_too_wide_for_a_simd_group_are_read_twice(q_heads, k_heads, device, simulated):
+    q, k, v, weight = randn(3, q_heads, 512), randn(3, k_heads, 512), randn(3, k_heads, 512), randn(512)
     torch.ops.rope.norm_rotate_qk(q, k, weight, weight, *tables(3, 512))
     buffers, dispatch = one_dispatch(simulated)
     assert "wide" in dispatch["kernel"]
     assert buffers["q_in"] == (2 * q.nbytes, 0) and buffers["q_out"] == (0, q.nbytes)
+    assert buffers["k_in"] == (2 * k.nbytes, 0) and buffers["k_out"] == (0, k.nbytes)
+    weights = dict(q_norm_weight=weight, k_norm_weight=weight)
+    caches = [randn(3, k_heads, 512) for _ in "kv"]
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *tables(3, 512), **weights)
+    buffers, _ = one_dispatch(simulated)
+    assert buffers["k_in"] == (2 * k.nbytes, 0) and buffers["v_in"] == (v.nbytes, 0)
+    assert buffers["k_out"] == buffers["v_out"] == (0, v.nbytes)
 
 
 @pytest.mark.parametrize("shape, stride", [((5,), (1,)), ((5,), (2,)), ((2, 3), (3, 1))], ids=str)
@@ -207,6 +215,19 @@ def test_a_slot_outside_is_nan_in_q_and_nothing_is_cached(dtype, norm, device):
     assert all(cache.count_nonzero() == 2 * 2 * 64 for cache in caches)
 
 
+def test_a_position_that_overflows_is_outside(device):
+    positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
+    q, k, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
+    for offset, inside in (5, [2]), (-(2**63), []):
+        out, _ = torch.ops.rope.rotate_qk(q, k, cos, sin, positions=positions, offset=offset)
+        assert [i for i in range(3) if not out[i].isnan().all()] == inside
+        x, caches = q.clone(), [torch.zeros(9, 1, 32, device="mps") for _ in "kv"]
+        freq = torch_rope.inv_freq(32).to("mps")
+        torch.ops.rope.rotate_into_cache_(x, k, k, *caches, inv_freq=freq, positions=positions, offset=offset)
+        assert [i for i in range(3) if not x[i].isnan().any()] == inside
+        assert all(cache.any(-1).sum() == len(inside) for cache in caches)
+
+
 # ---- bits ----
 
 
@@ -236,6 +257,22 @@ def test_the_bits_of_the_cpu(device):
         strict=True,
     ):
         assert torch.equal(t.cpu(), e)
+
+
+@pytest.mark.parametrize("head_dim", [128, 300, 1024])
+@pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
+def test_sums_that_overflow(value, head_dim, device):
+    """As on the CPU: what is too large for a sum makes it infinite, and no more."""
+    x, weight = torch.ones(1, 3, 2, head_dim), torch.ones(head_dim)
+    x[0, 1, 0, 3] = value
+    freq = torch_rope.inv_freq(head_dim)
+    results = []
+    for place in "cpu", "mps":
+        leaves = [t.to(place).requires_grad_() for t in (x, x.clone(), weight, weight.clone())]
+        outs = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq.to(place), norm_eps=0.5)
+        results.append([t.cpu() for t in (*outs, *torch.autograd.grad(outs, leaves, [o.detach() for o in outs]))])
+    for name, a, b in zip(["q", "k", "dq", "dk", "dw", "dw"], *results, strict=True):
+        torch.testing.assert_close(b, a, equal_nan=True, rtol=1e-5, atol=1e-5, msg=name)
 
 
 # ---- sizes ----
@@ -279,6 +316,26 @@ def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, devi
         assert torch.equal(q, expected)
 
 
+def test_nothing_at_the_end_of_a_buffer(device):
+    """An empty tensor may begin past the end of its storage."""
+    x = randn(2, 2, 16)
+    empty = x.as_strided((2, 0, 16), (32, 16, 1), 300)
+    freq = torch_rope.inv_freq(16).to("mps")
+    out, none = torch.ops.rope.rotate_qk(x, empty, inv_freq=freq)
+    assert none.shape == empty.shape and torch.equal(out, torch.ops.rope.rotate(x, inv_freq=freq))
+
+
+def test_blocks_of_2_32_cells_of_nothing(device):
+    cache = torch.empty(2**32, 0, 16, device="mps")
+    q, k = randn(2, 3, 16), randn(2, 0, 16)
+    expected = torch.ops.rope.rotate(q, inv_freq=torch_rope.inv_freq(16).to("mps"))
+    torch.ops.rope.rotate_into_cache_(
+        q, k, k, cache, cache.clone(), inv_freq=torch_rope.inv_freq(16).to("mps"), slots=torch.tensor([3, 4]).to("mps")
+    )
+    assert torch.equal(q, expected)
+    torch.ops.rope.rotate_(torch.empty(2**31, 0, 16, device="mps"), inv_freq=torch_rope.inv_freq(16).to("mps"))
+
+
 def test_many_of_everything(device):
     """More sequences, tokens or heads than a GPU's grid has in some directions elsewhere."""
     freq = torch_rope.inv_freq(2).to("mps")
@@ -306,6 +363,18 @@ def test_every_operator_has_a_kernel_of_its_own():
     if not any(n.startswith("rope::") for n in registered):
         pytest.skip("there is no Metal back end in this process")
     assert set(names) <= set(registered)
+
+
+def test_float64_is_refused(device):
+    x, bits = randn(1, 1, 16), randn(16)
+    try:
+        freq = bits.view(torch.float64)
+    except TypeError:
+        pytest.skip("no tensor of mps can be float64")
+    with pytest.raises(NotImplementedError, match="rope.rotate: inv_freq is float64, which Metal does not have"):
+        torch.ops.rope.rotate(x, inv_freq=freq)
+    with pytest.raises(NotImplementedError, match="rope.cos_sin: Metal has no float64"):
+        torch.ops.rope.cos_sin(bits, freq)
 
 
 def test_threads_of_the_host(device):

@@ -34,15 +34,16 @@ enum PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat1
 // members of every pair are in it. Channels past rotary_dim are cut the same way. The heads of q, k and v are one list.
 struct Rotate {
   RopeParams params;
-  rope_int first_place, last_place;  // where position + offset may be
+  rope_int last_place;               // position + offset may be that far, if there is a range
   unsigned chunks, rotated;          // of a head; the rotated ones come first
   unsigned k_start, v_start, heads;  // of the list: where k and v begin, and its end
   unsigned groups;                   // of kHeads heads
   int q_in_place, k_in_place;
+  int has_range;
 };
 
-// A row of threads takes kHeads heads of q, or of k, at a time; a part, which one threadgroup sums, is so many of
-// these.
+// An item is kHeads heads of q, or of k, for a row of threads; or one head, where they are wide. A part is so many
+// items, which one threadgroup sums.
 struct NormBackward {
   Rotate rotate;        // of the gradients, back
   rope_int q[4], k[4];  // strides of what was normalised

@@ -160,7 +160,7 @@ bool ready(const RotateCall& call) {
   if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
   // Positions in a tensor are looked at by the kernel.
   if (!call.positions) check_position_range(call, call.params(), 0, q.size(-3) - 1);
-  return q.size(-1) != 0;
+  return q.size(-1) != 0 && (q.size(-2) != 0 || (call.k && call.k->size(-2) != 0));
 }
 
 PositionType position_type(at::ScalarType type) {
@@ -188,7 +188,7 @@ struct Mps {
   static void rotate(const RotateCall& call) {
     if (!ready(call)) return;
     const Plan p = plan(call);
-    if (p.rotate.heads == 0 || p.rotate.chunks == 0) return;
+    if (p.rotate.chunks == 0) return;
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const NSUInteger threads = threads_of(kernel, call.q_norm_weight ? kNormThreads : kRotateThreads);
     encode([&](id<MTLComputeCommandEncoder> encoder) {
@@ -221,7 +221,10 @@ struct Mps {
     strides_of(call.q, n.q);
     strides_of(call.k, n.k);
     const Tensor sums = at::empty({2, parts.count, head_dim}, call.q.options().dtype(at::kFloat));
-    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, call.q), ""}, p.constants);
+    Constants weights{};
+    weights.native_q_weight = p.constants.native_q_weight;
+    weights.native_k_weight = p.constants.native_k_weight;
+    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, call.q), ""}, weights);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       if (parts.count != 0) {

@@ -128,15 +128,18 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> no
   r.heads = unsigned(heads);
   r.groups = unsigned(ceil_div(heads, kHeads));
   const bool table = p.source == kTableByPosition, at_place = call.v && !call.slots;  // at its place in a cache
-  r.first_place = table || at_place ? 0 : INT64_MIN;
+  r.has_range = table || at_place;
   r.last_place = std::min(table ? p.rows - 1 : INT64_MAX, at_place ? p.block_size - 1 : INT64_MAX);
 
   const rope_int rows = p.batch * p.seq * r.groups;
   for (const rope_int n : {p.head_dim, heads, p.seq, p.batch * r.groups}) {
     TORCH_CHECK_NOT_IMPLEMENTED(n <= INT32_MAX, call.op, ": a size of ", n, " is too large for Metal");
   }
-  if (p.has_norm) TORCH_CHECK_NOT_IMPLEMENTED(rows / 4 <= INT32_MAX, call.op, ": too many tokens for Metal");
-  const bool narrow = rows <= INT32_MAX && all(tensors, fits_32) && all(parameters, fits_32);
+  TORCH_CHECK_NOT_IMPLEMENTED(!p.has_norm || rows <= INT32_MAX, call.op, ": too many tokens for Metal");
+  TORCH_CHECK_NOT_IMPLEMENTED(p.source != kInvFreq || call.inv_freq->scalar_type() == at::kFloat, call.op,
+                              ": inv_freq is float64, which Metal does not have");
+  const bool narrow = std::max({rows, p.rows, p.blocks * p.block_size}) <= INT32_MAX && all(tensors, fits_32) &&
+                      all(parameters, fits_32);
   const char* const type = type_of(call.op, *call.q);
   const char* const variant = width == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
   if (!p.has_norm) {
@@ -173,8 +176,8 @@ inline Parts parts_of(const Plan& plan, rope_int rows_of_threads) {
   const rope_int tokens = p.batch * p.seq, heads = plan.wide_head ? 1 : kHeads;  // of an item
   Parts parts{tokens * ceil_div(p.q.heads, heads), tokens * ceil_div(p.k.heads, heads)};
   const rope_int items = std::max(parts.q_items, parts.k_items);
-  parts.part = plan.wide_head ? rope_int(kSimd)
-                              : rows_of_threads * std::max(ceil_div(items, 1024 * rows_of_threads), rope_int(4));
+  const rope_int least = plan.wide_head ? rope_int(kSimd) : rows_of_threads * 4;
+  parts.part = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
   parts.count = ceil_div(items, parts.part);
   return parts;
 }
