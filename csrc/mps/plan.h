@@ -36,7 +36,7 @@ struct Plan {
   Kernel kernel;
   Constants constants;
   Rotate rotate;
-  Size3 grid;      // threads; of a norm: rows, q and k
+  Size3 grid;      // threads; of a norm: rows of threads, in x
   bool wide_head;  // of a norm
 };
 
@@ -72,7 +72,7 @@ inline const char* type_of(const char* op, const Tensor& x) {
   }
 }
 
-// x, y: what is normalised, in the norm's backward
+// normalised: q and k as they were, in the backward of the norm
 inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> normalised = {}) {
   const bool backward = normalised.size() != 0;
   c10::SmallVector<const Tensor*, 8> tensors(normalised.begin(), normalised.end()), parameters;

@@ -1,9 +1,10 @@
 """Builds what gives torch a simulated device "mps" on Linux, with the Metal back end as it is: csrc/mps and the shaders.
 
-python tests/simulator/build.py --missing  says what there is to install for it; nothing where it can be built.
+python tests/simulator/build.py --missing  says what it lacks; nothing where it can be built.
 """
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,16 +32,22 @@ def _objc() -> Path | None:
     return max(there, key=lambda p: int(p.name.split(".")[0]), default=None)
 
 
-def missing() -> list[str]:
-    """Packages of Debian."""
-    needed = {
+def problem() -> str:
+    """Why the simulator cannot be built; empty where it can."""
+    blocks = Path("/usr/include/Block.h").exists()
+    packages = {  # of Debian
         "clang-19": metal.compiler(),
         "gobjc": _objc(),
-        "libblocksruntime-dev": any(
-            p for folder in ("lib", "lib64", "lib/*") for p in Path("/usr").glob(f"{folder}/libBlocksRuntime.so")
-        ),
+        "libblocksruntime-dev": blocks and any(Path("/usr/lib").rglob("libBlocksRuntime.so")),
     }
-    return [package for package, there in needed.items() if not there]
+    if missing := [package for package, there in packages.items() if not there]:
+        return f"the simulated mps device needs: apt-get install {' '.join(missing)}"
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.version.cuda:  # its autograd asks for the one accelerator that torch was built for
+            return "the simulated mps device needs a build of torch without CUDA"
+    return ""
 
 
 def _ninja(folder: Path) -> str:
@@ -103,8 +110,8 @@ def build(compiled: bool = False) -> Path:
     """compiled: with the shaders as a library that was compiled ahead, beside their source."""
     import torch
 
-    if packages := missing():
-        raise RuntimeError(f"the simulator needs {' '.join(packages)}")
+    if told := problem():
+        raise RuntimeError(told)
     folder = Path("build", f"simulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
     library = LIBRARIES[compiled]
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
@@ -126,8 +133,7 @@ def build(compiled: bool = False) -> Path:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--missing"]:
-        if packages := missing():
-            print("the simulated mps device needs: apt-get install", *packages)
-            sys.exit(1)
-    else:
-        print(build())
+        told = problem()
+        print(told, end="\n" if told else "")
+        sys.exit(bool(told))
+    print(build())

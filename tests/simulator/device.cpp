@@ -174,6 +174,8 @@ namespace at {
 
 // Looked for by this name.
 struct MPSHooks final : MPSHooksInterface {
+  template <typename... Args>
+  explicit MPSHooks(Args...) {}  // before torch 2.12 there is one
   void init() const override {}
   bool hasMPS() const override { return true; }
   bool isBuilt() const override { return true; }
