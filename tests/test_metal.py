@@ -275,6 +275,22 @@ def test_sums_that_overflow(value, head_dim, device):
         torch.testing.assert_close(b, a, equal_nan=True, rtol=1e-5, atol=1e-5, msg=name)
 
 
+def test_gradients_of_weights_over_many_wide_heads(device):
+    """So many that the one SIMD group of a part goes over its sums more than once."""
+    x, weight, freq = torch.randn(1, 8300, 4, 66), torch.randn(66), torch_rope.inv_freq(66)
+    seed = torch.randn(1, 8300, 4, 66)
+    results = []
+    for place in "cpu", "mps":
+        leaves = [t.to(place) for t in (x, x[:, :1, :1], weight, weight)]
+        given = seed.to(place), seed[:, :1, :1].to(place)
+        k, k_seed = leaves[1].expand(1, 8300, 1, 66), given[1].expand(1, 8300, 1, 66)
+        backward = torch.ops.rope._norm_rotate_qk_backward
+        results.append(backward(given[0], k_seed, leaves[0], k, *leaves[2:], inv_freq=freq.to(place)))
+    for expected, found in zip(*results, strict=True):
+        size = expected.abs().max().item()
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
+
+
 # ---- sizes ----
 
 

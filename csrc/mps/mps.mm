@@ -227,15 +227,13 @@ struct Mps {
     id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, call.q), ""}, weights);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
     encode([&](id<MTLComputeCommandEncoder> encoder) {
-      if (parts.count != 0) {
-        [encoder setComputePipelineState:kernel];
-        set_params(encoder, n);
-        set_tensors(encoder, gradients, &call.q, &call.k);
-        set(encoder, kBufferSums, &sums);
-        if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
-        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
-                threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-      }
+      [encoder setComputePipelineState:kernel];
+      set_params(encoder, n);
+      set_tensors(encoder, gradients, &call.q, &call.k);
+      set(encoder, kBufferSums, &sums);
+      if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
+      [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
+              threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
       [encoder setComputePipelineState:sum];
       set_params(encoder, s);
       set(encoder, 1, &sums);
