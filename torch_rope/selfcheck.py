@@ -241,9 +241,7 @@ class Check:
         exact = []
         for cache, news in zip(caches, (exact_k, (v.cpu().double(), torch.zeros(v.shape))), strict=True):
             old = cache.cpu().double().clone(memory_format=torch.contiguous_format)
-            exact.append(
-                (old, torch.zeros_like(old))
-            )  # size 0: what is not written stays bit for bit, and v is copied so
+            exact.append((old, torch.zeros_like(old)))  # size 0: what is not written stays bit for bit; v is copied so
             for t, new in zip(exact[-1], news, strict=True):
                 t.view(-1, h, d)[cells[cells >= 0]] = new.reshape(b, s, h, d)[cells >= 0].to(t.dtype)
         return caches, slots, exact
