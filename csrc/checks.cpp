@@ -456,6 +456,29 @@ DType dtype_of(const Tensor& t) {
   }
 }
 
+PositionType position_type(at::ScalarType type) {
+  switch (type) {
+    case at::kChar:
+      return PositionType::kInt8;
+    case at::kByte:
+      return PositionType::kUInt8;
+    case at::kShort:
+      return PositionType::kInt16;
+    case at::kInt:
+      return PositionType::kInt32;
+    case at::kLong:
+      return PositionType::kInt64;
+    case at::kHalf:
+      return PositionType::kHalf;
+    case at::kBFloat16:
+      return PositionType::kBFloat16;
+    case at::kFloat:
+      return PositionType::kFloat;
+    default:
+      return PositionType::kDouble;
+  }
+}
+
 RotateArgs RotateCall::args() const {
   const auto address = [](const Tensor& t) { return t.const_data_ptr(); };
   RotateArgs a{params()};

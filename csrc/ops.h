@@ -77,6 +77,7 @@ struct NormBackwardCall {
 };
 
 DType dtype_of(const Tensor& t);
+PositionType position_type(at::ScalarType type);
 // As [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
 void strides_of(const Tensor& t, rope_int* strides);
 

@@ -17,6 +17,9 @@ enum AngleSource : int {
   kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
 };
 
+// Of the positions that cos_sin takes.
+enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };
+
 // One tensor of the call, [batch, seq, heads, head_dim]. Strides count elements, in that order.
 struct Operand {
   rope_int heads;  // 0: there is no such tensor

@@ -5,14 +5,14 @@ namespace rope {
 namespace mps {
 
 inline long whole_number(device const void* positions, ulong i) {
-  switch (k_position_type) {
-    case kInt8:
+  switch (PositionType(k_position_type)) {
+    case PositionType::kInt8:
       return static_cast<device const char*>(positions)[i];
-    case kUInt8:
+    case PositionType::kUInt8:
       return static_cast<device const uchar*>(positions)[i];
-    case kInt16:
+    case PositionType::kInt16:
       return static_cast<device const short*>(positions)[i];
-    case kInt32:
+    case PositionType::kInt32:
       return static_cast<device const int*>(positions)[i];
     default:
       return static_cast<device const long*>(positions)[i];
@@ -20,10 +20,10 @@ inline long whole_number(device const void* positions, ulong i) {
 }
 
 inline float number(device const void* positions, ulong i) {
-  switch (k_position_type) {
-    case kHalf:
+  switch (PositionType(k_position_type)) {
+    case PositionType::kHalf:
       return static_cast<float>(static_cast<device const half*>(positions)[i]);
-    case kBFloat16:
+    case PositionType::kBFloat16:
       return static_cast<float>(static_cast<device const bfloat*>(positions)[i]);
     default:
       return static_cast<device const float*>(positions)[i];
@@ -39,7 +39,7 @@ template <typename T>
   const ulong position = ulong(at.y) * ulong(c.position_stride), to = ulong(at.y) * size.x + at.x;
   const float freq = inv_freq[ulong(at.x) * ulong(c.inv_freq_stride)];
   float cos, sin;
-  if (k_position_type < kHalf) {
+  if (PositionType(k_position_type) < PositionType::kHalf) {
     angle_of(whole_number(positions, position), freq, cos, sin);
   } else {
     float turns_hi, turns_lo;

@@ -241,7 +241,6 @@ struct Head {
   device T* out;
   I in_stride, out_stride;  // of channels
   bool in_place;
-  bool present;  // there is something to do for it
   bool written;  // it has a cell, where it goes to a cache
 };
 
@@ -261,7 +260,6 @@ inline Head<T, I> head_at(constant Rotate& r, Buffers<T> x, Token<I> token, uint
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
   if (head.written) head.out += block * I(o.out[0]) + place * I(o.out[1]) + own * I(o.out[2]);
   head.out_stride = I(o.out[3]);
-  head.present = true;
   head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
   return head;
 }

@@ -34,12 +34,13 @@ template <typename T, int V, typename I>
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? place.lane : 0);
   Head<T, I> heads[kHeads];
   Values<T, V> x[kHeads];
+  bool present[kHeads];
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
     heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
-    heads[i].present = active && first + i < end;
+    present[i] = active && first + i < end;
     for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
-    if (heads[i].present) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
   }
   Angles<V> angles;
   if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, place.lane);
@@ -49,7 +50,7 @@ template <typename T, int V, typename I>
   for (uint i = 0; i < kHeads; i++) {
     Numbers<V> n = numbers_of(x[i]);
     const float squares = sum_over_lanes(dot(n, n, chunk.whole));
-    if (!heads[i].present || !heads[i].written) continue;
+    if (!present[i] || !heads[i].written) continue;
     if (heads[i].tensor != kV) {
       if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
       weights_for = heads[i].tensor;

@@ -14,17 +14,18 @@ template <typename T, int V, typename I>
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   Head<T, I> heads[kHeads];
   Values<T, V> x[kHeads];
+  bool present[kHeads];  // there is something to do
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
     heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
-    heads[i].present = first + i < end && (chunk.rotated || !heads[i].in_place);
-    if (heads[i].present) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    present[i] = first + i < end && (chunk.rotated || !heads[i].in_place);
+    if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
   }
   Angles<V> angles;
   if (chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, at.x);
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
-    if (!heads[i].present || !heads[i].written) continue;
+    if (!present[i] || !heads[i].written) continue;
     if (chunk.rotated && heads[i].tensor != kV) x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));
     write(x[i], heads[i].out, heads[i].out_stride, chunk);
   }

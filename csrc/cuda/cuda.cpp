@@ -42,29 +42,6 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   return p.head_dim != 0;
 }
 
-PositionType position_type(at::ScalarType type) {
-  switch (type) {
-    case at::kChar:
-      return PositionType::kInt8;
-    case at::kByte:
-      return PositionType::kUInt8;
-    case at::kShort:
-      return PositionType::kInt16;
-    case at::kInt:
-      return PositionType::kInt32;
-    case at::kLong:
-      return PositionType::kInt64;
-    case at::kHalf:
-      return PositionType::kHalf;
-    case at::kBFloat16:
-      return PositionType::kBFloat16;
-    case at::kFloat:
-      return PositionType::kFloat;
-    default:
-      return PositionType::kDouble;
-  }
-}
-
 struct Cuda {
   static void rotate(const RotateCall& call) {
     RotateArgs a = call.args();

@@ -14,7 +14,6 @@ cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stre
 // head of many steps adds to its row: zeros then.
 cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, cudaStream_t stream);
 
-enum class PositionType { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };
 struct CosSinArgs {
   rope_int tokens, pairs;
   double attention_factor;

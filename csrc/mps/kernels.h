@@ -26,9 +26,7 @@ namespace mps {
 
 // A thread takes so many heads of a token, one after another, with the same angles.
 enum { kHeads = 4 };
-enum { kSimd = 32 };  // threads of a SIMD group, on every GPU of Apple
-
-enum PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat };
+enum { kSimd = 32 };  // threads of a SIMD group; the host makes sure
 
 // A head is cut into chunks, one for a thread: as many channels from each half of the rotated ones, so that both
 // members of every pair are in it. Channels past rotary_dim are cut the same way. The heads of q, k and v are one list.

@@ -163,27 +163,6 @@ bool ready(const RotateCall& call) {
   return q.size(-1) != 0 && (q.size(-2) != 0 || (call.k && call.k->size(-2) != 0));
 }
 
-PositionType position_type(at::ScalarType type) {
-  switch (type) {
-    case at::kChar:
-      return kInt8;
-    case at::kByte:
-      return kUInt8;
-    case at::kShort:
-      return kInt16;
-    case at::kInt:
-      return kInt32;
-    case at::kLong:
-      return kInt64;
-    case at::kHalf:
-      return kHalf;
-    case at::kBFloat16:
-      return kBFloat16;
-    default:
-      return kFloat;
-  }
-}
-
 struct Mps {
   static void rotate(const RotateCall& call) {
     if (!ready(call)) return;
@@ -257,7 +236,7 @@ struct Mps {
     const CosSin c{positions.stride(0), call.inv_freq.stride(0), factor.hi, factor.lo};
     Constants constants{};
     constants.scaled = factor.hi != 1.0f || factor.lo != 0.0f;
-    constants.position_type = position_type(positions.scalar_type());
+    constants.position_type = int(position_type(positions.scalar_type()));
     id<MTLComputePipelineState> kernel = pipeline({"cos_sin", type_of("rope.cos_sin", call.cos), ""}, constants);
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
