@@ -27,4 +27,16 @@ struct NormBackwardArgs {
   rope_int q[4], k[4];      // its strides
 };
 
+// The gradients of cos and sin: with (a, b) a pair of x, (g, h) the gradient of what it became, over all heads and
+// tokens that a row turned,
+//   gradient of cos = factor * sum of (g a + h b),   of sin = factor * sum of (h a - g b), negative if inverse.
+struct TableBackwardArgs {
+  RotateArgs rotate;        // q_in and k_in are the gradients of the results; nothing goes to q_out and k_out
+  const void *q_in, *k_in;  // what was rotated
+  rope_int q[4], k[4];      // its strides
+  TokensOfRows tokens;
+  const rope_int *order, *starts;  // [tokens or seq], [rows + 1]; null unless listed
+  void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; each row is written once
+};
+
 }  // namespace rope

@@ -1,6 +1,10 @@
 // Arguments are checked once, and turned into what the back ends take.
 #include "ops.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/sort.h>
+
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -330,7 +334,7 @@ void check(const RotateCall& call, bool in_place) {
   if (in_place) check_overlap(call);
 }
 
-void check_normalised(const RotateCall& call, const Tensor& q, const Tensor& k) {
+void check_gradients(const RotateCall& call, const Tensor& q, const Tensor* k) {
   const auto check = [&](const char* name, const Tensor& x, const Tensor& gradient) {
     ROPE_CHECK_TYPE(x.scalar_type() == gradient.scalar_type(), name, " is ", name_of(x.scalar_type()),
                     ", its gradient is ", name_of(gradient.scalar_type()), "; they need one dtype");
@@ -344,21 +348,28 @@ void check_normalised(const RotateCall& call, const Tensor& q, const Tensor& k) 
                      gradient.device(), "; all tensors need one device");
   };
   check("q", q, *call.q);
-  check("k", k, *call.k);
+  ROPE_CHECK_VALUE((k == nullptr) == (call.k == nullptr), "k and its gradient come together, or not at all");
+  if (k) check("k", *k, *call.k);
 }
 
-at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype) {
+at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
+                             std::optional<at::ScalarType> dtype, bool axes) {
   const struct {
     const char* op;
-  } call{"rope.cos_sin"};
+  } call{op};
   const at::ScalarType type = positions.scalar_type(), result = dtype.value_or(at::kFloat);
   ROPE_CHECK_TYPE(is_rotatable(type) || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong),
                   "positions is ", name_of(type), ", needs an integer or floating dtype");
   ROPE_CHECK_TYPE(inv_freq.scalar_type() == at::kFloat || inv_freq.scalar_type() == at::kDouble, "inv_freq is ",
                   name_of(inv_freq.scalar_type()), ", needs float32 or float64");
   ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", name_of(result), ", needs float16, bfloat16, float32 or float64");
-  ROPE_CHECK_VALUE(inv_freq.dim() == 1, "inv_freq has ", inv_freq.dim(), " dimensions ", inv_freq.sym_sizes(),
-                   ", needs [rotary_dim / 2]");
+  ROPE_CHECK_VALUE(inv_freq.dim() == (axes ? 2 : 1), "inv_freq has ", inv_freq.dim(), " dimensions ",
+                   inv_freq.sym_sizes(), axes ? ", needs [axes, rotary_dim / 2]" : ", needs [rotary_dim / 2]");
+  if (axes) {
+    ROPE_CHECK_VALUE(positions.dim() > 0, "positions has no dimensions, needs [axes, ...]");
+    ROPE_CHECK_VALUE(equal(size(positions, 0), size(inv_freq, 0)), "positions has ", size(positions, 0),
+                     " axes, inv_freq has ", size(inv_freq, 0), "; they need the same");
+  }
   ROPE_CHECK_VALUE(positions.device() == inv_freq.device(), "positions is on ", positions.device(), ", inv_freq is on ",
                    inv_freq.device(), "; they need one device");
   return result;
@@ -524,6 +535,46 @@ NormBackwardArgs NormBackwardCall::args() const {
   NormBackwardArgs a{rotate.args(), q.const_data_ptr(), k.const_data_ptr(), {}, {}};
   strides_of(q, a.q);
   strides_of(k, a.k);
+  return a;
+}
+
+TokensOfRows TableBackwardCall::tokens() const {
+  const RopeParams p = rotate.params();
+  const bool by_position = p.source == kTableByPosition;
+  // Whether each sequence has rows, or positions, of its own.
+  const OptTensor& positions = rotate.positions;
+  const bool own = by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1;
+  TokensOfRows t{};
+  t.rows = cos_grad.numel() / std::max<int64_t>(1, cos_grad.size(-1));
+  t.copies = own ? 1 : p.batch;
+  t.shift = by_position ? p.offset : 0;
+  t.entries = own ? p.batch * p.seq : p.seq;
+  t.listed = by_position && p.has_positions;
+  return t;
+}
+
+std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
+  const Tensor& positions = *rotate.positions;
+  const auto [sorted, order] = positions.to(at::kLong).reshape(-1).sort(/*stable=*/true);
+  const int64_t first = -rotate.offset.guard_int(__FILE__, __LINE__);
+  return {order, at::searchsorted(sorted, at::arange(first, first + rotate.cos->size(0) + 1, sorted.options()))};
+}
+
+TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& starts) const {
+  TableBackwardArgs a{rotate.args()};
+  a.q_in = q.const_data_ptr();
+  strides_of(q, a.q);
+  if (k) {
+    a.k_in = k->const_data_ptr();
+    strides_of(*k, a.k);
+  }
+  a.tokens = tokens();
+  if (a.tokens.listed) {
+    a.order = static_cast<const rope_int*>(order.const_data_ptr());
+    a.starts = static_cast<const rope_int*>(starts.const_data_ptr());
+  }
+  a.cos_grad = cos_grad.mutable_data_ptr();
+  a.sin_grad = sin_grad.mutable_data_ptr();
   return a;
 }
 

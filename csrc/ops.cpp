@@ -7,6 +7,7 @@ namespace {
 struct Meta {
   static void rotate(const RotateCall&) {}
   static void norm_backward(const NormBackwardCall&) {}
+  static void table_backward(const TableBackwardCall&) {}
   static void cos_sin(const CosSinCall&) {}
 };
 
@@ -21,10 +22,14 @@ TORCH_LIBRARY(rope, m) {
   const auto def = [&](const std::string& schema) { m.def(schema.c_str(), {at::Tag::pt2_compliant_tag}); };
   def("cos_sin(Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> (Tensor "
       "cos, Tensor sin)");
+  def("_axial_cos_sin(Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> "
+      "(Tensor cos, Tensor sin)");
   def("rotate(Tensor x, " + kAngles + ") -> Tensor");
   def("rotate_(Tensor(a!) x, " + kAngles + ") -> ()");
   def("rotate_qk(Tensor q, Tensor k, " + kAngles + ") -> (Tensor, Tensor)");
   def("rotate_qk_(Tensor(a!) q, Tensor(b!) k, " + kAngles + ") -> ()");
+  def("_rotate_table_backward(Tensor q_out_grad, Tensor? k_out_grad, Tensor q, Tensor? k, " + kAngles +
+      ") -> (Tensor, Tensor)");
   def("norm_rotate_qk(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, " + kSource + kNormFlags +
       ") -> (Tensor, Tensor)");
   def("_norm_rotate_qk_backward(Tensor q_out_grad, Tensor k_out_grad, Tensor q, Tensor k, Tensor q_norm_weight, "

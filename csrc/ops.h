@@ -1,6 +1,7 @@
 // One checked call, and how a back end takes it. A back end is a struct with
 //   static void rotate(const RotateCall&);
 //   static void norm_backward(const NormBackwardCall&);
+//   static void table_backward(const TableBackwardCall&);
 //   static void cos_sin(const CosSinCall&);
 // and one line: TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
@@ -76,6 +77,21 @@ struct NormBackwardCall {
   NormBackwardArgs args() const;  // of real tensors, after check
 };
 
+struct TableBackwardCall {
+  RotateCall rotate;       // q and k are the gradients of the results; there is nothing else to write
+  const Tensor& q;         // what was rotated
+  const Tensor* k;         // or null
+  const Tensor& cos_grad;  // as cos, contiguous
+  const Tensor& sin_grad;
+
+  // Of real tensors, after check; of every back end.
+  TokensOfRows tokens() const;
+  // For tokens().listed: the tokens (of one sequence, where all have the same positions) in the order of their rows,
+  // and where each row begins. int64, [tokens] and [rows + 1].
+  std::pair<Tensor, Tensor> order_and_starts() const;
+  TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both undefined unless listed
+};
+
 DType dtype_of(const Tensor& t);
 PositionType position_type(at::ScalarType type);
 // As [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
@@ -87,9 +103,10 @@ struct SplitFactor {
 };
 SplitFactor split_factor(double attention_factor);
 
+// The angle is the sum over axes of position * inv_freq.
 struct CosSinCall {
-  const Tensor& positions;  // any shape P
-  const Tensor& inv_freq;   // [rotary_dim / 2]
+  const Tensor& positions;  // [axes, *P]; any shape P
+  const Tensor& inv_freq;   // [axes, rotary_dim / 2]
   double attention_factor;
   const Tensor& cos;  // [*P, rotary_dim / 2], contiguous
   const Tensor& sin;
@@ -98,10 +115,13 @@ struct CosSinCall {
 // ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked
 // at.
 void check(const RotateCall& call, bool in_place);
-void check_normalised(const RotateCall& gradients, const Tensor& q, const Tensor& k);
+// q and k (or null) are what the gradients belong to.
+void check_gradients(const RotateCall& gradients, const Tensor& q, const Tensor* k);
 // IndexError of the contract, for positions from low to high, without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
-at::ScalarType check_cos_sin(const Tensor& positions, const Tensor& inv_freq, std::optional<at::ScalarType> dtype);
+// -> the dtype of the result. axes: positions and inv_freq have a dimension of axes in front.
+at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
+                             std::optional<at::ScalarType> dtype, bool axes);
 
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
 // x keeps are said here.
@@ -152,7 +172,7 @@ struct Ops {
     RotateCall call = ROPE_CALL("rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad, true);
     call.set_norm(&q_norm_weight, &k_norm_weight, norm_eps);
     check(call, false);
-    check_normalised(call, q, k);
+    check_gradients(call, q, &k);
     Tensor q_grad = result_like(q), k_grad = result_like(k);
     Tensor q_weight_grad = at::empty_symint(q_norm_weight.sym_sizes(), q_norm_weight.options()),
            k_weight_grad = at::empty_symint(k_norm_weight.sym_sizes(), k_norm_weight.options());
@@ -176,17 +196,40 @@ struct Ops {
     Backend::rotate(call);
   }
 
+  // -> gradients of cos and sin
+  static std::tuple<Tensor, Tensor> rotate_table_backward(const Tensor& q_out_grad, const OptTensor& k_out_grad,
+                                                          const Tensor& q, const OptTensor& k, ROPE_ANGLES) {
+    const RotateCall call = ROPE_CALL("rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad), inverse);
+    check(call, false);
+    check_gradients(call, q, pointer(k));
+    TORCH_CHECK_VALUE(cos, call.op, ": inv_freq instead of cos and sin; its gradient is that of cos_sin");
+    Tensor cos_grad = at::empty_symint(cos->sym_sizes(), cos->options()), sin_grad = at::empty_like(cos_grad);
+    Backend::table_backward({call, q, pointer(k), cos_grad, sin_grad});
+    return {std::move(cos_grad), std::move(sin_grad)};
+  }
+
   static std::tuple<Tensor, Tensor> cos_sin(const Tensor& positions, const Tensor& inv_freq, double attention_factor,
                                             std::optional<at::ScalarType> dtype) {
-    const at::ScalarType type = check_cos_sin(positions, inv_freq, dtype);
-    auto sizes = positions.sym_sizes().vec();
-    sizes.push_back(inv_freq.sym_size(0));
+    const at::ScalarType type = check_cos_sin("rope.cos_sin", positions, inv_freq, dtype, /*axes=*/false);
+    return cos_sin_of(positions.unsqueeze(0), inv_freq.unsqueeze(0), attention_factor, type);
+  }
+
+  static std::tuple<Tensor, Tensor> axial_cos_sin(const Tensor& positions, const Tensor& inv_freq,
+                                                  double attention_factor, std::optional<at::ScalarType> dtype) {
+    const at::ScalarType type = check_cos_sin("rope._axial_cos_sin", positions, inv_freq, dtype, /*axes=*/true);
+    return cos_sin_of(positions, inv_freq, attention_factor, type);
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor> cos_sin_of(const Tensor& positions, const Tensor& inv_freq, double attention_factor,
+                                               at::ScalarType type) {
+    auto sizes = positions.sym_sizes().slice(1).vec();
+    sizes.push_back(inv_freq.sym_size(1));
     Tensor cos = at::empty_symint(sizes, inv_freq.options().dtype(type)), sin = at::empty_like(cos);
     Backend::cos_sin({positions, inv_freq, attention_factor, cos, sin});
     return {std::move(cos), std::move(sin)};
   }
 
- private:
   static std::tuple<Tensor, Tensor> to_new(RotateCall& call) {
     check(call, false);
     Tensor q_out = result_like(*call.q), k_out = result_like(*call.k);
@@ -208,7 +251,9 @@ void register_ops(torch::Library& m) {
   m.impl("norm_rotate_qk", &Ops<Backend>::norm_rotate_qk);
   m.impl("_norm_rotate_qk_backward", &Ops<Backend>::norm_rotate_qk_backward);
   m.impl("rotate_into_cache_", &Ops<Backend>::rotate_into_cache_);
+  m.impl("_rotate_table_backward", &Ops<Backend>::rotate_table_backward);
   m.impl("cos_sin", &Ops<Backend>::cos_sin);
+  m.impl("_axial_cos_sin", &Ops<Backend>::axial_cos_sin);
 }
 
 }  // namespace rope

@@ -50,6 +50,16 @@ struct RopeParams {
 
 static_assert(sizeof(RopeParams) == 424, "the same layout on host and device");
 
+// The tokens that a row of the tables turned, for the gradient of that row. Token t is (t / seq, t % seq) of [batch,
+// seq]. A row has entries; each stands for `copies` tokens: entry, entry + seq, entry + 2 seq ...
+//   listed: the entries of row r are order[starts[r]] .. order[starts[r + 1] - 1];
+//   else row r has the entry r - shift, where that is at least 0 and below `entries`, or none.
+struct TokensOfRows {
+  rope_int rows;  // of all tables
+  rope_int copies, shift, entries;
+  int listed;
+};
+
 }  // namespace rope
 
 #endif

@@ -68,6 +68,42 @@ def rotate(
     return out.reshape(x.shape), size.reshape(x.shape)
 
 
+def table_backward(
+    given, x, cos, sin, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(gradient of cos, of sin; for each the sum of the magnitudes of what is added), in the shape of cos.
+
+    given: the gradients of the rotated tensors x, lists of tensors [batch, seq, heads, head_dim] or [seq, heads,
+    head_dim].
+    """
+    kind = np.longdouble if x[0].dtype == torch.float64 else np.float64
+    shape, pairs = tuple(cos.shape), cos.shape[-1]
+    sums = np.zeros((4, *shape), kind)
+    for g, t in zip(given, x, strict=True):
+        g, t = (a if a.ndim == 4 else a[None] for a in (numpy_of(g, kind), numpy_of(t, kind)))
+        batch, seq = t.shape[:2]
+        channels = np.arange(2 * pairs)
+        first, second = (channels[0::2], channels[1::2]) if interleaved else (channels[:pairs], channels[pairs:])
+        a, b, ga, gb = t[..., first], t[..., second], g[..., first], g[..., second]
+        sign = -1 if inverse else 1
+        terms = [
+            ga * a + gb * b,
+            sign * (gb * a - ga * b),
+            *(np.abs(ga * a) + np.abs(gb * b), np.abs(gb * a) + np.abs(ga * b)),
+        ]
+        if len(shape) == 3:
+            rows = np.broadcast_to(np.arange(seq), (batch, seq)) + (
+                np.arange(batch)[:, None] * seq if shape[0] > 1 else 0
+            )
+        else:
+            p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
+            rows = np.broadcast_to(p + offset, (batch, seq))
+        for total, term in zip(sums, terms, strict=True):
+            np.add.at(total.reshape(-1, pairs), rows, term.sum(2) * kind(attention_factor))
+    sums[2:] = np.abs(sums[2:])
+    return tuple(sums)
+
+
 def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """The distance of neighbouring numbers of dtype at magnitude."""
     info = torch.finfo(dtype)

@@ -131,7 +131,10 @@ struct Cpu {
     call.k_norm_weight_grad.copy_(sums[0][1]);
   }
 
+  static void table_backward(const TableBackwardCall& call) { TORCH_CHECK_NOT_IMPLEMENTED(false, call.rotate.op); }
+
   static void cos_sin(const CosSinCall& call) {
+    TORCH_CHECK_NOT_IMPLEMENTED(call.positions.size(0) == 1, "axes");
     const Tensor positions = call.positions.to(at::kDouble).contiguous(),
                  inv_freq = call.inv_freq.to(at::kDouble).contiguous();
     const SplitFactor factor = split_factor(call.attention_factor);

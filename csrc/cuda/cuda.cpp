@@ -74,20 +74,23 @@ struct Cuda {
     call.k_norm_weight_grad.copy_(sum[1]);
   }
 
+  static void table_backward(const TableBackwardCall& call) { TORCH_CHECK_NOT_IMPLEMENTED(false, call.rotate.op); }
+
   static void cos_sin(const CosSinCall& call) {
+    TORCH_CHECK_NOT_IMPLEMENTED(call.positions.size(0) == 1, "axes");
     const c10::Device device = call.positions.device();
     const c10::cuda::CUDAGuard guard(device);
     const Tensor positions = call.positions.contiguous();
     const SplitFactor factor = split_factor(call.attention_factor);
     const CosSinArgs c{positions.numel(),
-                       call.inv_freq.numel(),
+                       call.inv_freq.size(1),
                        call.attention_factor,
                        factor.hi,
                        factor.lo,
                        dtype_of(call.cos),
                        dtype_of(call.inv_freq),
                        position_type(positions.scalar_type()),
-                       call.inv_freq.stride(0),
+                       call.inv_freq.stride(1),
                        positions.const_data_ptr(),
                        call.inv_freq.const_data_ptr(),
                        call.cos.mutable_data_ptr(),

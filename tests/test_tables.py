@@ -1,0 +1,146 @@
+"""The gradients of cos and sin: learned frequencies. And cos_sin over several axes of positions."""
+
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, SIZES, SOURCES, opcheck, supported
+from oracle import numpy_of, table_backward, ulp
+
+TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
+
+
+def table_cases():
+    """Every size with every source of tables, and flags and layouts that go round."""
+    layouts = list(LAYOUTS)
+    for i, size in enumerate(SIZES):
+        for j, source in enumerate(TABLES):
+            n = i * len(TABLES) + j
+            flags = {"interleaved": n % 2 == 1, "inverse": n % 3 == 1, "attention_factor": 0.7 if n % 5 == 1 else 1.0}
+            yield pytest.param(
+                size, source, [layouts[(i + j + m) % len(layouts)] for m in (0, 1, 3, 5)], n % 4 != 3, flags,
+                id=f"{size}-{source}".replace(" ", ""),
+            )  # fmt: skip
+
+
+def make(size, source, layouts, with_k, dtype, device, table_dtype):
+    """(given, x, angles) for the operator"""
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
+    shapes = [torch.Size((batch, seq, heads, head_dim)) for heads in (q_heads, k_heads)][: 1 + with_k]
+    given = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts, shapes, strict=False)]
+    x = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts[2:], shapes, strict=False)]
+    return given, x, angles
+
+
+def call(given, x, angles, flags):
+    pairs = [t for both in (given, x) for t in (*both, None)[:2]]
+    cos, sin, positions, offset = (angles.get(name) for name in ("cos", "sin", "positions", "offset"))
+    return torch.ops.rope._rotate_table_backward(*pairs, cos, sin, None, positions, offset or 0, **flags)
+
+
+def assert_sums(actual, expected, magnitudes, arithmetic, terms):
+    """Each product is rounded, each term, and the sum once to the dtype of the table. In float64 so is every partial
+    sum; in float32 the sums are compensated, or in double."""
+    unit = torch.finfo(arithmetic).eps / 2
+    limit = ulp(abs(expected), actual.dtype) + magnitudes * unit * (4 if arithmetic == torch.float32 else terms + 4)
+    assert (abs(numpy_of(actual, expected.dtype.type) - expected) <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size,source,layouts,with_k,flags", table_cases())
+def test_gradients_of_tables(size, source, layouts, with_k, flags, dtype, device):
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    for table_dtype in {torch.float32, dtype}:
+        given, x, angles = make(size, source, layouts, with_k, dtype, device, table_dtype)
+        outs = call(given, x, angles, flags)
+        cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
+        arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+        for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+            assert out.dtype == table_dtype and out.shape == angles["cos"].shape and out.is_contiguous()
+            assert_sums(out, expected, magnitude, arithmetic, 2 * size[0] * size[1] * (size[2] + size[3]))
+        for out, again in zip(outs, call(given, x, angles, flags), strict=True):
+            assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("source", TABLES, ids=str)
+def test_many_tokens_on_one_row(source, device):
+    """Sums over thousands of heads, and rows that no token was turned by."""
+    size = (3, 700, 5, 2, 32, 16)
+    given, x, angles = make(size, source, ["bshd"] * 4, True, torch.float32, device, torch.float32)
+    if "positions" in angles:
+        angles["positions"] = angles["positions"] % 3 + 5 - angles.get("offset", 0)
+    outs = call(given, x, angles, {})
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles)
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        assert_sums(out, expected, magnitude, torch.float32, 0)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
+@pytest.mark.parametrize("by_token", [False, True], ids=["table", "token"])
+def test_empty(shape, by_token, device):
+    x = torch.randn(shape, device="cpu").to(device)
+    cos = torch.ones(*(shape[:2] if by_token else (9,)), shape[-1] // 2).to(device)
+    for out in torch.ops.rope._rotate_table_backward(x, x, x, x, cos, cos):
+        assert out.shape == cos.shape and not out.any()
+
+
+@pytest.mark.parametrize("source", TABLES, ids=str)
+def test_opcheck_of_table_backward(source, device):
+    given, x, angles = make(SIZES[0], source, ["bshd"] * 4, True, torch.float32, device, torch.float32)
+    cos, sin, positions, offset = (angles.get(name) for name in ("cos", "sin", "positions", "offset"))
+    opcheck("_rotate_table_backward", (*given, *x, cos, sin, None, positions, offset or 0), {}, device)
+
+
+# ---- positions of several axes ----
+
+AXES = {
+    # name: (axes, function of pairs: the axis of each pair)
+    "one": (1, lambda n: torch.zeros(n, dtype=torch.long)),
+    "sections": (3, lambda n: torch.arange(n).clamp(max=2 * (n // 3) + 1) // (n // 3 + 1)),  # Qwen2-VL
+    "in turn": (3, lambda n: torch.arange(n) % 3),  # Qwen3-VL
+    "rows and columns": (2, lambda n: (torch.arange(n) >= n // 2).long()),  # axial
+}
+
+
+def angle_of(positions, inv_freq):
+    """In float64: exact enough where the products are below 2^24 radians."""
+    return torch.einsum("a...,aj->...j", positions.double().cpu(), inv_freq.double().cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axes", AXES)
+def test_one_axis_for_each_pair(axes, dtype, device):
+    """To the bit what cos_sin gives for the position on that axis."""
+    count, axis_of = AXES[axes]
+    freq = torch.logspace(0, -5, 24)
+    axis = axis_of(24)
+    mixed = torch.zeros(count, 24).scatter_(0, axis[None], freq[None]).to(device)
+    limit = 250 if dtype in (torch.uint8, torch.bfloat16) else 2**24
+    positions = torch.randint(0, limit, (count, 5, 40)).to(dtype).to(device)
+    for more in ({}, {"attention_factor": 1.3, "dtype": torch.bfloat16}):
+        outs = torch.ops.rope._axial_cos_sin(positions, mixed, **more)
+        for out, all_axes in zip(outs, torch.ops.rope.cos_sin(positions, freq.to(device), **more), strict=True):
+            assert out.shape == (5, 40, 24) and out.dtype == more.get("dtype", torch.float32)
+            assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("axes", [0, 1, 2, 3, 5])
+def test_frequencies_on_every_axis(axes, dtype, device):
+    """RoPE-Mixed (Heo et al., arXiv:2403.13298): the angle is the sum over the axes."""
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    positions = torch.randint(-(2**20), 2**20, (axes, 300)).to(device)
+    freq = torch.rand(axes, 9).to(dtype).to(device).t().contiguous().t()  # of any strides
+    angle = angle_of(positions, freq)
+    for out, exact in zip(
+        torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (angle.cos(), angle.sin()), strict=True
+    ):
+        assert (out.cpu().double() - exact).abs().max() <= (5e-7 if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_opcheck_of_axial_cos_sin(axes, device):
+    count, axis_of = AXES[axes]
+    freq = torch.rand(count, 8).to(device)
+    opcheck("_axial_cos_sin", (torch.randint(0, 99, (count, 4, 3)).to(device), freq), {"attention_factor": 1.5}, device)
