@@ -57,8 +57,8 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     """How many of a head's first channels are rotated: ``int(head_dim * partial_rotary_factor)``.
 
     Rounded down as transformers does. An odd result is passed on: it rotates one channel more (see the module's
-    docstring), so it must be less than head_dim. Raises ValueError for that, for less than one channel, and for a factor
-    that is not in (0, 1].
+    docstring), so it must be less than head_dim. Raises ValueError for that, for less than one channel, and for a
+    factor that is not in (0, 1].
     """
     function = "partial_rotary_dim"
     _require(isinstance(head_dim, int) and head_dim > 0, function, "head_dim", head_dim, "a positive integer")
@@ -163,9 +163,9 @@ def yarn(
         m = lambda scale: 1 + 0.1 * scale * log(factor)
         attention_factor = m(mscale) / m(mscale_all_dim)  # m(1) without both
 
-    DeepSeek multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2`` besides: that is no part of the table, nor
-    of this function. Where each layer type has parameters of its own, transformers looks for truncate beside the layer
-    types and so never finds it; :func:`from_config` reads it where the other parameters of the layer type are.
+    DeepSeek multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2`` besides: that is no part of the table,
+    nor of this function. Where each layer type has parameters of its own, transformers looks for truncate beside the
+    layer types and so never finds it; :func:`from_config` reads it where the other parameters of the layer type are.
 
     Raises ValueError for factor below 1, base that is not above 1, beta_slow above beta_fast, or another argument that
     is not positive.
@@ -214,8 +214,8 @@ def longrope(
         short_factor, long_factor: the divisors, ``[rotary_dim / 2]``.
         original_max_position: the length that the model was trained for, above 1.
         factor: how many times longer the context is; for attention_factor alone.
-        attention_factor: ``sqrt(1 + log(factor) / log(original_max_position))`` unless given, and 1 for a factor up to 1.
-            It is the same for short and long.
+        attention_factor: ``sqrt(1 + log(factor) / log(original_max_position))`` unless given, and 1 for a factor up to
+            1. It is the same for short and long.
         seq_len: long_factor is taken where it is greater than original_max_position; short_factor without it.
         long: instead of seq_len: whether to take long_factor.
 
@@ -280,9 +280,9 @@ def llama3(
 def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0) -> Frequencies:
     """Gemma 4's full attention: ``n = int(partial_rotary_factor * head_dim // 2)`` pairs turn, and the others stay.
 
-    inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for i < n, then zeros; attention_factor is 1. So
-    pair i is channels (i, i + head_dim / 2), where partial rotary pairs (i, i + rotary_dim / 2). There is no paper: the
-    formula is transformers' and vLLM's.
+    inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for i < n, then zeros; attention_factor is 1.
+    So pair i is channels (i, i + head_dim / 2), where partial rotary pairs (i, i + rotary_dim / 2). There is no paper:
+    the formula is transformers' and vLLM's.
 
     Raises ValueError for an odd head_dim, partial_rotary_factor outside [0, 1] or factor that is not positive.
     """
@@ -364,7 +364,7 @@ _DEFAULTS: dict[str, dict] = {
 
 # Our name -> what older families call it.
 _OLD_NAMES = {
-    "head_dim": ("kv_channels", "attention_head_dim"),
+    "head_dim": ("attention_head_dim", "kv_channels"),
     "hidden_size": ("n_embd", "d_model"),
     "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions",),
@@ -493,7 +493,8 @@ def from_config(config: Any, layer_type: str | None = None, seq_len: int | None 
         config: a config object of transformers, or a dict such as ``json.load`` of config.json; of a multimodal model
             either, its text_config counts. Read are ``rope_parameters``, for all layers or by layer type, and the
             older ``rope_scaling`` and ``rope_theta``, ``rope_local_base_freq`` (Gemma 3), ``global_rope_theta`` and
-            ``local_rope_theta`` (ModernBERT), ``rotary_emb_base`` and ``rotary_pct`` (GPT-NeoX), ``rotary_dim`` (GPT-J).
+            ``local_rope_theta`` (ModernBERT), ``rotary_emb_base`` and ``rotary_pct`` (GPT-NeoX), ``rotary_dim``
+            (GPT-J) and ``qk_rope_head_dim`` (DeepSeek).
         layer_type: where the layers differ (Gemma 3 and 4, ModernBERT, OLMo 3): ``"full_attention"`` or
             ``"sliding_attention"``, or what the config calls them.
         seq_len: for dynamic and longrope, which depend on the length of the sequence; others ignore it.
