@@ -341,8 +341,8 @@ def roundings(kind: str, arguments: dict, inv_freq: torch.Tensor) -> torch.Tenso
         return 4 - inv_freq.log()
     f = frequencies.default(arguments.get("rotary_dim") or arguments["head_dim"], arguments["base"]).inv_freq
     of_f = 4 - f.log()
-    # The ramp of yarn and llama3 is a difference divided by a difference: its error is absolute, and moves the result by
-    # as much of f, which is up to factor times the result.
+    # The ramp of yarn and llama3 is a difference divided by a difference: its error is absolute, and moves the result
+    # by as much of f, which is up to factor times the result.
     if kind == "yarn":  # (i - low) / (high - low), where low <= rotary_dim / 2 or all are kept
         turns = arguments.get("beta_fast", 32) / arguments.get("beta_slow", 1)
         low = max(math.log(arguments["base"]) / math.log(turns), 1)  # low / (high - low) at most

@@ -20,7 +20,7 @@ Parameters of other engines:
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -300,7 +300,9 @@ def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1
     return Frequencies(inv_freq / factor, 1.0)
 
 
-KINDS = {kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional)}
+KINDS: dict[str, Callable[..., Frequencies]] = {
+    kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional)
+}
 
 # What transformers' configuration classes fill in where a config.json is silent, for the families where that is not the
 # usual: base 10000, all of hidden_size / num_attention_heads, no scaling.
@@ -401,17 +403,16 @@ def _by_layer_type(config: Any, rope: Mapping) -> dict[str, Mapping] | None:
 
 def _of_layer_type(config: Any, layer_type: str | None) -> Any:
     """config as the first layer of that type sees it: Gemma 4's types have a head_dim each."""
-    if isinstance(config, Mapping):
-        layers = {int(layer): values for layer, values in config.get("per_layer_config", {}).items()}
-    else:
-        layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
     types = _get(config, "layer_types") or []
-    if not layers or layer_type not in types:
+    if layer_type not in types:
         return config
     layer = types.index(layer_type)
-    return (
-        {**config, "global_head_dim": None, **layers.get(layer, {})} if isinstance(config, Mapping) else layers[layer]
-    )
+    if not isinstance(config, Mapping):
+        return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+    if "per_layer_config" not in config:
+        return config
+    own = {int(index): values for index, values in config["per_layer_config"].items()}.get(layer, {})
+    return {**config, "global_head_dim": None, **own}
 
 
 def _head_dim(config: Any, layer_type: str | None) -> int:
