@@ -400,19 +400,43 @@ class _Rebuilder:
 
 
 def kernel_mapping() -> dict:
-    """What ``kernels.use_kernel_mapping`` takes, for ``kernelize``, to let torch_rope do the work of the functions that
-    transformers names "rotary_pos_emb"::
+    """What ``kernels.use_kernel_mapping`` takes, to let torch_rope do the work of the functions that transformers names
+    "rotary_pos_emb"::
 
         with kernels.use_kernel_mapping(kernel_mapping()):
-            kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
 
-    on any of its devices and in any of its modes. kernels replaces the function itself, so all models of that class in
-    the process change, at the next kernelize too. Functions of other names stay: :func:`patch` knows them.
+    for every mode, on "cpu", "cuda" and "mps". It downloads nothing. kernels replaces a function for all models of its
+    modeling file, until the next ``kernelize`` of one of them. Functions without that name stay: :func:`patch` knows them.
     """
     from kernels import LocalLayerRepository, Mode
 
-    layer = LocalLayerRepository(Path(__file__).with_name("kernel"), layer_name="apply_rotary_transformers")
-    modes = [
-        mode | compiled for mode, compiled in product((Mode.INFERENCE, Mode.TRAINING), (Mode(0), Mode.TORCH_COMPILE))
-    ]
+    layer = LocalLayerRepository(Path(__file__).with_name("kernel"), layer_name=apply_rotary_transformers.__name__)
+    modes = (Mode.INFERENCE, Mode.TRAINING)
+    modes += tuple(mode | Mode.TORCH_COMPILE for mode in modes)
     return {"rotary_pos_emb": {device: dict.fromkeys(modes, layer) for device in ("cpu", "cuda", "mps")}}
+
+
+class apply_rotary_transformers(nn.Module):  # noqa: N801  the name that transformers gives it in its own mapping
+    """The layer that kernels puts under a function: it takes forward, and gives it the module that it made of the
+    function, so that forward finds what that function does. NotImplementedError if it is no rotation."""
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, q, k, cos, sin, unsqueeze_dim=1):
+        return _under_kernels[_under_kernel(type(self))](q, k, cos, sin, unsqueeze_dim)
+
+
+_kernels: list[type[nn.Module]] = []
+_under_kernels: list[Callable] = []
+
+
+@torch.compiler.assume_constant_result  # a number, as a function cannot be one
+def _under_kernel(kernel: type[nn.Module]) -> int:
+    """Where the replacement is of the function that kernels made this module of."""
+    if kernel not in _kernels:
+        function = _RotaryFunction(functools.partial(kernel.forward, None))  # it has no state
+        _under_kernels.append(function.replacement(kernel.kernel_layer_name))
+        _kernels.append(kernel)
+    return _kernels.index(kernel)
