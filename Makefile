@@ -1,4 +1,4 @@
-# make demo | test | bench | lint: each sets up what it needs in .venv and does not do again what is done.
+# make demo | test | finetune | bench | lint: each sets up what it needs in .venv and does not do again what is done.
 # make gpu: everything that takes an NVIDIA GPU, with the torch that $(PYTHON) has, and without a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,11 +15,15 @@ OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benc
 SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py autograd.py errors.py any_call.py \
   compile.py peers.py selfcheck.py)
 
-.PHONY: demo test emulate simulate mutate bench gpu lint clean
+.PHONY: demo finetune test emulate simulate mutate bench gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
 	$(BIN)/python examples/generate.py --qwen3
+
+# A language model learns this README, by transformers alone and with torch_rope under it: build/finetune.png.
+finetune: .venv/demo .venv/built
+	$(BIN)/python examples/finetune.py
 
 test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate simulate) .venv/test .venv/built
 	$(PYTEST)

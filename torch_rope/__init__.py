@@ -23,7 +23,7 @@ def _require_matching_torch() -> None:
 
 _require_matching_torch()
 
-from torch_rope import _C, _register  # noqa: E402, F401  loading _C registers the operators
+from torch_rope import _C, _register, frequencies, multimodal  # noqa: E402, F401  loading _C registers the operators
 from torch_rope.functional import (  # noqa: E402
     cos_sin,
     inv_freq,
@@ -34,11 +34,17 @@ from torch_rope.functional import (  # noqa: E402
     rotate_qk,
     rotate_qk_,
 )
+from torch_rope.multimodal import positions_from_cu_seqlens  # noqa: E402
+from torch_rope.rotary_embedding import RotaryEmbedding  # noqa: E402
 
 __all__ = [
+    "RotaryEmbedding",
     "cos_sin",
+    "frequencies",
     "inv_freq",
+    "multimodal",
     "norm_rotate_qk",
+    "positions_from_cu_seqlens",
     "rotate",
     "rotate_",
     "rotate_into_cache",

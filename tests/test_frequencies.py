@@ -1,0 +1,714 @@
+"""torch_rope.frequencies against frozen values of real models, and against transformers over random parameters.
+
+The frozen values are rounded to double from 40 digits, computed by the formulas of the papers with mpmath. We compute
+in float64 and transformers in float32, by the same steps; `roundings` bounds what these steps lose, for each frequency,
+and so how far we may be from the frozen values and transformers from us.
+"""
+
+import importlib
+import json
+import math
+import random
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from torch_rope import frequencies
+
+pytestmark = pytest.mark.cpu
+
+U32, U64 = 2.0**-24, 2.0**-53  # unit roundoffs
+
+# The divisors of Phi-3.5-mini, which its config.json has as float32, to two decimals.
+SHORT = [1, 1.02, 1.03, 1.03, *[1.05] * 5, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79, 1.82, 1.85, 1.88]
+SHORT += [1.91, 1.94, 1.99, *[2.02] * 6, *[2.03] * 9, 2.08, 2.09, 2.19, 2.22, 2.59, 2.73, 2.75, 2.84]
+LONG = [
+    1.08,
+    1.11,
+    1.14,
+    1.34,
+    1.59,
+    1.6,
+    1.62,
+    2.62,
+    3.23,
+    3.23,
+    4.79,
+    7.4,
+    7.7,
+    9.09,
+    12.2,
+    17.67,
+    24.46,
+    28.57,
+    30.42,
+]
+LONG += [30.84, 32.59, 32.93, 42.32, 44.96, 50.34, 50.45, 57.55, 57.93, 58.21, 60.14, 62.61, 62.62, 62.71, 63.14, 63.14]
+LONG += [63.77, 63.93, 63.96, 63.97, 64.03, 64.07, 64.08, 64.12, 64.41, 64.48, 64.51, 64.53, 64.84]
+
+# What counts of their config.json.
+LLAMA_2 = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+LLAMA_3_1 = {
+    **LLAMA_2,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+PYTHIA = {
+    "model_type": "gpt_neox",
+    "hidden_size": 768,
+    "num_attention_heads": 8,
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10000,
+}
+PHI_3_5 = {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+}
+QWEN_2_5 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+GEMMA_3 = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}
+GEMMA_4 = {
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "hidden_size": 2560,
+        "num_attention_heads": 8,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "num_hidden_layers": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+}
+DYNAMIC = {  # as InternLM2.5
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+}
+HUNYUAN = {
+    "model_type": "hunyuan_v1_dense",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
+}
+
+# (config, layer_type, seq_len, how many frequencies, some of them by index, attention_factor)
+REAL = {
+    "Llama 2": (LLAMA_2, None, None, 64, {0: 1, 1: 0.8659643233600653, 63: 0.00011547819846894582}, 1),
+    "Pythia": (PYTHIA, None, None, 12, {0: 1, 1: 0.46415888336127786, 11: 0.00021544346900318837}, 1),
+    "Llama 3.1": (
+        LLAMA_3_1,
+        None,
+        None,
+        64,
+        {
+            0: 1,
+            1: 0.8146172338565447,
+            28: 0.003211445994752591,  # the last that is kept
+            29: 0.0021665707635033587,
+            32: 0.0005248461609929547,
+            34: 0.0001785078127679964,
+            35: 9.556212353964683e-05,  # the first that is divided by 8
+            63: 3.068925988914511e-07,
+        },
+        1,
+    ),
+    "Phi-3.5-mini, short": (
+        PHI_3_5,
+        None,
+        None,
+        48,
+        {0: 1, 1: 0.8092197894784494, 16: 0.03463872263890134, 47: 4.265942459959818e-05},
+        1.1902380714238083,
+    ),
+    "Phi-3.5-mini, long": (
+        PHI_3_5,
+        None,
+        4097,
+        48,
+        {0: 0.9259259259259259, 1: 0.743607374115332, 16: 0.0018976242165219864, 47: 1.8684880608090506e-06},
+        1.1902380714238083,
+    ),
+    "Qwen2.5, YaRN": (
+        QWEN_2_5,
+        None,
+        None,
+        64,
+        {
+            0: 1,
+            23: 0.006978305848598663,  # the last that is kept
+            24: 0.005375321490790102,
+            39: 6.490394320837029e-05,
+            40: 4.445698525097307e-05,  # the first that is divided by 4
+            63: 3.102344401879299e-07,
+        },
+        1.138629436111989,
+    ),
+    "DeepSeek-V3": (
+        DEEPSEEK_V3,
+        None,
+        None,
+        32,
+        {
+            0: 1,
+            10: 0.05623413251903491,
+            11: 0.03900692656714386,
+            16: 0.0055,
+            22: 0.00017782794100389227,
+            23: 3.33380358040831e-05,
+            31: 3.33380358040831e-06,
+        },
+        1,
+    ),
+    "gpt-oss": (
+        GPT_OSS,
+        None,
+        None,
+        32,
+        {
+            0: 1,
+            8: 0.050813274815461475,
+            9: 0.03170569618466377,
+            12: 0.006794959489732218,
+            17: 0.00012931870124506273,
+            18: 3.8308812373753384e-05,
+            31: 3.0235114281192144e-07,
+        },
+        1.3465735902799727,
+    ),
+    "Gemma 3, full": (
+        GEMMA_3,
+        "full_attention",
+        None,
+        128,
+        {0: 0.125, 1: 0.11221089155591428, 64: 0.000125, 127: 1.3924673249935028e-07},
+        1,
+    ),
+    "Gemma 3, sliding": (
+        GEMMA_3,
+        "sliding_attention",
+        None,
+        128,
+        {0: 1, 1: 0.930572040929699, 64: 0.01, 127: 0.00010746078283213175},
+        1,
+    ),
+    "Gemma 4, full": (
+        GEMMA_4,
+        "full_attention",
+        None,
+        256,
+        {0: 1, 1: 0.9474635256553754, 63: 0.033376246942920386, 64: 0, 255: 0},
+        1,
+    ),
+    "Gemma 4, sliding": (
+        GEMMA_4,
+        "sliding_attention",
+        None,
+        128,
+        {0: 1, 1: 0.930572040929699, 64: 0.01, 127: 0.00010746078283213175},
+        1,
+    ),
+    "dynamic NTK, short": (DYNAMIC, None, 32768, 64, {0: 1, 1: 0.8058421877614819, 63: 1.2409377607517195e-06}, 1),
+    "dynamic NTK, long": (
+        DYNAMIC,
+        None,
+        65536,
+        64,
+        {0: 1, 1: 0.7919114945129184, 32: 0.0005723381508381237, 63: 4.136459202505732e-07},
+        1,
+    ),
+    "Hunyuan, NTK": (
+        HUNYUAN,
+        None,
+        None,
+        64,
+        {0: 1, 1: 0.7760343630469744, 32: 0.000299357729472049, 63: 1.1547819846894582e-07},
+        1,
+    ),
+}
+
+# fmt: off
+FAMILIES = [
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen3_vl", "gemma", "gemma2", "gemma3",
+    "gemma4", "phi", "phi3", "gpt_neox", "gptj", "falcon", "stablelm", "glm", "glm4", "cohere", "cohere2", "olmo2",
+    "deepseek_v2", "deepseek_v3", "llama4", "gpt_oss", "granite", "starcoder2", "modernbert", "ernie4_5", "smollm3",
+    "exaone4", "nemotron", "persimmon", "helium", "olmo3", "seed_oss", "apertus", "deepseek_v4", "minimax_m2",
+    "qwen3_next",
+]
+# fmt: on
+
+
+def transformers_config(config: dict):
+    """Of a config.json. A copy goes in: transformers writes into the nested dicts."""
+    return AutoConfig.for_model(**json.loads(json.dumps(config)))
+
+
+def of_module(config):
+    """(layer_type, inv_freq, attention_factor) of each table that the rotary module of a transformers model builds."""
+    package = type(config).__module__.rpartition(".")[0]
+    module = importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
+    (rotary,) = (
+        value
+        for name, value in vars(module).items()
+        if hasattr(value, "compute_default_rope_parameters") and "Vision" not in name
+    )
+    built = rotary(config.get_text_config())
+    for name, inv_freq in built.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            prefix = name.removesuffix("inv_freq")
+            yield prefix.removesuffix("_") or None, inv_freq, getattr(built, f"{prefix}attention_scaling")
+
+
+def roundings(kind: str, arguments: dict, inv_freq: torch.Tensor) -> torch.Tensor:
+    """How many roundings each frequency may be off by, relative to itself: 4 for the first, 20 where -ln f is 16.
+
+    f = 1 / base ** e: the rounded e moves it by e ln base = -ln f, base itself by e, at most one, the power by two (an
+    ulp) and the division by one. What follows multiplies or divides by a rounded number or two.
+    """
+    if kind in ("default", "ntk", "dynamic"):  # f of another base
+        return 4 - inv_freq.log()
+    f = frequencies.default(arguments.get("rotary_dim") or arguments["head_dim"], arguments["base"]).inv_freq
+    of_f = 4 - f.log()
+    # The ramp of yarn and llama3 is a difference divided by a difference: its error is absolute, and moves the result
+    # by as much of f, which is up to factor times the result.
+    if kind == "yarn":  # (i - low) / (high - low), where low <= rotary_dim / 2 or all are kept
+        turns = arguments.get("beta_fast", 32) / arguments.get("beta_slow", 1)
+        low = max(math.log(arguments["base"]) / math.log(turns), 1)  # low / (high - low) at most
+        return of_f + 6 + (low + 5) * f / inv_freq
+    if kind == "llama3":  # (turns - low) / (high - low), where turns <= high
+        low, high = arguments["low_freq_factor"], arguments["high_freq_factor"]
+        return of_f + 6 + (high / (high - low) * (of_f + 4) + 2) * f / inv_freq
+    return of_f + 2
+
+
+def assert_near(
+    ours: frequencies.Frequencies, theirs: torch.Tensor, attention_factor: float, kind: str, arguments: dict
+):
+    assert theirs.dtype == torch.float32 and theirs.shape == ours.inv_freq.shape
+    off = (theirs.double() - ours.inv_freq).abs()
+    assert (off <= U32 * roundings(kind, arguments, ours.inv_freq) * ours.inv_freq).all()
+    assert ours.attention_factor == pytest.approx(attention_factor, rel=4 * U64, abs=0)
+
+
+def assert_same(a: frequencies.Frequencies, b: frequencies.Frequencies):
+    assert torch.equal(a.inv_freq, b.inv_freq) and a.attention_factor == b.attention_factor
+
+
+@pytest.mark.parametrize("config, layer_type, seq_len, count, values, attention_factor", REAL.values(), ids=REAL)
+def test_a_real_model(config, layer_type, seq_len, count, values, attention_factor):
+    ours = frequencies.from_config(config, layer_type, seq_len)
+    assert ours.inv_freq.shape == (count,) and ours.inv_freq.dtype == torch.float64
+    kind, arguments = frequencies.parse(config, layer_type)
+    allowed = U64 * roundings(kind, arguments, ours.inv_freq) * ours.inv_freq
+    assert {i: abs(ours.inv_freq[i] - value) <= allowed[i] for i, value in values.items()} == dict.fromkeys(
+        values, True
+    )
+    assert type(ours.attention_factor) is float
+    assert ours.attention_factor == pytest.approx(attention_factor, rel=4 * U64, abs=0)
+
+    theirs = transformers_config(config)
+    assert_same(frequencies.from_config(theirs, layer_type, seq_len), ours)
+    if seq_len is None:  # which a module learns later
+        tables = {layer_type: rest for layer_type, *rest in of_module(theirs)}
+        assert_near(ours, *tables[layer_type], kind, arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family(family):
+    """Its default config as an object and as the config.json that it saves, against its own module."""
+    config = AutoConfig.for_model(family)
+    saved = json.loads(config.to_json_string(use_diff=False))
+    if family == "gptj":  # has no module: sin and cos of its frequencies times the position
+        theirs = create_sinusoidal_positions(2, config.rotary_dim)[1, : config.rotary_dim // 2].asin()
+        ours = frequencies.from_config(config).inv_freq
+        # 1 rad is off by the rounding of its sine divided by its cosine, 2 at most, besides the frequency itself.
+        assert (theirs.double() / ours - 1).abs().max() <= U32 * (4 + math.log(10000) + 4)
+        assert_same(frequencies.from_config(saved), frequencies.from_config(config))
+        return
+    tables = list(of_module(config))
+    assert tables
+    for layer_type, inv_freq, attention_factor in tables:
+        kind, arguments = frequencies.parse(config, layer_type)
+        ours = frequencies.from_config(config, layer_type)
+        assert_near(ours, inv_freq, attention_factor, kind, arguments)
+        assert_same(frequencies.from_config(saved, layer_type), ours)
+
+
+@pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, "llama", "mistral", "phi3", "olmo2", "exaone4"}))
+def test_what_a_config_leaves_out(model_type):
+    """A config.json with sizes alone means what transformers makes of it."""
+    sizes = {"hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 8192}
+    if model_type in ("gptj", "codegen"):
+        sizes = {"n_embd": 384, "n_head": 4, "n_positions": 8192}
+    config = {"model_type": model_type, **sizes}
+    theirs = transformers_config(config)
+    parameters = getattr(theirs.get_text_config(), "rope_parameters", {})
+    for layer_type in [key for key, value in parameters.items() if isinstance(value, dict)] or [None]:
+        assert_same(frequencies.from_config(config, layer_type), frequencies.from_config(theirs, layer_type))
+
+
+def draw(kind: str, rng: random.Random) -> tuple[dict, dict, dict]:
+    """Random arguments of a kind's function, and the same as a config's sizes and rope_parameters."""
+    head_dim = 2 * rng.randint(8, 128)
+    part = rng.choice([1.0, 0.25, 0.5, rng.uniform(0.25, 1)])
+    if kind == "yarn":  # where an odd rotary_dim fails in transformers: its ramp is one short
+        part = 2 * rng.randint(2, head_dim // 2) / head_dim
+        part += 1e-9 if int(head_dim * part) % 2 else 0
+    rotary_dim, original = int(head_dim * part), rng.randint(128, 2**18)
+    rope = {"rope_type": kind, "rope_theta": 10 ** rng.uniform(2, 7.5), "partial_rotary_factor": part}
+    sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
+    sizes["max_position_embeddings"] = original * rng.randint(1, 64)
+    own = {"factor": rng.choice([1.0, rng.uniform(1, 64)])}
+    if kind == "yarn":
+        fast = rng.uniform(4, 64)
+        own |= {"beta_fast": fast, "beta_slow": fast / rng.uniform(2, 32), "truncate": rng.random() < 0.5}
+        own |= rng.choice([{}, {"mscale": rng.random(), "mscale_all_dim": rng.random()}, {"mscale": 0.7}])
+    if kind == "longrope":
+        short, long = ([rng.uniform(1, 64) for _ in range(0, rotary_dim, 2)] for _ in range(2))
+        own |= {"short_factor": short, "long_factor": long}
+    if kind == "llama3":
+        low = rng.uniform(0.5, 4)
+        own |= {"low_freq_factor": low, "high_freq_factor": low * rng.uniform(1.5, 8)}
+    if kind in ("yarn", "longrope") and rng.random() < 0.3:
+        own["attention_factor"] = rng.uniform(0.5, 2)
+    arguments = {"rotary_dim": rotary_dim, "base": rope["rope_theta"], **own}
+    rope |= own
+    if kind in ("yarn", "longrope", "llama3"):
+        rope["original_max_position_embeddings"] = arguments["original_max_position"] = original
+    if kind in ("yarn", "longrope") and rng.random() < 0.3:
+        rope["factor"] = None
+        arguments["factor"] = sizes["max_position_embeddings"] / original
+    if kind == "dynamic":
+        arguments["original_max_position"] = sizes["max_position_embeddings"]
+    if kind == "proportional":
+        arguments["partial_rotary_factor"], arguments["head_dim"] = part, head_dim
+        del arguments["rotary_dim"]
+    return arguments, sizes, rope
+
+
+@pytest.mark.parametrize("kind", ROPE_INIT_FUNCTIONS)
+def test_random_parameters(kind):
+    rng = random.Random(kind)
+    for _ in range(60):
+        arguments, sizes, rope = draw(kind, rng)
+        config = LlamaConfig(**sizes, rope_parameters=dict(rope))
+        seq_len = rng.choice([None, rng.randint(1, 2**20)])
+        ours = frequencies.from_config(config, seq_len=seq_len)
+        assert_near(ours, *ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=seq_len), kind, arguments)
+
+        by_length = {"seq_len": seq_len} if kind in ("dynamic", "longrope") else {}
+        assert_same(frequencies.KINDS[kind](**arguments, **by_length), ours)
+        # The same said as before rope_parameters, and by layer type.
+        scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+        beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
+        assert_same(frequencies.from_config({**sizes, **beside, "rope_scaling": scaling}, seq_len=seq_len), ours)
+        layers = {"a": rope, "b": {"rope_type": "default", "rope_theta": 7.0}}
+        assert_same(frequencies.from_config({**sizes, "rope_parameters": layers}, "a", seq_len), ours)
+
+
+def test_random_partial_rotary():
+    """default, whose formula is each model's own: Llama's for all of a head, GLM's for a part, odd parts too."""
+    rng, odd = random.Random(0), 0
+    for _ in range(60):
+        arguments, sizes, rope = draw("default", rng)
+        rotary = LlamaRotaryEmbedding if rope["partial_rotary_factor"] == 1 else GlmRotaryEmbedding
+        del rope["factor"], arguments["factor"]
+        config = LlamaConfig(**sizes, rope_parameters=rope)
+        ours = frequencies.from_config(config)
+        assert_near(ours, *rotary.compute_default_rope_parameters(config), "default", arguments)
+        assert_same(frequencies.default(**arguments), ours)
+        odd += arguments["rotary_dim"] % 2
+    assert odd
+
+
+# Two ways to say the same.
+SAME = {
+    "type of Phi-3": (PHI_3_5, {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "type": "su"}}),
+    "older type of Phi-3": (PHI_3_5, {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "type": "yarn"}}),
+    "both types": (QWEN_2_5, {**QWEN_2_5, "rope_scaling": {**QWEN_2_5["rope_scaling"], "rope_type": "yarn"}}),
+    "sections": (LLAMA_2, {**LLAMA_2, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}),
+    "null": (LLAMA_2, {**LLAMA_2, "rope_scaling": None, "head_dim": None, "rope_theta": None, "text_config": None}),
+    "rotary_dim": (PYTHIA, {"rotary_dim": 24, "n_embd": 768, "n_head": 8}),
+    "one factor for both lengths": (
+        {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "attention_factor": 1.25}},
+        {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "short_mscale": 1.25, "long_mscale": 1.25}},
+    ),
+    "xdrope": (HUNYUAN, {**HUNYUAN, "rope_scaling": {**HUNYUAN["rope_scaling"], "type": "xdrope"}}),
+}
+
+
+@pytest.mark.parametrize("one, other", SAME.values(), ids=SAME)
+def test_said_otherwise(one, other):
+    assert_same(frequencies.from_config(one), frequencies.from_config(other))
+
+
+@pytest.mark.parametrize(
+    "old, layer_type, kind, base",
+    [
+        ({"rope_local_base_freq": 5.0, "rope_theta": 50.0}, "sliding_attention", "default", 5.0),
+        ({"rope_local_base_freq": 5.0, "rope_theta": 50.0}, "full_attention", "linear", 50.0),
+        ({"local_rope_theta": 5.0, "global_rope_theta": 50.0}, "sliding_attention", "linear", 5.0),
+        ({"local_rope_theta": 5.0, "global_rope_theta": 50.0}, "full_attention", "linear", 50.0),
+        ({"model_type": "olmo3", "rope_theta": 50.0}, "sliding_attention", "default", 50.0),
+        ({"model_type": "olmo3", "rope_theta": 50.0}, "full_attention", "linear", 50.0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_two_bases_and_one_rope_scaling(old, layer_type, kind, base):
+    """Gemma 3 and OLMo 3 scale full attention alone, ModernBERT both. transformers 5.23 gives OLMo 3's sliding layers
+    its default of 500000 instead of the config's rope_theta."""
+    config = {"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 8.0}, **old}
+    expected = {"rotary_dim": 64, "base": base} | ({"factor": 8.0} if kind == "linear" else {})
+    assert frequencies.parse(config, layer_type) == (kind, expected)
+
+
+def test_layers_that_share_frequencies_may_be_asked_for():
+    config = AutoConfig.for_model("gemma2")
+    assert_same(frequencies.from_config(config, "sliding_attention"), frequencies.from_config(config))
+
+
+def test_truncate_of_a_layer_type_is_read():
+    """transformers looks for it beside the layer types, and rounds."""
+    layers = {"full_attention": {**GPT_OSS["rope_scaling"], "rope_theta": 150000}}
+    config = {"head_dim": 64, "max_position_embeddings": 131072, "rope_parameters": layers}
+    assert_same(frequencies.from_config(config, "full_attention"), frequencies.from_config(GPT_OSS))
+
+
+def test_parse_gives_the_arguments():
+    kind, arguments = frequencies.parse(DYNAMIC)
+    assert (kind, arguments) == (
+        "dynamic",
+        {"rotary_dim": 128, "base": 1000000, "factor": 2.0, "original_max_position": 32768},
+    )
+    assert {*ROPE_INIT_FUNCTIONS, "default", "ntk"} == {*frequencies.KINDS}
+
+
+def test_dynamic_from_the_default():
+    """What its docstring says for a factor that is a tensor."""
+    i = torch.arange(64, dtype=torch.float64)
+    s = torch.tensor(2.0 * 65536 / 32768 - 1, dtype=torch.float64)
+    torch.testing.assert_close(
+        frequencies.default(128, 1e6).inv_freq * s ** (-2 * i / 126),
+        frequencies.from_config(DYNAMIC, seq_len=65536).inv_freq,
+        rtol=40 * U64,  # two powers
+        atol=0,
+    )
+
+
+def test_longrope_by_length_or_by_flag():
+    _, arguments = frequencies.parse(PHI_3_5)
+    for long, lengths in ((False, [None, 1, 4096]), (True, [4097, 131072])):
+        chosen = frequencies.longrope(**arguments, long=long)
+        for seq_len in lengths:
+            assert_same(frequencies.longrope(**arguments, seq_len=seq_len), chosen)
+
+
+def test_partial_rotary_dim():
+    """Rounded down; an odd one keeps its number in the exponent and has a frequency for its last channel."""
+    assert [frequencies.partial_rotary_dim(80, part) for part in (1.0, 0.25, 0.4, 0.01875)] == [80, 20, 32, 1]
+    assert frequencies.partial_rotary_dim(64, 0.3) == 19
+    expected = [1, 0.37926901907322497, 0.0004281332398719394, 0.00016237767391887218]
+    assert frequencies.default(19, 10000).inv_freq[[0, 1, 8, 9]].tolist() == pytest.approx(
+        expected, rel=20 * U64, abs=0
+    )
+
+
+def test_parameters_of_other_engines():
+    """As the module's docstring says: the angle at a position is what akunu and ggml compute."""
+    position, freq_scale, base = 1000.0, 0.25, 10000.0
+    freqs = [base ** (2 * i / 8) for i in range(4)]  # akunu
+    expected = [position * freq_scale / divisor for divisor in freqs]
+    assert (position * frequencies.linear(8, base, factor=1 / freq_scale).inv_freq).tolist() == pytest.approx(expected)
+    assert (position * freq_scale / torch.tensor(freqs)).tolist() == pytest.approx(expected)
+
+    freq_factors = torch.tensor([1.0, 1.5, 4.0, 8.0], dtype=torch.float64)  # ggml
+    listed = {"short_factor": [1.0] * 4, "long_factor": freq_factors.tolist(), "attention_factor": 1.0}
+    divided = frequencies.default(8, base).inv_freq / freq_factors
+    assert torch.equal(frequencies.longrope(8, base, **listed, original_max_position=512, long=True).inv_freq, divided)
+
+
+def test_the_defaults_of_torch_do_not_matter():
+    with torch.device("meta"):
+        torch.set_default_dtype(torch.float16)
+        try:
+            found = [frequencies.from_config(*case[:3]) for case in REAL.values()]
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for case, inside in zip(REAL.values(), found, strict=True):
+        assert inside.inv_freq.device.type == "cpu"
+        assert_same(inside, frequencies.from_config(*case[:3]))
+
+
+YARN = {"rotary_dim": 64, "base": 1e4, "factor": 4.0, "original_max_position": 4096}
+LONGROPE = {"rotary_dim": 4, "base": 1e4, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+LONGROPE |= {"original_max_position": 4096, "factor": 2.0}
+LLAMA3 = {"rotary_dim": 64, "base": 1e4, "factor": 8.0, "original_max_position": 8192}
+
+
+@pytest.mark.parametrize(
+    "kind, good, bad, message",
+    [
+        (
+            "partial_rotary_dim",
+            {"head_dim": 64, "partial_rotary_factor": 0.5},
+            {"head_dim": 64.0},
+            "a positive integer",
+        ),
+        ("partial_rotary_dim", {"head_dim": 64}, {"partial_rotary_factor": 1.5}, "a number in (0, 1]"),
+        ("partial_rotary_dim", {"partial_rotary_factor": 1.0}, {"head_dim": 65}, "an even number"),
+        ("default", {"base": 1e4}, {"rotary_dim": 0}, "a positive integer"),
+        ("default", {"base": 1e4}, {"rotary_dim": 64.0}, "a positive integer"),
+        ("default", {"rotary_dim": 64}, {"base": -1.0}, "a positive number"),
+        ("default", {"rotary_dim": 64}, {"base": math.nan}, "a positive number"),
+        ("linear", {"rotary_dim": 64, "base": 1e4}, {"factor": 0}, "a positive number"),
+        ("ntk", {"rotary_dim": 64, "base": 1e4}, {"factor": 0.5}, "at least 1"),
+        ("ntk", {"base": 1e4, "factor": 2.0}, {"rotary_dim": 2}, "an integer above 2"),
+        ("ntk", {"rotary_dim": 64, "factor": 2.0}, {"base": 0}, "a positive number"),
+        ("dynamic", {"rotary_dim": 64, "base": 1e4, "original_max_position": 9}, {"factor": 0.5}, "at least 1"),
+        ("dynamic", {"rotary_dim": 64, "base": 1e4, "factor": 2.0}, {"original_max_position": 0}, "a positive number"),
+        ("yarn", YARN, {"factor": 0.5}, "a number that is at least 1"),
+        ("yarn", YARN, {"base": 1}, "more than 1"),
+        ("yarn", YARN, {"original_max_position": 0}, "a positive number"),
+        ("yarn", YARN, {"beta_fast": 0}, "a positive number"),
+        ("yarn", YARN, {"beta_slow": 33.0}, "at most beta_fast, 32.0"),
+        ("yarn", YARN, {"attention_factor": -1.0}, "a positive number"),
+        ("longrope", LONGROPE, {"rotary_dim": -2}, "a positive integer"),
+        ("longrope", LONGROPE, {"original_max_position": 1}, "more than 1"),
+        ("longrope", LONGROPE, {"factor": None}, "a number, or attention_factor"),
+        ("longrope", {**LONGROPE, "long": True}, {"seq_len": 5}, "None where long is given"),
+        ("llama3", LLAMA3, {"factor": 0.5}, "a number that is at least 1"),
+        ("llama3", LLAMA3, {"high_freq_factor": 1.0}, "more than low_freq_factor, 1.0"),
+        ("llama3", LLAMA3, {"low_freq_factor": 0}, "a positive number"),
+        ("proportional", {"base": 1e4}, {"head_dim": 63}, "an even number"),
+        ("proportional", {"head_dim": 64, "base": 1e4}, {"partial_rotary_factor": -0.5}, "a number in [0, 1]"),
+        ("proportional", {"head_dim": 64, "base": 1e4}, {"factor": 0}, "a positive number"),
+    ],
+    ids=str,
+)
+def test_an_argument_is_refused(kind, good, bad, message):
+    ((name, value),) = bad.items()
+    with pytest.raises(ValueError) as error:
+        getattr(frequencies, kind)(**{**good, **bad})
+    text = str(error.value)
+    assert text.startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r}, needs ") and text.endswith(message)
+
+
+def test_lists_of_longrope_are_refused():
+    with pytest.raises(ValueError, match=r"longrope: len\(long_factor\) is 3, needs rotary_dim / 2, 2$"):
+        frequencies.longrope(**{**LONGROPE, "long_factor": [1.0] * 3})
+    with pytest.raises(ValueError, match=r"longrope: short_factor\[1\] is 0, needs a positive number$"):
+        frequencies.longrope(**{**LONGROPE, "short_factor": [1.0, 0]})
+
+
+@pytest.mark.parametrize(
+    "config, layer_type, message",
+    [
+        (
+            {**LLAMA_2, "rope_scaling": {"type": "alibi"}},
+            None,
+            "rope_type is 'alibi', needs one of 'default', 'linear', 'n",
+        ),
+        (GEMMA_3, None, "layer_type is None, needs one of 'full_attention', 'sliding_attention'"),
+        (GEMMA_3, "local", "layer_type is 'local', needs one of 'full_attention', 'sliding_attention'"),
+        (LLAMA_2, "full_attention", "layer_type is 'full_attention', needs one of None"),
+        ({"num_attention_heads": 4}, None, "hidden_size is None, needs a number, or head_dim"),
+        ({"hidden_size": 256}, None, "num_attention_heads is None, needs a number, or head_dim"),
+        (
+            {"head_dim": 64, "rope_scaling": {"type": "linear"}},
+            None,
+            "factor is None, needs a value for rope_type 'linear'",
+        ),
+        (
+            {"head_dim": 64, "rope_scaling": {"type": "dynamic", "factor": 2}},
+            None,
+            "max_position_embeddings is None, needs",
+        ),
+        (
+            {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "short_mscale": 1.0, "long_mscale": 1.25}},
+            None,
+            "short_mscale is 1.0, needs long_mscale, 1.25",
+        ),
+    ],
+    ids=str,
+)
+def test_a_config_is_refused(config, layer_type, message):
+    with pytest.raises(ValueError) as error:
+        frequencies.from_config(config, layer_type)
+    assert str(error.value).startswith("torch_rope.frequencies.from_config: " + message)
+
+
+def test_a_config_object_without_a_layer_type_is_refused():
+    with pytest.raises(ValueError, match="layer_type is None, needs one of 'full_attention', 'sliding_attention'"):
+        frequencies.from_config(AutoConfig.for_model("gemma4"))

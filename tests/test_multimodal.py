@@ -1,0 +1,154 @@
+"""Positions of images, video and packed sequences."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from test_rotary_embedding import Seen
+
+import torch_rope
+from torch_rope import multimodal
+
+PAIRS = 64
+ORDERS = {
+    "sections": ([16, 24, 24], lambda j: 0 if j < 16 else 1 if j < 40 else 2),
+    "interleaved": ([24, 20, 20], lambda j: j % 3 if j < 60 else 0),
+    "height_width_time": ([22, 22, 20], lambda j: 0 if j >= 44 else 1 + j % 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_pair_follows_its_axis(order, dtype, device):
+    sections, axis_of = ORDERS[order]
+    inv_freq = torch_rope.inv_freq(2 * PAIRS).to(device)
+    positions = torch.randint(0, 50000, (3, 2, 9)).to(dtype).to(device)
+    matrix = getattr(multimodal, order)(inv_freq, sections)
+    assert matrix.shape == (3, PAIRS) and torch.equal(matrix.sum(0), inv_freq)
+    with Seen() as seen:
+        cos, sin = torch_rope.axial_cos_sin(positions, matrix, attention_factor=1.2)
+    assert seen.ops == {torch.ops.rope._axial_cos_sin.default}  # one step
+    axes = torch.tensor([axis_of(j) for j in range(PAIRS)])
+    angle = positions.cpu().double()[axes].movedim(0, -1) * inv_freq.cpu().double()
+    for out, exact in ((cos, angle.cos()), (sin, angle.sin())):
+        assert out.shape == (2, 9, PAIRS) and (out.cpu() - 1.2 * exact).abs().max() <= 1.2 * 5e-7 + 1e-7
+    # And on, in every layer: a row of the table per token.
+    q, k = torch.randn(2, 9, 4, 128).to(device), torch.randn(2, 9, 1, 128).to(device)
+    outs = torch_rope.rotate_qk(q, k, cos, sin)
+    text = torch.arange(9).to(dtype).to(device).expand(3, 2, 9)  # of text all axes say the same
+    outs = torch_rope.rotate_qk(q, k, *torch_rope.axial_cos_sin(text, matrix))
+    for out, plain in zip(outs, torch_rope.rotate_qk(q, k, inv_freq=inv_freq), strict=True):
+        assert torch.equal(out, plain)
+
+
+def test_vision_has_all_frequencies_for_rows_and_columns(device):
+    inv_freq = torch_rope.inv_freq(40).to(device)
+    positions = torch.stack([torch.arange(12) // 4, torch.arange(12) % 4]).to(device)  # [2, tokens]
+    cos, sin = torch_rope.axial_cos_sin(positions, multimodal.axial(inv_freq))
+    for out, one in zip((cos, sin), torch_rope.cos_sin(positions, inv_freq), strict=True):
+        assert torch.equal(out, torch.cat([one[0], one[1]], -1))
+
+
+def test_learned_frequencies_of_every_axis(device):
+    """RoPE-Mixed: gradients against plain torch in float64."""
+    matrix = torch.rand(2, 8).to(device).requires_grad_()
+    positions = torch.rand(2, 30).to(device).mul(20).requires_grad_()
+    x, given = torch.randn(30, 3, 16).to(device), torch.randn(30, 3, 16).to(device)
+    out = torch_rope.rotate(x, *(t[None] for t in torch_rope.axial_cos_sin(positions, matrix)))
+    found = torch.autograd.grad(out, (matrix, positions), given)
+    exact = [t.detach().cpu().double().requires_grad_() for t in (matrix, positions)]
+    angle = torch.einsum("aj,at->tj", *exact)[:, None]
+    a, b = x.cpu().double().chunk(2, -1)
+    rotated = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    for g, e in zip(found, torch.autograd.grad(rotated, exact, given.cpu().double()), strict=True):
+        # Sums of 30 tokens by positions to 20, of 8 pairs and 3 heads: float32 roundings of what is added.
+        assert (g.cpu() - e).abs().max() <= 1e-5 * e.abs().max()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "glm_ocr", "qwen3_5"])
+def test_equals_transformers(name):
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name]().text_config
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    theirs = [
+        c
+        for n, c in vars(modeling).items()
+        if n.endswith("RotaryEmbedding") and "Vision" not in n and n != "RotaryEmbedding"
+    ]
+    positions = torch.randint(0, 100, (3, 2, 7))
+    inv_freq, factor = multimodal.from_config(config)
+    outs = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=factor)
+    for out, t in zip(outs, theirs[0](config)(torch.zeros(1), positions), strict=True):
+        half = t.view(*t.shape[:-1], -1, 2)[..., 0] if torch.equal(t[..., 0], t[..., 1]) else t[..., : t.shape[-1] // 2]
+        assert (out - half).abs().max() < 2e-5  # their angle is a float32 product
+
+
+@pytest.mark.cpu
+def test_vision_tower_equals_transformers():
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
+
+    config = Qwen2VLVisionConfig()
+    positions = torch.randint(0, 60, (20, 2))
+    head_dim = config.embed_dim // config.num_heads
+    outs = torch_rope.axial_cos_sin(positions.t(), multimodal.axial(torch_rope.inv_freq(head_dim // 2)))
+    for out, t in zip(outs, Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), positions), strict=True):
+        assert (out - t[..., : head_dim // 2]).abs().max() < 2e-5
+
+
+@pytest.mark.cpu
+def test_errors():
+    inv_freq = torch_rope.inv_freq(16)
+    for order, wrong in itertools.product(ORDERS, ([4, 4], [4, 4, 1], [9, -1, 0], [1, 2, 5, 0])):
+        with pytest.raises(ValueError, match="sections are .*, inv_freq has shape \\[8\\]; needs three counts"):
+            getattr(multimodal, order)(inv_freq, wrong)
+    with pytest.raises(ValueError, match="as many of height as of width"):
+        multimodal.height_width_time(inv_freq, [3, 4, 1])
+    with pytest.raises(ValueError, match="one axis for each frequency"):
+        multimodal.by_axis(inv_freq, [0, 1])
+    with pytest.raises(ValueError, match="model_type is 'llama', needs one of 'qwen2_vl'"):
+        multimodal.from_config({"model_type": "llama", "head_dim": 64})
+    with pytest.raises(ValueError, match="positions has 2 axes, inv_freq has 3"):
+        torch_rope.axial_cos_sin(torch.zeros(2, 5), torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="inv_freq has 1 dimensions .8., needs .axes, rotary_dim / 2."):
+        torch_rope.axial_cos_sin(torch.zeros(2, 5), inv_freq)
+    with pytest.raises(TypeError, match="positions is bool"):
+        torch_rope.axial_cos_sin(torch.zeros(1, 5, dtype=torch.bool), inv_freq[None])
+
+
+# ---- packed sequences ----
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [[3], [1, 4, 2], [0, 3, 0, 0, 5, 0], [], [700, 1, 90]], ids=str)
+def test_positions_of_packed_sequences(lengths, dtype, device):
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype).to(device)
+    offsets = torch.randint(0, 1000, (len(lengths),)).to(device)
+    total, padding = sum(lengths), 5
+    for more, starts in (({}, [0] * len(lengths)), ({"offsets": offsets}, offsets.tolist())):
+        with Seen() as seen:
+            found = torch_rope.positions_from_cu_seqlens(cu_seqlens, total + padding, **more)
+        assert torch.ops.aten._local_scalar_dense.default not in seen.ops  # nothing waits for the device
+        expected = [p for n, o in zip(lengths, starts, strict=True) for p in range(o, o + n)] + [*range(padding)]
+        assert found.dtype == dtype and found.device == cu_seqlens.device and found.tolist() == expected
+
+
+def test_positions_compile_for_any_total(device):
+    compiled = torch.compile(torch_rope.positions_from_cu_seqlens, backend="aot_eager", fullgraph=True, dynamic=True)
+    for cu in ([0, 4, 9], [0, 1, 2, 30]):
+        cu_seqlens = torch.tensor(cu).to(device)
+        found = compiled(cu_seqlens, cu[-1])
+        assert torch.equal(found, torch_rope.positions_from_cu_seqlens(cu_seqlens, cu[-1]))
+
+
+@pytest.mark.cpu
+def test_errors_of_packed_sequences():
+    with pytest.raises(ValueError, match="cu_seqlens has shape .1, 2., needs .sequences . 1."):
+        torch_rope.positions_from_cu_seqlens(torch.zeros(1, 2, dtype=torch.int32), 3)
+    with pytest.raises(TypeError, match="cu_seqlens is torch.float32, needs int32 or int64"):
+        torch_rope.positions_from_cu_seqlens(torch.zeros(2), 3)
+    with pytest.raises(ValueError, match="offsets has shape .3., cu_seqlens has 1 sequences"):
+        torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(3))

@@ -1,0 +1,293 @@
+"""The module: what it rotates by, where its buffers are, and how it chooses by length."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_close, numpy_of, rotate
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_rope import RotaryEmbedding, frequencies
+
+HEAD_DIM, LONG = 32, 50  # LONG: where longrope and dynamic change
+KINDS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position": LONG},
+    "llama3": {"factor": 8.0, "original_max_position": LONG},
+    "longrope": {
+        "short_factor": [1 + i / 40 for i in range(16)],
+        "long_factor": [1 + i / 4 for i in range(16)],
+        "original_max_position": LONG,
+        "factor": 4.0,
+    },
+    "dynamic": {"factor": 2.0, "original_max_position": LONG},
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+# (kind, max_position): angles computed in the kernel, and in tables, of which dynamic has none
+WITH_TABLES = [(kind, t) for kind in KINDS for t in (None, 200) if (kind, t) != ("dynamic", 200)]
+
+
+def module(kind="default", max_position=None, **more):
+    return RotaryEmbedding(HEAD_DIM, 5000.0, kind=kind, max_position=max_position, **KINDS[kind], **more)
+
+
+def some(device, batch=2, seq=7, head_dim=HEAD_DIM):
+    return (torch.randn(batch, seq, heads, head_dim, device="cpu").to(device) for heads in (3, 1))
+
+
+def exact_frequencies(kind, length):
+    more = {"seq_len": length} if kind in ("dynamic", "longrope") else {}
+    return frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **more)
+
+
+@pytest.mark.parametrize("positions", ["none", "[S]", "[B,S]", "int32 [1,S]"])
+@pytest.mark.parametrize("start", [0, LONG - 7, LONG - 6, 130])  # the longest position is seq - 1 = 6 further
+@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+def test_rotates_by_the_frequencies_of_its_kind(kind, max_position, start, positions, device):
+    rope = module(kind, max_position).to(device)
+    q, k = some(device)
+    p = torch.arange(7).flip(0)
+    given = {
+        "none": {"offset": start},
+        "[S]": {"positions": p, "offset": start},
+        "[B,S]": {"positions": torch.stack([p + start, p])},
+        "int32 [1,S]": {"positions": (p + start).int()[None]},
+    }[positions]
+    given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    inv_freq, factor = exact_frequencies(kind, start + 7)
+    if device == "mps" and max_position is None:
+        inv_freq = inv_freq.float().double()  # what the module can hold there
+    for x, out in zip((q, k), rope(q, k, **given), strict=True):
+        # The angle is right to 5e-7, a table to a float32 rounding. On mps dynamic's power is float32, too.
+        part = 5e-7 if not (kind == "dynamic" and device == "mps") else 3e-5
+        assert_close(out, rotate(x, inv_freq=inv_freq, attention_factor=factor, **given), 3, part)
+
+
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_tables_are_float64_angles_rounded_once(kind, device):
+    length = 140000
+    rope = RotaryEmbedding(HEAD_DIM, 5000.0, kind=kind, max_position=length, **KINDS[kind]).to(device)
+    kinds = [exact_frequencies(kind, n).inv_freq for n in ((1, length) if kind == "longrope" else (1,))]
+    angle = np.stack([np.arange(length)[:, None] * numpy_of(f) for f in kinds]).reshape(rope.cos.shape)
+    for table, exact in ((rope.cos, np.cos(angle)), (rope.sin, np.sin(angle))):
+        assert table.dtype == torch.float32
+        # numpy's and torch's cos may differ in their last float64 bit, and so by a float32 rounding, very rarely.
+        different = table.cpu().numpy() != exact.astype(np.float32)
+        assert different.mean() < 1e-6 and abs(table.cpu().numpy() - exact).max() < 6e-8
+
+
+CASTS = {
+    "to(bfloat16)": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "to(channels_last)": lambda m: m.to(memory_format=torch.channels_last),
+    "to(its device)": lambda m: m.to(next(m.buffers()).device),
+    "requires_grad_": lambda m: m.requires_grad_(False),
+    "in a model": lambda m: torch.nn.ModuleDict({"rope": m, "linear": torch.nn.Linear(2, 2)}).to(torch.bfloat16)[
+        "rope"
+    ],
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("kind,max_position", [("default", None), ("default", 64), ("longrope", 64), ("dynamic", None)])
+def test_buffers_are_never_cast(kind, max_position, cast, device):
+    rope = module(kind, max_position).to(device)
+    before = {name: (t.data_ptr(), t.dtype, t.clone()) for name, t in rope.named_buffers()}
+    CASTS[cast](rope)
+    assert [*before] == [name for name, _ in rope.named_buffers()]
+    for name, t in rope.named_buffers():
+        pointer, dtype, values = before[name]
+        assert t.data_ptr() == pointer and t.dtype == dtype and torch.equal(t, values)
+
+
+def test_frequencies_have_all_their_bits(device):
+    assert module().to(device).inv_freq.dtype == (torch.float32 if device == "mps" else torch.float64)
+    there_and_back = module().to(device).to("cpu")
+    assert torch.equal(there_and_back.inv_freq, exact_frequencies("default", 0).inv_freq)
+
+
+@pytest.mark.cpu
+def test_autocast_changes_nothing():
+    q, k = some("cpu")
+    for kind in KINDS:
+        rope = module(kind)
+        positions = torch.arange(7) + LONG
+        expected = rope(q, k, positions)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = rope(q, k, positions)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, device):
+    rope = module(kind, max_position).to(device)
+    assert not rope.state_dict()
+    rope.load_state_dict({})
+    with torch.device("meta"):
+        on_meta = module(kind, max_position)
+    assert all(t.is_meta for t in on_meta.buffers())
+    copies = {
+        "meta": on_meta.to_empty(device=device),
+        "inside": torch.nn.Sequential(module(kind, max_position, device="meta")).to_empty(device=device)[0],
+        "emptied": copy.deepcopy(rope).to_empty(device=device),
+        "deepcopy": copy.deepcopy(rope),
+        "pickle": pickle.loads(pickle.dumps(rope.cpu())).to(device),
+    }
+    rope.to(device)
+    q, k = some(device)
+    for name, other in copies.items():
+        assert str(other) == str(rope), name
+        for a, b in zip(other.buffers(), rope.buffers(), strict=True):
+            assert torch.equal(a, b) and a.data_ptr() != b.data_ptr() and a.device == b.device, name
+        for a, b in zip(other(q, k, offset=LONG), rope(q, k, offset=LONG), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_meta_tells_shapes():
+    q, k = some("meta")
+    for kind, max_position in WITH_TABLES:
+        outs = module(kind, max_position, device="meta")(q, k, torch.zeros(7, dtype=torch.long, device="meta"))
+        assert [out.shape for out in outs] == [q.shape, k.shape]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.add(op)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+def test_nothing_waits_for_positions(kind, max_position, device):
+    """What would copy from or to the device: a number read on the host, or a tensor made there."""
+    rope = module(kind, max_position).to(device)
+    q, k = some(device)
+    positions = (torch.arange(7) + LONG).to(device)
+    with Seen() as seen:
+        rope(q, k, positions, 3)
+        rope(q, k, offset=99)
+    assert not seen.ops & {torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default} - (
+        {torch.ops.aten._to_copy.default} if kind == "dynamic" else set()  # integers to floats, on the device
+    )
+    assert torch.ops.rope.rotate_qk.default in seen.ops
+
+
+@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+def test_compiles_without_breaks_and_again_for_no_step(kind, max_position, device):
+    torch._dynamo.reset()
+    rope = module(kind, max_position).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rope, backend=counter, fullgraph=True)
+    q, k = (x[:, :1] for x in some(device))
+    for offset in [*range(20, 26), *range(LONG + 20, LONG + 26)]:
+        for given in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
+            for found, expected in zip(compiled(q, k, **given), rope(q, k, **given), strict=True):
+                assert torch.equal(found, expected)
+    # With an offset: as a constant, as a symbol, and where there is a choice on the other side of it; with positions one.
+    assert counter.frame_count <= (3 if kind not in ("longrope", "dynamic") else 4)
+
+
+def test_gradients(device):
+    q, k = (x.requires_grad_() for x in some(device))
+    rope = module("yarn").to(device)
+    outs = rope(q, k, offset=3)
+    given = [torch.randn_like(out) for out in outs]
+    back = torch.autograd.grad(outs, (q, k), given)
+    for found, expected in zip(
+        back, torch.ops.rope.rotate_qk(*given, **rope.angles(7, offset=3), inverse=True), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_partial_and_interleaved(device):
+    rope = RotaryEmbedding(HEAD_DIM, rotary_dim=8, interleaved=True).to(device)
+    q, k = some(device)
+    expected = torch.ops.rope.rotate_qk(q, k, inv_freq=rope.inv_freq, interleaved=True)
+    assert rope.inv_freq.shape == (4,) and all(map(torch.equal, rope(q, k), expected))
+
+
+def test_positions_past_the_tables(device):
+    if device != "cpu":
+        pytest.skip("ranges of positions are looked at on the CPU only")
+    q, k = some(device)
+    for kind in ("default", "longrope"):
+        rope = module(kind, 100)
+        for wrong in ({"offset": 94}, {"positions": torch.arange(7) + 94}, {"positions": torch.arange(-1, 98, 15)[:7]}):
+            with pytest.raises(IndexError):
+                rope(q, k, **wrong)
+
+
+@pytest.mark.cpu
+def test_errors():
+    with pytest.raises(ValueError, match="kind is 'yarns', needs one of 'default'"):
+        RotaryEmbedding(64, kind="yarns")
+    with pytest.raises(ValueError, match="rotary_dim is 66, needs at most head_dim, which is 64"):
+        RotaryEmbedding(64, rotary_dim=66)
+    with pytest.raises(ValueError, match="leave max_position out"):
+        module("dynamic", 100)
+    with pytest.raises(ValueError, match="max_position is 0, needs a positive number"):
+        module(max_position=0)
+    with pytest.raises(ValueError, match="frequencies.yarn: factor is 0.5"):
+        RotaryEmbedding(64, kind="yarn", factor=0.5, original_max_position=9)
+    with pytest.raises(TypeError, match="factor"):
+        RotaryEmbedding(64, kind="linear")
+    with pytest.raises(TypeError, match="truncate"):
+        RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True)
+
+
+# ---- of models ----
+
+MODELS = {
+    "llama": {},
+    "qwen3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": LONG}},
+    "cohere": {},
+    "ernie4_5": {},
+    "glm4": {},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "gpt_neox": {},
+}  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers(name):
+    """Frequencies, pairing and rotated part, from the config alone."""
+    import importlib
+
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, hidden_size=128, num_attention_heads=4, head_dim=32, **MODELS[name])
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    (theirs,) = (c for n, c in vars(modeling).items() if n.endswith("RotaryEmbedding"))
+    positions = torch.randint(0, 100, (2, 7))
+    rope = RotaryEmbedding.from_config(config)
+    q, k = some("cpu")
+    cos, sin = theirs(config)(q, positions)
+    part = cos.shape[-1]
+    assert rope.rotary_dim == part
+    expected = modeling.apply_rotary_pos_emb(*(x[..., :part] for x in (q, k)), cos, sin, unsqueeze_dim=2)
+    for x, out, rotated in zip((q, k), rope(q, k, positions), expected, strict=True):
+        # Their angle is a float32 product: 100 * 2^-24 of a turn's radians, and the roundings of a few operations.
+        assert (out[..., :part] - rotated).abs().max() < 2e-5 * rotated.abs().max()
+        assert torch.equal(out[..., part:], x[..., part:])
+
+
+@pytest.mark.cpu
+def test_of_a_layer_type():
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig()
+    sliding, full = (
+        RotaryEmbedding.from_config(config, kind, max_position=9) for kind in ("sliding_attention", "full_attention")
+    )
+    assert (sliding.base, full.base) == (1e4, 1e6) and sliding.cos.shape == (9, 128)
+    with pytest.raises(ValueError, match="layer_type is None, needs one of 'full_attention', 'sliding_attention'"):
+        RotaryEmbedding.from_config(config)

@@ -1,0 +1,60 @@
+"""Which model families of transformers pair the channels of q and k as (2i, 2i + 1). All others are half-split:
+pairs (i, i + rotary_dim / 2).
+"""
+
+# ``model_type`` of the config that describes the attention: of a multimodal model the text's or the vision tower's, not
+# the outer one. From the functions of every modeling file of transformers 5.23.0; tests/test_families.py looks again.
+INTERLEAVED = frozenset(
+    {
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "blt_global_transformer",
+        "blt_local_decoder",
+        "blt_local_encoder",
+        "blt_patcher",
+        "codegen",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "deepseek_v4",  # the last channels of a head are rotated, not the first
+        "dots3_note_text",
+        "edgetam_video",
+        "efficientloftr",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "ernie4_5_vl_moe_text",
+        "glm",
+        "glm4",
+        "glm4_moe_lite",
+        "glm4v_text",
+        "glm_moe_dsa",
+        "glm_ocr_text",
+        "gptj",
+        "helium",
+        "inkling2_vision",
+        "lightglue",
+        "llama4_text",
+        "llama4_vision_model",
+        "longcat_flash",
+        "mistral4",
+        "mistral_large4_text",
+        "moonshine",
+        "moonshine_streaming",
+        "openai_privacy_filter",
+        "pe_audio_encoder",
+        "pe_audio_video_encoder",
+        "pe_video_encoder",
+        "roformer",
+        "sam2_video",
+        "sam3_tracker_video",
+        "sam3_vit_model",
+        "youtu",
+    }
+)
+
+# Of these, the ones whose config can say otherwise: ``config.rope_interleave = False`` is half-split.
+ROPE_INTERLEAVE = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"})

@@ -1,0 +1,1 @@
+"""torch_rope under models that others wrote."""
