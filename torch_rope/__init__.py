@@ -25,6 +25,7 @@ _require_matching_torch()
 
 from torch_rope import _C, _register, frequencies, multimodal  # noqa: E402, F401  loading _C registers the operators
 from torch_rope.functional import (  # noqa: E402
+    axial_cos_sin,
     cos_sin,
     inv_freq,
     norm_rotate_qk,
@@ -39,6 +40,7 @@ from torch_rope.rotary_embedding import RotaryEmbedding  # noqa: E402
 
 __all__ = [
     "RotaryEmbedding",
+    "axial_cos_sin",
     "cos_sin",
     "frequencies",
     "inv_freq",

@@ -126,21 +126,35 @@ def _norm_backward_vmap(info, in_dims, *args, **kwargs):
     return _vmap_loop(op, info.batch_size, in_dims, args, kwargs), (0, 0, 0, 0)
 
 
+@functools.partial(torch.library.register_vmap, "rope::_rotate_table_backward")
+def _table_backward_vmap(info, in_dims, *args, **kwargs):
+    # Each sample has gradients of the tables of its own.
+    op = _ops._rotate_table_backward.default
+    return _vmap_loop(op, info.batch_size, in_dims[: len(args)], args, kwargs), (0, 0)
+
+
 @functools.partial(torch.library.register_vmap, "rope::rotate_into_cache_")
 def _rotate_into_cache_vmap(info, in_dims, *args, **kwargs):
     raise RuntimeError("vmap: rope.rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch")
 
 
-@functools.partial(torch.library.register_vmap, "rope::cos_sin")
-def _cos_sin_vmap(info, in_dims, positions, inv_freq, **kwargs):
-    positions_dim, freq_dim, *_ = in_dims
-    if freq_dim is None:
-        outs = _ops.cos_sin.default(positions.movedim(positions_dim, 0), inv_freq, **kwargs)
-    else:
-        outs = _vmap_loop(
-            _ops.cos_sin.default, info.batch_size, (positions_dim, freq_dim), (positions, inv_freq), kwargs
-        )
-    return outs, (0, 0)
+def _register_cos_sin_vmap(name: str, axes_dim: int) -> None:
+    """axes_dim: how many dimensions of positions come before P."""
+    op = getattr(_ops, name).default
+
+    def rule(info, in_dims, positions, inv_freq, **kwargs):
+        positions_dim, freq_dim, *_ = in_dims
+        if freq_dim is None and positions.dim() > axes_dim:
+            outs = op(positions.movedim(positions_dim, axes_dim), inv_freq, **kwargs)
+            return outs, (0, 0)
+        dims, args = (positions_dim, freq_dim), (positions, inv_freq)
+        return _vmap_loop(op, info.batch_size, dims, args, kwargs), (0, 0)
+
+    torch.library.register_vmap(f"rope::{name}", rule)
+
+
+_register_cos_sin_vmap("cos_sin", 0)
+_register_cos_sin_vmap("_axial_cos_sin", 1)
 
 
 # ---- torch.compile of in-place operators ----
@@ -203,6 +217,12 @@ def _rotate_flops(x, cos=None, sin=None, inv_freq=None, *args, out_shape=None, *
 @register_flop_formula([_ops.rotate_qk, _ops.rotate_qk_])
 def _rotate_qk_flops(q, k, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs) -> int:
     return _flops([q, k], cos, inv_freq, norm=False)
+
+
+@register_flop_formula(_ops._rotate_table_backward)
+def _table_backward_flops(q_out_grad, k_out_grad, q, k, cos, *args, out_shape=None, **kwargs) -> int:
+    # For each pair of channels and each of the two tables two products, their sum, and one more addition.
+    return sum(torch.Size(s[:-1]).numel() * 8 * cos[-1] for s in (q, k) if s is not None)
 
 
 @register_flop_formula(_ops.norm_rotate_qk)

@@ -60,9 +60,45 @@ def cos_sin(
         angle = positions.double().unsqueeze(-1) * inv_freq.double()
         return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
 
-    No gradient: positions or inv_freq that require grad raise NotImplementedError.
+    Differentiable in inv_freq, and in positions where they are floating, to any order, in forward mode, and under
+    torch.func; computed in float32, or float64 where anything is.
     """
     return _ops.cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
+
+
+def axial_cos_sin(
+    positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`cos_sin` of positions on several axes (time, row and column of an image): the angle is the sum over them.
+
+    A frequency of 0 leaves an axis out of a pair, so inv_freq says which axes turn which pairs. The result is a table by
+    token: with positions ``[axes, batch, seq]`` it is what ``rotate`` takes.
+
+    Qwen2-VL (sections of 16, 24 and 24 pairs for time, row and column): inv_freq is ``[3, 64]``, its first row the
+    frequencies of the pairs 0 to 15 and 0 elsewhere, its second those of 16 to 39, its third those of 40 to 63; positions
+    are ``[3, batch, seq]``.
+
+    A vision transformer with rows and columns: inv_freq is ``[2, rotary_dim / 2]``, the first half of the pairs with
+    frequencies in the row of rows, the other half in that of columns; positions are ``[2, patches]``. With frequencies
+    everywhere, learned for instance, it is RoPE-Mixed (Heo et al., arXiv:2403.13298).
+
+    Args:
+        positions: ``[axes, *P]``, integer or floating.
+        inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, radians per position.
+        attention_factor, dtype: as in :func:`cos_sin`.
+
+    Returns:
+        (cos, sin), each ``[*P, rotary_dim / 2]``, as right as those of :func:`cos_sin`; where all axes but one have
+        frequency 0, the same to the bit.
+
+    Equivalent to::
+
+        angle = torch.einsum("a...,ai->...i", positions.double(), inv_freq.double())
+        return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
+
+    Differentiable as :func:`cos_sin` is.
+    """
+    return _ops._axial_cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
 
 
 def rotate(
@@ -102,8 +138,12 @@ def rotate(
         return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], dim=-1)
 
     The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of
-    ``torch.empty_like(x)``. Differentiable in x to any order, in forward mode, and under torch.func; cos, sin and
-    inv_freq have no gradient (NotImplementedError).
+    ``torch.empty_like(x)``.
+
+    Differentiable in x, cos, sin and inv_freq to any order, in forward mode, and under torch.func. The gradients of cos
+    and sin are summed over heads and tokens in the kernel, to float32 or better, in an order that the number of threads
+    does not change. inv_freq that requires grad is the same as per-token tables from :func:`cos_sin`; where layers share
+    it, make the tables once.
 
     Raises:
         ValueError: shapes, devices, or not exactly one angle source.
@@ -158,7 +198,7 @@ def rotate_qk(
     dtype;
     batch, seq and head_dim are the same. All other arguments are those of :func:`rotate`.
 
-    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
+    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit; a gradient of the tables sums over the heads of both.
     """
     return _ops.rotate_qk.default(
         q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
@@ -230,7 +270,8 @@ def norm_rotate_qk(
 
     The norm is over all head_dim channels; those past rotary_dim are normalised and not rotated, nor multiplied by
     attention_factor. Differentiable in q, k and both weights to any order, the first in one pass too; in forward mode
-    and under torch.func. The gradients of the weights are summed in an order that the number of threads does not change.
+    and under torch.func; not in cos, sin and inv_freq (NotImplementedError). The gradients of the weights are summed in
+    an order that the number of threads does not change.
 
     Raises: what :func:`rotate` does.
     """
