@@ -1,0 +1,247 @@
+"""torch_rope under tiny random models of every family: logits, and in a training step all gradients, are those of the
+unpatched model. The families are the rows of docs/families.md."""
+
+import importlib
+import pkgutil
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
+from torch_rope.integrations import transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+DOC = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+
+# Both sides round q and k to float32, in another order; scores of up to 60 make that 60 * 2^-24 = 4e-6 of a probability.
+# A model with q and k not rotated differs by 0.08 and more.
+LOGITS, GRADIENTS, BROKEN = 4e-6, 1.5e-5, 0.05  # of the largest logit, and of the largest gradient
+
+# initializer_range is ten times the usual, for attention that depends on the positions.
+SMALL = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+# Fixed seeds, so that no token is so near to the edge between two experts that rounding decides.
+MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+MLA = dict(
+    q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1,
+    n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4,
+)  # fmt: skip
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=8,
+    short_factor=[1 + i / 8 for i in range(8)], long_factor=[2.0 + i for i in range(8)],
+)  # fmt: skip
+VISION = dict(depth=2, hidden_size=64, num_heads=4, patch_size=2, temporal_patch_size=1, initializer_range=0.2)
+IMAGE_TOKENS = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+
+
+def tokens():
+    return {"input_ids": torch.randint(3, 80, (2, 12))}
+
+
+def causal(model_type, config=SMALL, **changes):
+    config = transformers.AutoConfig.for_model(model_type, **{**config, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"), tokens()
+
+
+def bare(model_type, inputs, **changes):
+    config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
+    return transformers.AutoModel.from_config(config, attn_implementation="eager"), inputs
+
+
+def gptj():
+    return causal("gptj", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+
+
+def falcon():
+    return causal("falcon", {k: v for k, v in SMALL.items() if k != "head_dim"}, alibi=False)
+
+
+def modernbert():
+    config = transformers.ModernBertConfig(**SMALL)
+    return transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="eager"), tokens()
+
+
+def openai_privacy_filter():
+    config = transformers.AutoConfig.for_model("openai_privacy_filter", **SMALL | MOE)
+    return transformers.AutoModelForTokenClassification.from_config(config, attn_implementation="eager"), tokens()
+
+
+def qwen_vl(model_type, section, vision, **rope):
+    """Text and an image of 4 x 4 patches, so the positions of an image's tokens have three parts."""
+    rope |= {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
+    text = SMALL | {"rope_parameters": rope}
+    config = transformers.AutoConfig.for_model(
+        model_type, text_config=text, vision_config=VISION | vision, **IMAGE_TOKENS
+    )
+    inputs = tokens()
+    inputs["input_ids"][:, 2:8] = torch.tensor([92, 90, 90, 90, 90, 93])
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == 90).int()
+    inputs |= {"pixel_values": torch.randn(32, 12), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager"), inputs
+
+
+def gemma4_vision():
+    positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1)
+    inputs = {"pixel_values": torch.rand(2, 16, 12), "pixel_position_ids": positions}
+    changes = dict(num_key_value_heads=4, patch_size=2, position_embedding_size=16, pooling_kernel_size=2)
+    return bare("gemma4_vision", inputs, **changes)
+
+
+def llama4_vision():
+    config = transformers.Llama4VisionConfig(
+        **SMALL | dict(intermediate_size=256, image_size=16, patch_size=4, vision_output_dim=64),
+        projector_input_dim=64, projector_output_dim=64,
+    )  # fmt: skip
+    model = transformers.Llama4VisionModel._from_config(config, attn_implementation="eager")
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def pixtral():
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16], [16, 12]])}
+    return bare("pixtral", inputs, image_size=16, patch_size=4)
+
+
+# By model_type.
+CASES = {
+    **{
+        name: lambda name=name: causal(name)
+        for name in (
+            "apertus cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox granite helium llama mistral "
+            "nanochat nemotron olmo2 olmo3 persimmon qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+        ).split()
+    },
+    **{name: lambda name=name: causal(name, **MOE) for name in ("gpt_oss", "mixtral", "qwen3_moe")},
+    "deepseek_v2": lambda: causal("deepseek_v2", **MOE | MLA),
+    "deepseek_v3": lambda: causal("deepseek_v3", **MOE | MLA),
+    "deepseek_v3, rope_interleave=False": lambda: causal("deepseek_v3", **MOE | MLA, rope_interleave=False),
+    "falcon": falcon,
+    "gemma4_text": lambda: causal("gemma4_text", vocab_size_per_layer_input=96),
+    "gemma4_vision": gemma4_vision,
+    "gptj": gptj,
+    "llama4_text": lambda: causal("llama4_text", **MOE, intermediate_size_mlp=64),
+    "llama4_vision_model": llama4_vision,
+    "modernbert": modernbert,
+    "openai_privacy_filter": openai_privacy_filter,
+    "phi": lambda: causal("phi", partial_rotary_factor=0.5),
+    "phi3": lambda: causal("phi3", rope_parameters=LONGROPE),
+    "pixtral": pixtral,
+    "qwen2_vl": lambda: qwen_vl("qwen2_vl", [2, 3, 3], {"embed_dim": 64, "mlp_ratio": 2}),
+    "qwen3_vl": lambda: qwen_vl(
+        "qwen3_vl", [4, 2, 2], {"out_hidden_size": 64, "intermediate_size": 64, "deepstack_visual_indexes": [0]},
+        mrope_interleaved=True,
+    ),
+}  # fmt: skip
+
+
+def train_step(model, inputs):
+    """(logits or hidden states, all gradients)."""
+    model.zero_grad()
+    out = model(**inputs)
+    out = out.logits if "logits" in out else out[0]
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)  # gradients that differ from output to output
+    (out * weights).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), gradients
+
+
+def difference(actual, expected):
+    """The largest, of the largest expected."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        actual, expected = (torch.cat([d[n].flatten() for n in expected]) for d in (actual, expected))
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def rows(heading):
+    """The rows of the table below a heading of the documentation, by their first column."""
+    table = re.search(rf"## {heading}.*?\n\n(\|.*?)\n\n", DOC, re.DOTALL)[1]
+    rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_the_table_lists_what_is_tested():
+    assert sorted(rows("Tested")) == sorted(CASES)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_family(family, monkeypatch):
+    model, inputs = CASES[family]()
+    model.eval()
+    expected, expected_gradients = train_step(model, inputs)
+    calls = set()
+    for name in ("_rotate", "_rotate_qk"):
+
+        def counted(*args, operator=getattr(integration, name), **kwargs):
+            calls.add(operator.name().removeprefix("rope::"))
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(integration, name, counted)
+    handle = integration.patch(model)
+    calls.clear()  # of patch itself
+    actual, gradients = train_step(model, inputs)
+    assert difference(actual, expected) < LOGITS
+    assert difference(gradients, expected_gradients) < GRADIENTS
+
+    pairing, _, _, call = rows("Tested")[family]
+    assert {call} == calls
+    assert f", {pairing}" in str(handle)
+    assert (pairing.startswith("interleaved")) == (family in INTERLEAVED)
+
+    monkeypatch.setattr(integration, "_rotate", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(integration, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
+    broken, broken_gradients = train_step(model, inputs)
+    assert difference(broken, expected) > BROKEN
+    assert difference(broken_gradients, expected_gradients) > BROKEN
+
+    handle.undo()
+    assert torch.equal(train_step(model, inputs)[0], expected)
+
+
+def modeling_files():
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        folder = Path(transformers.models.__path__[0]) / package.name
+        for file in sorted(folder.glob("modeling_*.py")):
+            if re.search("rotary|rope|rotate", file.read_text()):
+                yield importlib.import_module(f"transformers.models.{package.name}.{file.stem}")
+
+
+# Interleaved by functions that torch_rope does not know.
+ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
+
+
+def test_all_modeling_files():
+    """Which of their functions are rotations that torch_rope knows, found without a model."""
+    served, refused, types = defaultdict(set), set(), {}
+    for file in modeling_files():
+        family, rebuilder = file.__name__.split(".")[-2], integration._Rebuilder()
+        configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
+        types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
+        classes = [c for c in vars(file).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]
+        for method, function in (m for c in classes if c.__module__ == file.__name__ for m in rebuilder.methods(c)):
+            try:
+                new = rebuilder.rebuild(function)
+            except NotImplementedError:
+                refused.add(family)
+                continue
+            if new is not function:
+                for call in new._torch_rope:
+                    served[call.split("torch.ops.rope.")[1]].add(family)
+            elif re.match("_?apply_(rotary|rope)", method):
+                refused.add(family)
+    assert {call: sorted(families - refused) for call, families in served.items()} == {
+        call: families.split(", ") for call, (families,) in rows("All that are known").items()
+    }
+    assert refused == set(rows("Refused"))
+
+    interleaved = set().union(*(served[call] for call in served if "interleaved" in call))
+    assert all(types[family] & INTERLEAVED for family in interleaved)
+    assert INTERLEAVED - ELSEWHERE <= set().union(*(types[family] for family in interleaved))
+    assert ROPE_INTERLEAVE <= INTERLEAVED
