@@ -20,10 +20,13 @@ template <typename T, int V, typename I>
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
-  long begin = long(at.z) - tokens.shift, end = begin + (begin >= 0 && begin < tokens.entries);  // of the row's entries
+  long begin, end;  // of the row's entries
   if (tokens.listed) {
     begin = starts[at.z];
     end = starts[at.z + 1];
+  } else {
+    begin = long(at.z) - tokens.shift;
+    end = begin + (begin >= 0 && begin < tokens.entries);
   }
   const I groups = r.groups, copies = I(tokens.copies), seq = I(p.seq), items = I(end - begin) * copies * groups;
   Sum cos[V], sin[V];
@@ -48,7 +51,7 @@ template <typename T, int V, typename I>
       }
     }
   }
-  const uint threads = size.x * size.y * size.z;
+  const uint threads = size.x * size.y * size.z, first_share = index - at.y * size.x;
   for (int i = 0; i < V; i++) {
     shared[uint(i) * threads + index] = cos[i].value();
     shared[uint(V + i) * threads + index] = sin[i].value();
@@ -56,12 +59,11 @@ template <typename T, int V, typename I>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint j = at.y; j < 2 * V; j += size.y) {
     Sum sum;
-    for (uint share = 0; share < size.y; share++) {
-      sum.add(shared[j * threads + index + share * size.x - at.y * size.x]);
-    }
+    for (uint share = 0; share < size.y; share++) sum.add(shared[j * threads + first_share + share * size.x]);
     const bool of_sin = j >= V;
-    float value = of_sin && k_inverse ? -sum.value() : sum.value();
+    float value = sum.value();
     if (k_scaled) value = scaled(value, p.factor_hi, p.factor_lo);
+    if (k_inverse && of_sin) value = -value;
     device void* grad = of_sin ? sin_grad : cos_grad;
     const ulong to = ulong(at.z) * ulong(p.rotary_dim / 2) + at.x * V + j % V;
     if (k_native_tables) {
