@@ -131,14 +131,32 @@ struct Cpu {
     call.k_norm_weight_grad.copy_(sums[0][1]);
   }
 
-  static void table_backward(const TableBackwardCall& call) { TORCH_CHECK_NOT_IMPLEMENTED(false, call.rotate.op); }
+  // By entries, and not by rows: a table may be much longer than what was turned by it.
+  static void table_backward(const TableBackwardCall& call) {
+    const RopeParams p = call.rotate.params();
+    const TokensOfRows tokens = call.tokens();
+    if (tokens.listed || tokens.rows != tokens.entries || p.batch == 0) {
+      call.cos_grad.zero_();
+      call.sin_grad.zero_();
+    }
+    if (!ready(call.rotate, p)) return;
+    Tensor order, starts;
+    if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
+    const TableBackwardArgs t = call.args(order, starts);
+    const Kernels& k = kernels();
+    parallel(tokens.entries, tokens.copies * (p.q.heads + p.k.heads) * p.head_dim, k.table_backward_scratch(t),
+             [&](int64_t begin, int64_t end, void* scratch) { k.table_backward(t, begin, end, scratch); });
+  }
 
   static void cos_sin(const CosSinCall& call) {
-    TORCH_CHECK_NOT_IMPLEMENTED(call.positions.size(0) == 1, "axes");
     const Tensor positions = call.positions.to(at::kDouble).contiguous(),
                  inv_freq = call.inv_freq.to(at::kDouble).contiguous();
     const SplitFactor factor = split_factor(call.attention_factor);
-    const CosSin c{inv_freq.numel(),
+    const int64_t pairs = inv_freq.size(1);
+    if (pairs == 0) return;
+    const CosSin c{inv_freq.size(0),
+                   call.cos.numel() / pairs,
+                   pairs,
                    call.attention_factor,
                    factor.hi,
                    factor.lo,
@@ -147,9 +165,8 @@ struct Cpu {
                    static_cast<const double*>(inv_freq.const_data_ptr()),
                    call.cos.mutable_data_ptr(),
                    call.sin.mutable_data_ptr()};
-    if (c.pairs == 0) return;
     const Kernels& k = kernels();
-    parallel(positions.numel(), 8 * c.pairs, k.cos_sin_scratch(c),
+    parallel(c.tokens, 8 * c.axes * pairs, k.cos_sin_scratch(c),
              [&](int64_t begin, int64_t end, void* scratch) { k.cos_sin(c, begin, end, scratch); });
   }
 };

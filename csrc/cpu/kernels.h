@@ -16,12 +16,12 @@ struct Rotate : RotateArgs {
 };
 
 struct CosSin {
-  int64_t pairs;
+  int64_t axes, tokens, pairs;
   double attention_factor;
   float factor_hi, factor_lo;  // the same, for float32 arithmetic
   DType out_dtype;
-  const double* positions;  // [tokens]
-  const double* inv_freq;   // [pairs]
+  const double* positions;  // [axes, tokens]
+  const double* inv_freq;   // [axes, pairs]
   void *cos, *sin;          // [tokens, pairs]
 };
 
@@ -32,6 +32,9 @@ struct Kernels {
   size_t (*norm_backward_scratch)(const NormBackwardArgs&);
   // weight_grads: what these tokens add to the gradients of both weights, [2, head_dim].
   void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
+  size_t (*table_backward_scratch)(const TableBackwardArgs&);
+  // The rows whose first entry is one of [begin, end), see TokensOfRows. A row without entries is not written.
+  void (*table_backward)(const TableBackwardArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*cos_sin_scratch)(const CosSin&);
   void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
 };

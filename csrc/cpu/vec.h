@@ -111,6 +111,7 @@ inline void round_to(float x, f16& out) {
 
 typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are doubles
 typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are floats
@@ -312,6 +313,17 @@ inline Doubles load(const double* from) { return Doubles(load_bits<f64v>(from));
 template <bool stream = false>
 inline void store(double* to, Doubles a) {
   store_bits<stream>(to, a.v);
+}
+
+// sums += a
+inline void add_to(double* sums, double a) { *sums += a; }
+inline void add_to(double* sums, Doubles a) { store(sums, load(sums) + a); }
+inline void add_to(double* sums, Floats a) {
+  f32half halves[2];
+  std::memcpy(halves, &a.v, sizeof halves);
+  for (int64_t j = 0; j < 2; j++) {
+    add_to(sums + j * Doubles::size, Doubles(f64v(__builtin_convertvector(halves[j], f64v))));
+  }
 }
 
 }  // namespace
