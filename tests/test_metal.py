@@ -309,14 +309,13 @@ def test_the_bits_of_the_cpu(device):
         expected = torch.ops.rope.rotate_qk(q, k, **angles, **options)
         for x, e in zip(torch.ops.rope.rotate_qk(q.to("mps"), k.to("mps"), **there, **options), expected, strict=True):
             assert torch.equal(x.cpu(), e)
-    positions = torch.randint(-(2**40), 2**40, (500,))
-    freq = torch_rope.inv_freq(64)
-    for t, e in zip(
-        torch.ops.rope.cos_sin(positions.to("mps"), freq.to("mps")),
-        torch.ops.rope.cos_sin(positions, freq),
-        strict=True,
-    ):
-        assert torch.equal(t.cpu(), e)
+    positions = torch.randint(-(2**40), 2**40, (3, 500))
+    for kind in (torch.int64, torch.float32):
+        for op, given in (("cos_sin", positions[0]), ("_axial_cos_sin", positions)):
+            freq = torch_rope.inv_freq(64) * torch.rand(*given.shape[:-1], 32)
+            outs = getattr(torch.ops.rope, op)(given.to(kind).to("mps"), freq.to("mps"))
+            for t, e in zip(outs, getattr(torch.ops.rope, op)(given.to(kind), freq), strict=True):
+                assert torch.equal(t.cpu(), e)
 
 
 @pytest.mark.parametrize("head_dim", [128, 300, 1024])
