@@ -558,7 +558,9 @@ std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
   int64_t last = 0;  // what is outside becomes row -1 or `rows`, so that no sum overflows
   if (__builtin_sub_overflow(rows, offset, &last)) last = INT64_MAX;
   const Tensor row = rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last).add(offset);
-  const auto [sorted, order] = row.sort(/*stable=*/std::optional<bool>(true));
+  // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).
+  const Tensor key = row.to(rows <= INT32_MAX ? at::kInt : at::kLong);
+  const auto [sorted, order] = key.sort(/*stable=*/std::optional<bool>(true));
   return {order, at::searchsorted(sorted, at::arange(rows + 1, sorted.options()))};
 }
 
