@@ -235,6 +235,8 @@ struct Mps {
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const NSUInteger threads = threads_of(kernel, kRotateThreads);
     TableBackward n{p.rotate, {}, {}, call.tokens()};
+    TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": tables of ", n.tokens.rows,
+                                " rows are too large for Metal");
     strides_of(call.q, n.q);
     if (call.k) strides_of(*call.k, n.k);
     Tensor order, starts;

@@ -189,8 +189,6 @@ inline Parts parts_of(const Plan& plan, rope_int rows_of_threads) {
 // are in one threadgroup, which sums over them. So the order of a sum follows from sizes and `threads` alone.
 inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
   const rope_int chunks = plan.rotate.chunks;
-  TORCH_CHECK_NOT_IMPLEMENTED(tokens.rows <= UINT32_MAX, "rope: tables of ", tokens.rows,
-                              " rows are too many for Metal");
   // Of a row; listed ones mostly have one of each sequence.
   const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
   return {chunks, std::min(row_tokens * plan.rotate.groups, threads / std::min(chunks, threads)), tokens.rows};
