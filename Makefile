@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS)
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
   $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))
-SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py autograd.py errors.py any_call.py \
+SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py autograd.py errors.py any_call.py tables.py \
   compile.py peers.py selfcheck.py)
 
 .PHONY: demo finetune test emulate simulate mutate bench gpu lint clean

@@ -554,10 +554,14 @@ TokensOfRows TableBackwardCall::tokens() const {
 }
 
 std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
-  const Tensor& positions = *rotate.positions;
-  const auto [sorted, order] = positions.to(at::kLong).reshape(-1).sort(/*stable=*/std::optional<bool>(true));
-  const int64_t first = -rotate.offset.guard_int(__FILE__, __LINE__);
-  return {order, at::searchsorted(sorted, at::arange(first, first + rotate.cos->size(0) + 1, sorted.options()))};
+  const int64_t rows = rotate.cos->size(0), offset = rotate.offset.guard_int(__FILE__, __LINE__);
+  int64_t last = 0;  // what is outside becomes row -1 or `rows`, so that no sum overflows
+  if (__builtin_sub_overflow(rows, offset, &last)) last = INT64_MAX;
+  const Tensor row = rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last).add(offset);
+  // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).
+  const Tensor key = row.to(rows <= INT32_MAX ? at::kInt : at::kLong);
+  const auto [sorted, order] = key.sort(/*stable=*/std::optional<bool>(true));
+  return {order, at::searchsorted(sorted, at::arange(rows + 1, sorted.options()))};
 }
 
 TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& starts) const {

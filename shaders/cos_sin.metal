@@ -30,22 +30,36 @@ inline float number(device const void* positions, ulong i) {
   }
 }
 
+// The angle in turns, of one axis.
+inline void turns_at(device const void* positions, ulong i, float inv_freq, thread float& fraction,
+                     thread float& rest) {
+  if (PositionType(k_position_type) < PositionType::kHalf) {
+    turns_of_place(whole_number(positions, i), inv_freq, fraction, rest);
+  } else {
+    float turns_hi, turns_lo;
+    turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
+    turns_of(number(positions, i), 0.0f, turns_hi, turns_lo, fraction, rest);
+  }
+}
+
 // at: column, row. cos, sin: [rows, columns]
 template <typename T>
 [[kernel]] void cos_sin(constant CosSin& c [[buffer(0)]], device const void* positions [[buffer(1)]],
                         device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]],
                         device T* sin_out [[buffer(4)]], uint2 at [[thread_position_in_grid]],
                         uint2 size [[threads_per_grid]]) {
-  const ulong position = ulong(at.y) * ulong(c.position_stride), to = ulong(at.y) * size.x + at.x;
-  const float freq = inv_freq[ulong(at.x) * ulong(c.inv_freq_stride)];
-  float cos, sin;
-  if (PositionType(k_position_type) < PositionType::kHalf) {
-    angle_of(whole_number(positions, position), freq, cos, sin);
-  } else {
-    float turns_hi, turns_lo;
-    turns_per_position(freq, 0.0f, turns_hi, turns_lo);
-    cos_sin_of(number(positions, position), 0.0f, turns_hi, turns_lo, cos, sin);
+  const ulong to = ulong(at.y) * size.x + at.x;
+  ulong position = ulong(at.y) * ulong(c.position[1]), freq = ulong(at.x) * ulong(c.inv_freq[1]);
+  float fraction = 0.0f, rest = 0.0f, cos, sin;
+  if (c.axes) turns_at(positions, position, inv_freq[freq], fraction, rest);
+  for (uint axis = 1; axis < c.axes; axis++) {
+    position += ulong(c.position[0]);
+    freq += ulong(c.inv_freq[0]);
+    float more_fraction, more_rest;
+    turns_at(positions, position, inv_freq[freq], more_fraction, more_rest);
+    add_turns(more_fraction, more_rest, fraction, rest);
   }
+  cos_sin_of_turns(fraction, rest, cos, sin);
   if (k_scaled) {
     cos = scaled(cos, c.factor_hi, c.factor_lo);
     sin = scaled(sin, c.factor_hi, c.factor_lo);

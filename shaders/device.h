@@ -87,12 +87,18 @@ struct Angles {
   float cos[V], sin[V];
 };
 
-inline void angle_of(long place, float inv_freq, thread float& cos, thread float& sin) {
+inline void turns_of_place(long place, float inv_freq, thread float& fraction, thread float& rest) {
   const float near = float(place);
   const long rounded = fabs(near) < 4e18f ? long(near) : place;
   float turns_hi, turns_lo;
   turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
-  cos_sin_of(near, float(place - rounded), turns_hi, turns_lo, cos, sin);
+  turns_of(near, float(place - rounded), turns_hi, turns_lo, fraction, rest);
+}
+
+inline void angle_of(long place, float inv_freq, thread float& cos, thread float& sin) {
+  float fraction, rest;
+  turns_of_place(place, inv_freq, fraction, rest);
+  cos_sin_of_turns(fraction, rest, cos, sin);
 }
 
 // V numbers that many threads read.
@@ -234,6 +240,12 @@ inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
 
 enum Tensor { kQ = 0, kK = 1, kV = 2 };
 
+// Where head h begins, of [batch, seq, heads, head_dim] by its strides.
+template <typename T, typename I>
+inline device T* head_of(device T* x, constant rope_int* strides, I b, I s, I h) {
+  return x + b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
+}
+
 template <typename T, typename I>
 struct Head {
   int tensor;
@@ -255,10 +267,10 @@ inline Head<T, I> head_at(constant Rotate& r, Buffers<T> x, Token<I> token, uint
   head.written = !to_cache || token.cached;
   const I block = to_cache ? token.block : token.b, place = to_cache ? token.in_block : token.s;
   head.in = head.tensor == kQ ? x.q_in : head.tensor == kK ? x.k_in : x.v_in;
-  head.in += token.b * I(o.in[0]) + token.s * I(o.in[1]) + own * I(o.in[2]);
+  head.in = head_of(head.in, o.in, token.b, token.s, own);
   head.in_stride = I(o.in[3]);
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
-  if (head.written) head.out += block * I(o.out[0]) + place * I(o.out[1]) + own * I(o.out[2]);
+  if (head.written) head.out = head_of(head.out, o.out, block, place, own);
   head.out_stride = I(o.out[3]);
   head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
   return head;

@@ -127,13 +127,13 @@ struct BackwardHead {
 
 template <typename T>
 inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buffers, device const T* xs, int tensor,
-                                        Token<ulong> token, uint h) {
+                                        Token<ulong> token, ulong h) {
   constant Operand& o = tensor == kQ ? n.rotate.params.q : n.rotate.params.k;
   constant rope_int* strides = tensor == kQ ? n.q : n.k;
   BackwardHead<T> head;
-  head.gradient = (tensor == kQ ? buffers.q_in : buffers.k_in) + token.b * o.in[0] + token.s * o.in[1] + h * o.in[2];
-  head.x = xs + token.b * strides[0] + token.s * strides[1] + h * strides[2];
-  head.out = (tensor == kQ ? buffers.q_out : buffers.k_out) + token.b * o.out[0] + token.s * o.out[1] + h * o.out[2];
+  head.gradient = head_of(tensor == kQ ? buffers.q_in : buffers.k_in, o.in, token.b, token.s, h);
+  head.x = head_of(xs, strides, token.b, token.s, h);
+  head.out = head_of(tensor == kQ ? buffers.q_out : buffers.k_out, o.out, token.b, token.s, h);
   head.gradient_stride = o.in[3];
   head.x_stride = strides[3];
   head.out_stride = o.out[3];
@@ -188,7 +188,7 @@ template <typename T, int V>
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - of_token * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, min(h, heads - 1));
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(min(h, heads - 1)));
       Numbers<V> x, gradient, weighted;
       float squares = 0.0f, products = 0.0f;
       if (present) {
@@ -243,8 +243,7 @@ template <typename T>
     for (uint i = 0; i < count; i++) {
       const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
       const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-      const BackwardHead<T> head =
-          backward_head_at<T>(n, buffers, xs, tensor, token, uint(some + i - of_token * heads));
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - of_token * heads);
       Sum squares, products;
       for (uint index = lane; index < r.chunks; index += kSimd) {
         const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
@@ -268,8 +267,7 @@ template <typename T>
         if (!active) continue;
         const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
         const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-        const BackwardHead<T> head =
-            backward_head_at<T>(n, buffers, xs, tensor, token, uint(some + i - of_token * heads));
+        const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - of_token * heads);
         const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
         Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
         if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));

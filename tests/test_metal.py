@@ -29,6 +29,7 @@ BUFFERS = [
     "k_weight",
     "sums",
 ]
+TABLE_BUFFERS = ["params", "q_given", "k_given", "q", "k", "order", "starts", "cos_grad", "sin_grad"]
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -58,9 +59,15 @@ def tables(rows, rotary_dim):
     return [t.to("mps") for t in torch_rope.cos_sin(torch.arange(rows), torch_rope.inv_freq(rotary_dim))]
 
 
-def one_dispatch(simulator):
+def table_backward(given, x, cos, sin, positions=None, offset=0, **flags):
+    return torch.ops.rope._rotate_table_backward(
+        *(given, None, x, None) if torch.is_tensor(x) else (*given, *x), cos, sin, None, positions, offset, **flags
+    )
+
+
+def one_dispatch(simulator, names=BUFFERS):
     (dispatch,) = simulator.last_dispatches()
-    return {BUFFERS[i]: (b["bytes_read"], b["bytes_written"]) for i, b in dispatch["buffers"].items()}, dispatch
+    return {names[i]: (b["bytes_read"], b["bytes_written"]) for i, b in dispatch["buffers"].items()}, dispatch
 
 
 # ---- what a call costs ----
@@ -156,13 +163,47 @@ def test_heads_too_wide_for_a_simd_group_are_read_twice(q_heads, k_heads, device
     assert buffers["k_out"] == buffers["v_out"] == (0, v.nbytes)
 
 
-@pytest.mark.parametrize("shape, stride", [((5,), (1,)), ((5,), (2,)), ((2, 3), (3, 1))], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("size", COSTS, ids=str)
+def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, simulated):
+    """That reads everything once and writes each row once, also where no token was turned by it."""
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    q, k = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
+    positions = torch.randint(0, seq + 3, (batch, seq)).to("mps")
+    by_position, by_token = tables(seq + 3, rotary_dim), [randn(batch, seq, rotary_dim // 2, dtype=dtype) for _ in "cs"]
+    turned_q, turned_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
+    for angles in (by_position, by_token, [*by_position, positions], [*by_position, positions[0] - 2, 2]):
+        cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, interleaved=interleaved)
+        buffers, dispatch = one_dispatch(simulated, TABLE_BUFFERS)
+        assert buffers["q_given"] == buffers["q"] == (turned_q, 0)
+        assert buffers["k_given"] == buffers["k"] == (turned_k, 0)
+        assert buffers["cos_grad"] == buffers["sin_grad"] == (0, cos_grad.nbytes)
+        if head_dim % 8 == rotary_dim % 8 == 0:
+            for name in ("q_given", "k_given", "q", "k"):
+                assert set(dispatch["buffers"][TABLE_BUFFERS.index(name)]["loads"]) == {str(4 * dtype.itemsize)}
+
+
+@pytest.mark.parametrize(
+    "shape, stride",
+    [((1, 5), (0, 1)), ((1, 5), (0, 2)), ((1, 2, 3), (7, 3, 1)), ((3, 4), (1, 2)), ((2,), (9,))],
+    ids=str,
+)
 def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
+    """That takes positions by their strides."""
     positions = torch.arange(10).to("mps").as_strided(shape, stride)
-    cos, _ = torch.ops.rope.cos_sin(positions, torch_rope.inv_freq(64).to("mps"))
+    freq = torch_rope.inv_freq(64).to("mps").expand(shape[0], 32)
+    cos, _ = torch.ops.rope._axial_cos_sin(positions, freq)
     (dispatch,) = simulated.last_dispatches()
-    assert dispatch["rints"] == 4 * cos.numel()
+    assert dispatch["rints"] == 4 * shape[0] * cos.numel()
     assert dispatch["buffers"][3]["bytes_written"] == dispatch["buffers"][4]["bytes_written"] == cos.nbytes
+    assert dispatch["buffers"][1]["bytes"] == 10 * 8 and dispatch["buffers"][2]["bytes"] == 32 * 4
+    if shape[0] == 1:
+        for out, expected in zip(
+            torch.ops.rope.cos_sin(positions[0], freq[0]), torch.ops.rope._axial_cos_sin(positions, freq), strict=True
+        ):
+            assert torch.equal(out, expected)
+        assert [d["rints"] for d in simulated.last_dispatches()] == [4 * cos.numel()] * 2
 
 
 # ---- positions and slots outside ----
@@ -228,6 +269,25 @@ def test_a_position_that_overflows_is_outside(device):
         assert all(cache.any(-1).sum() == len(inside) for cache in caches)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_position_outside_adds_nothing_to_a_gradient(dtype, device):
+    far = 2**31 - 1 if dtype == torch.int32 else 2**63 - 1
+    positions = torch.tensor([3, 8, -1, far, -far, 7], dtype=dtype).to("mps")
+    right = [0, 5]
+    given, x, (cos, sin) = randn(6, 5, 48), randn(6, 5, 48), tables(8, 32)
+    expected = table_backward(given[right], x[right], cos, sin, positions[right])
+    for out, e in zip(table_backward(given, x, cos, sin, positions), expected, strict=True):
+        assert torch.equal(out, e) and out.any(-1).nonzero().flatten().tolist() == [3, 7]
+
+
+def test_the_gradient_at_a_position_that_overflows(device):
+    positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
+    given, x, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
+    for offset, rows in (5, [5]), (-(2**63), []), (-(2**63) + 5, [2]), (2**63 - 1, [2]):
+        for out in table_backward(given, x, cos, sin, positions, offset):
+            assert [i for i in range(8) if out[i].any()] == rows
+
+
 # ---- bits ----
 
 
@@ -249,14 +309,13 @@ def test_the_bits_of_the_cpu(device):
         expected = torch.ops.rope.rotate_qk(q, k, **angles, **options)
         for x, e in zip(torch.ops.rope.rotate_qk(q.to("mps"), k.to("mps"), **there, **options), expected, strict=True):
             assert torch.equal(x.cpu(), e)
-    positions = torch.randint(-(2**40), 2**40, (500,))
-    freq = torch_rope.inv_freq(64)
-    for t, e in zip(
-        torch.ops.rope.cos_sin(positions.to("mps"), freq.to("mps")),
-        torch.ops.rope.cos_sin(positions, freq),
-        strict=True,
-    ):
-        assert torch.equal(t.cpu(), e)
+    positions = torch.randint(-(2**40), 2**40, (3, 500))
+    for kind in (torch.int64, torch.float32):
+        for op, given in (("cos_sin", positions[0]), ("_axial_cos_sin", positions)):
+            freq = torch_rope.inv_freq(64) * torch.rand(*given.shape[:-1], 32)
+            outs = getattr(torch.ops.rope, op)(given.to(kind).to("mps"), freq.to("mps"))
+            for t, e in zip(outs, getattr(torch.ops.rope, op)(given.to(kind), freq), strict=True):
+                assert torch.equal(t.cpu(), e)
 
 
 @pytest.mark.parametrize("head_dim", [128, 300, 1024])
@@ -291,11 +350,21 @@ def test_gradients_of_weights_over_many_wide_heads(device):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
 
 
+def test_gradients_of_tables_that_overflow(device):
+    """Infinite where the sum is, without a NaN; a NaN stays in its pair."""
+    x = torch.ones(3, 2, 8)
+    x[0, 0, 0], x[2, 1, 1] = 1e30, float("nan")
+    cos_grad, sin_grad = (t.cpu() for t in table_backward(x.to("mps"), x.to("mps"), *tables(4, 8)))
+    assert cos_grad[0].tolist() == [float("inf"), 4, 4, 4] and cos_grad[1].tolist() == [4] * 4
+    assert cos_grad[2].isnan().tolist() == sin_grad[2].isnan().tolist() == [False, True, False, False]
+    assert not sin_grad[:2].any() and not cos_grad[3].any()
+
+
 # ---- sizes ----
 
 
 @pytest.mark.parametrize("threads", [32, 96, 1024])
-@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (96, 40), (1024, 64), (7, 6)])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (96, 40), (1024, 64), (512, 512), (7, 6)])
 def test_pipelines_with_few_threads(head_dim, rotary_dim, threads, device, simulated):
     """A kernel with many registers may run in smaller threadgroups."""
     simulated.max_threads(threads)
@@ -306,11 +375,14 @@ def test_pipelines_with_few_threads(head_dim, rotary_dim, threads, device, simul
     leaves = [t.requires_grad_() for t in (q, k, randn(head_dim), randn(head_dim))]
     outs = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq)
     grads = torch.autograd.grad(outs, leaves, outs)
+    angles = (*tables(9, rotary_dim), torch.arange(9).to("mps") // 4)
+    grads += table_backward((q * 2, k * 2), (q, k), *angles)
     simulated.max_threads(1024)
     others = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq)
     for a, b in zip(outs, others, strict=True):
         assert torch.equal(a, b)
-    for a, b in zip(grads, torch.autograd.grad(others, leaves, others), strict=True):
+    expected = torch.autograd.grad(others, leaves, others) + table_backward((q * 2, k * 2), (q, k), *angles)
+    for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -328,6 +400,10 @@ def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, devi
         assert torch.equal(torch.ops.rope.rotate(q, inv_freq=freq), expected)
         normed = torch.ops.rope.norm_rotate_qk(dense, dense, weight, weight, inv_freq=freq)[1]
         assert torch.equal(torch.ops.rope.norm_rotate_qk(q, q, weight, weight, inv_freq=freq)[1], normed)
+        angles = tables(3, 8)
+        for a, b in (q, dense), (q[..., 1:], dense[..., 1:]):
+            for x, y in zip(table_backward(a, a, *angles), table_backward(b, b, *angles), strict=True):
+                assert torch.equal(x, y)
         torch.ops.rope.rotate_(q, inv_freq=freq)
         assert torch.equal(q, expected)
 
@@ -366,6 +442,9 @@ def test_many_of_everything(device):
         q, _ = torch.ops.rope.norm_rotate_qk(x, x[:, :, :1], weight, weight, inv_freq=freq)
         normed = torch.nn.functional.rms_norm(x, (2,), weight, 1e-6)
         torch.testing.assert_close(q, torch.ops.rope.rotate(normed, inv_freq=freq), rtol=0, atol=1e-5)
+        cos_grad, _ = table_backward(x, x, *tables(x.shape[1], 2))
+        squares = x.cpu().double().square().sum((0, 2, 3)).float()
+        torch.testing.assert_close(cos_grad.cpu()[:, 0], squares, rtol=3e-7, atol=0)
 
 
 # ---- the host ----
@@ -374,7 +453,7 @@ def test_many_of_everything(device):
 def test_every_operator_has_a_kernel_of_its_own():
     """Or it would fall back to the CPU unnoticed, with PYTORCH_ENABLE_MPS_FALLBACK."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rope::")]
-    assert len(names) == 8
+    assert len(names) == 10
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("MPS")
     if not any(n.startswith("rope::") for n in registered):
         pytest.skip("there is no Metal back end in this process")

@@ -358,6 +358,10 @@ outs = []
 for inv_freq in torch_rope.inv_freq(64), torch_rope.inv_freq(96):
     outs += torch_rope.norm_rotate_qk(x, x, w, w, inv_freq=inv_freq.to("mps"), offset=100003, attention_factor=1.3)
     outs += torch_rope.cos_sin(torch.arange(1000, 1100, device="mps"), inv_freq.to("mps"))
+    positions = torch.randint(0, 2**24, (3, 100)).to("mps")
+    outs += torch.ops.rope._axial_cos_sin(positions, torch.rand(3, 48).to("mps"), attention_factor=1.3)
+    tables = torch_rope.cos_sin(torch.arange(9, device="mps"), inv_freq.to("mps"))
+    outs += torch.ops.rope._rotate_table_backward(x, x, x * w, x * w, *tables, attention_factor=1.3)
 print(torch.hash_tensor(torch.cat([t.cpu().flatten() for t in outs])).item())
 """
     source = f"{START}kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ const float a = x[i]; x[i] = a * a - 1.00048828125; }}"

@@ -49,16 +49,26 @@ struct NormBackward {
   unsigned part;
 };
 
-static_assert(sizeof(Rotate) == 472 && sizeof(NormBackward) == 560, "the same layout on host and device");
-
 struct SumParts {
   unsigned parts, head_dim;
 };
 
-struct CosSin {
-  rope_int position_stride, inv_freq_stride;
-  float factor_hi, factor_lo;
+struct TableBackward {
+  Rotate rotate;        // of the gradients; the list has the heads of q and k
+  rope_int q[4], k[4];  // strides of what was rotated
+  TokensOfRows tokens;
 };
+
+struct CosSin {
+  rope_int position[2];  // strides: axis, place
+  rope_int inv_freq[2];  // strides: axis, pair
+  float factor_hi, factor_lo;
+  unsigned axes;
+};
+
+static_assert(sizeof(Rotate) == 472 && sizeof(NormBackward) == 560 && sizeof(TableBackward) == 576 &&
+                  sizeof(CosSin) == 48,
+              "the same layout on host and device");
 
 // Buffers of the kernels on heads.
 enum Buffer : int {
@@ -77,6 +87,18 @@ enum Buffer : int {
   kBufferQWeight,
   kBufferKWeight,
   kBufferSums,
+};
+
+// Buffers of the gradients of tables, after the parameters.
+enum TableBuffer : int {
+  kTableQGiven = 1,  // the gradient of what q became
+  kTableKGiven,
+  kTableQ,
+  kTableK,
+  kTableOrder,
+  kTableStarts,
+  kTableCosGrad,
+  kTableSinGrad,
 };
 
 }  // namespace mps

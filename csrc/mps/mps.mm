@@ -224,16 +224,56 @@ struct Mps {
     });
   }
 
+  static void table_backward(const TableBackwardCall& call) {
+    if (!ready(call.rotate)) {
+      call.cos_grad.zero_();
+      call.sin_grad.zero_();
+      return;
+    }
+    if (call.cos_grad.numel() == 0) return;
+    const Plan p = plan(call);
+    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
+    const NSUInteger threads = threads_of(kernel, kRotateThreads);
+    TableBackward n{p.rotate, {}, {}, call.tokens()};
+    TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": tables of ", n.tokens.rows,
+                                " rows are too large for Metal");
+    strides_of(call.q, n.q);
+    if (call.k) strides_of(*call.k, n.k);
+    Tensor order, starts;
+    if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
+    const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
+    encode([&](id<MTLComputeCommandEncoder> encoder) {
+      [encoder setComputePipelineState:kernel];
+      set_params(encoder, n);
+      set(encoder, kTableQGiven, call.rotate.q);
+      set(encoder, kTableKGiven, call.rotate.k);
+      set(encoder, kTableQ, &call.q);
+      set(encoder, kTableK, call.k);
+      set(encoder, kTableOrder, &order);
+      set(encoder, kTableStarts, &starts);
+      set(encoder, kTableCosGrad, &call.cos_grad);
+      set(encoder, kTableSinGrad, &call.sin_grad);
+      // Of each thread the sums for cos and sin of its pairs.
+      [encoder setThreadgroupMemoryLength:threads * (p.constants.vectors ? 8 : 2) * sizeof(float) atIndex:0];
+      [encoder dispatchThreads:size_of(grid) threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads)))];
+    });
+  }
+
   static void cos_sin(const CosSinCall& call) {
-    const Tensor positions = call.positions.reshape(-1);  // a copy only where no stride reaches them all
-    const Size3 grid{call.inv_freq.numel(), positions.numel(), 1};
+    // [axes, places]: a copy only where no two strides reach them all
+    const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
+    const Size3 grid{call.inv_freq.size(1), positions.size(1), 1};
     if (grid.x == 0 || grid.y == 0) return;
     TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX,
                                 "rope.cos_sin: more than 2^32 positions are too many for Metal");
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble && call.inv_freq.scalar_type() != at::kDouble,
                                 "rope.cos_sin: Metal has no float64");
     const SplitFactor factor = split_factor(call.attention_factor);
-    const CosSin c{positions.stride(0), call.inv_freq.stride(0), factor.hi, factor.lo};
+    const CosSin c{{positions.stride(0), positions.stride(1)},
+                   {call.inv_freq.stride(0), call.inv_freq.stride(1)},
+                   factor.hi,
+                   factor.lo,
+                   unsigned(call.inv_freq.size(0))};
     Constants constants{};
     constants.scaled = factor.hi != 1.0f || factor.lo != 0.0f;
     constants.position_type = int(position_type(positions.scalar_type()));

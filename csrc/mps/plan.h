@@ -72,10 +72,13 @@ inline const char* type_of(const char* op, const Tensor& x) {
   }
 }
 
-// normalised: q and k as they were, in the backward of the norm
-inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> normalised = {}) {
-  const bool backward = normalised.size() != 0;
-  c10::SmallVector<const Tensor*, 8> tensors(normalised.begin(), normalised.end()), parameters;
+// before: in a backward, q and k (or null) as they were
+inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> before = {}) {
+  const bool backward = before.size() != 0;
+  c10::SmallVector<const Tensor*, 8> tensors, parameters;
+  for (const Tensor* t : before) {
+    if (t) tensors.push_back(t);
+  }
   for (const Tensor* t : {call.q, call.q_out, call.k, call.k_out, call.v, call.v_out}) {
     if (t) tensors.push_back(t);
   }
@@ -180,6 +183,30 @@ inline Parts parts_of(const Plan& plan, rope_int rows_of_threads) {
   parts.part = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
   parts.count = ceil_div(items, parts.part);
   return parts;
+}
+
+// The gradients of tables: a row of them in z. The threads along y share the heads of its tokens, kHeads at a time, and
+// are in one threadgroup, which sums over them. So the order of a sum follows from sizes and `threads` alone.
+inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
+  const rope_int chunks = plan.rotate.chunks;
+  // Of a row; listed ones mostly have one of each sequence.
+  const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
+  return {chunks, std::min(row_tokens * plan.rotate.groups, threads / std::min(chunks, threads)), tokens.rows};
+}
+
+// Of the kernel of table gradients alone: what it does not look at would only make more pipelines.
+inline Plan plan(const TableBackwardCall& call) {
+  Plan plan = mps::plan(call.rotate, {&call.q, call.k});
+  const Constants all = plan.constants;
+  plan.kernel.family = "table_backward";
+  plan.constants = {};
+  plan.constants.tensors = all.tensors;
+  plan.constants.interleaved = all.interleaved;
+  plan.constants.inverse = all.inverse;
+  plan.constants.scaled = all.scaled;
+  plan.constants.vectors = all.vectors;
+  plan.constants.native_tables = all.native_tables;
+  return plan;
 }
 
 }  // namespace rope::mps

@@ -1,0 +1,87 @@
+// The gradients of cos and sin: sums over all tokens that a row of the tables turned.
+#include "device.h"
+
+namespace rope {
+namespace mps {
+
+// at: chunk of the pairs, share of the work, row of the tables. The threads of a threadgroup with one chunk and row
+// take kHeads heads of a token in turn; then each sums some of their sums, in the order of the shares.
+template <typename T, int V, typename I>
+[[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
+                               device const T* q_given [[buffer(kTableQGiven)]],
+                               device const T* k_given [[buffer(kTableKGiven)]], device const T* q [[buffer(kTableQ)]],
+                               device const T* k [[buffer(kTableK)]], device const long* order [[buffer(kTableOrder)]],
+                               device const long* starts [[buffer(kTableStarts)]],
+                               device void* cos_grad [[buffer(kTableCosGrad)]],
+                               device void* sin_grad [[buffer(kTableSinGrad)]],
+                               threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
+                               uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+  constant Rotate& r = n.rotate;
+  constant RopeParams& p = r.params;
+  constant TokensOfRows& tokens = n.tokens;
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
+  long begin, end;  // of the row's entries
+  if (tokens.listed) {
+    begin = starts[at.z];
+    end = starts[at.z + 1];
+  } else {
+    begin = long(at.z) - tokens.shift;
+    end = begin + (begin >= 0 && begin < tokens.entries);
+  }
+  const I groups = r.groups, copies = I(tokens.copies), seq = I(p.seq), items = I(end - begin) * copies * groups;
+  Sum cos[V], sin[V];
+  for (I item = at.y; item < items; item += size.y) {
+    const I of_copy = item / groups, of_entry = of_copy / copies;
+    const I entry = tokens.listed ? I(order[begin + long(of_entry)]) : I(begin);
+    const I token = entry + (of_copy - of_entry * copies) * seq, b = token / seq, s = token - b * seq;
+    const uint first = uint(item - of_copy * groups) * kHeads, last = min(first + kHeads, r.heads);
+    for (uint h = first; h < last; h++) {
+      const bool of_k = k_tensors == 2 && h >= r.k_start;
+      const I own = of_k ? h - r.k_start : h;
+      constant rope_int* given_strides = of_k ? p.k.in : p.q.in;
+      constant rope_int* strides = of_k ? n.k : n.q;
+      const Numbers<V> given =
+          numbers_of(read(head_of(of_k ? k_given : q_given, given_strides, b, s, own), I(given_strides[3]), chunk));
+      const Numbers<V> x = numbers_of(read(head_of(of_k ? k : q, strides, b, s, own), I(strides[3]), chunk));
+      // The pair of the gradient, turned back by the pair of x.
+      for (int i = 0; i < V; i++) {
+        const int one = first_channel(i, k_interleaved), other = one + partner_distance(V, k_interleaved);
+        cos[i].add(rotated(given.of[one], given.of[other], x.of[one], x.of[other]));
+        sin[i].add(rotated(given.of[other], given.of[one], x.of[one], -x.of[other]));
+      }
+    }
+  }
+  const uint threads = size.x * size.y * size.z, first_share = index - at.y * size.x;
+  for (int i = 0; i < V; i++) {
+    shared[uint(i) * threads + index] = cos[i].value();
+    shared[uint(V + i) * threads + index] = sin[i].value();
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint j = at.y; j < 2 * V; j += size.y) {
+    Sum sum;
+    for (uint share = 0; share < size.y; share++) sum.add(shared[j * threads + first_share + share * size.x]);
+    const bool of_sin = j >= V;
+    float value = sum.value();
+    if (k_scaled) value = scaled(value, p.factor_hi, p.factor_lo);
+    if (k_inverse && of_sin) value = -value;
+    device void* grad = of_sin ? sin_grad : cos_grad;
+    const ulong to = ulong(at.z) * ulong(p.rotary_dim / 2) + at.x * V + j % V;
+    if (k_native_tables) {
+      static_cast<device T*>(grad)[to] = static_cast<T>(value);
+    } else {
+      static_cast<device float*>(grad)[to] = value;
+    }
+  }
+}
+
+#define ROPE_TABLES(T)                                                     \
+  ROPE_KERNEL("table_backward_" #T "_v4_u32", table_backward<T, 4, uint>)  \
+  ROPE_KERNEL("table_backward_" #T "_v4_u64", table_backward<T, 4, ulong>) \
+  ROPE_KERNEL("table_backward_" #T "_v1_u32", table_backward<T, 1, uint>)  \
+  ROPE_KERNEL("table_backward_" #T "_v1_u64", table_backward<T, 1, ulong>)
+ROPE_TABLES(float)
+ROPE_TABLES(half)
+ROPE_TABLES(bfloat)
+
+}  // namespace mps
+}  // namespace rope
