@@ -25,14 +25,39 @@ ROPE_FN void turns_per_position(T freq_hi, T freq_lo, ROPE_THREAD T& turns_hi, R
   turns_lo = fma(freq_hi, hi, -turns_hi) + fma(freq_hi, lo, freq_lo * hi);
 }
 
+// sum + error = a + b, exactly. b may be a product.
+template <typename T>
+ROPE_FN void two_sum(T a, T b, ROPE_THREAD T& sum, ROPE_THREAD T& error) {
+  const T one = T(1.0f);
+  sum = fma(b, one, a);
+  const T of_b = sum - a;
+  error = (a - (sum - of_b)) + fma(b, one, -of_b);
+}
+
+// The angle in turns, without whole turns: fraction is exact and within 1/2, rest is what was rounded away.
 // The position is position_hi + position_lo; position_lo is 0 for integers below 2^24.
 template <typename T>
-ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
+ROPE_FN void turns_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& fraction,
+                      ROPE_THREAD T& rest) {
   const T product = position_hi * turns_hi;
   const T lost = fma(position_hi, turns_hi, -product);
-  const T fraction = fma(rint(product), T(-1.0f), product);  // not -, which could be contracted with the product
-  T rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
+  fraction = fma(rint(product), T(-1.0f), product);  // not -, which could be contracted with the product
+  rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
   rest = rest - rint(rest);
+}
+
+// The angles of several axes are added. A zero one, before or after, changes no bit.
+template <typename T>
+ROPE_FN void add_turns(T more_fraction, T more_rest, ROPE_THREAD T& fraction, ROPE_THREAD T& rest) {
+  T sum, error;
+  two_sum(fraction, more_fraction, sum, error);
+  fraction = sum - rint(sum);
+  rest = rest + more_rest + error;
+  rest = rest - rint(rest);
+}
+
+template <typename T>
+ROPE_FN void cos_sin_of_turns(T fraction, T rest, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
   // To the nearest half turn: both cos and sin change sign with each half, and |t| <= 1/4 remains.
   const T halves = rint((fraction + rest) * T(2.0f));
   const T t = fma(halves, T(-0.5f), fraction) + rest;
@@ -55,15 +80,37 @@ ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, RO
   sin = s * (t * sign);
 }
 
+template <typename T>
+ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
+  T fraction, rest;
+  turns_of(position_hi, position_lo, turns_hi, turns_lo, fraction, rest);
+  cos_sin_of_turns(fraction, rest, cos, sin);
+}
+
 #ifndef __METAL_VERSION__
-// In double the angle is an exact product too. The library reduces it, and what the product lost is rotated on.
-ROPE_FN void cos_sin_of(double position, double inv_freq, double& cos, double& sin) {
-  const double angle = position * inv_freq, lost = fma(position, inv_freq, -angle);
+// In double the angle is an exact product too: angle + lost. The library reduces the angle, and what was lost is
+// rotated on.
+ROPE_FN void angle_of(double position, double inv_freq, double& angle, double& lost) {
+  angle = position * inv_freq;
+  lost = fma(position, inv_freq, -angle);
+}
+ROPE_FN void add_angle(double more, double more_lost, double& angle, double& lost) {
+  double sum, error;
+  two_sum(angle, more, sum, error);
+  angle = sum;
+  lost = lost + more_lost + error;
+}
+ROPE_FN void cos_sin_of_angle(double angle, double lost, double& cos, double& sin) {
   double c, s, lost_cos = 1.0, lost_sin = lost;
   cosine_and_sine(angle, c, s);
   if (!(lost < 1e-8 && lost > -1e-8)) cosine_and_sine(lost, lost_cos, lost_sin);
   cos = rotated(c, s, lost_cos, -lost_sin);
   sin = rotated(s, c, lost_cos, lost_sin);
+}
+ROPE_FN void cos_sin_of(double position, double inv_freq, double& cos, double& sin) {
+  double angle, lost;
+  angle_of(position, inv_freq, angle, lost);
+  cos_sin_of_angle(angle, lost, cos, sin);
 }
 #endif
 
