@@ -555,7 +555,7 @@ TokensOfRows TableBackwardCall::tokens() const {
 
 std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
   const Tensor& positions = *rotate.positions;
-  const auto [sorted, order] = positions.to(at::kLong).reshape(-1).sort(/*stable=*/true);
+  const auto [sorted, order] = positions.to(at::kLong).reshape(-1).sort(/*stable=*/std::optional<bool>(true));
   const int64_t first = -rotate.offset.guard_int(__FILE__, __LINE__);
   return {order, at::searchsorted(sorted, at::arange(first, first + rotate.cos->size(0) + 1, sorted.options()))};
 }

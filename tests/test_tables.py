@@ -104,7 +104,7 @@ AXES = {
 
 def angle_of(positions, inv_freq):
     """In float64: exact enough where the products are below 2^24 radians."""
-    return torch.einsum("a...,aj->...j", positions.double().cpu(), inv_freq.double().cpu())
+    return torch.einsum("a...,aj->...j", positions.cpu().double(), inv_freq.cpu().double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
