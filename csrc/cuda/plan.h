@@ -278,9 +278,9 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
 // heads and tokens that each row turned, and over rows. What a thread sums follows from sizes alone, so that no layout
 // changes a bit.
 constexpr int kTableThreads = 256;           // of a block, at most
+constexpr int kTableHeads = 2;               // that a thread has under way
 constexpr rope_int kTableFilling = 1 << 17;  // for a GPU: threads with one head each, before they take more
 constexpr rope_int kTableBlocks = 512;       // for a GPU
-constexpr rope_int kTableHeads = 8;          // that a thread takes of a row, where there are many
 
 struct TableTiling {
   Tiling tiling;
@@ -310,7 +310,7 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   // Where tokens are listed, it is known only on the device how many each row has.
   const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
   const rope_int heads = std::max<rope_int>(1, tokens * (p.q.heads + p.k.heads));
-  const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, 1, kTableHeads);
+  const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
   const rope_int most = power_of_two(ceil_div(heads, filling));
   rope_int x = std::min<rope_int>(chunks, kTableThreads), y = std::min(most, kTableThreads / x);
   // With few rows blocks share the chunks of one, while 32 bytes of memory stay together.

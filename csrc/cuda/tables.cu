@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
       if (o.heads == 0) continue;
       // Rows of threads over heads, and over tokens. Each goes on by `token_rows` tokens: to another entry and copy.
-      const unsigned head_rows = unsigned(min(o.heads, rope_int(rows))), token_rows = unsigned(rows) / head_rows;
+      const unsigned head_rows = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(rows))),
+                     token_rows = unsigned(rows) / head_rows;
       const unsigned token_row = threadIdx.y / head_rows, head_row = threadIdx.y - token_row * head_rows;
       const unsigned copies = unsigned(min(tokens.copies, rope_int(kTableThreads + 1)));
       if (token_row >= token_rows) continue;
@@ -58,13 +59,21 @@ __global__ void __launch_bounds__(kTableThreads, 2)
         const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
         const T* g = gradients + sequence * o.in[0] + s * o.in[1];
         const T* x = xs + sequence * strides[0] + s * strides[1];
-        for (I h = head_row; h < o.heads; h += head_rows) {
-          Pair<T, V> g_read, x_read;
-          read<(V > 1)>(g + h * o.in[2], I(o.in[3]), chunk, g_read);
-          read<(V > 1)>(x + h * strides[2], I(strides[3]), chunk, x_read);
-          auto product = numbers_of(g_read);
-          rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read)));
-          total.add(product);
+        for (I h = head_row; h < o.heads; h += kTableHeads * head_rows) {
+          Pair<T, V> g_read[kTableHeads], x_read[kTableHeads];
+#pragma unroll
+          for (int i = 0; i < kTableHeads; i++) {  // past the last head the first of these again, see rotate.cu
+            const I head = h + i * head_rows < o.heads ? h + i * head_rows : h;
+            read<(V > 1)>(g + head * o.in[2], I(o.in[3]), chunk, g_read[i]);
+            read<(V > 1)>(x + head * strides[2], I(strides[3]), chunk, x_read[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kTableHeads; i++) {
+            if (h + i * head_rows >= o.heads) break;
+            auto product = numbers_of(g_read[i]);
+            rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read[i])));
+            total.add(product);
+          }
         }
         entry += token_rows / copies;
         copy += token_rows % copies;
