@@ -17,7 +17,8 @@ ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
   return angles;
 }
 
-// Each thread sums some heads of some tokens, then threads add up what those beside them have, each a channel.
+// Each thread sums some heads of some tokens for the channels of its chunk; then each adds up what all threads of a
+// chunk have for one channel, and writes it. A channel is the real part, which belongs to cos, or the imaginary one.
 template <typename T, int V, bool interleaved>
 __global__ void __launch_bounds__(kTableThreads, 2)
     table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   const TokensOfRows& tokens = t.tokens;
   const unsigned block = blockIdx.x / unsigned(backward.parts), part = blockIdx.x - block * unsigned(backward.parts);
   const int64_t row = int64_t(block) * blockDim.z + threadIdx.z;
-  const int index = int(part * blockDim.x + threadIdx.x), rows = int(blockDim.y);
+  const int index = int(part * blockDim.x + threadIdx.x), thread_rows = int(blockDim.y);
   const bool inside = row < tokens.rows && index < backward.tiling.chunks;
   const auto chunk = Chunk<I>::template at<interleaved, V>(p, backward.tiling, index);
   Sums<A, V> total;
@@ -47,10 +48,11 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in);
       const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
       if (o.heads == 0) continue;
-      // Rows of threads over heads, and over tokens. Each goes on by `token_rows` tokens: to another entry and copy.
-      const unsigned head_rows = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(rows))),
-                     token_rows = unsigned(rows) / head_rows;
+      // Rows of threads over heads, and over tokens. All go on by token_rows tokens, to another entry and copy.
+      const unsigned head_rows = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(thread_rows)));
+      const unsigned token_rows = unsigned(thread_rows) / head_rows;
       const unsigned token_row = threadIdx.y / head_rows, head_row = threadIdx.y - token_row * head_rows;
+      // 32 bits divide faster, and more copies than there are threads are one case.
       const unsigned copies = unsigned(min(tokens.copies, rope_int(kTableThreads + 1)));
       if (token_row >= token_rows) continue;
       int64_t entry = begin + token_row / copies, copy = token_row % copies;
@@ -93,9 +95,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   __syncthreads();
   if (!inside) return;
   const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
-  for (int i = int(threadIdx.y); i < 2 * V; i += rows) {
+  for (int i = int(threadIdx.y); i < 2 * V; i += thread_rows) {
     A sum = A(0), over = A(0);
-    for (int other = 0; other < rows; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
+    for (int other = 0; other < thread_rows; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
     sum = scaled(sum - over, hi, lo);
     // Of this channel's pair.
     const I channel = i < V ? chunk.first + i : chunk.second + (i - V), pairs = I(p.rotary_dim / 2);
