@@ -30,9 +30,9 @@ test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emula
 
 # The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
 emulate: .venv/test .venv/built
-	$(PYTEST) -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py autograd.py cuda.py)
+	$(PYTEST) -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py tables.py autograd.py cuda.py)
 	env $$($(BIN)/python tests/emulator/build.py --environment) \
-	  $(PYTEST) -q --emulate=asan $(addprefix tests/test_,values.py cuda.py)
+	  $(PYTEST) -q --emulate=asan $(addprefix tests/test_,values.py tables.py cuda.py)
 
 # The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
 simulate: .venv/test .venv/built

@@ -738,6 +738,26 @@ def tables(bench: Bench) -> None:
 
     t = bench.gpu.microseconds({"ours": [ours], "torch": [torch_float32]})
     bench.row("cos_sin of 8192 x 64 / torch float32", "with arange", t["ours"], t["torch"], "< 1")
+    for dtype in (torch.bfloat16, torch.float32):
+        gradients_of_tables(bench, Shape(bench.sizes(2**14)[-1], dtype=dtype, longest=2048))
+
+
+def gradients_of_tables(bench: Bench, shape: Shape) -> None:
+    """They read the gradients of q and k, and q and k: as much as a copy of one reads and writes."""
+    flats = bench.sets(partial(shape.flat, bench.gpu.device), 2 * shape.bytes)
+    into, (cos, sin) = torch.empty_like(flats[0]), shape.tables(bench.gpu.device)
+    tensors = [(*shape.separate(torch.randn_like(flat)), *shape.separate(flat)) for flat in flats]
+    positions = torch.arange(shape.seq, device=bench.gpu.device).repeat(shape.batch, 1)
+    for what, angles in (("", {}), (", positions [batch, seq], which are sorted", {"positions": positions})):
+        calls = {
+            "copy_": [partial(into.copy_, flat) for flat in flats],
+            "ours": [partial(rope._rotate_table_backward, *t, cos, sin, **angles) for t in tensors],
+        }
+        t = bench.gpu.microseconds(calls)
+        work = 1 + cos.nbytes / shape.bytes
+        bench.row(
+            "gradients of tables / copy_", f"{shape}, batch {shape.batch}{what}", t["ours"], t["copy_"], work=work
+        )
 
 
 def mini_vllm(bench: Bench) -> None:

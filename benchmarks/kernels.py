@@ -136,7 +136,8 @@ def markdown(rows: list[dict]) -> str:
         "",
         "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets>`",
         "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, a warp holds a head, interleaved>`",
-        "- `cos_sin_kernel<dtype, channels of a vector>`",
+        "- `table_backward_kernel<dtype, channels of a vector, interleaved>`",
+        "- `cos_sin_kernel<dtype, channels of a vector, several axes>`",
         "",
     ]
     lines += [

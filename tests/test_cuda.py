@@ -10,9 +10,10 @@ import threading
 import pytest
 import torch
 from cases import EMULATED, LAYOUTS, combinations, on_cuda, python
-from oracle import assert_close, limits, rotate
+from oracle import assert_close, limits, rotate, table_backward
 from test_cache import Caches, check, make_norm
 from test_norm import assert_accurate
+from test_tables import assert_sums
 
 import torch_rope
 
@@ -50,6 +51,8 @@ OUTSIDE = {
     "rotate_qk_ with an offset that wraps": (["q", "k"], {"positions": [0, 0, 0, 0, 2**63 - 1], "offset": 1}),
     "norm_rotate_qk": (["q", "k", "weight", "weight"], {"positions": [0, 1, 2**40, 3, 4]}),
     "_norm_rotate_qk_backward": (["q", "k", "q", "k", "weight", "weight"], {"positions": [-3, 1, 2, 3, 4]}),
+    "_rotate_table_backward": (["q", "k", "q", "k"], {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
+    "_rotate_table_backward before the table": (["q", "k", "q", "k"], {"positions": [0, 1, 2, 3, 4], "offset": -1}),
     "rotate_into_cache_ at a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, PLACES, 3, 4]}),
     "rotate_into_cache_ before a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
     "rotate_into_cache_ in a slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * PLACES, 8]]}),
@@ -161,6 +164,13 @@ def rotated_by_all(q, k, angles, **options):
     return q_out, k_out
 
 
+def assert_gradients_of_tables(gradients, x, angles, **options):
+    outs = rope._rotate_table_backward(*gradients, *x, **angles, **options)
+    cos_grad, sin_grad, *magnitudes = table_backward(gradients, x, **angles, **options)
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        assert_sums(out, expected, magnitude, torch.float32, 0)
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("layout", ["bhsd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -172,10 +182,12 @@ def test_shapes(shape, dtype, layout, device):
     )
     cos, sin = torch_rope.cos_sin(torch.arange(seq + 9, device=device), torch_rope.inv_freq(rotary_dim, device=device))
     positions = torch.randint(0, seq + 9, (batch, seq), device=device)
+    gradients = [torch.randn_like(x) for x in (q, k)]
     for interleaved in (False, True):
         options = {"interleaved": interleaved}
         for angles in ({"offset": 4}, {"positions": positions}, {"positions": positions[0].int()}):
             angles = {"cos": cos, "sin": sin} | angles
+            assert_gradients_of_tables(gradients, [q, k], angles, **options)
             for x, out in zip((q, k), rotated_by_all(q, k, angles, **options), strict=True):
                 assert_close(out, rotate(x, **angles, **options), *limits(dtype, angles))
         slots = torch.randperm(batch * seq + 3, device=device)[: batch * seq].view(batch, seq)
@@ -187,7 +199,6 @@ def test_shapes(shape, dtype, layout, device):
                 check(q.clone(), k, v, caches, angles, where.get("slots"), norm, **options)
     if layout != "bhsd":
         return
-    gradients = [torch.randn_like(x) for x in (q, k)]
     tensors, angles = [q, k, *torch.rand(2, head_dim, device=device)], {"cos": cos, "sin": sin}
     assert_accurate(
         rope._norm_rotate_qk_backward(*gradients, *tensors, **angles), tensors, gradients, angles, norm_eps=1e-6
@@ -208,6 +219,9 @@ def test_more_than_65535(shape, device):
             assert_close(out, rotate(x, **angles), *limits(q.dtype, angles))
         for x, out in zip((q, k), normed, strict=True):
             assert_close(out, rotate(x, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
+    table = torch.rand(70000, head_dim // 2, device=device)
+    for angles in ({"offset": 3 if seq < 70000 else 0}, {"positions": positions}):
+        assert_gradients_of_tables([q, k], [q, k], {"cos": table, "sin": table} | angles)
 
 
 def test_no_heads_with_strides_that_overflow(device):
@@ -232,6 +246,9 @@ def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
     normed = rope.norm_rotate_qk(dense, y, weight, weight, inv_freq=freq)
     same(rope.norm_rotate_qk(x, y, weight, weight, inv_freq=freq), normed)
     gradients = [rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)]
+    same(*gradients)
+    table = torch.rand(2, 32, device=device)
+    gradients = [rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)]
     same(*gradients)
     rope.rotate_(x, inv_freq=freq)
     assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
@@ -267,6 +284,13 @@ def test_more_than_2_31_elements(heads, gpu):
         whole,
         lambda q, k, at: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, inv_freq=freq, offset=at)[:2],
     )
+    cos, sin = (t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu))
+    whole = rope._rotate_table_backward(q, k, k.expand_as(q), k, cos, sin)
+    for part in parts:
+        g, x = (q[part], k[part]), (k[part].expand_as(q[part]), k[part])
+        cos_grad, sin_grad, *magnitudes = table_backward(g, x, cos[part], sin[part])
+        for out, expected, magnitude in zip(whole, (cos_grad, sin_grad), magnitudes, strict=True):
+            assert_sums(out[part], expected, magnitude, torch.float32, 0)
     del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
     rope.rotate_(q, inv_freq=freq)
@@ -338,6 +362,35 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
     assert launched(rope.rotate_qk_, q, k, inv_freq=freq[:32]) == {16: 10 * per_head // 2}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_tables_read_everything_once_and_in_16_bytes(dtype, device, request):
+    """The gradients and what they belong to; and write each row once."""
+    if request.config.getoption("--emulate") != "checked":
+        pytest.skip("needs an emulator that counts accesses: --emulate")
+    (g, g_k), (q, k) = (torch.randn(2, 50, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
+    table, positions = torch.rand(60, 64, device=device), torch.randint(60, (2, 50), device=device)
+    by_token = torch.rand(2, 50, 64, device=device)
+    for cos, angles in ((table, {"offset": 3}), (table, {"positions": positions}), (by_token, {})):
+        torch_rope._C.last_launches()
+        rope._rotate_table_backward(g, g_k, q, k, cos, cos, **angles)
+        (launch,) = torch_rope._C.last_launches()
+        loads = launch["loads"]
+        assert loads.pop(16) == 2 * 2 * 50 * 10 * 128 * dtype.itemsize // 16
+        assert loads.keys() == ({8} if "positions" in angles else set())  # where the tokens of each row are
+        assert launch["stores"] == {4: 2 * cos.numel()}
+
+
+def test_no_layout_changes_a_bit_of_a_gradient_of_tables(device):
+    for dtype in (torch.float32, torch.bfloat16):
+        g, x = (torch.randn(3, 70, 5, 64, device=device).to(dtype) for _ in "gx")
+        table = torch.rand(70, 32, device=device)
+        expected = rope._rotate_table_backward(g, None, x, None, table, table)
+        for layout in LAYOUTS.values():
+            g_there, x_there = (layout(t.shape, dtype, device).copy_(t) for t in (g, x))
+            same(rope._rotate_table_backward(g_there, None, x, None, table, table), expected)
+            same(rope._rotate_table_backward(g, None, x_there, None, table, table), expected)
+
+
 # ---- streams, graphs and host threads: on a GPU ----
 
 
@@ -391,13 +444,15 @@ def calls(device, dtype=torch.bfloat16):
         "backward": returning(rope._norm_rotate_qk_backward, ["q", "k", "q", "k", "weights"], frequencies),
         "rotate_into_cache_": into_cache(norm=False),
         "rotate_into_cache_ norm": into_cache(norm=True),
+        "gradients of tables": returning(rope._rotate_table_backward, ["q", "k", "q", "k"], tables),
         "cos_sin": lambda t: list(rope.cos_sin(t["positions"], freq)),
+        "_axial_cos_sin": lambda t: list(rope._axial_cos_sin(t["positions"], freq.expand(3, -1))),
     }
 
 
 OPS = [
     "rotate", "rotate inv_freq", "rotate_qk", "rotate_", "rotate_qk_", "norm_rotate_qk", "backward",
-    "rotate_into_cache_", "rotate_into_cache_ norm", "cos_sin",
+    "rotate_into_cache_", "rotate_into_cache_ norm", "gradients of tables", "cos_sin", "_axial_cos_sin",
 ]  # fmt: skip
 
 

@@ -100,6 +100,17 @@ def plan_backward(library):
     return lambda *tensors, **options: library.plan_backward(*arguments(*tensors, **options, norm=True))
 
 
+@pytest.fixture
+def plan_tables(library):
+    """The gradients of tables of so many rows; outputs: what the gradients belong to."""
+
+    def plan(*tensors, rows, copies=1, entries=None, listed=False, **options):
+        tokens = rows, copies, rows if entries is None else entries, listed
+        return library.plan_tables(tokens, *arguments(*tensors, **options))
+
+    return plan
+
+
 def width(plan, dtype):
     """Bytes of an access."""
     return plan["vector"] * dtype.itemsize if plan["vectors"] else dtype.itemsize
@@ -535,3 +546,92 @@ def test_the_parts_of_a_sum_follow_from_sizes(plan_backward):
         p = plan_backward(q, k)
         plans.append({name: value for name, value in p.items() if name != "vectors"})
     assert all(p == plans[0] for p in plans)
+
+
+# ---- the gradients of tables ----
+
+
+def taken(heads, items, copies, rows):
+    """How often the heads of each token of a row are taken by so many rows of threads, as table_backward_kernel goes
+    through them. items: (entry, copy)"""
+    counts = [0] * (items * copies * heads)
+    head_rows = min(-(-heads // 2), rows)  # a thread has two under way
+    token_rows = rows // head_rows
+    for token_row, head_row in itertools.product(range(token_rows), range(head_rows)):
+        entry, copy = divmod(token_row, copies)
+        while entry < items:
+            for head in range(head_row, heads, head_rows):
+                counts[(entry * copies + copy) * heads + head] += 1
+            entry, copy = entry + token_rows // copies, copy + token_rows % copies
+            if copy >= copies:
+                entry, copy = entry + 1, copy - copies
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_tables):
+    draw = random.Random(seed)
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
+    dtype, listed, own = draw.choice(DTYPES), draw.random() < 0.5, draw.random() < 0.5
+    layouts = [draw.choice(["bshd", "bhsd", "packed", "odd start"]) for _ in "qkqk"]
+    heads = [q_heads, k_heads, q_heads, k_heads]
+    q, k, *x = (
+        meta(batch, seq, h, head_dim, dtype=dtype, layout=layout) for h, layout in zip(heads, layouts, strict=True)
+    )
+    entries, copies = (batch * seq, 1) if own else (seq, batch)
+    rows = draw.choice([1, 16, 5000]) if listed else entries
+    tokens = {"rows": rows, "copies": copies, "entries": entries, "listed": listed}
+    p = plan_tables(q, k, outputs=x, rotary_dim=rotary_dim, **tokens)
+    if rotary_dim == 0:
+        assert p["grid"] == (0, 0, 0)
+        return
+    (x, y, z), blocks, parts = p["block"], p["grid"][0], p["parts"]
+    assert p["grid"][1:] == (1, 1) and 1 <= x * y * z <= 256 and z <= MOST_Z
+    assert p["chunks"] == p["rotated"] == rotary_dim // 2 // p["vector"] and (parts - 1) * x < p["chunks"] <= parts * x
+    assert (blocks // parts - 1) * z < rows <= blocks // parts * z and blocks % parts == 0
+    for h in (h for h in (q_heads, k_heads) if h):
+        for items in {0, 1, 3} | {entries // rows} if listed else {1}:
+            if items * copies * h < 20000:
+                assert set(taken(h, items, copies, y)) <= {1}
+
+
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (128, 64), (80, 32), (66, 66), (7, 6), (24, 24)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_a_thread_sums_follows_from_sizes(dtype, head_dim, rotary_dim, plan_tables):
+    """So that no layout changes a bit of the gradient of a table; only how wide accesses are, and where each block is."""
+    for batch, seq, rows in ((8, 999, 999), (1, 5, 5), (600, 7, 7)):
+        threads = set()
+        for layout, x_layout in itertools.product(LAYOUTS, LAYOUTS):
+            q, k = (meta(batch, seq, h, head_dim, dtype=dtype, layout=layout) for h in (6, 2))
+            x = [meta(batch, seq, h, head_dim, dtype=dtype, layout=x_layout) for h in (6, 2)]
+            p = plan_tables(q, k, outputs=x, rotary_dim=rotary_dim, rows=rows, copies=batch)
+            threads.add(p["block"][1])
+            aligned = all(plan_tables(t, rotary_dim=rotary_dim, rows=rows)["vectors"] for t in (q, k, *x))
+            assert p["vectors"] == aligned and p["vector"] == (16 // dtype.itemsize if aligned else 1)
+        assert len(threads) == 1
+
+
+# (batch, seq, heads of q, heads of k, head_dim) -> rows, copies and entries of the tables
+FILLING = {
+    "batch 8, positions of all": ((8, 2048, 32, 8, 128), (2048, 8, 2048)),
+    "batch 8, a longer table": ((8, 2048, 32, 8, 128), (131072, 8, 2048)),
+    "batch 8, positions of each": ((8, 2048, 32, 8, 128), (2048, 1, 8 * 2048)),
+    "one sequence": ((1, 4096, 32, 8, 128), (4096, 1, 4096)),
+    "a long table and few heads": ((1, 131072, 1, 1, 64), (131072, 1, 131072)),
+    "a small table and a long batch": ((4096, 64, 12, 12, 64), (64, 4096, 64)),
+    "a small table and many tokens of each row": ((64, 4096, 12, 12, 64), (64, 64, 4096)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FILLING)
+def test_gradients_of_tables_fill_the_gpu(name, dtype, plan_tables):
+    """Two blocks of 256 threads on each multiprocessor, for small tables at least 128 in all; and a thread has more than
+    one head to add before threads add up what they have."""
+    (batch, seq, q_heads, k_heads, head_dim), (rows, copies, entries) = FILLING[name]
+    q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
+    p = plan_tables(q, k, rows=rows, copies=copies, entries=entries, listed=entries != rows)
+    x, y, z = p["block"]
+    assert p["vectors"] and x * p["vector"] * dtype.itemsize >= 32  # bytes side by side
+    assert math.prod(p["grid"]) * x * y * z >= 256 * (128 if rows == 64 else 2 * H200)
+    assert y <= max(1, copies * -(-entries // rows) * (q_heads + k_heads) // 2)

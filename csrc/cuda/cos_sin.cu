@@ -37,20 +37,34 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
   }
 }
 
-// A thread makes V columns of a row.
-template <typename T, int V>
+// A thread makes V columns of a row. several: axes, or none; one alone is not added to anything.
+template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= c.tokens) return;
-  const double position = position_at(c, row);
+  const double only = several ? 0.0 : position_at(c, row);
   const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(c.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(c.factor_lo);
   for (int64_t first = int64_t(threadIdx.x) * V; first < c.pairs; first += int64_t(blockDim.x) * V) {
     Angles<A, V> angles;
+    Angle<A> sums[V] = {};
+    for (int64_t axis = 0; axis < (several ? c.axes : 1); axis++) {
+      const double position = several ? position_at(c, axis * c.tokens + row) : only;
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      angle_of(position, c.inv_freq, c.inv_freq_dtype == DType::kDouble, (first + i) * c.inv_freq_stride, angles.cos[i],
-               angles.sin[i]);
+      for (int i = 0; i < V; i++) {
+        Angle<A> angle;
+        angle_at(position, c.inv_freq, c.inv_freq_dtype == DType::kDouble,
+                 axis * c.inv_freq_strides[0] + (first + i) * c.inv_freq_strides[1], angle);
+        if constexpr (several) {
+          add(sums[i], angle);
+        } else {
+          cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+        }
+      }
+    }
+    if constexpr (several) {
+#pragma unroll
+      for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
     }
     scale(angles, hi, lo);
     Vector<T, V> cos, sin;
@@ -64,7 +78,8 @@ __global__ void __launch_bounds__(kThreads) cos_sin_kernel(const __grid_constant
 template <typename T, int V>
 cudaError_t launch(const CosSinArgs& c, cudaStream_t stream) {
   const rope_int x = std::min(ceil_div(c.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(c.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream, cos_sin_kernel<T, V>, c);
+  return start({unsigned(ceil_div(c.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream,
+               c.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
 }
 
 }  // namespace

@@ -74,23 +74,37 @@ struct Cuda {
     call.k_norm_weight_grad.copy_(sum[1]);
   }
 
-  static void table_backward(const TableBackwardCall& call) { TORCH_CHECK_NOT_IMPLEMENTED(false, call.rotate.op); }
+  static void table_backward(const TableBackwardCall& call) {
+    if (!ready(call.rotate, call.rotate.params())) {
+      call.cos_grad.zero_();
+      call.sin_grad.zero_();
+      return;
+    }
+    const c10::Device device = call.q.device();
+    const c10::cuda::CUDAGuard guard(device);
+    const auto [order, starts] = call.tokens().listed ? call.order_and_starts() : std::pair<Tensor, Tensor>();
+    const TableBackwardArgs b = call.args(order, starts);
+    const TablePlan plan = plan_table_backward(b);
+    if (plan.grid.x == 0) return;
+    C10_CUDA_CHECK(cuda::table_backward(b, plan, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+  }
 
   static void cos_sin(const CosSinCall& call) {
-    TORCH_CHECK_NOT_IMPLEMENTED(call.positions.size(0) == 1, "axes");
     const c10::Device device = call.positions.device();
     const c10::cuda::CUDAGuard guard(device);
     const Tensor positions = call.positions.contiguous();
     const SplitFactor factor = split_factor(call.attention_factor);
-    const CosSinArgs c{positions.numel(),
-                       call.inv_freq.size(1),
+    const rope_int axes = call.inv_freq.size(0), pairs = call.inv_freq.size(1);
+    const CosSinArgs c{axes,
+                       call.cos.numel() / std::max<rope_int>(1, pairs),
+                       pairs,
                        call.attention_factor,
                        factor.hi,
                        factor.lo,
                        dtype_of(call.cos),
                        dtype_of(call.inv_freq),
                        position_type(positions.scalar_type()),
-                       call.inv_freq.stride(1),
+                       {call.inv_freq.stride(0), call.inv_freq.stride(1)},
                        positions.const_data_ptr(),
                        call.inv_freq.const_data_ptr(),
                        call.cos.mutable_data_ptr(),

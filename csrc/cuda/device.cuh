@@ -185,9 +185,15 @@ struct Runs {
   }
 };
 
+// An angle before its cos and sin: in float32 in turns, see turns_of; in double in radians, see angle_of in angle.h.
+template <typename A>
+struct Angle {
+  A angle, rest;
+};
+
 // The doubles are four conversions and a subtraction for a thread and its position, and for a float64 inv_freq three
 // and one for a pair: where doubles are slow that is little beside the rest, which is float32 alone.
-ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int64_t at, float& cos, float& sin) {
+ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<float>& angle) {
   float freq, rest = 0.0f;
   if (is_double) {
     const double f = static_cast<const double*>(inv_freq)[at];
@@ -199,12 +205,24 @@ ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int
   float turns_hi, turns_lo;
   turns_per_position(freq, rest, turns_hi, turns_lo);
   const float position_hi = float(position), position_lo = float(position - double(position_hi));
-  cos_sin_of(position_hi, position_lo, turns_hi, turns_lo, cos, sin);
+  turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
 }
-ROPE_FN void angle_of(double position, const void* inv_freq, bool is_double, int64_t at, double& cos, double& sin) {
-  cos_sin_of(position,
-             is_double ? static_cast<const double*>(inv_freq)[at] : double(static_cast<const float*>(inv_freq)[at]),
-             cos, sin);
+ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<double>& angle) {
+  angle_of(position,
+           is_double ? static_cast<const double*>(inv_freq)[at] : double(static_cast<const float*>(inv_freq)[at]),
+           angle.angle, angle.rest);
+}
+
+ROPE_FN void add(Angle<float>& sum, const Angle<float>& more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
+ROPE_FN void add(Angle<double>& sum, const Angle<double>& more) {
+  add_angle(more.angle, more.rest, sum.angle, sum.rest);
+}
+
+ROPE_FN void cos_sin_of(const Angle<float>& angle, float& cos, float& sin) {
+  cos_sin_of_turns(angle.angle, angle.rest, cos, sin);
+}
+ROPE_FN void cos_sin_of(const Angle<double>& angle, double& cos, double& sin) {
+  cos_sin_of_angle(angle.angle, angle.rest, cos, sin);
 }
 
 template <bool interleaved, int V, typename Table, typename A, typename I>
@@ -238,8 +256,9 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
-      angle_of(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angles.cos[i],
-               angles.sin[i]);
+      Angle<A> angle;
+      angle_at(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angle);
+      cos_sin_of(angle, angles.cos[i], angles.sin[i]);
     }
   } else if (a.table_dtype == DType::kFloat) {
     read_tables<interleaved, V, float>(a, t, chunk, angles);
@@ -334,27 +353,45 @@ ROPE_FN Pair<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
   return x;
 }
 
-template <typename A>
-ROPE_FN void rotate_pair(A& x, A& y, A cos, A sin) {
-  const A own = x;
-  x = rotated(own, y, cos, -sin);
-  y = rotated(y, own, cos, sin);
+// Member 0 or 1 of pair i.
+template <bool interleaved, typename A, int V>
+ROPE_FN A& member(Numbers<A, V>& n, int i, int which) {
+  if constexpr (!interleaved || V == 1) {
+    return which == 0 ? n.first[i] : n.second[i];
+  } else {
+    return i < V / 2 ? n.first[2 * i + which] : n.second[2 * i + which - V];
+  }
 }
 
 template <bool interleaved, typename A, int V>
 ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const A cos = angles.cos[i], sin = angles.sin[i];
-    if constexpr (!interleaved || V == 1) {
-      rotate_pair(n.first[i], n.second[i], cos, sin);
-    } else if (i < V / 2) {
-      rotate_pair(n.first[2 * i], n.first[2 * i + 1], cos, sin);
-    } else {
-      rotate_pair(n.second[2 * i - V], n.second[2 * i + 1 - V], cos, sin);
-    }
+    A &x = member<interleaved>(n, i, 0), &y = member<interleaved>(n, i, 1);
+    const A own = x, cos = angles.cos[i], sin = angles.sin[i];
+    x = rotated(own, y, cos, -sin);
+    y = rotated(y, own, cos, sin);
   }
 }
+
+// Kahan's sum of what one thread adds for each channel of its chunk.
+template <typename A, int V>
+struct Sums {
+  Numbers<A, V> sum{}, over{};  // over: by how much the sum is too large
+
+  ROPE_FN static void add(A& sum, A& over, A x) {
+    const A y = x - over, larger = sum + y;
+    over = (larger - sum) - y;
+    sum = larger;
+  }
+  ROPE_FN void add(const Numbers<A, V>& x) {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      add(sum.first[i], over.first[i], x.first[i]);
+      add(sum.second[i], over.second[i], x.second[i]);
+    }
+  }
+};
 
 // ---- the heads of a token ----
 

@@ -14,14 +14,16 @@ cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stre
 // head of many steps adds to its row: zeros then.
 cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, cudaStream_t stream);
 
+cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, cudaStream_t stream);
+
 struct CosSinArgs {
-  rope_int tokens, pairs;
+  rope_int axes, tokens, pairs;
   double attention_factor;
   float factor_hi, factor_lo;   // the same, for float32 arithmetic
   DType dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
   PositionType position_type;
-  rope_int inv_freq_stride;
-  const void *positions, *inv_freq;  // [tokens], [pairs]
+  rope_int inv_freq_strides[2];
+  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs]
   void *cos, *sin;                   // [tokens, pairs], aligned to 16 bytes
 };
 cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream);

@@ -162,25 +162,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// Kahan's sum of what one thread adds for each channel of its chunk.
-template <typename A, int V>
-struct Sums {
-  Numbers<A, V> sum{}, over{};  // over: by how much the sum is too large
-
-  ROPE_FN static void add(A& sum, A& over, A x) {
-    const A y = x - over, larger = sum + y;
-    over = (larger - sum) - y;
-    sum = larger;
-  }
-  ROPE_FN void add(const Numbers<A, V>& x) {
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      add(sum.first[i], over.first[i], x.first[i]);
-      add(sum.second[i], over.second[i], x.second[i]);
-    }
-  }
-};
-
 // sums: [2, sums, head_dim], of q and of k.
 template <typename T, int V, bool vectors, bool once, bool interleaved>
 __global__ void __launch_bounds__(kThreads, 3)

@@ -244,18 +244,23 @@ struct BackwardPlan {
   rope_int sums;     // rows of sums for each of q and k
 };
 
+// all_sides of the gradients, and what they belong to.
+template <typename Args, typename F>
+bool all_gradient_sides(const Args& args, F&& f) {
+  const RopeParams& p = args.rotate.params;
+  const auto side = [&](const void* data, const rope_int* strides, rope_int heads) {
+    const rope_int sizes[4] = {p.batch, p.seq, heads, p.head_dim};
+    return heads == 0 || f(data, strides, sizes);
+  };
+  return all_sides(args.rotate, f) && side(args.q_in, args.q, p.q.heads) && side(args.k_in, args.k, p.k.heads);
+}
+
 inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
   BackwardPlan plan{};
   Tiling& t = plan.tiling.tiling;
-  t = plan_head(a, true, [&](auto&& f) {
-        const auto side = [&](const void* data, const rope_int* strides, rope_int heads) {
-          const rope_int sizes[4] = {p.batch, p.seq, heads, p.head_dim};
-          return heads == 0 || f(data, strides, sizes);
-        };
-        return all_sides(a, f) && side(n.q_in, n.q, p.q.heads) && side(n.k_in, n.k, p.k.heads);
-      }).tiling;
+  t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); }).tiling;
   t.position_step = 1;
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), rows = kThreads / x;
   const rope_int tokens = p.batch * p.seq, heads = std::max(p.q.heads, p.k.heads);
@@ -266,6 +271,58 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   plan.block = {unsigned(x), unsigned(rows), 1};
   plan.grid = {unsigned(ceil_div(tokens, plan.tiling.tokens)), 2, 1};
   plan.sums = rope_int(plan.grid.x) * (kThreads / kWarp);
+  return plan;
+}
+
+// The gradients of cos and sin. A block owns chunks of some rows of the tables; its threads lie over chunks, over the
+// heads and tokens that each row turned, and over rows. What a thread sums follows from sizes alone, so that no layout
+// changes a bit.
+constexpr int kTableThreads = 256;           // of a block, at most
+constexpr int kTableHeads = 2;               // that a thread has under way
+constexpr rope_int kTableFilling = 1 << 17;  // for a GPU: threads with one head each, before they take more
+constexpr rope_int kTableBlocks = 512;       // for a GPU
+
+struct TableTiling {
+  Tiling tiling;
+  int parts;  // blocks that share the chunks of a row
+};
+
+struct TablePlan {
+  TableTiling tiling;
+  Dim3 block, grid;  // block: chunks, heads and tokens, rows. grid: rows and, faster, parts of them
+};
+
+inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
+  const RotateArgs& a = b.rotate;
+  const RopeParams& p = a.params;
+  TablePlan plan{};
+  Tiling& t = plan.tiling.tiling;
+  t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(b, f); }).tiling;
+  const rope_int chunks = t.rotated, bytes = t.vector * size_of(a.x_dtype);
+  if (!t.vectors) {
+    t.vector = 1;
+    t.rotated = int(p.rotary_dim / 2);
+  }
+  t.chunks = t.rotated;
+  const rope_int rows = b.tokens.rows;
+  if (rows == 0 || chunks == 0) return plan;  // an empty grid
+
+  // Where tokens are listed, it is known only on the device how many each row has.
+  const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
+  const rope_int heads = std::max<rope_int>(1, tokens * (p.q.heads + p.k.heads));
+  const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
+  const rope_int most = power_of_two(ceil_div(heads, filling));
+  rope_int x = std::min<rope_int>(chunks, kTableThreads), y = std::min(most, kTableThreads / x);
+  // With few rows blocks share the chunks of one, while 32 bytes of memory stay together.
+  while (y < most && rows * ceil_div(chunks, x) < kTableBlocks && x * bytes > 32) {
+    x = ceil_div(x, 2);
+    y = std::min(most, kTableThreads / x);
+  }
+  const rope_int z =
+      std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
+  plan.tiling.parts = int(ceil_div(t.chunks, x));
+  plan.block = {unsigned(x), unsigned(y), unsigned(z)};
+  plan.grid = {unsigned(ceil_div(rows, z) * plan.tiling.parts), 1, 1};
   return plan;
 }
 

@@ -87,10 +87,32 @@ py::dict plan_backward(Call... call) {
   return d;
 }
 
+// What the gradients belong to is where a result of the call would be.
+using Tokens = std::tuple<rope_int, rope_int, rope_int, bool>;  // rows, copies, entries, listed
+template <typename... Call>
+py::dict plan_tables(const Tokens& tokens, Call... call) {
+  TableBackwardArgs t{args(call...)};
+  RotateArgs& a = t.rotate;
+  RopeParams& p = a.params;
+  t.q_in = a.q_out, t.k_in = a.k_out;
+  a.q_out = const_cast<void*>(a.q_in), a.k_out = const_cast<void*>(a.k_in);
+  for (const auto& [o, strides] : {std::pair(&p.q, t.q), std::pair(&p.k, t.k)}) {
+    std::copy(o->out, o->out + 4, strides);
+    std::copy(o->in, o->in + 4, o->out);
+  }
+  std::tie(t.tokens.rows, t.tokens.copies, t.tokens.entries, t.tokens.listed) = tokens;
+  const cuda::TablePlan plan = cuda::plan_table_backward(t);
+  py::dict d;
+  add(d, plan.tiling.tiling);
+  d["parts"] = plan.tiling.parts, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  return d;
+}
+
 template <typename... Call>
 void bind(py::module_& m, RotateArgs (*)(Call...)) {
   m.def("plan", &plan<Call...>);
   m.def("plan_backward", &plan_backward<Call...>);
+  m.def("plan_tables", &plan_tables<Call...>);
 }
 
 }  // namespace

@@ -1,0 +1,133 @@
+// The gradients of cos and sin. With pairs as complex numbers, g + ih the gradient of what a + ib became, they are the
+// sum of (g + ih)(a - ib): the gradient is rotated as if x were its angle, back.
+#include "device.cuh"
+#include "kernels.h"
+
+namespace rope::cuda {
+namespace {
+
+template <bool interleaved, typename A, int V>
+ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
+  Angles<A, V> angles;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    angles.cos[i] = member<interleaved>(x, i, 0);
+    angles.sin[i] = -member<interleaved>(x, i, 1);
+  }
+  return angles;
+}
+
+// Each thread sums some heads of some tokens for the channels of its chunk; then each adds up what all threads of a
+// chunk have for one channel, and writes it. A channel is the real part, which belongs to cos, or the imaginary one.
+template <typename T, int V, bool interleaved>
+__global__ void __launch_bounds__(kTableThreads, 2)
+    table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {
+  using A = arithmetic_t<T>;
+  using I = int64_t;
+  const RotateArgs& a = t.rotate;
+  const RopeParams& p = a.params;
+  const TokensOfRows& tokens = t.tokens;
+  const unsigned block = blockIdx.x / unsigned(backward.parts), part = blockIdx.x - block * unsigned(backward.parts);
+  const int64_t row = int64_t(block) * blockDim.z + threadIdx.z;
+  const int index = int(part * blockDim.x + threadIdx.x), thread_rows = int(blockDim.y);
+  const bool inside = row < tokens.rows && index < backward.tiling.chunks;
+  const auto chunk = Chunk<I>::template at<interleaved, V>(p, backward.tiling, index);
+  Sums<A, V> total;
+  if (inside) {
+    int64_t begin = row - tokens.shift, end = begin + (begin >= 0 && begin < tokens.entries);
+    if (tokens.listed) {
+      begin = t.starts[row];
+      end = t.starts[row + 1];
+      assert((row > 0 || begin == 0) && (row + 1 < tokens.rows || end == tokens.entries) &&
+             "position + offset is outside cos and sin");
+    }
+#pragma unroll
+    for (int tensor = 0; tensor < 2; tensor++) {
+      const Operand& o = tensor == 0 ? p.q : p.k;
+      const rope_int* strides = tensor == 0 ? t.q : t.k;
+      const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in);
+      const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
+      if (o.heads == 0) continue;
+      // Rows of threads over heads, and over tokens. All go on by token_rows tokens, to another entry and copy.
+      const unsigned head_rows = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(thread_rows)));
+      const unsigned token_rows = unsigned(thread_rows) / head_rows;
+      const unsigned token_row = threadIdx.y / head_rows, head_row = threadIdx.y - token_row * head_rows;
+      // 32 bits divide faster, and more copies than there are threads are one case.
+      const unsigned copies = unsigned(min(tokens.copies, rope_int(kTableThreads + 1)));
+      if (token_row >= token_rows) continue;
+      int64_t entry = begin + token_row / copies, copy = token_row % copies;
+      while (entry < end) {
+        const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
+        const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
+        const T* g = gradients + sequence * o.in[0] + s * o.in[1];
+        const T* x = xs + sequence * strides[0] + s * strides[1];
+        for (I h = head_row; h < o.heads; h += kTableHeads * head_rows) {
+          Pair<T, V> g_read[kTableHeads], x_read[kTableHeads];
+#pragma unroll
+          for (int i = 0; i < kTableHeads; i++) {  // past the last head the first of these again, see rotate.cu
+            const I head = h + i * head_rows < o.heads ? h + i * head_rows : h;
+            read<(V > 1)>(g + head * o.in[2], I(o.in[3]), chunk, g_read[i]);
+            read<(V > 1)>(x + head * strides[2], I(strides[3]), chunk, x_read[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kTableHeads; i++) {
+            if (h + i * head_rows >= o.heads) break;
+            auto product = numbers_of(g_read[i]);
+            rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read[i])));
+            total.add(product);
+          }
+        }
+        entry += token_rows / copies;
+        copy += token_rows % copies;
+        if (copy >= tokens.copies) copy -= tokens.copies, entry++;
+      }
+    }
+  }
+
+  __shared__ A sums[kTableThreads][2 * V + 1];  // one more: neighbours are in different banks
+  const int first = int(threadIdx.z * blockDim.y * blockDim.x + threadIdx.x), step = int(blockDim.x);
+  A* const own = sums[first + int(threadIdx.y) * step];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    own[i] = total.sum.first[i] - total.over.first[i];
+    own[V + i] = total.sum.second[i] - total.over.second[i];
+  }
+  __syncthreads();
+  if (!inside) return;
+  const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  for (int i = int(threadIdx.y); i < 2 * V; i += thread_rows) {
+    A sum = A(0), over = A(0);
+    for (int other = 0; other < thread_rows; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
+    sum = scaled(sum - over, hi, lo);
+    // Of this channel's pair.
+    const I channel = i < V ? chunk.first + i : chunk.second + (i - V), pairs = I(p.rotary_dim / 2);
+    const bool of_sin = interleaved ? channel % 2 != 0 : channel >= pairs;
+    const I at = row * pairs + (interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
+    if (of_sin && p.inverse) sum = -sum;
+    void* const to = of_sin ? t.sin_grad : t.cos_grad;
+    if (a.table_dtype == DType::kFloat) {
+      round_to(sum, static_cast<float*>(to)[at]);
+    } else {
+      round_to(sum, static_cast<T*>(to)[at]);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, cudaStream_t stream) {
+  return with_type(b.rotate.x_dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const auto with_vector = [&](auto v) {
+      constexpr int V = decltype(v)::value;
+      return start(plan.grid, plan.block, stream,
+                   b.rotate.params.interleaved ? table_backward_kernel<T, V, true> : table_backward_kernel<T, V, false>,
+                   b, plan.tiling);
+    };
+    constexpr int full = 16 / sizeof(T);
+    return plan.tiling.tiling.vector == full ? with_vector(std::integral_constant<int, full>())
+                                             : with_vector(std::integral_constant<int, 1>());
+  });
+}
+
+}  // namespace rope::cuda
