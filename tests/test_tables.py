@@ -46,7 +46,7 @@ def assert_sums(actual, expected, magnitudes, arithmetic, terms):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size,source,layouts,with_k,flags", table_cases())
+@pytest.mark.parametrize("size,source,layouts,with_k,flags", list(table_cases()))
 def test_gradients_of_tables(size, source, layouts, with_k, flags, dtype, device):
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
