@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cases import checks_ranges
+from cases import EMULATED, checks_ranges
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,6 +126,8 @@ def test_autocast_changes_nothing():
 
 @pytest.mark.parametrize("kind,max_position", WITH_TABLES)
 def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, device):
+    if EMULATED:
+        pytest.skip("the emulator does not know the memory of storages that are copied or unpickled")
     rope = module(kind, max_position).to(device)
     assert not rope.state_dict()
     rope.load_state_dict({})
@@ -137,8 +139,7 @@ def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, devic
         "inside": torch.nn.Sequential(module(kind, max_position, device="meta")).to_empty(device=device)[0],
         "emptied": copy.deepcopy(rope).to_empty(device=device),
         "deepcopy": copy.deepcopy(rope),
-        # Copied once more, because the emulator of CUDA knows only the memory that torch allocates.
-        "pickle": copy.deepcopy(pickle.loads(pickle.dumps(rope.cpu()))).to(device),
+        "pickle": pickle.loads(pickle.dumps(rope.cpu())).to(device),
     }
     rope.to(device)
     q, k = some(device)
