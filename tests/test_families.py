@@ -1,6 +1,7 @@
 """torch_rope under tiny random models of every family: logits, and in a training step all gradients, are those of the
 unpatched model. The families are the rows of docs/families.md."""
 
+import functools
 import importlib
 import pkgutil
 import re
@@ -113,10 +114,11 @@ def pixtral():
 CASES = {
     **{
         name: lambda name=name: causal(name)
-        for name in (
-            "apertus cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_neox granite helium llama mistral "
-            "nanochat nemotron olmo2 olmo3 persimmon qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
-        ).split()
+        for name in [
+            "apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
+            "glm4", "gpt_neox", "granite", "helium", "llama", "mistral", "nanochat", "nemotron", "olmo2",
+            "olmo3", "persimmon", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+        ]  # fmt: skip
     },
     **{name: lambda name=name: causal(name, **MOE) for name in ("gpt_oss", "mixtral", "qwen3_moe")},
     "deepseek_v2": lambda: causal("deepseek_v2", **MOE | MLA),
@@ -178,12 +180,9 @@ def test_family(family, monkeypatch):
     expected, expected_gradients = train_step(model, inputs)
     calls = set()
     for name in ("_rotate", "_rotate_qk"):
-
-        def counted(*args, operator=getattr(integration, name), **kwargs):
-            calls.add(operator.name().removeprefix("rope::"))
-            return operator(*args, **kwargs)
-
-        monkeypatch.setattr(integration, name, counted)
+        operator = getattr(integration, name)
+        count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
+        monkeypatch.setattr(integration, name, count)
     handle = integration.patch(model)
     calls.clear()  # of patch itself
     actual, gradients = train_step(model, inputs)
@@ -219,7 +218,8 @@ ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tra
 
 def test_all_modeling_files():
     """Which of their functions are rotations that torch_rope knows, found without a model."""
-    served, refused, types = defaultdict(set), set(), {}
+    # hunyuan_vl's function is a rotation, but not with its table: see test_transformers.py.
+    served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():
         family, rebuilder = file.__name__.split(".")[-2], integration._Rebuilder()
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
@@ -233,7 +233,7 @@ def test_all_modeling_files():
                 continue
             if new is not function:
                 for call in new._torch_rope:
-                    served[call.split("torch.ops.rope.")[1]].add(family)
+                    served[str(call).split("torch.ops.rope.")[1]].add(family)
             elif re.match("_?apply_(rotary|rope)", method):
                 refused.add(family)
     assert {call: sorted(families - refused) for call, families in served.items()} == {
@@ -243,5 +243,5 @@ def test_all_modeling_files():
 
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call))
     assert all(types[family] & INTERLEAVED for family in interleaved)
-    assert INTERLEAVED - ELSEWHERE <= set().union(*(types[family] for family in interleaved))
+    assert (INTERLEAVED - ELSEWHERE).issubset(set().union(*(types[family] for family in interleaved)))
     assert ROPE_INTERLEAVE <= INTERLEAVED

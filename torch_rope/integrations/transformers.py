@@ -6,12 +6,13 @@ rotates q and k with them. :func:`patch` lets torch_rope do the work of that fun
 with it every kind of frequencies and positions that transformers knows.
 """
 
+import copy
 import functools
 import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ def patch(model: nn.Module) -> "Patch":
                 raise NotImplementedError(f"{where} rotates by no function that could be replaced")
     if not replaced:
         raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
+    calls = {call for r in replaced for call in r.method.__func__._torch_rope}
+    for path, module in model.named_modules():
+        for tables in _sample_tables(module):
+            if not any(call.of_parts or _has_form(call.rotation.tables, *tables) for call in calls):
+                raise NotImplementedError(f"{name} is not patched: {path} has two angles for the channels of a pair")
     for r in replaced:
         vars(r.module)[r.slot] = r.method
     return Patch(model, replaced)
@@ -113,7 +119,7 @@ class Patch:
         lines = {}
         for r in self._replaced:
             path = re.sub(r"\b\d+\b", "*", f"{r.path}.{r.method.__name__}".lstrip("."))
-            line = f"{path} of %d {type(r.module).__name__}: {', '.join(r.method.__func__._torch_rope)}"
+            line = f"{path} of %d {type(r.module).__name__}: {'; '.join(map(str, r.method.__func__._torch_rope))}"
             lines[line] = lines.get(line, 0) + 1
         for path, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -147,6 +153,31 @@ _TABLES = {
 }
 # The last is DeepSeek V3's: of pair i, channels 2i and 2i + 1, the result goes to channels i and i + rotary_dim / 2.
 _PAIRINGS = ["half-split", "interleaved", "interleaved in, half-split out"]
+
+
+def _has_form(form: str, *tables: Tensor) -> bool:
+    make, read = _TABLES[form]
+    return len(tables) == 2 and all(map(torch.equal, make(*read(*tables)), tables))
+
+
+def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a rotary module makes of positions, along one axis or more, in all shapes that it takes. A function may be a
+    rotation, and turn the channels of a pair by different angles nevertheless, if the table says so."""
+    if list(inspect.signature(module.forward).parameters)[:2] != ["x", "position_ids"]:
+        return
+    module = copy.deepcopy(module)  # frequencies may change by length
+    x = torch.zeros(1, 5, 1, device=next((t.device for t in module.buffers()), None))
+    if x.is_meta:
+        return
+    for shape in ((4, 1, 5), (3, 1, 5), (2, 1, 5), (2, 5), (5, 2), (1, 5)):
+        positions = (3 * torch.arange(torch.Size(shape).numel(), device=x.device) % 7).view(shape)
+        for layer_type in getattr(module, "layer_types", [None]):
+            try:
+                tables = module(x, positions, *([] if layer_type is None else [layer_type]))
+            except Exception:  # not for such positions
+                continue
+            if isinstance(tables, tuple):
+                yield tables
 
 
 def _seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
@@ -204,6 +235,18 @@ class _Rotation:
             return (q, k) if as_it_is else (q.transpose(-3, -2), k.transpose(-3, -2))
 
         return one, two
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: str
+    operator: str
+    rotation: _Rotation
+    of_parts: bool = False  # called by another rotary function, with parts of x and of the tables
+
+    def __str__(self):
+        inverse = ", inverse" if self.rotation.inverse else ""
+        return f"{self.function} is torch.ops.rope.{self.operator}, {self.rotation.pairing}{inverse}"
 
 
 class _RotaryFunction:
@@ -300,9 +343,7 @@ class _RotaryFunction:
         )
         new = self._calling(self.rotation, any(self._call(self.function, sample) for sample in without_k))
         new.__name__ = new.__qualname__ = name
-        operator = "rotate" if len(self.tensors) == 1 else "rotate_qk"
-        inverse = ", inverse" if self.rotation.inverse else ""
-        new._torch_rope = (f"{name} is torch.ops.rope.{operator}, {self.rotation.pairing}{inverse}",)
+        new._torch_rope = (_Call(name, "rotate" if len(self.tensors) == 1 else "rotate_qk", self.rotation),)
         return new
 
 
@@ -372,7 +413,7 @@ class _Rebuilder:
         return self._copy(function, own, function.__closure__, sum((f._torch_rope for f in new.values()), ()))
 
     @staticmethod
-    def _copy(function: Callable, own_globals: dict, closure: tuple | None, calls: tuple[str, ...]) -> Callable:
+    def _copy(function: Callable, own_globals: dict, closure: tuple | None, calls: tuple[_Call, ...]) -> Callable:
         new = types.FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
         functools.update_wrapper(new, function)
         del new.__wrapped__  # else inspect and torch.compile take function itself
@@ -392,6 +433,7 @@ class _Rebuilder:
                     new = function
                 if new is function:
                     raise NotImplementedError(f"calls {name}: {error}") from None
+                new._torch_rope = tuple(replace(call, of_parts=True) for call in new._torch_rope)
                 self._replacements[function] = new
         return self._replacements[function]
 

@@ -1,0 +1,472 @@
+"""patch and kernelize of models of transformers: what changes, what does not, what is refused, and the ways to run a
+model. That it is right for every family is in test_families.py."""
+
+import copy
+import io
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+
+transformers = pytest.importorskip("transformers")
+
+from torch_rope.integrations import transformers as integration  # noqa: E402
+from torch_rope.integrations.transformers import patch  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+
+# Of the largest logit, and of the largest gradient; why, is said in test_families.py.
+LOGITS, GRADIENTS = 4e-6, 1.5e-5
+SMALL = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0,
+    bos_token_id=1, eos_token_id=None,
+)  # fmt: skip
+
+
+def make(model_type="llama", attention="sdpa", **changes):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def tokens(batch=2, seq=12):
+    return torch.randint(3, 96, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+def difference(actual, expected):
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of torch_rope's operators, by the replacements."""
+    counted = []
+    for name in ("_rotate", "_rotate_qk"):
+        operator = getattr(integration, name)
+        monkeypatch.setattr(
+            integration, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
+        )
+    return counted
+
+
+def pair(**options):
+    """(unpatched, patched), of the same weights."""
+    stock = make(**options)
+    model = copy.deepcopy(stock)
+    patch(model)
+    return stock, model
+
+
+# ---- What patch changes ----
+
+
+def test_only_this_model_changes(calls):
+    model, other = make(), make()
+    expected = model(tokens()).logits
+    before = dict(vars(sys.modules[type(model).__module__]))
+    handle = patch(model)
+    calls.clear()
+    for stock in (other, make()):  # one from before, one from after
+        assert torch.equal(stock(tokens()).logits, expected)
+    assert not calls and vars(sys.modules[type(model).__module__]) == before
+    assert difference(model(tokens()).logits, expected) < LOGITS
+    assert len(calls) == 2  # layers
+    handle.undo()
+    assert torch.equal(model(tokens()).logits, expected)
+    assert len(calls) == 2
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_handle_says_what_it_replaced():
+    handle = patch(make())
+    assert str(handle).splitlines() == [
+        "torch_rope in LlamaForCausalLM:",
+        "  model.layers.*.self_attn.forward of 2 LlamaAttention: "
+        "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split",
+        "  model.rotary_emb.inv_freq: 8 frequencies, as before",
+    ]
+    handle.undo()
+    assert str(handle) == "torch_rope is not in LlamaForCausalLM any more"
+
+
+def test_context_manager_and_undo_twice(calls):
+    model = make()
+    with patch(model) as handle:
+        calls.clear()
+        model(tokens())
+        assert len(calls) == 2
+    model(tokens())
+    handle.undo()
+    assert len(calls) == 2
+    with patch(model), pytest.raises(ValueError, match="calls torch_rope already"):
+        patch(model)
+
+
+def test_undo_says_what_is_in_its_way():
+    model = make()
+    handle = patch(model)
+    attention = model.model.layers[1].self_attn
+    ours, attention.forward = attention.forward, lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="model.layers.1.self_attn.forward was replaced since"):
+        handle.undo()
+    assert "rotate_qk" in str(handle)  # of both layers still
+    attention.forward = ours
+    handle.undo()
+
+
+def test_what_patch_leaves_alone(calls):
+    model = make()
+    state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    handle = patch(model)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert list(model.state_dict()) == list(state)
+    copied = copy.deepcopy(model)
+    assert all(module.forward.__self__ is module for module in copied.modules())
+    loaded, file = pickle.loads(pickle.dumps(model)), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    expected = model(tokens()).logits
+    for other, patched in ((copied, True), (loaded, False), (torch.load(file, weights_only=False), False)):
+        calls.clear()
+        assert difference(other(tokens()).logits, expected) < LOGITS
+        assert len(calls) == (2 if patched else 0)
+    handle.undo()
+    with pytest.raises(ValueError, match="what it was copied from"):
+        patch(copied)
+    handle = patch(loaded)
+    calls.clear()
+    loaded(tokens())
+    assert len(calls) == 2
+
+
+def test_save_pretrained(tmp_path):
+    model = make()
+    patch(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert difference(loaded(tokens()).logits, model(tokens()).logits) < LOGITS
+
+
+@pytest.mark.parametrize("undo_first", [True, False], ids=["undo first", "remove hooks first"])
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patch first", "hooks first"])
+def test_hooks_of_accelerate(patch_first, undo_first, calls):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = make()
+    expected = model(tokens()).logits
+
+    class Hook(hooks.ModelHook):
+        def post_forward(self, module, output):
+            calls.append("hook")
+            return output
+
+    if patch_first:
+        handle = patch(model)
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer.self_attn, Hook())
+    if not patch_first:
+        handle = patch(model)
+    calls.clear()
+    assert difference(model(tokens()).logits, expected) < LOGITS
+    assert calls == [integration.torch.ops.rope.rotate_qk.default, "hook"] * 2
+    if undo_first:
+        handle.undo()
+        calls.clear()
+        model(tokens())
+        assert calls == ["hook"] * 2
+    hooks.remove_hook_from_submodules(model)
+    handle.undo()
+    calls.clear()
+    assert torch.equal(model(tokens()).logits, expected)
+    assert calls == []
+
+
+# ---- What it refuses ----
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def pairwise(x):
+    return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+
+def apply_rotary_vjepa2(q, k, cos, sin, unsqueeze_dim=1):
+    """Pairs (2i, 2i + 1), but a table for pairs (i, i + rotary_dim / 2)."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half].repeat(1, 1, 1, 2), sin[..., :half].repeat(1, 1, 1, 2)
+    return q * cos + pairwise(q) * sin, k * cos + pairwise(k) * sin
+
+
+def apply_rotary_of_last_channels(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    n = cos.shape[-1]
+
+    def turn(x):
+        rest, x = x[..., : x.shape[-1] - n], x[..., x.shape[-1] - n :]
+        return torch.cat([rest, x * cos + rotate_half(x) * sin], -1)
+
+    return turn(q), turn(k)
+
+
+def apply_rotary_of_a_longer_k(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    n = q.shape[-2]
+    return q * cos[..., -n:, :] + rotate_half(q) * sin[..., -n:, :], k * cos + rotate_half(k) * sin
+
+
+def apply_rotary_scaled(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return 2 * (q * cos + rotate_half(q) * sin), k * cos + rotate_half(k) * sin
+
+
+def apply_rotary_at_positions(q, k, cos, sin, position_ids, unsqueeze_dim=1):
+    cos, sin = cos[position_ids].unsqueeze(unsqueeze_dim), sin[position_ids].unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def apply_rotary_of_a_name_only(x):
+    return x
+
+
+UNKNOWN = [f for name, f in list(globals().items()) if name.startswith("apply_rotary")]
+
+
+rotary_of_the_test = None
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return rotary_of_the_test(q, k, cos, sin)
+
+
+@pytest.mark.parametrize("function", [*UNKNOWN, rotate_half], ids=lambda f: f.__name__)
+def test_unknown_function_is_refused(function, monkeypatch):
+    """With a llama beside it, which stays as it is too."""
+    monkeypatch.setitem(globals(), "rotary_of_the_test", function)
+    model = nn.ModuleDict({"llama": make(), "attention": Attention()})
+    with pytest.raises(NotImplementedError, match=r"Attention.forward of attention calls rotary_of_the_test: "):
+        patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_models_that_are_refused():
+    vjepa2 = transformers.VJEPA2Config(
+        hidden_size=48, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1.0, crop_size=16, patch_size=8,
+        frames_per_clip=2, pred_hidden_size=48, pred_num_hidden_layers=1, pred_num_attention_heads=2,
+    )  # fmt: skip
+    hunyuan_vl = transformers.models.hunyuan_vl.HunYuanVLTextConfig(
+        **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+    )
+    for config, message in [
+        (
+            vjepa2,
+            r"VJEPA2RopeAttention.apply_rotary_embeddings of .* calls rotate_queries_or_keys: of unknown arguments",
+        ),
+        (hunyuan_vl, r"rotary_emb has two angles for the channels of a pair"),
+    ]:
+        model = transformers.AutoModel.from_config(config)
+        with pytest.raises(NotImplementedError, match=message):
+            patch(model)
+        assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(ValueError, match="no module of it calls a rotary function"):
+        patch(make("gpt2", n_embd=64, n_layer=1, n_head=4))
+    model = make()
+    model.model.layers[0].self_attn.forward = lambda *args, **kwargs: None
+    with pytest.raises(
+        NotImplementedError, match=r"LlamaAttention.forward of model.layers.0.self_attn was replaced by"
+    ):
+        patch(model)
+
+
+# ---- Ways to run a model ----
+
+
+@pytest.mark.parametrize("model_type, attention", [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa")])
+def test_left_padding(model_type, attention):
+    stock, model = pair(model_type=model_type, attention=attention)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = dict(input_ids=tokens() * mask, attention_mask=mask, position_ids=positions)
+    expected = stock(**inputs).logits[mask == 1]  # what stands at the padding is no one's
+    assert difference(model(**inputs).logits[mask == 1], expected) < LOGITS
+    alone = stock(tokens()[1:, 5:]).logits
+    assert difference(model(**inputs).logits[1:, 5:], alone) < LOGITS
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_sequences(attention):
+    """One row of two sequences is, by its position_ids, as each alone."""
+    stock, model = pair(attention=attention)
+    ids, positions = tokens(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([stock(ids[:, :5]).logits, stock(ids[:, 5:]).logits], 1)
+    assert difference(packed, stock(ids, position_ids=positions, use_cache=False).logits) < LOGITS
+    assert difference(packed, alone) < LOGITS
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "cohere2"])
+def test_generate(model_type, cache, calls):
+    """Greedy, with left padding: the same tokens, from the same logits, over more tokens than a window."""
+    window = {} if model_type == "llama" else {"sliding_window": 4}
+    stock, model = pair(model_type=model_type, attention="eager" if model_type == "gemma2" else "sdpa", **window)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    options = dict(
+        attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=cache, disable_compile=True,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    expected = stock.generate(tokens(2, 6), **options)
+    calls.clear()
+    actual = model.generate(tokens(2, 6), **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert difference(torch.stack(actual.logits), torch.stack(expected.logits)) < LOGITS
+    layers_that_rotate = 2 if model_type != "cohere2" else len([t for t in stock.config.layer_types if "sliding" in t])
+    assert len(calls) == 12 * layers_that_rotate
+
+
+def test_lengths_of_longrope():
+    """The rotary module goes on to choose the frequencies by the length: here short ones up to 8 tokens."""
+    factors = dict(short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)])
+    rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=8, **factors)
+    stock, model = pair(model_type="phi3", rope_parameters=rope)
+    for seq in (6, 12, 6):
+        assert difference(model(tokens(2, seq)).logits, stock(tokens(2, seq)).logits) < LOGITS
+
+
+def train(model, **options):
+    """(loss, all gradients)."""
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, **options):
+        loss = model(tokens(), labels=tokens()).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant, calls):
+    stock, model = pair()
+    loss, expected = train(stock, enabled=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls.clear()
+    checkpointed, gradients = train(model, enabled=False)
+    assert len(calls) == 4  # each layer twice
+    assert difference(checkpointed, loss) < LOGITS and difference(gradients, expected) < GRADIENTS
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_autocast(attention):
+    """q and k stay bfloat16, where the unpatched model has them in float32 until attention rounds them: what is rounded
+    differs by float32 rounding, so one number in some hundreds by an ulp of bfloat16, 2^-8."""
+    stock, model = pair(attention=attention)
+    exact, _ = train(copy.deepcopy(stock), enabled=False)
+    (loss, expected), (ours, gradients) = train(stock), train(model)
+    assert difference(ours, loss) < 2**-8 and difference(gradients, expected) < 2**-5
+    assert abs(ours - exact) < 2 * abs(loss - exact) + 2**-8 * exact
+
+
+def test_autocast_keeps_the_dtype(calls):
+    _, model = pair()
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(tokens(), past_key_values=cache)
+        model(tokens(2, 1), past_key_values=cache)
+    assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == torch.bfloat16
+    assert cache.layers[0].keys.shape[-2] == 13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_of_weights(dtype):
+    """Both are near to the float64 model; transformers rounds five times where torch_rope rounds once."""
+    exact = make().double()
+    expected = exact(tokens()).logits
+    stock, model = (m.to(dtype) for m in pair())
+    stock, ours = stock(tokens()).logits, model(tokens()).logits
+    assert ours.dtype == dtype
+    # The tables of a float64 model are float32: the rotary module computes in float32.
+    assert difference(ours.double(), expected) < max(1.5 * difference(stock.double(), expected), 1e-12)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "cohere", "gptj"])
+def test_compile(model_type):
+    """In one graph, to train too; patching and undoing compile it again."""
+    options = dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8) if model_type == "gptj" else {}
+    model = make(model_type, attention="eager", **options)
+    expected, gradients = model(tokens()).logits, train(copy.deepcopy(model), enabled=False)[1]
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(sum("rope.rotate" in str(node.target) for node in module.graph.nodes))
+        return aot_eager(module, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with patch(model):
+        assert difference(compiled(tokens()).logits, expected) < LOGITS
+        assert difference(train(compiled, enabled=False)[1], gradients) < GRADIENTS
+    model.eval()
+    assert difference(compiled(tokens()).logits, expected) < LOGITS
+    calls = 4 if model_type == "gptj" else 2
+    assert graphs == [calls, calls, 0]
+
+
+def test_compiled_decoding_with_a_static_cache():
+    stock, model = pair()
+    options = dict(max_new_tokens=8, do_sample=False, cache_implementation="static")
+    expected = stock.generate(tokens(1, 6), disable_compile=True, **options)
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=True)
+    compiled._compile_all_devices = True  # else not on the CPU
+    assert torch.equal(model.generate(tokens(1, 6), compile_config=compiled, **options), expected)
+    assert frames["ok"] == frames["total"] > 0
+
+
+def test_k_may_be_none_where_it_may_be():
+    """Qwen4's indexer rotates q alone."""
+
+    def apply_rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        q = q * cos + rotate_half(q) * sin
+        return q if k is None else (q, k * cos + rotate_half(k) * sin)
+
+    new = integration._RotaryFunction(apply_rotary).replacement("apply_rotary")
+    q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
+    assert torch.equal(new(q, None, angle.cos(), angle.sin()), apply_rotary(q, None, angle.cos(), angle.sin()))
+    for actual, expected in zip(
+        new(q, k, angle.cos(), angle.sin()), apply_rotary(q, k, angle.cos(), angle.sin()), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
+
+
+# ---- kernelize ----
+
+KERNELIZE = Path(__file__).with_name("kernelize.py")
+
+
+def test_kernelize():
+    """In a process of its own, as transformers makes modules of functions when it is imported."""
+    pytest.importorskip("kernels", reason="transformers' kernelize needs the kernels package")
+    result = subprocess.run([sys.executable, KERNELIZE], capture_output=True, encoding="utf-8", timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    # Half-split with each angle twice and once, by the negative angle, and interleaved.
+    families, modes = ["llama", "gpt_oss", "nanochat", "openai_privacy_filter"], ["INFERENCE", "TRAINING"]
+    modes_of = {"llama": modes + [f"{mode}|TORCH_COMPILE" for mode in modes]}
+    assert [(f["family"], f["mode"]) for f in found] == [(f, mode) for f in families for mode in modes_of.get(f, modes)]
+    for f in found:
+        assert f["calls"] == 2, f  # layers
+        assert f["logits"] < LOGITS and f["gradients"] < GRADIENTS, f
+        assert f["undone"] == 0, f
