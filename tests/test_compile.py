@@ -1045,7 +1045,7 @@ def learned(source, device):
         )
     assert source == "axes"
     return [torch.stack([freq, 1 - freq])], lambda q, k, f, n: rope.rotate_qk(
-        q, k, *torch_rope.axial_cos_sin((torch.arange(q.shape[1], device=device) + n).expand(2, 1, -1), f)
+        q, k, *rope._axial_cos_sin((torch.arange(q.shape[1], device=device) + n).expand(2, 1, -1), f)
     )
 
 
