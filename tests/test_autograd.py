@@ -84,15 +84,13 @@ def test_backward_complains_if_what_it_saved_was_written(device):
 
 
 @pytest.mark.parametrize("name", ["cos", "sin", "inv_freq"])
-@pytest.mark.parametrize(
-    "op, count", [("rotate", 1), ("rotate_qk", 2), ("norm_rotate_qk", 2), ("_norm_rotate_qk_backward", 4)]
-)
-def test_angles_have_no_gradient(op, count, name, device):
+@pytest.mark.parametrize("op, count", [("norm_rotate_qk", 2), ("_norm_rotate_qk_backward", 4)])
+def test_the_norm_has_no_gradient_of_angles(op, count, name, device):
     x = torch.randn(4, 3, 8, device=device)
     freq = torch_rope.inv_freq(8, device=device)
     cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
     a = {"inv_freq": freq} if name == "inv_freq" else {"cos": cos, "sin": sin}
-    tensors = (x,) * count + ((x[0, 0], x[0, 0]) if "norm" in op else ())
+    tensors = (x,) * count + (x[0, 0], x[0, 0])
     call = getattr(rope, op)
     with torch.no_grad():
         call(*tensors, **a | {name: a[name].clone().requires_grad_()})
@@ -102,21 +100,261 @@ def test_angles_have_no_gradient(op, count, name, device):
         call(*tensors, **a | {name: fwAD.make_dual(a[name], torch.ones_like(a[name]))})
 
 
-def test_cos_sin_has_no_gradient(device):
-    positions, freq = torch.rand(4, device=device), torch_rope.inv_freq(8, device=device)
-    for p, f, name in (
-        (positions.clone().requires_grad_(), freq, "positions"),
-        (positions, freq.clone().requires_grad_(), "inv_freq"),
+# ---- learned tables and frequencies ----
+
+EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+LEARNED = {
+    # name: (shape of what is learned for batch 2, seq 4, rotary_dim 6; the other arguments)
+    "table": ((12, 3), {"offset": 5}),
+    "table at positions [S]": ((12, 3), {"positions": [3, 0, 2, 3], "offset": 1}),
+    "table at positions [1,S]": ((12, 3), {"positions": [[11, 0, 2, 9]], "inverse": True}),
+    "table at positions [B,S]": ((12, 3), {"positions": [[3, 0, 2, 9], [1, 1, 5, 4]], "attention_factor": 1.3}),
+    "token": ((2, 4, 3), {"attention_factor": -0.7}),
+    "token shared": ((1, 4, 3), {"inverse": True}),
+    "inv_freq": ((3,), {"offset": 3, "attention_factor": 1.3}),
+    "inv_freq at positions [S]": ((3,), {"positions": [3, 0, -2, 9], "inverse": True}),
+    "inv_freq at positions [B,S]": ((3,), {"positions": [[3, 0, 2, 9], [1, 1, 5, 4]], "offset": -2}),
+}
+
+
+def learned(source, interleaved, device, dtype=torch.float64):
+    """(what is learned, function of (tensors to rotate..., what is learned) -> tuple)"""
+    shape, options = LEARNED[source]
+    options = options | {"interleaved": interleaved}
+    if "positions" in options:
+        options["positions"] = torch.tensor(options["positions"], device=device)
+    names = ["inv_freq"] if len(shape) == 1 else ["cos", "sin"]
+
+    def rotated(*tensors):
+        xs, angles = tensors[: -len(names)], dict(zip(names, tensors[-len(names) :], strict=True))
+        return (rope.rotate if len(xs) == 1 else rope.rotate_qk)(*xs, **angles, **options)
+
+    return [torch.rand(shape, device="cpu").to(dtype).to(device).requires_grad_() for _ in names], rotated
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("source", LEARNED)
+def test_gradcheck_of_learned_angles(source, interleaved, device):
+    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8))
+    angles, rotated = learned(source, interleaved, device)
+    for inputs in ((q, *angles), (q, k, *angles)):
+        assert gradcheck(rotated, inputs, **EVERY_MODE)
+        assert gradgradcheck(rotated, inputs, check_fwd_over_rev=True)
+
+
+def test_gradcheck_of_three_dimensions(device):
+    q, k = doubles(device, (4, 3, 8), (4, 1, 8))
+    for source in ("table", "token shared", "inv_freq"):
+        angles, rotated = learned(source, False, device)
+        assert gradcheck(rotated, (q, k, *angles), **EVERY_MODE)
+
+
+@pytest.mark.parametrize("with_k", [False, True])
+def test_gradcheck_of_the_gradient_of_tables(with_k, device):
+    """Any derivative of the operator that backward calls; none in cos and sin, which say but a shape."""
+    shapes = [(2, 4, 3, 8), (2, 4, 1, 8)]
+    g_q, g_k, q, k = doubles(device, *shapes, *shapes)
+    cos, sin = doubles(device, (12, 3), (12, 3))
+
+    def gradients(*tensors):
+        pairs = tensors if with_k else (tensors[0], None, tensors[1], None)
+        return rope._rotate_table_backward(*pairs, cos, sin, offset=3, attention_factor=1.3, inverse=True)
+
+    inputs = (g_q, g_k, q, k) if with_k else (g_q, q)
+    assert gradcheck(gradients, inputs, **EVERY_MODE)
+    assert gradgradcheck(gradients, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
+def test_gradcheck_of_cos_sin(shape, device):
+    positions, freq, on_axes, freqs = doubles(device, shape, (4,), (3, *shape), (3, 4))
+    options = {"attention_factor": 1.3, "dtype": torch.float64}
+    for function, inputs in (
+        (lambda p, f: rope.cos_sin(p, f, **options), (positions, freq)),
+        (lambda p, f: rope._axial_cos_sin(p, f, **options), (on_axes, freqs)),
+        (lambda f: rope._axial_cos_sin(on_axes.detach().mul(9).long(), f, **options), (freqs,)),
     ):
-        with pytest.raises(NotImplementedError, match=rf"rope.cos_sin: {name} requires grad"):
-            rope.cos_sin(p, f)
+        assert gradcheck(function, inputs, **EVERY_MODE)
+        assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+def test_integer_positions_have_no_gradient(device):
+    freq = torch_rope.inv_freq(8, device=device).requires_grad_()
+    cos, sin = rope.cos_sin(torch.arange(5, device=device), freq)
+    (cos + sin).sum().backward()
+    assert freq.grad.dtype == torch.float32
+    with torch.no_grad():
+        assert not rope.cos_sin(torch.arange(5, device=device), freq)[0].requires_grad
+
+
+@pytest.mark.parametrize("used", ["q", "k", "qk"])
+@pytest.mark.parametrize("needed", [{"cos"}, {"sin"}, {"cos", "sin"}, {"q", "cos"}, {"k", "sin"}, {"q", "k", "sin"}])
+def test_some_of_the_gradients(needed, used, device):
+    """Where the loss uses one output, or something is frozen: the gradients that are asked for, to the bit what the
+    operators give, and no others."""
+    inputs = dict(zip("qk", (torch.randn(2, 4, h, 8, device=device) for h in (3, 1)), strict=True))
+    inputs |= {name: torch.randn(4, 4, device=device) for name in ("cos", "sin")}
+    for name, t in inputs.items():
+        t.requires_grad_(name in needed)
+    outs = dict(zip("qk", rope.rotate_qk(**inputs, attention_factor=1.3), strict=True))
+    given = {name: torch.randn_like(outs[name]) for name in used}
+    if not any(outs[name].requires_grad for name in used):
+        return
+    torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
+    q, k, cos, sin = (t.detach() for t in inputs.values())
+    pairs = [*given.values(), None][:2], [*(inputs[name].detach() for name in used), None][:2]
+    expected = dict(
+        zip(
+            ("cos", "sin"),
+            rope._rotate_table_backward(*pairs[0], *pairs[1], cos, sin, attention_factor=1.3),
+            strict=True,
+        )
+    )
+    for name in used:
+        expected[name] = rope.rotate(given[name], cos, sin, attention_factor=1.3, inverse=True)
+    for name, t in inputs.items():
+        if name in needed and name in expected:
+            assert torch.equal(t.grad, expected[name])
+        else:
+            assert t.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_narrow_tables_have_their_dtype(dtype, device):
+    """Also those of the second order, whose tables are gradients."""
+    x = torch.randn(2, 4, 3, 8, device=device).to(torch.bfloat16).requires_grad_()
+    cos, sin = (torch.randn(4, 3, device=device).to(dtype).requires_grad_() for _ in "cs")
+    first = torch.autograd.grad(rope.rotate(x, cos, sin).float().square().sum(), (x, cos, sin), create_graph=True)
+    second = torch.autograd.grad(sum(g.float().square().sum() for g in first), (x, cos, sin))
+    for gradients in (first, second):
+        assert [g.dtype for g in gradients] == [torch.bfloat16, dtype, dtype]
+
+
+def test_x_is_saved_only_for_the_gradients_of_tables(device):
+    x = torch.randn(4, 3, 8, device=device)
+    scale = torch.ones(3, 8, device=device, requires_grad=True)
+    for needed in (False, True):
+        cos, sin = (torch.randn(4, 4, device=device, requires_grad=needed) for _ in "cs")
+        rotated = x * scale
+        out = rope.rotate(rotated, cos, sin)
         with torch.no_grad():
-            assert not rope.cos_sin(p, f)[0].requires_grad
-    with (
-        fwAD.dual_level(),
-        pytest.raises(NotImplementedError, match="rope.cos_sin: positions requires grad or has a tangent"),
+            rotated.zero_()
+        if needed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+
+
+def test_inv_freq_that_requires_grad_changes_no_value(device):
+    """Bit for bit: the tables that are made of it are the angles of the kernel."""
+    q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 4, 1, 8, device=device)
+    freq = torch_rope.inv_freq(8, device=device)
+    for more in ({"offset": 70000}, {"positions": torch.tensor([5, -3, 2**20, 7], device=device), "inverse": True}):
+        expected = rope.rotate_qk(q, k, inv_freq=freq, attention_factor=1.3, **more)
+        outs = rope.rotate_qk(q, k, inv_freq=freq.clone().requires_grad_(), attention_factor=1.3, **more)
+        for out, e in zip(outs, expected, strict=True):
+            assert out.requires_grad and torch.equal(out, e)
+
+
+def test_errors_of_learned_angles_are_those_of_the_operator(device):
+    x = torch.randn(4, 3, 8, device=device)
+    cos, freq = (torch.rand(shape, device=device, requires_grad=True) for shape in ((4, 5), (5,)))
+    for angles in ({"cos": cos, "sin": cos}, {"inv_freq": freq}):
+        with pytest.raises(ValueError, match="rope.rotate: .* rotary_dim 10 is larger than head_dim"):
+            rope.rotate(x, **angles)
+    with pytest.raises(ValueError, match="rope.rotate: cos without sin"):
+        rope.rotate(x, cos)
+    with pytest.raises(ValueError, match="rope.cos_sin: inv_freq has 2 dimensions"):
+        rope.cos_sin(torch.arange(3, device=device), cos)
+
+
+def test_torch_func_of_learned_angles(device):
+    """Every transform and their nesting agree with plain autograd."""
+    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8), requires_grad=False)
+    for source in LEARNED:
+        angles, rotated = learned(source, True, device)
+        inputs = (q, k, *(t.detach() for t in angles))
+        every = tuple(range(len(inputs)))
+
+        def loss(*inputs, rotated=rotated):
+            q, k = rotated(*inputs)
+            return (q.sin() * k.cos()).sum()
+
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        tangents = tuple(torch.randn_like(t) for t in inputs)
+        for actual in (
+            torch.func.grad(loss, every)(*inputs),
+            torch.func.vjp(loss, *inputs)[1](torch.ones((), dtype=q.dtype, device=device)),
+            [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs))],
+        ):
+            for x, y in zip(actual, expected, strict=True):
+                torch.testing.assert_close(x, y)
+        torch.testing.assert_close(
+            torch.func.jvp(loss, inputs, tangents)[1],
+            sum((x * y).sum() for x, y in zip(expected, tangents, strict=True)),
+        )
+
+
+def test_hessian_of_learned_angles(device):
+    (q,) = doubles(device, (1, 2, 1, 6), requires_grad=False)
+    for source in ("token shared", "inv_freq"):
+        shape = {"token shared": (1, 2, 3), "inv_freq": (3,)}[source]
+        name = "cos" if source == "token shared" else "inv_freq"
+        (angle,) = doubles(device, shape, requires_grad=False)
+        other = {"sin": angle.cos()} if name == "cos" else {"offset": 3}
+        f = lambda a: rope.rotate(q, **{name: a}, **other)  # noqa: B023, E731
+        g = lambda a: f(a).sin().sum()  # noqa: B023, E731
+        hessian = torch.autograd.functional.hessian(g, angle)
+        for actual in (
+            torch.func.hessian(g)(angle),
+            torch.func.jacrev(torch.func.jacrev(g))(angle),
+            torch.func.jacfwd(torch.func.jacfwd(g))(angle),
+            torch.func.jacrev(torch.func.jacfwd(g))(angle),
+        ):
+            torch.testing.assert_close(actual, hessian)
+        torch.testing.assert_close(torch.func.jacfwd(f)(angle), torch.func.jacrev(f)(angle))
+
+
+@pytest.mark.parametrize("mapped", ["x", "tables", "both"])
+def test_vmap_of_gradients_of_tables(mapped, device):
+    """Of each sample, whether it is one launch or a loop."""
+    x, cos, sin = (torch.randn(3, *shape, device=device) for shape in ((2, 4, 3, 8), (4, 4), (4, 4)))
+    dims = tuple(0 if mapped in (kind, "both") else None for kind in ("x", "tables", "tables"))
+    inputs = [t if d == 0 else t[0] for t, d in zip((x, cos, sin), dims, strict=True)]
+    gradient = torch.func.grad(lambda x, cos, sin: rope.rotate(x, cos, sin).sin().sum(), (0, 1, 2))
+    actual = torch.func.vmap(gradient, dims)(*inputs)
+    for i in range(3):
+        expected = gradient(*(t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a[i], e)
+    # Around the whole batch: the sum of the gradients of the samples where the tables are shared.
+    whole = torch.func.grad(
+        lambda *t: torch.func.vmap(lambda *t: rope.rotate(*t).sin().sum(), dims)(*t).sum(), (0, 1, 2)
+    )
+    for a, e, d in zip(whole(*inputs), actual, dims, strict=True):
+        torch.testing.assert_close(a, e if d == 0 else e.sum(0))
+
+
+@pytest.mark.parametrize("mapped", ["positions", "inv_freq", "both"])
+def test_vmap_of_cos_sin(mapped, device):
+    for op, positions, freq in (
+        (rope.cos_sin, torch.rand(3, 5, device=device), torch.rand(3, 4, device=device)),
+        (rope._axial_cos_sin, torch.rand(3, 2, 5, device=device), torch.rand(3, 2, 4, device=device)),
     ):
-        rope.cos_sin(fwAD.make_dual(positions, positions), freq)
+        dims = tuple(0 if mapped in (name, "both") else None for name in ("positions", "inv_freq"))
+        inputs = [t if d == 0 else t[0] for t, d in zip((positions, freq), dims, strict=True)]
+        samples = [[t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)] for i in range(3)]
+        for outs, *expected in zip(
+            torch.func.vmap(op, dims)(*inputs), *(op(*sample) for sample in samples), strict=True
+        ):
+            assert torch.equal(outs, torch.stack(expected))
+        gradient = torch.func.grad(lambda *t: sum(out.square().sin().sum() for out in op(*t)), (0, 1))  # noqa: B023
+        for outs, *expected in zip(
+            torch.func.vmap(gradient, dims)(*inputs), *(gradient(*sample) for sample in samples), strict=True
+        ):
+            torch.testing.assert_close(outs, torch.stack(expected))
 
 
 # ---- in place ----

@@ -1029,12 +1029,115 @@ def test_in_place_on_what_requires_grad_is_an_error(op, which, instead, backend,
         torch.compile(function, fullgraph=True, backend=backend)(*tensors)
 
 
+# ---- learned tables and frequencies ----
+
+
+def learned(source, device):
+    """(what is learned, function of (q, k, what is learned..., offset) -> q, k)"""
+    freq = torch_rope.inv_freq(4, device=device)
+    if source == "tables":
+        return [*tables(device, rotary_dim=4)], lambda q, k, c, s, n: rope.rotate_qk(q, k, c, s, offset=n)
+    if source == "inv_freq":
+        return [freq], lambda q, k, f, n: rope.rotate_qk(q, k, inv_freq=f, offset=n, attention_factor=1.2)
+    if source == "cos_sin":
+        return [freq], lambda q, k, f, n: rope.rotate_qk(
+            q, k, *rope.cos_sin(torch.arange(q.shape[1], device=device)[None] + n, f)
+        )
+    assert source == "axes"
+    return [torch.stack([freq, 1 - freq])], lambda q, k, f, n: rope.rotate_qk(
+        q, k, *rope._axial_cos_sin((torch.arange(q.shape[1], device=device) + n).expand(2, 1, -1), f)
+    )
+
+
+LEARNED = ["tables", "inv_freq", "cos_sin", "axes"]
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "q and k", "all but q and the last"])
+@pytest.mark.parametrize("source", LEARNED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_tables_that_require_grad_are_an_error(backend, device):
-    (q, _), (cos, sin) = qk(device), tables(device)
-    compiled = torch.compile(lambda x, cos, sin: rope.rotate(x, cos, sin), fullgraph=True, backend=backend)
+def test_compiled_gradients_of_learned_angles(backend, source, frozen, device):
+    if backend == "inductor":
+        backend = backend_of(device)
+    angles, function = learned(source, device)
+    inputs = [*qk(device), *angles]
+    needed = {"nothing": inputs, "q and k": angles, "all but q and the last": [inputs[0], angles[-1]]}[frozen]
+    seeds = qk(device)
+
+    def run(f):
+        leaves = [t.clone().requires_grad_(any(t is n for n in needed)) for t in inputs]
+        outs = f(*leaves, 3)
+        torch.autograd.backward(outs, seeds)
+        return (*outs, *(t.grad for t in leaves))
+
+    expected, actual = run(function), run(torch.compile(function, fullgraph=True, backend=backend))
+    for e, a, t in zip(expected, actual, [None, None, *inputs], strict=True):
+        assert (e is None) == (a is None) == (t is not None and not any(t is n for n in needed))
+        if a is not None:
+            torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("source", LEARNED)
+def test_all_lengths_and_offsets_of_learned_angles_run_one_program(source, device):
+    angles, function = learned(source, device)
+    counter = CompileCounterWithBackend(backend_of(device))
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for seq, offset in ((5, 4), (6, 2), (17, 30)):
+        inputs, seeds = [*qk(device, seq), *angles], qk(device, seq)
+        actual, expected = (outputs_and_gradients(f, inputs, seeds, n=offset) for f in (compiled, function))
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("source", LEARNED)
+def test_frequencies_are_learned(source, compile, device):
+    """From the angles of other frequencies, as the rotation shows them."""
+    angles, function = learned(source, device)
+    q, k = qk(device)
+    with torch.no_grad():
+        goal = function(q, k, *(a * 1.3 for a in angles), 1)
+    step = torch.compile(function, fullgraph=True) if compile else function
+    angles = [torch.nn.Parameter(a.clone()) for a in angles]
+    optimizer = torch.optim.Adam(angles, lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss = sum((out - g).square().mean() for out, g in zip(step(q, k, *angles, 1), goal, strict=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("op", ["rotate", "rotate_qk", "_rotate_table_backward"])
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.freq_dtype == torch.float32], ids=str)
+def test_opcheck_of_learned_angles(op, source, device):
+    angles = source.arguments(2, 3, 4, torch.float32, device)
+    xs = operands("rotate" if op == "rotate" else "rotate_qk", device, seq=3)
+    if op == "_rotate_table_backward":
+        if source.kind == "inv_freq":
+            return  # it has tables alone
+        xs += [torch.randn_like(x) for x in xs]
+    for name in ("cos", "sin", "inv_freq"):
+        if name in angles:
+            angles[name] = angles[name].detach().requires_grad_()
+    opcheck(op, [x.requires_grad_() for x in xs], angles | {"attention_factor": 1.2}, device)
+
+
+@pytest.mark.parametrize("op", ["cos_sin", "_axial_cos_sin"])
+def test_opcheck_of_learned_frequencies(op, device):
+    axes = () if op == "cos_sin" else (2,)
+    positions, freq = torch.rand(*axes, 5, 3, device=device), torch.rand(*axes, 4, device=device)
+    opcheck(op, (positions.requires_grad_(), freq.requires_grad_()), {"attention_factor": 1.2}, device)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_the_norm_with_tables_that_require_grad_is_an_error(backend, device):
+    tensors, (cos, sin) = operands("norm_rotate_qk", device), tables(device)
+    compiled = torch.compile(lambda *t: rope.norm_rotate_qk(*t), fullgraph=True, backend=backend)
     with pytest.raises((NotImplementedError, RuntimeError), match="cos requires grad, and its gradient is not"):
-        compiled(q, cos.requires_grad_(), sin)
+        compiled(*tensors, cos.requires_grad_(), sin)
 
 
 # ---- export ----
@@ -1500,6 +1603,15 @@ def test_flops_of_a_training_step(op, channel, device):
     with FlopCounterMode(display=False) as counter:
         sum(t.sum() for t in getattr(rope, op)(q, k, *weights, *tables(device))).backward()
     assert counter.get_total_flops() == channel * (q.numel() + k.numel())
+
+
+@pytest.mark.parametrize("with_k", [False, True])
+def test_flops_of_gradients_of_tables(with_k, device):
+    q, k = qk(device)
+    xs = [q, k] if with_k else [q, None]
+    with FlopCounterMode(display=False) as counter:
+        rope._rotate_table_backward(*xs, *xs, *tables(device))
+    assert counter.get_total_flops() == 4 * sum(x.numel() for x in xs if x is not None)
 
 
 # ---- CUDA graphs ----

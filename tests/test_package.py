@@ -68,4 +68,6 @@ def test_schemas():
         name: f"rope::{name}{schema}" for name, schema in schemas.items()
     }
     # The functions are the operators; the one that writes to a cache has no functional namesake to be told from.
-    assert {*schemas, "inv_freq"} == {*torch_rope.__all__} - {"rotate_into_cache"} | {"rotate_into_cache_"}
+    assert {*schemas, "inv_freq", "axial_cos_sin"} == {*torch_rope.__all__} - {"rotate_into_cache"} | {
+        "rotate_into_cache_"
+    }

@@ -144,3 +144,100 @@ def test_opcheck_of_axial_cos_sin(axes, device):
     count, axis_of = AXES[axes]
     freq = torch.rand(count, 8).to(device)
     opcheck("_axial_cos_sin", (torch.randint(0, 99, (count, 4, 3)).to(device), freq), {"attention_factor": 1.5}, device)
+
+
+# ---- autograd ----
+
+
+def plain_cos_sin(positions, inv_freq, factor=1.0):
+    """In torch's float64, on the CPU."""
+    angle = angle_of(positions, inv_freq)
+    return angle.cos() * factor, angle.sin() * factor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.kind == "inv_freq"], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient_of_inv_freq(source, interleaved, dtype, device):
+    """The sum over tokens of position * (sin_grad cos - cos_grad sin), where cos_grad and sin_grad are those of a table
+    by token. In float32 cos and sin are right to 5e-7, and some ten numbers are rounded for each term."""
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    size = SIZES[2]
+    batch, seq, *_, rotary_dim = size
+    flags = {"interleaved": interleaved, "inverse": not interleaved, "attention_factor": 1.3}
+    given, x, angles = make(size, source, ["bshd", "bhsd", "packed", "sbhd"], True, dtype, device, torch.float32)
+    freq = angles["inv_freq"].detach().requires_grad_()
+    outs = torch.ops.rope.rotate_qk(*x, **angles | {"inv_freq": freq}, **flags)
+    torch.autograd.backward(outs, given)
+
+    positions = angles.get("positions", torch.arange(seq)).cpu().expand(batch, seq) + angles.get("offset", 0)
+    cos, sin = plain_cos_sin(positions[None], freq.detach()[None])
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, cos, sin, **flags)
+    p = positions[..., None].numpy()
+    expected = (p * (sin_grad * cos.numpy() - cos_grad * sin.numpy())).sum((0, 1))
+    magnitude = (abs(p) * sum(magnitudes)).sum((0, 1))
+    limit = magnitude * (1e-12 if dtype == freq.dtype == torch.float64 else 5e-7 + 10 * 2**-24)
+    assert freq.grad.dtype == freq.dtype and (abs(numpy_of(freq.grad) - expected) <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("positions_dtype", [torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axes", AXES)
+def test_gradients_of_cos_sin(axes, positions_dtype, dtype, device):
+    """Against torch's autograd in float64, for gradients of the results' dtype. A term is the product of a gradient, cos
+    or sin, and a position or a frequency; in float32 cos and sin are right to 5e-7, and some ten numbers are rounded."""
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    count, axis_of = AXES[axes]
+    freq = torch.zeros(count, 24).scatter_(0, axis_of(24)[None], torch.logspace(0, -5, 24)[None]) + 0.01
+    positions = (torch.rand(count, 5, 40) * 200).to(positions_dtype)
+    given = [torch.randn(5, 40, 24).to(dtype) for _ in "cs"]
+    floating = positions.is_floating_point()
+
+    def gradients(function, *inputs):
+        inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
+        torch.autograd.backward(function(*inputs), [g.to(inputs[1].device) for g in given])
+        return [t.grad for t in inputs if t.requires_grad]
+
+    actual = gradients(
+        lambda p, f: torch.ops.rope._axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype),
+        positions.to(device),
+        freq.to(device),
+    )
+    exact = (positions.double() if floating else positions, freq.double())
+    given = [g.double() for g in given]
+    expected = gradients(lambda p, f: plain_cos_sin(p, f, 1.3), *exact)
+    sizes = 1.3 * (given[0].abs() + given[1].abs())
+    magnitudes = [(sizes * freq[:, None, None]).sum(-1)] * floating + [
+        (sizes * positions.double().abs().unsqueeze(-1)).sum((1, 2))
+    ]
+    for a, e, magnitude in zip(actual, expected, magnitudes, strict=True):
+        assert a.dtype == (positions_dtype if e.shape == positions.shape else torch.float32)
+        limit = torch.finfo(a.dtype).eps / 2 * e.abs() + magnitude * (5e-7 + 10 * 2**-24)
+        assert ((a.cpu().double() - e).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+def test_learned_tables_agree_with_plain_torch(table_dtype, device):
+    """Values and all gradients of rotate_qk against the rotation written out, in float64."""
+    x = [torch.randn(2, 6, heads, 16).to(torch.bfloat16) for heads in (3, 1)]
+    tables = [torch.randn(9, 6).to(table_dtype) for _ in "cs"]
+    positions = torch.randint(0, 9, (2, 6))
+
+    def plain(q, k, cos, sin):
+        c, s = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
+        for t in (q, k):
+            a, b, rest = t.split([6, 6, 4], -1)
+            yield torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+    leaves = [t.clone().to(device).requires_grad_() for t in (*x, *tables)]
+    exact = [t.double().requires_grad_() for t in (*x, *tables)]
+    outs = torch.ops.rope.rotate_qk(*leaves, positions=positions.to(device))
+    given = [torch.randn(out.shape).to(out.dtype) for out in outs]
+    torch.autograd.backward(outs, [g.to(device) for g in given])
+    torch.autograd.backward(list(plain(*exact)), [g.double() for g in given])
+    for leaf, e in zip(leaves, exact, strict=True):
+        error = (leaf.grad.cpu().double() - e.grad).abs()
+        # x: each element rounded once, of sums that may cancel; tables: as test_gradients_of_tables says.
+        assert (error <= torch.finfo(leaf.dtype).eps * e.grad.abs() + 1e-5).all()
