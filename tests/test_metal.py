@@ -350,6 +350,15 @@ def test_gradients_of_weights_over_many_wide_heads(device):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
 
 
+def test_small_terms_of_gradients_of_tables_are_not_lost(device):
+    """One thread sums all of them."""
+    given, x, positions = torch.ones(300, 1, 8), torch.ones(300, 1, 8), torch.ones(300, dtype=torch.int32)
+    given[0], given[..., 4:] = 2**25, 0
+    cos_grad, sin_grad = table_backward(given.to("mps"), x.to("mps"), *tables(2, 8), positions.to("mps"))
+    assert (cos_grad[1] == 2**25 + 300).all()  # 299 and a rounding
+    assert torch.equal(sin_grad, -cos_grad) and not cos_grad[0].any()
+
+
 def test_gradients_of_tables_that_overflow(device):
     """Infinite where the sum is, without a NaN; a NaN stays in its pair."""
     x = torch.ones(3, 2, 8)
