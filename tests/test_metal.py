@@ -310,6 +310,7 @@ def test_the_bits_of_the_cpu(device):
         for x, e in zip(torch.ops.rope.rotate_qk(q.to("mps"), k.to("mps"), **there, **options), expected, strict=True):
             assert torch.equal(x.cpu(), e)
     positions = torch.randint(-(2**40), 2**40, (3, 500))
+    positions[:, 250:] %= 7  # small turns of several axes are rounded where they are added
     for kind in (torch.int64, torch.float32):
         for op, given in (("cos_sin", positions[0]), ("_axial_cos_sin", positions)):
             freq = torch_rope.inv_freq(64) * torch.rand(*given.shape[:-1], 32)
@@ -348,6 +349,15 @@ def test_gradients_of_weights_over_many_wide_heads(device):
     for expected, found in zip(*results, strict=True):
         size = expected.abs().max().item()
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
+
+
+def test_small_terms_of_gradients_of_tables_are_not_lost(device):
+    """One thread sums all of them."""
+    given, x, positions = torch.ones(300, 1, 8), torch.ones(300, 1, 8), torch.ones(300, dtype=torch.int32)
+    given[0], given[..., 4:] = 2**25, 0
+    cos_grad, sin_grad = table_backward(given.to("mps"), x.to("mps"), *tables(2, 8), positions.to("mps"))
+    assert (cos_grad[1] == 2**25 + 300).all()  # 299 and a rounding
+    assert torch.equal(sin_grad, -cos_grad) and not cos_grad[0].any()
 
 
 def test_gradients_of_tables_that_overflow(device):
