@@ -39,7 +39,7 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 
 // A thread makes V columns of a row. several: axes, or none; one alone is not added to anything.
 template <typename T, int V, bool several>
-__global__ void __launch_bounds__(kThreads) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
+__global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= c.tokens) return;
