@@ -12,8 +12,8 @@ PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS)
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
   $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))
-SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py autograd.py errors.py any_call.py tables.py \
-  compile.py peers.py selfcheck.py)
+SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py tables.py autograd.py errors.py \
+  any_call.py compile.py peers.py selfcheck.py rotary_embedding.py multimodal.py)
 
 .PHONY: demo finetune test emulate simulate mutate bench gpu lint clean
 
