@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/promote_types.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -196,8 +197,9 @@ struct RotateQk : torch::autograd::Function<RotateQk> {
   }
 };
 
-// ---- learned tables: with derivatives in cos and sin too, which come first because k may be missing ----
+// ---- learned tables: with derivatives in cos and sin too ----
 
+// k may be missing, and needs_input_grad counts the tensors that are there: so it comes after the others.
 struct RotateLearned : torch::autograd::Function<RotateLearned> {
   static variable_list forward(AutogradContext* ctx, const Tensor& cos, const Tensor& sin, const Tensor& q,
                                const OptTensor& k, const OptTensor& positions, c10::SymInt offset,
@@ -216,7 +218,7 @@ struct RotateLearned : torch::autograd::Function<RotateLearned> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved s = saved(ctx);
-    variable_list result(4 + 6);
+    variable_list result(10);
     turn_back(ctx, s, grads, 2, result);
     const bool q = grads[0].defined(), k = grads.size() > 1 && grads[1].defined();
     if ((q || k) && (ctx->needs_input_grad(0) || ctx->needs_input_grad(1))) {
@@ -240,7 +242,7 @@ Tensor turned(const Tensor& x, ROPE_ANGLES) {
   return at::constant_pad_nd_symint(part, {0, head_dim - rotary_dim});
 }
 
-// The gradients of the tables are linear in the gradients of the results and in x. cos and sin say but their shape.
+// The gradients of the tables are linear in the gradients of the results and in x; cos and sin say only their shape.
 struct TableBackward : torch::autograd::Function<TableBackward> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q_out_grad, const Tensor& q,
                                const OptTensor& k_out_grad, const OptTensor& k, ROPE_ANGLES, const variable_list* own) {
@@ -266,15 +268,16 @@ struct TableBackward : torch::autograd::Function<TableBackward> {
   }
 };
 
-// ---- cos_sin: the gradient of an angle is h = sin_grad cos - cos_grad sin, and an angle is linear in its position and
-// in its frequency. cos and sin are made anew, because the results may be narrow. Sums of products, not products of
-// matrices, because of what autocast and TF32 do to these. ----
+// ---- cos_sin ----
+//
+// The gradient of an angle is h = sin_grad cos - cos_grad sin, and an angle is linear in positions and in frequencies.
+// cos and sin are made anew, because the results may be narrow, and so that forward over reverse has their tangents.
+// Sums of products, not products of matrices: autocast and TF32 would round the positions.
 
 at::ScalarType type_of_derivative(const Tensor& positions, const Tensor& inv_freq,
                                   std::optional<at::ScalarType> dtype) {
-  const auto wide = [](at::ScalarType type) { return type == at::kDouble; };
-  return wide(positions.scalar_type()) || wide(inv_freq.scalar_type()) || wide(dtype.value_or(at::kFloat)) ? at::kDouble
-                                                                                                           : at::kFloat;
+  const at::ScalarType type = at::promote_types(positions.scalar_type(), inv_freq.scalar_type());
+  return at::promote_types(type, dtype.value_or(at::kFloat));
 }
 
 // Positions [axes, *P] and frequencies [axes, pairs], as they meet in [axes, *P, pairs].
@@ -467,8 +470,8 @@ variable_list rotate_learned(const char* op, const Tensor& q, const OptTensor& k
   const RotateCall call = ROPE_CALL(op, &q, k ? &*k : nullptr, inverse);
   check(call, /*in_place=*/false);
   if (inv_freq) {
-    const auto [of_token, sin_of_token] = tables_of_tokens(call);
-    return rotate_learned(op, q, k, of_token, sin_of_token, std::nullopt, std::nullopt, 0, attention_factor,
+    const auto [cos_of_tokens, sin_of_tokens] = tables_of_tokens(call);
+    return rotate_learned(op, q, k, cos_of_tokens, sin_of_tokens, std::nullopt, std::nullopt, 0, attention_factor,
                           interleaved, inverse);
   }
   const Inputs in({*cos, *sin, q, k.value_or(Tensor())});
