@@ -163,7 +163,9 @@ def _has_form(form: str, *tables: Tensor) -> bool:
 def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """What a rotary module makes of positions, along one axis or more, in all shapes that it takes. A function may be a
     rotation, and turn the channels of a pair by different angles nevertheless, if the table says so."""
-    if list(inspect.signature(module.forward).parameters)[:2] != ["x", "position_ids"]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    arguments = code.co_varnames[1 : code.co_argcount] if code else ()
+    if arguments[:2] != ("x", "position_ids"):
         return
     module = copy.deepcopy(module)  # frequencies may change by length
     x = torch.zeros(1, 5, 1, device=next((t.device for t in module.buffers()), None))
@@ -171,9 +173,9 @@ def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         return
     for shape in ((4, 1, 5), (3, 1, 5), (2, 1, 5), (2, 5), (5, 2), (1, 5)):
         positions = (3 * torch.arange(torch.Size(shape).numel(), device=x.device) % 7).view(shape)
-        for layer_type in getattr(module, "layer_types", [None]):
+        for layer_type in [(t,) for t in module.layer_types] if "layer_type" in arguments else [()]:
             try:
-                tables = module(x, positions, *([] if layer_type is None else [layer_type]))
+                tables = module(x, positions, *layer_type)
             except Exception:  # not for such positions
                 continue
             if isinstance(tables, tuple):
@@ -297,7 +299,7 @@ class _RotaryFunction:
             if "unsqueeze_dim" in self.parameters:
                 sample["unsqueeze_dim"] = unsqueeze_dim
             if "position_ids" in self.parameters:  # functions that have it do nothing with it
-                sample["position_ids"] = torch.zeros(2, seq, dtype=torch.int64, device="cpu")
+                sample["position_ids"] = torch.zeros(2, table_seq, dtype=torch.int64, device="cpu")
             yield sample
 
     def _call(self, function: Callable, sample: dict[str, Any]) -> list[Tensor] | None:
@@ -330,17 +332,14 @@ class _RotaryFunction:
         # Written out: to bind *args and **kwargs takes longer than to rotate a token.
         source = f"rotate({', '.join(self.tensors)}, ({', '.join(self.tables)},), {unsqueeze_dim})"
         if k_may_be_none:
-            source += (
-                f" if {self.tensors[1]} is not None else original({', '.join(f'{n}={n}' for n in self.parameters)})"
-            )
+            call = ", ".join(f"{n}={n}" for n in self.parameters)
+            source += f" if {self.tensors[1]} is not None else original({call})"
         make = eval(f"lambda rotate, original: lambda {', '.join(arguments)}: {source}")
         return make(one if len(self.tensors) == 1 else two, self.function)
 
     def replacement(self, name: str) -> Callable:
         """A function with the same arguments that calls torch_rope."""
-        without_k = (
-            [s | {self.tensors[1]: None} for s in self._samples(self.rotation)] if len(self.tensors) == 2 else []
-        )
+        without_k = [s | {n: None} for s in self._samples(self.rotation) for n in self.tensors[1:]]
         new = self._calling(self.rotation, any(self._call(self.function, sample) for sample in without_k))
         new.__name__ = new.__qualname__ = name
         new._torch_rope = (_Call(name, "rotate" if len(self.tensors) == 1 else "rotate_qk", self.rotation),)
@@ -449,7 +448,8 @@ def kernel_mapping() -> dict:
             kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
 
     for every mode, on "cpu", "cuda" and "mps". It downloads nothing. kernels replaces a function for all models of its
-    modeling file, until the next ``kernelize`` of one of them. Functions without that name stay: :func:`patch` knows them.
+    modeling file, until the next ``kernelize`` of one of them. Functions without that name stay: :func:`patch` knows them,
+    and looks at the tables of the rotary module too, which a kernel does not see.
     """
     from kernels import LocalLayerRepository, Mode
 
