@@ -262,6 +262,30 @@ def norm_training(table: Table) -> None:
         table.row(f"{name}, HF compiled", t["ours"], t["compiled"], None, higher_is_better=True)
 
 
+def learned(table: Table) -> None:
+    """rotate_qk forward and backward of 2048 tokens where cos and sin are learned, against transformers' function."""
+    angle = torch_rope.cos_sin(torch.arange(2048), torch_rope.inv_freq(128))
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, *_ = (t.requires_grad_() for t in qkv(2048, dtype))
+        gradients = torch.randn_like(q), torch.randn_like(k)
+        cos, sin = (t.to(dtype).requires_grad_() for t in angle)
+
+        def theirs(q=q, k=k, cos=cos, sin=sin):
+            return apply_rotary_pos_emb(q, k, *(torch.cat([t, t], -1)[None] for t in (cos, sin)), unsqueeze_dim=2)
+
+        def ours(q=q, k=k, cos=cos, sin=sin):
+            return rope.rotate_qk(q, k, cos, sin)
+
+        def train(forward, inputs=(q, k, cos, sin), gradients=gradients):
+            return lambda: torch.autograd.grad(forward(), inputs, gradients)
+
+        compiled = torch.compile(theirs, dynamic=False)
+        t = medians({"ours": train(ours), "eager": train(theirs), "compiled": train(compiled)}, rounds=15)
+        name = f"{str(dtype)[6:]} rotate_qk, learned tables, forward and backward"
+        table.row(f"{name}, HF eager", t["ours"], t["eager"], None, higher_is_better=True)
+        table.row(f"{name}, HF compiled", t["ours"], t["compiled"], None, higher_is_better=True)
+
+
 def tables(table: Table) -> None:
     freq = torch_rope.inv_freq(128)
 
@@ -279,6 +303,7 @@ CASES = {
     "cache-decode": cache_decode,
     "cache-prefill": cache_prefill,
     "norm-training": norm_training,
+    "learned": learned,
     **{
         f"{str(d)[6:]}-{layout}": lambda table, d=d, layout=layout: prefill(table, d, layout)
         for d in (torch.float32, torch.bfloat16)
