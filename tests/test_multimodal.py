@@ -107,8 +107,12 @@ def test_errors():
             getattr(multimodal, order)(inv_freq, wrong)
     with pytest.raises(ValueError, match="as many of height as of width"):
         multimodal.height_width_time(inv_freq, [3, 4, 1])
-    with pytest.raises(ValueError, match="one axis for each frequency"):
+    with pytest.raises(ValueError, match="one axis for each frequency, 0 or more"):
         multimodal.by_axis(inv_freq, [0, 1])
+    with pytest.raises(ValueError, match="0 or more"):
+        multimodal.by_axis(inv_freq, [0, 1, 0, 1, 0, 1, 0, -1])
+    with pytest.raises(ValueError, match="axes is 0; needs"):
+        multimodal.axial(inv_freq, 0)
     with pytest.raises(ValueError, match="model_type is 'llama', needs one of 'qwen2_vl'"):
         multimodal.from_config({"model_type": "llama", "head_dim": 64})
     with pytest.raises(ValueError, match="positions has 2 axes, inv_freq has 3"):
@@ -150,5 +154,9 @@ def test_errors_of_packed_sequences():
         torch_rope.positions_from_cu_seqlens(torch.zeros(1, 2, dtype=torch.int32), 3)
     with pytest.raises(TypeError, match="cu_seqlens is torch.float32, needs int32 or int64"):
         torch_rope.positions_from_cu_seqlens(torch.zeros(2), 3)
+    with pytest.raises(TypeError, match="offsets is torch.float32, needs int32 or int64"):
+        torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(1))
+    with pytest.raises(ValueError, match="total is -1, needs"):
+        torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), -1)
     with pytest.raises(ValueError, match="offsets has shape .3., cu_seqlens has 1 sequences"):
-        torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(3))
+        torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(3, dtype=torch.long))

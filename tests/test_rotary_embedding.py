@@ -151,6 +151,44 @@ def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, devic
             assert torch.equal(a, b), name
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("max_position", [None, 50])
+def test_loaders_of_modules_on_meta(max_position, tmp_path):
+    """transformers gives buffers that are not saved memory without values; FSDP calls reset_parameters."""
+    transformers = pytest.importorskip("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.linear, self.rope = torch.nn.Linear(2, 2), module("longrope", max_position)
+            self.post_init()
+
+    model = Model(transformers.PretrainedConfig())
+    model.save_pretrained(tmp_path)
+    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    garbage = module("longrope", max_position)
+    for t in garbage.buffers():
+        t.fill_(99.0)
+    addresses = [t.data_ptr() for t in garbage.buffers()]
+    garbage.reset_parameters()
+    assert addresses == [t.data_ptr() for t in garbage.buffers()]
+    for rope in (loaded.rope, garbage):
+        for a, b in zip(rope.buffers(), model.rope.buffers(), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_a_parameter_in_place_of_the_frequencies(device):
+    rope = module().to(device)
+    learned = torch.nn.Parameter(rope.inv_freq.float())
+    del rope.inv_freq
+    rope.inv_freq = learned
+    q, k = some(device)
+    rope.to(device)(q, k)[0].square()[..., 0].sum().backward()
+    assert rope.inv_freq is learned and learned.grad.any()
+
+
 def test_meta_tells_shapes():
     q, k = some("meta")
     for kind, max_position in WITH_TABLES:

@@ -165,6 +165,32 @@ def test_save_pretrained(tmp_path):
     assert difference(loaded(tokens()).logits, model(tokens()).logits) < LOGITS
 
 
+def test_data_parallel(calls):
+    """Its replicas compute with their own weights."""
+    model = make()
+    handle = patch(model)
+    attention = model.model.layers[0].self_attn
+    replica = attention._replicate_for_data_parallel()
+    replica = replica._replicate_for_data_parallel()
+    assert replica.forward.__self__ is replica and attention.forward.__self__ is attention
+    assert replica.forward.__func__ is attention.forward.__func__
+    handle.undo()
+    assert not any("_replicate_for_data_parallel" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype(dtype, calls):
+    model = make()
+    torch.set_default_dtype(dtype)
+    try:
+        patch(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    calls.clear()
+    model(tokens())
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("undo_first", [True, False], ids=["undo first", "remove hooks first"])
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch first", "hooks first"])
 def test_hooks_of_accelerate(patch_first, undo_first, calls):
@@ -266,6 +292,19 @@ def test_unknown_function_is_refused(function, monkeypatch):
     monkeypatch.setitem(globals(), "rotary_of_the_test", function)
     model = nn.ModuleDict({"llama": make(), "attention": Attention()})
     with pytest.raises(NotImplementedError, match=r"Attention.forward of attention calls rotary_of_the_test: "):
+        patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_method_that_calls_super_is_refused():
+    model = make()
+
+    class Mine(type(model.model.layers[1].self_attn)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.model.layers[1].self_attn.__class__ = Mine
+    with pytest.raises(NotImplementedError, match=r"Mine.forward of model.layers.1.self_attn calls super\(\)"):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -469,6 +508,13 @@ def test_k_may_be_none_where_it_may_be():
 # ---- kernelize ----
 
 KERNELIZE = Path(__file__).with_name("kernelize.py")
+
+
+def test_a_release_of_kernels_that_transformers_does_not_use(monkeypatch):
+    pytest.importorskip("kernels", reason="transformers' kernelize needs the kernels package")
+    monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
+    with pytest.raises(ImportError, match="kernelize would change nothing; it needs kernels"):
+        integration.kernel_mapping()
 
 
 def test_kernelize():

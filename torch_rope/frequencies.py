@@ -259,21 +259,24 @@ def llama3(
         s = clamp((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
         inv_freq = f * s + f / factor * (1 - s)
 
-    attention_factor is 1. Raises ValueError for factor below 1, low_freq_factor that is not below high_freq_factor, or
+    attention_factor is 1. Raises ValueError for factor below 1, low_freq_factor above high_freq_factor, or
     another argument that is not positive.
     """
     f = _powers("llama3", rotary_dim, base)
     _require_scale("llama3", factor)
     _require_positive("llama3", original_max_position=original_max_position, low_freq_factor=low_freq_factor)
     _require(
-        low_freq_factor < high_freq_factor < math.inf,
+        low_freq_factor <= high_freq_factor < math.inf,
         "llama3",
         "high_freq_factor",
         high_freq_factor,
-        f"more than low_freq_factor, {low_freq_factor!r}",
+        f"at least low_freq_factor, {low_freq_factor!r}",
     )
     turns = original_max_position * f / (2 * math.pi)
-    s = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    if low_freq_factor == high_freq_factor:  # Llama 4 Scout
+        s = (turns > low_freq_factor).double()
+    else:
+        s = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return Frequencies(f * s + f / factor * (1 - s), 1.0)
 
 
@@ -436,6 +439,10 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     if isinstance(config, Mapping):
         said = {name: value for name, value in config.items() if value is not None}
         config = {**_DEFAULTS.get(said.get("model_type"), {}), **said}
+
+    for name in ("alibi", "rope_ratio"):  # Falcon's other positions; ChatGLM, which says neither base nor rotary_dim
+        value = _get(config, name)
+        _require(not value, "from_config", name, value, "a model whose rotation its config says")
 
     rope = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     layers = _by_layer_type(config, rope)

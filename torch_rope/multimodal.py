@@ -25,10 +25,10 @@ from torch_rope import frequencies
 
 def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
     """inv_freq ``[pairs]`` where pair j follows axis ``axes[j]``: ``[max(axes) + 1, pairs]``, zero elsewhere."""
-    if inv_freq.dim() != 1 or len(axes) != len(inv_freq):
+    if inv_freq.dim() != 1 or len(axes) != len(inv_freq) or min(axes, default=0) < 0:
         raise ValueError(
-            f"torch_rope.multimodal: axes for {len(axes)} pairs, inv_freq has shape {list(inv_freq.shape)}; "
-            "needs one axis for each frequency"
+            f"torch_rope.multimodal: axes are {list(axes)}, inv_freq has shape {list(inv_freq.shape)}; "
+            "needs one axis for each frequency, 0 or more"
         )
     rows = torch.tensor([[a == axis for a in axes] for axis in range(max(axes, default=-1) + 1)], dtype=torch.bool)
     return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq, 0.0)
@@ -76,8 +76,10 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
 
     The vision towers of Qwen2-VL and its kin take ``axial(torch_rope.inv_freq(head_dim // 2))``.
     """
-    if inv_freq.dim() != 1:
-        raise ValueError(f"torch_rope.multimodal.axial: inv_freq has shape {list(inv_freq.shape)}, needs [n]")
+    if inv_freq.dim() != 1 or axes < 1:
+        raise ValueError(
+            f"torch_rope.multimodal.axial: inv_freq has shape {list(inv_freq.shape)}, axes is {axes}; needs [n] and 1 or more"
+        )
     return torch.block_diag(*[inv_freq] * axes)
 
 
@@ -135,8 +137,11 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
             f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)}, "
             "needs [sequences + 1]"
         )
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"torch_rope.positions_from_cu_seqlens: cu_seqlens is {cu_seqlens.dtype}, needs int32 or int64")
+    for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
+        if t is not None and t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"torch_rope.positions_from_cu_seqlens: {name} is {t.dtype}, needs int32 or int64")
+    if total < 0:
+        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total}, needs a number that is not negative")
     if offsets is not None and offsets.shape != (len(cu_seqlens) - 1,):
         raise ValueError(
             f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)}, cu_seqlens has "

@@ -179,21 +179,36 @@ class RotaryEmbedding(nn.Module):
                 for buffer, values in zip(buffers, (angle.cos(), angle.sin()), strict=True):
                     buffer.narrow(-2, first, len(rows)).copy_(values.float())
         for name, buffer in zip(self._names, buffers, strict=True):
-            self.register_buffer(name, buffer, persistent=False)
+            there = self._buffers.get(name)
+            if there is not None and there.device == buffer.device and there.dtype == buffer.dtype:
+                there.copy_(buffer)  # keeps its address
+            else:
+                self.register_buffer(name, buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like call for every tensor of a module. Ours take only the
         device from it, which fn tells by what it does to an integer."""
-        own = {name: self._buffers.pop(name) for name in self._names}
+        own = {name: self._buffers.pop(name) for name in self._names if name in self._buffers}
         try:
             super()._apply(fn, recurse)
         finally:
             self._buffers.update(own)
-        here = own[self._names[0]].device
-        there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
-        if there != here:
-            self._fill(there)
+        for here in {t.device for t in own.values()}:
+            there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
+            if there != here:
+                self._fill(there)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A loader that gives a module on the meta device its memory, as transformers', has no values for the buffers."""
+        buffer = self.__dict__.get("_buffers", {}).get(name)
+        super().__setattr__(name, value)
+        if buffer is not None and buffer.is_meta and isinstance(value, Tensor) and not value.is_meta:
+            self._fill(value.device)
+
+    def reset_parameters(self) -> None:
+        """Fills the buffers where they are, as FSDP expects of a module that has been on the meta device."""
+        self._fill(getattr(self, self._names[0]).device)
 
     def extra_repr(self) -> str:
         said = {"base": self.base, "rotary_dim": self.rotary_dim, "kind": self.kind, **self.arguments}

@@ -45,7 +45,7 @@ def patch(model: nn.Module) -> "Patch":
     """
     name, rebuilder, replaced = type(model).__name__, _Rebuilder(), []
     for path, module in model.named_modules():
-        for method, function in rebuilder.methods(type(module)):
+        for method, (function, *inherited) in rebuilder.methods(type(module)):
             where = f"{name} is not patched: {type(module).__name__}.{method} of {path or 'the model itself'}"
             slot = "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method  # accelerate's
             current = vars(module).get(slot)
@@ -65,6 +65,8 @@ def patch(model: nn.Module) -> "Patch":
                 replaced.append(_Replaced(path, module, slot, current, types.MethodType(new, module)))
             elif re.match("_?apply_(rotary|rope)", method):
                 raise NotImplementedError(f"{where} rotates by no function that could be replaced")
+            elif "super" in _names(inspect.unwrap(function).__code__) and any(map(rebuilder.calls_rotary, inherited)):
+                raise NotImplementedError(f"{where} calls super(), whose rotary function could not be replaced")
     if not replaced:
         raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
     calls = {call for r in replaced for call in r.method.__func__._torch_rope}
@@ -74,7 +76,20 @@ def patch(model: nn.Module) -> "Patch":
                 raise NotImplementedError(f"{name} is not patched: {path} has two angles for the channels of a pair")
     for r in replaced:
         vars(r.module)[r.slot] = r.method
+        vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
     return Patch(model, replaced)
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    """nn.DataParallel copies a module's attributes; these methods have to be the copy's own."""
+    replica = type(self)._replicate_for_data_parallel(self)
+    for name, value in vars(replica).items():
+        if isinstance(value, types.MethodType) and value.__self__ is self:
+            vars(replica)[name] = types.MethodType(value.__func__, replica)
+    return replica
+
+
+_replicate.__name__ = "_replicate_for_data_parallel"  # by which it is found, and pickled as the class's own
 
 
 @dataclass
@@ -100,6 +115,7 @@ class Patch:
             if not found:
                 raise RuntimeError(f"torch_rope: {r.path}.{r.slot} was replaced since it was patched: undo that first")
         for r, (slot,) in slots:
+            vars(r.module).pop(_replicate.__name__, None)
             if r.before is not None or slot != r.slot:
                 # As accelerate has it: the method that its hook calls.
                 vars(r.module)[slot] = r.before or getattr(type(r.module), r.slot).__get__(r.module)
@@ -173,7 +189,8 @@ def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         return
     for shape in ((4, 1, 5), (3, 1, 5), (2, 1, 5), (2, 5), (5, 2), (1, 5)):
         positions = (3 * torch.arange(torch.Size(shape).numel(), device=x.device) % 7).view(shape)
-        for layer_type in [(t,) for t in module.layer_types] if "layer_type" in arguments else [()]:
+        layer_types = getattr(module, "layer_types", None) if "layer_type" in arguments else None
+        for layer_type in [(t,) for t in layer_types] if layer_types else [()]:
             try:
                 tables = module(x, positions, *layer_type)
             except Exception:  # not for such positions
@@ -284,18 +301,19 @@ class _RotaryFunction:
     def _samples(self, rotation: _Rotation, head_dim=16, q_seq=5, k_seq=5, table_seq=5) -> Iterator[dict[str, Any]]:
         """Arguments in the layouts that the function may be called with: a batch with a table row per token of each, and
         one sequence without a batch (images); or a batch that shares its rows."""
+        plain = {"dtype": torch.float32, "device": "cpu"}
         dims = [(4, 2)] if rotation.tables == "complex, with heads" else [(4, 3), (3, 2)]
         unsqueeze_dims = [1, 2] if rotation.unsqueeze_dim is None else [rotation.unsqueeze_dim]
         for (x_dim, table_dim), unsqueeze_dim in product(dims, unsqueeze_dims):
             g = torch.Generator().manual_seed(0)
             shape = (2, table_seq, 8)[-table_dim:]
-            cos, sin = torch.randn(2, *shape, generator=g, device="cpu")
+            cos, sin = torch.randn(2, *shape, generator=g, **plain)
             if unsqueeze_dim > table_dim - 1:  # behind seq
                 continue
             sample = dict(zip(self.tables, _TABLES[rotation.tables][0](cos, sin), strict=True))
             for name, seq, heads in zip(self.tensors, (q_seq, k_seq), (4, 3), strict=False):
                 seq_and_heads = (seq, heads) if _seq_is_before_heads(cos, unsqueeze_dim) else (heads, seq)
-                sample[name] = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, device="cpu")
+                sample[name] = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, **plain)
             if "unsqueeze_dim" in self.parameters:
                 sample["unsqueeze_dim"] = unsqueeze_dim
             if "position_ids" in self.parameters:  # functions that have it do nothing with it
@@ -365,19 +383,30 @@ class _Rebuilder:
     def __init__(self):
         self._rebuilt: dict[Callable, Callable] = {}
         self._replacements: dict[Callable, Callable] = {}
-        self._methods: dict[type, list[tuple[str, Callable]]] = {}
+        self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
 
-    def methods(self, module_class: type) -> list[tuple[str, Callable]]:
-        """The methods of a class by name, without those of torch and of transformers' own base classes."""
+    def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
+        """The methods of a class by name, each before those that it overrides, without those of torch and of
+        transformers' own base classes."""
         if module_class not in self._methods:
             found = {}
             for base in module_class.__mro__:
                 place = base.__module__.split(".")
                 if place[0] != "torch" and (place[0] != "transformers" or place[1] == "models"):
                     for name, value in vars(base).items():
-                        found.setdefault(name, value)
-            self._methods[module_class] = [(n, f) for n, f in found.items() if isinstance(f, types.FunctionType)]
+                        found.setdefault(name, []).append(value)
+            self._methods[module_class] = [
+                (name, functions)
+                for name, functions in found.items()
+                if all(isinstance(f, types.FunctionType) for f in functions)
+            ]
         return self._methods[module_class]
+
+    def calls_rotary(self, function: Callable) -> bool:
+        try:
+            return self.rebuild(function) is not function
+        except NotImplementedError:
+            return True
 
     def rebuild(self, function: Callable) -> Callable:
         """function itself if it calls no rotary function; NotImplementedError if it calls one that is not known."""
@@ -452,7 +481,14 @@ def kernel_mapping() -> dict:
     and looks at the tables of the rotary module too, which a kernel does not see.
     """
     from kernels import LocalLayerRepository, Mode
+    from transformers.utils import import_utils
 
+    if not import_utils.is_kernels_available():
+        raise ImportError(
+            "kernel_mapping: this transformers does not use the kernels that is installed, so kernelize would change "
+            f"nothing; it needs kernels {import_utils.KERNELS_MIN_VERSION} or later, below "
+            f"{import_utils.KERNELS_MAX_VERSION}"
+        )
     layer = LocalLayerRepository(Path(__file__).with_name("kernel"), layer_name=apply_rotary_transformers.__name__)
     modes = (Mode.INFERENCE, Mode.TRAINING)
     modes += tuple(mode | Mode.TORCH_COMPILE for mode in modes)
