@@ -225,7 +225,9 @@ def test_all_modeling_files():
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
         types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         classes = [c for c in vars(file).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]
-        for method, function in (m for c in classes if c.__module__ == file.__name__ for m in rebuilder.methods(c)):
+        for method, (function, *_) in (
+            m for c in classes if c.__module__ == file.__name__ for m in rebuilder.methods(c)
+        ):
             try:
                 new = rebuilder.rebuild(function)
             except NotImplementedError:

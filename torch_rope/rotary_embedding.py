@@ -163,7 +163,8 @@ class RotaryEmbedding(nn.Module):
 
     # -- buffers --
 
-    def _fill(self, device: torch.device) -> None:
+    def _made(self, device: torch.device) -> dict[str, Tensor]:
+        """The buffers on a device."""
         if self.max_position is None:
             try:
                 buffers = [self._inv_freq.to(device, copy=True)]
@@ -178,12 +179,11 @@ class RotaryEmbedding(nn.Module):
                 angle = rows.unsqueeze(-1) * self._inv_freq.unsqueeze(-2)
                 for buffer, values in zip(buffers, (angle.cos(), angle.sin()), strict=True):
                     buffer.narrow(-2, first, len(rows)).copy_(values.float())
-        for name, buffer in zip(self._names, buffers, strict=True):
-            there = self._buffers.get(name)
-            if there is not None and there.device == buffer.device and there.dtype == buffer.dtype:
-                there.copy_(buffer)  # keeps its address
-            else:
-                self.register_buffer(name, buffer, persistent=False)
+        return dict(zip(self._names, buffers, strict=True))
+
+    def _fill(self, device: torch.device) -> None:
+        for name, made in self._made(device).items():
+            self.register_buffer(name, made, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like call for every tensor of a module. Ours take only the
@@ -204,11 +204,13 @@ class RotaryEmbedding(nn.Module):
         buffer = self.__dict__.get("_buffers", {}).get(name)
         super().__setattr__(name, value)
         if buffer is not None and buffer.is_meta and isinstance(value, Tensor) and not value.is_meta:
-            self._fill(value.device)
+            value.copy_(self._made(value.device)[name])
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fills the buffers where they are, as FSDP expects of a module that has been on the meta device."""
-        self._fill(getattr(self, self._names[0]).device)
+        for name, made in self._made(getattr(self, self._names[0]).device).items():
+            getattr(self, name).copy_(made)
 
     def extra_repr(self) -> str:
         said = {"base": self.base, "rotary_dim": self.rotary_dim, "kind": self.kind, **self.arguments}
