@@ -255,6 +255,21 @@ def test_partial_and_interleaved(device):
     assert rope.inv_freq.shape == (4,) and all(map(torch.equal, rope(q, k), expected))
 
 
+@pytest.mark.cpu
+def test_an_odd_rotary_dim():
+    """As transformers takes it: a channel more is rotated, by powers of the odd number."""
+    q, k = some("cpu")
+    for kind, more in KINDS.items():
+        if kind in ("longrope", "proportional"):  # of lists of 16, and of a whole head
+            continue
+        rope = RotaryEmbedding(HEAD_DIM, rotary_dim=9, kind=kind, **more)
+        exact = {"seq_len": 2 * LONG} if kind == "dynamic" else {}
+        inv_freq, factor = frequencies.KINDS[kind](9, 10000.0, **more, **exact)
+        out = rope(q, k, offset=2 * LONG - 7)[0]
+        expected = torch.ops.rope.rotate(q, inv_freq=inv_freq, offset=2 * LONG - 7, attention_factor=factor)
+        assert rope.rotary_dim == 10 and (out - expected).abs().max() < 1e-6
+
+
 def test_positions_past_the_tables(device):
     if not checks_ranges(device):
         pytest.skip("ranges of positions are looked at on the CPU only")

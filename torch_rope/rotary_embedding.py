@@ -79,6 +79,8 @@ class RotaryEmbedding(nn.Module):
         self.arguments, self.interleaved, self.max_position = arguments, interleaved, max_position
         # The length above which the angles are others.
         self._changes_above = arguments["original_max_position"] if kind in ("dynamic", "longrope") else None
+        if kind == "dynamic":
+            self._exponent = -2 / (rotary_dim - 2)
         if kind == "longrope":
             if max_position is not None and max_position <= self._changes_above:
                 self._changes_above = None
@@ -158,7 +160,7 @@ class RotaryEmbedding(nn.Module):
             length = torch.full((), length, dtype=self.inv_freq.dtype, device=self.inv_freq.device)
         factor = self.arguments["factor"]
         s = (factor * length.to(self.inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
-        exponents = torch.arange(self.inv_freq.shape[0], dtype=s.dtype, device=s.device) * (-2 / (self.rotary_dim - 2))
+        exponents = torch.arange(self.inv_freq.shape[0], dtype=s.dtype, device=s.device) * self._exponent
         return self.inv_freq * s**exponents
 
     # -- buffers --
