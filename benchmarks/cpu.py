@@ -238,6 +238,19 @@ def cache_prefill(table: Table) -> None:
         table.row(f"{str(dtype)[6:]} into cache, 2048 tokens, norm, copy_", t["norm"], t["copy"], None)
 
 
+def training(table: Table, name: str, inputs: tuple, ours, theirs) -> None:
+    """Forward, and backward to the inputs, of which q and k come first, against theirs in eager mode and compiled."""
+    gradients = tuple(torch.randn_like(x) for x in inputs[:2])
+
+    def train(forward):
+        return lambda: torch.autograd.grad(forward(), inputs, gradients)
+
+    compiled = torch.compile(theirs, dynamic=False)
+    t = medians({"ours": train(ours), "eager": train(theirs), "compiled": train(compiled)}, rounds=15)
+    for kind in ("eager", "compiled"):
+        table.row(f"{name}, forward and backward, HF {kind}", t["ours"], t[kind], None, higher_is_better=True)
+
+
 def norm_training(table: Table) -> None:
     """norm_rotate_qk forward and backward of 2048 tokens, against transformers' in eager mode and compiled."""
     freq = torch_rope.inv_freq(128)
@@ -248,7 +261,6 @@ def norm_training(table: Table) -> None:
         wide_cos, wide_sin = (torch.cat([t, t], -1).to(dtype)[None] for t in (cos, sin))
         q.requires_grad_()
         k.requires_grad_()
-        gradients = torch.randn_like(q), torch.randn_like(k)
         inputs = q, k, q_norm.weight, k_norm.weight
 
         def theirs(q=q, k=k, q_norm=q_norm, k_norm=k_norm, cos=wide_cos, sin=wide_sin):
@@ -257,14 +269,7 @@ def norm_training(table: Table) -> None:
         def ours(inputs=inputs):
             return rope.norm_rotate_qk(*inputs, cos, sin)
 
-        def train(forward, inputs=inputs, gradients=gradients):
-            return lambda: torch.autograd.grad(forward(), inputs, gradients)
-
-        compiled = torch.compile(theirs, dynamic=False)
-        t = medians({"ours": train(ours), "eager": train(theirs), "compiled": train(compiled)}, rounds=15)
-        name = f"{str(dtype)[6:]} norm_rotate_qk, forward and backward"
-        table.row(f"{name}, HF eager", t["ours"], t["eager"], None, higher_is_better=True)
-        table.row(f"{name}, HF compiled", t["ours"], t["compiled"], None, higher_is_better=True)
+        training(table, f"{str(dtype)[6:]} norm_rotate_qk", inputs, ours, theirs)
 
 
 def learned(table: Table) -> None:
@@ -272,8 +277,7 @@ def learned(table: Table) -> None:
     angle = torch_rope.cos_sin(torch.arange(2048), torch_rope.inv_freq(128))
     for dtype in (torch.float32, torch.bfloat16):
         q, k, *_ = (t.requires_grad_() for t in qkv(2048, dtype))
-        gradients = torch.randn_like(q), torch.randn_like(k)
-        cos, sin = (t.to(dtype).requires_grad_() for t in angle)
+        cos, sin = (t.to(dtype, copy=True).requires_grad_() for t in angle)
 
         def theirs(q=q, k=k, cos=cos, sin=sin):
             return apply_rotary_pos_emb(q, k, *(torch.cat([t, t], -1)[None] for t in (cos, sin)), unsqueeze_dim=2)
@@ -281,14 +285,7 @@ def learned(table: Table) -> None:
         def ours(q=q, k=k, cos=cos, sin=sin):
             return rope.rotate_qk(q, k, cos, sin)
 
-        def train(forward, inputs=(q, k, cos, sin), gradients=gradients):
-            return lambda: torch.autograd.grad(forward(), inputs, gradients)
-
-        compiled = torch.compile(theirs, dynamic=False)
-        t = medians({"ours": train(ours), "eager": train(theirs), "compiled": train(compiled)}, rounds=15)
-        name = f"{str(dtype)[6:]} rotate_qk, learned tables, forward and backward"
-        table.row(f"{name}, HF eager", t["ours"], t["eager"], None, higher_is_better=True)
-        table.row(f"{name}, HF compiled", t["ours"], t["compiled"], None, higher_is_better=True)
+        training(table, f"{str(dtype)[6:]} rotate_qk, learned tables", (q, k, cos, sin), ours, theirs)
 
 
 def smollm2(table: Table) -> None:

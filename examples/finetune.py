@@ -36,7 +36,7 @@ from matplotlib import pyplot  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-4  # of a loss of about 3; see the picture for what is left
+TOLERANCE = 1e-4  # float32 rounding, which the optimizer carries on: 5e-6 was seen after 16 steps
 
 
 def load() -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
