@@ -198,8 +198,6 @@ def test_some_of_the_gradients(needed, used, device):
         t.requires_grad_(name in needed)
     outs = dict(zip("qk", rope.rotate_qk(**inputs, attention_factor=1.3), strict=True))
     given = {name: torch.randn_like(outs[name]) for name in used}
-    if not any(outs[name].requires_grad for name in used):
-        return
     torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
     q, k, cos, sin = (t.detach() for t in inputs.values())
     pairs = [*given.values(), None][:2], [*(inputs[name].detach() for name in used), None][:2]
