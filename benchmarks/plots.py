@@ -1,0 +1,293 @@
+"""Pictures of one result file: achieved bandwidth, latency of decode, accuracy and memory, as SVG.
+
+Each paints its own background, and changes that and its ink together where the reader's system is dark; the colours of
+the implementations stand out from both by 3:1 and more. The same lines give the same bytes.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+# Colour and marker of each implementation, in the order of drawing and of bars. Variants of one have one hue.
+STYLES = {
+    "torch_rope": ("#e03131", "o"),
+    "torch_rope in place": ("#c2255c", "s"),
+    "torch_rope inv_freq": ("#e8590c", "D"),
+    "torch_rope tables": ("#c2255c", "s"),
+    "torch_rope float32 inv_freq": ("#e8590c", "D"),
+    "transformers": ("#1c7ed6", "v"),
+    "transformers compiled": ("#3b5bdb", "^"),
+    "torchtune": ("#2b8a3e", "<"),
+    "rotary-embedding-torch": ("#9c36b5", ">"),
+    "mlx": ("#0c8599", "P"),
+    "torch.onnx.ops": ("#a06a00", "X"),
+    "onnxruntime": ("#7a6a4f", "d"),
+    "xformers": ("#5c940d", "p"),
+    "flash-attn": ("#7048e8", "h"),
+    "flash-attn in place": ("#845ef7", "H"),
+    "liger": ("#8d5a3a", "*"),
+    "flashinfer": ("#099268", "8"),
+    "flashinfer in place": ("#0ca678", "."),
+    "one rounding": ("#7d858d", ""),
+    "copy": ("#7d858d", ""),
+}
+LIMITS = {"copy": "copy: the limit", "one rounding": "one rounding: the limit"}  # dashed, and their labels
+
+PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
+DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
+SETTINGS = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "torch_rope",
+    "font.size": 9,  # 12 pixels where the picture is as wide as GitHub shows it
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+WIDTH, HEIGHT = 622.5, 345  # points: 830 and 460 pixels
+
+Curves = dict[str, list[tuple[float, ...]]]  # implementation: (x, y) or (x, y, low, high), by x
+
+
+def plot(lines: list[dict], folder: Path, suffix: str = "") -> list[Path]:
+    """Draws bandwidth, decode, accuracy and memory from the lines of one result file.
+
+    Args:
+        lines: as ``run`` writes them. What was not timed or not measured is not drawn.
+        folder: is made if absent.
+        suffix: of the files' names, "-h200" for bandwidth-h200.svg.
+
+    Returns:
+        The files. A picture for which lines has no figures is not made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    with matplotlib.rc_context(SETTINGS):
+        for draw in (bandwidth, decode, accuracy, memory):
+            if figure := draw(lines):
+                files.append(folder / f"{draw.__name__}{suffix}.svg")
+                _save(figure, files[-1])
+    return files
+
+
+def bandwidth(lines: list[dict]) -> Figure | None:
+    """needed_bytes / time against tokens, with the band between the quartiles."""
+    samples = _timed(lines, "sweep")
+    if not samples:
+        return None
+    figure = _figure("Bandwidth against tokens", _subtitle(lines, samples[0]))
+    axes = _axes(figure, 50, 410)
+    curves = _curves(
+        (
+            x["implementation"],
+            x["batch"] * x["seq"],
+            *(x["needed_bytes"] / x[t] / 1e3 for t in ("median_us", "q3_us", "q1_us")),
+        )
+        for x in samples
+    )
+    _draw(axes, curves, xlabel="tokens", ylabel="needed bytes / time, GB/s")
+    return figure
+
+
+def decode(lines: list[dict]) -> Figure | None:
+    """Time of a decode step against batch, with the band between the quartiles."""
+    samples = _timed(lines, "decode")
+    if not samples:
+        return None
+    figure = _figure("Latency of a decode step against batch", _subtitle(lines, samples[0]))
+    axes = _axes(figure, 50, 410)
+    curves = _curves((x["implementation"], x["batch"], x["median_us"], x["q1_us"], x["q3_us"]) for x in samples)
+    _draw(axes, curves, xlabel="sequences, one token each", ylabel="latency, µs")
+    return figure
+
+
+def accuracy(lines: list[dict]) -> Figure | None:
+    """Largest error of a pair, relative to its magnitude, against position: a panel for each dtype."""
+    measured = [x for x in lines if x["kind"] == "accuracy" and x.get("scaling") == "default" and x.get("max_relative")]
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if any(x["dtype"] == dtype for x in measured)]
+    if not dtypes:
+        return None
+    figure = _figure("Error against position", _subtitle(lines, end="largest of an octave, unscaled frequencies"))
+    first = None
+    for i, dtype in enumerate(dtypes):
+        axes = first = _axes(figure, 50 + 300 * i, 130, sharey=first)
+        axes.set_title(dtype, fontsize=9, loc="left", pad=4)
+        curves = _curves(
+            (x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in measured if x["dtype"] == dtype
+        )
+        _draw(axes, curves, xlabel="position", ylabel="" if i else "error / magnitude of the pair")
+    return figure
+
+
+def memory(lines: list[dict]) -> Figure | None:
+    """peak_bytes / bytes of q and k: bars at 4096 tokens, or at the most tokens that as many implementations have."""
+    sizes = defaultdict(dict)
+    for x in _timed(lines, "sweep"):
+        if x.get("peak_bytes") is not None:
+            sizes[x["batch"] * x["seq"]].setdefault(x["implementation"], x)
+    if not sizes:
+        return None
+    tokens = max(sizes, key=lambda tokens: (len(sizes[tokens]), tokens == 4096, tokens))
+    found = sizes[tokens]
+    names = _ordered(found)[::-1]  # bars are counted from below
+    figure = _figure(
+        "Memory allocated by a call", _subtitle(lines, found[names[0]], f"{tokens} tokens"), 95 + 17 * len(names)
+    )
+    axes = _axes(figure, 165, 410)
+    itemsize = {"float64": 8, "float32": 4}
+    ratios = []
+    for name in names:
+        x = found[name]
+        inputs = tokens * (x["heads"] + x["kv_heads"]) * x["head_dim"] * itemsize.get(x["dtype"], 2)
+        ratios.append(x["peak_bytes"] / inputs)
+    axes.barh(names, ratios, 0.62, color=[_style(name)[0] for name in names])
+    for place, ratio in enumerate(ratios):
+        axes.annotate(f"{ratio:.2f}", (ratio, place), (4, 0), textcoords="offset points", va="center")
+    for label in axes.get_yticklabels():
+        label.set(color=INK, fontweight=_weight(label.get_text()))
+    axes.grid(visible=False, axis="y")
+    axes.set(xlim=(0, max(*ratios, 1) * 1.05), xlabel="peak bytes above the inputs / bytes of q and k")
+    return figure
+
+
+def _timed(lines: list[dict], group: str) -> list[dict]:
+    return [x for x in lines if x["kind"] == "sample" and x["group"] == group and x["status"] == "timed"]
+
+
+def _ordered(names: Collection[str]) -> list[str]:
+    return [x for x in STYLES if x in names] + sorted(set(names) - STYLES.keys())
+
+
+def _style(name: str) -> tuple[str, str]:
+    return STYLES.get(name, ("#7d858d", "."))
+
+
+def _weight(name: str) -> str:
+    return "bold" if name.startswith("torch_rope") else "normal"
+
+
+def _curves(points: Iterable[tuple]) -> Curves:
+    """Points (implementation, x, y, ...) as curves; of several at one x the first counts."""
+    curves = defaultdict(dict)
+    for name, x, *rest in points:
+        curves[name].setdefault(x, (x, *rest))
+    return {name: [curve[x] for x in sorted(curve)] for name, curve in curves.items()}
+
+
+def _subtitle(lines: list[dict], sample: dict | None = None, end: str = "") -> str:
+    machine = next((x for x in lines if x["kind"] == "machine"), {})
+    words = [machine.get("name"), f"torch {machine['torch']}" if "torch" in machine else ""]
+    if sample:
+        words += ["q {heads}, k {kv_heads} heads of {head_dim}".format(**sample), sample["dtype"]]
+    return " · ".join(word for word in [*words, end] if word)
+
+
+def _figure(title: str, subtitle: str, height: float = HEIGHT) -> Figure:
+    figure = Figure((WIDTH / 72, height / 72), dpi=72, facecolor=PAPER)  # a pixel is a point
+    figure.text(10 / WIDTH, 1 - 20 / height, title, fontsize=12, fontweight="bold")
+    figure.text(10 / WIDTH, 1 - 36 / height, subtitle, color=MUTED)
+    return figure
+
+
+def _axes(figure: Figure, left: float, width: float, **options) -> Axes:
+    """Axes below the titles, left and width in points."""
+    height = figure.bbox.height
+    return figure.add_axes((left / WIDTH, 38 / height, width / WIDTH, (height - 98) / height), **options)
+
+
+def _draw(axes: Axes, curves: Curves, **words: str) -> None:
+    """Lines on logarithmic axes, each with its name at its end."""
+    axes.set(xscale="log", yscale="log", facecolor="none", **words)
+    axes.margins(x=0.02)
+    for name in _ordered(curves):
+        colour, marker = _style(name)
+        x, y, *band = zip(*curves[name], strict=True)
+        ours = name.startswith("torch_rope")
+        width, size, front = (2.4, 5, 4) if ours else (1.3, 4, 3)
+        dashes = "--" if name in LIMITS else "-"
+        axes.plot(
+            x, y, dashes, color=colour, marker=marker, linewidth=width, markersize=size, markeredgewidth=0, zorder=front
+        )
+        if band:
+            axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0, zorder=front - 1)
+    highest = max(curve[-1][0] for curve in curves.values()).bit_length() - 1
+    step = max(1, round(highest / (axes.bbox.width / 40)))
+    axes.set_xticks([2**i for i in range(0, highest + 1, step)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _binary(x)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    _label(axes, curves)
+
+
+def _binary(x: float) -> str:
+    """65536 as 64k."""
+    size, unit = next(((s, u) for s, u in ((2**20, "M"), (2**10, "k")) if x >= s), (1, ""))
+    return f"{x / size:g}{unit}"
+
+
+def _label(axes: Axes, curves: Curves) -> None:
+    """Names right of the axes, each led to by a thin line from the end of its curve."""
+    to_axes = axes.transData - axes.transAxes
+    ends = {name: to_axes.transform(curves[name][-1][:2]) for name in _ordered(curves)[::-1]}
+    names = sorted(ends, key=lambda name: ends[name][1])
+    places = _spread([ends[name][1] for name in names], 13 / axes.bbox.height)
+    point = 1 / axes.bbox.width
+    for name, place in zip(names, places, strict=True):
+        colour, marker = _style(name)
+        (x, y), edge = ends[name], 1 + 16 * point
+        line = {"color": colour, "transform": axes.transAxes, "clip_on": False, "linewidth": 0.8}
+        axes.plot([x, 1 + 2 * point, edge], [y, place, place], **line, zorder=2)
+        axes.plot([edge], [place], marker, **line, markersize=5, markeredgewidth=0)
+        axes.text(
+            edge + 6 * point,
+            place,
+            LIMITS.get(name, name),
+            transform=axes.transAxes,
+            va="center",
+            fontweight=_weight(name),
+        )
+
+
+def _spread(wanted: list[float], gap: float) -> list[float]:
+    """Places in 0 .. 1, at least a gap apart, with the least sum of squared distances from those wanted, which ascend."""
+    gap = min(gap, 1 / max(len(wanted) - 1, 1))
+    groups = []  # neighbours that touch: their mean, less the gaps below them, and their number
+    for i, place in enumerate(wanted):
+        mean, count = place - i * gap, 1
+        while groups and groups[-1][0] > mean:
+            other, others = groups.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        groups.append((mean, count))
+    means = [mean for mean, count in groups for _ in range(count)]
+    return [min(max(mean, 0), 1 - (len(wanted) - 1) * gap) + i * gap for i, mean in enumerate(means)]
+
+
+def _save(figure: Figure, file: Path) -> None:
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    # Colours are written into each element: a rule that asks for the colour itself overrides them.
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
+    file.write_text(file.read_text().replace("<defs>", style + "<defs>", 1))
