@@ -5,15 +5,16 @@ the implementations stand out from both by 3:1 and more. The same lines give the
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
-# Colour and marker of each implementation, in the order of drawing and of bars. Variants of one have one hue.
+# Colour and marker of each implementation, in the order of bars and of what covers what. Some never meet in a picture.
 STYLES = {
     "torch_rope": ("#e03131", "o"),
     "torch_rope in place": ("#c2255c", "s"),
@@ -23,7 +24,7 @@ STYLES = {
     "transformers": ("#1c7ed6", "v"),
     "transformers compiled": ("#3b5bdb", "^"),
     "torchtune": ("#2b8a3e", "<"),
-    "rotary-embedding-torch": ("#9c36b5", ">"),
+    "rotary-embedding-torch": ("#ae3ec9", ">"),
     "mlx": ("#0c8599", "P"),
     "torch.onnx.ops": ("#a06a00", "X"),
     "onnxruntime": ("#7a6a4f", "d"),
@@ -31,18 +32,19 @@ STYLES = {
     "flash-attn": ("#7048e8", "h"),
     "flash-attn in place": ("#845ef7", "H"),
     "liger": ("#8d5a3a", "*"),
-    "flashinfer": ("#099268", "8"),
-    "flashinfer in place": ("#0ca678", "."),
+    "flashinfer": ("#0c8599", "8"),
+    "flashinfer in place": ("#1098ad", "."),
     "one rounding": ("#7d858d", ""),
     "copy": ("#7d858d", ""),
 }
-LIMITS = {"copy": "copy: the limit", "one rounding": "one rounding: the limit"}  # dashed, and their labels
+UNKNOWN = ("#7d858d", ".")
+LIMITS = {"one rounding": "one rounding: the limit", "copy": "copy: the limit"}  # dashed, and their labels
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
 DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torch_rope",
+    "svg.hashsalt": "torch_rope",  # the same names of elements every time
     "font.size": 9,  # 12 pixels where the picture is as wide as GitHub shows it
     "text.color": INK,
     "axes.labelcolor": MUTED,
@@ -52,6 +54,7 @@ SETTINGS = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
+    "legend.frameon": False,
     "grid.linewidth": 0.8,
     "xtick.color": GRID,
     "ytick.color": GRID,
@@ -69,12 +72,12 @@ def plot(lines: list[dict], folder: Path, suffix: str = "") -> list[Path]:
     """Draws bandwidth, decode, accuracy and memory from the lines of one result file.
 
     Args:
-        lines: as ``run`` writes them. What was not timed or not measured is not drawn.
-        folder: is made if absent.
-        suffix: of the files' names, "-h200" for bandwidth-h200.svg.
+        lines: of the kinds machine, sample and accuracy. What was not timed or not measured is not drawn.
+        folder: where to; made if absent.
+        suffix: of the files' names: "-h200" for bandwidth-h200.svg.
 
     Returns:
-        The files. A picture for which lines has no figures is not made.
+        The files. A picture of which lines has no figures is not made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -88,32 +91,29 @@ def plot(lines: list[dict], folder: Path, suffix: str = "") -> list[Path]:
 
 def bandwidth(lines: list[dict]) -> Figure | None:
     """needed_bytes / time against tokens, with the band between the quartiles."""
-    samples = _timed(lines, "sweep")
-    if not samples:
+    if not (samples := _timed(lines, "sweep")):
         return None
     figure = _figure("Bandwidth against tokens", _subtitle(lines, samples[0]))
-    axes = _axes(figure, 50, 410)
+    times = ("median_us", "q3_us", "q1_us")
     curves = _curves(
-        (
-            x["implementation"],
-            x["batch"] * x["seq"],
-            *(x["needed_bytes"] / x[t] / 1e3 for t in ("median_us", "q3_us", "q1_us")),
-        )
+        (x["implementation"], x["batch"] * x["seq"], *(x["needed_bytes"] / x[time] / 1e3 for time in times))
         for x in samples
     )
-    _draw(axes, curves, xlabel="tokens", ylabel="needed bytes / time, GB/s")
+    axes = _axes(figure, 50, 425, xlabel="tokens", ylabel="needed bytes / time, GB/s")
+    _draw(axes, curves)
+    _label(axes, curves)
     return figure
 
 
 def decode(lines: list[dict]) -> Figure | None:
     """Time of a decode step against batch, with the band between the quartiles."""
-    samples = _timed(lines, "decode")
-    if not samples:
+    if not (samples := _timed(lines, "decode")):
         return None
     figure = _figure("Latency of a decode step against batch", _subtitle(lines, samples[0]))
-    axes = _axes(figure, 50, 410)
     curves = _curves((x["implementation"], x["batch"], x["median_us"], x["q1_us"], x["q3_us"]) for x in samples)
-    _draw(axes, curves, xlabel="sequences, one token each", ylabel="latency, µs")
+    axes = _axes(figure, 50, 425, xlabel="sequences, one token each", ylabel="latency, µs")
+    _draw(axes, curves)
+    _label(axes, curves)
     return figure
 
 
@@ -123,20 +123,30 @@ def accuracy(lines: list[dict]) -> Figure | None:
     dtypes = [dtype for dtype in ("float32", "bfloat16") if any(x["dtype"] == dtype for x in measured)]
     if not dtypes:
         return None
-    figure = _figure("Error against position", _subtitle(lines, end="largest of an octave, unscaled frequencies"))
-    first = None
+    height = HEIGHT + 45
+    figure = _figure(
+        "Error against position", _subtitle(lines, end="largest of an octave, unscaled frequencies"), height
+    )
+    axes, drawn = None, {}
     for i, dtype in enumerate(dtypes):
-        axes = first = _axes(figure, 50 + 300 * i, 130, sharey=first)
+        axes = _axes(figure, 50 + 285 * i, 270, 85, sharey=axes, xlabel="position")
         axes.set_title(dtype, fontsize=9, loc="left", pad=4)
-        curves = _curves(
-            (x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in measured if x["dtype"] == dtype
-        )
-        _draw(axes, curves, xlabel="position", ylabel="" if i else "error / magnitude of the pair")
+        axes.tick_params(labelleft=i == 0)
+        points = ((x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in measured if x["dtype"] == dtype)
+        drawn |= _draw(axes, _curves(points))
+        for j, line in enumerate(axes.lines):
+            line.set_markevery((j % 5, 5))  # many of these curves coincide: each shows its markers elsewhere
+    figure.axes[0].set_ylabel("error / magnitude of the pair")
+    # The ends coincide too: a legend instead of labels.
+    names = _ordered(drawn)
+    legend = figure.legend([drawn[x] for x in names], [LIMITS.get(x, x) for x in names], ncols=4, loc="lower left")
+    for text in legend.get_texts():
+        text.set_fontweight(_weight(text.get_text()))
     return figure
 
 
 def memory(lines: list[dict]) -> Figure | None:
-    """peak_bytes / bytes of q and k: bars at 4096 tokens, or at the most tokens that as many implementations have."""
+    """peak_bytes / bytes of q and k: bars at 4096 tokens, or at the most tokens that all (or most) have figures for."""
     sizes = defaultdict(dict)
     for x in _timed(lines, "sweep"):
         if x.get("peak_bytes") is not None:
@@ -144,25 +154,22 @@ def memory(lines: list[dict]) -> Figure | None:
     if not sizes:
         return None
     tokens = max(sizes, key=lambda tokens: (len(sizes[tokens]), tokens == 4096, tokens))
-    found = sizes[tokens]
-    names = _ordered(found)[::-1]  # bars are counted from below
-    figure = _figure(
-        "Memory allocated by a call", _subtitle(lines, found[names[0]], f"{tokens} tokens"), 95 + 17 * len(names)
-    )
-    axes = _axes(figure, 165, 410)
-    itemsize = {"float64": 8, "float32": 4}
-    ratios = []
-    for name in names:
-        x = found[name]
-        inputs = tokens * (x["heads"] + x["kv_heads"]) * x["head_dim"] * itemsize.get(x["dtype"], 2)
-        ratios.append(x["peak_bytes"] / inputs)
-    axes.barh(names, ratios, 0.62, color=[_style(name)[0] for name in names])
-    for place, ratio in enumerate(ratios):
+    names = _ordered(sizes[tokens])
+    samples = [sizes[tokens][name] for name in names]
+    subtitle = _subtitle(lines, samples[0], f"{tokens} tokens")
+    figure = _figure("Memory allocated by a call", subtitle, 95 + 17 * len(names))
+    axes = _axes(figure, 165, 415, xlabel="peak bytes above the inputs / bytes of q and k")
+    for place, (name, x) in enumerate(zip(names, samples, strict=True)):
+        itemsize = {"float32": 4, "float64": 8}.get(x["dtype"], 2)
+        ratio = x["peak_bytes"] / (tokens * (x["heads"] + x["kv_heads"]) * x["head_dim"] * itemsize)
+        axes.barh(place, ratio, 0.62, color=STYLES.get(name, UNKNOWN)[0])
         axes.annotate(f"{ratio:.2f}", (ratio, place), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(names)), names, color=INK)
     for label in axes.get_yticklabels():
-        label.set(color=INK, fontweight=_weight(label.get_text()))
+        label.set_fontweight(_weight(label.get_text()))
     axes.grid(visible=False, axis="y")
-    axes.set(xlim=(0, max(*ratios, 1) * 1.05), xlabel="peak bytes above the inputs / bytes of q and k")
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(axes.get_xlim()[1], 1))
     return figure
 
 
@@ -170,12 +177,9 @@ def _timed(lines: list[dict], group: str) -> list[dict]:
     return [x for x in lines if x["kind"] == "sample" and x["group"] == group and x["status"] == "timed"]
 
 
-def _ordered(names: Collection[str]) -> list[str]:
-    return [x for x in STYLES if x in names] + sorted(set(names) - STYLES.keys())
-
-
-def _style(name: str) -> tuple[str, str]:
-    return STYLES.get(name, ("#7d858d", "."))
+def _ordered(names: Iterable[str]) -> list[str]:
+    order = list(STYLES)
+    return sorted(names, key=lambda name: (order.index(name) if name in STYLES else len(order), name))
 
 
 def _weight(name: str) -> str:
@@ -205,43 +209,40 @@ def _figure(title: str, subtitle: str, height: float = HEIGHT) -> Figure:
     return figure
 
 
-def _axes(figure: Figure, left: float, width: float, **options) -> Axes:
-    """Axes below the titles, left and width in points."""
+def _axes(figure: Figure, left: float, width: float, below: float = 38, **options) -> Axes:
+    """Axes under the titles. left, width, below: points."""
     height = figure.bbox.height
-    return figure.add_axes((left / WIDTH, 38 / height, width / WIDTH, (height - 98) / height), **options)
+    box = (left / WIDTH, below / height, width / WIDTH, (height - below - 58) / height)
+    return figure.add_axes(box, facecolor="none", **options)
 
 
-def _draw(axes: Axes, curves: Curves, **words: str) -> None:
-    """Lines on logarithmic axes, each with its name at its end."""
-    axes.set(xscale="log", yscale="log", facecolor="none", **words)
+def _draw(axes: Axes, curves: Curves) -> dict[str, Line2D]:
+    """Curves on logarithmic axes: the line of each."""
+    axes.set(xscale="log", yscale="log")
     axes.margins(x=0.02)
-    for name in _ordered(curves):
-        colour, marker = _style(name)
+    lines = {}
+    for name in _ordered(curves)[::-1]:  # the first on top
+        colour, marker = STYLES.get(name, UNKNOWN)
         x, y, *band = zip(*curves[name], strict=True)
-        ours = name.startswith("torch_rope")
-        width, size, front = (2.4, 5, 4) if ours else (1.3, 4, 3)
-        dashes = "--" if name in LIMITS else "-"
-        axes.plot(
-            x, y, dashes, color=colour, marker=marker, linewidth=width, markersize=size, markeredgewidth=0, zorder=front
-        )
+        width, size = (2.4, 5) if name.startswith("torch_rope") else (1.3, 4)
+        style = {"color": colour, "marker": marker, "linewidth": width, "markersize": size, "markeredgewidth": 0}
+        (lines[name],) = axes.plot(x, y, "--" if name in LIMITS else "-", **style)
         if band:
-            axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0, zorder=front - 1)
-    highest = max(curve[-1][0] for curve in curves.values()).bit_length() - 1
-    step = max(1, round(highest / (axes.bbox.width / 40)))
-    axes.set_xticks([2**i for i in range(0, highest + 1, step)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _binary(x)))
+            axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
+    powers = max(curve[-1][0] for curve in curves.values()).bit_length()
+    axes.set_xticks([2**i for i in range(0, powers, max(1, round(powers * 35 / axes.bbox.width)))])
+    axes.xaxis.set_major_formatter(lambda x, _: _binary(x))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,), numticks=12))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y >= 0.01 else f"{y:.0e}".replace("e-0", "e-"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
-    _label(axes, curves)
+    return lines
 
 
 def _binary(x: float) -> str:
     """65536 as 64k."""
-    size, unit = next(((s, u) for s, u in ((2**20, "M"), (2**10, "k")) if x >= s), (1, ""))
-    return f"{x / size:g}{unit}"
+    return next((f"{x / size:g}{unit}" for size, unit in ((2**20, "M"), (2**10, "k")) if x >= size), f"{x:g}")
 
 
 def _label(axes: Axes, curves: Curves) -> None:
@@ -252,7 +253,7 @@ def _label(axes: Axes, curves: Curves) -> None:
     places = _spread([ends[name][1] for name in names], 13 / axes.bbox.height)
     point = 1 / axes.bbox.width
     for name, place in zip(names, places, strict=True):
-        colour, marker = _style(name)
+        colour, marker = STYLES.get(name, UNKNOWN)
         (x, y), edge = ends[name], 1 + 16 * point
         line = {"color": colour, "transform": axes.transAxes, "clip_on": False, "linewidth": 0.8}
         axes.plot([x, 1 + 2 * point, edge], [y, place, place], **line, zorder=2)
