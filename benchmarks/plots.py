@@ -14,6 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
+DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
+
 # Colour and marker of each implementation, in the order of bars and of what covers what. Some never meet in a picture.
 STYLES = {
     "torch_rope": ("#e03131", "o"),
@@ -34,14 +37,12 @@ STYLES = {
     "liger": ("#8d5a3a", "*"),
     "flashinfer": ("#0c8599", "8"),
     "flashinfer in place": ("#1098ad", "."),
-    "one rounding": ("#7d858d", ""),
-    "copy": ("#7d858d", ""),
+    "one rounding": (MUTED, ""),
+    "copy": (MUTED, ""),
 }
-UNKNOWN = ("#7d858d", ".")
+UNKNOWN = (MUTED, ".")
 LIMITS = {"one rounding": "one rounding: the limit", "copy": "copy: the limit"}  # dashed, and their labels
 
-PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
-DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "torch_rope",  # the same names of elements every time
@@ -93,7 +94,7 @@ def bandwidth(lines: list[dict]) -> Figure | None:
     """needed_bytes / time against tokens, with the band between the quartiles."""
     if not (samples := _timed(lines, "sweep")):
         return None
-    figure = _figure("Bandwidth against tokens", _subtitle(lines, samples[0]))
+    figure = _figure("Bandwidth against tokens", _subtitle(lines, samples))
     times = ("median_us", "q3_us", "q1_us")
     curves = _curves(
         (x["implementation"], x["batch"] * x["seq"], *(x["needed_bytes"] / x[time] / 1e3 for time in times))
@@ -109,7 +110,7 @@ def decode(lines: list[dict]) -> Figure | None:
     """Time of a decode step against batch, with the band between the quartiles."""
     if not (samples := _timed(lines, "decode")):
         return None
-    figure = _figure("Latency of a decode step against batch", _subtitle(lines, samples[0]))
+    figure = _figure("Latency of a decode step against batch", _subtitle(lines, samples))
     curves = _curves((x["implementation"], x["batch"], x["median_us"], x["q1_us"], x["q3_us"]) for x in samples)
     axes = _axes(figure, 50, 425, xlabel="sequences, one token each", ylabel="latency, µs")
     _draw(axes, curves)
@@ -125,7 +126,7 @@ def accuracy(lines: list[dict]) -> Figure | None:
         return None
     height = HEIGHT + 45
     figure = _figure(
-        "Error against position", _subtitle(lines, end="largest of an octave, unscaled frequencies"), height
+        "Error against position", _subtitle(lines, [], "largest of an octave, unscaled frequencies"), height
     )
     axes, drawn = None, {}
     for i, dtype in enumerate(dtypes):
@@ -156,7 +157,7 @@ def memory(lines: list[dict]) -> Figure | None:
     tokens = max(sizes, key=lambda tokens: (len(sizes[tokens]), tokens == 4096, tokens))
     names = _ordered(sizes[tokens])
     samples = [sizes[tokens][name] for name in names]
-    subtitle = _subtitle(lines, samples[0], f"{tokens} tokens")
+    subtitle = _subtitle(lines, samples, f"{tokens} tokens")
     figure = _figure("Memory allocated by a call", subtitle, 95 + 17 * len(names))
     axes = _axes(figure, 165, 415, xlabel="peak bytes above the inputs / bytes of q and k")
     for place, (name, x) in enumerate(zip(names, samples, strict=True)):
@@ -174,7 +175,10 @@ def memory(lines: list[dict]) -> Figure | None:
 
 
 def _timed(lines: list[dict], group: str) -> list[dict]:
-    return [x for x in lines if x["kind"] == "sample" and x["group"] == group and x["status"] == "timed"]
+    """Of the group's cases those which differ from its first in size alone."""
+    samples = [x for x in lines if x["kind"] == "sample" and x["group"] == group]
+    form = ("op", "head_dim", "rotary_dim", "dtype", "layout", "interleaved", "mode")
+    return [x for x in samples if x["status"] == "timed" and all(x[key] == samples[0][key] for key in form)]
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
@@ -194,11 +198,16 @@ def _curves(points: Iterable[tuple]) -> Curves:
     return {name: [curve[x] for x in sorted(curve)] for name, curve in curves.items()}
 
 
-def _subtitle(lines: list[dict], sample: dict | None = None, end: str = "") -> str:
+def _subtitle(lines: list[dict], samples: list[dict], end: str = "") -> str:
     machine = next((x for x in lines if x["kind"] == "machine"), {})
     words = [machine.get("name"), f"torch {machine['torch']}" if "torch" in machine else ""]
-    if sample:
-        words += ["q {heads}, k {kv_heads} heads of {head_dim}".format(**sample), sample["dtype"]]
+    heads = {}  # the sizes that do not fit the machine have fewer
+    for x in samples:
+        heads.setdefault(f"{x['heads']}/{x['kv_heads']}", f"{_binary(x['batch'] * x['seq'])} tokens")
+    if samples:
+        usual, *others = heads
+        but = "".join(f" ({other} at {heads[other]})" for other in others)
+        words += [f"{usual} heads of {samples[0]['head_dim']}{but}", samples[0]["dtype"]]
     return " · ".join(word for word in [*words, end] if word)
 
 
@@ -226,7 +235,8 @@ def _draw(axes: Axes, curves: Curves) -> dict[str, Line2D]:
         x, y, *band = zip(*curves[name], strict=True)
         width, size = (2.4, 5) if name.startswith("torch_rope") else (1.3, 4)
         style = {"color": colour, "marker": marker, "linewidth": width, "markersize": size, "markeredgewidth": 0}
-        (lines[name],) = axes.plot(x, y, "--" if name in LIMITS else "-", **style)
+        dashes, height = ("--", 3) if name in LIMITS else ("-", 2)
+        (lines[name],) = axes.plot(x, y, dashes, zorder=height, **style)
         if band:
             axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
     powers = max(curve[-1][0] for curve in curves.values()).bit_length()
@@ -246,7 +256,7 @@ def _binary(x: float) -> str:
 
 
 def _label(axes: Axes, curves: Curves) -> None:
-    """Names right of the axes, each led to by a thin line from the end of its curve."""
+    """Names right of the axes, each led to by dots from the end of its curve."""
     to_axes = axes.transData - axes.transAxes
     ends = {name: to_axes.transform(curves[name][-1][:2]) for name in _ordered(curves)[::-1]}
     names = sorted(ends, key=lambda name: ends[name][1])
@@ -256,7 +266,7 @@ def _label(axes: Axes, curves: Curves) -> None:
         colour, marker = STYLES.get(name, UNKNOWN)
         (x, y), edge = ends[name], 1 + 16 * point
         line = {"color": colour, "transform": axes.transAxes, "clip_on": False, "linewidth": 0.8}
-        axes.plot([x, 1 + 2 * point, edge], [y, place, place], **line, zorder=2)
+        axes.plot([x, 1 + 2 * point, edge], [y, place, place], ":", **line)
         axes.plot([edge], [place], marker, **line, markersize=5, markeredgewidth=0)
         axes.text(
             edge + 6 * point,
