@@ -301,4 +301,5 @@ def _save(figure: Figure, file: Path) -> None:
         for what in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
-    file.write_text(file.read_text().replace("<defs>", style + "<defs>", 1))
+    text = file.read_text(encoding="utf-8").replace("<defs>", style + "<defs>", 1)
+    file.write_text(text, encoding="utf-8")
