@@ -12,8 +12,12 @@ that is the implementation "one rounding", and there is nothing better.
 Lines of kind "scores", one for a number of tokens: q at the last position and keys at random ones, normal, and
 score = q.k / sqrt(head_dim) from the rotated vectors, in float64: max_error and mean_error, of scores whose standard
 deviation is 1. moved_weight is the part of a softmax that lands on other keys, half the sum of all differences; it is of
-the scores times SHARPNESS, since of normal q and k the softmax is flat, and trained heads look at few keys: so the 4096
-keys weigh as 75 equal ones would, and the first of them has a tenth of all.
+the scores times SHARPNESS, since the softmax of normal q and k is flat, and trained heads look at few keys: so the 4096
+keys weigh as 5 to 60 equal ones would (1 / the sum of the squares), and the largest has 0.07 to 0.4 of the weight.
+
+Frequencies that are rounded to float32 are still those of a rotary embedding, and a score still depends on the distance
+alone: what "torch_rope float32 inv_freq" is off by is the distance to the formula. Angles that are rounded to float32, as
+most peers' are, are not proportional to the position any more.
 
 Peers whose users pass tables or frequencies get what those pass: float32 arithmetic, and tables in x's dtype. Where that
 is not the default kind, the frequencies are the exact ones rounded once, which is in favour of the peer. The random
@@ -32,7 +36,7 @@ from torch import Tensor
 import torch_rope
 from torch_rope import frequencies
 
-HEAD_DIM, HEADS, TOKENS, KEYS, SHARPNESS = 128, 4, 32, 4096, 2.0
+HEAD_DIM, HEADS, TOKENS, KEYS, SHARPNESS = 128, 4, 32, 4096, 3.0
 SINGLE_OR_HALF = (torch.float32, torch.bfloat16, torch.float16)
 ALL = (*SINGLE_OR_HALF, torch.float64)
 FEW = {0, 10, 17, 20, 24}  # octaves of the kinds that are not the default
@@ -110,7 +114,7 @@ def numpy_of(x: Tensor) -> np.ndarray:
 
 
 def one_rounding(scaling, dtype):
-    return lambda x, p: torch.from_numpy(rotated(x, p, scaling)[0].astype(np.float64)).to(x)
+    return lambda x, p: torch.from_numpy(rotated(x, p, scaling)[0].astype(np.float64)).to(dtype).to(x.device)
 
 
 def ours(scaling, dtype):
@@ -409,7 +413,11 @@ def study(
                 continue
             for dtype in (d for d in dtypes if d in implementation.dtypes):
                 which = {"implementation": name, "dtype": str(dtype)[6:], "scaling": scaling.name}
-                call = implementation.make(scaling, dtype)
+                try:
+                    call = implementation.make(scaling, dtype)
+                except Exception as error:
+                    yield {"kind": "accuracy", **which, "status": "failed", "reason": reason(error)}
+                    continue
                 for octave in sorted(octaves):
                     if scaling.kind == "default" or octave in FEW:
                         sample = octave_sample(octave, scaling, dtype, device)
