@@ -1,0 +1,135 @@
+"""torch_rope against every other implementation of rotary position embedding.
+
+run      measures this machine into benchmarks/results/<its name>.jsonl; goes on where an interrupted run stopped
+table    writes the tables of README.md and docs/benchmarks.md anew from the committed results
+plot     draws the pictures in docs/ anew from the committed results
+compare  tells which medians of a second run lie outside of the quartiles of the first, widened by a quarter
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+# Fresh pages cost a large result more than the rotation does: the allocator keeps what it has. Compilation in the
+# process itself: helpers would compete with what is timed.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "1099511627776",
+    "MALLOC_TRIM_THRESHOLD_": "1099511627776",
+    "MALLOC_TOP_PAD_": "268435456",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "KINETO_LOG_LEVEL": "99",
+}
+ROOT = Path(__file__).resolve().parent.parent
+PASSES = 5
+
+
+def run(args) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from . import accuracy
+    from .cases import cases
+    from .results import Journal, file_of, in_process, machine
+
+    known = [*dict.fromkeys(case.group for case in cases(args.device)), "accuracy"]
+    if unknown := set(args.groups) - set(known):
+        sys.exit(f"no group {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    groups = args.groups or known
+    chosen = [case for case in cases(args.device) if case.group in groups]
+    found = machine(args.device)
+    out = args.out or file_of(found["name"])
+    journal = Journal(out, found)
+    todo = [(case, number) for number in range(args.passes) for case in chosen]
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(todo) + ("accuracy" in groups))
+        for case, number in todo:
+            progress.update(task, description=case.name)
+            if (case.name, number) not in journal.done():
+                lines = in_process(case, args.device, args.only, args.rounds, number == 0)
+                journal.add(case.name, number, lines)
+                if number == 0:
+                    console.print(summary(case, lines), soft_wrap=True)
+            progress.advance(task)
+        if "accuracy" in groups and ("accuracy", 0) not in journal.done():
+            progress.update(task, description="accuracy")
+            journal.add("accuracy", 0, list(accuracy.study(args.device)))
+            progress.advance(task)
+    journal.close(chosen, whole=not args.groups)
+    console.print(f"written to {out}")
+    return 0
+
+
+def summary(case, lines: list[dict]) -> str:
+    from .measure import quartiles
+
+    parts = []
+    for x in lines:
+        if x["status"] == "timed":
+            parts.append(f"{x['implementation']} {quartiles(x['samples_us'])['median_us']:.4g} us")
+        elif x["status"] != "skipped":
+            parts.append(f"{x['implementation']} {x['status'].upper()}: {x['reason']}")
+    return f"{case.name}: {'; '.join(parts)}"
+
+
+def table(args) -> int:
+    from . import report
+
+    stale = report.write_all(check=args.check)
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is not what the results say' if args.check else 'written'}")
+    return int(args.check and bool(stale))
+
+
+def plot(args) -> int:
+    from . import plots, report
+
+    for path in plots.plot(report.cpu_results(), args.out or ROOT / "docs"):
+        print(path)
+    return 0
+
+
+def compare(args) -> int:
+    from .results import compare, file_of, read
+
+    new = read(args.new)
+    old_path = args.old or file_of(new[0]["name"])
+    if not old_path.exists():
+        sys.exit(f"{old_path} is not there: this is another machine, name a file to compare with")
+    inside, outside = compare(new, read(old_path))
+    print("\n".join(outside))
+    print(f"{inside} of {inside + len(outside)} medians lie inside of the quartiles of {old_path.name}, widened by 25%")
+    return int(bool(outside))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="measure this machine")
+    running.add_argument("groups", nargs="*", help="of cases; all by default")
+    running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    running.add_argument("--only", action="append", metavar="IMPLEMENTATION", help="this one, and others named so")
+    running.add_argument("--passes", type=int, default=PASSES, help="how often all is measured, each time in new processes")
+    running.add_argument("--rounds", type=int, default=11, help="turns of a contender in a pass, at most")
+    running.add_argument("--out", type=Path, metavar="FILE.jsonl")
+    tabling = commands.add_parser("table", help="write the tables of README.md and docs/ anew")
+    tabling.add_argument("--check", action="store_true", help="write nothing; exit code 1 where they are stale")
+    plotting = commands.add_parser("plot", help="draw the pictures of docs/ anew")
+    plotting.add_argument("--out", type=Path, metavar="FOLDER")
+    comparing = commands.add_parser("compare", help="a second run with the first")
+    comparing.add_argument("new", type=Path)
+    comparing.add_argument("old", type=Path, nargs="?", help="the committed file of this machine by default")
+    for command, function in ((running, run), (tabling, table), (plotting, plot), (comparing, compare)):
+        command.set_defaults(function=function)
+    args = parser.parse_args()
+    if args.function is run and any(os.environ.get(k) != v for k, v in ENVIRONMENT.items()):
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        again = [sys.executable, "-m", "benchmarks", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | ENVIRONMENT | {"PYTHONPATH": paths})
+    return args.function(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""What is measured: the cases, their data, and the right answer in float64."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import torch_rope
+
+BASE, EPS = 10000.0, 1e-6
+CACHE = 8192  # tokens of a static cache, at least; rows of the tables where positions are given
+PAGE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """q: [batch, seq, heads, head_dim], k: [batch, seq, kv_heads, head_dim] and what is done with them."""
+
+    group: str
+    seq: int = 2048
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    rotary_dim: int = 0  # head_dim
+    dtype: str = "bfloat16"
+    layout: str = "bshd"  # in memory; "packed": q and k (and v) of a token together
+    interleaved: bool = False
+    op: str = "rotate"  # or "norm": QK-norm and rotation, "cache", "norm cache", "learned": gradients of the tables ...
+    mode: str = "inference"  # inference_mode; or "no_grad", "grad": forward alone, "training": forward and backward
+    positions: str = ""  # dtype of given positions, each token's its own; "" is 0, 1, 2 ...
+
+    def __post_init__(self):
+        object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def name(self) -> str:
+        if self.op == "tables":
+            return f"cos_sin of {self.seq} x {self.rotary_dim // 2}"
+        if self.op == "model":
+            return f"{self.group}: {self.mode} {self.seq}, {self.dtype}"
+        parts = [
+            f"{self.group}: {self.batch} x {count(self.seq)}, {self.heads}/{self.kv_heads} of {self.head_dim}",
+            f"rotary_dim {self.rotary_dim}" * (self.rotary_dim != self.head_dim),
+            self.dtype,
+            self.layout * (self.layout != "bshd"),
+            "interleaved" * self.interleaved,
+            self.op * (self.op != "rotate"),
+            self.mode * (self.mode != "inference"),
+            f"{self.positions} positions" * bool(self.positions),
+        ]
+        return ", ".join(filter(None, parts))
+
+    @property
+    def rotated(self) -> int:
+        """Elements of q and k."""
+        return self.tokens * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    def needed_bytes(self, in_place: bool = False) -> int:
+        """What has to be read and written at least, each byte once. Training reads gradients and writes gradients too,
+        that of a norm or of learned tables reads q and k again."""
+        if self.op == "tables":
+            return self.seq * self.rotary_dim * 4
+        passes = {"training": 4 if self.op == "rotate" else 5}.get(self.mode, 2)
+        size = passes * self.rotated * self.itemsize
+        if in_place:  # the other channels stay where they are
+            size = size * self.rotary_dim // self.head_dim if "norm" not in self.op else size
+        if "cache" in self.op:
+            size += 2 * self.tokens * self.kv_heads * self.head_dim * self.itemsize
+        tables = self.rows * self.rotary_dim * 4 * (2 if self.mode == "training" else 1)
+        return size + tables + 8 * self.tokens * bool(self.positions)
+
+    @property
+    def rows(self) -> int:
+        """Of the tables, that are read."""
+        return self.tokens if self.positions else self.seq
+
+    def flops_of(self, norm: bool) -> int:
+        """Four products and two sums a pair; for a norm a square, a sum and two products a channel."""
+        return self.rotated // self.head_dim * (3 * self.rotary_dim + 4 * self.head_dim * norm)
+
+
+def count(n: int) -> str:
+    return f"{n >> 20}M" if n >= 2**20 and n % 2**20 == 0 else f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def cases(device: str) -> list[Case]:
+    """All, the groups one after the other. On a GPU the sweep has every form, because there it is what is bounded."""
+    cuda = device == "cuda"
+    result = [Case("sweep", 4**i) for i in range(9)]
+    few = {} if cuda else {"heads": 8, "kv_heads": 2}  # the memory of a small machine
+    result += [Case("sweep", 4**i, **few) for i in (9, 10)]
+    if cuda:
+        for seq in (2**14, 2**16, 2**18, 2**20):
+            result += [Case("sweep", seq, dtype="float16"), Case("sweep", seq, interleaved=True)]
+            result += [Case("sweep", 4096, seq // 4096, layout="bhsd"), Case("sweep", seq, mode="training")]
+    result += [Case("decode", 1, 4**i, positions="int64") for i in range(5)]
+    result += [Case("decode", 1, 1, dtype="float32", positions="int64")]
+    result += [Case("decode", 1, 1, positions="int64", interleaved=True)]
+    result += [Case("shapes", head_dim=d) for d in (64, 80, 96, 128, 192, 256)]
+    result += [Case("shapes", rotary_dim=r) for r in (64, 32)] + [Case("shapes", head_dim=256, rotary_dim=64)]
+    result += [Case("shapes", head_dim=80, rotary_dim=20)]  # Pythia
+    result += [Case("shapes", rotary_dim=64, interleaved=True)]
+    result += [Case("shapes", dtype=t, interleaved=i) for t in ("float32", "float16", "float64") for i in (False, True)]
+    result += [Case("shapes", interleaved=True)]
+    result += [Case("shapes", layout=layout, dtype=t) for layout in ("bhsd", "packed") for t in ("bfloat16", "float32")]
+    result += [Case("shapes", batch=4, seq=512, positions="int64")]
+    result += [Case("training", dtype=t, interleaved=i, mode="training") for t in HALF_AND_FULL for i in (False, True)]
+    result += [Case("training", dtype=t, op="learned", mode="training") for t in HALF_AND_FULL]
+    result += [Case("norm", seq, dtype=t, op="norm") for seq in (1, 2048) for t in HALF_AND_FULL]
+    result += [Case("norm", dtype=t, op="norm", mode="training") for t in HALF_AND_FULL]
+    for op in ("cache", "norm cache"):
+        result += [Case("cache", seq, dtype=t, op=op, positions="int64") for seq in (1, 2048) for t in HALF_AND_FULL]
+        result += [Case("cache", 1, 64, op=op, positions="int64")]
+    result += [Case("mini-vllm", 128, dtype="float32", positions="int32")]
+    result += [Case("host", 1, heads=9, kv_heads=3, head_dim=64, mode=m) for m in ("inference", "no_grad", "grad")]
+    result += [Case("tables", 8192, op="tables")]
+    if not cuda:
+        steps = (("decoding after", 128), ("prompt of", 512), ("training on", 512))
+        result += [Case("model", n, op="model", mode=step, dtype=t) for step, n in steps for t in HALF_AND_FULL]
+    return result
+
+
+HALF_AND_FULL = "bfloat16", "float32"
+
+
+class Data:
+    """The tensors of a case, views [batch, seq, heads, head_dim] of what lies in memory as its layout says."""
+
+    def __init__(self, case: Case, device: str):
+        self.case, self.device, self.dtype = case, device, getattr(torch, case.dtype)
+        if case.op == "model":
+            return
+        torch.manual_seed(0)
+        self.inv_freq = torch_rope.inv_freq(case.rotary_dim, BASE, device=device)
+        if case.op == "tables":
+            return
+        self.q, self.k, self.v = self._heads(with_v="cache" in case.op)
+        rows = max(case.seq, CACHE) if case.positions else case.seq
+        # cos, sin: [rows, rotary_dim / 2], right to 5e-7 at any position
+        self.cos, self.sin = torch_rope.cos_sin(torch.arange(rows, device=device), self.inv_freq)
+        self.positions = self.slots = None
+        if case.positions:  # of a prompt, or one of each sequence
+            first = torch.randint(rows - case.seq + 1, (case.batch, 1), device=device)
+            self.positions = (first + torch.arange(case.seq, device=device)).to(getattr(torch, case.positions))
+        if "norm" in case.op:
+            self.weights = [(1 + noise((case.head_dim,), torch.float32, device) / 8).to(self.dtype) for _ in "qk"]
+        if case.mode == "training":
+            self.gradients = self._heads(with_v=False)[:2]
+
+    def _heads(self, with_v: bool) -> list[Tensor | None]:
+        case, counts = self.case, [self.case.heads, self.case.kv_heads, self.case.kv_heads]
+        if case.layout == "packed":
+            shape = case.batch, case.seq, sum(counts), case.head_dim
+            return list(noise(shape, self.dtype, self.device).split(counts, 2))
+        if not with_v:
+            return [*self._separate(counts[:2]), None]
+        return self._separate(counts)
+
+    def _separate(self, counts: list[int]) -> list[Tensor]:
+        case = self.case
+        if case.layout == "bhsd":
+            shapes = [(case.batch, n, case.seq, case.head_dim) for n in counts]
+            return [noise(shape, self.dtype, self.device).transpose(1, 2) for shape in shapes]
+        return [noise((case.batch, case.seq, n, case.head_dim), self.dtype, self.device) for n in counts]
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """cos, sin: [batch or 1, seq, rotary_dim / 2], a row for each token"""
+        at = slice(None) if self.positions is None else self.positions.long()
+        return tuple(t[at] if self.positions is not None else t[None] for t in (self.cos, self.sin))
+
+    @cached_property
+    def wide_rows(self) -> list[Tensor]:
+        """cos, sin: [batch or 1, seq, rotary_dim] in q's dtype, as transformers has them"""
+        return [torch.cat([t, t], -1).to(self.dtype) for t in self.rows]
+
+    @cached_property
+    def caches(self) -> list[Tensor]:
+        """One sequence: static, [1, kv_heads, tokens, head_dim], as in transformers; more: paged, [pages, PAGE,
+        kv_heads, head_dim], with slots."""
+        case = self.case
+        if case.batch == 1:
+            shape = 1, case.kv_heads, CACHE, case.head_dim
+        else:
+            shape = 4 * case.batch, PAGE, case.kv_heads, case.head_dim
+            self.slots = torch.randperm(shape[0] * PAGE, device=self.device)[: case.batch].view(case.batch, 1)
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv"]
+
+    def written(self) -> list[Tensor]:
+        """k and v as they are in the caches."""
+        if self.case.batch == 1:
+            return [cache.transpose(1, 2)[:, self.positions[0].long()] for cache in self.caches]
+        return [cache.flatten(0, 1)[self.slots] for cache in self.caches]
+
+
+def noise(shape: tuple, dtype: torch.dtype, device: str) -> Tensor:
+    """Normal numbers, which repeat after a prime number of elements: to draw many takes longer than to rotate them."""
+    drawn = torch.randn(min(math.prod(shape), 1000003), device=device).to(dtype)
+    if drawn.numel() == math.prod(shape):
+        return drawn.view(shape)
+    result = torch.empty(math.prod(shape), dtype=dtype, device=device)
+    for start in range(0, result.numel(), drawn.numel()):
+        part = result[start : start + drawn.numel()]
+        part.copy_(drawn[: part.numel()])
+    return result.view(shape)
+
+
+def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
+    """What an implementation has to return, in float64 by torch's own operators; and the tokens, of all that there are,
+    for which it was computed: some hundred, or all where they are summed over.
+
+    Tensors [batch, tokens, heads, head_dim]: the rotated q and k (of a cache, v too), or in training the gradients of
+    the inputs.
+    """
+    if case.op == "tables":
+        angle = torch.outer(torch.arange(case.seq, device=data.device).double(), data.inv_freq.double())
+        return [angle.cos(), angle.sin()], torch.arange(case.seq)
+    everything = case.mode == "training" and case.op != "rotate"
+    n = case.seq if everything else min(case.seq, max(1, 256 // case.batch))
+    at = torch.linspace(0, case.seq - 1, n, dtype=torch.float64).round().long().to(data.device)
+
+    def exact(x: Tensor) -> Tensor:
+        return x[:, at].double()
+
+    q, k = exact(data.q), exact(data.k)
+    cos, sin = (t[:, at].double()[:, :, None] for t in data.rows)
+    weights = [w.double() for w in getattr(data, "weights", [])]
+    inputs = [q, k, *weights]
+    if case.op == "learned":
+        cos, sin = (t.to(data.dtype).double() for t in (cos, sin))
+        inputs += [cos, sin]
+    if case.mode == "training":
+        for x in inputs:
+            x.requires_grad_()
+
+    def rotate(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+        x, rest = x[..., : case.rotary_dim], x[..., case.rotary_dim :]
+        a, b = (x[..., ::2], x[..., 1::2]) if case.interleaved else x.chunk(2, -1)
+        pair = a * cos - b * sin, b * cos + a * sin
+        x = torch.stack(pair, -1).flatten(-2) if case.interleaved else torch.cat(pair, -1)
+        return torch.cat([x, rest], -1)
+
+    result = [rotate(x, w) for x, w in zip((q, k), weights or (None, None), strict=True)]
+    if case.mode == "training":
+        result = torch.autograd.grad(result, inputs, [exact(g) for g in data.gradients])
+        result = [g.squeeze(2) if g.shape == cos.shape else g for g in result]
+    elif "cache" in case.op:
+        result.append(exact(data.v))
+    return [x.detach() for x in result], at
+
+
+def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> str:
+    """What is wrong with results, those of the same tokens, if anything: off by more than rounding can explain, of each number on the way, or of
+    an angle of some thousand radians in float32."""
+    if len(results) != len(expected):
+        return f"{len(results)} results, not {len(expected)}"
+    info = torch.finfo(getattr(torch, case.dtype))
+    for got, want in zip(results, expected, strict=True):
+        got = got if got.ndim == 4 else got.reshape(want.shape)
+        if got.shape != want.shape:
+            return f"a shape of {tuple(got.shape)}, not {tuple(want.shape)}"
+        # Heads have the size of what they are made of; sums over tokens are larger, and so are their errors.
+        size = want.abs().amax().clamp(min=1.0)
+        error = (got.double() - want).abs().max() / size
+        if not error <= max(8 * info.eps, 8e-4 if case.seq <= 8192 else 1e-7 * case.seq):  # so is NaN
+            return f"off by {error * size:.2g} where numbers are up to {size:.2g}"
+    return ""

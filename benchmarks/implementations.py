@@ -1,0 +1,614 @@
+"""Everything that is compared: small adapters, each of which makes a call of one implementation for one case.
+
+An adapter prepares what a model prepares once (tables in its own form, sessions, compiled functions), so that the call is
+what a layer does. It raises NotImplementedError with the reason where the implementation does not do what the case asks,
+ImportError where it is not installed.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import torch_rope
+
+from .cases import BASE, CACHE, EPS, PAGE, Case, Data
+
+rope = torch.ops.rope
+OURS = "torch_rope"
+
+
+@dataclass
+class Run:
+    call: Callable[[], Any]
+    results: Callable[[Any], list[Tensor]]  # of what call returns: in the form of right_answer, untimed
+    in_place: bool = False
+    compiled: bool = False
+    counted: bool = True  # its operators and its memory are torch's
+    loops: int = 0  # of what was compiled
+    context: Callable = field(default=torch.no_grad)
+
+
+ADAPTERS: dict[tuple[str, str], Callable[[Case, Data], Run]] = {}  # (op, name) -> adapter: copy, ours, peers
+
+
+def adapter(name: str, *ops: str, **options):
+    """Registers a function under name for these ops of a case; "rotate" by default. The lowest of several comes first."""
+
+    def register(function):
+        for op in ops or ("rotate",):
+            ADAPTERS[op, name] = partial(function, **options)
+        return function
+
+    return register
+
+
+# How a function of torch becomes a Run.
+
+
+def run_of(case: Case, data: Data, forward: Callable, heads_first=False, more=(), after=(), **options) -> Run:
+    """forward(q, k, *more, *after) -> (q, k), where q and k are [batch, heads, seq, head_dim] if heads_first. more: what
+    has gradients too."""
+
+    def native(tensors):
+        return [x.transpose(1, 2) if heads_first and x.ndim == 4 else x for x in tensors]
+
+    inputs = [*native([data.q, data.k]), *more]
+    context = torch.inference_mode if case.mode == "inference" else torch.no_grad
+    if case.mode in ("grad", "training"):
+        inputs = [x if isinstance(x, torch.nn.Parameter) else x.detach().requires_grad_() for x in inputs]
+        context = torch.enable_grad
+    if case.mode == "training":
+        if options.get("in_place"):
+            raise NotImplementedError("no gradient in place")
+        gradients = native(data.gradients)
+
+        def call():
+            return torch.autograd.grad(forward(*inputs, *after), inputs, gradients)
+
+    elif case.mode == "grad" and options.get("in_place"):
+        raise NotImplementedError("no gradient in place")
+    else:
+        call = partial(forward, *inputs, *after)
+    return Run(call, native, context=context, **options)
+
+
+def compiled(function: Callable) -> Callable:
+    torch._dynamo.reset()  # else it gives up after some shapes
+    return torch.compile(function, dynamic=False)
+
+
+def check_cuda(data: Data, module: str) -> None:
+    if data.device != "cuda":
+        raise NotImplementedError("it runs on NVIDIA GPUs alone")
+    importlib.import_module(module)
+
+
+# Rotation.
+
+
+@adapter("copy", "rotate", "norm", "learned")
+def copy(case: Case, data: Data) -> Run:
+    """The limit: q and k read once and written once, twice in training, into memory that is there."""
+    pairs = [(torch.empty_like(x), x) for x in (data.q, data.k)] * (2 if case.mode == "training" else 1)
+
+    def call():
+        for into, x in pairs:
+            into.copy_(x)
+
+    return Run(call, lambda _: [])
+
+
+def our_angles(data: Data, source: str) -> tuple:
+    """cos, sin, inv_freq, positions"""
+    return (None, None, data.inv_freq, data.positions) if source == "inv_freq" else (data.cos, data.sin, None, data.positions)
+
+
+@adapter(OURS + " inv_freq", source="inv_freq")
+@adapter(OURS)
+def rotate_qk(case: Case, data: Data, source="tables") -> Run:
+    forward = partial(rope.rotate_qk, interleaved=True) if case.interleaved else rope.rotate_qk
+    return run_of(case, data, forward, after=our_angles(data, source))
+
+
+@adapter(OURS + " in place")
+def rotate_qk_in_place(case: Case, data: Data) -> Run:
+    rotate = partial(rope.rotate_qk_, interleaved=True) if case.interleaved else rope.rotate_qk_
+
+    def forward(q, k, *angles):
+        rotate(q, k, *angles)
+        return q, k
+
+    return run_of(case, data, forward, after=our_angles(data, "tables"), in_place=True)
+
+
+@adapter(OURS, "learned")
+def rotate_qk_learned(case: Case, data: Data) -> Run:
+    tables = data.cos.to(data.dtype), data.sin.to(data.dtype)
+    return run_of(case, data, partial(rope.rotate_qk, interleaved=case.interleaved), more=tables)
+
+
+@adapter("transformers compiled", compile=True)
+@adapter("transformers")
+def transformers(case: Case, data: Data, compile=False) -> Run:
+    """The function of a model that rotates so, on [batch, seq, heads, head_dim] where that is how q lies."""
+    model = "glm" if case.interleaved else "gpt_neox" if case.rotary_dim < case.head_dim else "llama"
+    function = importlib.import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
+    heads_first = case.layout == "bhsd"
+    angles = dict(zip(("cos", "sin"), data.wide_rows, strict=True), unsqueeze_dim=1 if heads_first else 2)
+    function = compiled(function) if compile else function
+    return run_of(case, data, partial(function, **angles), heads_first, compiled=compile)
+
+
+@adapter("transformers compiled", "learned", compile=True)
+@adapter("transformers", "learned")
+def transformers_learned(case: Case, data: Data, compile=False) -> Run:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    def forward(q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, *(torch.cat([t, t], -1)[None] for t in (cos, sin)), unsqueeze_dim=2)
+
+    tables = data.cos.to(data.dtype), data.sin.to(data.dtype)
+    return run_of(case, data, compiled(forward) if compile else forward, more=tables, compiled=compile)
+
+
+@adapter("torchtune")
+def torchtune(case: Case, data: Data) -> Run:
+    """Its formula: pairs of neighbours in float32, a cache of cos and sin indexed by position."""
+    if not case.interleaved or case.rotary_dim < case.head_dim:
+        raise NotImplementedError("all channels, interleaved, alone")
+    cache = torch.stack([data.cos, data.sin], -1)  # [rows, rotary_dim / 2, 2]
+
+    def turn(x):
+        angles = cache[: x.shape[1]] if data.positions is None else cache[data.positions]
+        cos, sin = angles.unsqueeze(-3).unbind(-1)
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).type_as(x)
+
+    return run_of(case, data, lambda q, k: (turn(q), turn(k)))
+
+
+@adapter("rotary-embedding-torch")
+def rotary_embedding_torch(case: Case, data: Data) -> Run:
+    from rotary_embedding_torch import RotaryEmbedding
+
+    if not case.interleaved:
+        raise NotImplementedError("interleaved alone")
+    if data.positions is not None:
+        raise NotImplementedError("an offset for all sequences, no positions")
+    if case.head_dim % 2 or case.layout == "packed":
+        raise NotImplementedError("no packed tensors")
+    module = RotaryEmbedding(case.rotary_dim, theta=BASE, cache_max_seq_len=max(8192, case.seq)).to(data.device)
+    turn = partial(module.rotate_queries_or_keys, seq_dim=-2 if case.layout == "bhsd" else -3)
+    return run_of(case, data, lambda q, k: (turn(q), turn(k)), heads_first=case.layout == "bhsd")
+
+
+@adapter("torch.onnx.ops")
+def onnx_ops(case: Case, data: Data) -> Run:
+    tables = [t.to(data.dtype) for t in ((data.cos, data.sin) if data.positions is not None else data.rows)]
+    if data.positions is None:
+        tables = [t.expand(case.batch, -1, -1) for t in tables]
+    partly = case.rotary_dim if case.rotary_dim < case.head_dim else 0
+    options = {"interleaved": case.interleaved, "rotary_embedding_dim": partly}
+
+    def turn(x, heads):
+        return torch.onnx.ops.rotary_embedding(x, *tables, data.positions, num_heads=heads, **options)
+
+    return run_of(case, data, lambda q, k: (turn(q, case.heads), turn(k, case.kv_heads)), heads_first=True)
+
+
+@adapter("onnxruntime")
+def onnxruntime(case: Case, data: Data) -> Run:
+    """Its kernel for the operator of ONNX, for q and k in one session, from and to memory that is bound."""
+    import numpy
+    import onnx
+    import onnxruntime as ort
+    from onnx import TensorProto, helper
+
+    if data.device != "cpu" or case.mode in ("grad", "training") or case.dtype not in ("float32", "float16"):
+        raise NotImplementedError("inference on the CPU in float32 and float16 alone")
+    if case.layout == "packed":
+        raise NotImplementedError("no packed tensors")
+    heads_first = case.layout == "bhsd"  # else [batch, seq, heads * head_dim]
+    kind = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[case.dtype]
+    partly = case.rotary_dim if case.rotary_dim < case.head_dim else 0
+    positions = torch.arange(case.seq).expand(case.batch, -1) if data.positions is None else data.positions
+    feeds = {"cos": data.cos.to(data.dtype), "sin": data.sin.to(data.dtype), "positions": positions.long().contiguous()}
+    nodes = []
+    for name, x, heads in (("q", data.q, case.heads), ("k", data.k, case.kv_heads)):
+        feeds[name] = x.transpose(1, 2) if heads_first else x.flatten(2)
+        options = {"interleaved": int(case.interleaved), "num_heads": heads, "rotary_embedding_dim": partly}
+        inputs = name, "cos", "sin", "positions"
+        nodes.append(helper.make_node("RotaryEmbedding", inputs, [name + "_rotated"], **options))
+    values = {
+        name: helper.make_tensor_value_info(name, TensorProto.INT64 if name == "positions" else kind, x.shape)
+        for name, x in feeds.items()
+    }
+    outputs = [helper.make_tensor_value_info(x + "_rotated", kind, feeds[x].shape) for x in "qk"]
+    graph = helper.make_graph(nodes, "rope", list(values.values()), outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    onnx.checker.check_model(model)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    kept = {name: x.numpy() for name, x in feeds.items()}
+    rotated = {x: numpy.empty_like(kept[x]) for x in "qk"}
+    for name, x in kept.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(x))
+    for name, x in rotated.items():
+        binding.bind_output(name + "_rotated", "cpu", 0, x.dtype, x.shape, x.ctypes.data)
+
+    def results(_):
+        got = (torch.from_numpy(rotated[x]) for x in "qk")
+        return [x.transpose(1, 2) if heads_first else x.unflatten(2, (-1, case.head_dim)) for x in got]
+
+    return Run(partial(session.run_with_iobinding, binding), results, counted=False)
+
+
+@adapter("mlx")
+def mlx(case: Case, data: Data) -> Run:
+    """mx.fast.rope of q and k, evaluated together; its gradient by mx.vjp."""
+    import mlx.core as mx
+    import numpy
+
+    if data.device == "cuda" or case.dtype == "float64":
+        raise NotImplementedError("float64" if case.dtype == "float64" else "measured beside other libraries of the CPU")
+    if data.positions is not None and case.seq > 1 and case.batch > 1:
+        raise NotImplementedError("an offset for each sequence is taken; this case is not timed so")
+    if case.layout == "packed":
+        raise NotImplementedError("no packed tensors")
+    heads_first = case.layout == "bhsd"
+    kinds = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+    def to_mlx(x):
+        x = (x.transpose(1, 2) if heads_first else x).contiguous()
+        return mx.array(x.view(torch.uint8).numpy()).view(kinds[case.dtype])
+
+    offset = 0 if data.positions is None else mx.array(data.positions[:, 0].int().numpy())
+    options = {"traditional": case.interleaved, "base": BASE, "scale": 1.0, "offset": offset}
+
+    def turn(x):
+        x = mx.fast.rope(x if heads_first else mx.swapaxes(x, 1, 2), case.rotary_dim, **options)
+        return x if heads_first else mx.swapaxes(x, 1, 2)
+
+    def forward(q, k):
+        return [turn(q), turn(k)]
+
+    inputs = [to_mlx(data.q), to_mlx(data.k)]
+    gradients = [to_mlx(g) for g in data.gradients] if case.mode == "training" else []
+    if case.mode == "grad":
+        raise NotImplementedError("it builds no graph while it computes")
+    mx.eval(*inputs, *gradients)
+
+    def call():
+        result = mx.vjp(forward, inputs, gradients)[1] if gradients else forward(*inputs)
+        mx.eval(*result)
+        return result
+
+    def results(arrays):
+        got = [torch.from_numpy(numpy.array(x.view(mx.uint8))).view(data.dtype) for x in arrays]
+        return [x.transpose(1, 2) if heads_first else x for x in got]
+
+    return Run(call, results, counted=False)
+
+
+@adapter("liger")
+def liger(case: Case, data: Data) -> Run:
+    """Always in place, with tables of q's dtype, as a model passes them."""
+    check_cuda(data, "liger_kernel.ops.rope")
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    if case.interleaved or case.rotary_dim < case.head_dim:
+        raise NotImplementedError("all channels, half-split, alone")
+    cos, sin = data.wide_rows
+    forward = partial(lambda q, k: LigerRopeFunction.apply(q, k, cos, sin))
+    run = run_of(case, data, forward, heads_first=True)
+    run.in_place = True
+    return run
+
+
+@adapter("flash-attn in place", in_place=True)
+@adapter("flash-attn")
+def flash_attn(case: Case, data: Data, in_place=False) -> Run:
+    check_cuda(data, "flash_attn.layers.rotary")
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    cos, sin = (t.to(data.dtype) for t in (data.cos, data.sin))
+    options = {"interleaved": case.interleaved, "inplace": in_place}
+    if data.positions is not None:  # of the first token of each sequence
+        options["seqlen_offsets"] = data.positions[:, 0]
+
+    def forward(q, k):
+        return apply_rotary_emb(q, cos, sin, **options), apply_rotary_emb(k, cos, sin, **options)
+
+    return run_of(case, data, forward, in_place=in_place)
+
+
+@adapter("flashinfer in place", in_place=True)
+@adapter("flashinfer")
+def flashinfer(case: Case, data: Data, in_place=False) -> Run:
+    check_cuda(data, "flashinfer.rope")
+    from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
+
+    if case.mode in ("grad", "training"):
+        raise NotImplementedError("no gradient")
+    if case.rotary_dim % 32 and not case.interleaved:  # it would read past the end of memory
+        raise NotImplementedError("its vectors of 16 channels straddle the two halves")
+    if case.layout != "bshd":
+        raise NotImplementedError("tokens one after the other alone")
+    table = torch.cat([data.cos, data.sin], -1)
+    positions = torch.arange(case.tokens, device="cuda") % case.seq if data.positions is None else data.positions
+    positions = positions.flatten().int()
+    arguments = case.head_dim, table, not case.interleaved
+
+    def forward(q, k):
+        flat = [x.view(case.tokens, -1) for x in (q, k)]
+        if in_place:
+            apply_rope_with_cos_sin_cache_inplace(positions, *flat, *arguments)
+            return q, k
+        pair = apply_rope_with_cos_sin_cache(positions, *flat, *arguments)
+        return [x.view(like.shape) for x, like in zip(pair, (q, k), strict=True)]
+
+    return run_of(case, data, forward, in_place=in_place)
+
+
+# QK-norm and rotation.
+
+
+def rms_norms(case: Case):
+    return lambda tensors, weights: [
+        F.rms_norm(x, (case.head_dim,), w, EPS) for x, w in zip(tensors, weights, strict=True)
+    ]
+
+
+@adapter(OURS, "norm")
+def norm_rotate_qk(case: Case, data: Data) -> Run:
+    return run_of(case, data, partial(rope.norm_rotate_qk, cos=data.cos, sin=data.sin), more=tuple(data.weights))
+
+
+@adapter("rms_norm, then " + OURS, "norm")
+def rms_norm_rotate_qk(case: Case, data: Data) -> Run:
+    norms = rms_norms(case)
+
+    def forward(q, k, *weights):
+        return rope.rotate_qk(*norms((q, k), weights), data.cos, data.sin)
+
+    return run_of(case, data, forward, more=tuple(data.weights))
+
+
+@adapter("transformers compiled", "norm", compile=True)
+@adapter("transformers", "norm")
+def transformers_norm(case: Case, data: Data, compile=False) -> Run:
+    """Qwen3's modules and function, whose weights are the parameters."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    norms = [Qwen3RMSNorm(case.head_dim, EPS).to(data.device, data.dtype) for _ in "qk"]
+    cos, sin = data.wide_rows
+
+    for norm, weight in zip(norms, data.weights, strict=True):
+        norm.weight.data.copy_(weight)
+
+    def forward(q, k, *_):
+        return apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin, unsqueeze_dim=2)
+
+    weights = tuple(norm.weight for norm in norms)
+    return run_of(case, data, compiled(forward) if compile else forward, more=weights, compiled=compile)
+
+
+# QK-norm or not, rotation, and k and v into a cache.
+
+
+@adapter("copy", "cache", "norm cache")
+def copy_into_cache(case: Case, data: Data) -> Run:
+    """The limit: q, k and v read once and written once."""
+    caches, into = data.caches, torch.empty_like(data.q)
+    if case.batch == 1:
+        places = [cache.transpose(1, 2)[:, : case.seq] for cache in caches]
+    else:
+        places = [cache.flatten(0, 1)[: case.tokens].unsqueeze(1) for cache in caches]
+
+    def call():
+        into.copy_(data.q)
+        for place, x in zip(places, (data.k, data.v), strict=True):
+            place.copy_(x)
+
+    return Run(call, lambda _: [], context=torch.inference_mode)
+
+
+def cache_run(case: Case, data: Data, call: Callable, **options) -> Run:
+    """call() -> q, and writes the caches"""
+    data.caches  # noqa: B018  made now
+    return Run(call, lambda q: [q, *data.written()], context=torch.inference_mode, **options)
+
+
+@adapter(OURS, "cache", "norm cache")
+def rotate_into_cache(case: Case, data: Data) -> Run:
+    places = [cache.transpose(1, 2) if case.batch == 1 else cache for cache in data.caches]
+    weights = getattr(data, "weights", ())
+    arguments = data.q, data.k, data.v, *places, data.cos, data.sin, None, data.positions, 0, data.slots, *weights
+
+    def call():
+        rope.rotate_into_cache_(*arguments)
+        return data.q
+
+    return cache_run(case, data, call, in_place=True)
+
+
+def write(case: Case, data: Data) -> Callable:
+    """(k, v) -> None, by index_copy_ as transformers' StaticCache has it."""
+    caches = data.caches
+    if case.batch > 1:
+        flat, slots = [cache.flatten(0, 1) for cache in caches], data.slots.flatten()
+        return lambda *kv: [cache.index_copy_(0, slots, x[:, 0]) for cache, x in zip(flat, kv, strict=True)]
+    places, at = [cache.transpose(1, 2) for cache in caches], data.positions[0]
+    return lambda *kv: [place.index_copy_(1, at, x) for place, x in zip(places, kv, strict=True)]
+
+
+@adapter(OURS + ", then index_copy_", "cache", "norm cache")
+def rotate_then_write(case: Case, data: Data) -> Run:
+    """The best that several operators of ours do."""
+    writes, angles = write(case, data), (data.cos, data.sin, None, data.positions)
+
+    def call():
+        if "norm" in case.op:
+            q, k = rope.norm_rotate_qk(data.q, data.k, *data.weights, *angles)
+        else:
+            q, k = rope.rotate_qk(data.q, data.k, *angles)
+        writes(k, data.v)
+        return q
+
+    return cache_run(case, data, call)
+
+
+@adapter("transformers compiled", "cache", "norm cache", compile=True)
+@adapter("transformers", "cache", "norm cache")
+def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
+    """Its function, torch's norm, index_copy_ as in its StaticCache; compiled: all of it in one graph."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    writes, norms, (cos, sin) = write(case, data), rms_norms(case), data.wide_rows
+
+    def layer(q, k, v):
+        if "norm" in case.op:
+            q, k = norms((q, k), data.weights)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+        writes(k, v)
+        return q
+
+    layer = compiled(layer) if compile else layer
+    return cache_run(case, data, partial(layer, data.q, data.k, data.v), compiled=compile)
+
+
+@adapter("xformers", "cache", "norm cache")
+def xformers(case: Case, data: Data) -> Run:
+    """rope_padded: angles from the base in the kernel, a cache for each sequence. With norm: torch's before it."""
+    check_cuda(data, "xformers.ops")
+    from xformers.ops import rope_padded
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
+
+    q, k, v = (x.reshape(1, case.tokens, -1, case.head_dim) for x in (data.q, data.k, data.v))
+    ends = (data.positions[:, -1] + 1).tolist()
+    bias = BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([case.seq] * case.batch, CACHE, ends, device="cuda")
+    caches = [torch.zeros(1, case.batch * CACHE, case.kv_heads, case.head_dim, dtype=data.dtype, device="cuda")] * 2
+    caches = [cache.clone() for cache in caches]
+    at = (data.positions + CACHE * torch.arange(case.batch, device="cuda")[:, None]).flatten()
+    norms = rms_norms(case)
+
+    def call():
+        pair = norms((q, k), data.weights) if "norm" in case.op else (q, k)
+        return rope_padded(*pair, v, *caches, bias, theta=BASE, adjacents=case.interleaved)
+
+    def results(rotated):
+        return [x.view(case.batch, case.seq, -1, case.head_dim) for x in (rotated, *(c[:, at] for c in caches))]
+
+    return Run(call, results, context=torch.inference_mode)
+
+
+@adapter("flashinfer", "cache", "norm cache")
+def flashinfer_into_cache(case: Case, data: Data) -> Run:
+    """Its rotation in place, its norm, its append to pages, which a server's scheduler has prepared."""
+    check_cuda(data, "flashinfer.rope")
+    from flashinfer.norm import rmsnorm
+    from flashinfer.page import append_paged_kv_cache
+    from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
+
+    if case.batch == 1:
+        raise NotImplementedError("no static cache of heads first")
+    caches, table = tuple(data.caches), torch.cat([data.cos, data.sin], -1)
+    each = torch.arange(case.batch + 1, device="cuda").int()
+    slots = data.slots.flatten().int()
+    pages = each[:-1], slots % PAGE, caches, slots // PAGE, each, slots % PAGE + 1
+    q, k, v = (x[:, 0] for x in (data.q, data.k, data.v))
+
+    def call():
+        pair = q, k
+        if "norm" in case.op:
+            pair = [rmsnorm(x.flatten(0, 1), w).view(x.shape) for x, w in zip(pair, data.weights, strict=True)]
+        apply_rope_with_cos_sin_cache_inplace(data.positions.flatten(), *(x.flatten(1) for x in pair), 128, table)
+        append_paged_kv_cache(pair[1], v, *pages)
+        return pair[0][:, None]
+
+    return cache_run(case, data, call, in_place=True)
+
+
+@adapter("flash-attn", "cache", "norm cache")
+def flash_attn_into_cache(case: Case, data: Data) -> Run:
+    check_cuda(data, "flash_attn.ops.triton.rotary")
+    from flash_attn.ops.triton.rotary import apply_rotary
+
+    writes, norms = write(case, data), rms_norms(case)
+
+    def call():
+        pair = norms((data.q, data.k), data.weights) if "norm" in case.op else (data.q, data.k)
+        for x in pair:
+            apply_rotary(x, data.cos, data.sin, data.positions[:, 0], inplace=True)
+        writes(pair[1], data.v)
+        return pair[0]
+
+    return cache_run(case, data, call, in_place=True)
+
+
+# Tables, and a whole model.
+
+
+@adapter(OURS, "tables")
+def cos_sin(case: Case, data: Data) -> Run:
+    positions = torch.arange(case.seq, device=data.device)
+    return Run(lambda: rope.cos_sin(positions, data.inv_freq), list)
+
+
+@adapter("torch compiled", "tables", compile=True)
+@adapter("torch", "tables")
+def torch_tables(case: Case, data: Data, compile=False) -> Run:
+    def forward(positions):
+        angle = torch.outer(positions.float(), data.inv_freq)
+        return angle.cos(), angle.sin()
+
+    call = partial(compiled(forward) if compile else forward, torch.arange(case.seq, device=data.device))
+    return Run(call, list, compiled=compile)
+
+
+@adapter(OURS, "model", patched=True)
+@adapter("transformers", "model")
+def model(case: Case, data: Data, patched=False) -> Run:
+    """A model of SmolLM2-135M's shape, random weights, as it is and patched. results: its logits, or its loss."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    from torch_rope.integrations.transformers import patch
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "rope_parameters": {"rope_theta": 1e5}}
+    config = LlamaConfig(**sizes, **heads, max_position_embeddings=8192, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config).to(data.dtype)
+    tokens = torch.randint(config.vocab_size, (1, case.seq + 1))
+    if patched:
+        patch(model)
+
+    def train():
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    if case.mode == "training on":
+        return Run(train, lambda loss: [loss.detach()], context=torch.enable_grad)
+    cache = DynamicCache(config=config)
+    with torch.inference_mode():
+        model(tokens[:, : case.seq], past_key_values=cache)
+
+    def step():
+        logits = model(tokens[:, case.seq :], past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    def prompt():
+        return model(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
+
+    return Run(step if case.mode == "decoding after" else prompt, lambda x: [x], context=torch.inference_mode)

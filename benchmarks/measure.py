@@ -1,0 +1,325 @@
+"""One case, measured in a process of its own: every implementation first checked, then timed in turns with the others."""
+
+import gc
+import math
+import os
+import resource
+import statistics
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .cases import Case, Data, right_answer, what_is_wrong
+from .implementations import ADAPTERS, Run
+
+ROUNDS, SECONDS = 11, 2.0  # of a case in a pass: at most, and about
+LONG = 1.0  # seconds: a call that takes as long is timed once
+BLOCK = 1e-3  # seconds: a call that is shorter is repeated
+REST = 5e-3  # seconds between contenders, until the threads of the one before have stopped to spin
+
+
+def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_facts: bool = True) -> Iterator[dict]:
+    """A dict for each implementation: its status, and its samples in microseconds. names: these alone."""
+    makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
+    clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
+    if device == "cpu":  # memory that is not there is then an error, not the end of the process
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_DATA, (int(0.95 * available), resource.RLIM_INFINITY))
+    sets, runs, facts = [], {}, {}
+    try:
+        sets = [Data(case, device) for _ in range(clock.sets())]
+        expected, tokens = (None, slice(None)) if case.op == "model" else right_answer(case, sets[0])
+    except Exception as error:
+        yield from (line(name, *why(error)) for name in makers)
+        return
+    for name, make in makers.items():
+        try:
+            with torch.enable_grad():
+                of_sets = [make(case, data) for data in sets]
+            results = first_results(case, sets[0], of_sets[0], tokens)
+            expected = expected or results  # of a model: that of the first
+            if name != "copy" and (error := what_is_wrong(case, results, expected)):
+                yield line(name, "wrong", error)
+                continue
+            facts[name] = facts_of(case, of_sets[0], device) if with_facts else {}
+            if of_sets[0].in_place:
+                fresh = Data(case, device)
+                sets[0].q.copy_(fresh.q)
+                sets[0].k.copy_(fresh.k)
+                del fresh
+            runs[name] = of_sets
+        except Exception as error:
+            if os.environ.get("TORCH_ROPE_BENCH_TRACE"):
+                traceback.print_exc()
+            yield line(name, *why(error))
+    try:
+        samples = clock.time(runs)
+    except Exception as error:
+        yield from (line(name, *why(error)) for name in runs)
+        return
+    for name, us in samples.items():
+        yield line(name, "timed") | facts[name] | {"needed_bytes": case.needed_bytes(runs[name][0].in_place)} | us
+
+
+def line(name: str, status: str, reason: str = "") -> dict:
+    return {"implementation": name, "status": status} | ({"reason": reason} if reason else {})
+
+
+def why(error: Exception) -> tuple[str, str]:
+    message = str(error).strip().partition("\n")[0][:160]
+    if isinstance(error, ImportError):
+        return "skipped", f"not installed ({message})"
+    if isinstance(error, NotImplementedError):
+        return "skipped", message
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        return "skipped", "not enough memory"
+    return "failed", f"{type(error).__name__}: {message}"
+
+
+def first_results(case: Case, data: Data, run: Run, tokens) -> list[torch.Tensor]:
+    """The results of the first call, on data as they were; of these tokens."""
+    for cache in data.__dict__.get("caches", ()):
+        cache.zero_()
+    with run.context():
+        if run.compiled:
+            metrics.reset()
+        results = run.results(run.call())
+        if run.compiled:
+            run.loops = metrics.generated_kernel_count
+        return [x[:, tokens].clone() if x.ndim == 4 else x.clone() for x in results]
+
+
+def facts_of(case: Case, run: Run, device: str) -> dict:
+    """What is known of a call without timing it."""
+    with run.context():
+        facts = {"launches": run.loops} if run.loops else {}
+        if run.counted:
+            facts |= cuda_facts(run) if device == "cuda" else cpu_facts(case, run)
+        return facts
+
+
+def cpu_facts(case: Case, run: Run) -> dict:
+    """Memory that a call allocates at the highest point, and, of torch's operators, how many compute, what they read and
+    write, and their floating-point operations. Of a compiled function the loops were counted as it was compiled."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        returned = run.call()
+        del returned
+    memory = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    if run.compiled:
+        return {"peak_bytes": peak}
+    with Counter(case) as counter:
+        run.call()
+    total = counter.total if case.op != "model" else {"launches": counter.total["launches"]}
+    return {"peak_bytes": peak} | total
+
+
+def cuda_facts(run: Run) -> dict:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    returned = run.call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del returned
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run.call()
+        torch.cuda.synchronize()
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return {"peak_bytes": peak, "launches": len(kernels)}
+
+
+ARITHMETIC = {"mul", "mul_", "add", "add_", "sub", "neg", "div", "pow", "rsqrt", "mean", "sum", "cos", "sin", "addcmul"}
+SPARSE = {"index", "index_copy_", "index_put_", "index_select"}  # touch as much as the smaller of their tensors has
+
+
+class Counter(TorchDispatchMode):
+    """What torch's operators do: views are free, every other reads its tensors and writes its results once."""
+
+    def __init__(self, case: Case):
+        super().__init__()
+        self.case, self.total = case, {"launches": 0, "moved_bytes": 0, "flops": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.name in ("aten::detach", "aten::_unsafe_view"):
+            return result
+        given, made = tensors([args, kwargs or {}]), tensors(result)
+        name = func._schema.name.partition("::")[2]
+        self.total["launches"] += 1
+        if func.namespace == "rope":
+            moved, flops = self.ours(func, args)
+        elif name in SPARSE:
+            moved, flops = 2 * min(size(t) for t in given + made if t.is_floating_point()), 0
+        else:
+            in_place = [a for a, of in zip(args, func._schema.arguments) if of.is_write]
+            moved = sum(size(t) for t in given + (made or in_place))
+            flops = max(t.numel() for t in given + made) if name in ARITHMETIC else 0
+        self.total["moved_bytes"] += moved
+        self.total["flops"] += flops
+        return result
+
+    def ours(self, func, args) -> tuple[int, int]:
+        """Of tables and caches only the rows of the call's tokens; heads are read and written once."""
+        case, by_name = self.case, dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        heads = [x for name, x in by_name.items() if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name]
+        rotated = [x for name, x in by_name.items() if name in ("q", "k")]
+        norm = any("norm_weight" in name and x is not None for name, x in by_name.items())
+        backward = "backward" in func._schema.name
+        moved = sum(size(x) for x in heads) + sum(size(x) for x in (rotated if backward else heads))
+        return moved + case.rows * case.rotary_dim * 4, case.flops_of(norm)
+
+
+def tensors(tree) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def size(t: torch.Tensor) -> int:
+    """Bytes; what is expanded is read once."""
+    return t.itemsize * math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
+
+
+class Cpu:
+    """Contenders take turns. Each is called once untimed before its turn: then it finds its own data in the caches of the
+    processor, not its neighbour's."""
+
+    def __init__(self, case: Case, rounds: int):
+        self.case, self.rounds = case, rounds
+
+    def sets(self) -> int:
+        return 1
+
+    def time(self, runs: dict[str, list[Run]]) -> dict[str, dict]:
+        if not runs:
+            return {}
+        calls, samples = {}, {name: [] for name in runs}
+        for name, (run,) in runs.items():
+            with run.context():
+                run.call()
+                once = duration(run.call, 1)
+                once = once if once > LONG else min(once, duration(run.call, 1), duration(run.call, 1))
+            if once > LONG:  # once is enough
+                samples[name] = [once * 1e6]
+            else:
+                calls[name] = max(1, round(BLOCK / once)), once
+        a_round = sum((n + 1) * once + REST for n, once in calls.values())
+        gc.collect()
+        gc.disable()
+        for _ in range(max(3, min(self.rounds, round(SECONDS / max(a_round, REST))))):
+            for name, (repeat, _) in calls.items():
+                run = runs[name][0]
+                time.sleep(REST)
+                with run.context():
+                    run.call()
+                    samples[name].append(duration(run.call, repeat) * 1e6)
+        gc.enable()
+        return {name: {"samples_us": s} for name, s in samples.items()}
+
+
+def duration(call, calls: int) -> float:
+    """Seconds a call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+LAUNCHES = 50  # in a graph, at most; and sets of data, at most
+
+
+class Cuda:
+    """Replays of a CUDA graph of many calls, so that no time of the host is in it, or, where that is what is asked, time of
+    the host alone. Calls go round several sets of data, together larger than the L2 cache, so that memory is timed; only
+    a few tokens stay in the cache, as they do in a decode step."""
+
+    def __init__(self, case: Case, rounds: int):
+        self.case, self.rounds = case, rounds
+        # Everything on one stream: a backward runs on that of its forward, and is captured there.
+        self.stream = torch.cuda.Stream()
+        torch.cuda.set_stream(self.stream)
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of timing what is not compiled
+
+    def sets(self) -> int:
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        return min(LAUNCHES, 1 + 3 * l2 // max(1, self.case.needed_bytes()))
+
+    def time(self, runs: dict[str, list[Run]]) -> dict[str, dict]:
+        calls = {name: [partial(in_context, run) for run in of_sets] for name, of_sets in runs.items()}
+        if self.case.group == "host":
+            return {name: {"samples_us": self.of_host(of_sets[0])} for name, of_sets in calls.items()}
+        pool = torch.cuda.graph_pool_handle()  # one for all: results are not looked at
+        launches = {name: self.launches(of_sets) for name, of_sets in calls.items()}
+        replays, graphs = {}, {}
+        for name, of_sets in calls.items():
+            try:
+                replays[name], graphs[name] = self.graph(of_sets, launches[name], pool), True
+            except RuntimeError:  # it does what a graph cannot hold
+                torch.cuda.synchronize()
+                replays[name], graphs[name] = partial(go_round, of_sets, launches[name]), False
+        events = {name: [] for name in calls}
+        for _ in range(self.rounds + 1):
+            for name, replay in replays.items():
+                events[name].append(self.between(replay))
+        torch.cuda.synchronize()
+        return {
+            name: {
+                "samples_us": [start.elapsed_time(end) * 1e3 / launches[name] for start, end in pairs[1:]],
+                "in_graph": graphs[name],
+            }
+            for name, pairs in events.items()
+        }
+
+    def of_host(self, call) -> list[float]:
+        """Batches are small enough that the device's queue does not fill."""
+        samples = []
+        for _ in range(10 * self.rounds):
+            torch.cuda.synchronize()
+            samples.append(duration(call, 100) * 1e6)
+        return samples
+
+    def between(self, call) -> tuple:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+        start.record()
+        call()
+        end.record()
+        return start, end
+
+    def launches(self, calls: list) -> int:
+        """Enough for some milliseconds, after a first round that compiles what there is to compile."""
+        go_round(calls, len(calls))
+        start, end = self.between(partial(go_round, calls, len(calls)))
+        torch.cuda.synchronize()
+        estimate = start.elapsed_time(end) * 1e3 / len(calls)
+        return max(len(calls), min(LAUNCHES, int(5000 / max(estimate, 1))))
+
+    def graph(self, calls: list, launches: int, pool):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+            go_round(calls, launches)
+        return graph.replay
+
+
+def in_context(run: Run):
+    with run.context():
+        return run.call()
+
+
+def go_round(calls: list, launches: int) -> None:
+    """The result of a set lives until the set's turn comes again: else all sets would write to the same memory."""
+    kept = [None] * len(calls)
+    for i in range(launches):
+        kept[i % len(calls)] = None
+        kept[i % len(calls)] = calls[i % len(calls)]()
+
+
+def quartiles(samples: list[float]) -> dict:
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    return {"median_us": median, "q1_us": q1, "q3_us": q3, "samples": len(samples)}

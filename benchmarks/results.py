@@ -1,0 +1,157 @@
+"""Result files: JSON lines, first the machine, then a line for every implementation of every case."""
+
+import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from torch_rope import _C
+
+from .cases import Case
+from .measure import line, measure, quartiles
+
+FOLDER = Path(__file__).parent / "results"
+PACKAGES = "numpy transformers rotary-embedding-torch mlx onnxruntime triton liger-kernel flash-attn flashinfer-python xformers"
+# What a process would else import anew for each case.
+PRELOAD = ["torch._inductor.compile_fx"] + [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt_neox", "glm", "qwen3")
+]
+
+
+def machine(device: str) -> dict:
+    """The first line of a file: what was measured on, with what."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process that may touch the GPU
+        name = pool.apply(device_name, (device,))
+    versions = {}
+    for package in PACKAGES.split():
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    known = {"kind": "machine", "name": name, "device": device, "system": f"{platform.system()} {platform.machine()}"}
+    known |= {"threads": torch.get_num_threads(), "cpu_kernels": _C.cpu_instruction_set()}
+    known |= {"python": platform.python_version(), "torch": torch.__version__}
+    return known | versions | {"date": str(datetime.date.today())}
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    name, family = platform.processor() or platform.machine(), ""
+    if os.path.exists("/proc/cpuinfo"):
+        known = dict(re.findall(r"^(model name|cpu family)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
+        name, family = known.get("model name", name), known.get("cpu family", "")
+    return name + f" (family {family})" * bool(family) + f", {os.cpu_count()} cores"
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.jsonl"
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(path: Path, lines: Iterable[dict]) -> None:
+    """All or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    beside.replace(path)
+
+
+class Journal:
+    """What a run has measured so far, beside the file that it will become: an interrupted run goes on from there."""
+
+    def __init__(self, out: Path, machine: dict):
+        self.path, self.out, self.machine = out.with_suffix(".journal"), out, machine
+        self.entries = read(self.path)
+        undated = [{k: v for k, v in m.items() if k != "date"} for m in (machine, *self.entries[:1])]
+        if undated[0] != undated[-1] or not self.entries:  # of another machine, or of other versions
+            self.entries = [machine]
+            write(self.path, self.entries)
+
+    def done(self) -> set[tuple[str, int]]:
+        return {(entry["case"], entry["pass"]) for entry in self.entries[1:]}
+
+    def add(self, case: str, number: int, lines: list[dict]) -> None:
+        self.entries.append({"case": case, "pass": number, "lines": lines})
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.entries[-1]) + "\n")
+
+    def close(self, cases: list[Case], whole: bool) -> None:
+        """Makes the file: all samples of a case are one. Cases that were not run keep their lines."""
+        made = [result for case in cases for result in self.pooled(case)]
+        accuracy = [x for entry in self.entries[1:] if entry["case"] == "accuracy" for x in entry["lines"]]
+        kept = [] if whole else read(self.out)[1:]
+        fresh = {x["case"] for x in made}
+        kept_samples = [x for x in kept if x["kind"] == "sample" and x["case"] not in fresh]
+        kept_accuracy = [x for x in kept if x["kind"] != "sample" and not accuracy]
+        write(self.out, [self.machine, *made, *kept_samples, *accuracy, *kept_accuracy])
+        self.path.unlink()
+
+    def pooled(self, case: Case) -> Iterator[dict]:
+        passes = [entry["lines"] for entry in self.entries[1:] if entry["case"] == case.name]
+        medians = {}
+        for name in dict.fromkeys(x["implementation"] for lines in passes for x in lines):
+            of_name = [x for lines in passes for x in lines if x["implementation"] == name]
+            timed = [x for x in of_name if x["status"] == "timed"]
+            result = {"kind": "sample", "case": case.name} | asdict(case) | (timed or of_name)[0]
+            if timed:
+                del result["samples_us"]
+                result |= quartiles([us for x in timed for us in x["samples_us"]])
+                medians[name] = result["median_us"]
+                if "copy" in medians:
+                    result["to_copy"] = medians[name] / medians["copy"]
+            yield {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in result.items()}
+
+
+def in_process(*arguments) -> list[dict]:
+    """measure(*arguments), in a process of its own, whose end leaves nothing behind, not even if it is a crash."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.measure", *PRELOAD])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=send_all, args=(sending, *arguments), daemon=True)
+    process.start()
+    sending.close()
+    lines = []
+    try:
+        while True:
+            lines.append(receiving.recv())
+    except EOFError:
+        process.join()
+    if process.exitcode:
+        lines.append(line("all that are missing", "failed", f"the process ended with {process.exitcode}"))
+    return lines
+
+
+def send_all(sending, *arguments) -> None:
+    for result in measure(*arguments):
+        sending.send(result)
+    sending.close()
+
+
+def compare(new: list[dict], old: list[dict], widen: float = 0.25) -> tuple[int, list[str]]:
+    """(how many medians of new lie inside the quartiles of old, widened by that part; a line for each that does not)."""
+
+    def timed(lines):
+        return {(x["case"], x["implementation"]): x for x in lines if x.get("status") == "timed"}
+
+    inside, outside, before = 0, [], timed(old)
+    for key, x in timed(new).items():
+        if key not in before:
+            continue
+        low, high = before[key]["q1_us"] * (1 - widen), before[key]["q3_us"] * (1 + widen)
+        if low <= x["median_us"] <= high:
+            inside += 1
+        else:
+            outside.append(f"{key[0]}; {key[1]}: {x['median_us']:.4g} us, not {low:.4g} to {high:.4g}")
+    return inside, outside
