@@ -98,7 +98,7 @@ def cases(device: str) -> list[Case]:
     """All, the groups one after the other. On a GPU the sweep has every form, because there it is what is bounded."""
     cuda = device == "cuda"
     result = [Case("sweep", 4**i) for i in range(9)]
-    few = {} if cuda else {"heads": 8, "kv_heads": 2}  # the memory of a small machine
+    few = {} if cuda else {"heads": 4, "kv_heads": 1}  # for the memory of a small machine
     result += [Case("sweep", 4**i, **few) for i in (9, 10)]
     if cuda:
         for seq in (2**14, 2**16, 2**18, 2**20):

@@ -18,7 +18,7 @@ from .cases import Case, Data, right_answer, what_is_wrong
 from .implementations import ADAPTERS, Run
 
 ROUNDS, SECONDS = 11, 2.0  # of a case in a pass: at most, and about
-LONG = 1.0  # seconds: a call that takes as long is timed once
+LONG = 4.0  # seconds: a call that takes as long is timed once
 BLOCK = 1e-3  # seconds: a call that is shorter is repeated
 REST = 5e-3  # seconds between contenders, until the threads of the one before have stopped to spin
 
@@ -203,10 +203,10 @@ class Cpu:
         calls, samples = {}, {name: [] for name in runs}
         for name, (run,) in runs.items():
             with run.context():
-                run.call()
                 once = duration(run.call, 1)
-                once = once if once > LONG else min(once, duration(run.call, 1), duration(run.call, 1))
-            if once > LONG:  # once is enough
+                if once < LONG:
+                    once = min(duration(run.call, 1) for _ in range(3))
+            if once > LONG:
                 samples[name] = [once * 1e6]
             else:
                 calls[name] = max(1, round(BLOCK / once)), once

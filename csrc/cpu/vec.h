@@ -113,6 +113,7 @@ typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are doubles
 typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef uint32_t u32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));
 typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are floats
 
