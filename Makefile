@@ -1,4 +1,4 @@
-# make demo | test | finetune | bench | lint: each sets up what it needs in .venv and does not do again what is done.
+# make demo | test | finetune | bench | figures | lint: each sets up what it needs in .venv and does not do again what is done.
 # make gpu: everything that takes an NVIDIA GPU, with the torch that $(PYTHON) has, and without a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benc
 SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py tables.py autograd.py errors.py \
   any_call.py compile.py peers.py selfcheck.py rotary_embedding.py multimodal.py)
 
-.PHONY: demo finetune test emulate simulate mutate bench gpu lint clean
+.PHONY: demo finetune test emulate simulate mutate bench figures gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
@@ -44,8 +44,14 @@ simulate: .venv/test .venv/built
 mutate: .venv/test .venv/built
 	$(BIN)/python tests/simulator/mutate.py
 
-bench: .venv/demo .venv/built
-	$(BIN)/python benchmarks/cpu.py
+# This machine against every other implementation, half an hour: benchmarks/results/.
+bench: .venv/test .venv/built
+	$(BIN)/python -m benchmarks run
+
+# The tables of README.md and docs/benchmarks.md and the pictures in docs/, from benchmarks/results/.
+figures: .venv/test .venv/built
+	$(BIN)/python -m benchmarks table
+	$(BIN)/python -m benchmarks plot
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
@@ -57,7 +63,8 @@ gpu:
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -q -x -p no:cacheprovider -m sanitizer -k cuda || exit 1; \
 	done
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) -m benchmarks run --device cuda
+	$(PYTHON) -m benchmarks table
 
 lint: .venv/lint
 	$(BIN)/ruff check .

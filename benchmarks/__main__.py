@@ -26,8 +26,8 @@ PASSES = 5
 
 
 def run(args) -> int:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from . import accuracy
     from .cases import cases
@@ -43,8 +43,9 @@ def run(args) -> int:
     journal = Journal(out, found)
     todo = [(case, number) for number in range(args.passes) for case in chosen]
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
+    done, elapsed, remaining = rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn()
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), done, elapsed, remaining
+    with rich.Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(todo) + ("accuracy" in groups))
         for case, number in todo:
             progress.update(task, description=case.name)
@@ -106,13 +107,17 @@ def compare(args) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="measure this machine")
     running.add_argument("groups", nargs="*", help="of cases; all by default")
     running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     running.add_argument("--only", action="append", metavar="IMPLEMENTATION", help="this one, and others named so")
-    running.add_argument("--passes", type=int, default=PASSES, help="how often all is measured, each time in new processes")
+    running.add_argument(
+        "--passes", type=int, default=PASSES, help="how often all is measured, each time in new processes"
+    )
     running.add_argument("--rounds", type=int, default=11, help="turns of a contender in a pass, at most")
     running.add_argument("--out", type=Path, metavar="FILE.jsonl")
     tabling = commands.add_parser("table", help="write the tables of README.md and docs/ anew")

@@ -5,22 +5,29 @@ what a layer does. It raises NotImplementedError with the reason where the imple
 ImportError where it is not installed.
 """
 
+import ctypes
+import functools
 import importlib
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import torch_rope
+import torch_rope  # noqa: F401  torch.ops.rope
 
 from .cases import BASE, CACHE, EPS, PAGE, Case, Data
 
 rope = torch.ops.rope
 OURS = "torch_rope"
+EVERY_CACHE = "cache", "norm cache"
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Run:
     compiled: bool = False
     counted: bool = True  # its operators and its memory are torch's
     loops: int = 0  # of what was compiled
+    limit: bool = False  # moves the data and does not rotate it
     context: Callable = field(default=torch.no_grad)
 
 
@@ -101,12 +109,16 @@ def copy(case: Case, data: Data) -> Run:
         for into, x in pairs:
             into.copy_(x)
 
-    return Run(call, lambda _: [])
+    return Run(call, lambda _: [], limit=True)
 
 
 def our_angles(data: Data, source: str) -> tuple:
     """cos, sin, inv_freq, positions"""
-    return (None, None, data.inv_freq, data.positions) if source == "inv_freq" else (data.cos, data.sin, None, data.positions)
+    return (
+        (None, None, data.inv_freq, data.positions)
+        if source == "inv_freq"
+        else (data.cos, data.sin, None, data.positions)
+    )
 
 
 @adapter(OURS + " inv_freq", source="inv_freq")
@@ -260,7 +272,9 @@ def mlx(case: Case, data: Data) -> Run:
     import numpy
 
     if data.device == "cuda" or case.dtype == "float64":
-        raise NotImplementedError("float64" if case.dtype == "float64" else "measured beside other libraries of the CPU")
+        raise NotImplementedError(
+            "float64" if case.dtype == "float64" else "measured beside other libraries of the CPU"
+        )
     if data.positions is not None and case.seq > 1 and case.batch > 1:
         raise NotImplementedError("an offset for each sequence is taken; this case is not timed so")
     if case.layout == "packed":
@@ -314,9 +328,8 @@ def liger(case: Case, data: Data) -> Run:
     if case.interleaved or case.rotary_dim < case.head_dim:
         raise NotImplementedError("all channels, half-split, alone")
     cos, sin = data.wide_rows
-    forward = partial(lambda q, k: LigerRopeFunction.apply(q, k, cos, sin))
-    run = run_of(case, data, forward, heads_first=True)
-    run.in_place = True
+    run = run_of(case, data, lambda q, k: LigerRopeFunction.apply(q, k, cos, sin), heads_first=True)
+    run.in_place = True  # its gradient too
     return run
 
 
@@ -365,6 +378,44 @@ def flashinfer(case: Case, data: Data, in_place=False) -> Run:
     return run_of(case, data, forward, in_place=in_place)
 
 
+# A decode step's limit on a GPU.
+
+
+@functools.cache
+def limit_kernel() -> Callable:
+    """limit.cu as a function of (positions, cos, sin, out, threads)."""
+    library = Path(tempfile.mkdtemp()) / "limit.so"
+    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    arch = "-arch=sm_{}{}".format(*torch.cuda.get_device_capability())
+    source = Path(__file__).parent / "limit.cu"
+    subprocess.run([nvcc, "-O3", "-shared", "-Xcompiler=-fPIC", arch, source, "-o", library], check=True)
+    function = ctypes.CDLL(str(library)).rope_limit
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 4 + [ctypes.c_void_p]
+
+    def call(positions, cos, sin, out, threads):
+        tokens = len(positions)
+        sizes = cos.stride(0) * 4 // 16, out.nbytes // tokens // 16, tokens, threads
+        pointers = (t.data_ptr() for t in (positions, cos, sin, out))
+        if error := function(*pointers, *sizes, torch.cuda.current_stream().cuda_stream):
+            raise RuntimeError(f"limit kernel: CUDA error {error}")
+
+    return call
+
+
+@adapter("least, blocks of 256", *EVERY_CACHE, "rotate", threads=256)
+@adapter("least, blocks of 128", *EVERY_CACHE, "rotate", threads=128)
+@adapter("least, blocks of 64", *EVERY_CACHE, "rotate", threads=64)
+def least(case: Case, data: Data, threads: int) -> Run:
+    """The limit of a decode step: one launch that follows each position to its table row and writes the heads."""
+    check_cuda(data, "torch")
+    if case.seq > 1 or case.positions != "int64":
+        raise NotImplementedError("a decode step alone")
+    heads = case.heads + case.kv_heads * (2 if "cache" in case.op else 1)
+    out = torch.empty(case.tokens, heads, case.head_dim, device="cuda", dtype=data.dtype)
+    arguments = data.positions.flatten(), data.cos, data.sin, out, threads
+    return Run(partial(limit_kernel(), *arguments), lambda _: [], limit=True)
+
+
 # QK-norm and rotation.
 
 
@@ -411,7 +462,7 @@ def transformers_norm(case: Case, data: Data, compile=False) -> Run:
 # QK-norm or not, rotation, and k and v into a cache.
 
 
-@adapter("copy", "cache", "norm cache")
+@adapter("copy", *EVERY_CACHE)
 def copy_into_cache(case: Case, data: Data) -> Run:
     """The limit: q, k and v read once and written once."""
     caches, into = data.caches, torch.empty_like(data.q)
@@ -425,7 +476,7 @@ def copy_into_cache(case: Case, data: Data) -> Run:
         for place, x in zip(places, (data.k, data.v), strict=True):
             place.copy_(x)
 
-    return Run(call, lambda _: [], context=torch.inference_mode)
+    return Run(call, lambda _: [], context=torch.inference_mode, limit=True)
 
 
 def cache_run(case: Case, data: Data, call: Callable, **options) -> Run:
@@ -434,7 +485,7 @@ def cache_run(case: Case, data: Data, call: Callable, **options) -> Run:
     return Run(call, lambda q: [q, *data.written()], context=torch.inference_mode, **options)
 
 
-@adapter(OURS, "cache", "norm cache")
+@adapter(OURS, *EVERY_CACHE)
 def rotate_into_cache(case: Case, data: Data) -> Run:
     places = [cache.transpose(1, 2) if case.batch == 1 else cache for cache in data.caches]
     weights = getattr(data, "weights", ())
@@ -457,7 +508,7 @@ def write(case: Case, data: Data) -> Callable:
     return lambda *kv: [place.index_copy_(1, at, x) for place, x in zip(places, kv, strict=True)]
 
 
-@adapter(OURS + ", then index_copy_", "cache", "norm cache")
+@adapter(OURS + ", then index_copy_", *EVERY_CACHE)
 def rotate_then_write(case: Case, data: Data) -> Run:
     """The best that several operators of ours do."""
     writes, angles = write(case, data), (data.cos, data.sin, None, data.positions)
@@ -473,8 +524,8 @@ def rotate_then_write(case: Case, data: Data) -> Run:
     return cache_run(case, data, call)
 
 
-@adapter("transformers compiled", "cache", "norm cache", compile=True)
-@adapter("transformers", "cache", "norm cache")
+@adapter("transformers compiled", *EVERY_CACHE, compile=True)
+@adapter("transformers", *EVERY_CACHE)
 def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
     """Its function, torch's norm, index_copy_ as in its StaticCache; compiled: all of it in one graph."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -492,7 +543,7 @@ def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
     return cache_run(case, data, partial(layer, data.q, data.k, data.v), compiled=compile)
 
 
-@adapter("xformers", "cache", "norm cache")
+@adapter("xformers", *EVERY_CACHE)
 def xformers(case: Case, data: Data) -> Run:
     """rope_padded: angles from the base in the kernel, a cache for each sequence. With norm: torch's before it."""
     check_cuda(data, "xformers.ops")
@@ -517,7 +568,7 @@ def xformers(case: Case, data: Data) -> Run:
     return Run(call, results, context=torch.inference_mode)
 
 
-@adapter("flashinfer", "cache", "norm cache")
+@adapter("flashinfer", *EVERY_CACHE)
 def flashinfer_into_cache(case: Case, data: Data) -> Run:
     """Its rotation in place, its norm, its append to pages, which a server's scheduler has prepared."""
     check_cuda(data, "flashinfer.rope")
@@ -544,7 +595,7 @@ def flashinfer_into_cache(case: Case, data: Data) -> Run:
     return cache_run(case, data, call, in_place=True)
 
 
-@adapter("flash-attn", "cache", "norm cache")
+@adapter("flash-attn", *EVERY_CACHE)
 def flash_attn_into_cache(case: Case, data: Data) -> Run:
     check_cuda(data, "flash_attn.ops.triton.rotary")
     from flash_attn.ops.triton.rotary import apply_rotary

@@ -1,5 +1,5 @@
 // The least that a decode step can take: load a position, load the row it names, store. No rotation can wait for less.
-// Built by gpu.py.
+// Built by implementations.py.
 #include <cuda_runtime.h>
 
 namespace {

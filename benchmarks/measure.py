@@ -45,7 +45,7 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
                 of_sets = [make(case, data) for data in sets]
             results = first_results(case, sets[0], of_sets[0], tokens)
             expected = expected or results  # of a model: that of the first
-            if name != "copy" and (error := what_is_wrong(case, results, expected)):
+            if not of_sets[0].limit and (error := what_is_wrong(case, results, expected)):
                 yield line(name, "wrong", error)
                 continue
             facts[name] = facts_of(case, of_sets[0], device) if with_facts else {}
@@ -162,7 +162,7 @@ class Counter(TorchDispatchMode):
         elif name in SPARSE:
             moved, flops = 2 * min(size(t) for t in given + made if t.is_floating_point()), 0
         else:
-            in_place = [a for a, of in zip(args, func._schema.arguments) if of.is_write]
+            in_place = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.is_write]
             moved = sum(size(t) for t in given + (made or in_place))
             flops = max(t.numel() for t in given + made) if name in ARITHMETIC else 0
         self.total["moved_bytes"] += moved
@@ -172,7 +172,9 @@ class Counter(TorchDispatchMode):
     def ours(self, func, args) -> tuple[int, int]:
         """Of tables and caches only the rows of the call's tokens; heads are read and written once."""
         case, by_name = self.case, dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        heads = [x for name, x in by_name.items() if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name]
+        heads = [
+            x for name, x in by_name.items() if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name
+        ]
         rotated = [x for name, x in by_name.items() if name in ("q", "k")]
         norm = any("norm_weight" in name and x is not None for name, x in by_name.items())
         backward = "backward" in func._schema.name

@@ -293,7 +293,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
 
 
 def _save(figure: Figure, file: Path) -> None:
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": f"matplotlib {matplotlib.__version__}"})
     # Colours are written into each element: a rule that asks for the colour itself overrides them.
     rules = "".join(
         f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'

@@ -1,0 +1,416 @@
+"""The tables of README.md and docs/benchmarks.md, made from the result files: no figure there is typed.
+
+A block between <!-- table: NAME --> and <!-- end --> is what the function of that name returns. Other machines' files get a
+page of their own beside them.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .results import FOLDER, read
+
+ROOT = FOLDER.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # what the pages and pictures are made from
+OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
+
+# Where a peer is faster, why: (what the case's name has in it, the peer's name) -> reason. Each such case has to be here.
+REASONS: dict[tuple[str, str], str] = {}
+
+
+def cpu_results() -> list[dict]:
+    return read(REFERENCE)
+
+
+def timed(lines: list[dict], **fields) -> list[dict]:
+    return [
+        x for x in lines if x.get("status") == "timed" and all(x.get(name) == value for name, value in fields.items())
+    ]
+
+
+def one(lines: list[dict], implementation: str, **fields) -> dict | None:
+    """The sample of an implementation; the rest of the case as in cases.py where it is not named."""
+    usual = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotary_dim": 128, "layout": "bshd", "interleaved": False}
+    usual |= {"batch": 1, "mode": "inference", "op": "rotate"}
+    found = timed(lines, implementation=implementation, **(usual | fields))
+    return found[0] if found else None
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def time(us: float | None) -> str:
+    if us is None:
+        return ""
+    return f"{us:.3g} µs" if us < 999.5 else f"{us / 1e3:.3g} ms" if us < 999.5e3 else f"{us / 1e6:.3g} s"
+
+
+def ratio(x: float | None) -> str:
+    return "" if x is None else f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 1.95 else f"{x:.2f}"
+
+
+def over(a: dict | None, b: dict | None) -> float | None:
+    return a["median_us"] / b["median_us"] if a and b else None
+
+
+def qk_bytes(x: dict) -> int:
+    size = {"float64": 8, "float32": 4}.get(x["dtype"], 2)
+    return x["batch"] * x["seq"] * (x["heads"] + x["kv_heads"]) * x["head_dim"] * size
+
+
+def implementations(lines: list[dict]) -> list[str]:
+    return [*dict.fromkeys(x["implementation"] for x in lines if x["kind"] == "sample")]
+
+
+def label(x: dict) -> str:
+    return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16") or x["case"]
+
+
+# ---- the blocks: lines -> text ----
+
+
+def machine(lines: list[dict]) -> str:
+    found = lines[0]
+    versions = [f"{k} {v}" for k, v in found.items() if k in ("python", "torch", "transformers", "mlx", "onnxruntime")]
+    threads = (
+        f"{found['threads']} threads, kernels {found['cpu_kernels']}" if found["device"] == "cpu" else "CUDA graphs"
+    )
+    return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
+
+
+def group(name: str) -> Callable[[list[dict]], str]:
+    """Times of the copy and of ours, and how many times longer the peers take than torch_rope."""
+
+    def block(lines: list[dict]) -> str:
+        of = [x for x in lines if x.get("group") == name]
+        shown = {x["implementation"] for x in of if x["status"] in ("timed", "wrong")}
+        names = [n for n in implementations(lines) if n in shown]
+        first = [n for n in ("copy", *OURS) if n in names]
+        peers = [n for n in names if n not in first]
+        header = [""] + first + [f"{n}, times" for n in peers]
+        rows = []
+        for case in dict.fromkeys(x["case"] for x in of):
+            by_name = {x["implementation"]: x for x in of if x["case"] == case}
+            ours = by_name[OURS[0]]
+            cells = [time(by_name[n].get("median_us")) if n in by_name else "" for n in first]
+            for n in peers:
+                x = by_name.get(n, {"status": ""})
+                cell = {"timed": "", "wrong": "wrong", "failed": "failed"}.get(x["status"], "")
+                if x["status"] == "timed":
+                    cell = ratio(over(x, ours))
+                    cell = f"**{cell}**" if faster(x, ours) else cell
+                cells.append(cell)
+            rows.append([label(next(iter(by_name.values()))), *cells])
+        return markdown(header, rows)
+
+    return block
+
+
+def details(**fields) -> Callable[[list[dict]], str]:
+    """Everything that is known of one case."""
+
+    def block(lines: list[dict]) -> str:
+        rows = []
+        for name in implementations(lines):
+            if not (x := one(lines, name, **fields)):
+                continue
+            tokens, size = x["batch"] * x["seq"], qk_bytes(x)
+            us, moved, flops = x["median_us"], x.get("moved_bytes"), x.get("flops")
+            rows.append(
+                [
+                    name,
+                    f"{time(us)} ({time(x['q1_us'])} to {time(x['q3_us'])})",
+                    ratio(x.get("to_copy")),
+                    f"{x['needed_bytes'] / us / 1e3:.3g}",
+                    f"{tokens / us:.3g}",
+                    ratio(x["peak_bytes"] / size) if "peak_bytes" in x else "",
+                    str(x.get("launches", "")),
+                    ratio(moved / size) if moved else "",
+                    f"{flops / moved:.2f}" if flops and moved else "",
+                ]
+            )
+        header = ["", "median (quartiles)", "to copy", "GB/s", "million tokens/s", "peak memory", "launches"]
+        return markdown([*header, "bytes moved", "FLOPs a byte"], rows)
+
+    return block
+
+
+def speed(lines: list[dict]) -> str:
+    """The ratios of the README, in float32 and bfloat16."""
+
+    def row(text: str, a: str, b: str, **fields) -> list[str]:
+        kinds = ("float32", "bfloat16")
+        return [text, *(ratio(over(one(lines, a, dtype=t, **fields), one(lines, b, dtype=t, **fields))) for t in kinds)]
+
+    prefill = {"group": "shapes", "seq": 2048}
+    other = {**prefill, "interleaved": True}
+    training = {"group": "training", "mode": "training"}
+    norm, learned = {**training, "group": "norm", "op": "norm"}, {**training, "op": "learned"}
+    cache = {"group": "cache", "op": "cache", "seq": 2048}
+    normed = {**cache, "op": "norm cache"}
+    rows = [
+        row("`rotate_qk_` / a copy of q and k", OURS[2], "copy", **prefill),
+        row("`rotate_qk` / a copy of q and k", OURS[0], "copy", **prefill),
+        row("the same, interleaved", OURS[0], "copy", **other),
+        row("the same with `inv_freq`", OURS[1], "copy", **prefill),
+        row("`rotate_into_cache_` / copies of q, and of k and v into the cache", OURS[0], "copy", **cache),
+        row("the same with norm", OURS[0], "copy", **normed),
+        row("transformers, eager / `rotate_qk`", "transformers", OURS[0], **prefill),
+        row("transformers under `torch.compile` / `rotate_qk`", "transformers compiled", OURS[0], **prefill),
+        row("MLX's `mx.fast.rope` / `rotate_qk`", "mlx", OURS[0], **prefill),
+        row("ONNX Runtime / `rotate_qk`", "onnxruntime", OURS[0], **prefill),
+        row("torchtune's formula / `rotate_qk`, interleaved", "torchtune", OURS[0], **other),
+        row("forward and backward: transformers compiled / `rotate_qk`", "transformers compiled", OURS[0], **training),
+        row("the same with learned cos and sin", "transformers compiled", OURS[0], **learned),
+        row(
+            "Qwen3's norm and rotation, forward and backward, compiled / `norm_rotate_qk`",
+            "transformers compiled",
+            OURS[0],
+            **norm,
+        ),
+    ]
+    return markdown(["time / time", "float32", "bfloat16"], rows)
+
+
+def one_token(lines: list[dict]) -> str:
+    def row(text: str, name: str, **fields) -> list[str]:
+        found = (one(lines, name, dtype=t, seq=1, **fields) for t in ("float32", "bfloat16"))
+        return [text, *(time(x and x["median_us"]) for x in found)]
+
+    decode, cache = {"group": "decode"}, {"group": "cache", "op": "norm cache"}
+    rows = [
+        row("`rotate_qk`", OURS[0], **decode),
+        row("`rotate_qk_`", OURS[2], **decode),
+        row("ONNX Runtime", "onnxruntime", **decode),
+        row("transformers, eager", "transformers", **decode),
+        row("transformers compiled", "transformers compiled", **decode),
+        row("`rotate_into_cache_` with norm", OURS[0], **cache),
+        row("`norm_rotate_qk` and two `index_copy_`", "torch_rope, then index_copy_", **cache),
+        row("transformers' function, torch's norm, two `index_copy_`, eager", "transformers", **cache),
+        row("the same compiled", "transformers compiled", **cache),
+    ]
+    return markdown(["one token, 32 and 8 heads of 128", "float32", "bfloat16"], rows)
+
+
+def whole_model(lines: list[dict]) -> str:
+    rows = []
+    for case in dict.fromkeys(x["case"] for x in timed(lines, group="model")):
+        stock, ours = (timed(lines, case=case, implementation=name) for name in ("transformers", OURS[0]))
+        if stock and ours:
+            rows.append(
+                [
+                    label(ours[0]),
+                    time(stock[0]["median_us"]),
+                    time(ours[0]["median_us"]),
+                    f"{over(stock[0], ours[0]):.3f}",
+                ]
+            )
+    return markdown(["SmolLM2-135M's shape", "transformers", "patched", "times as fast"], rows)
+
+
+def faster(peer: dict, ours: dict) -> bool:
+    """By more than noise: the quartiles do not meet."""
+    return peer["q3_us"] < ours["q1_us"]
+
+
+def wins(lines: list[dict]) -> str:
+    """Every case in which a peer is faster than one of ours that does the same, and the reason."""
+    rows = []
+    for peer in timed(lines):
+        if peer["implementation"] in ("copy", *OURS) or peer["implementation"] in LEAST:
+            continue
+        for name in OURS:
+            for ours in timed(lines, case=peer["case"], implementation=name):
+                if faster(peer, ours):
+                    known = [
+                        r for (case, p), r in REASONS.items() if case in peer["case"] and p == peer["implementation"]
+                    ]
+                    if not known:
+                        raise SystemExit(
+                            f"no reason is given in report.py: {peer['implementation']} is faster than {name} in {peer['case']}"
+                        )
+                    rows.append([peer["case"], peer["implementation"], name, ratio(over(peer, ours)), known[0]])
+    if not rows:
+        cases = len({x["case"] for x in timed(lines)})
+        return f"None, in {cases} cases."
+    return markdown(["case", "faster", "than", "time / time", "reason"], rows)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """ours takes at most `most` times as long as the fastest of others, in all cases of a group that fit."""
+
+    device: str
+    group: str
+    ours: str
+    others: tuple[str, ...]
+    most: float
+    fit: Callable[[dict], bool] = lambda x: True
+
+
+def usual(x: dict) -> bool:
+    return x["head_dim"] == x["rotary_dim"] == 128 and x["dtype"] in ("float32", "bfloat16")
+
+
+LEAST = tuple(f"least, blocks of {n}" for n in (64, 128, 256))
+PEERS = "transformers compiled", "liger", "flash-attn", "flashinfer", "xformers", "transformers"
+LIMITS = [
+    Limit("cpu", "shapes", OURS[2], ("copy",), 1.25, usual),
+    Limit("cpu", "shapes", OURS[0], ("copy",), 1.25, usual),
+    Limit("cpu", "shapes", OURS[1], (OURS[0],), 1.5, usual),
+    Limit("cpu", "shapes", OURS[0], ("transformers compiled",), 0.35, usual),
+    Limit("cpu", "cache", OURS[0], ("copy",), 1.3, lambda x: x["seq"] == 2048),
+    Limit("cpu", "cache", OURS[0], ("torch_rope, then index_copy_",), 0.6, lambda x: x["seq"] == 1),
+    Limit("cpu", "tables", OURS[0], ("torch",), 1.0),
+    Limit("cuda", "sweep", OURS[0], ("copy",), 1.05, lambda x: x["batch"] * x["seq"] >= 2**14),
+    Limit("cuda", "sweep", OURS[2], ("copy",), 1.05, lambda x: x["batch"] * x["seq"] >= 2**14),
+    Limit("cuda", "decode", OURS[2], LEAST, 1.15),
+    Limit("cuda", "cache", OURS[0], LEAST, 1.3, lambda x: x["seq"] == 1),
+    Limit("cuda", "cache", OURS[0], PEERS, 0.67, lambda x: x["seq"] == 1),
+    *(Limit("cuda", group, OURS[0], PEERS, 1.0) for group in ("sweep", "decode", "shapes", "training", "norm")),
+]
+
+
+def limits(lines: list[dict]) -> str:
+    """What is asked of ours, and the worst case of it."""
+    rows = []
+    for limit in LIMITS:
+        if limit.device != lines[0]["device"]:
+            continue
+        found = []
+        for ours in timed(lines, group=limit.group, implementation=limit.ours):
+            others = [x for x in timed(lines, case=ours["case"]) if x["implementation"] in limit.others]
+            if others and limit.fit(ours):
+                found.append((max(over(ours, x) for x in others), ours))
+        if found:
+            worst, where = max(found, key=lambda pair: pair[0])
+            holds = "" if worst <= limit.most else " **missed**"
+            name = limit.others[0] if len(limit.others) == 1 else "the fastest of " + ", ".join(limit.others)
+            rows.append(
+                [f"{limit.group}: {limit.ours} / {name}", f"{limit.most:g}", ratio(worst) + holds, label(where)]
+            )
+    return markdown(["time / time", "at most", "worst", "case"], rows)
+
+
+def not_timed(lines: list[dict]) -> str:
+    """Reasons, and in how many cases."""
+    counts: dict[tuple, list] = {}
+    for x in lines:
+        if x["kind"] == "sample" and x["status"] != "timed":
+            reason = re.sub(r" of [\d.]+", "", x["reason"]) if x["status"] == "wrong" else x["reason"]
+            reason = "off by more than rounding explains" if x["status"] == "wrong" else reason
+            counts.setdefault((x["implementation"], x["status"], reason), []).append(x)
+    order = implementations(lines)
+    rows = [
+        [name, status, reason, str(len(found))]
+        for (name, status, reason), found in sorted(counts.items(), key=lambda item: order.index(item[0][0]))
+    ]
+    return markdown(["", "", "why", "cases"], rows)
+
+
+def accuracy(dtype: str, figure: str) -> Callable[[list[dict]], str]:
+    """A figure of the default kind at some octaves of positions."""
+    octaves = (0, 10, 14, 17, 20, 24)
+
+    def block(lines: list[dict]) -> str:
+        of = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == dtype and x.get("scaling") == "default"]
+        rows = []
+        for name in dict.fromkeys(x["implementation"] for x in of if figure in x):
+            found = {x["octave"]: x[figure] for x in of if x["implementation"] == name and figure in x}
+            rows.append([name, *(number(found[o]) if o in found else "not finite" for o in octaves)])
+        return markdown([f"{dtype}, positions from"] + [f"{2**o}" for o in octaves], rows)
+
+    return block
+
+
+def number(x: float) -> str:
+    return f"{x:.2f}" if 0.1 <= x < 100 else f"{x:.0f}" if 100 <= x < 1e4 else f"{x:.1e}"
+
+
+def scalings(lines: list[dict]) -> str:
+    """The largest error in ulps, of float32, at position 131072 and some."""
+    of = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == "float32" and x.get("octave") == 17]
+    kinds = [*dict.fromkeys(x["scaling"] for x in of)]
+    rows = []
+    for name in dict.fromkeys(x["implementation"] for x in of):
+        found = {x["scaling"]: x["max_ulp"] for x in of if x["implementation"] == name and "max_ulp" in x}
+        rows.append([name, *(number(found[k]) if k in found else "" for k in kinds)])
+    return markdown(["", *kinds], rows)
+
+
+def scores(lines: list[dict]) -> str:
+    """What attention sees: mean error of a score, and the weight that moves to other keys."""
+    of = [x for x in lines if x["kind"] == "scores" and x.get("scaling") == "default" and "mean_error" in x]
+    columns = [(t, n) for t in ("float32", "bfloat16") for n in (131072, 1048576)]
+    rows = []
+    for name in dict.fromkeys(x["implementation"] for x in of):
+        found = {(x["dtype"], x["tokens"]): x for x in of if x["implementation"] == name}
+        cells = [f"{c['mean_error']:.1e}, {c['moved_weight']:.2%}" if (c := found.get(key)) else "" for key in columns]
+        rows.append([name, *cells])
+    names = [f"{t}, {n >> 10}k" if n < 2**20 else f"{t}, {n >> 20}M" for t, n in columns]
+    return markdown(["mean error of a score, weight that moves", *names], rows)
+
+
+def cuda_kernels(_: list[dict]) -> str:
+    """What the compiler tells of the kernels in bfloat16 for sm_90; kernels.py wrote it."""
+    rows = json.loads((FOLDER / "kernels.json").read_text())
+    known = {x["kernel"]: x for x in rows if x["arch"] == "sm_90"}
+    names = {
+        "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int>",
+        "`rotate_into_cache_`": "rotate_kernel<bfloat16, 8, true, {}, int>",
+        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, true, {}>",
+        "backward of `norm_rotate_qk`": "norm_backward_kernel<bfloat16, 8, true, true, {}>",
+        "gradients of cos and sin": "table_backward_kernel<bfloat16, 8, {}>",
+    }
+    cells = []
+    for what, name in names.items():
+        half, interleaved = (known[name.format(x)] for x in ("false", "true"))
+        spills = half["spill_stores"] + half["spill_loads"]
+        widest = max(int(re.sub(r"\D", "", width)) for width in half["loads"])
+        cells.append([what, f"{half['registers']} ({interleaved['registers']})", str(spills), f"{widest // 8} bytes"])
+    return markdown(["bfloat16, sm_90", "registers a thread (interleaved)", "spills", "widest load"], cells)
+
+
+BLOCKS: dict[str, Callable[[list[dict]], str]] = {
+    "machine": machine,
+    "speed": speed,
+    "one token": one_token,
+    "whole model": whole_model,
+    "details": details(group="sweep", seq=4096),
+    "mini-vllm": details(group="mini-vllm"),
+    **{name: group(name) for name in ("sweep", "decode", "shapes", "training", "norm", "cache", "host", "tables")},
+    "wins": wins,
+    "limits": limits,
+    "not timed": not_timed,
+    "ulps float32": accuracy("float32", "max_ulp"),
+    "ulps bfloat16": accuracy("bfloat16", "max_ulp"),
+    "ulps float16": accuracy("float16", "max_ulp"),
+    "mean ulps float32": accuracy("float32", "mean_ulp"),
+    "scalings": scalings,
+    "scores": scores,
+    "cuda kernels": cuda_kernels,
+}
+BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
+
+
+def filled(text: str, lines: list[dict]) -> str:
+    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}", text)
+
+
+def write_all(check: bool) -> list[Path]:
+    """The pages that are not what the results say; written anew unless check."""
+    wanted = {page: filled(page.read_text(), cpu_results()) for page in PAGES}
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        if path != REFERENCE:
+            lines = read(path)
+            blocks = [f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name != "cuda kernels"]
+            wanted[path.with_suffix(".md")] = f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
+    stale = [page for page, text in wanted.items() if not page.exists() or page.read_text() != text]
+    for page in stale if not check else []:
+        page.write_text(wanted[page])
+    return stale

@@ -1,0 +1,208 @@
+"""The program benchmarks/: every implementation on small cases, what it does with wrong ones, its files, tables and
+pictures."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import cases, implementations, measure, plots, report, results  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+MACHINE = {"kind": "machine", "name": "a machine", "device": "cpu", "date": "today"}
+
+
+def small(case: cases.Case) -> cases.Case:
+    return dataclasses.replace(case, seq=min(case.seq, 5), batch=min(case.batch, 3), heads=4, kv_heads=2)
+
+
+SMALL = {c.name: c for c in map(small, cases.cases("cpu")) if c.op != "model"}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """measure in this process, without its hold on memory and without waiting."""
+    monkeypatch.setattr(measure.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(measure, "REST", 0)
+    monkeypatch.setattr(measure, "BLOCK", 0)
+    return lambda case, names: {x["implementation"]: x for x in measure.measure(case, "cpu", names, rounds=1)}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_implementation_is_right_or_does_not_do_it(name, measured):
+    case = SMALL[name]
+    names = [n for op, n in implementations.ADAPTERS if op == case.op and "compiled" not in n]  # that takes long
+    found = measured(case, names)
+    assert set(found) == set(names)
+    for x in found.values():
+        assert x["status"] in ("timed", "skipped"), x
+        assert x["status"] == "timed" or x["reason"]
+    assert found["torch_rope"]["status"] == "timed"
+
+
+def test_what_torch_compile_makes_is_right(measured):
+    case = small(cases.Case("x"))
+    assert measured(case, ["transformers compiled"])["transformers compiled"]["status"] == "timed"
+
+
+@pytest.mark.parametrize("op, mode", [("rotate", "inference"), ("rotate", "training"), ("norm", "training"), ("cache", "inference")])
+def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
+    case = cases.Case("x", 5, op=op, mode=mode, positions="int64" * (op == "cache"))
+    right = implementations.ADAPTERS[op, "torch_rope"]
+
+    def pair_of_neighbours(case, data):
+        return right(dataclasses.replace(case, interleaved=True), data)
+
+    def stale(case, data):  # does nothing
+        run = right(case, data)
+        return dataclasses.replace(run, call=lambda: data.q if op == "cache" else [data.q, data.k])
+
+    if op == "rotate":
+        monkeypatch.setitem(implementations.ADAPTERS, (op, "wrong"), pair_of_neighbours)
+        assert measured(case, ["wrong"])["wrong"]["status"] == "wrong"
+    monkeypatch.setitem(implementations.ADAPTERS, (op, "stale"), stale)
+    found = measured(case, ["stale", "torch_rope"])
+    assert found["stale"]["status"] == "wrong" and "samples_us" not in found["stale"]
+    assert found["torch_rope"]["status"] == "timed"
+
+
+def test_facts_of_a_call(measured):
+    """q and k are read and written once by ours, with one operator; eager makes the same size several times."""
+    case = cases.Case("x", 64)
+    size = case.rotated * case.itemsize
+    found = measured(case, ["copy", "torch_rope", "torch_rope in place", "transformers"])
+    ours, in_place, eager = (found[name] for name in ("torch_rope", "torch_rope in place", "transformers"))
+    assert (ours["launches"], ours["peak_bytes"]) == (1, size)
+    assert ours["moved_bytes"] == case.needed_bytes() == ours["needed_bytes"] == 2 * size + 64 * 64 * 2 * 4
+    assert ours["flops"] == 6 * case.rotated // 2
+    assert (in_place["launches"], in_place["peak_bytes"]) == (1, 0)
+    assert eager["launches"] > 1 and eager["moved_bytes"] > 2 * ours["moved_bytes"] and eager["peak_bytes"] > size
+    assert found["copy"]["moved_bytes"] >= 2 * size and found["copy"]["peak_bytes"] == 0
+
+
+def test_a_crash_and_a_lack_of_memory_are_lines():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**50)
+    assert measure.why(error.value) == ("skipped", "not enough memory")
+    assert [x["status"] for x in results.in_process("no case", "cpu", None, 1)] == ["failed"]
+
+
+def test_names_are_unique():
+    for device in ("cpu", "cuda"):
+        names = [case.name for case in cases.cases(device)]
+        assert len(names) == len(set(names))
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    case, out = cases.Case("decode", 1), tmp_path / "a.jsonl"
+
+    def lines(*us):
+        copy = {"implementation": "copy", "status": "timed", "samples_us": [1.0, 2.0, 3.0]}
+        return [copy, {"implementation": "torch_rope", "status": "timed", "samples_us": list(us)}]
+
+    results.Journal(out, MACHINE).add(case.name, 0, lines(1.0, 2.0, 3.0))
+    journal = results.Journal(out, MACHINE | {"date": "tomorrow"})
+    assert journal.done() == {(case.name, 0)}
+    journal.add(case.name, 1, lines(4.0, 5.0))
+    journal.close([case], whole=True)
+    machine, copy, ours = results.read(out)
+    assert machine == MACHINE | {"date": "tomorrow"} and copy["implementation"] == "copy"
+    assert (ours["median_us"], ours["q1_us"], ours["q3_us"], ours["samples"], ours["to_copy"]) == (3.0, 2.0, 4.0, 5, 1.5)
+    assert not list(tmp_path.glob("*.journal"))
+    assert not results.Journal(out, MACHINE).done()
+
+
+def test_a_run_of_other_versions_starts_anew(tmp_path):
+    results.Journal(tmp_path / "a.jsonl", MACHINE).add("a case", 0, [])
+    assert not results.Journal(tmp_path / "a.jsonl", MACHINE | {"torch": "another"}).done()
+
+
+def test_compare_tells_what_lies_outside():
+    def sample(us):
+        return {"case": "a", "implementation": "b", "status": "timed", "median_us": us, "q1_us": 90.0, "q3_us": 110.0}
+
+    for us, inside in ((100, 1), (68, 1), (67, 0), (137, 1), (138, 0)):
+        assert results.compare([sample(us)], [sample(100)])[0] == inside
+        assert len(results.compare([sample(us)], [sample(100)])[1]) == 1 - inside
+
+
+def test_a_peer_that_is_faster_is_listed_with_a_reason(monkeypatch):
+    def sample(name, us, spread):
+        return {
+            "kind": "sample",
+            "case": "a case",
+            "implementation": name,
+            "status": "timed",
+            "median_us": us,
+            "q1_us": us - spread,
+            "q3_us": us + spread,
+        }
+
+    lines = [MACHINE, sample("torch_rope", 100, 5), sample("copy", 50, 1), sample("peer", 92, 4)]
+    assert report.wins(lines).startswith("None")  # within the noise
+    lines[-1] = sample("peer", 80, 4)
+    with pytest.raises(SystemExit, match="no reason is given"):
+        report.wins(lines)
+    monkeypatch.setitem(report.REASONS, ("a case", "peer"), "it cheats")
+    assert "| a case | peer | torch_rope | 0.80 | it cheats |" in report.wins(lines)
+
+
+def test_the_tables_are_what_the_results_say():
+    assert report.write_all(check=True) == [], "run: make figures"
+    for page in report.PAGES:
+        assert set(report.BLOCK.findall(page.read_text()))
+    shown = re.findall(r"<!-- table: (.*?) -->", "".join(page.read_text() for page in report.PAGES))
+    assert set(shown) == set(report.BLOCKS)
+
+
+def test_the_pictures_are_what_the_results_say(tmp_path):
+    drawn = (ROOT / "docs" / "bandwidth.svg").read_text()
+    version = re.search(r"matplotlib ([\d.]+)", drawn)[1]
+    if version != matplotlib.__version__:
+        pytest.skip(f"drawn by matplotlib {version}: {matplotlib.__version__} may put things elsewhere")
+    files = plots.plot(report.cpu_results(), tmp_path)
+    assert [f.name for f in files] == ["bandwidth.svg", "decode.svg", "accuracy.svg", "memory.svg"]
+    for file in files:
+        assert file.read_bytes() == (ROOT / "docs" / file.name).read_bytes(), "run: make figures"
+
+
+def test_the_committed_results_are_whole():
+    """Every case of the program is there, with every implementation, and nothing failed."""
+    lines = report.cpu_results()
+    assert lines[0]["kind"] == "machine" and lines[0]["device"] == "cpu"
+    found = {}
+    for x in lines:
+        if x["kind"] == "sample":
+            found.setdefault(x["case"], set()).add(x["implementation"])
+            assert x["status"] in ("timed", "skipped", "wrong"), x
+            assert x["status"] != "timed" or x["q1_us"] <= x["median_us"] <= x["q3_us"]
+    for case in cases.cases("cpu"):
+        assert found.pop(case.name) >= {n for op, n in implementations.ADAPTERS if op == case.op and "least" not in n}
+    assert not found
+
+
+def test_the_program_from_end_to_end(tmp_path):
+    def program(*arguments):
+        command = [sys.executable, "-m", "benchmarks", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+
+    out = tmp_path / "a.jsonl"
+    few = "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"
+    done = program("run", "mini-vllm", *few, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    machine, *samples = map(json.loads, out.read_text().splitlines())
+    assert machine["torch"] == torch.__version__ and machine["threads"] == torch.get_num_threads()
+    assert [x["implementation"] for x in samples] == ["copy", "torch_rope"]
+    assert all(x["samples"] >= 4 and x["median_us"] > 0 for x in samples)
+    same = program("compare", str(out), str(out))
+    assert same.returncode == 0 and "2 of 2 medians" in same.stdout
+    unknown = program("run", "nonsense")
+    assert unknown.returncode and "no group nonsense" in unknown.stderr
