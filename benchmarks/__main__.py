@@ -33,11 +33,13 @@ def run(args) -> int:
     from .cases import cases
     from .results import Journal, file_of, in_process, machine
 
-    known = [*dict.fromkeys(case.group for case in cases(args.device)), "accuracy"]
-    if unknown := set(args.groups) - set(known):
-        sys.exit(f"no group {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    groups = args.groups or known
-    chosen = [case for case in cases(args.device) if case.group in groups]
+    every = cases(args.device)
+    groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
+    wanted = args.cases or groups
+    for part in wanted:
+        if part != "accuracy" and not any(part in case.name for case in every):
+            sys.exit(f"no case {part}; there are the groups {', '.join(groups)}, and cases of each")
+    chosen = [case for case in every if any(case.group == part or part in case.name for part in wanted)]
     found = machine(args.device)
     out = args.out or file_of(found["name"])
     journal = Journal(out, found)
@@ -46,7 +48,7 @@ def run(args) -> int:
     done, elapsed, remaining = rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn()
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), done, elapsed, remaining
     with rich.Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(todo) + ("accuracy" in groups))
+        task = progress.add_task("", total=len(todo) + ("accuracy" in wanted))
         for case, number in todo:
             progress.update(task, description=case.name)
             if (case.name, number) not in journal.done():
@@ -55,11 +57,11 @@ def run(args) -> int:
                 if number == 0:
                     console.print(summary(case, lines), soft_wrap=True)
             progress.advance(task)
-        if "accuracy" in groups and ("accuracy", 0) not in journal.done():
+        if "accuracy" in wanted and ("accuracy", 0) not in journal.done():
             progress.update(task, description="accuracy")
             journal.add("accuracy", 0, list(accuracy.study(args.device)))
             progress.advance(task)
-    journal.close(chosen, whole=not args.groups)
+    journal.close(chosen, whole=not args.cases)
     console.print(f"written to {out}")
     return 0
 
@@ -112,7 +114,7 @@ def main() -> int:
     )
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="measure this machine")
-    running.add_argument("groups", nargs="*", help="of cases; all by default")
+    running.add_argument("cases", nargs="*", metavar="case", help="a group, or a part of a case's name; all by default")
     running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     running.add_argument("--only", action="append", metavar="IMPLEMENTATION", help="this one, and others named so")
     running.add_argument(

@@ -275,8 +275,6 @@ def mlx(case: Case, data: Data) -> Run:
         raise NotImplementedError(
             "float64" if case.dtype == "float64" else "measured beside other libraries of the CPU"
         )
-    if data.positions is not None and case.seq > 1 and case.batch > 1:
-        raise NotImplementedError("an offset for each sequence is taken; this case is not timed so")
     if case.layout == "packed":
         raise NotImplementedError("no packed tensors")
     heads_first = case.layout == "bhsd"

@@ -162,8 +162,9 @@ class Counter(TorchDispatchMode):
         elif name in SPARSE:
             moved, flops = 2 * min(size(t) for t in given + made if t.is_floating_point()), 0
         else:
-            in_place = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.is_write]
-            moved = sum(size(t) for t in given + (made or in_place))
+            written = made or [a for a, of in zip(args, func._schema.arguments, strict=False) if of.is_write]
+            read = given[1:] if name == "copy_" else given
+            moved = sum(size(t) for t in read + written)
             flops = max(t.numel() for t in given + made) if name in ARITHMETIC else 0
         self.total["moved_bytes"] += moved
         self.total["flops"] += flops

@@ -64,7 +64,7 @@ def write(path: Path, lines: Iterable[dict]) -> None:
     """All or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    beside.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     beside.replace(path)
 
 

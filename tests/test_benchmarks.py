@@ -53,7 +53,9 @@ def test_what_torch_compile_makes_is_right(measured):
     assert measured(case, ["transformers compiled"])["transformers compiled"]["status"] == "timed"
 
 
-@pytest.mark.parametrize("op, mode", [("rotate", "inference"), ("rotate", "training"), ("norm", "training"), ("cache", "inference")])
+@pytest.mark.parametrize(
+    "op, mode", [("rotate", "inference"), ("rotate", "training"), ("norm", "training"), ("cache", "inference")]
+)
 def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
     case = cases.Case("x", 5, op=op, mode=mode, positions="int64" * (op == "cache"))
     right = implementations.ADAPTERS[op, "torch_rope"]
@@ -115,7 +117,13 @@ def test_an_interrupted_run_goes_on(tmp_path):
     journal.close([case], whole=True)
     machine, copy, ours = results.read(out)
     assert machine == MACHINE | {"date": "tomorrow"} and copy["implementation"] == "copy"
-    assert (ours["median_us"], ours["q1_us"], ours["q3_us"], ours["samples"], ours["to_copy"]) == (3.0, 2.0, 4.0, 5, 1.5)
+    assert (ours["median_us"], ours["q1_us"], ours["q3_us"], ours["samples"], ours["to_copy"]) == (
+        3.0,
+        2.0,
+        4.0,
+        5,
+        1.5,
+    )
     assert not list(tmp_path.glob("*.journal"))
     assert not results.Journal(out, MACHINE).done()
 
@@ -205,4 +213,4 @@ def test_the_program_from_end_to_end(tmp_path):
     same = program("compare", str(out), str(out))
     assert same.returncode == 0 and "2 of 2 medians" in same.stdout
     unknown = program("run", "nonsense")
-    assert unknown.returncode and "no group nonsense" in unknown.stderr
+    assert unknown.returncode and "no case nonsense" in unknown.stderr
