@@ -86,8 +86,8 @@ def run_of(case: Case, data: Data, forward: Callable, heads_first=False, more=()
     return Run(call, native, context=context, **options)
 
 
+@functools.cache  # a process has one case: what is compiled serves all of its sets of data
 def compiled(function: Callable) -> Callable:
-    torch._dynamo.reset()  # else it gives up after some shapes
     return torch.compile(function, dynamic=False)
 
 
@@ -114,11 +114,8 @@ def copy(case: Case, data: Data) -> Run:
 
 def our_angles(data: Data, source: str) -> tuple:
     """cos, sin, inv_freq, positions"""
-    return (
-        (None, None, data.inv_freq, data.positions)
-        if source == "inv_freq"
-        else (data.cos, data.sin, None, data.positions)
-    )
+    tables = (data.cos, data.sin, None) if source == "tables" else (None, None, data.inv_freq)
+    return *tables, data.positions
 
 
 @adapter(OURS + " inv_freq", source="inv_freq")
@@ -157,16 +154,18 @@ def transformers(case: Case, data: Data, compile=False) -> Run:
     return run_of(case, data, partial(function, **angles), heads_first, compiled=compile)
 
 
+def with_learned_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb(q, k, *(torch.cat([t, t], -1)[None] for t in (cos, sin)), unsqueeze_dim=2)
+
+
 @adapter("transformers compiled", "learned", compile=True)
 @adapter("transformers", "learned")
 def transformers_learned(case: Case, data: Data, compile=False) -> Run:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    def forward(q, k, cos, sin):
-        return apply_rotary_pos_emb(q, k, *(torch.cat([t, t], -1)[None] for t in (cos, sin)), unsqueeze_dim=2)
-
     tables = data.cos.to(data.dtype), data.sin.to(data.dtype)
-    return run_of(case, data, compiled(forward) if compile else forward, more=tables, compiled=compile)
+    forward = compiled(with_learned_tables) if compile else with_learned_tables
+    return run_of(case, data, forward, more=tables, compiled=compile)
 
 
 @adapter("torchtune")
@@ -417,10 +416,8 @@ def least(case: Case, data: Data, threads: int) -> Run:
 # QK-norm and rotation.
 
 
-def rms_norms(case: Case):
-    return lambda tensors, weights: [
-        F.rms_norm(x, (case.head_dim,), w, EPS) for x, w in zip(tensors, weights, strict=True)
-    ]
+def rms_norms(tensors, weights) -> list[Tensor]:
+    return [F.rms_norm(x, x.shape[-1:], w, EPS) for x, w in zip(tensors, weights, strict=True)]
 
 
 @adapter(OURS, "norm")
@@ -430,31 +427,35 @@ def norm_rotate_qk(case: Case, data: Data) -> Run:
 
 @adapter("rms_norm, then " + OURS, "norm")
 def rms_norm_rotate_qk(case: Case, data: Data) -> Run:
-    norms = rms_norms(case)
-
     def forward(q, k, *weights):
-        return rope.rotate_qk(*norms((q, k), weights), data.cos, data.sin)
+        return rope.rotate_qk(*rms_norms((q, k), weights), data.cos, data.sin)
 
     return run_of(case, data, forward, more=tuple(data.weights))
+
+
+@functools.cache
+def qwen3(head_dim: int, device: str, dtype: torch.dtype) -> tuple[list[torch.nn.Module], Callable]:
+    """Its norms, and the function of q, k, their weights, cos and sin."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    norms = [Qwen3RMSNorm(head_dim, EPS).to(device, dtype) for _ in "qk"]
+
+    def forward(q, k, q_weight, k_weight, cos, sin):
+        return apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin, unsqueeze_dim=2)
+
+    return norms, forward
 
 
 @adapter("transformers compiled", "norm", compile=True)
 @adapter("transformers", "norm")
 def transformers_norm(case: Case, data: Data, compile=False) -> Run:
-    """Qwen3's modules and function, whose weights are the parameters."""
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    norms = [Qwen3RMSNorm(case.head_dim, EPS).to(data.device, data.dtype) for _ in "qk"]
-    cos, sin = data.wide_rows
-
+    """Qwen3's modules and function; the weights are the modules' parameters."""
+    norms, forward = qwen3(case.head_dim, data.device, data.dtype)
     for norm, weight in zip(norms, data.weights, strict=True):
         norm.weight.data.copy_(weight)
-
-    def forward(q, k, *_):
-        return apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin, unsqueeze_dim=2)
-
-    weights = tuple(norm.weight for norm in norms)
-    return run_of(case, data, compiled(forward) if compile else forward, more=weights, compiled=compile)
+    weights = [norm.weight for norm in norms]
+    forward = compiled(forward) if compile else forward
+    return run_of(case, data, forward, more=weights, after=data.wide_rows, compiled=compile)
 
 
 # QK-norm or not, rotation, and k and v into a cache.
@@ -496,49 +497,51 @@ def rotate_into_cache(case: Case, data: Data) -> Run:
     return cache_run(case, data, call, in_place=True)
 
 
-def write(case: Case, data: Data) -> Callable:
-    """(k, v) -> None, by index_copy_ as transformers' StaticCache has it."""
-    caches = data.caches
-    if case.batch > 1:
-        flat, slots = [cache.flatten(0, 1) for cache in caches], data.slots.flatten()
-        return lambda *kv: [cache.index_copy_(0, slots, x[:, 0]) for cache, x in zip(flat, kv, strict=True)]
-    places, at = [cache.transpose(1, 2) for cache in caches], data.positions[0]
-    return lambda *kv: [place.index_copy_(1, at, x) for place, x in zip(places, kv, strict=True)]
+def into(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor]:
+    """For write: the caches by tokens, the dimension of these, and each token's place."""
+    if case.batch == 1:
+        return [cache.transpose(1, 2) for cache in data.caches], 1, data.positions[0]
+    return [cache.flatten(0, 1) for cache in data.caches], 0, data.slots.flatten()
+
+
+def write(kv: tuple, places: list[Tensor], dim: int, index: Tensor) -> None:
+    """k and v by index_copy_, as transformers' StaticCache does it."""
+    for place, x in zip(places, kv, strict=True):
+        place.index_copy_(dim, index, x if dim else x[:, 0])
 
 
 @adapter(OURS + ", then index_copy_", *EVERY_CACHE)
 def rotate_then_write(case: Case, data: Data) -> Run:
     """The best that several operators of ours do."""
-    writes, angles = write(case, data), (data.cos, data.sin, None, data.positions)
+    places, angles = into(case, data), (data.cos, data.sin, None, data.positions)
 
     def call():
         if "norm" in case.op:
             q, k = rope.norm_rotate_qk(data.q, data.k, *data.weights, *angles)
         else:
             q, k = rope.rotate_qk(data.q, data.k, *angles)
-        writes(k, data.v)
+        write((k, data.v), *places)
         return q
 
     return cache_run(case, data, call)
 
 
+def layer(q, k, v, weights, cos, sin, *places) -> Tensor:
+    """What a layer of transformers does to q, k and v: torch's norm, its function, index_copy_."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k = rms_norms((q, k), weights) if weights else (q, k)
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    write((k, v), *places)
+    return q
+
+
 @adapter("transformers compiled", *EVERY_CACHE, compile=True)
 @adapter("transformers", *EVERY_CACHE)
 def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
-    """Its function, torch's norm, index_copy_ as in its StaticCache; compiled: all of it in one graph."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    writes, norms, (cos, sin) = write(case, data), rms_norms(case), data.wide_rows
-
-    def layer(q, k, v):
-        if "norm" in case.op:
-            q, k = norms((q, k), data.weights)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-        writes(k, v)
-        return q
-
-    layer = compiled(layer) if compile else layer
-    return cache_run(case, data, partial(layer, data.q, data.k, data.v), compiled=compile)
+    """Compiled: all of it in one graph."""
+    arguments = data.q, data.k, data.v, getattr(data, "weights", None), *data.wide_rows, *into(case, data)
+    return cache_run(case, data, partial(compiled(layer) if compile else layer, *arguments), compiled=compile)
 
 
 @adapter("xformers", *EVERY_CACHE)
@@ -554,10 +557,9 @@ def xformers(case: Case, data: Data) -> Run:
     caches = [torch.zeros(1, case.batch * CACHE, case.kv_heads, case.head_dim, dtype=data.dtype, device="cuda")] * 2
     caches = [cache.clone() for cache in caches]
     at = (data.positions + CACHE * torch.arange(case.batch, device="cuda")[:, None]).flatten()
-    norms = rms_norms(case)
 
     def call():
-        pair = norms((q, k), data.weights) if "norm" in case.op else (q, k)
+        pair = rms_norms((q, k), data.weights) if "norm" in case.op else (q, k)
         return rope_padded(*pair, v, *caches, bias, theta=BASE, adjacents=case.interleaved)
 
     def results(rotated):
@@ -598,13 +600,13 @@ def flash_attn_into_cache(case: Case, data: Data) -> Run:
     check_cuda(data, "flash_attn.ops.triton.rotary")
     from flash_attn.ops.triton.rotary import apply_rotary
 
-    writes, norms = write(case, data), rms_norms(case)
+    places = into(case, data)
 
     def call():
-        pair = norms((data.q, data.k), data.weights) if "norm" in case.op else (data.q, data.k)
+        pair = rms_norms((data.q, data.k), data.weights) if "norm" in case.op else (data.q, data.k)
         for x in pair:
             apply_rotary(x, data.cos, data.sin, data.positions[:, 0], inplace=True)
-        writes(pair[1], data.v)
+        write((pair[1], data.v), *places)
         return pair[0]
 
     return cache_run(case, data, call, in_place=True)

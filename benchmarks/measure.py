@@ -6,7 +6,6 @@ import os
 import resource
 import statistics
 import time
-import traceback
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,7 +14,7 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cases import Case, Data, right_answer, what_is_wrong
-from .implementations import ADAPTERS, Run
+from .implementations import ADAPTERS, EVERY_CACHE, Run
 
 ROUNDS, SECONDS = 11, 2.0  # of a case in a pass: at most, and about
 LONG = 4.0  # seconds: a call that takes as long is timed once
@@ -50,16 +49,15 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
                 yield line(name, "wrong", error)
                 continue
             facts[name] = facts_of(case, of_sets[0], device) if with_facts else {}
-            if of_sets[0].in_place:
+            runs[name] = of_sets
+        except Exception as error:
+            yield line(name, *why(error))
+        finally:
+            if case.op in ("rotate", *EVERY_CACHE):  # some work in place: the next one finds q and k as they were
                 fresh = Data(case, device)
                 sets[0].q.copy_(fresh.q)
                 sets[0].k.copy_(fresh.k)
                 del fresh
-            runs[name] = of_sets
-        except Exception as error:
-            if os.environ.get("TORCH_ROPE_BENCH_TRACE"):
-                traceback.print_exc()
-            yield line(name, *why(error))
     try:
         samples = clock.time(runs)
     except Exception as error:
