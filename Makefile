@@ -44,7 +44,7 @@ simulate: .venv/test .venv/built
 mutate: .venv/test .venv/built
 	$(BIN)/python tests/simulator/mutate.py
 
-# This machine against every other implementation, half an hour: benchmarks/results/.
+# This machine against every other implementation, three quarters of an hour: benchmarks/results/.
 bench: .venv/test .venv/built
 	$(BIN)/python -m benchmarks run
 

@@ -276,6 +276,7 @@ def mlx(case: Case, data: Data) -> Run:
         )
     if case.layout == "packed":
         raise NotImplementedError("no packed tensors")
+    mx.set_default_device(mx.cpu)
     heads_first = case.layout == "bhsd"
     kinds = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 

@@ -28,7 +28,8 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
     makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
     clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
     if device == "cpu":  # memory that is not there is then an error, not the end of the process
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # on macOS
+        available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.95 * available), resource.RLIM_INFINITY))
         # Touched, and kept by the allocator: wherever it finds room for a result, the pages are there.
         torch.ones(min(available // 2, 2**26 + 8 * case.rotated * case.itemsize), dtype=torch.uint8)
