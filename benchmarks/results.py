@@ -15,7 +15,7 @@ import torch
 
 from torch_rope import _C
 
-from .cases import Case
+from .cases import Case, cases
 from .measure import line, measure, quartiles
 
 FOLDER = Path(__file__).parent / "results"
@@ -87,15 +87,17 @@ class Journal:
         with self.path.open("a") as file:
             file.write(json.dumps(self.entries[-1]) + "\n")
 
-    def close(self, cases: list[Case], whole: bool) -> None:
+    def close(self, ran: list[Case], whole: bool) -> None:
         """Makes the file: all samples of a case are one. Cases that were not run keep their lines."""
-        made = [result for case in cases for result in self.pooled(case)]
+        made = [result for case in ran for result in self.pooled(case)]
         accuracy = [x for entry in self.entries[1:] if entry["case"] == "accuracy" for x in entry["lines"]]
         kept = [] if whole else read(self.out)[1:]
         fresh = {x["case"] for x in made}
         kept_samples = [x for x in kept if x["kind"] == "sample" and x["case"] not in fresh]
         kept_accuracy = [x for x in kept if x["kind"] != "sample" and not accuracy]
-        write(self.out, [self.machine, *made, *kept_samples, *accuracy, *kept_accuracy])
+        order = [case.name for case in cases(self.machine["device"])]
+        made = sorted(made + kept_samples, key=lambda x: order.index(x["case"]) if x["case"] in order else len(order))
+        write(self.out, [self.machine, *made, *accuracy, *kept_accuracy])
         self.path.unlink()
 
     def pooled(self, case: Case) -> Iterator[dict]:
