@@ -36,10 +36,11 @@ def run(args) -> int:
     every = cases(args.device)
     groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
     wanted = args.cases or groups
+    of_part = {part: [case for case in every if part == case.group or part in case.name] for part in wanted}
     for part in wanted:
-        if part != "accuracy" and not any(part in case.name for case in every):
+        if part != "accuracy" and not of_part[part]:
             sys.exit(f"no case {part}; there are the groups {', '.join(groups)}, and cases of each")
-    chosen = [case for case in every if any(case.group == part or part in case.name for part in wanted)]
+    chosen = [case for case in every if any(case in found for found in of_part.values())]
     found = machine(args.device)
     out = args.out or file_of(found["name"])
     journal = Journal(out, found)

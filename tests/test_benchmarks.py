@@ -204,13 +204,13 @@ def test_the_program_from_end_to_end(tmp_path):
 
     out = tmp_path / "a.jsonl"
     few = "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"
-    done = program("run", "mini-vllm", *few, "--out", str(out))
+    done = program("run", "mini-vllm", "tables", *few, "--out", str(out))
     assert done.returncode == 0, done.stderr
     machine, *samples = map(json.loads, out.read_text().splitlines())
     assert machine["torch"] == torch.__version__ and machine["threads"] == torch.get_num_threads()
-    assert [x["implementation"] for x in samples] == ["copy", "torch_rope"]
+    assert [x["implementation"] for x in samples] == ["copy", "torch_rope", "torch_rope"]
     assert all(x["samples"] >= 4 and x["median_us"] > 0 for x in samples)
     same = program("compare", str(out), str(out))
-    assert same.returncode == 0 and "2 of 2 medians" in same.stdout
+    assert same.returncode == 0 and "3 of 3 medians" in same.stdout
     unknown = program("run", "nonsense")
     assert unknown.returncode and "no case nonsense" in unknown.stderr
