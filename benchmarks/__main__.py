@@ -91,8 +91,10 @@ def table(args) -> int:
 def plot(args) -> int:
     from . import plots, report
 
-    for path in plots.plot(report.cpu_results(), args.out or ROOT / "docs"):
-        print(path)
+    for path in sorted(report.FOLDER.glob("*.jsonl")):
+        suffix = "" if path == report.REFERENCE else f"-{path.stem}"
+        for picture in plots.plot(report.read(path), args.out or ROOT / "docs", suffix):
+            print(picture)
     return 0
 
 

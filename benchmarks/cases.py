@@ -263,8 +263,8 @@ def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
 
 
 def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> str:
-    """What is wrong with results, those of the same tokens, if anything: off by more than rounding can explain, of each number on the way, or of
-    an angle of some thousand radians in float32."""
+    """What is wrong with results, those of the same tokens, if anything: off by more than rounding can explain, of each
+    number on the way, or of an angle of some thousand radians in float32."""
     if len(results) != len(expected):
         return f"{len(results)} results, not {len(expected)}"
     info = torch.finfo(getattr(torch, case.dtype))

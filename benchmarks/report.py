@@ -99,14 +99,14 @@ def group(name: str) -> Callable[[list[dict]], str]:
         rows = []
         for case in dict.fromkeys(x["case"] for x in of):
             by_name = {x["implementation"]: x for x in of if x["case"] == case}
-            ours = by_name[OURS[0]]
-            cells = [time(by_name[n].get("median_us")) if n in by_name else "" for n in first]
+            times = {n: x["median_us"] for n, x in by_name.items() if x["status"] == "timed"}
+            cells = [time(times.get(n)) for n in first]
             for n in peers:
-                x = by_name.get(n, {"status": ""})
-                cell = {"timed": "", "wrong": "wrong", "failed": "failed"}.get(x["status"], "")
-                if x["status"] == "timed":
-                    cell = ratio(over(x, ours))
-                    cell = f"**{cell}**" if faster(x, ours) else cell
+                status = by_name.get(n, {}).get("status")
+                cell = status if status in ("wrong", "failed") else ""
+                if n in times:  # ours may be too large for the machine
+                    cell = ratio(times[n] / times[OURS[0]]) if OURS[0] in times else time(times[n])
+                    cell = f"**{cell}**" if OURS[0] in times and faster(by_name[n], by_name[OURS[0]]) else cell
                 cells.append(cell)
             rows.append([label(next(iter(by_name.values()))), *cells])
         return markdown(header, rows)

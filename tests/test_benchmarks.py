@@ -163,6 +163,15 @@ def test_a_peer_that_is_faster_is_listed_with_a_reason(monkeypatch):
     assert "| a case | peer | torch_rope | 0.80 | it cheats |" in report.wins(lines)
 
 
+def test_a_table_of_a_case_that_ours_could_not_do():
+    sample = {"kind": "sample", "group": "sweep", "case": "sweep: a case"}
+    timed = {"status": "timed", "median_us": 2.0, "q1_us": 1.0, "q3_us": 3.0}
+    ours = {"status": "skipped", "reason": "not enough memory"}
+    for lines in ([sample | ours | {"implementation": "torch_rope"}], []):
+        lines = [MACHINE, *lines, sample | timed | {"implementation": "mlx"}]
+        assert "| a case |" in report.group("sweep")(lines) and "2 µs |" in report.group("sweep")(lines)
+
+
 def test_the_tables_are_what_the_results_say():
     assert report.write_all(check=True) == [], "run: make figures"
     for page in report.PAGES:
