@@ -1,6 +1,10 @@
-"""What torch takes from Python only: vmap rules, one remedy for Inductor, flop formulas."""
+"""What torch takes from Python only: vmap rules, rules for DTensor, one remedy for Inductor, flop formulas."""
 
 import functools
+import importlib.abc
+import importlib.util
+import sys
+import warnings
 
 import torch
 from torch import Tensor
@@ -155,6 +159,44 @@ def _register_cos_sin_vmap(name: str, axes_dim: int) -> None:
 
 _register_cos_sin_vmap("cos_sin", 0)
 _register_cos_sin_vmap("_axial_cos_sin", 1)
+
+
+# ---- DTensor ----
+#
+# Its module takes half as long to import as torch itself, and who has no DTensor does not need it. So the rules follow
+# when it is imported.
+
+
+def _register_sharding() -> None:
+    try:
+        import torch_rope._sharding  # noqa: F401
+    except (ImportError, AttributeError) as e:  # they use what torch has not made public
+        warnings.warn(f"torch_rope's operators do not take DTensors under torch {torch.__version__}: {e}", stacklevel=2)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Registers the rules after the module has been imported, by whoever finds and loads it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _DTENSOR:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module):
+            execute(module)
+            _register_sharding()
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+_DTENSOR = "torch.distributed.tensor"
+if _DTENSOR in sys.modules:
+    _register_sharding()
+elif torch.distributed.is_available():
+    sys.meta_path.insert(0, _AfterImport())
 
 
 # ---- torch.compile of in-place operators ----

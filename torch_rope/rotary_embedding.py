@@ -122,8 +122,8 @@ class RotaryEmbedding(nn.Module):
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, offset: int | torch.SymInt = 0
     ) -> tuple[Tensor, Tensor]:
         """q and k rotated: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, positions and offset as in
-        :func:`torch_rope.rotate_qk`."""
-        return rotate_qk(q, k, **self.angles(q.shape[-3], positions, offset))
+        :func:`torch_rope.rotate_qk`. Beside q and k that are DTensors, positions in a plain tensor are those of all ranks."""
+        return rotate_qk(q, k, **_beside(q, self.angles(q.shape[-3], positions, offset)))
 
     def angles(self, seq: int, positions: Tensor | None = None, offset: int | torch.SymInt = 0) -> dict[str, Any]:
         """The keyword arguments of :func:`torch_rope.rotate_qk` for seq tokens at these positions: with them it does what
@@ -150,7 +150,10 @@ class RotaryEmbedding(nn.Module):
         """The highest position plus one, with positions in a tensor on their device."""
         if positions is None:
             return offset + seq
-        return positions.amax() + (offset + 1) if seq and len(positions) else 0
+        if not (seq and len(positions)):
+            return 0
+        highest = positions.amax()
+        return (highest.full_tensor() if _mesh(highest) else highest) + (offset + 1)
 
     def _dynamic(self, length: int | torch.SymInt | Tensor) -> Tensor:
         """The frequencies of frequencies.dynamic for this length, on the device."""
@@ -219,6 +222,24 @@ class RotaryEmbedding(nn.Module):
         said |= {"interleaved": self.interleaved, "max_position": self.max_position}
         said = {name: value for name, value in said.items() if not isinstance(value, list | tuple)}  # of LongRoPE
         return ", ".join([str(self.head_dim), *(f"{name}={value!r}" for name, value in said.items())])
+
+
+def _mesh(t: Tensor) -> Any:
+    """Of a DTensor; None of any other."""
+    return getattr(t, "device_mesh", None)
+
+
+def _beside(q: Tensor, angles: dict[str, Any]) -> dict[str, Any]:
+    """angles as an operator takes them with q: beside a DTensor all tensors are DTensors, ours the same on every rank."""
+    mesh = _mesh(q)
+    if mesh is None:
+        return angles
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: DTensor.from_local(a, mesh, run_check=False) if isinstance(a, Tensor) and _mesh(a) is None else a
+        for name, a in angles.items()
+    }
 
 
 def _is_interleaved(config: Any) -> bool:

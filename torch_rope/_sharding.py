@@ -1,0 +1,237 @@
+"""How the operators run on DTensors: every rank calls them on what it holds, and nothing is sent.
+
+A token is turned by its own position, whatever other tokens, heads and sequences do. So a dimension of the mesh may split
+the batch or the sequence, if it splits them alike for all that have them (q, k, positions, tables by token); or heads,
+those of q and those of k each for themselves. And q may be a sum of what the ranks hold (Partial): a rotation is linear.
+An argument that is only read, and whole on every rank, is cut where the others are split. All else would have to be sent,
+and raises NotImplementedError. DTensor would redistribute it, also where the operator writes: what was written is lost.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+
+_ops = torch.ops.rope
+
+
+class _Argument:
+    """A tensor of a call. axes: what its dimensions are."""
+
+    def __init__(self, op: str, name: str, spec: DTensorSpec, axes: tuple[str, ...], written: bool):
+        self.op, self.name, self.spec, self.axes, self.written = op, name, spec, axes, written
+        self.placements = list(spec.placements)  # as the operator takes it, in the end
+
+    def axis(self, m: int) -> str | None:
+        """What mesh dimension m splits: one of axes, "sum" for Partial, or nothing."""
+        placement = self.placements[m]
+        if placement.is_replicate():
+            return None
+        return "sum" if placement.is_partial() else self.axes[placement.dim]
+
+    def follow(self, first: "_Argument", m: int) -> None:
+        """Splits the same axis as first does, and in the same way."""
+        axis, placement = first.axis(m), first.placements[m]
+        dim = self.axes.index(axis)
+        needs = Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+        if self.placements[m] == needs:
+            return
+        # A rank can cut its part out of what it holds, unless a later mesh dimension has cut that up already.
+        cut_up = any(getattr(p, "dim", None) == dim for p in self.placements[m + 1 :])
+        if self.axis(m) is not None or self.written or cut_up:
+            why = ", because it is written" if self.written else ""
+            self.refuse(m, f"where {first.name} is {placement!r}, its {axis}; needs {needs!r}{why}")
+        self.placements[m] = needs
+
+    def refuse(self, m: int, why: str) -> None:
+        names = self.spec.mesh.mesh_dim_names
+        where = repr(names[m]) if names else m
+        raise NotImplementedError(
+            f"{self.op}: {self.name} is {self.spec.placements[m]!r} on mesh dimension {where}, {why}"
+        )
+
+
+def _axes(op: str, name: str, shape: torch.Size, x: torch.Size | None, slots: bool) -> tuple[str, ...]:
+    """What the dimensions of an argument are, in a call with this x (or q), with slots or without."""
+
+    def batch(size: int) -> str:
+        return "batch" if len(x) == 4 and size == x[0] else "batch of 1"
+
+    if x is None:  # cos_sin
+        axes = ("axes",) if op == "_axial_cos_sin" else ()
+        return axes + (("places",) * (len(shape) - len(axes)) if name == "positions" else ("columns",))
+    if name in ("cos", "sin"):
+        return ("rows", "columns") if len(shape) == 2 else (batch(shape[0]), "seq", "columns")
+    if name == "inv_freq":
+        return ("columns",)
+    if name in ("q_norm_weight", "k_norm_weight"):
+        return ("head_dim",)
+    if name in ("positions", "slots"):
+        return ("seq",) if len(shape) == 1 else (batch(shape[0]), "seq")
+    if name in ("k_cache", "v_cache"):  # without slots row b of the batch writes block b
+        own = len(shape) == 4 and batch(shape[0]) == "batch" and not slots
+        return ("batch" if own else "blocks", "block_size", "heads", "head_dim")[-len(shape) :]
+    return ("batch", "seq", "heads", "head_dim")[-len(shape) :]
+
+
+class _Call(dict):
+    """The tensors of a call, by name and in order."""
+
+    def __init__(self, schema: OpSchema):
+        op = schema.op._schema
+        given = dict(zip([a.name for a in op.arguments], schema.args_schema, strict=False))
+        specs = {name: a.strategies[0].output_spec for name, a in given.items() if isinstance(a, OpStrategy)}
+        written = {a.name for a in op.arguments if a.alias_info is not None and a.alias_info.is_write}
+        name_of_op = op.name.removeprefix("rope::")
+        x = specs.get("x", specs.get("q"))
+        for name, spec in specs.items():
+            axes = _axes(name_of_op, name, spec.shape, x and x.shape, "slots" in specs)
+            self[name] = _Argument(f"rope.{name_of_op}", name, spec, axes, name in written)
+
+    def check(self, m: int, may_split: tuple[str, ...], may_sum: tuple[str, ...] = ()) -> None:
+        for a in self.values():
+            if a.axis(m) == "sum":
+                if a.name not in may_sum:
+                    a.refuse(m, "and the result is not linear in it")
+                if a.placements[m].reduce_op not in ("sum", "avg"):
+                    a.refuse(m, "and a rotation is linear for sums only")
+            elif a.axis(m) not in (None, *may_split):
+                a.refuse(m, f"its {a.axis(m)}, which cannot be split")
+
+    def split_tokens(self, m: int) -> bool:
+        """Where mesh dimension m splits batch or seq of one argument, it does so for all. Whether it does."""
+        first = next((a for a in self.values() if a.axis(m) in ("batch", "seq")), None)
+        if first is None:
+            return False
+        axis, placement = first.axis(m), first.placements[m]
+        angles = [self[name] for name in ("cos", "sin", "positions") if name in self and axis in self[name].axes]
+        if axis == "seq":
+            if not angles:
+                first.refuse(m, "its seq, without positions: pass those of the tokens, split alike")
+            for a in angles:  # not cut: the tokens of a rank need not be in order, and positions go with them
+                if a.axis(m) is None:
+                    a.refuse(m, f"where {first.name} is {placement!r}, its seq; needs Shard(dim={a.axes.index(axis)})")
+        for a in self.values():
+            if axis in a.axes:
+                a.follow(first, m)
+            elif a.written:
+                a.refuse(m, f"where {first.name} is {placement!r}, its {axis}: each rank would write what it has")
+        return True
+
+    def split_heads(self, m: int, *names: str) -> bool:
+        """Where mesh dimension m splits the heads of one of these, it does so for all. Whether it does."""
+        those = [self[name] for name in names]
+        first = next((a for a in those if a.axis(m) == "heads"), None)
+        if first is not None:
+            for a in those:
+                a.follow(first, m)
+        return first is not None
+
+
+# Each rule settles a call on one dimension of the mesh, and returns the placements of the results there.
+_Rule = Callable[[_Call, int], list[Placement]]
+_TOKENS_AND_HEADS = ("batch", "seq", "heads")
+
+
+def _rotate(call: _Call, m: int) -> list[Placement]:
+    rotated = [name for name in ("x", "q", "k") if name in call]
+    call.check(m, _TOKENS_AND_HEADS, may_sum=tuple(rotated))
+    call.split_tokens(m)
+    return [call[name].placements[m] for name in rotated]
+
+
+def _norm_rotate(call: _Call, m: int) -> list[Placement]:
+    call.check(m, _TOKENS_AND_HEADS)
+    call.split_tokens(m)
+    return [call["q"].placements[m], call["k"].placements[m]]
+
+
+def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
+    call.check(m, _TOKENS_AND_HEADS)
+    if not call.split_tokens(m):
+        call.split_heads(m, "k_cache", "v_cache", "k", "v")
+    return []
+
+
+def _norm_backward(call: _Call, m: int) -> list[Placement]:
+    call.check(m, _TOKENS_AND_HEADS, may_sum=("q_out_grad", "k_out_grad"))
+    call.split_tokens(m)
+    grads, of_weights = [], []
+    for name in ("q", "k"):
+        call.split_heads(m, f"{name}_out_grad", name)
+        grad = call[f"{name}_out_grad"]
+        grads.append(grad.placements[m])
+        of_weights.append(grad.placements[m] if grad.axis(m) in (None, "sum") else Partial())
+    return grads + of_weights
+
+
+def _table_backward(call: _Call, m: int) -> list[Placement]:
+    call.check(m, _TOKENS_AND_HEADS, may_sum=("q_out_grad", "k_out_grad"))
+    if call.split_tokens(m):
+        return [a.placements[m] if a.axis(m) else Partial() for a in (call["cos"], call["sin"])]
+    names = [name for name in ("q", "k") if name in call]
+    for name in names:
+        call.split_heads(m, f"{name}_out_grad", name)
+    grads = [call[f"{name}_out_grad"] for name in names]
+    if all(grad.axis(m) is None for grad in grads):
+        return [Replicate()] * 2
+    for grad in grads:  # a sum over ranks counts what is whole once
+        if grad.axis(m) is None:
+            grad.placements[m] = Partial()
+        elif grad.placements[m] == Partial("avg"):
+            grad.refuse(m, "and the gradients of cos and sin are sums")
+    return [Partial()] * 2
+
+
+def _cos_sin(call: _Call, m: int) -> list[Placement]:
+    call.check(m, ("places",))
+    positions = call["positions"]
+    placement = positions.placements[m]
+    if positions.axis(m) and positions.axes[0] == "axes":
+        dim = placement.dim - 1
+        placement = Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+    return [placement] * 2
+
+
+def _strategy(rule: _Rule, schema: OpSchema) -> OpStrategy:
+    """The one way to run a call."""
+    mesh = schema.get_mesh_from_args()
+    call = _Call(schema)
+    results = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
+    outs = [DTensorSpec(mesh, placements) for placements in results][: len(schema.op._schema.returns)]
+    ins = [
+        a.spec
+        if a.placements == list(a.spec.placements)
+        else DTensorSpec(mesh, tuple(a.placements), a.spec.tensor_meta)
+        for a in call.values()
+    ]
+    results = None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
+    return OpStrategy([OpSpec(results, ins, redistribute_cost=[[0.0]] * len(ins))])
+
+
+_RULES = {
+    "rotate": _rotate,
+    "rotate_": _rotate,
+    "rotate_qk": _rotate,
+    "rotate_qk_": _rotate,
+    "_rotate_table_backward": _table_backward,
+    "norm_rotate_qk": _norm_rotate,
+    "_norm_rotate_qk_backward": _norm_backward,
+    "rotate_into_cache_": _rotate_into_cache,
+    "cos_sin": _cos_sin,
+    "_axial_cos_sin": _cos_sin,
+}
+
+# Not by the public register_sharding: it keeps a decision for every value of offset, one more at each step of decoding,
+# and it enumerates placements, of which DTensor takes the nearest where the given ones are missing.
+for _name, _rule in _RULES.items():
+    _op = getattr(_ops, _name).default
+    _arguments = [a.name for a in _op._schema.arguments]
+    # What a decision is remembered by: the tensors in order, and from here on also which of them are None.
+    _remembered = _arguments.index("slots") if "slots" in _arguments else len(_arguments)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
+        _op, functools.partial(_strategy, _rule), RuntimeSchemaInfo(_remembered)
+    )
