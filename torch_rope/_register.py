@@ -226,16 +226,8 @@ def _watch_functionalization(op: torch._ops.OpOverload) -> None:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if any(not isinstance(t.storage_offset(), int) for t in tensors):
             _teach_inductor_storage_offsets()
-        # As without us: the mode, and what it leaves to a tensor subclass.
-        types = [type(t) for t in tensors]
-        result = mode.__torch_dispatch__(op, types, args, kwargs)
-        for kind in types:
-            if result is not NotImplemented:
-                break
-            if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-                with mode:
-                    result = kind.__torch_dispatch__(op, types, args, kwargs)
-        return result
+        with mode:  # as without us
+            return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
 _watch_functionalization(_ops.rotate_.default)
