@@ -20,7 +20,9 @@ def _serve(rank, world, port, device, pipe):
         torch.cuda.set_device(rank)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     timeout = datetime.timedelta(seconds=SECONDS)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timeout
+    )
     while (call := pipe.recv()) is not None:
         function, args = call
         torch.manual_seed(0)

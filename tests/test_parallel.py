@@ -2,8 +2,11 @@
 nccl where there are as many GPUs. What comes out is compared with the same call in one process, bit for bit where nothing
 is summed over ranks."""
 
+import functools
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,7 +83,9 @@ def distributed(t, mesh, *placements):
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     sums = [m for m, p in enumerate(placements) if p.is_partial()]
-    result = distribute_tensor(t, mesh, [Replicate() if m in sums else p for m, p in enumerate(placements)])
+    result = distribute_tensor(
+        t.detach(), mesh, [Replicate() if m in sums else p for m, p in enumerate(placements)], src_data_rank=None
+    )
     for m in sums:
         share = 2 * (1 + mesh.get_local_rank(m)) / (mesh.size(m) * (mesh.size(m) + 1))  # 1 in all
         result = DTensor.from_local((result.to_local() * share).to(t.dtype), mesh, placements, run_check=False)
@@ -154,55 +159,250 @@ def call(op, arguments):
     return getattr(ops, op)(**arguments)
 
 
+def assert_same(result, expected, exact=True):
+    """A DTensor and what it is in one process."""
+    if not exact:
+        return torch.testing.assert_close(result.full_tensor(), expected)
+    assert result.shape == expected.shape and result.stride() == expected.stride()
+    local = distributed(expected, result.device_mesh, *result.placements).to_local()
+    torch.testing.assert_close(result.to_local(), local, rtol=0, atol=0)
+
+
 def check_placements(device, op, given):
     from torch.distributed.tensor.debug import CommDebugMode
 
-    mesh = mesh_of(device)
-    all_tensors = tensors(device)
-    schema = getattr(ops, op).default._schema
-    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    count = 0
+    mesh, plain = mesh_of(device), tensors(device)
+    written = [a.name for a in getattr(ops, op).default._schema.arguments if a.alias_info and a.alias_info.is_write]
+    once = functools.cache(lambda name, letter: distributed(plain[name].clone(), mesh, placement(name, letter)))
     for letters, taken in given:
-        plain = {name: all_tensors[name].clone() for name in letters}
-        before = dict(plain)
-        placed = {name: distributed(t, mesh, placement(name, letters[name])) for name, t in plain.items()}
-        memory = {name: placed[name].to_local().data_ptr() for name in written}
+        placed = {name: once(name, letter) for name, letter in letters.items()}
+        placed |= {name: once.__wrapped__(name, letters[name]) for name in written}
+        before = {name: placed[name].to_local() for name in written}
+        copies = {name: t.clone() for name, t in before.items()}
+        refusal = None
         with CommDebugMode() as communication:
             try:
                 results = call(op, placed)
             except NotImplementedError as error:
                 refusal = str(error)
-            else:
-                refusal = None
         assert (refusal is None) == taken, (letters, refusal)
         assert communication.get_total_counts() == 0, letters
         if refusal is not None:
             name, where = re.fullmatch(rf"rope\.{op}: (\w+) is (.*?\)) on mesh dimension 'tp', .*", refusal).groups()
-            name = name if name in placed else name + " by token"
-            assert where == repr(placed[name].placements[0]), refusal
+            assert where == repr(placed[name if name in placed else f"{name} by token"].placements[0]), refusal
             for name in written:
-                torch.testing.assert_close(placed[name].full_tensor(), before[name])
+                assert torch.equal(before[name], copies[name]), (letters, name)
             continue
-        count += 1
-        expected = call(op, plain)
+        expected = {name: plain[name].clone() for name in letters}
+        wanted = call(op, expected)
         if written:
             assert results is None
-            assert memory == {name: placed[name].to_local().data_ptr() for name in written}
-            results, expected = [placed[name] for name in written], [plain[name] for name in written]
+            assert all(placed[name].to_local().data_ptr() == t.data_ptr() for name, t in before.items())
+            results, wanted = [placed[name] for name in written], [expected[name] for name in written]
         elif op == "rotate":
-            results, expected = [results], [expected]
-        for result, wanted in zip(results, expected, strict=True):
-            assert result.shape == wanted.shape and result.stride() == wanted.stride()
-            exact = {} if "P" in letters.values() else {"rtol": 0, "atol": 0}
-            torch.testing.assert_close(result.full_tensor(), wanted, **exact, msg=lambda m, at=letters: f"{at}: {m}")
-        if not written:  # what was split stays so
+            results, wanted = [results], [wanted]
+        try:
+            for result, value in zip(results, wanted, strict=True):
+                assert_same(result, value, exact="P" not in letters.values())
+        except AssertionError as error:
+            raise AssertionError(letters) from error
+        if not written:  # what is split stays so
             for name, result in zip([n for n in ("x", "q", "k") if n in letters], results, strict=True):
                 assert letters[name] == "R" or result.placements == placed[name].placements
-    return count
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"])
 def test_every_placement_is_taken_or_refused_by_name(ranks, op):
     given = list(cache_cases() if op == "rotate_into_cache_" else cases(op))
-    counts = ranks(check_placements, op, given)
-    assert counts == [sum(taken for _, taken in given)] * ranks.world
+    assert any(taken for _, taken in given)
+    ranks(check_placements, op, given)
+
+
+# ---- gradients ----
+
+FREQUENCIES = {"inv_freq": "R", "positions": "R"}
+BY_ROW = {"cos": "R", "sin": "R", "positions": "R"}
+WEIGHTS = {"q_norm_weight": "R", "k_norm_weight": "R"}
+GRADIENTS = [
+    *(("rotate", {"x": x} | FREQUENCIES) for x in "RBHP"),
+    *(("rotate", {"x": x} | BY_ROW) for x in "RBH"),
+    *(("rotate_qk", dict(zip("qk", qk, strict=True)) | FREQUENCIES) for qk in ("RR", "BB", "HH", "HR", "RH", "HP")),
+    *(("rotate_qk", dict(zip("qk", qk, strict=True)) | BY_ROW) for qk in ("RR", "BB", "HH", "HR", "RH")),
+    *(("norm_rotate_qk", dict(zip("qk", qk, strict=True)) | WEIGHTS | FREQUENCIES) for qk in ("RR", "BB", "HH", "HR")),
+    ("rotate_qk", {"q": "S", "k": "S"} | FREQUENCIES | {"positions": "S"}),
+    ("rotate_qk", {"q": "S", "k": "S"} | BY_ROW | {"positions": "S"}),
+    ("rotate_qk", {"q": "S", "k": "S", "cos by token": "S", "sin by token": "S"}),
+    ("rotate_qk", {"q": "B", "k": "B", "cos by token": "B", "sin by token": "B"}),
+    ("rotate_qk", {"q": "H", "k": "R", "cos by token": "R", "sin by token": "R"}),
+    ("norm_rotate_qk", {"q": "S", "k": "S"} | WEIGHTS | FREQUENCIES | {"positions": "S"}),
+]
+
+
+def check_gradients(device, op, letters, incoming):
+    """incoming: letters of the gradients of the results, in place of the results' own."""
+    mesh, plain = mesh_of(device), tensors(device)
+    plain = {name: plain[name] for name in letters}
+    learned = [name for name in letters if name not in ("inv_freq", "positions")]
+    if op == "norm_rotate_qk":
+        learned = [name for name in learned if name in ("q", "k", *WEIGHTS)]
+    placed = {name: distributed(t, mesh, placement(name, letters[name])) for name, t in plain.items()}
+    for arguments in (plain, placed):
+        for name in learned:
+            arguments[name].requires_grad_()
+    outs, wanted = call(op, placed), call(op, plain)
+    outs, wanted = [(t,) if op == "rotate" else t for t in (outs, wanted)]
+    grads = [torch.randn_like(t) for t in wanted]
+    lie = [out.placements[0] if to is None else placement("q", to) for out, to in zip(outs, incoming, strict=False)]
+    placed_grads = [distributed(g, mesh, p) for g, p in zip(grads, lie, strict=True)]
+    results = torch.autograd.grad(outs, [placed[name] for name in learned], placed_grads)
+    for name, result, value in zip(
+        learned, results, torch.autograd.grad(wanted, [plain[name] for name in learned], grads), strict=True
+    ):
+        torch.testing.assert_close(result.full_tensor(), value, msg=lambda m, at=name: f"{at}: {m}")
+
+
+def all_gradients(device):
+    for op, letters in GRADIENTS:
+        for incoming in [(None, None), ("R", "R"), ("P", "P"), ("R", None)]:
+            split = {letters.get(name, "R") for name in ("x", "q", "k")} & set("BS")
+            if "P" in incoming and (split or (op == "norm_rotate_qk" or "cos" in "".join(letters)) and "H" in letters.values()):
+                continue  # refused, see below
+            try:
+                check_gradients(device, op, letters, incoming)
+            except Exception as error:
+                raise AssertionError(op, letters, incoming) from error
+
+
+def test_gradients(ranks):
+    """With each gradient that comes in as the result lies, whole, or a sum."""
+    ranks(all_gradients)
+
+
+# ---- meshes of two dimensions: a letter for each ----
+
+MESHES = [  # q, k, positions, and whether they are taken
+    ("BH", "BH", "BR", True),
+    ("BH", "BR", "RR", True),
+    ("SH", "SR", "SR", True),
+    ("SH", "SH", "SS", False),
+    ("SS", "SS", "SS", True),
+    ("SS", "SS", "SR", False),
+    ("BS", "BS", "BS", True),
+    ("BS", "RS", "RS", True),
+    ("BB", "BB", "BR", True),
+    ("BB", "BB", "RB", False),  # the first cut is not of what a rank holds
+    ("HH", "HR", "RR", True),
+    ("PH", "RP", "RR", True),
+]
+
+
+def check_meshes(device):
+    mesh, plain = mesh_of(device, dist.get_world_size() // 2, 2), tensors(device)
+    for q, k, positions, taken in MESHES:
+        letters = {"q": q, "k": k, "positions": positions, "inv_freq": "RR"}
+        placed = {
+            name: distributed(plain[name].clone(), mesh, *(placement(name, letter) for letter in pair))
+            for name, pair in letters.items()
+        }
+        if not taken:
+            with pytest.raises(NotImplementedError, match="on mesh dimension '(dp|tp)', where (q|positions) is "):
+                ops.rotate_qk(**placed)
+            continue
+        wanted = ops.rotate_qk(**{name: plain[name] for name in letters})
+        for result, value in zip(ops.rotate_qk(**placed), wanted, strict=True):
+            assert_same(result, value, exact="P" not in q + k)
+        if "R" in k and "S" in q or "P" in q + k:
+            continue
+        ops.rotate_qk_(**placed)
+        for name, value in zip("qk", wanted, strict=True):
+            assert_same(placed[name], value)
+
+
+def test_meshes_of_two_dimensions(ranks):
+    ranks(check_meshes)
+
+
+# ---- cos_sin ----
+
+
+def check_tables(device):
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, inv_freq = mesh_of(device), torch_rope.inv_freq(HEAD_DIM, device=device)
+    by_axis = torch.stack([inv_freq, inv_freq / 3])
+    positions = torch.randint(0, 100, (2, BATCH, SEQ), device=device)
+    whole = [distributed(t, mesh, Replicate()) for t in (inv_freq, by_axis)]
+    for op, frequencies, placed_frequencies, given, first in (
+        ("cos_sin", inv_freq, whole[0], positions[0], 0),
+        ("_axial_cos_sin", by_axis, whole[1], positions, 1),
+    ):
+        wanted = getattr(ops, op)(given, frequencies)
+        for dim in (None, first, first + 1):
+            to = Replicate() if dim is None else Shard(dim)
+            results = getattr(ops, op)(distributed(given, mesh, to), placed_frequencies)
+            for result, value in zip(results, wanted, strict=True):
+                assert result.placements == (to if dim is None else Shard(dim - first),)
+                assert_same(result, value)
+        with pytest.raises(NotImplementedError, match=rf"rope\.{op}: inv_freq is Shard\(dim=0\) .* its (columns|axes)"):
+            getattr(ops, op)(distributed(given, mesh, Replicate()), distributed(frequencies, mesh, Shard(0)))
+    with pytest.raises(NotImplementedError, match=r"rope\._axial_cos_sin: positions is Shard\(dim=0\) .* its axes"):
+        ops._axial_cos_sin(distributed(positions, mesh, Shard(0)), whole[1])
+    # Learned frequencies, through tables by token, of split tokens.
+    q = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM, device=device)
+    learned = [inv_freq.clone().requires_grad_(), distributed(inv_freq, mesh, Replicate()).requires_grad_()]
+    for split in (None, Shard(0), Shard(1)):
+        one = ops.rotate(q, inv_freq=learned[0], positions=positions[0])
+        placed = [distributed(t, mesh, split or Replicate()) for t in (q, positions[0])]
+        many = ops.rotate(placed[0], inv_freq=learned[1], positions=placed[1])
+        assert_same(many, one)
+        grads = [torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)]
+        torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+
+
+def test_cos_sin(ranks):
+    ranks(check_tables)
+
+
+# ---- what is remembered of a decision ----
+
+
+def check_decisions(device):
+    """A step of decoding does not decide again, and slots are not taken for positions."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, plain = mesh_of(device), tensors(device)
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    op, asked = ops.rotate_into_cache_.default, []
+    rule = rules[op]
+    rules[op] = lambda schema: asked.append(schema) or rule(schema)
+    split = {name: distributed(plain[name], mesh, Shard(0)) for name in ("q", "k", "v", "k_cache", "v_cache")}
+    whole = {name: distributed(plain[name], mesh, Replicate()) for name in ("inv_freq", "q_norm_weight", "k_norm_weight")}
+    places = distributed(plain["positions"], mesh, Replicate())
+    try:
+        for offset in range(5):
+            ops.rotate_into_cache_(**split, inv_freq=whole["inv_freq"], offset=offset)
+        assert len(asked) <= 2  # an offset of 0 is not passed on
+        ops.rotate_into_cache_(**split, **whole, positions=places)
+        with pytest.raises(NotImplementedError, match="its blocks"):
+            ops.rotate_into_cache_(**split, **whole, slots=places)
+    finally:
+        rules[op] = rule
+
+
+def test_a_decision_is_remembered(ranks):
+    ranks(check_decisions)
+
+
+@pytest.mark.parametrize("first", ["torch_rope", "torch.distributed.tensor"])
+def test_the_rules_come_with_dtensor(first):
+    """In either order of imports; and torch_rope alone does not import torch.distributed.tensor, which takes its time."""
+    second = {"torch_rope": "torch.distributed.tensor", "torch.distributed.tensor": "torch_rope"}[first]
+    code = f"""
+import sys, torch, {first}
+assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "torch_rope")
+import {second}
+from torch.distributed.tensor import DTensor
+assert torch.ops.rope.rotate.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+assert not any("torch_rope" in type(finder).__module__ for finder in sys.meta_path)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -94,10 +94,8 @@ class _Call(dict):
     def check(self, m: int, may_split: tuple[str, ...], may_sum: tuple[str, ...] = ()) -> None:
         for a in self.values():
             if a.axis(m) == "sum":
-                if a.name not in may_sum:
-                    a.refuse(m, "and the result is not linear in it")
-                if a.placements[m].reduce_op not in ("sum", "avg"):
-                    a.refuse(m, "and a rotation is linear for sums only")
+                if a.name not in may_sum or a.placements[m].reduce_op not in ("sum", "avg"):
+                    a.refuse(m, "which has to be reduced before")
             elif a.axis(m) not in (None, *may_split):
                 a.refuse(m, f"its {a.axis(m)}, which cannot be split")
 
@@ -182,7 +180,7 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
         if grad.axis(m) is None:
             grad.placements[m] = Partial()
         elif grad.placements[m] == Partial("avg"):
-            grad.refuse(m, "and the gradients of cos and sin are sums")
+            grad.refuse(m, "which has to be reduced before")
     return [Partial()] * 2
 
 

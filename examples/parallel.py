@@ -1,0 +1,250 @@
+"""Trains a small llama on several processes, with torch_rope in tensor parallel, FSDP and context parallel.
+
+    torchrun --nproc-per-node 2 examples/parallel.py    # also 1, 4 or 8; on GPUs if each process has one, else on the CPU
+
+The same model learns the same tokens in one process, by tensor parallel x data parallel in every split of the processes,
+and by context parallel over all of them. The exit code is 1 if a loss differs from that of one process by more than float32
+rounding, or if it does not fall. All that is sent between processes, PyTorch sends: a rotation needs nothing of others.
+
+For your own model, copy `TENSOR_PARALLEL` or `CONTEXT_PARALLEL` and the function below it. What they have in common: the
+layers for q, k and v return DTensors, so RotaryEmbedding knows how q and k are split, and raises an error for a split that
+would make positions wrong.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel, local_map
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from torch_rope import RotaryEmbedding
+
+VOCABULARY, DIM, HEADS, KV_HEADS, LAYERS = 256, 128, 8, 4, 2
+BATCH, SEQ = 8, 64
+TOLERANCE = 1e-5  # relative: float32 sums in another order, which the optimizer carries on
+
+# ---- The model: it knows nothing of processes. ----
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """Causal by position, since tokens need not be in order. q, k, v, result: [batch, seq, heads, head_dim]."""
+    mask = q_positions[:, None] >= k_positions
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim = DIM // HEADS
+        self.wq = nn.Linear(DIM, HEADS * self.head_dim, bias=False)
+        self.wk = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
+        self.wv = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
+        self.wo = nn.Linear(HEADS * self.head_dim, DIM, bias=False)
+        self.rope = RotaryEmbedding(self.head_dim)
+        self.attend = attend
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = self.rope(q, k, positions)
+        return self.wo(self.attend(q, k, v, positions, positions).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(DIM, 3 * DIM, bias=False)
+        self.up = nn.Linear(DIM, 3 * DIM, bias=False)
+        self.down = nn.Linear(3 * DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(DIM), Attention()
+        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(DIM), FeedForward()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """The mean loss. tokens, labels: [batch, seq], positions: [seq]."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def apply_fsdp(model: Model, mesh: DeviceMesh) -> None:
+    """mesh: over which the tokens are split, by batch or by seq."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+# ---- Tensor parallel x data parallel: a process has some heads of some sequences. ----
+
+TENSOR_PARALLEL = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    # Between attention and feed-forward tokens are split, and norms work on some tokens each ("sequence parallel").
+    "layers.*.attention_norm": SequenceParallel(),
+    "layers.*.attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+    # DTensors: q and k are split by heads, and positions remain a plain tensor, the same in all processes.
+    "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.feed_forward_norm": SequenceParallel(),
+    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "layers.*.feed_forward.gate": ColwiseParallel(),
+    "layers.*.feed_forward.up": ColwiseParallel(),
+    "layers.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def apply_tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
+    """mesh: with dimensions "dp" and "tp"."""
+    parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
+    heads = [Shard(2)]  # of [batch, seq, heads, head_dim]
+    for layer in model.layers:  # each process attends with its own heads; DTensor has no rule for that on CPUs
+        layer.attention.attend = local_map(
+            attend, out_placements=heads, in_placements=(heads, heads, heads, None, None)
+        )
+    apply_fsdp(model, mesh["dp"])
+
+
+# ---- Context parallel: a process has some tokens of all sequences. ----
+
+TOKENS = Shard(1)  # of [batch, seq, ...]
+CONTEXT_PARALLEL = {
+    # DTensors: q and k are split by tokens, and so must positions be.
+    "layers.*.attention.w[qkv]": PrepareModuleOutput(
+        output_layouts=TOKENS, desired_output_layouts=TOKENS, use_local_output=False
+    ),
+    "layers.*.attention.wo": PrepareModuleInput(
+        input_layouts=TOKENS, desired_input_layouts=TOKENS, use_local_output=True
+    ),
+}
+
+
+def split_tokens(mesh: DeviceMesh, tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What this process has of them. Positions go with the tokens: context_parallel gives each process one piece of the
+    beginning and one of the end, 0 1 6 7 and 2 3 4 5 for two of them, since with a causal mask later tokens are more work."""
+    buffers = [tokens.clone(), labels.clone(), positions.clone()]  # they are changed in place
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)):
+        tokens, labels, positions = buffers
+    return tokens, labels, DTensor.from_local(positions, mesh, [Shard(0)])
+
+
+def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
+    """Attention gathers k and v of all tokens, as Llama 3 was trained (arXiv:2407.21783, section 3.3.2). The ring attention
+    of context_parallel itself is for GPUs only."""
+    parallelize_module(model, mesh, CONTEXT_PARALLEL)
+    for layer in model.layers:
+        layer.attention.attend = local_map(
+            attend,
+            out_placements=[TOKENS],
+            in_placements=([TOKENS], [Replicate()], [Replicate()], [Shard(0)], [Replicate()]),
+            # Each process has the gradients of k and v that come from its own q: their sum goes back to the owners.
+            in_grad_placements=([TOKENS], [Partial()], [Partial()], [Shard(0)], [Replicate()]),
+            redistribute_inputs=True,
+        )
+    apply_fsdp(model, mesh)
+
+
+# ---- Training, and the comparison. ----
+
+
+def train(
+    model: Model, tokens: Tensor, labels: Tensor, positions: Tensor, steps: int, mesh: DeviceMesh | None = None
+) -> list[float]:
+    """Losses of the steps. mesh: over which the tokens are split. Each process has as many, so the mean of their losses is
+    that of all tokens, and its gradient is the mean of the gradients, which fully_shard takes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(tokens, labels, positions)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        losses.append(float(DTensor.from_local(loss, mesh, [Partial("avg")]).full_tensor() if mesh else loss))
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="of the optimizer, at least 2 (default: %(default)s)")
+    steps = parser.parse_args().steps
+
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", **alone)
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    if BATCH % world or steps < 2:
+        sys.exit(f"{world} processes, {steps} steps; needs 1, 2, 4 or 8 processes and at least 2 steps")
+
+    def new_model() -> Model:
+        torch.manual_seed(0)
+        return Model().to(device)
+
+    text = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens, labels, positions = text[:, :-1], text[:, 1:], torch.arange(SEQ, device=device)
+
+    losses = {"one process": train(new_model(), tokens, labels, positions, steps)}
+    for tp in (n for n in (1, 2, 4) if world % n == 0):
+        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        model = new_model()
+        apply_tensor_parallel(model, mesh)
+        own = (distribute_tensor(t, mesh["dp"], [Shard(0)], src_data_rank=None).to_local() for t in (tokens, labels))
+        losses[f"dp {world // tp} x tp {tp}"] = train(model, *own, positions, steps, mesh["dp"])
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
+    model = new_model()
+    apply_context_parallel(model, mesh)
+    losses[f"cp {world}"] = train(model, *split_tokens(mesh, tokens, labels, positions), steps, mesh)
+    dist.destroy_process_group()
+
+    expected = losses["one process"]
+    differences = {way: max(abs(a - b) / b for a, b in zip(got, expected, strict=True)) for way, got in losses.items()}
+    equal = all(difference <= TOLERANCE for difference in differences.values())  # not if it is not a number
+    if first:
+        print(f"{world} x {device.type}, {BATCH} x {SEQ} tokens, float32; losses of the steps")
+        for way, got in losses.items():
+            print(f"{way:12}", *(f"{loss:.6f}" for loss in got), f" off by {differences[way]:.1e} at most")
+        print(f"The losses {'are equal' if equal else 'DIFFER'}: {TOLERANCE:.0e} is allowed, relative.")
+    sys.exit(0 if equal and expected[-1] < expected[0] else 1)
+
+
+if __name__ == "__main__":
+    main()
