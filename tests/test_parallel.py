@@ -40,11 +40,12 @@ def ranks(request, device, processes):
     return processes[world, device]
 
 
-def mesh_of(device, *shape, names=("dp", "tp")):
+@functools.cache  # a second mesh that is equal is more than torch 2.13 compiles the backward of anything for
+def mesh_of(device, *shape):
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = shape or (dist.get_world_size(),)
-    return init_device_mesh(device, shape, mesh_dim_names=names[-len(shape) :])
+    return init_device_mesh(device, shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
 # ---- every placement of every argument: taken as the specification says, or refused by name ----
@@ -265,7 +266,9 @@ def all_gradients(device):
     for op, letters in GRADIENTS:
         for incoming in [(None, None), ("R", "R"), ("P", "P"), ("R", None)]:
             split = {letters.get(name, "R") for name in ("x", "q", "k")} & set("BS")
-            if "P" in incoming and (split or (op == "norm_rotate_qk" or "cos" in "".join(letters)) and "H" in letters.values()):
+            if "P" in incoming and (
+                split or (op == "norm_rotate_qk" or "cos" in "".join(letters)) and "H" in letters.values()
+            ):
                 continue  # refused, see below
             try:
                 check_gradients(device, op, letters, incoming)
@@ -355,7 +358,9 @@ def check_tables(device):
         placed = [distributed(t, mesh, split or Replicate()) for t in (q, positions[0])]
         many = ops.rotate(placed[0], inv_freq=learned[1], positions=placed[1])
         assert_same(many, one)
-        grads = [torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)]
+        grads = [
+            torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)
+        ]
         torch.testing.assert_close(grads[1].full_tensor(), grads[0])
 
 
@@ -376,7 +381,9 @@ def check_decisions(device):
     rule = rules[op]
     rules[op] = lambda schema: asked.append(schema) or rule(schema)
     split = {name: distributed(plain[name], mesh, Shard(0)) for name in ("q", "k", "v", "k_cache", "v_cache")}
-    whole = {name: distributed(plain[name], mesh, Replicate()) for name in ("inv_freq", "q_norm_weight", "k_norm_weight")}
+    whole = {
+        name: distributed(plain[name], mesh, Replicate()) for name in ("inv_freq", "q_norm_weight", "k_norm_weight")
+    }
     places = distributed(plain["positions"], mesh, Replicate())
     try:
         for offset in range(5):
@@ -406,3 +413,72 @@ assert torch.ops.rope.rotate.default in DTensor._op_dispatcher.sharding_propagat
 assert not any("torch_rope" in type(finder).__module__ for finder in sys.meta_path)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+# ---- torch.compile ----
+
+
+def compiled(device, backend):
+    from torch.distributed.tensor import Replicate
+
+    mesh, plain = mesh_of(device), tensors(device)
+    once = {"fullgraph": True, "backend": backend}
+
+    def close(result, value):
+        torch.testing.assert_close(result.full_tensor(), value)
+
+    def train(q, k, q_norm_weight, k_norm_weight, cos, sin, positions):
+        q, k = ops.rotate_qk(q * 2, k, cos, sin, positions=positions)
+        q, k = ops.norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, cos.detach(), sin.detach(), positions=positions)
+        return q.square(), k.square()
+
+    names = ["q", "k", "q_norm_weight", "k_norm_weight", "cos", "sin", "positions"]
+    for q, k, positions in ("HHR", "HRR", "BBR", "SSS") if backend == "aot_eager" else ("HRR",):
+        torch._dynamo.reset()
+        letters = {"q": q, "k": k, "positions": positions}
+        placed = [distributed(plain[name], mesh, placement(name, letters.get(name, "R"))) for name in names]
+        given = [plain[name].clone() for name in names]
+        for t in (*placed[:-1], *given[:-1]):
+            t.requires_grad_()
+        outs, wanted = torch.compile(train, **once)(*placed), train(*given)
+        sum(out.sum() for out in outs).backward()
+        sum(out.sum() for out in wanted).backward()
+        for result, value in zip(
+            (*outs, *(t.grad for t in placed[:-1])), (*wanted, *(t.grad for t in given[:-1])), strict=True
+        ):
+            close(result, value)
+
+    def decode(q, k, v, k_cache, v_cache, inv_freq, offset):
+        ops.rotate_qk_(q, k, inv_freq=inv_freq, offset=offset)
+        ops.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=inv_freq, offset=offset)
+        return k_cache.sum(0)
+
+    torch._dynamo.reset()
+    names = ["q", "k", "v", "k_cache", "v_cache"]
+    placed = [distributed(plain[name].clone(), mesh, placement(name, "H")) for name in names]
+    given = [plain[name].clone() for name in names]
+    inv_freq = distributed(plain["inv_freq"], mesh, Replicate())
+    memory = [t.to_local().data_ptr() for t in placed]
+    step = torch.compile(decode, **once)
+    for offset in (0, 3, 5, 7, 9):
+        with torch.compiler.set_stance("fail_on_recompile" if offset > 3 else "default"):
+            close(step(*placed, inv_freq, offset), decode(*given, plain["inv_freq"], offset))
+    for result, value in zip(placed, given, strict=True):
+        close(result, value)
+    assert memory == [t.to_local().data_ptr() for t in placed]
+
+    torch._dynamo.reset()
+    rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device)
+    placed = [distributed(plain[name], mesh, placement(name, "H")) for name in "qk"]
+    results = torch.compile(rope, **once)(*placed, plain["positions"])
+    for result, value in zip(results, rope(plain["q"], plain["k"], plain["positions"]), strict=True):
+        close(result, value)
+
+    split = distributed(plain["x"], mesh, placement("x", "D"))
+    with pytest.raises(Exception, match=r"rope\.rotate: x is Shard\(dim=3\) on mesh dimension 'tp', its head_dim"):
+        torch.compile(lambda x, inv_freq: ops.rotate(x, inv_freq=inv_freq), **once)(split, inv_freq)
+
+
+@pytest.mark.parametrize("ranks, backend", [(2, "aot_eager"), (4, "aot_eager"), (2, "inductor")], indirect=["ranks"])
+def test_compiled(ranks, backend):
+    ranks(compiled, backend)
