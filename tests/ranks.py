@@ -31,6 +31,7 @@ def _serve(rank, world, port, device, pipe):
         except BaseException:
             pipe.send((None, traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo may still hold a tensor: if it lets go while Python ends, torch (2.13) aborts
 
 
 class Ranks:

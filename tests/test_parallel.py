@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -482,3 +483,114 @@ def compiled(device, backend):
 @pytest.mark.parametrize("ranks, backend", [(2, "aot_eager"), (4, "aot_eager"), (2, "inductor")], indirect=["ranks"])
 def test_compiled(ranks, backend):
     ranks(compiled, backend)
+
+
+# ---- modules ----
+
+
+def check_modules(device):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+    mesh, plain = mesh_of(device), tensors(device)
+    q, k, positions = plain["q"], plain["k"], plain["positions"]
+    kinds = [
+        {},
+        {"max_position": 16},
+        {"kind": "yarn", "factor": 4.0, "original_max_position": 8},
+        {"kind": "dynamic", "factor": 4.0, "original_max_position": 8},
+    ]
+    kinds += [
+        {
+            "kind": "longrope",
+            "original_max_position": 8,
+            "max_position": max_position,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "factor": 4.0,
+        }
+        for max_position in (None, 16)
+    ]
+    for arguments in kinds:
+        rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device, **arguments)
+        wanted = rope(q, k, positions)
+        # Heads beside plain positions; tokens and their positions, of which no rank knows the highest; buffers replicated.
+        for to, given in (
+            (Shard(2), positions),
+            (Shard(1), distributed(positions, mesh, Shard(1))),
+            (Shard(0), distributed(positions, mesh, Shard(0))),
+        ):
+            placed = [distributed(t, mesh, to) for t in (q, k)]
+            for result, value in zip(rope(*placed, given), wanted, strict=True):
+                assert_same(result, value)
+        if not arguments:
+            with pytest.raises(NotImplementedError, match="positions is Replicate"):
+                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions)
+            with pytest.raises(NotImplementedError, match="its seq, without positions"):
+                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)))
+            with pytest.raises(ValueError, match="needs the positions of all tokens, or a DTensor"):
+                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions[:, :3])
+            distribute_module(rope, mesh)
+            assert isinstance(rope.inv_freq, DTensor)
+            placed = [distributed(t, mesh, Shard(2)) for t in (q, k)]
+            for result, value in zip(rope(*placed, distributed(positions, mesh, Replicate())), wanted, strict=True):
+                assert_same(result, value)
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq = torch.nn.Linear(16, HEADS * HEAD_DIM)
+            self.rope = torch_rope.RotaryEmbedding(HEAD_DIM, base=500.0)
+
+        def forward(self, x, positions):
+            q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
+            return torch.cat(self.rope(q, q[..., :1, :], positions), dim=-2)
+
+    # FSDP of a model that has been on the meta device.
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, SEQ, 16, device=device)
+    model = Attention().to(device)
+    with torch.device("meta"):
+        sharded = fully_shard(Attention(), mesh=mesh)
+    sharded.to_empty(device=device)
+    for module in sharded.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        mine.detach().copy_(distributed(theirs, mesh, *mine.placements))
+    mine, theirs = (distributed(t, mesh, Shard(0)).to_local() for t in (x, positions))
+    out = sharded(mine, theirs)
+    wanted = model(x, positions)
+    torch.testing.assert_close(out, distributed(wanted, mesh, Shard(0)).to_local())
+    out.square().sum().backward()
+    wanted.square().sum().backward()
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):  # the mean over ranks
+        torch.testing.assert_close(mine.grad.full_tensor() * dist.get_world_size(), theirs.grad)
+
+
+def test_modules(ranks):
+    ranks(check_modules)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_example_has_the_losses_of_one_process(world):
+    """By tensor parallel, FSDP and context parallel; on GPUs by nccl, where there are as many."""
+    example = Path(__file__).parents[1] / "examples" / "parallel.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(world),
+        str(example),
+        "--steps",
+        "4",
+    ]
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line[:12].strip() for line in result.stdout.splitlines()[1:-1]] == [
+        "one process",
+        *(f"dp {world // tp} x tp {tp}" for tp in (1, 2, 4) if tp <= world),
+        f"cp {world}",
+    ]
+    assert "All are equal" in result.stdout and ": True. They fall: True." in result.stdout

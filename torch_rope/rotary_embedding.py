@@ -152,8 +152,9 @@ class RotaryEmbedding(nn.Module):
             return offset + seq
         if not (seq and len(positions)):
             return 0
-        highest = positions.amax()
-        return (highest.full_tensor() if _mesh(highest) else highest) + (offset + 1)
+        if _mesh(positions) is not None:
+            positions = positions.full_tensor()  # no rank has them all
+        return positions.amax() + (offset + 1)
 
     def _dynamic(self, length: int | torch.SymInt | Tensor) -> Tensor:
         """The frequencies of frequencies.dynamic for this length, on the device."""
@@ -236,6 +237,13 @@ def _beside(q: Tensor, angles: dict[str, Any]) -> dict[str, Any]:
         return angles
     from torch.distributed.tensor import DTensor
 
+    positions = angles["positions"]
+    if positions is not None and _mesh(positions) is None and positions.shape[-1] != q.shape[-3]:
+        raise ValueError(
+            f"torch_rope.RotaryEmbedding: positions is a plain tensor {list(positions.shape)} and q, a DTensor, has seq "
+            f"{q.shape[-3]}; needs the positions of all tokens, or a DTensor of those that each rank has: "
+            "DTensor.from_local(positions, mesh, [Shard(-1)])"
+        )
     return {
         name: DTensor.from_local(a, mesh, run_check=False) if isinstance(a, Tensor) and _mesh(a) is None else a
         for name, a in angles.items()
