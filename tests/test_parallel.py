@@ -369,6 +369,31 @@ def test_cos_sin(ranks):
     ranks(check_tables)
 
 
+# ---- messages ----
+
+
+def refusals(device):
+    mesh, plain = mesh_of(device), tensors(device)
+    calls = [
+        ("rotate_qk", {"q": "R", "k": "D", "inv_freq": "R"}),
+        ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R", "positions": "R"}),
+        ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R"}),
+        ("rotate_into_cache_", {"q": "H", "k": "H", "v": "H", "k_cache": "H", "v_cache": "R", "inv_freq": "R"}),
+    ]
+    messages = []
+    for op, letters in calls:
+        with pytest.raises(NotImplementedError) as error:
+            call(op, {name: distributed(plain[name], mesh, placement(name, letters[name])) for name in letters})
+        messages.append(str(error.value))
+    return messages
+
+
+def test_the_documented_errors(ranks):
+    text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text().replace("'cp'", "'tp'")
+    for message in ranks(refusals)[0]:
+        assert f"\n{message}\n" in text
+
+
 # ---- what is remembered of a decision ----
 
 

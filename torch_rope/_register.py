@@ -2,7 +2,6 @@
 
 import functools
 import importlib.abc
-import importlib.util
 import sys
 import warnings
 
@@ -180,15 +179,18 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _DTENSOR:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_register(module):
-            execute(module)
-            _register_sharding()
+            def execute_and_register(module):
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                _register_sharding()
 
-        spec.loader.exec_module = execute_and_register
+            spec.loader.exec_module = execute_and_register
         return spec
 
 
