@@ -8,7 +8,7 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
-PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS)
+PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
   $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))

@@ -28,6 +28,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of the CPU back end alone")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
+    config.addinivalue_line("markers", "xdist_group: of pytest-xdist, where it is installed")
     emulate, simulate = config.getoption("--emulate"), config.getoption("--simulate")
     if emulate and simulate:
         raise pytest.UsageError("--emulate and --simulate exclude each other")

@@ -16,7 +16,10 @@ from ranks import Ranks
 
 import torch_rope
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch was built without distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="this torch was built without distributed"),
+    pytest.mark.xdist_group("parallel"),  # the processes are started once
+]
 ops = torch.ops.rope
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8

@@ -94,7 +94,7 @@ class _Call(dict):
     def check(self, m: int, may_split: tuple[str, ...], may_sum: tuple[str, ...] = ()) -> None:
         for a in self.values():
             if a.axis(m) == "sum":
-                if a.name not in may_sum or a.placements[m].reduce_op not in ("sum", "avg"):
+                if a.name not in may_sum or a.placements[m] not in (Partial("sum"), Partial("avg")):
                     a.refuse(m, "which has to be reduced before")
             elif a.axis(m) not in (None, *may_split):
                 a.refuse(m, f"its {a.axis(m)}, which cannot be split")
