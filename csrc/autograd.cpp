@@ -8,8 +8,9 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/new_ones.h>
 #include <ATen/ops/promote_types.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
@@ -456,8 +457,9 @@ void carry_tangents(std::initializer_list<Tensor> duals, const variable_list& ou
 // Tables for each token, where a derivative in inv_freq is asked for: cos_sin has it.
 std::tuple<Tensor, Tensor> tables_of_tokens(const RotateCall& call) {
   const Tensor& x = *call.q;
-  const auto of_sequence = [&] {
-    return at::arange(at::Scalar(x.sym_size(-3)), x.options().dtype(at::kLong)).unsqueeze(0);
+  const auto of_sequence = [&] {  // an arange, and a DTensor where inv_freq is one
+    const at::TensorOptions options = call.inv_freq->options().dtype(at::kLong);
+    return (call.inv_freq->new_ones_symint({x.sym_size(-3)}, options).cumsum(0) - 1).unsqueeze(0);
   };
   Tensor positions = call.positions ? call.positions->to(at::kLong) : of_sequence();
   if (positions.dim() == 1) positions = positions.unsqueeze(0);

@@ -117,6 +117,8 @@ class _Call(dict):
                 a.follow(first, m)
             elif a.written:
                 a.refuse(m, f"where {first.name} is {placement!r}, its {axis}: each rank would write what it has")
+            elif a.axis(m) is not None:
+                a.refuse(m, f"its {a.axis(m)}, where {first.name} is {placement!r}, its {axis}")
         return True
 
     def split_heads(self, m: int, *names: str) -> bool:
@@ -228,8 +230,8 @@ _RULES = {
 for _name, _rule in _RULES.items():
     _op = getattr(_ops, _name).default
     _arguments = [a.name for a in _op._schema.arguments]
-    # What a decision is remembered by: the tensors in order, and from here on also which of them are None.
+    # What a decision is remembered by: the tensors in order; from here on also which of them are None; and dtype.
     _remembered = _arguments.index("slots") if "slots" in _arguments else len(_arguments)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        _op, functools.partial(_strategy, _rule), RuntimeSchemaInfo(_remembered)
+        _op, functools.partial(_strategy, _rule), RuntimeSchemaInfo(_remembered, ["dtype"])
     )

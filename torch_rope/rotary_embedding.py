@@ -164,7 +164,7 @@ class RotaryEmbedding(nn.Module):
             length = torch.full((), length, dtype=self.inv_freq.dtype, device=self.inv_freq.device)
         factor = self.arguments["factor"]
         s = (factor * length.to(self.inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
-        exponents = torch.arange(self.inv_freq.shape[0], dtype=s.dtype, device=s.device) * self._exponent
+        exponents = (torch.ones_like(self.inv_freq).cumsum(0) - 1) * self._exponent  # a DTensor where inv_freq is one
         return self.inv_freq * s**exponents
 
     # -- buffers --
@@ -216,7 +216,8 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Fills the buffers where they are, as FSDP expects of a module that has been on the meta device."""
         for name, made in self._made(getattr(self, self._names[0]).device).items():
-            getattr(self, name).copy_(made)
+            buffer = getattr(self, name)
+            (buffer if _mesh(buffer) is None else buffer.to_local()).copy_(made)
 
     def extra_repr(self) -> str:
         said = {"base": self.base, "rotary_dim": self.rotary_dim, "kind": self.kind, **self.arguments}
