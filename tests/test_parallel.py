@@ -58,7 +58,6 @@ def mesh_of(device, *shape):
 # A letter for each argument: R whole on every rank, B split over batch, S over seq, H over heads, D over what is in a
 # head (head_dim, rotary_dim / 2) or the rows of a table, P a sum of what the ranks hold.
 
-X = ("batch", "seq", "heads", "head_dim")
 DIMS = {
     **dict.fromkeys(("x", "q", "k", "v"), {"B": 0, "S": 1, "H": 2, "D": 3}),
     **dict.fromkeys(("k_cache", "v_cache"), {"B": 0, "S": 1, "H": 2, "D": 3}),
