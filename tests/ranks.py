@@ -60,7 +60,10 @@ class Ranks:
         while waiting:
             for pipe in wait(list(waiting)):
                 rank = waiting.pop(pipe)
-                results[rank], error = pipe.recv()
+                try:
+                    results[rank], error = pipe.recv()
+                except EOFError:
+                    error = "the process ended"
                 if error:  # the others may wait for this rank
                     self.close(at_once=True)
                     raise AssertionError(f"rank {rank} of {self.world}:\n{error}")

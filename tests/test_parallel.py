@@ -373,6 +373,8 @@ def check_tables(device):
         torch.testing.assert_close(grads[1].full_tensor(), grads[0])
     one, many = ops.rotate(q, inv_freq=learned[0], offset=3), ops.rotate(placed[0], inv_freq=learned[1], offset=3)
     assert_same(many, one)
+    grads = [torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)]
+    torch.testing.assert_close(grads[1].full_tensor(), grads[0])
 
 
 def test_cos_sin(ranks):
@@ -453,6 +455,17 @@ assert torch.ops.rope.rotate.default in DTensor._op_dispatcher.sharding_propagat
 assert not any("torch_rope" in type(finder).__module__ for finder in sys.meta_path)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_a_torch_that_has_changed_costs_the_rules_and_not_the_import():
+    code = """
+import sys, warnings, torch_rope
+sys.modules["torch_rope._sharding"] = None  # its import fails
+with warnings.catch_warnings(record=True) as caught:
+    import torch.distributed.tensor
+assert any("torch_rope's operators do not take DTensors" in str(w.message) for w in caught)
+"""
+    subprocess.run([sys.executable, "-W", "always", "-c", code], check=True)
 
 
 # ---- torch.compile ----

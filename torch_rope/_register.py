@@ -169,7 +169,7 @@ _register_cos_sin_vmap("_axial_cos_sin", 1)
 def _register_sharding() -> None:
     try:
         import torch_rope._sharding  # noqa: F401
-    except (ImportError, AttributeError) as e:  # they use what torch has not made public
+    except (ImportError, AttributeError, TypeError) as e:  # they use what torch has not made public
         warnings.warn(f"torch_rope's operators do not take DTensors under torch {torch.__version__}: {e}", stacklevel=2)
 
 

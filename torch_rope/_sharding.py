@@ -18,6 +18,11 @@ from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, Ru
 _ops = torch.ops.rope
 
 
+def _of_dim(placement: Placement, dim: int) -> Placement:
+    """The placement that splits another dimension in the same way."""
+    return Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+
+
 class _Argument:
     """A tensor of a call. axes: what its dimensions are."""
 
@@ -36,7 +41,7 @@ class _Argument:
         """Splits the same axis as first does, and in the same way."""
         axis, placement = first.axis(m), first.placements[m]
         dim = self.axes.index(axis)
-        needs = Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+        needs = _of_dim(placement, dim)
         if self.placements[m] == needs:
             return
         # A rank can cut its part out of what it holds, unless a later mesh dimension has cut that up already.
@@ -91,7 +96,8 @@ class _Call(dict):
             axes = _axes(name_of_op, name, spec.shape, x and x.shape, "slots" in specs)
             self[name] = _Argument(f"rope.{name_of_op}", name, spec, axes, name in written)
 
-    def check(self, m: int, may_split: tuple[str, ...], may_sum: tuple[str, ...] = ()) -> None:
+    def check(self, m: int, *may_sum: str, may_split: tuple[str, ...] = ("batch", "seq", "heads")) -> None:
+        """may_sum: arguments in which the operator is linear. may_split: what mesh dimension m may split."""
         for a in self.values():
             if a.axis(m) == "sum":
                 if a.name not in may_sum or a.placements[m] not in (Partial("sum"), Partial("avg")):
@@ -133,31 +139,30 @@ class _Call(dict):
 
 # Each rule settles a call on one dimension of the mesh, and returns the placements of the results there.
 _Rule = Callable[[_Call, int], list[Placement]]
-_TOKENS_AND_HEADS = ("batch", "seq", "heads")
 
 
 def _rotate(call: _Call, m: int) -> list[Placement]:
     rotated = [name for name in ("x", "q", "k") if name in call]
-    call.check(m, _TOKENS_AND_HEADS, may_sum=tuple(rotated))
+    call.check(m, *rotated)
     call.split_tokens(m)
     return [call[name].placements[m] for name in rotated]
 
 
 def _norm_rotate(call: _Call, m: int) -> list[Placement]:
-    call.check(m, _TOKENS_AND_HEADS)
+    call.check(m)
     call.split_tokens(m)
     return [call["q"].placements[m], call["k"].placements[m]]
 
 
 def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
-    call.check(m, _TOKENS_AND_HEADS)
+    call.check(m)
     if not call.split_tokens(m):
         call.split_heads(m, "k_cache", "v_cache", "k", "v")
     return []
 
 
 def _norm_backward(call: _Call, m: int) -> list[Placement]:
-    call.check(m, _TOKENS_AND_HEADS, may_sum=("q_out_grad", "k_out_grad"))
+    call.check(m, "q_out_grad", "k_out_grad")
     call.split_tokens(m)
     grads, of_weights = [], []
     for name in ("q", "k"):
@@ -169,7 +174,7 @@ def _norm_backward(call: _Call, m: int) -> list[Placement]:
 
 
 def _table_backward(call: _Call, m: int) -> list[Placement]:
-    call.check(m, _TOKENS_AND_HEADS, may_sum=("q_out_grad", "k_out_grad"))
+    call.check(m, "q_out_grad", "k_out_grad")
     if call.split_tokens(m):
         return [a.placements[m] if a.axis(m) else Partial() for a in (call["cos"], call["sin"])]
     names = [name for name in ("q", "k") if name in call]
@@ -187,12 +192,11 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
 
 
 def _cos_sin(call: _Call, m: int) -> list[Placement]:
-    call.check(m, ("places",))
+    call.check(m, may_split=("places",))
     positions = call["positions"]
     placement = positions.placements[m]
     if positions.axis(m) and positions.axes[0] == "axes":
-        dim = placement.dim - 1
-        placement = Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
+        placement = _of_dim(placement, placement.dim - 1)
     return [placement] * 2
 
 
