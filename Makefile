@@ -10,10 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
-OTHER := $(wildcard $(addprefix tests/emulator/*,.h .cpp .cu /*.h /*/*/*.h) benchmarks/*.cu \
-  $(addprefix tests/simulator/,*.h *.cpp *.mm */*.h */*/*.h))
-SIMULATED := $(addprefix tests/test_,simulator.py metal.py values.py norm.py cache.py tables.py autograd.py errors.py \
-  any_call.py compile.py peers.py selfcheck.py rotary_embedding.py multimodal.py)
+OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
 .PHONY: demo finetune test emulate simulate mutate bench figures gpu lint clean
 
@@ -30,19 +27,19 @@ test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emula
 
 # The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
 emulate: .venv/test .venv/built
-	$(PYTEST) -q --emulate=checked $(addprefix tests/test_,values.py norm.py cache.py tables.py autograd.py cuda.py)
-	env $$($(BIN)/python tests/emulator/build.py --environment) \
-	  $(PYTEST) -q --emulate=asan $(addprefix tests/test_,values.py tables.py cuda.py)
+	$(PYTEST) -q --emulate=checked tests/operators tests/backends/cuda
+	env $$($(BIN)/python tests/backends/cuda/emulator/emulator.py --environment) \
+	  $(PYTEST) -q --emulate=asan tests/operators tests/backends/cuda
 
 # The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
 simulate: .venv/test .venv/built
-	@if $(BIN)/python tests/simulator/build.py --missing; then \
-	  $(PYTEST) -q --simulate -k "mps or simulator" $(SIMULATED); \
+	@if $(BIN)/python tests/backends/metal/simulator/build.py --missing; then \
+	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/backends/metal; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
 # Plants mistakes in the shaders and their host code; the tests have to find each.
 mutate: .venv/test .venv/built
-	$(BIN)/python tests/simulator/mutate.py
+	$(BIN)/python tests/backends/metal/simulator/mutate.py
 
 # This machine against every other implementation, three quarters of an hour: benchmarks/results/.
 bench: .venv/test .venv/built

@@ -124,7 +124,7 @@ constexpr int kAngleCount = 8;  // arguments from cos on; the norm's functions t
 
 // Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels.
 // Ours only calls an operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients
-// come out right (tests/test_autograd.py). So the transforms are out of sight while apply looks for them, until forward
+// come out right (tests/operators/test_autograd.py). So the transforms are out of sight while apply looks for them, until forward
 // begins.
 class OutOfFunctorchsSight {
  public:

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import torch_rope
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
 EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go through the kernels of CUDA
 
 

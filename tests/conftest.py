@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / "emulator"), str(Path(__file__).parent / "simulator")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / part) for part in ("operators", "backends/cuda/emulator", "backends/metal/simulator")]
 ORDERS = ["forward", "backward", "scrambled"]
 
 
@@ -34,9 +35,9 @@ def pytest_configure(config):
         raise pytest.UsageError("--emulate and --simulate exclude each other")
     order = ORDERS.index(config.getoption("--thread-order"))
     if emulate:
-        import build
+        import emulator
 
-        library = build.load(build.build(sanitize=emulate == "asan"))
+        library = emulator.load(emulator.build(sanitize=emulate == "asan"))
         library.thread_order(order)
     if simulate:
         import simulator

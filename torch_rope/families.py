@@ -3,7 +3,7 @@ pairs (i, i + rotary_dim / 2).
 """
 
 # ``model_type`` of the config that describes the attention: of a multimodal model the text's or the vision tower's, not
-# the outer one. From the functions of every modeling file of transformers 5.23.0; tests/test_families.py looks again.
+# the outer one. From the functions of every modeling file of transformers 5.23.0; tests/integrations/test_families.py looks again.
 INTERLEAVED = frozenset(
     {
         "axk1",

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "../emulator/grid.h"
+#include "../../cuda/emulator/grid.h"
 
 namespace simulator {
 

@@ -1,25 +1,17 @@
 """Gives torch a simulated device "mps" on Linux: load(), and tensors can be on it."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import torch
 
-
-def _build_module():
-    path = Path(__file__).with_name("build.py")  # tests/emulator has one, too
-    spec = importlib.util.spec_from_file_location("simulator_build", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import build
 
 
 def load(compiled: bool = False) -> None:
     """compiled: with shaders that were compiled ahead."""
     import torch_rope  # the operators that get kernels
 
-    torch.ops.load_library(_build_module().build(compiled))
+    torch.ops.load_library(build.build(compiled))
     # What a build for macOS has here.
     torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True

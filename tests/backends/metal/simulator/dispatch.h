@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "../emulator/emulator.h"
+#include "../../cuda/emulator/emulator.h"
 #include "library.h"
 
 namespace simulator {

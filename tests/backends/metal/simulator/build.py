@@ -1,6 +1,6 @@
 """Builds what gives torch a simulated device "mps" on Linux, with the Metal back end as it is: csrc/mps and the shaders.
 
-python tests/simulator/build.py --missing  says what it lacks; nothing where it can be built.
+python tests/backends/metal/simulator/build.py --missing  says what it lacks; nothing where it can be built.
 """
 
 import fcntl
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import metal
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests/simulator"
+ROOT = Path(__file__).resolve().parents[4]
+HERE = "tests/backends/metal/simulator"
 
 COMMON = "-std=c++20 -fPIC -g1 -Wall -ffp-contract=off -I."
 OBJECTIVE = (
@@ -82,7 +82,7 @@ def _ninja(folder: Path) -> str:
     )
     # emulator.cpp comes first: what is thread_local before it would be shared memory. Shader libraries see it.
     sources = [
-        "tests/emulator/emulator.cpp",
+        "tests/backends/cuda/emulator/emulator.cpp",
         *(f"{HERE}/{name}" for name in ("dispatch.cpp", "device.cpp", "runtime.mm", "selftest.mm")),
         *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/mps/*.mm")),
         "csrc/checks.cpp",

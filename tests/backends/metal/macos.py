@@ -1,8 +1,8 @@
 """Compiles the library for macOS (arm64) on Linux and links it with the macOS releases of torch.
 
-zig brings Clang, the C and C++ headers and libSystem; tests/simulator/frameworks has the few declarations of Foundation
-and Metal; torch's macOS wheels are downloaded once. tests/macos_symbols.txt lists what is taken from torch, so that it
-is looked at without a network too:  python tests/macos.py --update  writes it anew.
+zig brings Clang, the C and C++ headers and libSystem; tests/backends/metal/simulator/frameworks has the few declarations of Foundation
+and Metal; torch's macOS wheels are downloaded once. tests/backends/metal/macos_symbols.txt lists what is taken from torch, so that it
+is looked at without a network too:  python tests/backends/metal/macos.py --update  writes it anew.
 """
 
 import fcntl
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build/macos"
-SYMBOLS = ROOT / "tests/macos_symbols.txt"
+SYMBOLS = ROOT / "tests/backends/metal/macos_symbols.txt"
 HOST = "csrc/mps/mps.mm"
 
 # The oldest supported release and the newest: what their wheels call macOS, and the C++ that they compile extensions as.
@@ -110,7 +110,7 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
         f"builddir = {folder}",
         "rule compile",
         f"  command = {COMPILER} -std={RELEASES[release][1]} {FLAGS} {define} $language -c $in -o $out -MD -MF $out.d"
-        f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/simulator/frameworks",
+        f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
     ]
@@ -214,7 +214,7 @@ def update() -> None:
             takers.setdefault(name, []).append(release)
     SYMBOLS.write_text(
         f"# What the library takes from torch on macOS, as exported by the wheels of {' and '.join(RELEASES)}.\n"
-        "# A release after a name: only when built against that one. Written by: python tests/macos.py --update\n"
+        "# A release after a name: only when built against that one. Written by: python tests/backends/metal/macos.py --update\n"
         + "".join(
             " ".join([name, *(releases if len(releases) < len(RELEASES) else [])]) + "\n"
             for name, releases in sorted(takers.items())

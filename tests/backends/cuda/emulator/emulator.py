@@ -1,6 +1,6 @@
 """Builds the CUDA back end with the grid emulator: torch_rope._C for CPU tensors, compiled by g++.
 
-What is built with AddressSanitizer loads in:  env $(python tests/emulator/build.py --environment) python ...
+What is built with AddressSanitizer loads in:  env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
 """
 
 import fcntl
@@ -16,8 +16,8 @@ import pybind11
 import torch
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests/emulator"
+ROOT = Path(__file__).resolve().parents[4]
+HERE = "tests/backends/cuda/emulator"
 SELF_TEST = f"{HERE}/selftest.cu"
 
 COMMON = "-std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"

@@ -48,7 +48,7 @@ def libraries(release):
 
 def test_only_known_symbols_are_taken_from_torch(release, objects):
     unknown = macos.from_torch(objects) - macos.listed(release)
-    assert not unknown, "not known to be in torch for macOS; look with: python tests/macos.py --update"
+    assert not unknown, "not known to be in torch for macOS; look with: python tests/backends/metal/macos.py --update"
 
 
 def test_links(release, objects, libraries):

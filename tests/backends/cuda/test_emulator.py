@@ -9,11 +9,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import emulator
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).with_name("emulator")))
-import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not shutil.which("g++"), reason="the emulator needs Linux and g++"
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library():
-    library = build.load(build.build_self_test(), "emulator_self_test._C")
+    library = emulator.load(emulator.build_self_test(), "emulator_self_test._C")
     restore = library.install_allocator()
     yield library
     restore()
@@ -243,9 +241,9 @@ def test_launches_that_no_gpu_takes(library, blocks, threads, dynamic):
 def test_under_address_sanitizer():
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(build.__file__).parent)!r})
-import build, torch
-library = build.load(build.build_self_test(sanitize=True), "emulator_self_test._C")
+sys.path.insert(0, {str(Path(emulator.__file__).parent)!r})
+import emulator, torch
+library = emulator.load(emulator.build_self_test(sanitize=True), "emulator_self_test._C")
 library.install_allocator()
 x, out = torch.randint(-9, 9, (4, 256)).float(), torch.empty(4)
 for order in range(3):
@@ -260,7 +258,7 @@ del out
 sys.stdout.flush()
 library.run("past_the_end", 1, 1, x.data_ptr(), x.data_ptr(), x.numel(), 0)
 """
-    environment = os.environ | build.environment()
+    environment = os.environ | emulator.environment()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "__shfl_xor_sync" in done.stdout
     assert done.returncode and "AddressSanitizer: use-after-poison" in done.stderr, done.stderr

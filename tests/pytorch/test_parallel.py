@@ -8,11 +8,11 @@ import itertools
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import ROOT
 from ranks import Ranks
 
 import torch_rope
@@ -401,7 +401,7 @@ def refusals(device):
 
 
 def test_the_documented_errors(ranks):
-    text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text().replace("'cp'", "'tp'")
+    text = (ROOT / "docs" / "parallel.md").read_text().replace("'cp'", "'tp'")
     for message in ranks(refusals)[0]:
         assert f"\n{message}\n" in text
 
@@ -629,7 +629,7 @@ def test_modules(ranks):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_example_has_the_losses_of_one_process(world):
     """By tensor parallel, FSDP and context parallel; on GPUs by nccl, where there are as many."""
-    example = Path(__file__).parents[1] / "examples" / "parallel.py"
+    example = ROOT / "examples" / "parallel.py"
     command = [
         sys.executable,
         "-m",

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 TESTS = [f"tests/test_{name}.py" for name in ("metal", "tables", "values", "norm", "cache", "autograd")]
 
 DEVICE, ROTATE, NORM, TABLES, COS_SIN = (

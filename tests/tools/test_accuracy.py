@@ -1,12 +1,12 @@
 """The accuracy study: its oracle, that every implementation in it is called rightly, and what it says about ours."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cases import ROOT
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(ROOT))
 from benchmarks import accuracy  # noqa: E402
 
 pytestmark = pytest.mark.cpu

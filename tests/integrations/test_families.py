@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import ROOT
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +18,7 @@ from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.cpu
-DOC = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
+DOC = (ROOT / "docs" / "families.md").read_text()
 
 # Both sides round q and k to float32, in another order; scores of up to 60 make that 60 * 2^-24 = 4e-6 of a probability.
 # A model with q and k not rotated differs by 0.08 and more.

@@ -6,9 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import ROOT
 from torch.utils import cpp_extension
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def cuda_home() -> Path | None:

@@ -10,14 +10,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS
+from cases import DTYPES, LAYOUTS, ROOT
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "tests/emulator/plan.cpp"
+SOURCE = ROOT / "tests/backends/cuda/emulator/plan.cpp"
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535

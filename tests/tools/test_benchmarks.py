@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import matplotlib
 import pytest
 import torch
+from cases import ROOT
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import cases, implementations, measure, plots, report, results  # noqa: E402
 
