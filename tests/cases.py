@@ -273,21 +273,17 @@ SIZES = [
 ]
 
 
-# layout x pairing x size x dtype decide which loop or kernel runs, and how wide its accesses are.
-KERNELS = list(itertools.combinations(("size", "q", "dtype", "interleaved"), 3))
-
-
-def combinations(**more) -> list[dict]:
-    """Calls of the operators on q and k: size, source, dtype, interleaved and the layouts of both; and `more`."""
-    factors = {
-        "size": SIZES,
-        "source": SOURCES,
-        "q": list(LAYOUTS),
-        "k": list(LAYOUTS),
-        "dtype": DTYPES,
-        "interleaved": [False, True],
-    }
-    return covering(factors | more, interacting=KERNELS)
+# What a call of the operators on q and k is made of.
+CALLS = {
+    "size": SIZES,
+    "source": SOURCES,
+    "q": list(LAYOUTS),
+    "k": list(LAYOUTS),
+    "dtype": DTYPES,
+    "interleaved": [False, True],
+}
+# These decide which loop or kernel runs, and how wide its accesses are.
+KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
 
 
 def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, **_):

@@ -7,7 +7,20 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_gpu, opcheck, supported
+from cases import (
+    CALLS,
+    DTYPES,
+    KERNELS,
+    LAYOUTS,
+    SOURCES,
+    Source,
+    covering,
+    make_qk,
+    name_of,
+    on_gpu,
+    opcheck,
+    supported,
+)
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -22,36 +35,32 @@ norm_rotate_qk = rope.norm_rotate_qk
 
 # How a weight is kept: in float32 or in x's own dtype, its elements side by side or not.
 WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
-EPS = [1e-6, 1e-5, 0.0, 0.5, 1e3]
-FACTORS = [1.0, 1.2079441541679836, -0.37]
-# The numbers of weights, epsilons and factors have no common divisor: any two of them meet.
-CASES = list(
-    zip(
-        combinations(),
-        itertools.cycle(itertools.product(WEIGHTS, repeat=2)),
-        itertools.cycle(EPS),
-        itertools.cycle(FACTORS),
-    )
-)
+FACTORS = CALLS | {
+    "q_weight": WEIGHTS,
+    "k_weight": WEIGHTS,
+    "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
+    "attention_factor": [1.0, 1.2079441541679836, -0.37],
+}
 
 
 def weight(kind, head_dim, dtype, device):
     """From -0.5 to 1.5: of both signs, and most of them near one."""
     dtype = torch.float32 if "float32" in kind else dtype
-    step = 3 if "strided" in kind else 1
+    step = {"float32 strided": 3, "own strided": 2}.get(kind, 1)
     return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
 
 
 def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32")):
     """[q, k, q_norm_weight, k_norm_weight] and the arguments that say the angles."""
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
-    q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
-    k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
-    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
-    return [q, k, *(weight(kind, head_dim, dtype, device) for kind in kinds)], angles
+    q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype)
+    return [q, k, *(weight(kind, size[-2], dtype, device) for kind in kinds)], angles
+
+
+def make_case(case, device):
+    """The same and the options, of a case of FACTORS."""
+    where = [case[name] for name in ("size", "source", "q", "k", "dtype")]
+    options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
+    return *make(*where, device, (case["q_weight"], case["k_weight"])), options
 
 
 def assert_right(outs, tensors, angles, norm_eps, **options):
@@ -68,14 +77,11 @@ def assert_same(a, b):
 # ---- against the oracle ----
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
-def test_is_within_ulps_of_the_oracle(case, dtype, interleaved, device):
-    where, kinds, norm_eps, attention_factor = case
-    tensors, angles = make(*where, dtype, device, kinds)
+@pytest.mark.heart
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS), ids=name_of)
+def test_is_within_ulps_of_the_oracle(case, device):
+    tensors, angles, options = make_case(case, device)
     before = [t.clone() for t in tensors]
-    options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
     outs = norm_rotate_qk(*tensors, **angles, **options)
     assert_right(outs, tensors, angles, **options)
     assert_same(tensors, before)
@@ -476,22 +482,23 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
             assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
-def test_gradients_are_near_the_oracle(case, dtype, device):
+@pytest.mark.parametrize(
+    "case",
+    covering(FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:]),
+    ids=name_of,
+)
+def test_gradients_are_near_the_oracle(case, device):
     """And have the dtypes of what they are gradients of, the strides of a result."""
-    where, kinds, norm_eps, attention_factor = case
-    tensors, angles = make(*where, dtype, device, kinds)
+    tensors, angles, options = make_case(case, device)
     inputs = [t.requires_grad_() for t in tensors]
-    layouts = reversed(where[2:])  # of the gradients others than those of q and k
-    given = [LAYOUTS[name](x.shape, dtype, device) for name, x in zip(layouts, tensors, strict=False)]
-    for interleaved in (False, True):
-        options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
-        gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
-        for x, g in zip(inputs, gradients, strict=True):
-            assert g.dtype == x.dtype and g.shape == x.shape
-            assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
-        assert_accurate(gradients, tensors, given, angles, **options)
+    given = [
+        LAYOUTS[case[name]](x.shape, x.dtype, device) for name, x in zip(("q_grad", "k_grad"), inputs, strict=False)
+    ]
+    gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
+    for x, g in zip(inputs, gradients, strict=True):
+        assert g.dtype == x.dtype and g.shape == x.shape
+        assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
+    assert_accurate(gradients, tensors, given, angles, **options)
 
 
 @pytest.mark.parametrize("positive", [False, True])
