@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CACHES,
     CALLS,
     KERNELS,
@@ -167,7 +168,9 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
 
 @pytest.mark.heart
 @pytest.mark.parametrize(
-    "case", covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")]), ids=name_of
+    "case",
+    covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS),
+    ids=name_of,
 )
 def test_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CALLS,
     DTYPES,
     KERNELS,
@@ -78,7 +79,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.heart
-@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS), ids=name_of)
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
 def test_is_within_ulps_of_the_oracle(case, device):
     tensors, angles, options = make_case(case, device)
     before = [t.clone() for t in tensors]
@@ -484,7 +485,9 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
 
 @pytest.mark.parametrize(
     "case",
-    covering(FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:]),
+    covering(
+        FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:], exhaustive=ALL_CALLS
+    ),
     ids=name_of,
 )
 def test_gradients_are_near_the_oracle(case, device):
