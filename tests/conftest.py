@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
         "device" in item.fixturenames and not item.get_closest_marker("cpu") or item.path.parent.name == back_end
         for item in items
     ]
-    config.hook.pytest_deselected([item for item, keep in zip(items, on_it, strict=True) if not keep])
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, on_it, strict=True) if not keep])
     items[:] = [item for item, keep in zip(items, on_it, strict=True) if keep]
 
 
