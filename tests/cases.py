@@ -32,6 +32,11 @@ def on_gpu(device: str) -> bool:
     return device != "cpu" or EMULATED
 
 
+def many(n: int, device: str) -> int:
+    """So many tokens, or a fifth of them where kernels run on a CPU that stands in for a GPU."""
+    return n // 5 if EMULATED or (device == "mps" and sys.platform == "linux") else n
+
+
 def checks_ranges(device: str) -> bool:
     """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
     return not on_gpu(device)
@@ -47,21 +52,25 @@ def opcheck(op: str, args: tuple, keywords: dict, device: str) -> None:
 EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"
 
 
-def covering(factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=()) -> list[dict]:
+def covering(
+    factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=(), exhaustive=None
+) -> list[dict]:
     """Few cases in which any two values (or three: strength) of different factors stand together.
 
     factors: name -> values. A case is a dict, name -> value. interacting: groups of names whose values stand together in
-    every combination, because they interact. allowed(**case) tells which cases there are at all. make exhaustive sets
-    ROPE_EXHAUSTIVE=1, which gives every allowed case.
+    every combination, because they interact. allowed(**case) tells which cases there are at all. With ROPE_EXHAUSTIVE=1
+    (make exhaustive) the values of the names in `exhaustive` do so too; without such names, those of all.
     """
     names = list(factors)
 
     def case_of(indices):
         return {name: factors[name][i] for name, i in indices.items()}
 
-    if EXHAUSTIVE:
+    if EXHAUSTIVE and exhaustive is None:
         product = (dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values()))
         return [case for case in product if allowed(**case)]
+    if EXHAUSTIVE:
+        interacting = [*interacting, exhaustive]
     groups = [*itertools.combinations(names, strength), *interacting]
     missing = dict.fromkeys(
         tuple(zip(group, indices, strict=True))
@@ -284,6 +293,7 @@ CALLS = {
 }
 # These decide which loop or kernel runs, and how wide its accesses are.
 KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
+ALL_CALLS = ("size", "source", "dtype", "interleaved")  # for make exhaustive, the layouts going round
 
 
 def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, **_):

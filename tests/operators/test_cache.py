@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CACHES,
     CALLS,
     KERNELS,
     LAYOUTS,
     checks_ranges,
     covering,
+    many,
     moved,
     name_of,
     on_gpu,
@@ -167,7 +169,9 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
 
 @pytest.mark.heart
 @pytest.mark.parametrize(
-    "case", covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")]), ids=name_of
+    "case",
+    covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS),
+    ids=name_of,
 )
 def test_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]
@@ -638,9 +642,9 @@ def test_k_and_v_are_only_read(with_slots, weights, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
     """And with 1 and with 3 threads."""
-    seq, q_heads, k_heads, head_dim = 3000, 8, 4, 128
+    seq, q_heads, k_heads, head_dim = many(3000, device), 8, 4, 128
     with_slots = layout == "kv blocks"
-    blocks, block_size = (1, 3008) if not with_slots else (188, 16)
+    blocks, block_size = (1, seq + 8) if not with_slots else (seq // 16 + 1, 16)
     packed = torch.randn(1, seq, q_heads + 2 * k_heads, head_dim).to(dtype).to(device)
     slots = some_slots((1, seq), blocks * block_size, torch.int32, device) if with_slots else None
     norm = make_norm(weights, head_dim, dtype, device)

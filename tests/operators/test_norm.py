@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CALLS,
     DTYPES,
     KERNELS,
@@ -16,6 +17,7 @@ from cases import (
     Source,
     covering,
     make_qk,
+    many,
     name_of,
     on_gpu,
     opcheck,
@@ -78,7 +80,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.heart
-@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS), ids=name_of)
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
 def test_is_within_ulps_of_the_oracle(case, device):
     tensors, angles, options = make_case(case, device)
     before = [t.clone() for t in tensors]
@@ -193,11 +195,12 @@ def test_a_pair_has_the_same_bits_in_the_body_of_a_vector_and_in_its_tail(dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_tokens_are_their_pieces(dtype, head_dim, device):
     """And any number of threads."""
-    size = (2, 1500, 8, 2, head_dim, head_dim)
+    seq = many(1500, device)
+    size = (2, seq, 8, 2, head_dim, head_dim)
     (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device)
     whole = norm_rotate_qk(q, k, *weights, **angles)
-    for start in range(0, 1500, 333):
-        piece = slice(start, start + 333)
+    for start in range(0, seq, 133):
+        piece = slice(start, start + 133)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
     before = torch.get_num_threads()
@@ -484,7 +487,9 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
 
 @pytest.mark.parametrize(
     "case",
-    covering(FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:]),
+    covering(
+        FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:], exhaustive=ALL_CALLS
+    ),
     ids=name_of,
 )
 def test_gradients_are_near_the_oracle(case, device):
@@ -505,7 +510,7 @@ def test_gradients_are_near_the_oracle(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
     """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
-    tensors, angles = make((2, 10000, 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
+    tensors, angles = make((2, many(10000, device), 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # back from the result itself comes a square
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
@@ -733,6 +738,10 @@ def test_torch_func_gradients(device):
             [g[i] for g in samples], torch.func.grad(truth, EVERY)(tensors[0][i], tensors[1][i], *tensors[2:])
         )
     same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], expected)
+    # The gradient of the results may be the same for all samples.
+    plain = lambda *t: sum(x.sum() for x in norm_rotate_qk(*t, **angles, **OPTIONS))  # noqa: E731
+    samples = vmap(torch.func.grad(plain, EVERY), **over_batch)(*tensors)
+    same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], torch.func.grad(plain, EVERY)(*tensors))
     # Each sample with weights of its own.
     stacked = [*tensors[:2], *(torch.stack([w, 2 - w]) for w in tensors[2:])]
     same_gradients(vmap(torch.func.grad(loss, EVERY))(*stacked), vmap(torch.func.grad(truth, EVERY))(*stacked))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, opcheck, supported
+from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, opcheck, supported
 from oracle import numpy_of, table_backward, ulp
 
 TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
@@ -47,6 +47,7 @@ def assert_sums(actual, expected, magnitudes, arithmetic, terms):
             "attention_factor": [1.0, 0.7],
         },
         interacting=[("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")],
+        exhaustive=ALL_CALLS,
     ),
     ids=name_of,
 )

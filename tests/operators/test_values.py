@@ -5,14 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import CALLS, DTYPES, KERNELS, LAYOUTS, SOURCES, Source, covering, make_qk, name_of, supported
+from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, LAYOUTS, SOURCES, Source, covering, make_qk, name_of, supported
 from oracle import assert_close, cos_sin, limits, numpy_of, rotate, ulp
 
 import torch_rope
 
 
 @pytest.mark.heart
-@pytest.mark.parametrize("case", covering(CALLS, interacting=KERNELS), ids=name_of)
+@pytest.mark.parametrize("case", covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
 def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     q, k, angles = make_qk(device, **case)
     options = {"interleaved": case["interleaved"]}

@@ -13,12 +13,12 @@ CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 
 PROGRAM = """
 import hashlib, sys, torch, torch_rope
-from cases import CALLS, DTYPES, KERNELS, covering, make_qk
+from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, covering, make_qk
 torch.set_num_threads(1)
 digest = hashlib.sha256()
 def add(t):
     digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-for case in covering(CALLS, interacting=KERNELS):
+for case in covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS):
     torch.manual_seed(1)
     q, k, angles = make_qk("cpu", **case)
     (batch, seq, _, k_heads, head_dim, _), dtype = case["size"], case["dtype"]

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CALLS,
     EMULATED,
     KERNELS,
@@ -195,7 +196,8 @@ def assert_gradients_of_tables(gradients, x, angles, **options):
             "positions": ["none", "[B,S]", "[S]"],
             "where": ["block", "slots"],
             "weights": ["none", "float32", "dtype of x"],
-        }
+        },
+        exhaustive=("shape", "layouts", "dtype", "interleaved", "positions"),
     ),
     ids=name_of,
 )
@@ -332,7 +334,7 @@ def test_more_than_2_31_elements(heads, gpu):
 
 def bits(device):
     """Tensors that CPU and CUDA compute the same way: all but sums over a head, and angles in double."""
-    for i, case in enumerate(covering(CALLS, interacting=KERNELS)):
+    for i, case in enumerate(covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)):
         if case["dtype"] == torch.float64 and case["source"].kind == "inv_freq":
             continue
         torch.manual_seed(i)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import CALLS, KERNELS, covering, make_qk, moved
+from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
 from oracle import assert_close, limits, rotate
 
 import torch_rope
@@ -294,7 +294,7 @@ def test_the_gradient_at_a_position_that_overflows(device):
 def test_the_bits_of_the_cpu(device):
     """The rotation in every layout, and angles: the same files are compiled for both. (Sums of a norm have another
     order.)"""
-    for case in covering(CALLS | {"dtype": HALVES}, interacting=KERNELS):
+    for case in covering(CALLS | {"dtype": HALVES}, interacting=KERNELS, exhaustive=ALL_CALLS):
         if case["source"].freq_dtype == torch.float64:
             continue
         q, k, angles = make_qk("cpu", **case)
