@@ -18,7 +18,6 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/cuda/emulator"
-SELF_TEST = f"{HERE}/selftest.cu"
 
 COMMON = "-std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"
 # -fno-tree-sra: a vector that is loaded at once stays one load.
@@ -32,7 +31,13 @@ OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # pybind11 takes long 
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 
-def _ninja(folder: Path, kernels: list[str], hosts: list[str], sanitize: bool) -> str:
+def _ninja(folder: Path, sanitize: bool) -> str:
+    def sources_of(pattern: str) -> list[str]:
+        return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
+
+    kernels = [*sources_of("csrc/cuda/*.cu"), f"{HERE}/selftest.cu"]
+    hosts = [s for room in ("", "autograd/", "cuda/") for s in sources_of(f"csrc/{room}*.cpp")]
+    hosts.remove("csrc/module.cpp")
     torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
     python = f"-isystem {sysconfig.get_path('include')}"
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
@@ -44,30 +49,29 @@ def _ninja(folder: Path, kernels: list[str], hosts: list[str], sanitize: bool) -
         "  deps = gcc",
         "  depfile = $out.d",
         "rule host",
-        f"  command = g++ $in -c -o $out -MMD -MF $out.d {COMMON} $define {host} -I{HERE}/cuda {torch_paths} {python}",
+        f"  command = g++ $in -c -o $out -MMD -MF $out.d {COMMON} -DROPE_CUDA_KEY=CPU $optimise {host} -I{HERE}/cuda {torch_paths} {python}",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule link",
         f"  command = g++ -shared $in -o $out {host} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
-    define = "-DEMULATOR_SELF_TEST" if kernels == [SELF_TEST] else "-DROPE_CUDA_KEY=CPU"
     # In this order, as emulator.cpp asks for: what is thread_local before it is shared memory.
     sources = [*kernels, f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", *hosts]
     objects = {source: folder / (source.replace("/", "_") + ".o") for source in sources}
     for source, made in objects.items():
         lines.append(f"build {made}: {'kernel' if source in kernels else 'host'} {source}")
-        lines.append(f"  define = {OPTIMISED.get(Path(source).name, '-O0' if sanitize else '-O1')} {define}")
+        lines.append(f"  optimise = {OPTIMISED.get(Path(source).name, '-O0' if sanitize else '-O1')}")
     lines.append(f"build {folder}/_C.so: link {' '.join(map(str, objects.values()))}")
     return "\n".join(lines) + "\n"
 
 
-def _build(name: str, kernels: list[str], hosts: list[str], sanitize: bool) -> Path:
-    configuration = f"{name}-{'asan' if sanitize else 'checked'}"
+def build(sanitize: bool = False) -> Path:
+    configuration = f"emulator-{'asan' if sanitize else 'checked'}"
     folder = Path("build", f"{configuration}-{sys.implementation.cache_tag}-torch-{torch.__version__}")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ROOT / folder / "build.ninja").write_text(_ninja(folder, kernels, hosts, sanitize))
+        (ROOT / folder / "build.ninja").write_text(_ninja(folder, sanitize))
         jobs = os.environ.get("MAX_JOBS", "2")
         made = subprocess.run(
             [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
@@ -82,27 +86,13 @@ def _build(name: str, kernels: list[str], hosts: list[str], sanitize: bool) -> P
     return ROOT / folder / "_C.so"
 
 
-def build(sanitize: bool = False) -> Path:
-    def sources(pattern: str) -> list[str]:
-        return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
-
-    hosts = [s for folder in ("", "autograd/", "cuda/") for s in sources(f"csrc/{folder}*.cpp")]
-    hosts.remove("csrc/module.cpp")
-    return _build("emulator", sources("csrc/cuda/*.cu"), hosts, sanitize)
-
-
-def build_self_test(sanitize: bool = False) -> Path:
-    return _build("emulator-self-test", [SELF_TEST], [], sanitize)
-
-
-def load(path: Path, name: str = "torch_rope._C"):
-    """As this module. For torch_rope._C: before torch_rope is imported."""
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+def load(path: Path):
+    """As torch_rope._C, before torch_rope is imported."""
+    loader = importlib.machinery.ExtensionFileLoader("torch_rope._C", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("torch_rope._C", loader))
     loader.exec_module(module)
-    sys.modules[name] = module
-    if name == "torch_rope._C":
-        module.install_allocator()
+    sys.modules["torch_rope._C"] = module
+    module.install_allocator()
     return module
 
 

@@ -21,13 +21,6 @@ struct GuardedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-// Returns what puts the allocator from before back.
-py::cpp_function install_allocator() {
-  c10::Allocator* const before = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(new GuardedAllocator, 255);
-  return [before] { c10::SetCPUAllocator(before, 255); };
-}
-
 py::tuple tuple_of(const emulator::Size3& s) { return py::make_tuple(s.x, s.y, s.z); }
 
 template <typename T>
@@ -60,15 +53,16 @@ py::list last_launches(bool clear) {
 
 }  // namespace
 
-#ifdef EMULATOR_SELF_TEST
+// Of selftest.cu.
 std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
                       size_t dynamic);
-#endif
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The CUDA back end of torch_rope, emulated on the CPU.";
   m.attr("devices") = py::make_tuple("cuda emulated");
-  m.def("install_allocator", &install_allocator, "Guards all of torch's CPU memory; returns a function that ends it.");
+  m.def(
+      "install_allocator", [] { c10::SetCPUAllocator(new GuardedAllocator, 255); },
+      "Guards all of torch's CPU memory.");
   m.def(
       "check_races", [](bool check) { emulator::options.races = check; },
       "Whether races on tensors are errors; those on shared memory always are.");
@@ -80,9 +74,5 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
       "Of blocks and the threads in each: 0 forward, 1 backward, 2 scrambled.");
-#ifdef EMULATOR_SELF_TEST
-  m.def("run", &self_test, py::call_guard<py::gil_scoped_release>());
-#else
-  // Bindings of the back end's own functions go here.
-#endif
+  m.def("run", &self_test, py::call_guard<py::gil_scoped_release>(), "Launches a kernel of selftest.cu.");
 }
