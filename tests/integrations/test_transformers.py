@@ -505,6 +505,15 @@ def test_k_may_be_none_where_it_may_be():
         torch.testing.assert_close(actual, expected)
 
 
+def test_tables_of_another_dtype_than_q():
+    """A norm in float32 may stand between a rotary module in bfloat16 and its function."""
+    function = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    new = integration._RotaryFunction(function).replacement(function.__name__)
+    q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
+    tables = angle.cos().bfloat16(), angle.sin().bfloat16()
+    torch.testing.assert_close(new(q, k, *tables), function(q, k, *tables))
+
+
 # ---- kernelize ----
 
 KERNELIZE = Path(__file__).with_name("kernelize.py")
