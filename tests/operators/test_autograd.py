@@ -315,23 +315,36 @@ def test_hessian_of_learned_angles(device):
         torch.testing.assert_close(torch.func.jacfwd(f)(angle), torch.func.jacrev(f)(angle))
 
 
-@pytest.mark.parametrize("loss", [lambda x: x.sin().sum(), torch.sum], ids=["mapped", "the same for all"])
 @pytest.mark.parametrize("mapped", ["x", "tables", "both"])
-def test_vmap_of_gradients_of_tables(mapped, loss, device):
-    """Of each sample, whether it is one launch or a loop. loss: what the gradient of the result is."""
+def test_vmap_of_gradients_of_tables(mapped, device):
+    """Of each sample, whether it is one launch or a loop."""
     x, cos, sin = (torch.randn(3, *shape, device=device) for shape in ((2, 4, 3, 8), (4, 4), (4, 4)))
     dims = tuple(0 if mapped in (kind, "both") else None for kind in ("x", "tables", "tables"))
     inputs = [t if d == 0 else t[0] for t, d in zip((x, cos, sin), dims, strict=True)]
-    gradient = torch.func.grad(lambda x, cos, sin: loss(rope.rotate(x, cos, sin)), (0, 1, 2))
+    gradient = torch.func.grad(lambda x, cos, sin: rope.rotate(x, cos, sin).sin().sum(), (0, 1, 2))
     actual = torch.func.vmap(gradient, dims)(*inputs)
     for i in range(3):
         expected = gradient(*(t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)))
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a[i], e)
     # Around the whole batch: the sum of the gradients of the samples where the tables are shared.
-    whole = torch.func.grad(lambda *t: torch.func.vmap(lambda *t: loss(rope.rotate(*t)), dims)(*t).sum(), (0, 1, 2))
+    whole = torch.func.grad(
+        lambda *t: torch.func.vmap(lambda *t: rope.rotate(*t).sin().sum(), dims)(*t).sum(), (0, 1, 2)
+    )
     for a, e, d in zip(whole(*inputs), actual, dims, strict=True):
         torch.testing.assert_close(a, e if d == 0 else e.sum(0))
+
+
+@pytest.mark.parametrize("op", ["_rotate_table_backward", "_norm_rotate_qk_backward"])
+def test_vmap_of_sums_over_tokens(op, device):
+    """Each sample has its own, also where the gradient of the result is the same for all."""
+    q, k = (torch.randn(3, 2, 5, heads, 8, device=device) for heads in (4, 2))
+    weights = [torch.rand(8, device=device) for _ in "qk"] if "norm" in op else []
+    tables = [torch.rand(5, 4, device=device) for _ in "cs"]
+    sample = lambda *xs: getattr(rope, op)(q[0], k[0], *xs, *weights, *tables)  # noqa: E731
+    expected = map(torch.stack, zip(*map(sample, q, k), strict=True))
+    for actual, e in zip(torch.func.vmap(sample)(q, k), expected, strict=True):
+        assert torch.equal(actual, e)
 
 
 @pytest.mark.parametrize("mapped", ["positions", "inv_freq", "both"])
