@@ -71,6 +71,11 @@ def qk(device, seq=6, batch=2):
     return operands("rotate_qk", device, seq, batch)
 
 
+def split(qkv):
+    """[batch, seq, width] -> q, k, v [batch, seq, heads, DIM]."""
+    return qkv.view(*qkv.shape[:2], -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 2)
+
+
 # ---- comparing ----
 
 

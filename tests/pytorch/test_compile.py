@@ -285,8 +285,7 @@ def test_compiled_under_autocast(device):
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_tensor_subclasses(op, device):
     """A subclass that is made of two tensors: both are written."""
-    tensors = [t.contiguous() for t in operands(op, device)]
-    freq = torch_rope.inv_freq(DIM, device=device)
+    tensors, freq = operands(op, device), torch_rope.inv_freq(DIM, device=device)
     expected = copies(tensors)
     getattr(rope, op)(*expected, inv_freq=freq)
 
@@ -294,7 +293,7 @@ def test_tensor_subclasses(op, device):
         getattr(rope, op)(*tensors, inv_freq=freq)
         return [t * 2 for t in tensors]
 
-    pairs = [TwoTensor(*copies([t, t])) for t in tensors]
+    pairs = [TwoTensor(t.clone(), t.clone()) for t in tensors]
     outs = compiled(call, device, backend="aot_eager")(*pairs)
     for out, pair, t in zip(outs, pairs, expected, strict=True):
         assert torch.equal(pair.a, t) and torch.equal(pair.b, t)
