@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_rope
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
     pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
 ]
 
@@ -162,7 +162,10 @@ def test_aot_inductor_package(decomposed, device, tmp_path):
     exported = torch.export.export(module, example, dynamic_shapes=({0: batch, 1: seq}, None))
     if decomposed:
         exported = exported.run_decompositions()
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "rope.pt2"))
+    quick = {"aot_inductor.precompile_headers": False}  # to compile once
+    package = torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(tmp_path / "rope.pt2"), inductor_configs=quick
+    )
     run = torch._inductor.aoti_load_package(package)
     for b, s, offset in ((2, 6, 3), (5, 9, 0), (3, 2, 17)):
         inputs = packed_qkv(device, s, b), torch.tensor(offset)
