@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,11 +14,18 @@ import torch
 import torch_rope
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
+OPERATORS = sorted(
+    name.removeprefix("rope::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("rope::")
+)
 EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go through the kernels of CUDA
 
 
 def on_cuda(device: str) -> bool:
     return device == "cuda" or EMULATED
+
+
+def schema_of(op: str) -> torch._C.FunctionSchema:
+    return getattr(torch.ops.rope, op).default._schema
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -40,6 +48,53 @@ def opcheck(op: str, args: tuple, keywords: dict, device: str) -> None:
     if device != "mps":  # where torch's check says that it does not know the device
         tests.append("test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.rope, op).default, args, keywords, test_utils=tests)
+
+
+EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"
+
+
+def covering(factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=()) -> list[dict]:
+    """Few cases in which any two values (or three: strength) of different factors stand together.
+
+    factors: name -> values. A case is a dict, name -> value. interacting: groups of names whose values stand together in
+    every combination, because they interact. allowed(**case) tells which cases there are at all. make exhaustive sets
+    ROPE_EXHAUSTIVE=1, which gives every allowed case.
+    """
+    names = list(factors)
+
+    def case_of(indices):
+        return {name: factors[name][i] for name, i in indices.items()}
+
+    if EXHAUSTIVE:
+        product = (dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values()))
+        return [case for case in product if allowed(**case)]
+    groups = [*itertools.combinations(names, strength), *interacting]
+    missing = dict.fromkeys(
+        tuple(zip(group, indices, strict=True))
+        for group in groups
+        for indices in itertools.product(*(range(len(factors[name])) for name in group))
+    )
+    draw, chosen = random.Random(0), []
+
+    def new(case):
+        return [known for group in groups if (known := tuple((name, case[name]) for name in group)) in missing]
+
+    while missing:
+        wanted = next(iter(missing))
+        tries = ({name: draw.randrange(len(factors[name])) for name in names} | dict(wanted) for _ in range(500))
+        tries = list(itertools.islice((case for case in tries if allowed(**case_of(case))), 30))
+        if tries:
+            best = max(tries, key=lambda case: len(new(case)))
+            chosen.append(case_of(best))
+            for known in new(best):
+                del missing[known]
+        missing.pop(wanted, None)  # no allowed case has it
+    return chosen
+
+
+def name_of(case) -> str:
+    """The id of a case in pytest."""
+    return "-".join(str(getattr(value, "__name__", value)).removeprefix("torch.") for value in case.values())
 
 
 def _dense(shape, dtype, device):

@@ -26,6 +26,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "heart: of make check, the short loop")
     config.addinivalue_line("markers", "cpu: of the CPU back end alone")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, on_gpu, opcheck, supported
+from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, covering, name_of, on_gpu, supported
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -359,11 +359,8 @@ NAMES = ["q", "k", "q_norm_weight", "k_norm_weight"]
 SIZE = (2, 3, 2, 1, 6, 4)
 OPTIONS = {"norm_eps": 0.01, "attention_factor": 1.3}
 EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-by_source = pytest.mark.parametrize(
-    "source",
-    [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)],
-    ids=str,
-)
+ANGLES = [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)]
+by_source = pytest.mark.parametrize("source", ANGLES, ids=str)
 by_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
@@ -405,12 +402,15 @@ def definition(
     return outs
 
 
-@pytest.mark.parametrize("head_dim, rotary_dim", [(6, 4), (4, 4), (3, 0)])
-@by_pairing
-@by_source
-def test_gradcheck(source, interleaved, head_dim, rotary_dim, device):
-    inputs, angles = leaves(device, (2, 2, 2, 1, head_dim, rotary_dim), source)
-    function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering({"source": ANGLES, "dims": [(6, 4), (4, 4), (3, 0)], "interleaved": [False, True]}),
+    ids=name_of,
+)
+def test_gradcheck(case, device):
+    inputs, angles = leaves(device, (2, 2, 2, 1, *case["dims"]), case["source"])
+    function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=case["interleaved"])  # noqa: E731
     assert gradcheck(function, inputs, **EVERY_MODE)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
@@ -752,19 +752,3 @@ def test_torch_func_jacobians_and_hessians(source, device):
         gradients,
         [sum(h.sum(tuple(range(h.dim() - x.dim()))) for h in row) for x, row in zip(inputs, rows, strict=True)],
     )
-
-
-# ---- opcheck ----
-
-
-@pytest.mark.parametrize("needed", ["none", "all", "weights"])
-@pytest.mark.parametrize("dims", [3, 4])
-@pytest.mark.parametrize("op", ["norm_rotate_qk", "_norm_rotate_qk_backward"])
-def test_opcheck(op, dims, needed, device):
-    source = SOURCES[9] if dims == 4 and device != "mps" else SOURCES[2]
-    tensors, angles = make((dims - 2, 3, 2, 1, 6, 4), source, "bhsd", "packed", torch.float32, device, WEIGHTS[1:3])
-    tensors = [t[0] if dims == 3 and t.dim() == 4 else t for t in tensors]
-    for t in tensors if needed == "all" else tensors[2:] if needed == "weights" else []:
-        t.requires_grad_()
-    given = like(tensors[:2]) if "backward" in op else []
-    opcheck(op, (*given, *tensors), angles | OPTIONS | {"interleaved": dims == 3}, device)
