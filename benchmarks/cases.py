@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import torch_rope
+from torch_rope import reference
 
 BASE, EPS = 10000.0, 1e-6
 CACHE = 8192  # tokens of a static cache, at least; rows of the tables where positions are given
@@ -217,15 +218,15 @@ def noise(shape: tuple, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
-    """What an implementation has to return, in float64 by torch's own operators; and the tokens, of all that there are,
+    """What an implementation has to return, by torch_rope.reference in float64; and the tokens, of all that there are,
     for which it was computed: some hundred, or all where they are summed over.
 
     Tensors [batch, tokens, heads, head_dim]: the rotated q and k (of a cache, v too), or in training the gradients of
     the inputs.
     """
     if case.op == "tables":
-        angle = torch.outer(torch.arange(case.seq, device=data.device).double(), data.inv_freq.double())
-        return [angle.cos(), angle.sin()], torch.arange(case.seq)
+        positions = torch.arange(case.seq, device=data.device)
+        return list(reference.cos_sin(positions, data.inv_freq, dtype=torch.float64)), torch.arange(case.seq)
     everything = case.mode == "training" and case.op != "rotate"
     n = case.seq if everything else min(case.seq, max(1, 256 // case.batch))
     at = torch.linspace(0, case.seq - 1, n, dtype=torch.float64).round().long().to(data.device)
@@ -234,7 +235,7 @@ def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
         return x[:, at].double()
 
     q, k = exact(data.q), exact(data.k)
-    cos, sin = (t[:, at].double()[:, :, None] for t in data.rows)
+    cos, sin = map(exact, data.rows)
     weights = [w.double() for w in getattr(data, "weights", [])]
     inputs = [q, k, *weights]
     if case.op == "learned":
@@ -244,19 +245,13 @@ def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
         for x in inputs:
             x.requires_grad_()
 
-    def rotate(x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-        x, rest = x[..., : case.rotary_dim], x[..., case.rotary_dim :]
-        a, b = (x[..., ::2], x[..., 1::2]) if case.interleaved else x.chunk(2, -1)
-        pair = a * cos - b * sin, b * cos + a * sin
-        x = torch.stack(pair, -1).flatten(-2) if case.interleaved else torch.cat(pair, -1)
-        return torch.cat([x, rest], -1)
-
-    result = [rotate(x, w) for x, w in zip((q, k), weights or (None, None), strict=True)]
+    if weights:
+        result = reference.norm_rotate_qk(q, k, *weights, cos, sin, norm_eps=EPS, interleaved=case.interleaved)
+    else:
+        result = reference.rotate_qk(q, k, cos, sin, interleaved=case.interleaved)
+    result = list(result)
     if case.mode == "training":
         result = torch.autograd.grad(result, inputs, [exact(g) for g in data.gradients])
-        result = [g.squeeze(2) if g.shape == cos.shape else g for g in result]
     elif "cache" in case.op:
         result.append(exact(data.v))
     return [x.detach() for x in result], at

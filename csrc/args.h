@@ -39,4 +39,12 @@ struct TableBackwardArgs {
   void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; each row is written once
 };
 
+struct CosSinArgs {
+  CosSinParams params;
+  double attention_factor;           // params has it for float32 arithmetic
+  DType dtype, inv_freq_dtype;       // dtype: of cos and sin
+  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs], by the strides of params
+  void *cos, *sin;                   // [tokens, pairs], contiguous, aligned to 16 bytes
+};
+
 }  // namespace rope

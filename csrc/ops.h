@@ -1,4 +1,4 @@
-// One checked call, and how a back end takes it. A back end is a struct with
+// The operators, for any back end. A back end is a struct with
 //   static void rotate(const RotateCall&);
 //   static void norm_backward(const NormBackwardCall&);
 //   static void table_backward(const TableBackwardCall&);
@@ -6,122 +6,13 @@
 // and one line: TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/library.h>
 
-#include "args.h"
+#include "dispatch.h"
 
 namespace rope {
-
-using at::Tensor;
-using OptTensor = std::optional<at::Tensor>;
-
-// The arguments that the operators share, and how to hand them on.
-#define ROPE_SOURCE \
-  const OptTensor &cos, const OptTensor &sin, const OptTensor &inv_freq, const OptTensor &positions, c10::SymInt offset
-#define ROPE_SOURCE_PASSED cos, sin, inv_freq, positions, std::move(offset)
-#define ROPE_ANGLES ROPE_SOURCE, double attention_factor, bool interleaved, bool inverse
-#define ROPE_ANGLES_PASSED ROPE_SOURCE_PASSED, attention_factor, interleaved, inverse
-#define ROPE_NORM_ANGLES ROPE_SOURCE, double norm_eps, double attention_factor, bool interleaved
-#define ROPE_NORM_ANGLES_PASSED ROPE_SOURCE_PASSED, norm_eps, attention_factor, interleaved
-
-struct RotateCall {
-  const char* op;   // "rope.rotate"
-  const Tensor* q;  // [seq, heads, head_dim] or [batch, seq, heads, head_dim]; x of rotate
-  const Tensor* k;  // the same with its own heads, or null
-  const Tensor* q_out;
-  const Tensor* k_out;
-  const OptTensor &cos, &sin;  // [max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]
-  const OptTensor& inv_freq;   // [rotary_dim / 2]
-  const OptTensor& positions;  // [seq], [1, seq] or [batch, seq]
-  const c10::SymInt& offset;
-  double attention_factor;
-  bool interleaved, inverse;
-
-  // RMS norm of every head before it is rotated; both weights or neither.
-  const Tensor* q_norm_weight = nullptr;  // [head_dim]
-  const Tensor* k_norm_weight = nullptr;
-  double norm_eps = 0;
-
-  // Into a cache, where there is a v: k_out and v_out are [blocks, block_size, heads, head_dim], or one block of it.
-  const Tensor* v = nullptr;  // as k; copied
-  const Tensor* v_out = nullptr;
-  const Tensor* slots = nullptr;  // [seq] or [batch, seq], or null: row b writes block b at its positions
-
-  void set_norm(const Tensor* q_weight, const Tensor* k_weight, double eps) {
-    q_norm_weight = q_weight;
-    k_norm_weight = k_weight;
-    norm_eps = eps;
-  }
-  const char* q_name() const { return k ? "q" : "x"; }
-
-  // Of real tensors, after check.
-  RopeParams params() const;
-  RotateArgs args() const;
-};
-
-// In place unless q_out and k_out are set afterwards.
-#define ROPE_CALL(op, q, k, inverse) \
-  {op, q, k, q, k, cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse}
-
-struct NormBackwardCall {
-  RotateCall rotate;  // of the gradients, back
-  const Tensor& q;    // what was normalised
-  const Tensor& k;
-  const Tensor& q_norm_weight_grad;  // [head_dim], contiguous
-  const Tensor& k_norm_weight_grad;
-
-  NormBackwardArgs args() const;  // of real tensors, after check
-};
-
-struct TableBackwardCall {
-  RotateCall rotate;       // q and k are the gradients of the results; there is nothing else to write
-  const Tensor& q;         // what was rotated
-  const Tensor* k;         // or null
-  const Tensor& cos_grad;  // as cos, contiguous
-  const Tensor& sin_grad;
-
-  // Of real tensors, after check; of every back end.
-  TokensOfRows tokens() const;
-  // For tokens().listed: the tokens (of one sequence, where all have the same positions) in the order of their rows,
-  // and where each row begins. int64, [tokens] and [rows + 1].
-  std::pair<Tensor, Tensor> order_and_starts() const;
-  TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both undefined unless listed
-};
-
-DType dtype_of(const Tensor& t);
-PositionType position_type(at::ScalarType type);
-// As [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
-void strides_of(const Tensor& t, rope_int* strides);
-
-// attention_factor as two floats, for float32 arithmetic.
-struct SplitFactor {
-  float hi, lo;
-};
-SplitFactor split_factor(double attention_factor);
-
-// The angle is the sum over axes of position * inv_freq.
-struct CosSinCall {
-  const Tensor& positions;  // [axes, *P]; any shape P
-  const Tensor& inv_freq;   // [axes, rotary_dim / 2]
-  double attention_factor;
-  const Tensor& cos;  // [*P, rotary_dim / 2], contiguous
-  const Tensor& sin;
-};
-
-// ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked
-// at.
-void check(const RotateCall& call, bool in_place);
-// q and k (or null) are what the gradients belong to.
-void check_gradients(const RotateCall& gradients, const Tensor& q, const Tensor* k);
-// IndexError of the contract, for positions from low to high, without the offset.
-void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
-// -> the dtype of the result. axes: positions and inv_freq have a dimension of axes in front.
-at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
-                             std::optional<at::ScalarType> dtype, bool axes);
 
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
 // x keeps are said here.
@@ -132,8 +23,8 @@ inline Tensor result_like(const Tensor& x) {
 
 template <typename Backend>
 struct Ops {
-  static Tensor rotate(const Tensor& x, ROPE_ANGLES) {
-    RotateCall call = ROPE_CALL("rope.rotate", &x, nullptr, inverse);
+  static Tensor rotate(const Angles& angles, const Tensor& x) {
+    RotateCall call{angles, "rope.rotate", &x, nullptr};
     check(call, false);
     Tensor out = result_like(x);
     call.q_out = &out;
@@ -141,36 +32,36 @@ struct Ops {
     return out;
   }
 
-  static void rotate_(Tensor& x, ROPE_ANGLES) {
-    const RotateCall call = ROPE_CALL("rope.rotate_", &x, nullptr, inverse);
+  static void rotate_(const Angles& angles, Tensor& x) {
+    const RotateCall call{angles, "rope.rotate_", &x, nullptr};
     check(call, true);
     Backend::rotate(call);
   }
 
-  static std::tuple<Tensor, Tensor> rotate_qk(const Tensor& q, const Tensor& k, ROPE_ANGLES) {
-    RotateCall call = ROPE_CALL("rope.rotate_qk", &q, &k, inverse);
+  static std::tuple<Tensor, Tensor> rotate_qk(const Angles& angles, const Tensor& q, const Tensor& k) {
+    RotateCall call{angles, "rope.rotate_qk", &q, &k};
     return to_new(call);
   }
 
-  static void rotate_qk_(Tensor& q, Tensor& k, ROPE_ANGLES) {
-    const RotateCall call = ROPE_CALL("rope.rotate_qk_", &q, &k, inverse);
+  static void rotate_qk_(const Angles& angles, Tensor& q, Tensor& k) {
+    const RotateCall call{angles, "rope.rotate_qk_", &q, &k};
     check(call, true);
     Backend::rotate(call);
   }
 
-  static std::tuple<Tensor, Tensor> norm_rotate_qk(const Tensor& q, const Tensor& k, const Tensor& q_norm_weight,
-                                                   const Tensor& k_norm_weight, ROPE_NORM_ANGLES) {
-    RotateCall call = ROPE_CALL("rope.norm_rotate_qk", &q, &k, false);
-    call.set_norm(&q_norm_weight, &k_norm_weight, norm_eps);
+  static std::tuple<Tensor, Tensor> norm_rotate_qk(const NormAngles& angles, const Tensor& q, const Tensor& k,
+                                                   const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
+    RotateCall call{angles, "rope.norm_rotate_qk", &q, &k};
+    call.set_norm(&q_norm_weight, &k_norm_weight, angles.norm_eps);
     return to_new(call);
   }
 
   // -> gradients of q, k, q_norm_weight, k_norm_weight
   static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
-      const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k, const Tensor& q_norm_weight,
-      const Tensor& k_norm_weight, ROPE_NORM_ANGLES) {
-    RotateCall call = ROPE_CALL("rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad, true);
-    call.set_norm(&q_norm_weight, &k_norm_weight, norm_eps);
+      const NormAngles& angles, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k,
+      const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
+    RotateCall call{angles.back(), "rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad};
+    call.set_norm(&q_norm_weight, &k_norm_weight, angles.norm_eps);
     check(call, false);
     check_gradients(call, q, &k);
     Tensor q_grad = result_like(q), k_grad = result_like(k);
@@ -183,10 +74,12 @@ struct Ops {
   }
 
   static void rotate_into_cache_(Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
-                                 ROPE_SOURCE, const OptTensor& slots, const OptTensor& q_norm_weight,
-                                 const OptTensor& k_norm_weight, double norm_eps, double attention_factor,
-                                 bool interleaved) {
-    RotateCall call = ROPE_CALL("rope.rotate_into_cache_", &q, &k, false);
+                                 const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq,
+                                 const OptTensor& positions, c10::SymInt offset, const OptTensor& slots,
+                                 const OptTensor& q_norm_weight, const OptTensor& k_norm_weight, double norm_eps,
+                                 double attention_factor, bool interleaved) {
+    const NormAngles angles{cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved};
+    RotateCall call{angles, "rope.rotate_into_cache_", &q, &k};
     call.set_norm(pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
     call.k_out = &k_cache;
     call.v = &v;
@@ -197,13 +90,14 @@ struct Ops {
   }
 
   // -> gradients of cos and sin
-  static std::tuple<Tensor, Tensor> rotate_table_backward(const Tensor& q_out_grad, const OptTensor& k_out_grad,
-                                                          const Tensor& q, const OptTensor& k, ROPE_ANGLES) {
-    const RotateCall call = ROPE_CALL("rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad), inverse);
+  static std::tuple<Tensor, Tensor> rotate_table_backward(const Angles& angles, const Tensor& q_out_grad,
+                                                          const OptTensor& k_out_grad, const Tensor& q,
+                                                          const OptTensor& k) {
+    const RotateCall call{angles, "rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad)};
     check(call, false);
     check_gradients(call, q, pointer(k));
-    TORCH_CHECK_VALUE(cos, call.op, ": inv_freq instead of cos and sin; its gradient is that of cos_sin");
-    Tensor cos_grad = at::empty_symint(cos->sym_sizes(), cos->options()), sin_grad = at::empty_like(cos_grad);
+    TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq instead of cos and sin; its gradient is that of cos_sin");
+    Tensor cos_grad = at::empty_symint(call.cos->sym_sizes(), call.cos->options()), sin_grad = at::empty_like(cos_grad);
     Backend::table_backward({call, q, pointer(k), cos_grad, sin_grad});
     return {std::move(cos_grad), std::move(sin_grad)};
   }
@@ -244,14 +138,14 @@ struct Ops {
 
 template <typename Backend>
 void register_ops(torch::Library& m) {
-  m.impl("rotate", &Ops<Backend>::rotate);
-  m.impl("rotate_", &Ops<Backend>::rotate_);
-  m.impl("rotate_qk", &Ops<Backend>::rotate_qk);
-  m.impl("rotate_qk_", &Ops<Backend>::rotate_qk_);
-  m.impl("norm_rotate_qk", &Ops<Backend>::norm_rotate_qk);
-  m.impl("_norm_rotate_qk_backward", &Ops<Backend>::norm_rotate_qk_backward);
+  m.impl("rotate", kernel<&Ops<Backend>::rotate>);
+  m.impl("rotate_", kernel<&Ops<Backend>::rotate_>);
+  m.impl("rotate_qk", kernel<&Ops<Backend>::rotate_qk>);
+  m.impl("rotate_qk_", kernel<&Ops<Backend>::rotate_qk_>);
+  m.impl("norm_rotate_qk", kernel<&Ops<Backend>::norm_rotate_qk>);
+  m.impl("_norm_rotate_qk_backward", kernel<&Ops<Backend>::norm_rotate_qk_backward>);
   m.impl("rotate_into_cache_", &Ops<Backend>::rotate_into_cache_);
-  m.impl("_rotate_table_backward", &Ops<Backend>::rotate_table_backward);
+  m.impl("_rotate_table_backward", kernel<&Ops<Backend>::rotate_table_backward>);
   m.impl("cos_sin", &Ops<Backend>::cos_sin);
   m.impl("_axial_cos_sin", &Ops<Backend>::axial_cos_sin);
 }

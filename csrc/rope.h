@@ -60,6 +60,17 @@ struct TokensOfRows {
   int listed;
 };
 
+// The angle of a token is the sum over axes of position * inv_freq.
+struct CosSinParams {
+  rope_int axes, tokens, pairs;
+  rope_int positions[2];       // strides: axis, token
+  rope_int inv_freq[2];        // strides: axis, pair
+  float factor_hi, factor_lo;  // attention_factor
+  PositionType position_type;
+};
+
+static_assert(sizeof(CosSinParams) == 72, "the same layout on host and device");
+
 }  // namespace rope
 
 #endif

@@ -44,25 +44,25 @@ inline void turns_at(device const void* positions, ulong i, float inv_freq, thre
 
 // at: column, row. cos, sin: [rows, columns]
 template <typename T>
-[[kernel]] void cos_sin(constant CosSin& c [[buffer(0)]], device const void* positions [[buffer(1)]],
+[[kernel]] void cos_sin(constant CosSinParams& p [[buffer(0)]], device const void* positions [[buffer(1)]],
                         device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]],
                         device T* sin_out [[buffer(4)]], uint2 at [[thread_position_in_grid]],
                         uint2 size [[threads_per_grid]]) {
   const ulong to = ulong(at.y) * size.x + at.x;
-  ulong position = ulong(at.y) * ulong(c.position[1]), freq = ulong(at.x) * ulong(c.inv_freq[1]);
+  ulong position = ulong(at.y) * ulong(p.positions[1]), freq = ulong(at.x) * ulong(p.inv_freq[1]);
   float fraction = 0.0f, rest = 0.0f, cos, sin;
-  if (c.axes) turns_at(positions, position, inv_freq[freq], fraction, rest);
-  for (uint axis = 1; axis < c.axes; axis++) {
-    position += ulong(c.position[0]);
-    freq += ulong(c.inv_freq[0]);
+  if (p.axes) turns_at(positions, position, inv_freq[freq], fraction, rest);
+  for (long axis = 1; axis < p.axes; axis++) {
+    position += ulong(p.positions[0]);
+    freq += ulong(p.inv_freq[0]);
     float more_fraction, more_rest;
     turns_at(positions, position, inv_freq[freq], more_fraction, more_rest);
     add_turns(more_fraction, more_rest, fraction, rest);
   }
   cos_sin_of_turns(fraction, rest, cos, sin);
   if (k_scaled) {
-    cos = scaled(cos, c.factor_hi, c.factor_lo);
-    sin = scaled(sin, c.factor_hi, c.factor_lo);
+    cos = scaled(cos, p.factor_hi, p.factor_lo);
+    sin = scaled(sin, p.factor_hi, p.factor_lo);
   }
   cos_out[to] = static_cast<T>(cos);
   sin_out[to] = static_cast<T>(sin);

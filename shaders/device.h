@@ -1,5 +1,5 @@
 // What the kernels share: a token, the angles of a chunk, a chunk of a head, and where the heads of a token are. See
-// csrc/mps/kernels.h for chunks and the list of heads.
+// csrc/plan.h for chunks.
 //
 // Metal takes for granted that buffers do not overlap. They do where a call is in place, which is right because a
 // thread has read a pair before it writes it, and no other thread touches that pair.
@@ -58,7 +58,7 @@ struct Token {
 };
 
 template <typename I>
-inline Token<I> token_at(constant Rotate& r, device const void* positions, device const void* slots, I b, I s) {
+inline Token<I> token_at(constant TiledParams& r, device const void* positions, device const void* slots, I b, I s) {
   constant RopeParams& p = r.params;
   const long position = k_position_bytes
                             ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
@@ -114,7 +114,7 @@ inline void read_parameters(device const void* base, I at, I stride, thread floa
 }
 
 template <typename T, int V, typename I>
-inline Angles<V> angles_of(constant Rotate& r, Buffers<T> x, Token<I> token, uint chunk) {
+inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, uint chunk) {
   constant RopeParams& p = r.params;
   Angles<V> a;
   const I column = I(chunk) * V;
@@ -157,7 +157,7 @@ struct Chunk {
 };
 
 template <int V, typename I>
-inline Chunk<V, I> chunk_at(constant Rotate& r, uint index) {
+inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
   constant RopeParams& p = r.params;
   if (index < r.rotated) {
     const I first = first_channel(I(index) * V, k_interleaved);
@@ -257,7 +257,7 @@ struct Head {
 };
 
 template <typename T, typename I>
-inline Head<T, I> head_at(constant Rotate& r, Buffers<T> x, Token<I> token, uint h) {
+inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, uint h) {
   constant RopeParams& p = r.params;
   Head<T, I> head;
   head.tensor = k_tensors < 2 || h < r.k_start ? kQ : k_tensors < 3 || h < r.v_start ? kK : kV;
@@ -304,7 +304,7 @@ inline float dot(Numbers<V> x, Numbers<V> y, bool whole) {
 
 // Weights of a norm for a chunk.
 template <typename T, int V, typename I>
-inline Numbers<V> weights_of(constant Rotate& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
+inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
   const I stride = I(tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight);
   const bool native = tensor == kQ ? k_native_q_weight : k_native_k_weight;

@@ -18,7 +18,7 @@ inline Place place_of(uint simd, uint thread_of_simd) {
 
 // kHeads heads of a token for each row.
 template <typename T, int V, typename I>
-[[kernel]] void norm_rotate(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                             uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
                             uint simd [[simdgroup_index_in_threadgroup]],
                             uint thread_of_simd [[thread_index_in_simdgroup]]) {
@@ -64,7 +64,7 @@ template <typename T, int V, typename I>
 
 // The same for heads of any width: a row is a SIMD group.
 template <typename T>
-[[kernel]] void norm_rotate_wide(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                                  uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
                                  uint simd [[simdgroup_index_in_threadgroup]],
                                  uint lane [[thread_index_in_simdgroup]]) {
@@ -165,7 +165,7 @@ template <typename T, int V>
                               uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
                               uint thread_of_simd [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
-  constant Rotate& r = n.rotate;
+  constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   const int tensor = group.y == 0 ? kQ : kK;
   device const T* xs = tensor == kQ ? q_x : k_x;
@@ -226,7 +226,7 @@ template <typename T>
                                    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
                                    uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
-  constant Rotate& r = n.rotate;
+  constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   const int tensor = group.y == 0 ? kQ : kK;
   device const T* xs = tensor == kQ ? q_x : k_x;

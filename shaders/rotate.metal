@@ -6,7 +6,7 @@ namespace mps {
 
 // at: chunk, token, kHeads heads of the list for each sequence.
 template <typename T, int V, typename I>
-[[kernel]] void rotate_heads(constant Rotate& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+[[kernel]] void rotate_heads(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                              uint3 at [[thread_position_in_grid]]) {
   const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
   const uint b = at.z / r.groups, first = (at.z - b * r.groups) * kHeads, end = min(first + kHeads, r.heads);

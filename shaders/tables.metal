@@ -16,7 +16,7 @@ template <typename T, int V, typename I>
                                device void* sin_grad [[buffer(kTableSinGrad)]],
                                threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
                                uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
-  constant Rotate& r = n.rotate;
+  constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_rope
@@ -38,6 +39,11 @@ def on_gpu(device: str) -> bool:
     return device != "cpu" or EMULATED
 
 
+def many(n: int, device: str) -> int:
+    """So many tokens, or a fifth of them where kernels run on a CPU that stands in for a GPU."""
+    return n // 5 if EMULATED or (device == "mps" and sys.platform == "linux") else n
+
+
 def checks_ranges(device: str) -> bool:
     """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
     return not on_gpu(device)
@@ -53,21 +59,25 @@ def opcheck(op: str, args: tuple, keywords: dict, device: str) -> None:
 EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"
 
 
-def covering(factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=()) -> list[dict]:
+def covering(
+    factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=(), exhaustive=None
+) -> list[dict]:
     """Few cases in which any two values (or three: strength) of different factors stand together.
 
     factors: name -> values. A case is a dict, name -> value. interacting: groups of names whose values stand together in
-    every combination, because they interact. allowed(**case) tells which cases there are at all. make exhaustive sets
-    ROPE_EXHAUSTIVE=1, which gives every allowed case.
+    every combination, because they interact. allowed(**case) tells which cases there are at all. With ROPE_EXHAUSTIVE=1
+    (make exhaustive) the values of the names in `exhaustive` do so too; without such names, those of all.
     """
     names = list(factors)
 
     def case_of(indices):
         return {name: factors[name][i] for name, i in indices.items()}
 
-    if EXHAUSTIVE:
+    if EXHAUSTIVE and exhaustive is None:
         product = (dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values()))
         return [case for case in product if allowed(**case)]
+    if EXHAUSTIVE:
+        interacting = [*interacting, exhaustive]
     groups = [*itertools.combinations(names, strength), *interacting]
     missing = dict.fromkeys(
         tuple(zip(group, indices, strict=True))
@@ -159,63 +169,93 @@ CACHES = {
 }
 
 
+def spread(t, steps, gaps):
+    """The same values with strides of their own: in each dimension every steps[d]-th place of a memory that has gaps[d]
+    places more. What lies between is no value that a call may read: NaN, or an integer outside of any table."""
+    sizes = [size * step + gap for size, step, gap in zip(t.shape, steps, gaps, strict=True)]
+    poison = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
+    memory = torch.full(sizes, poison, dtype=t.dtype)
+    view = memory[tuple(slice(0, size * step, step) for size, step in zip(t.shape, steps, strict=True))]
+    return view.copy_(t)
+
+
+def moved(t, device):
+    """On the device, by the same strides and with the same memory around it."""
+    storage = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0).to(device)
+    return storage.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+# How tables, positions and frequencies lie in memory. No two tensors have a stride in common, except where all is dense.
+#   dense: side by side.  apart: rows with gaps, that keep vectors of 16 bytes aligned.  strided: gaps everywhere.
+STRIDES = {
+    # name -> tensor -> (steps, gaps) for the last dimensions [batch, row, column], or [batch, token]
+    "dense": {},
+    "apart": {"cos": ((1, 1, 1), (0, 1, 16)), "sin": ((1, 1, 1), (0, 2, 32)), "positions": ((1, 1), (0, 3))},
+    "strided": {
+        "cos": ((2, 1, 2), (1, 1, 3)),
+        "sin": ((1, 2, 3), (0, 3, 1)),
+        "positions": ((2, 3), (1, 2)),
+        "inv_freq": ((2,), (1,)),
+    },
+}
+
+
 @dataclass(frozen=True)
 class Source:
     """How a call says its angles."""
 
-    kind: str  # table, token, inv_freq
+    kind: str  # table, token, token shared, inv_freq
     positions: str = ""  # dtype and shape, or none
     offset: int = 0
-    strided: bool = False  # tables cut out of full-width ones, positions and inv_freq every second element
+    strides: str = "dense"  # of STRIDES
     freq_dtype: torch.dtype = torch.float32
 
     def __str__(self):
         return "-".join(
-            [self.kind, *([self.positions] if self.positions else []), *(["strided"] if self.strided else [])]
+            [self.kind, *([self.positions] if self.positions else []), *([self.strides] * (self.strides != "dense"))]
             + ([f"offset{self.offset}"] if self.offset else [])
             + (["float64"] if self.freq_dtype == torch.float64 else [])
         )
 
     def arguments(self, batch, seq, rotary_dim, table_dtype, device) -> dict:
-        rows, half = seq + 40, rotary_dim // 2
+        rows = seq + 40
         freq = torch_rope.inv_freq(rotary_dim).double()
         arguments = {"offset": self.offset} if self.offset else {}
 
-        def cut(t):
-            return torch.stack([t, t], -1).flatten(-2)[..., ::2] if self.strided else t
+        def laid_out(name, t):
+            steps, gaps = STRIDES[self.strides].get(name, ((1, 1, 1), (0, 0, 0)))
+            return moved(spread(t, steps[-t.dim() :], gaps[-t.dim() :]), device)
 
         if self.kind == "inv_freq":
-            arguments["inv_freq"] = cut(freq).to(self.freq_dtype).to(device)
+            arguments["inv_freq"] = laid_out("inv_freq", freq.to(self.freq_dtype))
         else:
             shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}[self.kind]
             angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
-            arguments["cos"], arguments["sin"] = (
-                torch.cat([t, t], -1).to(table_dtype).to(device)[..., :half]
-                if self.strided
-                else t.to(table_dtype).to(device)
-                for t in (angle.cos(), angle.sin())
-            )
+            for name, t in ("cos", angle.cos()), ("sin", angle.sin()):
+                arguments[name] = laid_out(name, t.to(table_dtype))
         if self.positions:
             dtype, shape = self.positions.split()
             low = -self.offset if self.kind == "table" else -20
             positions = torch.randint(
                 low, rows - self.offset, {"[S]": (seq,), "[1,S]": (1, seq), "[B,S]": (batch, seq)}[shape]
             )
-            arguments["positions"] = cut(positions.to(getattr(torch, dtype)).to(device))
+            arguments["positions"] = laid_out("positions", positions.to(getattr(torch, dtype)))
         return arguments
 
 
 SOURCES = [
     Source("table"),
-    Source("table", offset=7),
+    Source("table", offset=7, strides="apart"),
     Source("table", "int64 [S]", offset=-3),
-    Source("table", "int32 [B,S]", strided=True),
-    Source("table", "int64 [1,S]"),
+    Source("table", "int32 [B,S]", strides="strided"),
+    Source("table", "int64 [1,S]", strides="apart"),
     Source("token"),
-    Source("token shared", strided=True),
+    Source("token shared", strides="strided"),
     Source("inv_freq", offset=11),
-    Source("inv_freq", "int32 [1,S]", strided=True),
-    Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64),
+    Source("inv_freq", "int32 [1,S]", strides="strided"),
+    Source("inv_freq", "int64 [B,S]", strides="apart", freq_dtype=torch.float64),
+    Source("token", strides="apart"),
+    Source("token", strides="strided"),
 ]
 
 
@@ -249,12 +289,30 @@ SIZES = [
 ]
 
 
-def combinations():
-    """Every layout, source and size, each with every other at least once, without the full product."""
-    layouts = list(LAYOUTS)
-    for (i, size), (j, source) in itertools.product(enumerate(SIZES), enumerate(SOURCES)):
-        q, k = layouts[(i + j) % len(layouts)], layouts[(i + 3 * j + 1) % len(layouts)]
-        yield size, source, q, k
+# What a call of the operators on q and k is made of.
+CALLS = {
+    "size": SIZES,
+    "source": SOURCES,
+    "q": list(LAYOUTS),
+    "k": list(LAYOUTS),
+    "dtype": DTYPES,
+    "interleaved": [False, True],
+}
+# These decide which loop or kernel runs, and how wide its accesses are.
+KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
+ALL_CALLS = ("size", "source", "dtype", "interleaved")  # for make exhaustive, the layouts going round
+
+
+def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, **_):
+    """(q, k, angles) of a case, which may say more. q: [batch, seq, q_heads, head_dim], k: [batch, seq, k_heads, head_dim],
+    in these layouts."""
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    q, k = (LAYOUTS[x](torch.Size((batch, seq, n, head_dim)), dtype, device) for x, n in ((q, q_heads), (k, k_heads)))
+    if table_dtype is None:
+        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return q, k, source.arguments(batch, seq, rotary_dim, table_dtype, device)
 
 
 def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:

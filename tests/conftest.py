@@ -49,11 +49,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--emulate") or config.getoption("--simulate"):
-        skip = pytest.mark.skip(reason="of the CPU back end alone")
-        for item in items:
-            if item.get_closest_marker("cpu"):
-                item.add_marker(skip)
+    """On the emulator and on the simulator: what runs on a device, and the tests of that back end."""
+    back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
+    if back_end is None:
+        return
+    on_it = [
+        "device" in item.fixturenames and not item.get_closest_marker("cpu") or item.path.parent.name == back_end
+        for item in items
+    ]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, on_it, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, on_it, strict=True) if keep]
 
 
 def pytest_generate_tests(metafunc):

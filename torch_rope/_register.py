@@ -10,13 +10,16 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
+from torch_rope._signatures import AXES, BY_POSITION, Signature, operators
+
 _ops = torch.ops.rope
 
 
 # ---- vmap ----
 #
 # Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one
-# launch does it all. What remains (a table or inv_freq for each sample, and what the operator will refuse) is a loop.
+# launch does it all. What remains (a table or inv_freq for each sample, sums over its tokens, and what the operator will
+# refuse) is a loop.
 
 
 def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
@@ -24,140 +27,94 @@ def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
-def _per_token(t: Tensor, dim: int | None, size: int, batch: int, shared: bool) -> Tensor | None:
-    """[size, batch or 1, ...] -> [size * batch, ...], or [1, ...] that serves all; None for another batch."""
-    t = _in_front(t, dim, size)
-    if t.shape[1] not in (1, batch):
-        return None
-    return t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
-
-
 def _joins_as_a_view(x: Tensor) -> bool:
     """Whether the first dimension joins the batch without a copy."""
     return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
-def _vmap_one_launch(op, count, own, size, in_dims, args, kwargs):
-    """The mapped call as one call of op on a larger batch, or None where there is none. count: how many are rotated;
-    own: how many arguments come before cos."""
-    cos, sin, inv_freq, positions, *_ = args[own:]
-    cos_dim, sin_dim, freq_dim, positions_dim, *_ = in_dims[own:]
-    weights_mapped = any(d is not None for d in in_dims[count:own])
-    if size == 0 or freq_dim is not None or weights_mapped or any(d is None for d in in_dims[:count]):
+def _tables_in_one_launch(signature: Signature, dims: dict, given: dict):
+    """P, which is any shape, takes the mapped dimension as its first."""
+    first = signature.axes("positions", 1).count("axes")
+    if dims["inv_freq"] is not None or given["positions"].dim() == first:
         return None
-    xs = [x.movedim(d, 0) for x, d in zip(args[:count], in_dims[:count], strict=True)]
-    if any(x.dim() not in (4, 5) for x in xs) or (op._schema.is_mutable and not all(map(_joins_as_a_view, xs))):
+    return signature.op(**given | {"positions": given["positions"].movedim(dims["positions"], first)})
+
+
+def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
+    """The mapped call as one call of the operator on a larger batch, or None where there is none."""
+    if not signature.rotated:
+        return _tables_in_one_launch(signature, dims, given)
+    if size == 0 or signature.name.endswith("_backward") or any(dims[name] is None for name in signature.rotated):
+        return None
+    xs = [given[name].movedim(dims[name], 0) for name in signature.rotated]
+    if any(x.dim() not in (4, 5) for x in xs) or (signature.written and not all(map(_joins_as_a_view, xs))):
         return None
     flat = [x if x.dim() == 4 else x.flatten(0, 1) for x in xs]
     batch = flat[0].shape[0] // size
-    tables_shared = cos_dim is None and sin_dim is None
-    if cos is not None and sin is not None and not (tables_shared and cos.dim() == 2):
-        if cos.dim() - (cos_dim is not None) != 3 or sin.dim() - (sin_dim is not None) != 3:
+    joined = given | dict(zip(signature.rotated, flat, strict=True))
+    for name in dims:
+        t = given[name]
+        if name in signature.rotated or not isinstance(t, Tensor):
+            continue
+        # cos and sin have one shape: where one is mapped, so is the other.
+        shared = all(dims.get(n) is None for n in (("cos", "sin") if name in ("cos", "sin") else (name,)))
+        axes = signature.axes(name, t.dim() - (dims[name] is not None))
+        if "batch or 1" not in AXES[name] or axes == BY_POSITION:
+            if not shared:
+                return None
+            continue
+        t = _in_front(t, dims[name], size)
+        t = t if "batch or 1" in axes else t.unsqueeze(1)
+        if t.dim() != 1 + len(AXES[name]) or t.shape[1] not in (1, batch):
             return None
-        cos = _per_token(cos, cos_dim, size, batch, tables_shared)
-        sin = _per_token(sin, sin_dim, size, batch, tables_shared)
-        if cos is None or sin is None:
-            return None
-    if positions is not None:
-        rows = _in_front(positions, positions_dim, size)  # [size, seq] or [size, batch or 1, seq]
-        rows = rows.unsqueeze(1) if rows.dim() == 2 else rows
-        positions = _per_token(rows, 0, size, batch, positions_dim is None) if rows.dim() == 3 else None
-        if positions is None:
-            return None
-    outs = op(*flat, *args[count:own], cos, sin, inv_freq, positions, *args[own + 4 :], **kwargs)
-    if op._schema.is_mutable:
+        # [size, batch or 1, ...] -> [size * batch, ...], or [1, ...] that serves all
+        joined[name] = t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
+    outs = signature.op(**joined)
+    if signature.written:
         return ()
     outs = outs if isinstance(outs, tuple) else (outs,)
     return tuple(out if x.dim() == 4 else out.unflatten(0, x.shape[:2]) for out, x in zip(outs, xs, strict=True))
 
 
-def _vmap_loop(op, size, in_dims, args, kwargs):
+def _loop(op, size: int, dims: dict, given: dict):
     """Sample by sample."""
+    mapped = {name: dim for name, dim in dims.items() if dim is not None}
     if size == 0:  # one sample of zeros tells the shapes
-        args = [
-            a if d is None else a.new_zeros([1 if i == d else n for i, n in enumerate(a.shape)])
-            for a, d in zip(args, in_dims, strict=True)
-        ]
+        for name, dim in mapped.items():
+            shape = list(given[name].shape)
+            shape[dim] = 1
+            given = given | {name: given[name].new_zeros(shape)}
     samples = [
-        op(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs)
-        for i in range(max(size, 1))
+        op(**given | {name: given[name].select(dim, i) for name, dim in mapped.items()}) for i in range(max(size, 1))
     ]
     samples = [s if isinstance(s, tuple) else (s,) for s in samples]
     return tuple(torch.stack(outs)[:size] for outs in zip(*samples, strict=True))
 
 
-def _register_vmap(name: str, count: int, own: int) -> None:
-    op = getattr(_ops, name).default
-    in_place = op._schema.is_mutable
-    functional = getattr(_ops, name[:-1]).default if in_place else op
-
-    def rule(info, in_dims, *args, **kwargs):
-        missing = max(0, own + 4 - len(args))  # trailing arguments at their default are not passed
-        args, in_dims = (*args, *[None] * missing), (*in_dims[: len(args)], *[None] * missing)
-        if in_place and any(d is None for d in in_dims[:count]):
-            raise RuntimeError(
-                f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; "
-                f"use rope.{name[:-1]}"
-            )
-        outs = _vmap_one_launch(op, count, own, info.batch_size, in_dims, args, kwargs)
-        if outs is None:
-            outs = _vmap_loop(functional, info.batch_size, in_dims, args, kwargs)
-            if in_place:  # only now, so that an error in a sample leaves nothing half-written
-                for x, d, out in zip(args[:count], in_dims[:count], outs, strict=True):
-                    x.movedim(d, 0).copy_(out)
-        if in_place:
-            return None, None
-        return (outs[0], 0) if len(outs) == 1 else (outs, (0,) * len(outs))
-
-    torch.library.register_vmap(f"rope::{name}", rule)
+def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
+    name, size = signature.name, info.batch_size
+    dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
+    if "k_cache" in given:
+        raise RuntimeError(f"vmap: rope.{name} cannot be mapped; pass the mapped dimension as the batch")
+    if any(dims[written] is None for written in signature.written):
+        raise RuntimeError(
+            f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; "
+            f"use rope.{name[:-1]}"
+        )
+    outs = _one_launch(signature, size, dims, given)
+    if outs is None:
+        functional = getattr(_ops, name.removesuffix("_")).default
+        outs = _loop(functional, size, dims, given)
+        if signature.written:  # only now, so that an error in a sample leaves nothing half-written
+            for x, out in zip(signature.rotated, outs, strict=True):
+                given[x].movedim(dims[x], 0).copy_(out)
+    if signature.written:
+        return None, None
+    return (outs[0], 0) if len(outs) == 1 else (outs, (0,) * len(outs))
 
 
-for _name, _count, _own in (
-    ("rotate", 1, 1),
-    ("rotate_", 1, 1),
-    ("rotate_qk", 2, 2),
-    ("rotate_qk_", 2, 2),
-    ("norm_rotate_qk", 2, 4),
-):
-    _register_vmap(_name, _count, _own)
-
-
-@functools.partial(torch.library.register_vmap, "rope::_norm_rotate_qk_backward")
-def _norm_backward_vmap(info, in_dims, *args, **kwargs):
-    # Each sample has weight gradients of its own.
-    op = _ops._norm_rotate_qk_backward.default
-    return _vmap_loop(op, info.batch_size, in_dims, args, kwargs), (0, 0, 0, 0)
-
-
-@functools.partial(torch.library.register_vmap, "rope::_rotate_table_backward")
-def _table_backward_vmap(info, in_dims, *args, **kwargs):
-    # Each sample has gradients of the tables of its own.
-    op = _ops._rotate_table_backward.default
-    return _vmap_loop(op, info.batch_size, in_dims[: len(args)], args, kwargs), (0, 0)
-
-
-@functools.partial(torch.library.register_vmap, "rope::rotate_into_cache_")
-def _rotate_into_cache_vmap(info, in_dims, *args, **kwargs):
-    raise RuntimeError("vmap: rope.rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch")
-
-
-def _register_cos_sin_vmap(name: str, axes_dim: int) -> None:
-    """axes_dim: how many dimensions of positions come before P."""
-    op = getattr(_ops, name).default
-
-    def rule(info, in_dims, positions, inv_freq, **kwargs):
-        positions_dim, freq_dim, *_ = in_dims
-        if freq_dim is None and positions.dim() > axes_dim:
-            outs = op(positions.movedim(positions_dim, axes_dim), inv_freq, **kwargs)
-            return outs, (0, 0)
-        dims, args = (positions_dim, freq_dim), (positions, inv_freq)
-        return _vmap_loop(op, info.batch_size, dims, args, kwargs), (0, 0)
-
-    torch.library.register_vmap(f"rope::{name}", rule)
-
-
-_register_cos_sin_vmap("cos_sin", 0)
-_register_cos_sin_vmap("_axial_cos_sin", 1)
+for _signature in operators():
+    torch.library.register_vmap(f"rope::{_signature.name}", functools.partial(_vmap, _signature))
 
 
 # ---- DTensor ----
@@ -232,50 +189,28 @@ def _watch_functionalization(op: torch._ops.OpOverload) -> None:
             return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
-_watch_functionalization(_ops.rotate_.default)
-_watch_functionalization(_ops.rotate_qk_.default)
-_watch_functionalization(_ops.rotate_into_cache_.default)
+for _signature in operators():
+    if _signature.written:
+        _watch_functionalization(_signature.op)
 
 
 # ---- flops: 4 multiplications and 2 additions a pair; the norm multiplies twice and squares, 4 a channel ----
 
 
-def _flops(shapes, cos_shape, inv_freq_shape, norm: bool) -> int:
-    rotary_dim = 2 * (cos_shape if cos_shape is not None else inv_freq_shape)[-1]
-    return sum(torch.Size(s[:-1]).numel() * (3 * rotary_dim + (4 * s[-1] if norm else 0)) for s in shapes)
-
-
-@register_flop_formula([_ops.rotate, _ops.rotate_])
-def _rotate_flops(x, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs) -> int:
-    return _flops([x], cos, inv_freq, norm=False)
-
-
-@register_flop_formula([_ops.rotate_qk, _ops.rotate_qk_])
-def _rotate_qk_flops(q, k, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs) -> int:
-    return _flops([q, k], cos, inv_freq, norm=False)
-
-
-@register_flop_formula(_ops._rotate_table_backward)
-def _table_backward_flops(q_out_grad, k_out_grad, q, k, cos, *args, out_shape=None, **kwargs) -> int:
+def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
+    shapes = signature.by_name(args) | kwargs
+    rotary_dim = 2 * (shapes.get("cos") or shapes["inv_freq"])[-1]
     # For each pair of channels and each of the two tables two products, their sum, and one more addition.
-    return sum(torch.Size(s[:-1]).numel() * 8 * cos[-1] for s in (q, k) if s is not None)
+    rotated = 4 if signature.name == "_rotate_table_backward" else 3
+    channel = 4 if shapes.get("q_norm_weight") is not None else 0
+    if signature.name == "_norm_rotate_qk_backward":
+        # Beside what forward does, two for the weight, five for the input: with n = x r and u = gradient * w, sums of
+        # gradient * n and of u * x, and r (u - c x).
+        channel += 7
+    xs = [shapes[name] for name in signature.rotated if shapes[name] is not None]
+    return sum(torch.Size(x[:-1]).numel() * (rotated * rotary_dim + channel * x[-1]) for x in xs)
 
 
-@register_flop_formula(_ops.norm_rotate_qk)
-def _norm_rotate_qk_flops(q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=None, *args, out_shape=None, **kwargs):
-    return _flops([q, k], cos, inv_freq, norm=True)
-
-
-@register_flop_formula(_ops._norm_rotate_qk_backward)
-def _norm_backward_flops(dq, dk, q, k, q_norm, k_norm, cos=None, sin=None, inv_freq=None, *args, **kwargs) -> int:
-    # Beside what forward does, for each channel two for the weight, five for the input: with n = x r and u = gradient * w,
-    # sums of gradient * n and of u * x, and r (u - c x).
-    return _flops([q, k], cos, inv_freq, norm=True) + sum(7 * torch.Size(s).numel() for s in (q, k))
-
-
-@register_flop_formula(_ops.rotate_into_cache_)
-def _rotate_into_cache_flops(
-    q, k, v, k_cache, v_cache, cos=None, sin=None, inv_freq=None, positions=None, offset=0, slots=None, q_norm=None,
-    *args, **kwargs,
-) -> int:  # fmt: skip
-    return _flops([q, k], cos, inv_freq, norm=q_norm is not None)
+for _signature in operators():
+    if _signature.rotated:
+        register_flop_formula(_signature.op.overloadpacket)(functools.partial(_flops, _signature))

@@ -10,12 +10,11 @@ and raises NotImplementedError. DTensor would redistribute it, also where the op
 import functools
 from collections.abc import Callable
 
-import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 
-_ops = torch.ops.rope
+from torch_rope._signatures import Signature, operators
 
 
 def _of_dim(placement: Placement, dim: int) -> Placement:
@@ -59,42 +58,20 @@ class _Argument:
         )
 
 
-def _axes(op: str, name: str, shape: torch.Size, x: torch.Size | None, slots: bool) -> tuple[str, ...]:
-    """What the dimensions of an argument are, in a call with this x (or q), with slots or without."""
-
-    def batch(size: int) -> str:
-        return "batch" if len(x) == 4 and size == x[0] else "batch of 1"
-
-    if x is None:  # cos_sin
-        axes = ("axes",) if op == "_axial_cos_sin" else ()
-        return axes + (("places",) * (len(shape) - len(axes)) if name == "positions" else ("columns",))
-    if name in ("cos", "sin"):
-        return ("rows", "columns") if len(shape) == 2 else (batch(shape[0]), "seq", "columns")
-    if name == "inv_freq":
-        return ("columns",)
-    if name in ("q_norm_weight", "k_norm_weight"):
-        return ("head_dim",)
-    if name in ("positions", "slots"):
-        return ("seq",) if len(shape) == 1 else (batch(shape[0]), "seq")
-    if name in ("k_cache", "v_cache"):  # without slots row b of the batch writes block b
-        own = len(shape) == 4 and batch(shape[0]) == "batch" and not slots
-        return ("batch" if own else "blocks", "block_size", "heads", "head_dim")[-len(shape) :]
-    return ("batch", "seq", "heads", "head_dim")[-len(shape) :]
-
-
 class _Call(dict):
     """The tensors of a call, by name and in order."""
 
-    def __init__(self, schema: OpSchema):
-        op = schema.op._schema
-        given = dict(zip([a.name for a in op.arguments], schema.args_schema, strict=False))
+    def __init__(self, signature: Signature, schema: OpSchema):
+        self.signature, given = signature, signature.by_name(schema.args_schema)
         specs = {name: a.strategies[0].output_spec for name, a in given.items() if isinstance(a, OpStrategy)}
-        written = {a.name for a in op.arguments if a.alias_info is not None and a.alias_info.is_write}
-        name_of_op = op.name.removeprefix("rope::")
-        x = specs.get("x", specs.get("q"))
+        x = specs[signature.rotated[0]].shape if signature.rotated else ()
         for name, spec in specs.items():
-            axes = _axes(name_of_op, name, spec.shape, x and x.shape, "slots" in specs)
-            self[name] = _Argument(f"rope.{name_of_op}", name, spec, axes, name in written)
+            axes = signature.axes(name, len(spec.shape))
+            if axes[:1] == ("batch or 1",):
+                axes = ("batch" if len(x) == 4 and spec.shape[0] == x[0] else "batch of 1", *axes[1:])
+            if axes[:1] == ("blocks",) and "slots" not in specs and len(x) == 4 and spec.shape[0] == x[0]:
+                axes = ("batch", *axes[1:])  # row b of the batch writes block b
+            self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, name in signature.written)
 
     def check(self, m: int, *may_sum: str, may_split: tuple[str, ...] = ("batch", "seq", "heads")) -> None:
         """may_sum: arguments in which the operator is linear. may_split: what mesh dimension m may split."""
@@ -142,16 +119,10 @@ _Rule = Callable[[_Call, int], list[Placement]]
 
 
 def _rotate(call: _Call, m: int) -> list[Placement]:
-    rotated = [name for name in ("x", "q", "k") if name in call]
-    call.check(m, *rotated)
+    rotated = call.signature.rotated
+    call.check(m, *(rotated if "q_norm_weight" not in call else ()))  # a norm is not linear
     call.split_tokens(m)
     return [call[name].placements[m] for name in rotated]
-
-
-def _norm_rotate(call: _Call, m: int) -> list[Placement]:
-    call.check(m)
-    call.split_tokens(m)
-    return [call["q"].placements[m], call["k"].placements[m]]
 
 
 def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
@@ -200,10 +171,10 @@ def _cos_sin(call: _Call, m: int) -> list[Placement]:
     return [placement] * 2
 
 
-def _strategy(rule: _Rule, schema: OpSchema) -> OpStrategy:
+def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy:
     """The one way to run a call."""
     mesh = schema.get_mesh_from_args()
-    call = _Call(schema)
+    call = _Call(signature, schema)
     results = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
     outs = [DTensorSpec(mesh, placements) for placements in results][: len(schema.op._schema.returns)]
     ins = [
@@ -217,25 +188,18 @@ def _strategy(rule: _Rule, schema: OpSchema) -> OpStrategy:
 
 
 _RULES = {
-    "rotate": _rotate,
-    "rotate_": _rotate,
-    "rotate_qk": _rotate,
-    "rotate_qk_": _rotate,
     "_rotate_table_backward": _table_backward,
-    "norm_rotate_qk": _norm_rotate,
     "_norm_rotate_qk_backward": _norm_backward,
     "rotate_into_cache_": _rotate_into_cache,
-    "cos_sin": _cos_sin,
-    "_axial_cos_sin": _cos_sin,
 }
 
 # Not by the public register_sharding: it keeps a decision for every value of offset, one more at each step of decoding,
 # and it enumerates placements, of which DTensor takes the nearest where the given ones are missing.
-for _name, _rule in _RULES.items():
-    _op = getattr(_ops, _name).default
-    _arguments = [a.name for a in _op._schema.arguments]
+for _signature in operators():
+    _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
+    _names = _signature.arguments
     # What a decision is remembered by: the tensors in order; from here on also which of them are None; and dtype.
-    _remembered = _arguments.index("slots") if "slots" in _arguments else len(_arguments)
+    _remembered = _names.index("slots") if "slots" in _names else len(_names)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        _op, functools.partial(_strategy, _rule), RuntimeSchemaInfo(_remembered, ["dtype"])
+        _signature.op, functools.partial(_strategy, _signature, _rule), RuntimeSchemaInfo(_remembered, ["dtype"])
     )

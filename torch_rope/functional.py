@@ -1,4 +1,5 @@
 """The operators as functions. Each is one call of ``torch.ops.rope.*``; what is said here holds for both.
+:mod:`torch_rope.reference` has the same functions in plain torch.
 
 Words: head_dim is the last dimension of x; rotary_dim, even and at most head_dim, is how many of its first channels
 are rotated, and the rest pass through bit for bit. inv_freq is in radians per position. A pair of channels (x, y) at
@@ -55,10 +56,7 @@ def cos_sin(
         where an angle multiplied in float32 is off by 4e-3 at position 131071 and by 0.5 at 2^24. With dtype float64
         the angle is computed in float64.
 
-    Equivalent to::
-
-        angle = positions.double().unsqueeze(-1) * inv_freq.double()
-        return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
+    Equivalent to :func:`torch_rope.reference.cos_sin`.
 
     Differentiable in inv_freq, and in positions where they are floating, to any order, in forward mode, and under
     torch.func; computed in float32, or float64 where anything is.
@@ -91,10 +89,7 @@ def axial_cos_sin(
         (cos, sin), each ``[*P, rotary_dim / 2]``, as right as those of :func:`cos_sin`; where all axes but one have
         frequency 0, the same to the bit.
 
-    Equivalent to::
-
-        angle = torch.einsum("a...,ai->...i", positions.double(), inv_freq.double())
-        return (angle.cos() * attention_factor).to(dtype), (angle.sin() * attention_factor).to(dtype)
+    Equivalent to :func:`torch_rope.reference.axial_cos_sin`.
 
     Differentiable as :func:`cos_sin` is.
     """
@@ -129,13 +124,7 @@ def rotate(
         interleaved: pairs (2i, 2i + 1) (GPT-J, GGUF llama) instead of (i, i + rotary_dim / 2) (NeoX, ``rotate_half``).
         inverse: rotate by the negative angle, which is the transpose.
 
-    Equivalent to (half-split, 2-D tables)::
-
-        p = (torch.arange(seq) if positions is None else positions) + offset
-        cos, sin = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]
-        a, b = x[..., :rotary_dim].to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-        rotated = attention_factor * torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], dim=-1)
+    Equivalent to :func:`torch_rope.reference.rotate`.
 
     The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of
     ``torch.empty_like(x)``.
@@ -257,14 +246,7 @@ def norm_rotate_qk(
 
     All other arguments are those of :func:`rotate`.
 
-    Equivalent to (float32 tables or inv_freq)::
-
-        def norm(x, weight):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * weight
-
-        rotated = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), ...)
-        return tuple(x.to(q.dtype) for x in rotated)  # rounded here, once
+    Equivalent to :func:`torch_rope.reference.norm_rotate_qk`: nothing is rounded between the norm and the rotation.
 
     The squares are summed in float32 (float64 for float64 q), and overflow where those of torch's rms_norm do.
 
@@ -330,14 +312,7 @@ def rotate_into_cache(
 
     cos, sin (3-D ones need slots), inv_freq, attention_factor and interleaved are those of :func:`rotate`.
 
-    Equivalent to (3-D q and caches, 1-D positions and slots, without norm)::
-
-        p = (torch.arange(seq) if positions is None else positions) + offset
-        rotated_q, rotated_k = rotate_qk(q, k, ...)
-        q.copy_(rotated_q)
-        places = p if slots is None else slots
-        k_cache[places[places >= 0]] = rotated_k[places >= 0]
-        v_cache[places[places >= 0]] = v[places >= 0]
+    Equivalent to :func:`torch_rope.reference.rotate_into_cache`.
 
     No gradient: RuntimeError where grad is on and an argument requires it.
 

@@ -2,9 +2,9 @@
 
     python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT]
 
-Exit status: 0 all right, 1 a check failed, 2 no such device. Needs torch alone: a few lines of plain torch, in float64 on
-the CPU, tell what is right. Errors are in ulps, the distance of neighbouring numbers of the result's dtype, at the
-magnitude of a pair of channels.
+Exit status: 0 all right, 1 a check failed, 2 no such device. Needs torch alone: torch_rope.reference, in float64 on the CPU,
+tells what is right. Errors are in ulps, the distance of neighbouring numbers of the result's dtype, at the magnitude of
+a pair of channels.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import torch_rope
-from torch_rope import _C
+from torch_rope import _C, reference
 
 rope = torch.ops.rope
 HALF = torch.float16, torch.bfloat16
@@ -32,49 +32,35 @@ ANGLE_ERROR = 5e-7  # of cos and sin, from inv_freq, at positions below 2^24
 # ---- what is right ----
 
 
-def token_positions(x: Tensor, positions: Tensor | None, offset: int) -> Tensor:
-    """[batch, seq] for x [batch, seq, heads, head_dim], on the CPU."""
-    p = torch.arange(x.shape[1]) if positions is None else positions.cpu().long()
-    return (p + offset).expand(x.shape[:2])
+def exact(value):
+    """A tensor in float64 on the CPU, of its own memory; another argument as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.cpu().clone()
+    return value.double() if value.is_floating_point() else value
 
 
-def rotated(
-    x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False,
-    inverse=False, weight=None, norm_eps=1e-6,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(result, magnitude of the pair; 0 where a channel is passed through, bit for bit), float64 on the CPU."""
-    shape = x.shape
-    x, cos, sin, inv_freq, weight = (t if t is None else t.cpu().double() for t in (x, cos, sin, inv_freq, weight))
-    x = x if x.dim() == 4 else x[None]
-    if weight is not None:
-        x = x * (x.square().mean(-1, keepdim=True) + norm_eps).rsqrt() * weight
-    p = token_positions(x, positions, offset)
-    if inv_freq is not None:
-        angle = p.unsqueeze(-1) * inv_freq  # exact: 24 bits of a position, 24 of a float32 frequency
-        cos, sin = angle.cos(), angle.sin()
-    elif cos.dim() == 2:
-        cos, sin = cos[p], sin[p]
-    c, s = cos.unsqueeze(-2) * attention_factor, sin.unsqueeze(-2) * attention_factor * (-1 if inverse else 1)
-    pairs, dim = c.shape[-1], -1 if interleaved else -2
-    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    a, b = turning.unflatten(-1, (pairs, 2) if interleaved else (2, pairs)).unbind(dim)
-    turned = torch.stack([a * c - b * s, b * c + a * s], dim)
-    size = turned.square().sum(dim, keepdim=True).sqrt().expand(turned.shape)
-    rest_size = torch.zeros_like(rest) if weight is None else rest.abs()
-    both = (torch.cat([t.flatten(-2), r], -1).view(shape) for t, r in ((turned, rest), (size, rest_size)))
-    return next(both), next(both).detach()
+def magnitude(result: Tensor, options: dict) -> Tensor:
+    """Of each channel's pair; 0 where a channel is passed through, bit for bit."""
+    rotary_dim = 2 * options["cos" if "cos" in options else "inv_freq"].shape[-1]
+    turned, rest = result.detach().split([rotary_dim, result.shape[-1] - rotary_dim], -1)
+    pairs, dim = (turned.unflatten(-1, (-1, 2)), -1) if options["interleaved"] else (turned.unflatten(-1, (2, -1)), -2)
+    size = pairs.norm(dim=dim, keepdim=True).expand(pairs.shape).flatten(-2)
+    return torch.cat([size, rest.abs() if "q_norm_weight" in options else torch.zeros_like(rest)], -1)
 
 
-def all_rotated(xs, q_norm_weight=None, k_norm_weight=None, slots=None, **options) -> list[tuple[Tensor, Tensor]]:
-    """Of q, or of q and k."""
-    return [rotated(x, **options, weight=w) for x, w in zip(xs, (q_norm_weight, k_norm_weight), strict=False)]
-
-
-def plain(x: Tensor, cos: Tensor, sin: Tensor, p: Tensor) -> Tensor:
-    """What the README says rotate is equivalent to, half-split, to compare its speed with."""
-    c, s = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+def right(op: str, xs: list[Tensor], options: dict) -> list[tuple[Tensor, Tensor]]:
+    """(the result, the magnitude of each channel's pair) of q, or of q and k, or of q and both caches."""
+    xs, options = list(map(exact, xs)), {name: exact(value) for name, value in options.items()}
+    if "cache" in op:
+        q, k, v, k_cache, v_cache = xs
+        before = k_cache.clone()
+        reference.rotate_into_cache(*xs, **options)
+        written = k_cache != before  # all else stays bit for bit, and v is copied so
+        sizes = magnitude(q, options), magnitude(k_cache, options) * written, torch.zeros_like(v_cache)
+        return list(zip((q, k_cache, v_cache), sizes, strict=True))
+    outs = reference.norm_rotate_qk(*xs, **options) if "norm" in op else [reference.rotate(x, **options) for x in xs]
+    return [(out, magnitude(out, options)) for out in outs]
 
 
 # ---- what is tried ----
@@ -225,26 +211,17 @@ class Check:
             options["inverse"] = pick.random() < 0.5
         return qkv, options, pick
 
-    def caches(self, q, k, v, exact_k, options, pick):
-        """(caches, slots or nothing, what the caches should hold afterwards)"""
-        x = q if q.dim() == 4 else q[None]
-        (b, s), (h, d) = x.shape[:2], k.shape[-2:]
+    def caches(self, k, options, pick):
+        """(k_cache and v_cache, slots or nothing)"""
+        x = k if k.dim() == 4 else k[None]
+        b, s, h, d = x.shape
         by_position = "cos" in options and options["cos"].dim() == 2 and pick.random() < 0.5
         n, m = (b + 1, s + 40) if by_position else (b * s // 16 + 2, 16)
-        caches, slots = pick.choice(CACHES)(partial(self.make, dtype=q.dtype), n, m, h, d), {}
+        caches = pick.choice(CACHES)(partial(self.make, dtype=k.dtype), n, m, h, d)
         if by_position:
-            cells = torch.arange(b)[:, None] * m + token_positions(x, options.get("positions"), options["offset"])
-            caches = [t[0] for t in caches] if b == 1 and pick.random() < 0.5 else caches
-        else:
-            cells = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(n * m)[: b * s].view(b, s))
-            slots["slots"] = cells.to(pick.choice((torch.int32, torch.int64))).to(self.device)
-        exact = []
-        for cache, news in zip(caches, (exact_k, (v.cpu().double(), torch.zeros(v.shape))), strict=True):
-            old = cache.cpu().double().clone(memory_format=torch.contiguous_format)
-            exact.append((old, torch.zeros_like(old)))  # size 0: what is not written stays bit for bit; v is copied so
-            for t, new in zip(exact[-1], news, strict=True):
-                t.view(-1, h, d)[cells[cells >= 0]] = new.reshape(b, s, h, d)[cells >= 0].to(t.dtype)
-        return caches, slots, exact
+            return [t[0] for t in caches] if b == 1 and pick.random() < 0.5 else caches, {}
+        cells = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(n * m)[: b * s].view(b, s))
+        return caches, {"slots": cells.to(pick.choice((torch.int32, torch.int64))).to(self.device)}
 
     # -- cases --
 
@@ -252,10 +229,12 @@ class Check:
         """All results of an operator, and what it should leave alone."""
         (q, k, v), options, pick = self.arguments(op, dtype, number)
         xs = [q] if op in ("rotate", "rotate_") else [q, k]
-        exact = all_rotated(xs, **options)
         if "cache" in op:
-            caches, slots, cache_exact = self.caches(q, k, v, exact[1], options, pick)
-            xs, exact, options = [q, k, v, *caches], [exact[0], None, None, *cache_exact], options | slots
+            caches, slots = self.caches(k, options, pick)
+            xs, options = [q, k, v, *caches], options | slots
+        results = right(op, xs, options)
+        if "cache" in op:
+            results[1:1] = None, None  # k and v
         before = [t.clone() for t in (q, k, v)]
         outs = self.call(op, *xs, **options)
         in_place = op.endswith("_")
@@ -263,12 +242,12 @@ class Check:
         ulps = 6 if "q_norm_weight" in options else 2 if options["attention_factor"] == 1.0 else 3
         part = ANGLE_ERROR if "inv_freq" in options else 0.0
         bound = {torch.float32: (ulps, part), torch.float64: (ulps + 2,)}  # float64: the oracle has its own error
-        for x, out, e in zip(xs, outs, exact, strict=True):
+        for x, out, e in zip(xs, outs, results, strict=True):
             if e:
                 self.near(out, *e, *bound.get(dtype, (1,)))
                 demand(out.dtype == dtype, f"a result of {out.dtype}")
                 demand(in_place or out.stride() == torch.empty_like(x).stride(), f"a result by {out.stride()}")
-        written = [x for x, e in zip(xs, exact, strict=True) if in_place and e]
+        written = [x for x, e in zip(xs, results, strict=True) if in_place and e]
         for t, old in zip((q, k, v), before, strict=True):
             if not any(t is x for x in written):
                 self.same([t], [old])
@@ -279,12 +258,13 @@ class Check:
         xs = qkv[:1] if op == "rotate" else qkv[:2]
         weights = [options.pop(name) for name in ("q_norm_weight", "k_norm_weight") if name in options]
         leaves = [t.detach().requires_grad_() for t in (*xs, *weights)]
-        exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
         given = [self.make(*x.shape, dtype=dtype) for x in xs]
         found = torch.autograd.grad(self.call(op, *leaves, **options), leaves, given)
-        outs = [t for t, _ in all_rotated(exact[: len(xs)], *exact[len(xs) :], **options)]
+        copies = [exact(t).requires_grad_() for t in map(Tensor.detach, leaves)]
+        names = ("q_norm_weight", "k_norm_weight")[: len(weights)]
+        outs = [t for t, _ in right(op, copies[: len(xs)], options | dict(zip(names, copies[len(xs) :], strict=True)))]
         part = ANGLE_ERROR if dtype == torch.float32 and "inv_freq" in options else 0.0
-        for out, e in zip(found, torch.autograd.grad(outs, exact, [t.cpu().double() for t in given]), strict=True):
+        for out, e in zip(found, torch.autograd.grad(outs, copies, list(map(exact, given))), strict=True):
             self.near(out, e, e.abs().max().expand(e.shape), *((1,) if out.dtype in HALF else (12, part)))
 
     def angle(self, base: float, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
@@ -416,6 +396,7 @@ class Check:
         """Against a copy of the same bytes in the same run, and torch's own operators."""
         print(
             "\nMedian time of a call. q has 32 heads, k and v 8, head_dim is 128. copy: out.copy_(x) of as many bytes.\n"
+            "Plain torch is torch_rope.reference.\n"
             "rotate_qk makes new tensors (on the CPU large ones are fresh pages, which may cost more than the rotation)."
         )
         print(
@@ -448,7 +429,7 @@ class Check:
             getattr(rope, op)(q, k, *([v, *caches] if cache else []), cos, sin, positions=p)
 
         def theirs():
-            new_q, new_k = plain(q, cos, sin, p), plain(k, cos, sin, p)
+            new_q, new_k = reference.rotate_qk(q, k, cos, sin, positions=p)
             if cache:
                 q.copy_(new_q)
                 caches[0][row, p], caches[1][row, p] = new_k, v

@@ -91,7 +91,7 @@ bool ready(const RotateCall& call, const RopeParams& p) {
 
 struct Cpu {
   static void rotate(const RotateCall& call) {
-    Rotate r{call.args()};
+    TunedRotateArgs r{call.args(), false, false};
     const RopeParams& p = r.params;
     if (!ready(call, p)) return;
     const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
@@ -151,22 +151,11 @@ struct Cpu {
   static void cos_sin(const CosSinCall& call) {
     const Tensor positions = call.positions.to(at::kDouble).contiguous(),
                  inv_freq = call.inv_freq.to(at::kDouble).contiguous();
-    const SplitFactor factor = split_factor(call.attention_factor);
-    const int64_t pairs = inv_freq.size(1);
-    if (pairs == 0) return;
-    const CosSin c{inv_freq.size(0),
-                   call.cos.numel() / pairs,
-                   pairs,
-                   call.attention_factor,
-                   factor.hi,
-                   factor.lo,
-                   dtype_of(call.cos),
-                   static_cast<const double*>(positions.const_data_ptr()),
-                   static_cast<const double*>(inv_freq.const_data_ptr()),
-                   call.cos.mutable_data_ptr(),
-                   call.sin.mutable_data_ptr()};
+    const CosSinArgs c = call.args(positions, inv_freq);
+    const CosSinParams& p = c.params;
+    if (p.pairs == 0) return;
     const Kernels& k = kernels();
-    parallel(c.tokens, 8 * c.axes * pairs, k.cos_sin_scratch(c),
+    parallel(p.tokens, 8 * p.axes * p.pairs, k.cos_sin_scratch(c),
              [&](int64_t begin, int64_t end, void* scratch) { k.cos_sin(c, begin, end, scratch); });
   }
 };

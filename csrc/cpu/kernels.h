@@ -10,33 +10,26 @@
 
 namespace rope::cpu {
 
-struct Rotate : RotateArgs {
+// With how to use memory.
+struct TunedRotateArgs : RotateArgs {
   bool stream;  // write past the caches
   bool fetch;   // ask for memory ahead
 };
 
-struct CosSin {
-  int64_t axes, tokens, pairs;
-  double attention_factor;
-  float factor_hi, factor_lo;  // the same, for float32 arithmetic
-  DType out_dtype;
-  const double* positions;  // [axes, tokens]
-  const double* inv_freq;   // [axes, pairs]
-  void *cos, *sin;          // [tokens, pairs]
-};
-
 struct Kernels {
   const char* name;
-  size_t (*rotate_scratch)(const RotateArgs&);                               // bytes of scratch that one thread needs
-  void (*rotate)(const Rotate&, int64_t begin, int64_t end, void* scratch);  // tokens [begin, end) of batch * seq
+  size_t (*rotate_scratch)(const RotateArgs&);  // bytes of scratch that one thread needs
+  // Tokens [begin, end) of batch * seq.
+  void (*rotate)(const TunedRotateArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*norm_backward_scratch)(const NormBackwardArgs&);
   // weight_grads: what these tokens add to the gradients of both weights, [2, head_dim].
   void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*table_backward_scratch)(const TableBackwardArgs&);
   // The rows whose first entry is one of [begin, end), see TokensOfRows. A row without entries is not written.
   void (*table_backward)(const TableBackwardArgs&, int64_t begin, int64_t end, void* scratch);
-  size_t (*cos_sin_scratch)(const CosSin&);
-  void (*cos_sin)(const CosSin&, int64_t begin, int64_t end, void* scratch);
+  size_t (*cos_sin_scratch)(const CosSinArgs&);
+  // positions and inv_freq are double, and contiguous.
+  void (*cos_sin)(const CosSinArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
 const Kernels& kernels();  // those that torch's choice of instruction set selects

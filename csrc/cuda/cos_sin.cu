@@ -15,7 +15,7 @@ ROPE_FN double whole_number(const void* from, int64_t i) {
 }
 
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
-  switch (c.position_type) {
+  switch (c.params.position_type) {
     case PositionType::kInt8:
       return whole_number<int8_t>(c.positions, i);
     case PositionType::kUInt8:
@@ -41,20 +41,21 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
+  const CosSinParams& p = c.params;
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= c.tokens) return;
+  if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
-  const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(c.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(c.factor_lo);
-  for (int64_t first = int64_t(threadIdx.x) * V; first < c.pairs; first += int64_t(blockDim.x) * V) {
+  const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
     Angles<A, V> angles;
     Angle<A> sums[V] = {};
-    for (int64_t axis = 0; axis < (several ? c.axes : 1); axis++) {
-      const double position = several ? position_at(c, axis * c.tokens + row) : only;
+    for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
+      const double position = several ? position_at(c, axis * p.tokens + row) : only;
 #pragma unroll
       for (int i = 0; i < V; i++) {
         Angle<A> angle;
         angle_at(position, c.inv_freq, c.inv_freq_dtype == DType::kDouble,
-                 axis * c.inv_freq_strides[0] + (first + i) * c.inv_freq_strides[1], angle);
+                 axis * p.inv_freq[0] + (first + i) * p.inv_freq[1], angle);
         if constexpr (several) {
           add(sums[i], angle);
         } else {
@@ -70,16 +71,17 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
     Vector<T, V> cos, sin;
     round_to<T>(angles.cos, cos.of);
     round_to<T>(angles.sin, sin.of);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * c.pairs + first) = cos;
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * c.pairs + first) = sin;
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = cos;
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = sin;
   }
 }
 
 template <typename T, int V>
 cudaError_t launch(const CosSinArgs& c, cudaStream_t stream) {
-  const rope_int x = std::min(ceil_div(c.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(c.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream,
-               c.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
+  const CosSinParams& p = c.params;
+  const rope_int x = std::min(ceil_div(p.pairs, V), rope_int(kThreads)), y = kThreads / x;
+  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream,
+               p.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
 }
 
 }  // namespace
@@ -88,7 +90,7 @@ cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream) {
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
-    return c.pairs % full == 0 ? launch<T, full>(c, stream) : launch<T, 1>(c, stream);
+    return c.params.pairs % full == 0 ? launch<T, full>(c, stream) : launch<T, 1>(c, stream);
   });
 }
 

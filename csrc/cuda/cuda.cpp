@@ -93,23 +93,8 @@ struct Cuda {
     const c10::Device device = call.positions.device();
     const c10::cuda::CUDAGuard guard(device);
     const Tensor positions = call.positions.contiguous();
-    const SplitFactor factor = split_factor(call.attention_factor);
-    const rope_int axes = call.inv_freq.size(0), pairs = call.inv_freq.size(1);
-    const CosSinArgs c{axes,
-                       call.cos.numel() / std::max<rope_int>(1, pairs),
-                       pairs,
-                       call.attention_factor,
-                       factor.hi,
-                       factor.lo,
-                       dtype_of(call.cos),
-                       dtype_of(call.inv_freq),
-                       position_type(positions.scalar_type()),
-                       {call.inv_freq.stride(0), call.inv_freq.stride(1)},
-                       positions.const_data_ptr(),
-                       call.inv_freq.const_data_ptr(),
-                       call.cos.mutable_data_ptr(),
-                       call.sin.mutable_data_ptr()};
-    if (c.tokens == 0 || c.pairs == 0) return;
+    const CosSinArgs c = call.args(positions, call.inv_freq);
+    if (c.params.tokens == 0 || c.params.pairs == 0) return;
     C10_CUDA_CHECK(cuda::cos_sin(c, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
   }
 };

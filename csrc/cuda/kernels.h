@@ -16,16 +16,7 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
 
 cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, cudaStream_t stream);
 
-struct CosSinArgs {
-  rope_int axes, tokens, pairs;
-  double attention_factor;
-  float factor_hi, factor_lo;   // the same, for float32 arithmetic
-  DType dtype, inv_freq_dtype;  // of cos and sin; of inv_freq
-  PositionType position_type;
-  rope_int inv_freq_strides[2];
-  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs]
-  void *cos, *sin;                   // [tokens, pairs], aligned to 16 bytes
-};
+// positions are contiguous.
 cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream);
 
 }  // namespace rope::cuda

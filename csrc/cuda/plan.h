@@ -1,19 +1,12 @@
-// How a call is laid out on the GPU: the width of accesses and of offsets, and the grid. Plain arithmetic on sizes,
-// strides and addresses, so that it is tested without a GPU.
-//
-// A head is cut into chunks, one for a thread. A chunk is two vectors, one from each half of the rotated channels: so
-// both members of every pair are in it whatever the pairing, and neighbouring threads read neighbouring memory.
-// Channels past rotary_dim are cut the same way.
+// How a call is laid out on the GPU: the width of accesses and of offsets, and the grid.
 //
 // A thread keeps the angles of its chunk and takes several heads one after another; the heads of q, k and v count as
 // one list. The threads of a block lie over the heads of a token where those are adjacent in memory, and over tokens
 // where those are: [batch, heads, seq, head_dim].
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-
 #include "../args.h"
+#include "../plan.h"
 
 namespace rope::cuda {
 
@@ -51,13 +44,6 @@ struct Plan {
   Dim3 block, grid;  // block: chunks, heads, tokens. grid: tokens, heads, batch (at most: see start)
 };
 
-inline rope_int ceil_div(rope_int a, rope_int b) { return (a + b - 1) / b; }
-inline rope_int power_of_two(rope_int n) {
-  rope_int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
 // f(data, strides, sizes) for each tensor that is read or written by channels.
 template <typename F>
 bool all_sides(const RotateArgs& a, F&& f) {
@@ -70,21 +56,6 @@ bool all_sides(const RotateArgs& a, F&& f) {
   return side(a.q_in, p.q.in, p.q.heads, false) && side(a.q_out, p.q.out, p.q.heads, false) &&
          side(a.k_in, p.k.in, p.k.heads, false) && side(a.k_out, p.k.out, p.k.heads, cache) &&
          side(a.v_in, p.v.in, p.v.heads, false) && side(a.v_out, p.v.out, p.v.heads, cache);
-}
-
-// Whether every access of this many bytes would be aligned, channels side by side.
-inline bool is_aligned(const void* data, const rope_int* strides, const rope_int* sizes, int itemsize, int bytes) {
-  if (reinterpret_cast<uintptr_t>(data) % unsigned(bytes) || strides[3] != 1) return false;
-  for (int d = 0; d < 3; d++) {
-    if (sizes[d] > 1 && strides[d] * itemsize % bytes) return false;
-  }
-  return true;
-}
-
-inline rope_int last_offset(const rope_int* strides, const rope_int* sizes) {
-  rope_int offset = 0;
-  for (int d = 0; d < 4; d++) offset += std::max<rope_int>(sizes[d] - 1, 0) * strides[d];
-  return offset;
 }
 
 // The last offset of positions, slots, tables and frequencies.
@@ -136,34 +107,31 @@ template <typename Sides>
 Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
-  const rope_int pairs = p.rotary_dim / 2;
-  const auto fits = [&](int v) {
-    return pairs % v == 0 && p.head_dim % v == 0 && (norm || p.head_dim <= 2 * v * (kThreads - 1));
-  };
+  const auto in_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
   const auto reaches = [&](int v) {
     return all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
-      return is_aligned(data, strides, sizes, itemsize, v * itemsize);
+      return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
     });
   };
   Plan plan{};
   Tiling& t = plan.tiling;
   t.vector = 1;
   if (norm) {  // the order of its sums follows from sizes alone, never from strides or addresses
-    if (full > 1 && fits(full)) t.vector = full;
+    if (full > 1 && in_block(full)) t.vector = full;
     t.vectors = t.vector > 1 && reaches(full);
   } else {
     for (int v = full; v > 1 && v >= full / 2 && !t.vectors; v /= 2) {
-      t.vectors = fits(v) && reaches(v);
+      t.vectors = in_block(v) && reaches(v);
       if (t.vectors) t.vector = v;
     }
   }
-  const bool copies = norm || p.v.heads || a.q_in != a.q_out || (p.k.heads && a.k_in != a.k_out);
-  t.rotated = int(pairs / t.vector);
-  t.chunks = t.rotated + (copies ? int(ceil_div(p.head_dim - p.rotary_dim, 2 * t.vector)) : 0);
   t.q_in_place = a.q_in == a.q_out;
   t.k_in_place = a.k_in == a.k_out;
+  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
+  t.rotated = int(chunks.rotated);
+  t.chunks = int(chunks.all);
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
-    return last_offset(strides, sizes) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
+    return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
   }) || last_parameter(p) > INT32_MAX;
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
@@ -174,9 +142,9 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
-  const bool table = p.source == kTableByPosition, at_place = p.v.heads && !p.has_slots;  // at its place in a cache
-  t.first_place = table || at_place ? 0 : INT64_MIN;
-  t.last_place = std::min(table ? p.rows - 1 : INT64_MAX, at_place ? p.block_size - 1 : INT64_MAX);
+  const Places places = places_of(p, /*at_place=*/p.v.heads && !p.has_slots);
+  t.first_place = places.limited ? 0 : INT64_MIN;
+  t.last_place = places.last;
   return plan;
 }
 

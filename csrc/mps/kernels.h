@@ -28,9 +28,8 @@ namespace mps {
 enum { kHeads = 4 };
 enum { kSimd = 32 };  // threads of a SIMD group; the host makes sure
 
-// A head is cut into chunks, one for a thread: as many channels from each half of the rotated ones, so that both
-// members of every pair are in it. Channels past rotary_dim are cut the same way. The heads of q, k and v are one list.
-struct Rotate {
+// See csrc/plan.h for chunks. The heads of q, k and v are one list.
+struct TiledParams {
   RopeParams params;
   rope_int last_place;               // position + offset may be that far, if there is a range
   unsigned chunks, rotated;          // of a head; the rotated ones come first
@@ -43,7 +42,7 @@ struct Rotate {
 // An item is kHeads heads of q, or of k, for a row of threads; or one head, where they are wide. A part is so many
 // items, which one threadgroup sums.
 struct NormBackward {
-  Rotate rotate;        // of the gradients, back
+  TiledParams rotate;   // of the gradients, back
   rope_int q[4], k[4];  // strides of what was normalised
   rope_int q_items, k_items;
   unsigned part;
@@ -54,20 +53,12 @@ struct SumParts {
 };
 
 struct TableBackward {
-  Rotate rotate;        // of the gradients; the list has the heads of q and k
+  TiledParams rotate;   // of the gradients; the list has the heads of q and k
   rope_int q[4], k[4];  // strides of what was rotated
   TokensOfRows tokens;
 };
 
-struct CosSin {
-  rope_int position[2];  // strides: axis, place
-  rope_int inv_freq[2];  // strides: axis, pair
-  float factor_hi, factor_lo;
-  unsigned axes;
-};
-
-static_assert(sizeof(Rotate) == 472 && sizeof(NormBackward) == 560 && sizeof(TableBackward) == 576 &&
-                  sizeof(CosSin) == 48,
+static_assert(sizeof(TiledParams) == 472 && sizeof(NormBackward) == 560 && sizeof(TableBackward) == 576,
               "the same layout on host and device");
 
 // Buffers of the kernels on heads.

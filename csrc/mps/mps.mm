@@ -262,21 +262,16 @@ struct Mps {
   static void cos_sin(const CosSinCall& call) {
     // [axes, places]: a copy only where no two strides reach them all
     const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
-    const Size3 grid{call.inv_freq.size(1), positions.size(1), 1};
+    const CosSinParams c = call.params(positions, call.inv_freq);
+    const Size3 grid{c.pairs, c.tokens, 1};
     if (grid.x == 0 || grid.y == 0) return;
     TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX,
                                 "rope.cos_sin: more than 2^32 positions are too many for Metal");
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble && call.inv_freq.scalar_type() != at::kDouble,
                                 "rope.cos_sin: Metal has no float64");
-    const SplitFactor factor = split_factor(call.attention_factor);
-    const CosSin c{{positions.stride(0), positions.stride(1)},
-                   {call.inv_freq.stride(0), call.inv_freq.stride(1)},
-                   factor.hi,
-                   factor.lo,
-                   unsigned(call.inv_freq.size(0))};
     Constants constants{};
-    constants.scaled = factor.hi != 1.0f || factor.lo != 0.0f;
-    constants.position_type = int(position_type(positions.scalar_type()));
+    constants.scaled = is_scaled(c);
+    constants.position_type = int(c.position_type);
     id<MTLComputePipelineState> kernel = pipeline({"cos_sin", type_of("rope.cos_sin", call.cos), ""}, constants);
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];

@@ -1,13 +1,13 @@
-// How a call is laid out on the GPU: kernel, function constants, and grid. Plain arithmetic on sizes and strides, no
-// type of Apple's, so that it is the same on a machine without Metal.
+// How a call is laid out on the GPU: kernel, function constants, and grid. No type of Apple's, so that it is the same
+// on a machine without Metal.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <tuple>
 
-#include "../ops.h"
+#include "../call.h"
+#include "../plan.h"
 #include "kernels.h"
 
 namespace rope::mps {
@@ -35,28 +35,25 @@ struct Size3 {
 struct Plan {
   Kernel kernel;
   Constants constants;
-  Rotate rotate;
+  TiledParams rotate;
   Size3 grid;      // threads; of a norm: rows of threads, in x
   bool wide_head;  // of a norm
 };
 
-inline rope_int ceil_div(rope_int a, rope_int b) { return (a + b - 1) / b; }
+template <typename Params>
+bool is_scaled(const Params& p) {
+  return p.factor_hi != 1.0f || p.factor_lo != 0.0f;
+}
 
-// Whether four elements side by side are one aligned access everywhere: a buffer begins aligned.
+// Whether four elements side by side are one aligned access everywhere.
 inline bool in_vectors(const Tensor& t) {
-  const auto sizes = t.sizes(), strides = t.strides();
-  if (t.numel() == 0) return true;
-  if (t.storage_offset() % 4 || strides.back() != 1) return false;
-  for (size_t d = 0; d + 1 < sizes.size(); d++) {
-    if (sizes[d] > 1 && strides[d] % 4) return false;
-  }
-  return true;
+  const int size = int(t.element_size());
+  const auto start = uintptr_t(t.storage_offset()) * uintptr_t(size);
+  return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, 4 * size);
 }
 
 inline bool needs_64_bits(const Tensor& t) {
-  rope_int last = 0;
-  for (int64_t d = 0; d < t.dim() && t.numel(); d++) last += (t.size(d) - 1) * t.stride(d);
-  return last > UINT32_MAX;
+  return t.numel() && last_offset(t.strides().data(), t.sizes().data(), int(t.dim())) > UINT32_MAX;
 }
 
 inline const char* type_of(const char* op, const Tensor& x) {
@@ -92,7 +89,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   const auto fits_32 = [](const Tensor* t) { return !needs_64_bits(*t); };
 
   Plan plan{};
-  Rotate& r = plan.rotate;
+  TiledParams& r = plan.rotate;
   Constants& c = plan.constants;
   RopeParams& p = r.params = call.params();
   const auto bytes = [](const Tensor* t) { return t ? int(t->element_size()) : 0; };
@@ -101,20 +98,18 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   c.interleaved = p.interleaved;
   c.inverse = p.inverse;
   c.source = p.source;
-  c.scaled = p.factor_hi != 1.0f || p.factor_lo != 0.0f;
+  c.scaled = is_scaled(p);
   c.position_bytes = bytes(call.positions ? &*call.positions : nullptr);
   c.slot_bytes = bytes(call.slots);
   c.native_tables = native(call.cos ? &*call.cos : nullptr);
   c.native_q_weight = native(call.q_norm_weight);
   c.native_k_weight = native(call.k_norm_weight);
 
-  const rope_int pairs = p.rotary_dim / 2, heads = p.q.heads + p.k.heads + p.v.heads;
-  const bool by_four = pairs % 4 == 0 && p.head_dim % 4 == 0,
-             reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
+  const rope_int heads = p.q.heads + p.k.heads + p.v.heads;
+  const bool by_four = fits(p, 4), reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
   // The order of a norm's sums follows from sizes alone, never from strides or addresses.
   int width = (p.has_norm ? by_four : reached) ? 4 : 1;
-  const auto chunks = [&](rope_int channels) { return ceil_div(channels, 2 * width); };
-  plan.wide_head = p.has_norm && pairs / width + chunks(p.head_dim - p.rotary_dim) > kSimd;
+  plan.wide_head = p.has_norm && chunks_of(p, width, true).all > kSimd;
   if (plan.wide_head) width = 1;
   c.vectors = width == 4 && reached;
   c.parameter_vectors = width == 4;
@@ -123,16 +118,16 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
 
   r.q_in_place = call.q == call.q_out;
   r.k_in_place = call.k && call.k == call.k_out;
-  const bool copies = p.has_norm || call.v || !r.q_in_place || (call.k && !r.k_in_place);
-  r.rotated = unsigned(pairs / width);
-  r.chunks = r.rotated + unsigned(copies ? chunks(p.head_dim - p.rotary_dim) : 0);
+  const Chunks chunks = chunks_of(p, width, copies(p, r.q_in_place, r.k_in_place));
+  r.rotated = unsigned(chunks.rotated);
+  r.chunks = unsigned(chunks.all);
   r.k_start = unsigned(p.q.heads);
   r.v_start = unsigned(p.q.heads + p.k.heads);
   r.heads = unsigned(heads);
   r.groups = unsigned(ceil_div(heads, kHeads));
-  const bool table = p.source == kTableByPosition, at_place = call.v && !call.slots;  // at its place in a cache
-  r.has_range = table || at_place;
-  r.last_place = std::min(table ? p.rows - 1 : INT64_MAX, at_place ? p.block_size - 1 : INT64_MAX);
+  const Places places = places_of(p, /*at_place=*/call.v && !call.slots);
+  r.has_range = places.limited;
+  r.last_place = places.last;
 
   const rope_int rows = p.batch * p.seq * r.groups;
   for (const rope_int n : {p.head_dim, heads, p.seq, p.batch * r.groups}) {
@@ -150,8 +145,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
     plan.grid = {r.chunks, p.seq, p.batch * r.groups};
     return plan;
   }
-  c.lanes = 1;
-  while (c.lanes < kSimd && (plan.wide_head || c.lanes < int(r.chunks))) c.lanes *= 2;
+  c.lanes = plan.wide_head ? int(kSimd) : int(power_of_two(chunks.all));
   if (plan.wide_head) {
     plan.kernel = {backward ? "norm_backward_wide" : "norm_rotate_wide", type, ""};
   } else if (backward) {

@@ -552,7 +552,16 @@ def test_parse_gives_the_arguments():
         "dynamic",
         {"rotary_dim": 128, "base": 1000000, "factor": 2.0, "original_max_position": 32768},
     )
+    # transformers scales by max_position_embeddings, whatever else is said.
+    assert frequencies.parse(DYNAMIC | {"original_max_position_embeddings": 4096}) == (kind, arguments)
     assert {*ROPE_INIT_FUNCTIONS, "default", "ntk"} == {*frequencies.KINDS}
+
+
+def test_a_layer_may_have_a_head_dim_of_its_own():
+    """By its index, as transformers writes the config of a model whose layers differ."""
+    config = GEMMA_4["text_config"] | {"per_layer_config": {"5": {"head_dim": 128}}}
+    sizes = {kind: len(frequencies.from_config(config, kind).inv_freq) for kind in {*config["layer_types"]}}
+    assert sizes == {"sliding_attention": 128, "full_attention": 64}
 
 
 def test_dynamic_from_the_default():

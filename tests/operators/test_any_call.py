@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from cases import DTYPES, some_slots, supported
+from cases import DTYPES, moved, some_slots, spread, supported
 from oracle import table_backward
 from test_cache import Caches, check, make_norm, same
 from test_tables import assert_sums
@@ -96,15 +96,18 @@ def test_any_call(call, device):
         heads = {"q": q_heads, "k": k_heads, "v": k_heads}
         q, k, v = (lay_out(call[name], (batch, seq, n, head_dim), make) for name, n in heads.items())
 
-    def strided(t):
-        return torch.stack([t, t], -1).flatten(-2)[..., ::2] if call["strided"] else t
+    def strided(t, step=2):
+        return spread(t.cpu(), (step,) * t.dim(), range(t.dim())) if call["strided"] else t
+
+    def placed(t, step=2):
+        return moved(strided(t, step), device)
 
     # Slots first: without them the positions are places in a block.
     count, block_size = batch * seq, call["block_size"]
     if call["slots"]:
         blocks = -(-count // block_size) + call["more_blocks"]
         shape = (batch, seq)[-call["slots_dims"] :]
-        slots = strided(some_slots(shape, blocks * block_size, getattr(torch, call["slots"]), device))
+        slots = placed(some_slots(shape, blocks * block_size, getattr(torch, call["slots"]), "cpu"))
     else:
         block_size, blocks, slots = block_size + seq + call["offset"], batch + call["more_blocks"], None
 
@@ -117,15 +120,14 @@ def test_any_call(call, device):
         unique = torch.rand(one_or_batch, rows).argsort(-1)[:, :seq] - call["offset"]
         unique = unique - (20 if slots is not None and call["kind"] == "inv_freq" else 0)
         unique = unique[0] if call["shared"] and call["strided"] else unique
-        angles["positions"] = strided(unique.to(getattr(torch, call["positions"])).to(device))
+        angles["positions"] = placed(unique.to(getattr(torch, call["positions"])), 3)
     if call["kind"] == "inv_freq":
-        angles["inv_freq"] = strided(freq.float().to(device))
+        angles["inv_freq"] = placed(freq.float())
     else:
         shape = (rows,) if call["kind"] == "table" else (one_or_batch, seq)
         angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
-        angles |= {
-            name: strided(t.to(table_dtype).to(device)) for name, t in (("cos", angle.cos()), ("sin", angle.sin()))
-        }
+        angles["cos"] = placed(angle.cos().to(table_dtype))
+        angles["sin"] = placed(angle.sin().to(table_dtype), 3)
 
     def cache(make, *shape):
         if len(call["v_cache"][0]) == 5:
@@ -191,7 +193,13 @@ def test_any_gradient_of_tables(call, device):
     rows = call["rows"] if call["positions"] else seq + call["offset"] + call["rows"]
     shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}[call["kind"]]
     table_dtype = dtype if dtype == torch.float64 or call["table_dtype"] == "dtype of x" else torch.float32
-    angles = {name: torch.randn(*shape, pairs).to(table_dtype).to(device) for name in ("cos", "sin")}
+    angles = {
+        name: moved(spread(torch.randn(*shape, pairs).to(table_dtype), *strides), device)
+        for name, strides in (
+            ("cos", ((1,) * (len(shape) + 1), (1,) * (len(shape) + 1))),
+            ("sin", ((2,) * (len(shape) + 1), (0,) * (len(shape) + 1))),
+        )
+    }
     if call["kind"] == "table":
         angles["offset"] = call["offset"]
     if call["positions"]:

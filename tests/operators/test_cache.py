@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 from cases import (
+    ALL_CALLS,
     CACHES,
-    DTYPES,
+    CALLS,
+    KERNELS,
     LAYOUTS,
-    SIZES,
-    SOURCES,
     checks_ranges,
+    covering,
+    many,
+    moved,
+    name_of,
     on_gpu,
     set_apart,
     some_slots,
+    spread,
     supported,
 )
 from oracle import assert_close, limits, rotate
@@ -114,29 +119,6 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
 
 
-def pairwise(factors, allowed):
-    """Cases in which any two values that may stand together do, without the full product."""
-    draw = random.Random(0)
-
-    def pairs(case):
-        return set(itertools.combinations(case.items(), 2))
-
-    missing = dict.fromkeys(
-        pair
-        for a, b in itertools.combinations(factors, 2)
-        for pair in itertools.product(((a, v) for v in factors[a]), ((b, v) for v in factors[b]))
-    )
-    while missing:
-        wanted = dict(next(iter(missing)))
-        tries = [{name: draw.choice(values) for name, values in factors.items()} | wanted for _ in range(100)]
-        tries = [case for case in tries if allowed(**case)][:30]
-        if tries:
-            case = max(tries, key=lambda case: len(pairs(case) & missing.keys()))
-            yield case
-            missing = {pair: None for pair in missing if pair not in pairs(case)}
-        missing.pop(tuple(wanted.items()), None)
-
-
 def allowed(size, dims, source, cache, slots, **_):
     batch = size[0]
     if batch > 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
@@ -144,31 +126,15 @@ def allowed(size, dims, source, cache, slots, **_):
     return slots != "none" or not source.kind.startswith("token")
 
 
-CASES = list(
-    pairwise(
-        {
-            "size": SIZES,  # batch, seq, heads of q, heads of k, head_dim, rotary_dim
-            "dims": [4, 3],
-            "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
-            "k": list(LAYOUTS),
-            "v": list(LAYOUTS),
-            "source": SOURCES,
-            "cache": list(CACHES),
-            "slots": [
-                "none",
-                "int64 [S]",
-                "strided int32 [S]",
-                "int64 [B,S]",
-                "strided int32 [B,S]",
-                "[B,S] by column",
-            ],
-            "weights": ["none", "dtype of x", "float32", "strided"],
-            "attention_factor": [1.0, 1.2079441541679836],
-            "interleaved": [False, True],
-        },
-        allowed,
-    )
-)
+FACTORS = CALLS | {
+    "dims": [4, 3],
+    "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
+    "v": list(LAYOUTS),
+    "cache": list(CACHES),
+    "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
+    "weights": ["none", "dtype of x", "float32", "strided"],
+    "attention_factor": [1.0, 1.2079441541679836],
+}
 
 
 def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_dim, dtype, device):
@@ -184,24 +150,31 @@ def make_slots(kind, batch, seq, cells, device):
     dtype = torch.int32 if "int32" in kind else torch.int64
     slots = some_slots((seq,) if kind.endswith("[S]") else (batch, seq), cells, dtype, device)
     if "strided" in kind:
-        return torch.stack([slots, slots], -1).flatten(-2)[..., ::2]
+        steps, gaps = (3, 2), (1, 5)
+        return moved(spread(slots.cpu(), steps[-slots.dim() :], gaps[-slots.dim() :]), device)
     return slots.mT.contiguous().mT if "column" in kind else slots
 
 
 def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
-    """kind: none, dtype of x, float32, or strided."""
+    """kind: none, dtype of x, float32 (that of q alone), or strided."""
     if kind == "none":
         return {}
-    step = 2 if kind == "strided" else 1
-    weights = torch.rand(2, head_dim * step, dtype=torch.float64) * 2 - 0.5
-    q, k = weights.to(torch.float32 if kind == "float32" else dtype).to(device)[:, ::step]
-    return {"q_norm_weight": q, "k_norm_weight": k, "norm_eps": norm_eps}
+    q, k = (torch.rand(2, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype)
+    if kind == "float32":
+        q = q.float()
+    if kind == "strided":
+        q, k = spread(q, (2,), (1,)), spread(k, (3,), (2,))
+    return {"q_norm_weight": moved(q, device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_writes_what_the_functional_operators_return(case, dtype, device):
-    size, source = case["size"], case["source"]
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS),
+    ids=name_of,
+)
+def test_writes_what_the_functional_operators_return(case, device):
+    size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
     batch, seq, _, k_heads, head_dim, rotary_dim = size
@@ -669,9 +642,9 @@ def test_k_and_v_are_only_read(with_slots, weights, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
     """And with 1 and with 3 threads."""
-    seq, q_heads, k_heads, head_dim = 3000, 8, 4, 128
+    seq, q_heads, k_heads, head_dim = many(3000, device), 8, 4, 128
     with_slots = layout == "kv blocks"
-    blocks, block_size = (1, 3008) if not with_slots else (188, 16)
+    blocks, block_size = (1, seq + 8) if not with_slots else (seq // 16 + 1, 16)
     packed = torch.randn(1, seq, q_heads + 2 * k_heads, head_dim).to(dtype).to(device)
     slots = some_slots((1, seq), blocks * block_size, torch.int32, device) if with_slots else None
     norm = make_norm(weights, head_dim, dtype, device)

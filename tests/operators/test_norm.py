@@ -7,7 +7,21 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, covering, name_of, on_gpu, supported
+from cases import (
+    ALL_CALLS,
+    CALLS,
+    DTYPES,
+    KERNELS,
+    LAYOUTS,
+    SOURCES,
+    Source,
+    covering,
+    make_qk,
+    many,
+    name_of,
+    on_gpu,
+    supported,
+)
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -22,36 +36,32 @@ norm_rotate_qk = rope.norm_rotate_qk
 
 # How a weight is kept: in float32 or in x's own dtype, its elements side by side or not.
 WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
-EPS = [1e-6, 1e-5, 0.0, 0.5, 1e3]
-FACTORS = [1.0, 1.2079441541679836, -0.37]
-# The numbers of weights, epsilons and factors have no common divisor: any two of them meet.
-CASES = list(
-    zip(
-        combinations(),
-        itertools.cycle(itertools.product(WEIGHTS, repeat=2)),
-        itertools.cycle(EPS),
-        itertools.cycle(FACTORS),
-    )
-)
+FACTORS = CALLS | {
+    "q_weight": WEIGHTS,
+    "k_weight": WEIGHTS,
+    "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
+    "attention_factor": [1.0, 1.2079441541679836, -0.37],
+}
 
 
 def weight(kind, head_dim, dtype, device):
     """From -0.5 to 1.5: of both signs, and most of them near one."""
     dtype = torch.float32 if "float32" in kind else dtype
-    step = 3 if "strided" in kind else 1
+    step = {"float32 strided": 3, "own strided": 2}.get(kind, 1)
     return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
 
 
 def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32")):
     """[q, k, q_norm_weight, k_norm_weight] and the arguments that say the angles."""
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
-    q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
-    k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
-    table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
-    return [q, k, *(weight(kind, head_dim, dtype, device) for kind in kinds)], angles
+    q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype)
+    return [q, k, *(weight(kind, size[-2], dtype, device) for kind in kinds)], angles
+
+
+def make_case(case, device):
+    """The same and the options, of a case of FACTORS."""
+    where = [case[name] for name in ("size", "source", "q", "k", "dtype")]
+    options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
+    return *make(*where, device, (case["q_weight"], case["k_weight"])), options
 
 
 def assert_right(outs, tensors, angles, norm_eps, **options):
@@ -68,14 +78,11 @@ def assert_same(a, b):
 # ---- against the oracle ----
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
-def test_is_within_ulps_of_the_oracle(case, dtype, interleaved, device):
-    where, kinds, norm_eps, attention_factor = case
-    tensors, angles = make(*where, dtype, device, kinds)
+@pytest.mark.heart
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
+def test_is_within_ulps_of_the_oracle(case, device):
+    tensors, angles, options = make_case(case, device)
     before = [t.clone() for t in tensors]
-    options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
     outs = norm_rotate_qk(*tensors, **angles, **options)
     assert_right(outs, tensors, angles, **options)
     assert_same(tensors, before)
@@ -187,11 +194,12 @@ def test_a_pair_has_the_same_bits_in_the_body_of_a_vector_and_in_its_tail(dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_tokens_are_their_pieces(dtype, head_dim, device):
     """And any number of threads."""
-    size = (2, 1500, 8, 2, head_dim, head_dim)
+    seq = many(1500, device)
+    size = (2, seq, 8, 2, head_dim, head_dim)
     (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device)
     whole = norm_rotate_qk(q, k, *weights, **angles)
-    for start in range(0, 1500, 333):
-        piece = slice(start, start + 333)
+    for start in range(0, seq, 133):
+        piece = slice(start, start + 133)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
     before = torch.get_num_threads()
@@ -476,29 +484,32 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
             assert (error <= limit).all(), f"{float((error / limit).max()):.3f} of the limit"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: "-".join(map(str, (*case[0], *case[1:]))))
-def test_gradients_are_near_the_oracle(case, dtype, device):
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        FACTORS | {"q_grad": list(LAYOUTS), "k_grad": list(LAYOUTS)}, interacting=KERNELS[-1:], exhaustive=ALL_CALLS
+    ),
+    ids=name_of,
+)
+def test_gradients_are_near_the_oracle(case, device):
     """And have the dtypes of what they are gradients of, the strides of a result."""
-    where, kinds, norm_eps, attention_factor = case
-    tensors, angles = make(*where, dtype, device, kinds)
+    tensors, angles, options = make_case(case, device)
     inputs = [t.requires_grad_() for t in tensors]
-    layouts = reversed(where[2:])  # of the gradients others than those of q and k
-    given = [LAYOUTS[name](x.shape, dtype, device) for name, x in zip(layouts, tensors, strict=False)]
-    for interleaved in (False, True):
-        options = dict(norm_eps=norm_eps, attention_factor=attention_factor, interleaved=interleaved)
-        gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
-        for x, g in zip(inputs, gradients, strict=True):
-            assert g.dtype == x.dtype and g.shape == x.shape
-            assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
-        assert_accurate(gradients, tensors, given, angles, **options)
+    given = [
+        LAYOUTS[case[name]](x.shape, x.dtype, device) for name, x in zip(("q_grad", "k_grad"), inputs, strict=False)
+    ]
+    gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
+    for x, g in zip(inputs, gradients, strict=True):
+        assert g.dtype == x.dtype and g.shape == x.shape
+        assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
+    assert_accurate(gradients, tensors, given, angles, **options)
 
 
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
     """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
-    tensors, angles = make((2, 10000, 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
+    tensors, angles = make((2, many(10000, device), 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # back from the result itself comes a square
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
@@ -726,6 +737,10 @@ def test_torch_func_gradients(device):
             [g[i] for g in samples], torch.func.grad(truth, EVERY)(tensors[0][i], tensors[1][i], *tensors[2:])
         )
     same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], expected)
+    # The gradient of the results may be the same for all samples.
+    plain = lambda *t: sum(x.sum() for x in norm_rotate_qk(*t, **angles, **OPTIONS))  # noqa: E731
+    samples = vmap(torch.func.grad(plain, EVERY), **over_batch)(*tensors)
+    same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], torch.func.grad(plain, EVERY)(*tensors))
     # Each sample with weights of its own.
     stacked = [*tensors[:2], *(torch.stack([w, 2 - w]) for w in tensors[2:])]
     same_gradients(vmap(torch.func.grad(loss, EVERY))(*stacked), vmap(torch.func.grad(truth, EVERY))(*stacked))

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SIZES, SOURCES, opcheck, supported
+from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, opcheck, supported
 from oracle import numpy_of, table_backward, ulp
 
 TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
-
-
-def table_cases():
-    """Every size with every source of tables, and flags and layouts that go round."""
-    layouts = list(LAYOUTS)
-    for i, size in enumerate(SIZES):
-        for j, source in enumerate(TABLES):
-            n = i * len(TABLES) + j
-            flags = {"interleaved": n % 2 == 1, "inverse": n % 3 == 1, "attention_factor": 0.7 if n % 5 == 1 else 1.0}
-            yield pytest.param(
-                size, source, [layouts[(i + j + m) % len(layouts)] for m in (0, 1, 3, 5)], n % 4 != 3, flags,
-                id=f"{size}-{source}".replace(" ", ""),
-            )  # fmt: skip
 
 
 def make(size, source, layouts, with_k, dtype, device, table_dtype):
@@ -45,21 +32,41 @@ def assert_sums(actual, expected, magnitudes, arithmetic, terms):
     assert (abs(numpy_of(actual, expected.dtype.type) - expected) <= limit).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size,source,layouts,with_k,flags", list(table_cases()))
-def test_gradients_of_tables(size, source, layouts, with_k, flags, dtype, device):
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        CALLS
+        | {
+            "source": TABLES,
+            "q_grad": list(LAYOUTS),
+            "k_grad": list(LAYOUTS),
+            "tables": ["float32", "dtype of x"],
+            "with_k": [True, False],
+            "inverse": [False, True],
+            "attention_factor": [1.0, 0.7],
+        },
+        interacting=[("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")],
+        exhaustive=ALL_CALLS,
+    ),
+    ids=name_of,
+)
+def test_gradients_of_tables(case, device):
+    size, dtype = case["size"], case["dtype"]
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
-    for table_dtype in {torch.float32, dtype}:
-        given, x, angles = make(size, source, layouts, with_k, dtype, device, table_dtype)
-        outs = call(given, x, angles, flags)
-        cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
-        arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-        for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
-            assert out.dtype == table_dtype and out.shape == angles["cos"].shape and out.is_contiguous()
-            assert_sums(out, expected, magnitude, arithmetic, 2 * size[0] * size[1] * (size[2] + size[3]))
-        for out, again in zip(outs, call(given, x, angles, flags), strict=True):
-            assert torch.equal(out, again)
+    table_dtype = torch.float32 if case["tables"] == "float32" else dtype
+    layouts = [case[name] for name in ("q_grad", "k_grad", "q", "k")]
+    given, x, angles = make(size, case["source"], layouts, case["with_k"], dtype, device, table_dtype)
+    flags = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
+    outs = call(given, x, angles, flags)
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        assert out.dtype == table_dtype and out.shape == angles["cos"].shape and out.is_contiguous()
+        assert_sums(out, expected, magnitude, arithmetic, 2 * size[0] * size[1] * (size[2] + size[3]))
+    for out, again in zip(outs, call(given, x, angles, flags), strict=True):
+        assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("source", TABLES, ids=str)

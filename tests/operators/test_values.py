@@ -1,62 +1,59 @@
 """Values: every operator against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the layout."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, SOURCES, Source, combinations, supported
+from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, LAYOUTS, SOURCES, Source, covering, make_qk, name_of, supported
 from oracle import assert_close, cos_sin, limits, numpy_of, rotate, ulp
 
 import torch_rope
 
-CASES = list(combinations())
 
-
-def make(size, source, q_layout, k_layout, dtype, device, table_dtype=None):
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
-    q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
-    k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
-    if table_dtype is None:
-        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return q, k, source.arguments(batch, seq, rotary_dim, table_dtype, device)
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
-def test_rotate_qk_is_within_ulps_of_the_oracle(case, dtype, interleaved, device):
-    if not supported(device, dtype, case[1]):
-        pytest.skip("Apple GPUs have no float64")
-    q, k, angles = make(*case, dtype, device)
+@pytest.mark.heart
+@pytest.mark.parametrize("case", covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
+def test_every_operator_is_within_ulps_of_the_oracle(case, device):
+    q, k, angles = make_qk(device, **case)
+    options = {"interleaved": case["interleaved"]}
     q_before, k_before = q.clone(), k.clone()
-    q_out, k_out = torch.ops.rope.rotate_qk(q, k, **angles, interleaved=interleaved)
+    q_out, k_out = torch.ops.rope.rotate_qk(q, k, **angles, **options)
     for x, out in (q, q_out), (k, k_out):
-        assert_close(out, rotate(x, **angles, interleaved=interleaved), *limits(dtype, angles))
+        assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
         assert out.stride() == torch.empty_like(x).stride()
-    rotary_dim = case[0][-1]
+    rotary_dim = case["size"][-1]
     assert torch.equal(q_out[..., rotary_dim:], q[..., rotary_dim:])
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
     # The other operators: the same bits.
-    assert torch.equal(torch.ops.rope.rotate(q, **angles, interleaved=interleaved), q_out)
-    assert torch.equal(torch.ops.rope.rotate(k, **angles, interleaved=interleaved), k_out)
-    torch.ops.rope.rotate_qk_(q, k, **angles, interleaved=interleaved)
+    assert torch.equal(torch.ops.rope.rotate(q, **angles, **options), q_out)
+    assert torch.equal(torch.ops.rope.rotate(k, **angles, **options), k_out)
+    torch.ops.rope.rotate_qk_(q, k, **angles, **options)
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
-    torch.ops.rope.rotate_(q_before, **angles, interleaved=interleaved)
+    torch.ops.rope.rotate_(q_before, **angles, **options)
     assert torch.equal(q_before, q_out)
 
 
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("attention_factor", [1.0, 1.2079441541679836, -0.37])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("source", [SOURCES[0], SOURCES[5], SOURCES[7]], ids=str)
-def test_inverse_and_attention_factor(source, dtype, attention_factor, inverse, device):
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
-    for interleaved in (False, True):
-        q, k, angles = make((2, 9, 4, 1, 96, 64), source, "bshd", "packed", dtype, device)
-        options = dict(attention_factor=attention_factor, interleaved=interleaved, inverse=inverse)
-        for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, **options), strict=True):
-            assert_close(out, rotate(x, **angles, **options), *limits(dtype, angles, attention_factor))
+FLAGS = {"attention_factor": [1.0, 1.2079441541679836, -0.37], "inverse": [False, True], "interleaved": [False, True]}
+
+
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        {
+            "source": [SOURCES[i] for i in (0, 3, 5, 7, 8, 11)],
+            "dtype": DTYPES,
+            "flags": list(itertools.product(*FLAGS.values())),
+        }
+    ),
+    ids=name_of,
+)
+def test_inverse_and_attention_factor(case, device):
+    options = dict(zip(FLAGS, case["flags"], strict=True))
+    q, k, angles = make_qk(device, (2, 9, 4, 1, 96, 64), q="bshd", k="packed", **case)
+    for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, **options), strict=True):
+        assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles, options["attention_factor"]))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -67,9 +64,7 @@ def test_inverse_and_attention_factor(source, dtype, attention_factor, inverse, 
 )
 def test_tables_in_another_dtype(dtype, table_dtype, interleaved, device):
     """A bfloat16 table is read exactly; the arithmetic stays float32, with one rounding at the end."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    q, k, angles = make((2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", dtype, device, table_dtype)
+    q, k, angles = make_qk(device, (2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", dtype, table_dtype)
     for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, interleaved=interleaved), strict=True):
         assert_close(out, rotate(x, **angles, interleaved=interleaved), *limits(dtype, angles))
 
@@ -78,9 +73,7 @@ def test_tables_in_another_dtype(dtype, table_dtype, interleaved, device):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, device):
     """In a vector's body or its tail, in any layout, with a head of its own or among others."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    q, _, angles = make((2, 40, 6, 1, 128, 128), Source("table", offset=2), "bshd", "bshd", dtype, device)
+    q, _, angles = make_qk(device, (2, 40, 6, 1, 128, 128), Source("table", offset=2), dtype=dtype)
     whole = torch.ops.rope.rotate(q, **angles, interleaved=interleaved)
     for name, layout in LAYOUTS.items():
         x = layout(q.shape, dtype, device).copy_(q)
@@ -103,7 +96,7 @@ def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, dev
 
 @pytest.mark.cpu
 def test_the_number_of_threads_does_not_change_a_bit():
-    q, k, angles = make((2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd", torch.float32, "cpu")
+    q, k, angles = make_qk("cpu", (2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -117,7 +110,7 @@ def test_the_number_of_threads_does_not_change_a_bit():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_table_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
-    q, k, angles = make((2, 33, 3, 1, 64, 64), Source("inv_freq", offset=5), "bshd", "bshd", dtype, device)
+    q, k, angles = make_qk(device, (2, 33, 3, 1, 64, 64), Source("inv_freq", offset=5), dtype=dtype)
     cos, sin = torch_rope.cos_sin(torch.arange(60, device=device), angles["inv_freq"])
     for a, b in zip(torch_rope.rotate_qk(q, k, **angles), torch_rope.rotate_qk(q, k, cos, sin, offset=5), strict=True):
         assert torch.equal(a, b)

@@ -13,32 +13,30 @@ CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 
 PROGRAM = """
 import hashlib, sys, torch, torch_rope
-from cases import DTYPES, LAYOUTS, combinations
+from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, covering, make_qk
 torch.set_num_threads(1)
 digest = hashlib.sha256()
 def add(t):
     digest.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-for dtype in DTYPES:
-    for (batch, seq, q_heads, k_heads, head_dim, rotary_dim), source, q_layout, k_layout in combinations():
-        torch.manual_seed(1)
-        q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, "cpu")
-        k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, "cpu")
-        angles = source.arguments(batch, seq, rotary_dim, torch.float64 if dtype == torch.float64 else torch.float32, "cpu")
-        weights = {"q_norm_weight": torch.rand(head_dim), "k_norm_weight": torch.rand(head_dim).to(dtype)}
-        slots = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq)
-        for interleaved in (False, True):
-            options = angles | {"interleaved": interleaved, "attention_factor": 1.1}
-            for out in torch_rope.rotate_qk(q, k, **options):
-                add(out)
-            for out in torch_rope.norm_rotate_qk(q, k, **weights, **options):
-                add(out)
-            for out in torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options):
-                add(out)
-            for norm in ({}, weights):
-                rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, k_heads, head_dim, dtype=dtype)
-                torch_rope.rotate_into_cache(rotated, k, -k, *cache, slots=slots, **norm, **options)
-                add(rotated)
-                add(cache)
+for case in covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS):
+    torch.manual_seed(1)
+    q, k, angles = make_qk("cpu", **case)
+    (batch, seq, _, k_heads, head_dim, _), dtype = case["size"], case["dtype"]
+    weights = {"q_norm_weight": torch.rand(head_dim), "k_norm_weight": torch.rand(head_dim).to(dtype)}
+    slots = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq)
+    options = angles | {"interleaved": case["interleaved"], "attention_factor": 1.1}
+    outs = [*torch_rope.rotate_qk(q, k, **options), *torch_rope.norm_rotate_qk(q, k, **weights, **options)]
+    outs += torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
+    for norm in ({}, weights):
+        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, k_heads, head_dim, dtype=dtype)
+        torch_rope.rotate_into_cache(rotated, k, -k, *cache, slots=slots, **norm, **options)
+        outs += [rotated, cache]
+    if "cos" in angles:
+        tables = [angles.get(name) for name in ("cos", "sin", "inv_freq", "positions")]
+        offset = angles.get("offset", 0)
+        outs += torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, *tables, offset)
+    for out in outs:
+        add(out)
 positions = torch.cat([torch.arange(3000), torch.randint(-2**24, 2**24, (3000,))])
 for dtype in DTYPES:
     for t in torch_rope.cos_sin(positions, torch_rope.inv_freq(128), dtype=dtype):

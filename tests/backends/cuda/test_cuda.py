@@ -9,7 +9,20 @@ import threading
 
 import pytest
 import torch
-from cases import EMULATED, LAYOUTS, combinations, on_cuda, python
+from cases import (
+    ALL_CALLS,
+    CALLS,
+    EMULATED,
+    KERNELS,
+    LAYOUTS,
+    Source,
+    covering,
+    make_qk,
+    name_of,
+    on_cuda,
+    python,
+    set_apart,
+)
 from oracle import assert_close, limits, rotate, table_backward
 from test_cache import Caches, check, make_norm
 from test_norm import assert_accurate
@@ -172,37 +185,57 @@ def assert_gradients_of_tables(gradients, x, angles, **options):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("layout", ["bhsd", "packed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape, dtype, layout, device):
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = shape
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        {
+            "shape": SHAPES,
+            "dtype": [torch.float32, torch.bfloat16],
+            "layouts": [("bhsd", "packed", "bshd"), ("packed", "bhsd", "sbhd")],
+            "interleaved": [False, True],
+            "positions": ["none", "[B,S]", "[S]"],
+            "where": ["block", "slots"],
+            "weights": ["none", "float32", "dtype of x"],
+        },
+        exhaustive=("shape", "layouts", "dtype", "interleaved", "positions"),
+    ),
+    ids=name_of,
+)
+def test_shapes(case, device):
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = case["shape"]
     q, k, v = (
-        LAYOUTS[layout](torch.Size((batch, seq, h, head_dim)), dtype, device) for h in (q_heads, k_heads, k_heads)
+        LAYOUTS[layout](torch.Size((batch, seq, h, head_dim)), case["dtype"], device)
+        for layout, h in zip(case["layouts"], (q_heads, k_heads, k_heads), strict=True)
     )
-    cos, sin = torch_rope.cos_sin(torch.arange(seq + 9, device=device), torch_rope.inv_freq(rotary_dim, device=device))
-    positions = torch.randint(0, seq + 9, (batch, seq), device=device)
+    options = {"interleaved": case["interleaved"]}
+    positions = {"none": "", "[B,S]": "int64 [B,S]", "[S]": "int32 [S]"}[case["positions"]]
+    angles = Source("table", positions, offset=4, strides="apart").arguments(
+        batch, seq, rotary_dim, torch.float32, device
+    )
     gradients = [torch.randn_like(x) for x in (q, k)]
-    for interleaved in (False, True):
-        options = {"interleaved": interleaved}
-        for angles in ({"offset": 4}, {"positions": positions}, {"positions": positions[0].int()}):
-            angles = {"cos": cos, "sin": sin} | angles
-            assert_gradients_of_tables(gradients, [q, k], angles, **options)
-            for x, out in zip((q, k), rotated_by_all(q, k, angles, **options), strict=True):
-                assert_close(out, rotate(x, **angles, **options), *limits(dtype, angles))
-        slots = torch.randperm(batch * seq + 3, device=device)[: batch * seq].view(batch, seq)
-        for norm in ({}, make_norm("float32", head_dim, dtype, device)):
-            for where in ({"offset": 4}, {"positions": positions, "slots": slots}):
-                size = seq + 9 if "offset" in where else (batch * seq + 3) // batch + 1
-                caches = Caches("blocks", batch, size, k_heads, head_dim, dtype, device)
-                angles = {"cos": cos, "sin": sin} | {n: t for n, t in where.items() if n != "slots"}
-                check(q.clone(), k, v, caches, angles, where.get("slots"), norm, **options)
-    if layout != "bhsd":
-        return
-    tensors, angles = [q, k, *torch.rand(2, head_dim, device=device)], {"cos": cos, "sin": sin}
-    assert_accurate(
-        rope._norm_rotate_qk_backward(*gradients, *tensors, **angles), tensors, gradients, angles, norm_eps=1e-6
+    assert_gradients_of_tables(gradients, [q, k], angles, **options)
+    for x, out in zip((q, k), rotated_by_all(q, k, angles, **options), strict=True):
+        assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
+
+    norm, slots, size = make_norm(case["weights"], head_dim, case["dtype"], device), None, seq + 44
+    if case["where"] == "slots":
+        slots, size = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq).to(device), seq + 3 // batch + 1
+    else:
+        set_apart(angles, batch, size - 4)
+    check(
+        q.clone(),
+        k,
+        v,
+        Caches("blocks", batch, size, k_heads, head_dim, q.dtype, device),
+        angles,
+        slots,
+        norm,
+        **options,
     )
+    if norm:
+        tensors = [q, k, norm["q_norm_weight"], norm["k_norm_weight"]]
+        outs = rope._norm_rotate_qk_backward(*gradients, *tensors, **angles, **options)
+        assert_accurate(outs, tensors, gradients, angles, norm_eps=1e-6, **options)
 
 
 @pytest.mark.parametrize("shape", MANY, ids=str)
@@ -212,16 +245,15 @@ def test_more_than_65535(shape, device):
     q, k = (torch.randn(batch, seq, h, head_dim, device=device) for h in (q_heads, k_heads))
     freq, weight = torch.ones(1, device=device), torch.rand(head_dim, device=device)
     positions = torch.randint(0, 1000, (1, seq), device=device)
-    for angles in ({"inv_freq": freq, "offset": 3}, {"inv_freq": freq, "positions": positions}):
-        outs = rope.rotate_qk(q, k, **angles)
-        normed = rope.norm_rotate_qk(q, k, weight, weight, **angles)
-        for x, out in zip((q, k), outs, strict=True):
-            assert_close(out, rotate(x, **angles), *limits(q.dtype, angles))
-        for x, out in zip((q, k), normed, strict=True):
-            assert_close(out, rotate(x, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
-    table = torch.rand(70000, head_dim // 2, device=device)
-    for angles in ({"offset": 3 if seq < 70000 else 0}, {"positions": positions}):
-        assert_gradients_of_tables([q, k], [q, k], {"cos": table, "sin": table} | angles)
+    angles = {"inv_freq": freq, "positions": positions}
+    for x, out in zip((q, k), rope.rotate_qk(q, k, **angles), strict=True):
+        assert_close(out, rotate(x, **angles), *limits(q.dtype, angles))
+    angles = {"inv_freq": freq, "offset": 3}
+    for x, out in zip((q, k), rope.norm_rotate_qk(q, k, weight, weight, **angles), strict=True):
+        assert_close(out, rotate(x, **angles, norm_weight=weight), *limits(q.dtype, angles, norm=True))
+    cos, sin = torch.rand(2, 70000, head_dim // 2, device=device)
+    tokens = {"positions": positions} if seq < 70000 else {}
+    assert_gradients_of_tables([q, k], [q, k], {"cos": cos, "sin": sin} | tokens)
 
 
 def test_no_heads_with_strides_that_overflow(device):
@@ -302,18 +334,12 @@ def test_more_than_2_31_elements(heads, gpu):
 
 def bits(device):
     """Tensors that CPU and CUDA compute the same way: all but sums over a head, and angles in double."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        for i, ((batch, seq, q_heads, k_heads, head_dim, rotary_dim), source, q_layout, k_layout) in enumerate(
-            combinations()
-        ):
-            if dtype == torch.float64 and source.kind == "inv_freq" or i % 3:
-                continue
-            torch.manual_seed(i)
-            q = LAYOUTS[q_layout](torch.Size((batch, seq, q_heads, head_dim)), dtype, device)
-            k = LAYOUTS[k_layout](torch.Size((batch, seq, k_heads, head_dim)), dtype, device)
-            table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-            angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
-            yield from rope.rotate_qk(q, k, **angles, interleaved=bool(i % 2), attention_factor=1.2)
+    for i, case in enumerate(covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)):
+        if case["dtype"] == torch.float64 and case["source"].kind == "inv_freq":
+            continue
+        torch.manual_seed(i)
+        q, k, angles = make_qk(device, **case)
+        yield from rope.rotate_qk(q, k, **angles, interleaved=case["interleaved"], attention_factor=1.2)
     torch.manual_seed(0)
     positions = torch.cat([torch.arange(3000), torch.randint(-(2**24), 2**24, (3000,))]).to(device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compi
 def build():
     pybind11 = pytest.importorskip("pybind11", reason="pybind11 is not installed")
     library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
-    made_of = [SOURCE, ROOT / "csrc/rope.h", ROOT / "csrc/args.h", ROOT / "csrc/cuda/plan.h"]
+    made_of = [SOURCE, *ROOT.glob("csrc/*.h"), ROOT / "csrc/cuda/plan.h"]
     if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in made_of):
         library.parent.mkdir(parents=True, exist_ok=True)
         new = library.with_suffix(f".{random.SystemRandom().getrandbits(32)}")

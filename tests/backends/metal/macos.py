@@ -91,7 +91,9 @@ def headers(release: str) -> Path:
 
 def _sources() -> list[str]:
     """All but module.cpp: Python's headers are not those of macOS, and it takes nothing from torch."""
-    found = [p for pattern in ("*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")]
+    found = [
+        p for pattern in ("*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")
+    ]
     return sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
 
 

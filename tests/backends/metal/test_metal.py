@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import LAYOUTS, combinations
+from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
 from oracle import assert_close, limits, rotate
 
 import torch_rope
@@ -294,20 +294,16 @@ def test_the_gradient_at_a_position_that_overflows(device):
 def test_the_bits_of_the_cpu(device):
     """The rotation in every layout, and angles: the same files are compiled for both. (Sums of a norm have another
     order.)"""
-    for i, (size, source, *layouts) in enumerate(combinations()):
-        batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
-        dtype, interleaved = HALVES[i % 3], i % 2 == 0
-        if source.freq_dtype == torch.float64:
+    for case in covering(CALLS | {"dtype": HALVES}, interacting=KERNELS, exhaustive=ALL_CALLS):
+        if case["source"].freq_dtype == torch.float64:
             continue
-        q, k = (
-            LAYOUTS[layout](torch.Size((batch, seq, heads, head_dim)), dtype, "cpu")
-            for layout, heads in zip(layouts, (q_heads, k_heads), strict=True)
-        )
-        angles = source.arguments(batch, seq, rotary_dim, torch.float32, "cpu")
-        there = {name: a.to("mps") if isinstance(a, torch.Tensor) else a for name, a in angles.items()}
-        options = dict(interleaved=interleaved, attention_factor=1.1)
+        q, k, angles = make_qk("cpu", **case)
+        there = {name: moved(a, "mps") if isinstance(a, torch.Tensor) else a for name, a in angles.items()}
+        options = dict(interleaved=case["interleaved"], attention_factor=1.1)
         expected = torch.ops.rope.rotate_qk(q, k, **angles, **options)
-        for x, e in zip(torch.ops.rope.rotate_qk(q.to("mps"), k.to("mps"), **there, **options), expected, strict=True):
+        for x, e in zip(
+            torch.ops.rope.rotate_qk(moved(q, "mps"), moved(k, "mps"), **there, **options), expected, strict=True
+        ):
             assert torch.equal(x.cpu(), e)
     positions = torch.randint(-(2**40), 2**40, (3, 500))
     positions[:, 250:] %= 7  # small turns of several axes are rounded where they are added

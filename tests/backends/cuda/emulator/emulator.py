@@ -86,7 +86,8 @@ def build(sanitize: bool = False) -> Path:
     def sources(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
-    hosts = [f"csrc/{name}.cpp" for name in ("checks", "ops", "autograd", "overlap")] + sources("csrc/cuda/*.cpp")
+    hosts = [s for folder in ("", "autograd/", "cuda/") for s in sources(f"csrc/{folder}*.cpp")]
+    hosts.remove("csrc/module.cpp")
     return _build("emulator", sources("csrc/cuda/*.cu"), hosts, sanitize)
 
 

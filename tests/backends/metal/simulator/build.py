@@ -85,8 +85,7 @@ def _ninja(folder: Path) -> str:
         "tests/backends/cuda/emulator/emulator.cpp",
         *(f"{HERE}/{name}" for name in ("dispatch.cpp", "device.cpp", "runtime.mm", "selftest.mm")),
         *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/mps/*.mm")),
-        "csrc/checks.cpp",
-        "csrc/overlap.cpp",
+        *(f"csrc/{name}.cpp" for name in ("call", "checks", "overlap")),
     ]
     embedded = [f"{folder}/source.cpp", f"{folder}/compiled.cpp"]
     for metallib, source in enumerate(embedded):

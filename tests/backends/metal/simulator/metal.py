@@ -168,7 +168,7 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
         raise NotMetal("program_source: not ASCII")
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
     flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
-    parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../emulator/grid.h"]
+    parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../../cuda/emulator/grid.h"]
     state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():

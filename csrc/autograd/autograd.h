@@ -1,0 +1,197 @@
+// Gradients: what the operators' derivatives share.
+//
+// A rotation is linear in x: its backward is the same operator with inverse flipped, so it is differentiable to any
+// order, and a forward-mode tangent is rotated like x itself (rotation.cpp). It is linear in cos and sin too: their
+// gradient is an operator of its own, whose derivatives are rotations again (tables.cpp). The norm is not linear: its
+// backward is one pass, whose backward in turn is written in torch's operators (norm.cpp), and so is that of cos_sin.
+#pragma once
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+#include "../dispatch.h"
+
+namespace rope::autograd {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// ---- the operators, to be called ----
+
+template <typename Schema>
+c10::TypedOperatorHandle<Schema> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+}
+
+// op(angles, own...) calls it anew; op.below(keys, angles, own...) goes on to the kernels below autograd.
+template <typename F>
+class Operator;
+template <typename A, typename R, typename... Own>
+class Operator<R(const A&, Own...)> {
+ public:
+  explicit Operator(const char* name) : op_(find<Schema>(name)) {}
+
+  R operator()(const A& angles, Own... own) const {
+    return angles.pass([&](const auto&... each) { return op_.call(own..., each...); });
+  }
+  R below(c10::DispatchKeySet keys, const A& angles, Own... own) const {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return angles.pass(
+        [&](const auto&... each) { return op_.redispatch(keys & c10::after_ADInplaceOrView_keyset, own..., each...); });
+  }
+
+ private:
+  using Schema = typename Unpacked<R(const A&, Own...)>::Type;
+  c10::TypedOperatorHandle<Schema> op_;
+};
+
+using TwoTensors = std::tuple<Tensor, Tensor>;
+using RotateOperator = Operator<Tensor(const Angles&, const Tensor&)>;
+using RotateQkOperator = Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)>;
+using TableBackwardOperator =
+    Operator<TwoTensors(const Angles&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)>;
+using CosSinSchema = TwoTensors(const Tensor&, const Tensor&, double, std::optional<at::ScalarType>);
+using CosSinOperator = c10::TypedOperatorHandle<CosSinSchema>;
+const RotateOperator& rotate_op();
+const RotateQkOperator& rotate_qk_op();
+const TableBackwardOperator& table_backward_op();
+const CosSinOperator& cos_sin_op();
+
+// ---- what a derivative is asked for ----
+
+inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
+inline bool has_tangent(const OptTensor& t) { return t.has_value() && has_tangent(*t); }
+// Whether a derivative in t is asked for.
+inline bool needed(const Tensor& t) {
+  return has_tangent(t) || (t.defined() && t.requires_grad() && at::GradMode::is_enabled());
+}
+inline bool needed(const OptTensor& t) { return t.has_value() && needed(*t); }
+template <typename... T>
+bool any_needed(const T&... inputs) {
+  return (needed(inputs) || ...);
+}
+
+// ---- what backward needs beside the gradient: tensors of the operator's own, and the angles ----
+
+template <typename A>
+void save(AutogradContext* ctx, const A& angles, const variable_list& own) {
+  variable_list tensors;
+  int numbers = 0;
+  const auto keep = [&](const auto& value) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, OptTensor>) {
+      tensors.push_back(value.value_or(Tensor()));
+    } else {
+      ctx->saved_data[std::to_string(numbers++)] = value;
+    }
+  };
+  angles.pass([&](const auto&... each) { (keep(each), ...); });
+  tensors.insert(tensors.end(), own.begin(), own.end());
+  ctx->save_for_backward(std::move(tensors));
+}
+
+inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
+
+template <typename A, typename = TypesOf<A>>
+class Saved;
+template <typename A, typename... Each>
+class Saved<A, Types<Each...>> {
+ public:
+  variable_list own;
+
+  explicit Saved(AutogradContext* ctx) : own(ctx->get_saved_variables()), each_{next<Each>(ctx)...} {
+    own.erase(own.begin(), own.begin() + tensors_);
+  }
+  A angles() const {
+    return std::apply([](const auto&... each) { return A{each...}; }, each_);
+  }
+
+ private:
+  int tensors_ = 0, numbers_ = 0;  // taken out
+  std::tuple<Each...> each_;
+
+  template <typename T>
+  T next(AutogradContext* ctx) {
+    if constexpr (std::is_same_v<T, OptTensor>) {
+      return optional(own[size_t(tensors_++)]);
+    } else {
+      return ctx->saved_data[std::to_string(numbers_++)].template to<T>();
+    }
+  }
+};
+
+// Other tables for the same angles.
+struct Tables {
+  OptTensor cos, sin, inv_freq;
+  Angles in(const Angles& angles) const {
+    return angles.pass([&](auto&, auto&, auto&, auto&... others) { return Angles{cos, sin, inv_freq, others...}; });
+  }
+};
+
+// ---- Function::apply ----
+
+// It refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels. Ours only calls
+// an operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients come out right
+// (tests/operators/test_autograd.py). So the transforms are out of sight while apply looks for them, until forward
+// begins.
+class OutOfFunctorchsSight {
+ public:
+  OutOfFunctorchsSight() : transforms_(std::move(at::functorch::functorchTLSAccessor())), outer_(current_) {
+    current_ = this;
+  }
+  ~OutOfFunctorchsSight() {
+    end();
+    current_ = outer_;
+  }
+  static void end() {
+    if (current_ && current_->transforms_) at::functorch::functorchTLSAccessor() = std::move(current_->transforms_);
+  }
+
+ private:
+  std::unique_ptr<at::functorch::FuncTorchTLSBase> transforms_;
+  OutOfFunctorchsSight* outer_;
+  static inline thread_local OutOfFunctorchsSight* current_ = nullptr;
+};
+
+template <typename F, typename... T>
+auto apply(const T&... arguments) {
+  const OutOfFunctorchsSight until_forward;
+  return F::apply(arguments...);
+}
+
+// In forward: this level's graph has its node; what is called belongs to the levels below, which record if they want to
+// (apply has switched grad mode off for them all).
+struct BelowThisLevel {
+  BelowThisLevel() { OutOfFunctorchsSight::end(); }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::AutoGradMode record{true};
+};
+
+// ---- tangents ----
+
+inline void set_tangent(const Tensor& out, const Tensor& tangent) {
+  out._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+inline Tensor tangent_or_zeros(const Tensor& t) {
+  return has_tangent(t) ? t._fw_grad(/*level=*/0) : t.defined() ? at::zeros_like(t) : t;
+}
+inline Tensor primal(const Tensor& t) { return t._fw_primal(/*level=*/0); }
+
+// Some derivatives depend on the inputs. So what backward saves are the inputs with their tangents (forward over
+// reverse needs them), while the operator runs on what is below the tangents. Undefined stands for None.
+struct Inputs {
+  variable_list own, primals;
+  bool dual;
+  explicit Inputs(variable_list inputs) : own(std::move(inputs)) {
+    dual = std::any_of(own.begin(), own.end(), [](const Tensor& t) { return has_tangent(t); });
+    for (const Tensor& t : own) primals.push_back(has_tangent(t) ? primal(t) : t);
+  }
+};
+
+// x rotated, and zeros for the channels that pass through: the derivative in the tables, for cos and sin any numbers.
+Tensor turned(const Tensor& x, const Angles& angles);
+
+}  // namespace rope::autograd

@@ -1,0 +1,108 @@
+// What in-place operators owe to autograd. They have no gradient, and are boxed, so that one function serves every
+// schema.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "../dispatch.h"
+
+namespace rope::autograd {
+namespace {
+
+bool has_tangent(const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); }
+
+// Calls f(argument, tensor) for each tensor argument.
+template <typename F>
+void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack* stack, F&& f) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (values[i].isTensor() && values[i].toTensor().defined()) f(arguments[i], values[i].toTensor());
+  }
+}
+
+std::string python_name(const c10::OperatorHandle& op) {
+  std::string name = op.schema().name();  // rope::rotate_
+  return name.replace(name.find("::"), 2, ".");
+}
+
+// What to use instead of an in-place operator.
+std::string functional_name(const c10::OperatorHandle& op) {
+  std::string name = python_name(op);
+  if (name == "rope.rotate_into_cache_") return "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself";
+  name.pop_back();
+  return name;
+}
+
+void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument, const Tensor& t) {
+  TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
+              " has a forward-mode tangent, which the in-place operator would leave as it is; use ",
+              functional_name(op));
+}
+
+// Autograd of an in-place operator: the graph would keep the gradient of the values before.
+void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const bool recording = at::GradMode::is_enabled();
+  for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
+    TORCH_CHECK(!(recording && t.requires_grad()), python_name(op), ": ", argument.name(),
+                " requires grad, and the in-place operator has no gradient; use ", functional_name(op),
+                ", or torch.no_grad()");
+    refuse_tangent(op, argument, t);
+  });
+  at::AutoDispatchBelowAutograd guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// What was written gets a version bump, so that a backward which saved it complains; in inference_mode too, where
+// Autograd is passed over.
+void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const bool inference = c10::InferenceMode::is_enabled();
+  c10::SmallVector<Tensor, 4> written;
+  {
+    std::optional<c10::AutoFwGradMode> look;
+    if (inference) look.emplace(true);  // it hides tangents
+    for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
+      refuse_tangent(op, argument, t);  // guard_in_place has, but not in inference_mode
+      if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
+      TORCH_CHECK(inference || !t.is_inference(), python_name(op), ": ", argument.name(),
+                  " is an inference tensor, which can be written only in inference_mode; clone it, or use ",
+                  functional_name(op));
+      written.push_back(t);
+    });
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
+}
+
+// torch's own handling of negated views (x.conj().imag) expects what was written as a return value, and there is none.
+void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().is_neg()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !arguments[i].alias_info() || !arguments[i].alias_info()->isWrite(), python_name(op), ": ", arguments[i].name(),
+        " is a negated view, which cannot be written in place; resolve_neg() it, or use ", functional_name(op));
+    value = value.toTensor().resolve_neg();
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Negative), stack);
+}
+
+template <c10::BoxedKernel::BoxedKernelFunction_withDispatchKeys* f>
+void register_in_place(torch::Library& m) {
+  for (const std::string& schema : schemas()) {
+    if (schema.find("!)") == std::string::npos) continue;  // writes nothing
+    m.impl(schema.substr(0, schema.find('(')).c_str(), torch::CppFunction::makeFromBoxedFunction<f>());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(rope, Autograd, m) { register_in_place<&guard_in_place>(m); }
+TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) { register_in_place<&bump_versions>(m); }
+TORCH_LIBRARY_IMPL(rope, Negative, m) { register_in_place<&resolve_negated>(m); }
+
+}  // namespace rope::autograd

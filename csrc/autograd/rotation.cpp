@@ -1,0 +1,184 @@
+// rotate and rotate_qk: gradients in x, and in cos, sin and inv_freq where they are learned.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/new_ones.h>
+
+#include "autograd.h"
+
+namespace rope::autograd {
+
+const RotateOperator& rotate_op() {
+  static const RotateOperator op("rope::rotate");
+  return op;
+}
+const RotateQkOperator& rotate_qk_op() {
+  static const RotateQkOperator op("rope::rotate_qk");
+  return op;
+}
+
+Tensor turned(const Tensor& x, const Angles& angles) {
+  const c10::SymInt rotary_dim = angles.cos->sym_size(-1) * 2, head_dim = x.sym_size(-1);
+  if (rotary_dim == head_dim) return rotate_op()(angles, x);
+  const Tensor part = rotate_op()(angles, x.narrow_symint(-1, 0, rotary_dim));
+  return at::constant_pad_nd_symint(part, {0, head_dim - rotary_dim});
+}
+
+namespace {
+
+struct RotateFunction : torch::autograd::Function<RotateFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Angles& angles) {
+    const BelowThisLevel guard;
+    save(ctx, angles, {});
+    return rotate_op()(angles, x);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Saved<Angles> s(ctx);
+    return {rotate_op()(s.angles().back(), grads[0]), Tensor()};
+  }
+};
+
+// The gradients of q and k, where there are any, to result[first] and after it.
+void turn_back(AutogradContext* ctx, const Angles& angles, const variable_list& grads, size_t first,
+               variable_list& result) {
+  const auto wanted = [&](size_t i) {
+    return i < grads.size() && grads[i].defined() && ctx->needs_input_grad(first + i);
+  };
+  if (wanted(0) && wanted(1)) {
+    std::tie(result[first], result[first + 1]) = rotate_qk_op()(angles.back(), grads[0], grads[1]);
+  } else if (wanted(0)) {
+    result[first] = rotate_op()(angles.back(), grads[0]);
+  } else if (wanted(1)) {
+    result[first + 1] = rotate_op()(angles.back(), grads[1]);
+  }
+}
+
+struct RotateQkFunction : torch::autograd::Function<RotateQkFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Angles& angles) {
+    const BelowThisLevel guard;
+    ctx->set_materialize_grads(false);
+    save(ctx, angles, {});
+    auto [q_out, k_out] = rotate_qk_op()(angles, q, k);
+    return {std::move(q_out), std::move(k_out)};
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Saved<Angles> s(ctx);
+    variable_list result(3);
+    turn_back(ctx, s.angles(), grads, 0, result);
+    return result;
+  }
+};
+
+// k may be missing, and needs_input_grad counts the tensors that are there: so it comes after the others.
+struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& cos, const Tensor& sin, const Tensor& q,
+                               const OptTensor& k, const Angles& angles, const variable_list* own) {
+    const BelowThisLevel guard;
+    ctx->set_materialize_grads(false);
+    const variable_list& o = *own;
+    save(ctx, Tables{o[0], o[1], {}}.in(angles), {o[2], o[3]});
+    const Tables tables{cos, sin, {}};
+    if (!k) return {rotate_op()(tables.in(angles), q)};
+    auto [q_out, k_out] = rotate_qk_op()(tables.in(angles), q, *k);
+    return {std::move(q_out), std::move(k_out)};
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Saved<Angles> s(ctx);
+    variable_list result(6);
+    turn_back(ctx, s.angles(), grads, 2, result);
+    const bool q = grads[0].defined(), k = grads.size() > 1 && grads[1].defined();
+    if ((q || k) && (ctx->needs_input_grad(0) || ctx->needs_input_grad(1))) {
+      const OptTensor none;
+      std::tie(result[0], result[1]) = table_backward_op()(s.angles(), grads[q ? 0 : 1], q && k ? grads[1] : none,
+                                                           s.own[q ? 0 : 1], q && k ? s.own[1] : none);
+      for (int i : {0, 1}) {
+        if (!ctx->needs_input_grad(i)) result[i] = Tensor();
+      }
+    }
+    return result;
+  }
+};
+
+// Tables for each token, where a derivative in inv_freq is asked for: cos_sin has it.
+TwoTensors tables_of_tokens(const RotateCall& call) {
+  const Tensor& x = *call.q;
+  const auto of_sequence = [&] {  // an arange, and a DTensor where inv_freq is one
+    const at::TensorOptions options = call.inv_freq->options().dtype(at::kLong);
+    return (call.inv_freq->new_ones_symint({x.sym_size(-3)}, options).cumsum(0) - 1).unsqueeze(0);
+  };
+  Tensor positions = call.positions ? call.positions->to(at::kLong) : of_sequence();
+  if (positions.dim() == 1) positions = positions.unsqueeze(0);
+  return cos_sin_op().call(positions + at::Scalar(call.offset), *call.inv_freq, /*attention_factor=*/1.0,
+                           x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+// rotate (k is None) and rotate_qk, where a derivative in the tables or in inv_freq is asked for.
+variable_list rotate_learned(const char* op, const Tensor& q, const OptTensor& k, const Angles& angles) {
+  const RotateCall call{angles, op, &q, k ? &*k : nullptr};
+  check(call, /*in_place=*/false);
+  if (angles.inv_freq) {
+    const auto [cos, sin] = tables_of_tokens(call);
+    const Tables tables{cos, sin, {}};
+    const OptTensor no_positions;
+    return tables.in(angles).pass([&](auto& c, auto& s, auto& f, auto&, auto&, auto&... flags) {
+      return rotate_learned(op, q, k, {c, s, f, no_positions, 0, flags...});
+    });
+  }
+  const Inputs in({*angles.cos, *angles.sin, q, k.value_or(Tensor())});
+  const variable_list& p = in.primals;
+  variable_list out = apply<RotateLearnedFunction>(p[0], p[1], p[2], optional(p[3]), angles, &in.own);
+  if (!in.dual) return out;
+  const Tables primals{p[0], p[1], {}}, tangents{tangent_or_zeros(in.own[0]), tangent_or_zeros(in.own[1]), {}};
+  for (size_t i = 0; i < out.size(); i++) {
+    const Tensor& x = in.own[2 + i];
+    Tensor tangent;
+    if (has_tangent(x)) tangent = rotate_op()(primals.in(angles), x._fw_grad(/*level=*/0));
+    if (has_tangent(in.own[0]) || has_tangent(in.own[1])) {
+      const Tensor of_tables = turned(p[2 + i], tangents.in(angles));
+      tangent = tangent.defined() ? tangent + of_tables : of_tables;
+    }
+    if (tangent.defined()) set_tangent(out[i], tangent);
+  }
+  return out;
+}
+
+Tensor rotate(const Angles& angles, c10::DispatchKeySet keys, const Tensor& x) {
+  if (any_needed(angles.cos, angles.sin, angles.inv_freq)) {
+    return rotate_learned("rope.rotate", x, std::nullopt, angles)[0];
+  }
+  if (has_tangent(x)) {
+    const Tensor out = rotate_op()(angles, primal(x));
+    set_tangent(out, rotate_op()(angles, x._fw_grad(/*level=*/0)));
+    return out;
+  }
+  if (at::GradMode::is_enabled() && x.requires_grad()) return apply<RotateFunction>(x, angles);
+  return rotate_op().below(keys, angles, x);
+}
+
+TwoTensors rotate_qk(const Angles& angles, c10::DispatchKeySet keys, const Tensor& q, const Tensor& k) {
+  if (any_needed(angles.cos, angles.sin, angles.inv_freq)) {
+    variable_list out = rotate_learned("rope.rotate_qk", q, k, angles);
+    return {std::move(out[0]), std::move(out[1])};
+  }
+  if (has_tangent(q) || has_tangent(k)) {
+    auto out = rotate_qk_op()(angles, primal(q), primal(k));
+    const auto [q_tangent, k_tangent] = rotate_qk_op()(angles, tangent_or_zeros(q), tangent_or_zeros(k));
+    if (has_tangent(q)) set_tangent(std::get<0>(out), q_tangent);
+    if (has_tangent(k)) set_tangent(std::get<1>(out), k_tangent);
+    return out;
+  }
+  if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad())) {
+    auto out = apply<RotateQkFunction>(q, k, angles);
+    return {std::move(out[0]), std::move(out[1])};
+  }
+  return rotate_qk_op().below(keys, angles, q, k);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(rope, Autograd, m) {
+  m.impl("rotate", kernel<&rotate>);
+  m.impl("rotate_qk", kernel<&rotate_qk>);
+}
+
+}  // namespace rope::autograd

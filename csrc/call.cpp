@@ -1,0 +1,241 @@
+// Checked calls, turned into what the back ends take.
+#include "call.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/sort.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+namespace rope {
+
+void strides_of(const Tensor& t, rope_int* strides) {
+  std::copy(t.strides().rbegin(), t.strides().rend(), std::reverse_iterator(strides + 4));
+}
+
+namespace {
+
+Operand operand_of(const Tensor& in, const Tensor& out) {
+  Operand o{in.size(-2), {}, {}};
+  if (o.heads == 0) return o;  // strides that lead nowhere may be too large for a back end's offsets
+  strides_of(in, o.in);
+  strides_of(out, o.out);
+  return o;
+}
+
+// Strides of a table, right-aligned into [batch, row, column]; a batch of one serves all.
+void table_strides(const Tensor& table, rope_int* strides) {
+  std::copy(table.strides().rbegin(), table.strides().rend(), std::reverse_iterator(strides + 3));
+  if (table.dim() == 3 && table.size(0) == 1) strides[0] = 0;
+}
+
+// Strides of positions or slots as [batch, seq]; a batch of one serves all.
+void token_strides(const Tensor& t, rope_int* strides) {
+  strides[0] = t.dim() == 2 && t.size(0) > 1 ? t.stride(0) : 0;
+  strides[1] = t.stride(-1);
+}
+
+// attention_factor as two floats, for float32 arithmetic.
+template <typename Params>
+void split_factor(double attention_factor, Params& p) {
+  p.factor_hi = std::isnan(attention_factor) ? NAN : float(attention_factor);
+  p.factor_lo = std::isfinite(p.factor_hi) ? float(attention_factor - p.factor_hi) : 0.0f;
+}
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat;
+    default:
+      return DType::kDouble;  // the checks have seen to it that there is no other
+  }
+}
+
+PositionType position_type(at::ScalarType type) {
+  switch (type) {
+    case at::kChar:
+      return PositionType::kInt8;
+    case at::kByte:
+      return PositionType::kUInt8;
+    case at::kShort:
+      return PositionType::kInt16;
+    case at::kInt:
+      return PositionType::kInt32;
+    case at::kLong:
+      return PositionType::kInt64;
+    case at::kHalf:
+      return PositionType::kHalf;
+    case at::kBFloat16:
+      return PositionType::kBFloat16;
+    case at::kFloat:
+      return PositionType::kFloat;
+    default:
+      return PositionType::kDouble;
+  }
+}
+
+const void* address(const Tensor& t) { return t.const_data_ptr(); }
+
+}  // namespace
+
+RopeParams RotateCall::params() const {
+  RopeParams p{};
+  p.batch = q->dim() == 4 ? q->size(0) : 1;
+  p.seq = q->size(-3);
+  p.head_dim = q->size(-1);
+  p.q = operand_of(*q, *q_out);
+  if (k) p.k = operand_of(*k, *k_out);
+  if (inv_freq) {
+    p.source = kInvFreq;
+    p.rotary_dim = 2 * inv_freq->size(0);
+    p.inv_freq = inv_freq->stride(0);
+  } else {
+    p.source = cos->dim() == 3 ? kTableByToken : kTableByPosition;
+    p.rotary_dim = 2 * cos->size(-1);
+    p.rows = cos->size(-2);
+    table_strides(*cos, p.cos);
+    table_strides(*sin, p.sin);
+  }
+  if (positions) {
+    p.has_positions = 1;
+    token_strides(*positions, p.positions);
+  }
+  if (v) {
+    p.v = operand_of(*v, *v_out);
+    p.blocks = k_out->dim() == 4 ? k_out->size(0) : 1;
+    p.block_size = k_out->size(-3);
+  }
+  if (slots) {
+    p.has_slots = 1;
+    token_strides(*slots, p.slots);
+  }
+  if (q_norm_weight) {
+    p.has_norm = 1;
+    p.q_norm_weight = q_norm_weight->stride(0);
+    p.k_norm_weight = k_norm_weight->stride(0);
+    p.norm_eps = float(norm_eps);
+  }
+  p.offset = offset.guard_int(__FILE__, __LINE__);
+  split_factor(attention_factor, p);
+  p.interleaved = interleaved;
+  p.inverse = inverse;
+  return p;
+}
+
+RotateArgs RotateCall::args() const {
+  RotateArgs a{params()};
+  a.attention_factor = attention_factor;
+  a.norm_eps = norm_eps;
+  a.x_dtype = dtype_of(*q);
+  a.q_in = address(*q);
+  a.q_out = q_out->mutable_data_ptr();
+  if (k) {
+    a.k_in = address(*k);
+    a.k_out = k_out->mutable_data_ptr();
+  }
+  if (v) {
+    a.v_in = address(*v);
+    a.v_out = v_out->mutable_data_ptr();
+  }
+  if (inv_freq) {
+    a.inv_freq = address(*inv_freq);
+    a.inv_freq_dtype = dtype_of(*inv_freq);
+  } else {
+    a.cos = address(*cos);
+    a.sin = address(*sin);
+    a.table_dtype = dtype_of(*cos);
+  }
+  if (positions) {
+    a.positions = address(*positions);
+    a.wide_positions = positions->scalar_type() == at::kLong;
+  }
+  if (slots) {
+    a.slots = address(*slots);
+    a.wide_slots = slots->scalar_type() == at::kLong;
+  }
+  if (q_norm_weight) {
+    a.q_norm_weight = address(*q_norm_weight);
+    a.k_norm_weight = address(*k_norm_weight);
+    a.q_norm_dtype = dtype_of(*q_norm_weight);
+    a.k_norm_dtype = dtype_of(*k_norm_weight);
+  }
+  return a;
+}
+
+NormBackwardArgs NormBackwardCall::args() const {
+  NormBackwardArgs a{rotate.args(), address(q), address(k), {}, {}};
+  strides_of(q, a.q);
+  strides_of(k, a.k);
+  return a;
+}
+
+TokensOfRows TableBackwardCall::tokens() const {
+  const RopeParams p = rotate.params();
+  const bool by_position = p.source == kTableByPosition;
+  // Whether each sequence has rows, or positions, of its own.
+  const OptTensor& positions = rotate.positions;
+  const bool own = by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1;
+  TokensOfRows t{};
+  t.rows = cos_grad.numel() / std::max<int64_t>(1, cos_grad.size(-1));
+  t.copies = own ? 1 : p.batch;
+  t.shift = by_position ? p.offset : 0;
+  t.entries = own ? p.batch * p.seq : p.seq;
+  t.listed = by_position && p.has_positions;
+  return t;
+}
+
+std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
+  const int64_t rows = rotate.cos->size(0), offset = rotate.offset.guard_int(__FILE__, __LINE__);
+  int64_t last = 0;  // what is outside becomes row -1 or `rows`, so that no sum overflows
+  if (__builtin_sub_overflow(rows, offset, &last)) last = INT64_MAX;
+  const Tensor row = rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last).add(offset);
+  // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).
+  const Tensor key = row.to(rows <= INT32_MAX ? at::kInt : at::kLong);
+  const auto [sorted, order] = key.sort(/*stable=*/std::optional<bool>(true));
+  return {order, at::searchsorted(sorted, at::arange(rows + 1, sorted.options()))};
+}
+
+TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& starts) const {
+  TableBackwardArgs a{rotate.args()};
+  a.q_in = address(q);
+  strides_of(q, a.q);
+  if (k) {
+    a.k_in = address(*k);
+    strides_of(*k, a.k);
+  }
+  a.tokens = tokens();
+  if (a.tokens.listed) {
+    a.order = static_cast<const rope_int*>(order.const_data_ptr());
+    a.starts = static_cast<const rope_int*>(starts.const_data_ptr());
+  }
+  a.cos_grad = cos_grad.mutable_data_ptr();
+  a.sin_grad = sin_grad.mutable_data_ptr();
+  return a;
+}
+
+CosSinParams CosSinCall::params(const Tensor& positions, const Tensor& inv_freq) const {
+  CosSinParams p{};
+  p.axes = inv_freq.size(0);
+  p.pairs = inv_freq.size(1);
+  p.tokens = cos.numel() / std::max<rope_int>(1, p.pairs);
+  p.positions[0] = positions.stride(0);
+  p.positions[1] = positions.stride(-1);
+  p.inv_freq[0] = inv_freq.stride(0);
+  p.inv_freq[1] = inv_freq.stride(1);
+  split_factor(attention_factor, p);
+  p.position_type = position_type(positions.scalar_type());
+  return p;
+}
+
+CosSinArgs CosSinCall::args(const Tensor& positions, const Tensor& inv_freq) const {
+  return {params(positions, inv_freq), attention_factor,  dtype_of(cos),          dtype_of(inv_freq),
+          address(positions),          address(inv_freq), cos.mutable_data_ptr(), sin.mutable_data_ptr()};
+}
+
+}  // namespace rope

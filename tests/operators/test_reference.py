@@ -1,0 +1,196 @@
+"""torch_rope.reference is what every operator is equivalent to: the operators agree with it, it agrees with the oracle, and
+the README quotes it. The functions of torch_rope have the operators' arguments, and pass them on."""
+
+import inspect
+import re
+import textwrap
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from cases import CACHES, DTYPES, ROOT, SOURCES, set_apart, some_slots, supported
+from oracle import assert_close, cos_sin, limits, rotate
+
+import torch_rope
+from torch_rope import _signatures, reference
+
+rope = torch.ops.rope
+BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM = 2, 5, 3, 2, 24, 16
+FLAGS = [{}, {"interleaved": True}, {"attention_factor": 1.2, "inverse": True}]
+# Every source with every dtype, and both with every one of so many other things.
+COVER = [(source, dtype, i + j) for i, source in enumerate(SOURCES) for j, dtype in enumerate(DTYPES)]
+
+
+def on_cpu(value, exact):
+    """A copy of tensors, floating ones in float64 if exact; the rest as it is."""
+    if isinstance(value, dict):
+        return {name: on_cpu(v, exact) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [on_cpu(v, exact) for v in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.cpu().clone()
+    return value.double() if exact and value.is_floating_point() else value
+
+
+def assert_near(actual, right, interleaved, ulps, plus):
+    """right: the reference on float64 copies. Of float64 it is itself off by as much as the operator may be."""
+    turned = right[..., :ROTARY_DIM].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    size = turned.norm(dim=-1 if interleaved else -2, keepdim=True).expand(turned.shape).flatten(-2)
+    size = torch.cat([size, right[..., ROTARY_DIM:].abs()], -1)
+    assert_close(actual, (right.numpy(), size.numpy()), 2 * ulps if actual.dtype == torch.float64 else ulps, plus)
+
+
+def arguments(source, dtype, device, batch=BATCH):
+    """[q, k, v], the weights, and what says the angles"""
+    if not supported(device, dtype, source):
+        pytest.skip("Apple GPUs have no float64")
+    xs = [torch.randn(batch, SEQ, h, HEAD_DIM).to(dtype).to(device) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    weights = [torch.randn(HEAD_DIM).to(dtype).to(device) for _ in "qk"]
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return xs, weights, source.arguments(batch, SEQ, ROTARY_DIM, table_dtype, device)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
+def test_rotations(source, dtype, number, norm, device):
+    xs, weights, angles = arguments(source, dtype, device)
+    xs, weights, flags = xs[:2], weights if norm else [], dict(FLAGS[number % 3])
+    if norm:
+        flags.pop("inverse", None)
+        flags["norm_eps"] = 1e-3
+    op = "norm_rotate_qk" if norm else "rotate_qk"
+    limit = limits(dtype, angles, flags.get("attention_factor", 1.0), norm)
+
+    found = getattr(rope, op)(*xs, *weights, **angles, **flags)
+    right = getattr(reference, op)(*on_cpu([*xs, *weights], True), **on_cpu(angles, True), **flags)
+    for actual, r in zip(found, right, strict=True):
+        assert_near(actual, r, "interleaved" in flags, *limit)
+
+    # In x's own dtype the reference keeps the same limits, and rounds once.
+    limit = (0.51, 0.0) if dtype in (torch.float16, torch.bfloat16) else limit
+    own = getattr(reference, op)(*on_cpu([*xs, *weights], False), **on_cpu(angles, False), **flags)
+    for x, weight, actual in zip(xs, weights or (None, None), own, strict=True):
+        assert actual.dtype == dtype
+        assert_close(actual, rotate(x, **angles, **flags, **({"norm_weight": weight} if norm else {})), *limit)
+    if not norm:
+        assert torch.equal(reference.rotate(xs[0].cpu(), **on_cpu(angles, False), **flags), own[0])
+
+
+@pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
+def test_rotate_into_cache(source, dtype, number, device):
+    cache, batch = [("sequence", 1), ("blocks", 2), ("blocks kv heads", 2)][number % 3]
+    xs, weights, angles = arguments(source, dtype, device, batch)
+    blocks, size = batch + 1, SEQ + 47
+    options = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True)) if number % 2 else {}
+    paged = "token" in source.kind or number % 4 > 1
+    if paged:
+        cells = size if cache == "sequence" else blocks * size
+        options["slots"] = some_slots((batch, SEQ), cells, torch.int32, device)
+    else:
+        set_apart(angles, batch, SEQ + 40)
+    if cache == "sequence":
+        xs = [x[0] for x in xs]
+    make = lambda *shape: torch.randn(shape).to(dtype).to(device)  # noqa: E731
+    caches = CACHES[cache](make, blocks, size, KV_HEADS, HEAD_DIM)
+    before, right = on_cpu(caches, True), on_cpu([*xs, *caches], True)
+    reference.rotate_into_cache(*right, **on_cpu(angles, True), **on_cpu(options, True), interleaved=True)
+    rope.rotate_into_cache_(*xs, *caches, **angles, **options, interleaved=True)
+    limit = limits(dtype, angles, norm=number % 2 == 1)
+    assert_near(xs[0], right[0], True, *limit)
+    assert_near(caches[0], right[3], True, *limit)
+    assert torch.equal(caches[1].cpu().double(), right[4])
+    tokens = (options["slots"] >= 0).sum().item() if paged else batch * SEQ
+    for found, r, b in zip(caches, right[3:], before, strict=True):
+        others = (r == b).all(-1).all(-1)
+        assert (~others).sum() == tokens and torch.equal(found.cpu().double()[others], b[others])
+
+
+@pytest.mark.parametrize("attention_factor", [1.0, 1.3])
+@pytest.mark.parametrize("positions", [torch.tensor([0, 3, 2**24 - 1]), torch.rand(2, 3) * 100], ids=["int64", "float"])
+def test_tables(positions, attention_factor, device):
+    inv_freq = torch_rope.inv_freq(ROTARY_DIM)
+    right = cos_sin(positions.numpy(), inv_freq.double().numpy(), np.longdouble)
+    for dtype in (None, *DTYPES):
+        if not supported(device, dtype):
+            continue
+        options = {"attention_factor": attention_factor, "dtype": dtype}
+        for of, at in (torch_rope, device), (reference, "cpu"):
+            p, f = positions.to(at), inv_freq.to(at)
+            for tables in of.cos_sin(p, f, **options), of.axial_cos_sin(p[None], f[None], **options):
+                for table, value in zip(tables, right, strict=True):
+                    assert table.dtype == (dtype or torch.float32)
+                    size = np.full(value.shape, attention_factor)
+                    assert_close(table, (value * attention_factor, size), *limits(table.dtype, {"inv_freq": inv_freq}))
+
+
+def test_axes_are_summed(device):
+    positions, inv_freq = torch.randint(0, 99, (3, 2, SEQ)), torch.rand(3, 8)
+    right = reference.axial_cos_sin(positions, inv_freq, dtype=torch.float64)
+    for table, value in zip(torch_rope.axial_cos_sin(positions.to(device), inv_freq.to(device)), right, strict=True):
+        assert (table.cpu() - value).abs().max() <= 5e-7
+    angle = sum(p.unsqueeze(-1) * f for p, f in zip(positions.double(), inv_freq.double(), strict=True))
+    torch.testing.assert_close(right, (angle.cos(), angle.sin()), rtol=0, atol=1e-12)
+
+
+# ---- one text ----
+
+
+def test_what_the_readme_quotes_is_the_reference():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"equivalent to[^`]*:\n\n```python\n(.*?)```", readme, re.S)
+    assert len(quoted) == 2
+    for name, block in zip(("rotate", "rotate_into_cache"), quoted, strict=True):
+        source = inspect.getsource(getattr(reference, name))
+        body = textwrap.dedent(source.split('"""\n', 1)[1])
+        assert block == body, f"README.md does not quote torch_rope.reference.{name}"
+
+
+# ---- one signature ----
+
+NONE = inspect.Parameter.empty
+FUNCTIONS = {  # of every operator but the gradients
+    s.name: {"rotate_into_cache_": "rotate_into_cache", "_axial_cos_sin": "axial_cos_sin"}.get(s.name, s.name)
+    for s in _signatures.operators()
+    if not s.name.endswith("_backward")
+}
+
+
+def arguments_of(op):
+    """(name, whether by keyword alone, default)"""
+    arguments = getattr(rope, op).default._schema.arguments
+    return [(a.name, a.kwarg_only, a.default_value if a.has_default_value() else NONE) for a in arguments]
+
+
+def parameters_of(function):
+    found = [
+        p for p in inspect.signature(function).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return [(p.name, p.kind == p.KEYWORD_ONLY, p.default) for p in found]
+
+
+@pytest.mark.parametrize("op, function", FUNCTIONS.items())
+def test_the_functions_have_the_arguments_of_the_schemas(op, function):
+    """Those of the reference may pass some on."""
+    assert parameters_of(getattr(torch_rope, function)) == arguments_of(op)
+    assert set(parameters_of(getattr(reference, function.removesuffix("_")))) <= set(arguments_of(op))
+
+
+@pytest.mark.parametrize("op, function", FUNCTIONS.items())
+def test_the_functions_pass_every_argument(op, function, monkeypatch):
+    calls = []
+    recorder = SimpleNamespace(default=lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(torch_rope.functional, "_ops", SimpleNamespace(**{op: recorder}))
+    positional = {name: object() for name, by_keyword, _ in arguments_of(op) if not by_keyword}
+    defaults = {name: default for name, by_keyword, default in arguments_of(op) if by_keyword}
+    for name in defaults:
+        given = positional | {name: object()}
+        getattr(torch_rope, function)(**given)
+        args, kwargs = calls.pop()
+        assert defaults | dict(zip(positional, args, strict=True)) | kwargs == defaults | given
+
+
+def test_every_tensor_has_axes():
+    schemas = [s.op._schema for s in _signatures.operators()]
+    assert {a.name for s in schemas for a in s.arguments if "Tensor" in str(a.type)} == set(_signatures.AXES)

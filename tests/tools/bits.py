@@ -1,0 +1,301 @@
+"""The bits of many random calls of every operator: a digest for each, the same as long as no result and no message changes.
+
+For a change that shall change nothing, build the tree before it and the tree after it, and compare:
+
+    PYTHONPATH=before python tests/tools/bits.py > before.txt
+    PYTHONPATH=after python tests/tools/bits.py > after.txt
+    diff before.txt after.txt
+
+--each prints a line for each call, so that diff names the first that differs. --emulate takes the CUDA kernels on the CPU
+emulator, and --simulate the Metal back end on the simulated device mps, of the tree that PYTHONPATH names; both are slow, so
+ask for fewer calls. ATEN_CPU_CAPABILITY=default and =avx2 choose the other kernels of the CPU.
+
+The operators come from the schemas. A new argument that has a default is left at it; any other is an error until it is made
+here.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch.autograd import forward_ad
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+class Draw(random.Random):
+    """Random arguments of one call."""
+
+    def __init__(self, seed: str, device: str):
+        super().__init__(seed)
+        torch.manual_seed(self.getrandbits(32))
+        self.device = device
+
+    def one(self, *options):
+        return self.choice(options)
+
+    def maybe(self, chance: float = 0.5) -> bool:
+        return self.random() < chance
+
+    def lay_out(self, values: torch.Tensor) -> torch.Tensor:
+        """The values on the device, their dimensions in some order in memory, some with gaps, not always from its begin."""
+        dims = range(values.dim())
+        order = self.sample(dims, len(dims)) if self.maybe() else list(dims)
+        steps = [self.one(1, 1, 1, 2, 3) for _ in dims] if self.maybe() else [1] * len(dims)
+        start = self.one(0, 0, 1, 4)
+        shape = [values.shape[d] * steps[d] for d in order]
+        memory = torch.zeros(start + torch.Size(shape).numel(), dtype=values.dtype, device=self.device)
+        t = memory[start:].view(shape).permute([order.index(d) for d in dims])
+        t = t[tuple(slice(step - 1, None, step) for step in steps)]
+        return t.copy_(values)
+
+    def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.lay_out(torch.randn(shape, dtype=torch.float64).to(dtype))
+
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        return self.lay_out(values.to(self.one(torch.int32, torch.int64)))
+
+    def float_type(self) -> torch.dtype:
+        return self.choice(FLOATS[: 3 if self.device == "mps" else 4])
+
+
+def of_tables(draw: Draw, op) -> dict:
+    """Arguments of cos_sin and its kind."""
+    pairs, shape = draw.randint(0, 20), [draw.randint(0, 5) for _ in range(draw.randint(0, 3))]
+    axes = [draw.randint(1, 3)] if "axial" in op._schema.name else []
+    integers = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+    positions = torch.randn((*axes, *shape)) * draw.one(1, 50)
+    frequency = draw.one(torch.float32, torch.float32, draw.float_type())
+    return {
+        "positions": draw.lay_out(positions.abs().to(draw.one(*integers, *[draw.float_type() for _ in integers]))),
+        "inv_freq": draw.normal(*axes, pairs, dtype=frequency if frequency.itemsize > 2 else torch.float32),
+        "attention_factor": draw.one(1.0, 1.2079441541679836, -0.37),
+        "dtype": draw.one(None, draw.float_type()),
+    }
+
+
+def of_heads(draw: Draw, op) -> dict:
+    """Arguments of all others."""
+    names = [a.name for a in op._schema.arguments]
+    cache, backward, dtype = "k_cache" in names, "q_out_grad" in names, draw.float_type()
+    batch, seq = draw.one(0, 1, 1, 2, 3), draw.one(0, 1, 1, 2, 5, 9, 40)
+    q_heads, k_heads = draw.one(0, 1, 2, 3, 8, 9), draw.one(0, 1, 2, 3)
+    pairs = draw.one(0, 1, 2, 3, 4, 8, 8, 16, 32, 33, 64)
+    head_dim = 2 * pairs + draw.one(0, 0, 0, 1, 2, 8, 16)
+    dims = draw.one(3, 4) if batch == 1 else 4
+
+    def heads(n: int) -> torch.Tensor:
+        return draw.normal(batch, seq, n, head_dim, dtype=dtype)
+
+    q, k, v = heads(q_heads), heads(k_heads), heads(k_heads)
+    if draw.maybe(0.25):
+        q, k, v = heads(q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
+    call = {"q": q, "x": q, "k": k, "v": v, "q_out_grad": heads(q_heads), "k_out_grad": heads(k_heads)}
+    call |= {name: t if dims == 4 else t[0] for name, t in call.items()}
+    if backward and "q_norm_weight" not in names and draw.maybe(0.3):
+        call["k"] = call["k_out_grad"] = None
+    if "q_norm_weight" in names and not (cache and draw.maybe()):
+        for name in ("q_norm_weight", "k_norm_weight"):
+            call[name] = draw.normal(head_dim, dtype=draw.one(dtype, torch.float32))
+
+    tables_alone = backward and "q_norm_weight" not in names
+    kind = draw.one("position", "position", "token", *([] if tables_alone else ["inv_freq"]))
+    call["offset"] = 0 if kind == "token" else draw.one(0, 0, 1, 7)
+    slots = kind == "token" or draw.maybe()
+    rows = seq + 20  # of a table by position, and of a block
+
+    if kind == "inv_freq":
+        frequency = draw.one(torch.float32, torch.float32 if draw.device == "mps" else torch.float64)
+        call["inv_freq"] = draw.normal(pairs, dtype=frequency)
+    else:
+        shape = (rows,) if kind == "position" else (draw.one(1, batch), seq)
+        type_of_tables = draw.one(dtype, torch.float32)
+        call["cos"], call["sin"] = (draw.normal(*shape, pairs, dtype=type_of_tables) for _ in "cs")
+    if kind != "token" and draw.maybe():
+        low = -call["offset"]
+        if kind == "inv_freq" and (slots or not cache):
+            low = draw.one(-100, low, 10**5)
+        # Each row has different ones: without slots they are the cells of a cache.
+        positions = low + torch.rand(draw.one(1, batch), rows).argsort(-1)[:, :seq]
+        call["positions"] = draw.integers(positions[0] if len(positions) == 1 and draw.maybe() else positions)
+
+    if cache:
+        blocks, block_size = batch + draw.randint(0, 2), rows
+        shape = (blocks, block_size, k_heads, head_dim)
+        both = draw.normal(*shape, 2, dtype=dtype).unbind(-1)
+        caches = both if draw.maybe(0.3) else [draw.normal(*shape, dtype=dtype) for _ in "kv"]
+        call["k_cache"], call["v_cache"] = (c[0] if blocks == 1 and dims == 3 else c for c in caches)
+        if slots:
+            cells = torch.randperm(blocks * block_size)[: batch * seq].view(batch, seq)
+            cells = draw.integers(torch.where(torch.rand(batch, seq) < 0.2, -1, cells))
+            call["slots"] = cells[0] if batch == 1 and draw.maybe() else cells
+
+    call["norm_eps"] = draw.one(1e-6, 1e-3)
+    call["attention_factor"] = draw.one(1.0, 1.0, 1.2079441541679836, -0.37)
+    call["interleaved"], call["inverse"] = draw.maybe(), draw.maybe()
+    required = [a.name for a in op._schema.arguments if not a.has_default_value()]
+    return {name: call[name] for name in names if name in call or name in required}
+
+
+def make(draw: Draw, op) -> dict:
+    return (of_heads if "cos" in [a.name for a in op._schema.arguments] else of_tables)(draw, op)
+
+
+# ---- derivatives ----
+
+
+def tuple_of(outs) -> tuple:
+    return outs if isinstance(outs, tuple) else () if outs is None else (outs,)
+
+
+def derivatives(draw: Draw, op, call: dict):
+    """Results, and derivatives in some of the arguments: backward, twice backward, or forward."""
+    names = [name for name, t in call.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if "q_norm_weight" in call or "q_out_grad" in call:
+        names = [name for name in names if name not in ("cos", "sin", "inv_freq")]
+    names = draw.sample(names, draw.randint(1, len(names)))
+    like = torch.randn_like
+    if draw.maybe(0.25):
+        with forward_ad.dual_level():
+            duals = {name: forward_ad.make_dual(call[name], like(call[name])) for name in names}
+            for out in tuple_of(op(**call | duals)):
+                yield from forward_ad.unpack_dual(out)
+        return
+    inputs = [call[name].requires_grad_() for name in names]
+    outs = tuple_of(op(**call))
+    yield from outs
+    outs = [out for out in outs if out.requires_grad]
+    outs = outs[-1:] if draw.maybe(0.2) else outs
+    twice = draw.maybe(0.3)
+    given = [like(out).requires_grad_(twice) for out in outs]
+    grads = torch.autograd.grad(outs, inputs, given, create_graph=twice, allow_unused=True)
+    yield from grads
+    again = [grad for grad in grads if grad is not None and grad.requires_grad]
+    if again:
+        yield from torch.autograd.grad(again, [*inputs, *given], [like(grad) for grad in again], allow_unused=True)
+
+
+def results(draw: Draw, op, call: dict):
+    """All that a call makes or writes."""
+    if op._schema.is_mutable:
+        with draw.one(torch.no_grad, torch.inference_mode)():
+            op(**call)
+        # What is only read too: nothing but what the schema says is written.
+        yield from (t for t in call.values() if isinstance(t, torch.Tensor))
+    elif draw.maybe():
+        with draw.one(torch.no_grad, torch.inference_mode)():
+            yield from tuple_of(op(**call))
+    else:
+        yield from derivatives(draw, op, call)
+
+
+def digest(tensors) -> str:
+    all_of_them = hashlib.sha256()
+    for t in tensors:
+        if t is None:
+            all_of_them.update(b"None")
+            continue
+        all_of_them.update(f"{t.dtype} {tuple(t.shape)} {t.stride()}".encode())
+        values = t.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        all_of_them.update(values.view(torch.uint8).numpy().tobytes())
+    return all_of_them.hexdigest()[:16]
+
+
+# ---- messages ----
+
+
+def spoil(draw: Draw, call: dict) -> None:
+    """Makes one argument another: mostly a wrong one."""
+    tensors = [name for name, t in call.items() if isinstance(t, torch.Tensor)]
+    name = draw.choice(tensors)
+    t = call[name]
+    d = draw.randrange(t.dim()) if t.dim() else None
+    wrong = [
+        lambda: None,
+        lambda: t.to(draw.one(*FLOATS, torch.int64, torch.int16, torch.complex64, torch.bool)),
+        lambda: t.unsqueeze(0),
+        lambda: t.flatten(),
+        lambda: t.to("meta"),
+        lambda: call[draw.choice(tensors)],
+        lambda: call[draw.choice(tensors)].flatten()[: t.numel()].view(t.shape),
+    ]
+    if d is not None:
+        wrong += [lambda: t.narrow(d, 0, max(t.shape[d] - 1, 0)), lambda: torch.cat([t, t], d), lambda: t.sum(d)]
+        wrong += [lambda: t.narrow(d, 0, 1).expand(t.shape), lambda: torch.cat([t, t], d)]
+    if t.is_floating_point():
+        wrong += [lambda: t.detach().requires_grad_(), lambda: torch._neg_view(t)]
+        wrong += [lambda: forward_ad.make_dual(t, torch.ones_like(t))]
+    try:
+        call[name] = draw.choice(wrong)()
+    except (RuntimeError, IndexError):  # another dtype or shape than that
+        call[name] = None
+    if "offset" in call and draw.maybe(0.1):
+        call["offset"] = draw.one(-1, 100, 2**63 - 1)
+
+
+def message(draw: Draw, op) -> str:
+    call = make(draw, op)
+    with forward_ad.dual_level():
+        spoil(draw, call)
+        try:
+            outs = tuple_of(op(**call))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return digest(forward_ad.unpack_dual(out).primal for out in outs if not out.is_meta)
+
+
+# ---- which build ----
+
+
+def load(emulate: bool, simulate: bool) -> str:
+    """-> the device."""
+    tree = Path(importlib.util.find_spec("torch_rope").origin).parents[1]
+    sys.path[:0] = [str(tree / "tests/backends" / part) for part in ("cuda/emulator", "metal/simulator")]
+    if emulate:
+        import emulator
+
+        emulator.load(emulator.build())
+    if simulate:
+        import simulator
+
+        simulator.load()
+    import torch_rope  # noqa: F401  registers the operators
+
+    return "mps" if simulate else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=2000, help="of each operator")
+    parser.add_argument("--each", action="store_true", help="a line for each call")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--emulate", action="store_true", help="the CUDA kernels on the CPU emulator")
+    kind.add_argument("--simulate", action="store_true", help="the Metal back end on the simulated device mps")
+    arguments = parser.parse_args()
+    device = load(arguments.emulate, arguments.simulate)
+
+    def report(name: str, texts) -> None:
+        every = hashlib.sha256()
+        for i, text in enumerate(texts):
+            every.update(text.encode())
+            if arguments.each:
+                print(name, i, text, flush=True)
+        print(f"{name:36}{every.hexdigest()[:32]}", flush=True)
+
+    names = sorted(s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("rope::"))
+    ops = [getattr(torch.ops.rope, name.removeprefix("rope::")).default for name in names]
+    for op in ops:
+        draws = (Draw(f"{op} {i}", device) for i in range(arguments.calls))
+        report(op._schema.name, (digest(results(draw, op, make(draw, op))) for draw in draws))
+    if device == "cpu" and not arguments.emulate:  # the checks are the same for all
+        wrong = itertools.product(ops, range(arguments.calls // 4))
+        report("messages", (message(Draw(f"wrong {op} {i}", device), op) for op, i in wrong))
+
+
+if __name__ == "__main__":
+    main()
