@@ -47,6 +47,7 @@ def test_compiled_values_are_eager_values(device):
     """The operators keep every bit: the compiled program calls the same kernels."""
     cos, sin = tables(device, rotary_dim=4)
     positions = torch.randint(0, 60, (3, 6, 2), device=device)[1:, :, 0]
+    narrow = positions.int()
     freq, (q_weight, k_weight) = torch_rope.inv_freq(DIM, device=device), norm_weights(device)
     k_weight = k_weight.bfloat16()
     norm = {"norm_eps": 0.1, "attention_factor": 1.3, "interleaved": True}
@@ -54,7 +55,7 @@ def test_compiled_values_are_eager_values(device):
         "interleaved": lambda q, k: rope.rotate(q, cos, sin, interleaved=True),
         "transposed": lambda q, k: rope.rotate(q.transpose(1, 2), cos, sin, offset=3).transpose(1, 2),
         "positions": lambda q, k: rope.rotate_qk(q, k, cos, sin, positions=positions, inverse=True),
-        "inv_freq": lambda q, k: rope.rotate_qk(q, k, inv_freq=freq, positions=positions.int()),
+        "inv_freq": lambda q, k: rope.rotate_qk(q, k, inv_freq=freq, positions=narrow),
         "norm": lambda q, k: rope.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, None, positions, **norm),
         "cos_sin": lambda q, k: rope.cos_sin(positions, freq, attention_factor=1.3, dtype=torch.float16),
         "in place": lambda q, k: rope.rotate_qk_(q, k, inv_freq=freq),

@@ -126,25 +126,24 @@ def test_each_argument_can_be_mapped(op, which, device):
     assert_same_bits(args, tuple(before))
 
 
-def has_gradient(op, name):
-    return name not in ("positions", *(("cos", "sin") if "norm" in op or "backward" in op else ()))
+LOSSES = {"mapped": lambda out: out.square().sin().sum(), "the same for all": torch.sum}  # the gradient that comes in
 
 
-@pytest.mark.parametrize(
-    "op, which",
-    [(op, which) for op in OPERATORS if not schema_of(op).is_mutable for which in (arguments_of(op)[0], "cos", "all")],
-)
-def test_gradients_of_each_sample_and_of_all(op, which, device):
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("which", ["the first", "angles", "all"])
+@pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
+def test_gradients_of_each_sample_and_of_all(op, which, loss, device):
     """vmap of gradients is a loop, and gradients of vmap are their sums where an argument is shared."""
-    call = a_call_of(op, device)
-    if which == "cos" and op not in ROTATING:
-        which = "inv_freq"
-    in_dims, args = with_samples(call, set(call) if which == "all" else {which})
-    numbers = tuple(i for i, name in enumerate(call) if has_gradient(op, name) or op not in ROTATING)
+    call, of_result = a_call_of(op, device), LOSSES[loss]
+    angles = ("cos", "sin") if op in ROTATING else ("inv_freq",)
+    names = {"the first": [next(iter(call))], "angles": angles[:1], "all": call}[which]
+    in_dims, args = with_samples(call, names)
+    without = angles if "norm" in op or "backward" in op else ()
+    numbers = tuple(i for i, (name, t) in enumerate(call.items()) if t.is_floating_point() and name not in without)
 
     def loss(*args):
-        outs = tensors_of(getattr(rope, op)(**dict(zip(call, args, strict=True))))
-        return sum(out.square().sin().sum() for out in outs)
+        outs = getattr(rope, op)(**dict(zip(call, args, strict=True)))
+        return sum(map(of_result, tensors_of(outs)))
 
     gradients = grad(loss, numbers)
     assert_vmap(gradients, in_dims, *args, close=lambda a, b: torch.allclose(a, b, rtol=1e-4, atol=1e-4))
