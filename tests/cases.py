@@ -49,13 +49,6 @@ def checks_ranges(device: str) -> bool:
     return not on_gpu(device)
 
 
-def opcheck(op: str, args: tuple, keywords: dict, device: str) -> None:
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if device != "mps":  # where torch's check says that it does not know the device
-        tests.append("test_autograd_registration")
-    torch.library.opcheck(getattr(torch.ops.rope, op).default, args, keywords, test_utils=tests)
-
-
 EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"
 
 

@@ -80,7 +80,7 @@ def split(qkv):
 
 
 def copies(tensors):
-    """With the same strides. Views of one tensor stay views of one tensor."""
+    """With the same strides, and views of one tensor stay views of one tensor; but on mps, where torch makes them dense."""
     return copy.deepcopy(list(tensors))
 
 

@@ -40,7 +40,7 @@ class Rotating(torch.nn.Module):
         self.op = op
         cos, sin = tables(device)
         self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
+        self.register_buffer("sin", sin if device != "mps" else sin.contiguous())  # torch loads no others on mps
         self.register_buffer("kv", torch.zeros(2, 6, ROWS, KV_HEADS, DIM, device=device) if "cache" in op else None)
         self.register_buffer("norm", torch.stack(norm_weights(device)) if "norm" in op else None)
 
