@@ -8,6 +8,7 @@ import copy
 import itertools
 import re
 
+import pytest
 import torch
 from cases import LAYOUTS, OPERATORS, schema_of
 from torch._inductor.utils import run_and_get_code
@@ -104,6 +105,11 @@ def assert_same_call(function, other, *inputs):
 
 
 # ---- compiling ----
+
+COMPILING = [  # marks of a module of tests
+    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
+    pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
+]
 
 
 def backend_of(device):

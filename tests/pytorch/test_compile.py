@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, checks_ranges, covering, name_of
+from cases import EXHAUSTIVE, checks_ranges, covering, name_of, schema_of
 from programs import (
+    COMPILING,
     DIM,
     HEADS,
     IN_PLACE,
@@ -32,10 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_rope
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec"),
-    pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
-]
+pytestmark = COMPILING
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
@@ -66,24 +64,6 @@ def test_compiled_values_are_eager_values(device):
     for name, actual, expected in zip(calls, compiled(function, device)(*a), function(*b), strict=True):
         assert_same_bits(actual, expected, name)
     assert_same_bits(tuple(a), tuple(b), "in place")
-
-
-@pytest.mark.heart
-def test_a_compiled_training_step_has_eager_gradients(device):
-    cos, sin = tables(device, rotary_dim=4)
-
-    def step(x, w):
-        q, k = (x @ w).view(2, 6, HEADS + KV_HEADS, DIM).split([HEADS, KV_HEADS], 2)
-        q, k = rope.rotate_qk(q, k, cos, sin, offset=2, attention_factor=1.2)
-        (q.square().sum() + (k**4).sum()).backward()
-        return x.grad, w.grad
-
-    x, w = torch.randn(2, 6, 16, device=device), torch.randn(16, (HEADS + KV_HEADS) * DIM, device=device)
-    expected = step(x.clone().requires_grad_(), w.clone().requires_grad_())
-    # Dynamo splits the graph at backward().
-    program = compiled(step, device, fullgraph=False, backend="aot_eager")
-    actual = program(x.clone().requires_grad_(), w.clone().requires_grad_())
-    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("unused", [0, 1])
@@ -332,32 +312,28 @@ def test_an_error_of_the_kernel_keeps_its_type(op, device):
     assert_same_bits(tuple(tensors), tuple(before))
 
 
+INSTEAD = "and the in-place operator has no gradient; use "
+OF_THE_CACHE = INSTEAD + "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch.no_grad()"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "op, which, instead",
+    "op, name, message",
     [
-        ("rotate_qk_", 1, "use rope.rotate_qk, or torch.no_grad()"),
-        ("rotate_into_cache_", 1, "use rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch."),
-        ("rotate_into_cache_", 3, "use rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch."),
+        ("rotate_qk_", "k", INSTEAD + "rope.rotate_qk, or torch.no_grad()"),
+        ("rotate_into_cache_", "k", OF_THE_CACHE),  # also of what is only read
+        ("rotate_into_cache_", "k_cache", OF_THE_CACHE),
+        ("norm_rotate_qk", "cos", "and its gradient is not"),
     ],
 )
-def test_in_place_on_what_requires_grad_is_an_error(op, which, instead, backend, device):
-    """Also on what is only read, k here."""
-    tensors, (cos, sin) = operands(op, device), tables(device)
-    tensors[which].requires_grad_()
-    function = lambda *t: getattr(rope, op)(*(x * 1 for x in t), cos, sin)  # noqa: E731
-    with pytest.raises(RuntimeError, match=re.escape("in-place operator has no gradient; " + instead)) as eager:
+def test_what_requires_grad_and_has_no_gradient_is_an_error(op, name, message, backend, device):
+    tensors = [*operands(op, device), *tables(device)]
+    tensors[[a.name for a in schema_of(op).arguments].index(name)].requires_grad_()
+    function = lambda *t: getattr(rope, op)(*(x * 1 for x in t))  # noqa: E731
+    with pytest.raises(RuntimeError, match=re.escape(f"{name} requires grad, {message}")) as eager:
         function(*tensors)
     with pytest.raises(RuntimeError, match=re.escape(str(eager.value))):
         compiled(function, device, backend=backend)(*tensors)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_norm_with_tables_that_require_grad_is_an_error(backend, device):
-    tensors, (cos, sin) = operands("norm_rotate_qk", device), tables(device)
-    program = compiled(lambda *t: rope.norm_rotate_qk(*t), device, backend=backend)
-    with pytest.raises((NotImplementedError, RuntimeError), match="cos requires grad, and its gradient is not"):
-        program(*tensors, cos.requires_grad_(), sin)
 
 
 # ---- learned tables and frequencies ----
@@ -422,25 +398,6 @@ def test_all_lengths_and_offsets_of_learned_angles_run_one_program(source, devic
         actual, expected = (outputs_and_gradients(f, inputs, seeds, offset) for f in (program, function))
         torch.testing.assert_close(actual, expected)
     assert program.count == 1
-
-
-@pytest.mark.parametrize("source", LEARNED)
-def test_frequencies_are_learned(source, device):
-    """From the angles of other frequencies, as the rotation shows them."""
-    angles, function = learned(source, device)
-    q, k = qk(device)
-    with torch.no_grad():
-        goal = function(q, k, *(a * 1.3 for a in angles), 1)
-    angles = [torch.nn.Parameter(a.clone()) for a in angles]
-    optimizer = torch.optim.Adam(angles, lr=0.02)
-    losses = []
-    for _ in range(60):
-        loss = sum((out - g).square().mean() for out, g in zip(function(q, k, *angles, 1), goal, strict=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
 
 
 # ---- CUDA graphs ----

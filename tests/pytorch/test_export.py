@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import EXHAUSTIVE
 from programs import (
+    COMPILING,
     DIM,
     HEADS,
     KV_HEADS,
@@ -26,10 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_rope
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
-    pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
-]
+pytestmark = COMPILING
 
 
 class Rotating(torch.nn.Module):

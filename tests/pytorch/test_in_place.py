@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import covering, name_of
 from programs import (
+    COMPILING,
     DIM,
     HEADS,
     KV_HEADS,
@@ -32,10 +33,7 @@ from programs import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec"),
-    pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
-]
+pytestmark = COMPILING
 
 
 @pytest.fixture(autouse=True)
@@ -183,11 +181,6 @@ def without_batch(q, k, v, k_cache, v_cache):
 @program(caches((2, 3, "n", KV_HEADS, DIM)), "rotate_into_cache_")
 def into_halves_by_index(q, k, v, kv):  # vLLM's FlashAttention
     into(q, k, v, kv[0], kv[1])
-
-
-@program(caches((2, 3, "n", KV_HEADS, DIM)), "rotate_into_cache_")
-def into_halves_unbound(q, k, v, kv):
-    into(q, k, v, *kv.unbind(0))
 
 
 @program(caches((3, 2, "n", KV_HEADS, DIM)), "rotate_into_cache_")

@@ -4,12 +4,9 @@ is summed over ranks."""
 
 import contextlib
 import functools
-import io
 import re
-import runpy
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -163,33 +160,22 @@ def cases(op):
         yield letters | {"k_norm_weight": "P"}, False
 
 
-BESIDE = [("k", "k_cache", "R"), ("R", "k_cache", "R"), ("k", "R", "R"), ("k", "k_cache", "B")]  # v, v_cache, positions
-
-
-def of_a_cache(case):
-    """The letters by argument."""
-    v, v_cache, positions = (case.get(letter, letter) for letter in case["beside"])
-    letters = {name: case[name] for name in ("q", "k", "k_cache")}
-    letters |= {"v": v, "v_cache": v_cache, "inv_freq": "R", "positions": positions}
-    return letters | ({"slots": "R"} if case["slots"] else {})
-
-
 def is_taken_with_a_cache(case):
-    letters = of_a_cache(case)
-    read, caches = {letters["k"], letters["v"]}, (letters["k_cache"], letters["v_cache"])
-    if set(letters.values()) & {"S", "D", "P"}:
+    letters = {letter for name, letter in case.items() if name != "slots"}
+    read, caches = {case["k"], case["v"]}, (case["k_cache"], case["v_cache"])
+    if letters & {"S", "D", "P"}:
         return False
-    if "B" in letters.values():  # row b writes block b
-        return not case["slots"] and letters["q"] == "B" and caches == ("B", "B") and read <= {"B", "R"}
+    if "B" in letters:  # row b writes block b
+        return not case["slots"] and case["q"] == "B" and caches == ("B", "B") and read <= {"B", "R"}
     if "H" in caches:
         return caches == ("H", "H") and read <= {"H", "R"}
     return read == {"R"}
 
 
 def cache_cases():
-    factors = {"q": "RBSHDP", "k": "RBSHD", "k_cache": "RBSHD", "slots": [False, True], "beside": BESIDE}
-    for case, is_so in with_those_taken(factors, is_taken_with_a_cache):
-        yield of_a_cache(case), is_so
+    factors = {"q": "RBSHDP", "k": "RBSHD", "v": "RBSHD", "k_cache": "RBSHD", "v_cache": "RBSHD", "positions": "RB"}
+    for case, is_so in with_those_taken(factors | {"slots": ["R", None]}, is_taken_with_a_cache):
+        yield {name: letter for name, letter in case.items() if letter} | {"inv_freq": "R"}, is_so
 
 
 def call(op, arguments):
@@ -673,43 +659,16 @@ def test_modules(ranks):
     ranks(check_modules)
 
 
-# ---- the example ----
-
-
-def check_example(output, world):
-    assert [line[:12].strip() for line in output.splitlines()[1:-1]] == [
+@pytest.mark.parametrize("world", [2, 4] if EXHAUSTIVE else [4])
+def test_the_example_has_the_losses_of_one_process(world):
+    """By tensor parallel, FSDP and context parallel; on GPUs by nccl, where there are as many."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += [str(ROOT / "examples" / "parallel.py"), "--steps", "2"]
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line[:12].strip() for line in result.stdout.splitlines()[1:-1]] == [
         "one process",
         *(f"dp {world // tp} x tp {tp}" for tp in (1, 2, 4) if tp <= world),
         f"cp {world}",
     ]
-    assert "All are equal" in output and ": True. They fall: True." in output
-
-
-def run_example(device, path):
-    """In a process group that is there, and stays."""
-    example, output = runpy.run_path(path), io.StringIO()
-    with (
-        mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT),
-        mock.patch.object(sys, "argv", [path, "--steps", "2"]),
-        contextlib.redirect_stdout(output),
-    ):
-        assert example["main"]() == 0
-    return output.getvalue()
-
-
-@on(4)
-def test_the_example_has_the_losses_of_one_process(ranks):
-    """By tensor parallel, FSDP and context parallel; on GPUs by nccl, where there are as many."""
-    check_example(ranks(run_example, str(ROOT / "examples" / "parallel.py"))[0], ranks.world)
-
-
-def test_the_example_is_started_by_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(ROOT / "examples" / "parallel.py"), "--steps", "2"],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    check_example(result.stdout, 2)
+    assert "All are equal" in result.stdout and ": True. They fall: True." in result.stdout
