@@ -6,8 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cases import ROOT
+from cases import EXHAUSTIVE, ROOT
 from torch.utils import cpp_extension
+
+# The oldest, which lacks what an instruction of a newer one needs; no kernel asks which one it is compiled for.
+ARCHITECTURES = (80, 90, 100, 120) if EXHAUSTIVE else (80,)
 
 
 def cuda_home() -> Path | None:
@@ -40,7 +43,7 @@ def test_kernels(source, tmp_path):
         f"{cuda_home()}/bin/nvcc",
         *("-c", source, "-o", tmp_path / "kernels.o", "-std=c++20", "-O3", "--fmad=false"),
         *("--Werror=all-warnings", "-Xcompiler=-Wall", "--threads=2"),
-        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 90, 100, 120)),
+        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES),
     )
 
 

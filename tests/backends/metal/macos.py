@@ -27,8 +27,8 @@ HOST = "csrc/mps/mps.mm"
 # The oldest supported release and the newest: what their wheels call macOS, and the C++ that they compile extensions as.
 RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.13.0": ("macosx_14_0_arm64", "c++20")}
 
-COMPILER = f"{sys.executable} -m ziglang c++ -target aarch64-macos.14.0"
-FLAGS = "-O1 -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
+ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
+FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
 
 # What is not torch's: libc++, libobjc, Foundation, Metal. The rest of what C has is in zig's libSystem.
 APPLE = re.compile(
@@ -99,26 +99,29 @@ def _sources() -> list[str]:
 
 def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
     """Objects of these sources, or of the whole library, against the headers of this release."""
-    include = headers(release)
-    folder = BUILD / f"objects-{release}{'-misspelt' if misspelt else ''}"
+    include, folder = headers(release), BUILD / f"objects-{release}"
     folder.mkdir(parents=True, exist_ok=True)
     if sources is None:
         shaders = BUILD / "shaders.cpp"
         _run(sys.executable, "shaders/embed.py", shaders)
         sources = [*_sources(), str(shaders)]
-    objects = {source: folder / f"{Path(source).name}.o" for source in sources}
+    objects = {source: folder / f"{misspelt or ''}{Path(source).name}.o" for source in sources}
     define = f"-D{misspelt}={misspelt}s" if misspelt else ""
     lines = [
         f"builddir = {folder}",
         "rule compile",
-        f"  command = {COMPILER} -std={RELEASES[release][1]} {FLAGS} {define} $language -c $in -o $out -MD -MF $out.d"
+        f"  command = {' '.join([*ZIG, 'c++', *TARGET])} -std={RELEASES[release][1]} {FLAGS} $flags $in -o $out -MD -MF $out.d"
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
+        # Most of the time goes to the headers of torch, read once here. All sources are taken as Objective-C++, as a
+        # precompiled header is of one language.
+        f"build {folder}/headers.pch: compile csrc/ops.h",
+        "  flags = -x objective-c++-header -fpch-instantiate-templates",
     ]
     for source, made in objects.items():
-        lines.append(f"build {made}: compile {source}")
-        lines.append(f"  language = {'-x objective-c++' if source.endswith('.mm') else ''}")
+        lines.append(f"build {made}: compile {source} | {folder}/headers.pch")
+        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/headers.pch {define}")
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
@@ -136,9 +139,9 @@ def link(release: str, objects: list[Path]) -> Path:
         "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\ninstall-name: apple\n"
         f"exports:\n  - targets: [ arm64-macos ]\n    symbols: [ {names} ]\n...\n"
     )
-    _run(
-        *COMPILER.split(), "-nostdlib++", "-shared", *objects, folder / "apple.tbd", *libraries, "-o", folder / "_C.so"
-    )
+    own = ["-lc", "-fno-compiler-rt", "-fno-ubsan-rt"]  # zig would compile the other two, for half a minute
+    made = ["--name", "torch_rope", f"-femit-bin={folder}/_C.so"]
+    _run(*ZIG, "build-lib", "-dynamic", *TARGET, *own, *made, *objects, folder / "apple.tbd", *libraries)
     return folder / "_C.so"
 
 

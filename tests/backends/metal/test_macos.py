@@ -7,6 +7,8 @@ import sys
 import macos
 import pytest
 
+pytestmark = pytest.mark.xdist_group("macos")  # the second worker would wait for the first one's compiler
+
 
 def skip(reason: str):
     (pytest.fail if os.environ.get("TORCH_ROPE_REQUIRE_ALL") == "1" else pytest.skip)(reason)
@@ -56,10 +58,10 @@ def test_links(release, objects, libraries):
 
 
 @pytest.mark.parametrize("release", [max(macos.RELEASES)])
-def test_misspelt_symbol_is_refused(release, objects, libraries):
+def test_misspelt_symbol_is_refused(release, objects, host, libraries):
     """Declared and used under a wrong name it compiles, and must not link."""
     (misspelt,) = macos.compile(release, [macos.HOST], misspelt="getCurrentMPSStream")
-    others = [path for path in objects if path.name != misspelt.name]
+    others = [path for path in objects if path != host]
     with pytest.raises(RuntimeError, match="undefined symbol: .*getCurrentMPSStreams"):
         macos.link(release, [misspelt, *others])
 
