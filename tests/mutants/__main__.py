@@ -1,0 +1,139 @@
+"""Are the tests awake? Plants mistakes in every back end; the tests that `make test` runs have to find each.
+
+python tests/mutants [cpu shared cuda metal python] [number ...]
+
+All mistakes of a build are planted at once, in a copy of the tree under build/mutants, and chosen by an environment
+variable: see plant.py. How tests run over them is in session.py; the mistakes are in cpu.py, cuda.py and so on.
+"""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import plant
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = ["tests/operators", "tests/pytorch", "tests/modules", "tests/backends/cpu"]
+
+
+@dataclass
+class Build:
+    tables: list[str]  # modules here, with FILES, MUTANTS and EQUIVALENT
+    pytest: list[str]
+    edits: list[tuple[str, str, str]] = field(default_factory=list)  # file, regular expression, replacement: of the copy
+    command: list[str] = field(default_factory=list)
+
+
+BUILDS = {
+    "plain": Build(
+        ["cpu"],
+        PLAIN,
+        [("setup.py", '"-O3"', '"-O1"')],
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+    ),
+}
+
+
+def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
+    """Writes only what has changed, for ninja."""
+    there = set()
+    for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
+        for path in [ROOT / part, *(ROOT / part).rglob("*")]:
+            if path.is_file() and path.suffix not in (".so", ".pyc") and path.name != "built_for_torch.txt":
+                name = path.relative_to(ROOT).as_posix()
+                new = sources[name].encode() if name in sources else path.read_bytes()
+                to = folder / name
+                there.add(to)
+                if not to.exists() or to.read_bytes() != new:
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    to.write_bytes(new)
+                    shutil.copymode(path, to)
+    for part in ("csrc", "shaders", "tests", "torch_rope"):
+        for path in (folder / part).rglob("*"):
+            if path.is_file() and path not in there and path.suffix not in (".so", ".pyc", ".txt"):
+                path.unlink()
+
+
+def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
+    folder = ROOT / "build/mutants" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    mutants, of_table = [], {}
+    for table in build.tables:
+        module = importlib.import_module(table)
+        sources = {file: (ROOT / file).read_text() for file in module.FILES}
+        own = plant.neighbours({f: t for f, t in sources.items() if f in module.NEIGHBOURS})
+        own = plant.without(own, sources, module.EQUIVALENT)
+        own += plant.written(sources, module.MUTANTS)
+        for number, mutant in enumerate(own, start=len(mutants) + 1):
+            mutant.number = number
+            of_table[number] = table
+        mutants += own
+
+    header = ROOT / "build/mutants/mutant.h"
+    header.write_text(plant.HEADER)
+    changed = {}
+    for file in {m.file for m in mutants}:
+        text = plant.planted((ROOT / file).read_text(), [m for m in mutants if m.file == file])
+        changed[file] = f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n#line 1\n{text}"
+    for file, old, new in build.edits:
+        text = changed.get(file) or (ROOT / file).read_text()
+        if not re.search(old, text):
+            raise SystemExit(f"{file} has no {old}")
+        changed[file] = re.sub(old, lambda _, new=new: new, text)
+    copy_of_tree(folder, changed)
+
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "TORCH_ROPE_CUDA": "0",
+        "OMP_WAIT_POLICY": "passive",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    begin = time.time()
+    if build.command and subprocess.run(build.command, cwd=folder, env=environment).returncode:
+        raise SystemExit(f"{name} is not built: where a line of the compiler has `rope_mutant() == N`, that is mutant N")
+    print(f"{name}: {len(mutants)} mutants, built in {time.time() - begin:.0f} s", flush=True)
+
+    wanted = [m for m in mutants if of_table[m.number] in chosen and (not numbers or m.number in numbers)]
+    job = {
+        "folder": str(folder),
+        "pytest": build.pytest,
+        "mutants": {m.number: str(m) for m in wanted},
+        "results": str(folder / "results.json"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "results.json").unlink(missing_ok=True)
+    subprocess.run([sys.executable, Path(__file__).with_name("session.py"), folder / "job.json"], cwd=folder, env=environment)
+    if not (folder / "results.json").exists():
+        raise SystemExit(f"the tests of {name} do not run")
+    results = json.loads((folder / "results.json").read_text())
+    return {(of_table[int(n)], int(n)): r for n, r in results.items()}
+
+
+def main() -> None:
+    numbers = [int(a) for a in sys.argv[1:] if a.isdigit()]
+    tables = [t for build in BUILDS.values() for t in build.tables]
+    chosen = [a for a in sys.argv[1:] if not a.isdigit()] or tables
+    if unknown := set(chosen) - set(tables):
+        raise SystemExit(f"there is no {', '.join(unknown)}; there are {', '.join(tables)}")
+    results, begin = {}, time.time()
+    for name, build in BUILDS.items():
+        if set(build.tables) & set(chosen):
+            results |= run(name, build, chosen, numbers)
+    print()
+    for table in chosen:
+        own = {n: r for (t, n), r in results.items() if t == table}
+        missed = [n for n, r in own.items() if not r["caught"]]
+        print(f"{table:8} {len(own):4} mutants  {len(own) - len(missed):4} caught  missed: {missed or 'none'}")
+    print(f"{time.time() - begin:.0f} s")
+    sys.exit(not all(r["caught"] for r in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Runs tests once per mutant: pytest collects them once, and each mutant has a fork of that process, in which tests run
+until one fails. The first are those that found most mistakes for their time. Those that found one are run at last without
+a mistake, and have to pass.
+
+python session.py JOB.json  with the job: folder, pytest (arguments), mutants {number: text}, results (file)
+"""
+
+import collections
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOBS = int(os.environ.get("MAX_JOBS", "2"))
+
+
+class Session:
+    def __init__(self, job: dict):
+        self.job, self.folder = job, Path(job["folder"])
+        self.known = {"seconds": {}, "kills": {}}  # of each test; and the test that found a mistake last time
+        if (kept := self.folder / "known.json").exists():
+            self.known = json.loads(kept.read_text())
+        self.seconds = self.known["seconds"]
+        self.killers = collections.Counter(self.known["kills"].values())
+        self.results = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if session.testsfailed:
+            sys.exit("the tests are not collected")
+        self.session = session
+        self.items = {item.nodeid: item for item in session.items}
+        (self.folder / "log").mkdir(exist_ok=True)
+        self.run([(int(number), None) for number in self.job["mutants"]])
+        self.run([(0, sorted({r["test"] for r in self.results.values() if r["caught"]}))])
+        Path(self.job["results"]).write_text(json.dumps(self.results))
+        return True
+
+    def order(self, number: int) -> list[str]:
+        """Of the tests: the one that found this mistake last time, then those that find most in a second."""
+        last = self.known["kills"].get(self.job["mutants"][str(number)])
+        tests = list(self.items)
+        random.Random(0).shuffle(tests)
+        worth = {t: (self.killers[t] + 0.05) / (self.seconds.get(t, 0.3) + 0.002) for t in tests}
+        return sorted(tests, key=lambda t: (t != last, -worth[t]))
+
+    def run(self, queue: list[tuple[int, list[str] | None]]) -> None:
+        running = {}
+        while queue or running:
+            while queue and len(running) < JOBS:
+                number, tests = queue.pop(0)
+                log = self.folder / "log" / str(number)
+                log.unlink(missing_ok=True)
+                pid = os.fork() or self.child(number, tests or self.order(number), log)
+                running[pid] = number, log, time.time()
+            for pid in list(running):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                number, log, begin = running[pid]
+                if ended:
+                    del running[pid]
+                    self.end(number, log, status, time.time() - begin)
+                else:
+                    self.limit(pid, log)
+            time.sleep(0.02)
+
+    def child(self, number: int, tests: list[str], log: Path) -> None:
+        os.setpgid(0, 0)
+        os.environ["ROPE_MUTANT"] = str(number)
+        out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        import torch
+
+        torch.set_num_threads(2)
+        items = [self.items[test] for test in tests]
+        seconds = log.with_suffix(".seconds").open("w")
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            log.with_suffix(".now").write_text(item.nodeid)
+            begin = time.time()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            print(json.dumps([item.nodeid, time.time() - begin]), file=seconds, flush=True)
+            if self.session.testsfailed:
+                break
+        os._exit(bool(self.session.testsfailed))
+
+    def limit(self, pid: int, log: Path) -> None:
+        """Ends what hangs."""
+        now = log.with_suffix(".now")
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - now.stat().st_mtime > 60 + 20 * self.seconds.get(now.read_text(), 12):
+                os.killpg(pid, signal.SIGKILL)
+
+    def end(self, number: int, log: Path, status: int, took: float) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        now = log.with_suffix(".now")
+        test = now.read_text() if now.exists() else "before the first test"
+        now.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            for line in log.with_suffix(".seconds").read_text().splitlines():
+                name, seconds = json.loads(line)
+                self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+            log.with_suffix(".seconds").unlink()
+        if not number:
+            if code:
+                raise SystemExit(f"a test fails without a mistake: {test}, see {log}")
+            return
+        text = self.job["mutants"][str(number)]
+        self.known["kills"].pop(text, None)
+        if code:
+            self.killers[test] += 1
+            self.known["kills"][text] = test
+        (self.folder / "known.json").write_text(json.dumps(self.known))
+        how = "" if code in (0, 1) else f" ({signal.Signals(-code).name})" if code < 0 else f" (exit {code})"
+        self.results[number] = {"caught": bool(code), "test": test, "seconds": took}
+        print(f"{number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {text}", flush=True)
+        if code:
+            print(f"            by {test}{how}", flush=True)
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            print(report.nodeid, report.longreprtext[-5000:], flush=True)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    sys.path[0] = os.getcwd()
+    import torch
+
+    torch.set_num_threads(1)  # a process with threads does not fork
+    fixed = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-o", "addopts="]
+    code = pytest.main([*fixed, *job["pytest"]], plugins=[Session(job)])
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    main()
