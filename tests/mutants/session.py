@@ -1,6 +1,5 @@
 """Runs tests once per mutant: pytest collects them once, and each mutant has a fork of that process, in which tests run
-until one fails. The first are those that found most mistakes for their time. Those that found one are run at last without
-a mistake, and have to pass.
+until one fails, and passes without the mistake. The first are those that found most mistakes for their time.
 
 python session.py JOB.json  with the job: folder, pytest (arguments), mutants {number: text}, results (file)
 """
@@ -28,7 +27,7 @@ class Session:
             self.known = json.loads(kept.read_text())
         self.seconds = self.known["seconds"]
         self.killers = collections.Counter(self.known["kills"].values())
-        self.results = {}
+        self.results, self.right = {}, {}  # of mutants; whether a test passes without a mistake
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
@@ -37,8 +36,9 @@ class Session:
         self.session = session
         self.items = {item.nodeid: item for item in session.items}
         (self.folder / "log").mkdir(exist_ok=True)
-        self.run([(int(number), None) for number in self.job["mutants"]])
-        self.run([(0, sorted({r["test"] for r in self.results.values() if r["caught"]}))])
+        self.run([int(number) for number in self.job["mutants"]])
+        if not all(self.right.values()):
+            sys.exit("some tests fail without a mistake")
         Path(self.job["results"]).write_text(json.dumps(self.results))
         return True
 
@@ -50,24 +50,40 @@ class Session:
         worth = {t: (self.killers[t] + 0.05) / (self.seconds.get(t, 0.3) + 0.002) for t in tests}
         return sorted(tests, key=lambda t: (t != last, -worth[t]))
 
-    def run(self, queue: list[tuple[int, list[str] | None]]) -> None:
+    def run(self, queue: list[int]) -> None:
         running = {}
         while queue or running:
             while queue and len(running) < JOBS:
-                number, tests = queue.pop(0)
-                log = self.folder / "log" / str(number)
-                log.unlink(missing_ok=True)
-                pid = os.fork() or self.child(number, tests or self.order(number), log)
-                running[pid] = number, log, time.time()
+                number = queue.pop(0)
+                running[self.fork(number, self.order(number))] = number, time.time()
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
-                number, log, begin = running[pid]
-                if ended:
-                    del running[pid]
-                    self.end(number, log, status, time.time() - begin)
-                else:
-                    self.limit(pid, log)
+                number, begin = running[pid]
+                if not ended:
+                    self.limit(pid, number)
+                    continue
+                del running[pid]
+                if not self.end(number, os.waitstatus_to_exitcode(status), time.time() - begin):
+                    queue.insert(0, number)
             time.sleep(0.02)
+
+    def passes(self, test: str) -> bool:
+        """Without a mistake."""
+        if test not in self.right:
+            self.right[test] = os.waitpid(self.fork(0, [test]), 0)[1] == 0
+            if not self.right[test]:
+                print(f"FAILS WITHOUT A MISTAKE: {test}, see {self.log(0)}", flush=True)
+                self.log(0).rename(self.log(0).with_suffix(f".{len(self.items)}"))
+                self.items.pop(test)
+        return self.right[test]
+
+    def log(self, number: int) -> Path:
+        return self.folder / "log" / str(number)
+
+    def fork(self, number: int, tests: list[str]) -> int:
+        log = self.log(number)
+        log.unlink(missing_ok=True)
+        return os.fork() or self.child(number, tests, log)
 
     def child(self, number: int, tests: list[str], log: Path) -> None:
         os.setpgid(0, 0)
@@ -89,27 +105,22 @@ class Session:
                 break
         os._exit(bool(self.session.testsfailed))
 
-    def limit(self, pid: int, log: Path) -> None:
+    def limit(self, pid: int, number: int) -> None:
         """Ends what hangs."""
-        now = log.with_suffix(".now")
+        now = self.log(number).with_suffix(".now")
         with contextlib.suppress(FileNotFoundError):
             if time.time() - now.stat().st_mtime > 60 + 20 * self.seconds.get(now.read_text(), 12):
                 os.killpg(pid, signal.SIGKILL)
 
-    def end(self, number: int, log: Path, status: int, took: float) -> None:
-        code = os.waitstatus_to_exitcode(status)
-        now = log.with_suffix(".now")
-        test = now.read_text() if now.exists() else "before the first test"
-        now.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            for line in log.with_suffix(".seconds").read_text().splitlines():
-                name, seconds = json.loads(line)
-                self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
-            log.with_suffix(".seconds").unlink()
-        if not number:
-            if code:
-                raise SystemExit(f"a test fails without a mistake: {test}, see {log}")
-            return
+    def end(self, number: int, code: int, took: float) -> bool:
+        """False if it has to run again."""
+        log = self.log(number)
+        test = log.with_suffix(".now").read_text()
+        for line in log.with_suffix(".seconds").read_text().splitlines():
+            name, seconds = json.loads(line)
+            self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        if code and not self.passes(test):
+            return False
         text = self.job["mutants"][str(number)]
         self.known["kills"].pop(text, None)
         if code:
@@ -121,6 +132,7 @@ class Session:
         print(f"{number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {text}", flush=True)
         if code:
             print(f"            by {test}{how}", flush=True)
+        return True
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report):
