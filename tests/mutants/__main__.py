@@ -20,13 +20,21 @@ from pathlib import Path
 import plant
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = ["tests/operators", "tests/pytorch", "tests/modules", "tests/backends/cpu"]
+EMULATOR, SIMULATOR = "tests/backends/cuda/emulator", "tests/backends/metal/simulator"
+COMPILE_SHADERS = f"""
+import sys
+sys.path[0] = "{SIMULATOR}"
+import simulator
+simulator.load()
+import torch, torch_rope
+torch_rope.rotate(torch.ones(1, 1, 2, device="mps"), inv_freq=torch.ones(1, device="mps"))
+"""
 
 
 @dataclass
 class Build:
-    tables: list[str]  # modules here, with FILES, MUTANTS and EQUIVALENT
-    pytest: list[str]
+    tables: list[str]  # modules here, see cpu.py
+    options: list[str] = field(default_factory=list)  # of pytest
     edits: list[tuple[str, str, str]] = field(default_factory=list)  # file, regular expression, replacement: of the copy
     command: list[str] = field(default_factory=list)
 
@@ -34,9 +42,21 @@ class Build:
 BUILDS = {
     "plain": Build(
         ["cpu"],
-        PLAIN,
+        [],
         [("setup.py", '"-O3"', '"-O1"')],
         [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+    ),
+    "emulated": Build(
+        ["cuda"],
+        ["--emulate=checked"],
+        [(f"{EMULATOR}/emulator.py", "-Werror ", "")],
+        [sys.executable, "-c", f"import sys; sys.path[0] = '{EMULATOR}'; import emulator; emulator.build()"],
+    ),
+    "simulated": Build(
+        ["metal"],
+        ["--simulate"],
+        [(f"{SIMULATOR}/metal/shim.h", "#define UNWATCHED .*\n", plant.OF_SHADERS)],
+        [sys.executable, "-c", COMPILE_SHADERS],
     ),
 }
 
@@ -46,7 +66,7 @@ def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
     there = set()
     for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
         for path in [ROOT / part, *(ROOT / part).rglob("*")]:
-            if path.is_file() and path.suffix not in (".so", ".pyc") and path.name != "built_for_torch.txt":
+            if path.is_file() and path.suffix != ".pyc":
                 name = path.relative_to(ROOT).as_posix()
                 new = sources[name].encode() if name in sources else path.read_bytes()
                 to = folder / name
@@ -57,7 +77,7 @@ def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
                     shutil.copymode(path, to)
     for part in ("csrc", "shaders", "tests", "torch_rope"):
         for path in (folder / part).rglob("*"):
-            if path.is_file() and path not in there and path.suffix not in (".so", ".pyc", ".txt"):
+            if path.is_file() and path not in there and path.suffix != ".pyc":
                 path.unlink()
 
 
@@ -68,7 +88,7 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     for table in build.tables:
         module = importlib.import_module(table)
         sources = {file: (ROOT / file).read_text() for file in module.FILES}
-        own = plant.neighbours({f: t for f, t in sources.items() if f in module.NEIGHBOURS})
+        own = plant.neighbours({f: t for f, t in sources.items() if f in module.NEIGHBOURS_IN}, module.NEIGHBOURS)
         own = plant.without(own, sources, module.EQUIVALENT)
         own += plant.written(sources, module.MUTANTS)
         for number, mutant in enumerate(own, start=len(mutants) + 1):
@@ -77,16 +97,19 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
         mutants += own
 
     header = ROOT / "build/mutants/mutant.h"
-    header.write_text(plant.HEADER)
+    if not header.exists() or header.read_text() != plant.HEADER:
+        header.write_text(plant.HEADER)
     changed = {}
     for file in {m.file for m in mutants}:
         text = plant.planted((ROOT / file).read_text(), [m for m in mutants if m.file == file])
-        changed[file] = f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n#line 1\n{text}"
+        # Shaders have it from the simulator.
+        include = "" if file.startswith("shaders/") else f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n"
+        changed[file] = include + text
     for file, old, new in build.edits:
         text = changed.get(file) or (ROOT / file).read_text()
         if not re.search(old, text):
             raise SystemExit(f"{file} has no {old}")
-        changed[file] = re.sub(old, lambda _, new=new: new, text)
+        changed[file] = re.sub(old, lambda found, new=new: new.replace("\\0", found[0]), text)
     copy_of_tree(folder, changed)
 
     environment = os.environ | {
@@ -96,15 +119,18 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     begin = time.time()
-    if build.command and subprocess.run(build.command, cwd=folder, env=environment).returncode:
-        raise SystemExit(f"{name} is not built: where a line of the compiler has `rope_mutant() == N`, that is mutant N")
+    if build.command:
+        made = subprocess.run(build.command, cwd=folder, env=environment, capture_output=True, text=True)
+        if made.returncode:
+            print("\n".join(line for line in (made.stdout + made.stderr).splitlines() if "error:" in line or "rope_mutant" in line))
+            raise SystemExit(f"{name} is not built: where a line has rope_mutant(N), that is mutant N")
     print(f"{name}: {len(mutants)} mutants, built in {time.time() - begin:.0f} s", flush=True)
 
     wanted = [m for m in mutants if of_table[m.number] in chosen and (not numbers or m.number in numbers)]
     job = {
         "folder": str(folder),
-        "pytest": build.pytest,
-        "mutants": {m.number: str(m) for m in wanted},
+        "options": build.options,
+        "mutants": {m.number: [str(m), sys.modules[of_table[m.number]].TESTS] for m in wanted},
         "results": str(folder / "results.json"),
     }
     (folder / "job.json").write_text(json.dumps(job))

@@ -2,7 +2,11 @@
 
 HOST, HEAD, LOOPS, VEC = (f"csrc/cpu/{name}" for name in ("cpu.cpp", "head.inc", "kernels.inc", "vec.h"))
 FILES = [HOST, HEAD, LOOPS, VEC]
-NEIGHBOURS = [HOST, HEAD, LOOPS]
+TESTS = ["tests/operators", "tests/backends/cpu"]  # the quick ones first
+
+# Where members are read as their neighbours, and which those are beside what is in neighbours.py.
+NEIGHBOURS_IN = [HOST, HEAD, LOOPS]
+NEIGHBOURS = ["c: axes tokens pairs axes"]
 
 # what is wrong, file, what stands there («» around what is replaced), what is put there
 MUTANTS = [

@@ -27,6 +27,7 @@ NEIGHBOURS = [
     "in[3] out[3]",
     "in[0] in[1] in[2] in[3]",
     "out[0] out[1] out[2] out[3]",
+    "o q k v: in out",
     # RotateArgs
     "q_in k_in",
     "q_out k_out",
@@ -43,6 +44,4 @@ NEIGHBOURS = [
     "cos_grad sin_grad",
     "order starts",
     "t tokens: copies entries",
-    # CosSinArgs
-    "c: axes tokens pairs axes",
 ]

@@ -9,19 +9,21 @@ from neighbours import NEIGHBOURS
 
 # A function that is not instrumented, because the emulators look at every load of a kernel.
 HEADER = r"""#pragma once
-#ifndef __METAL_VERSION__
 #include <cstdlib>
-#endif
 namespace {
-[[gnu::const, gnu::noinline, gnu::no_sanitize("thread", "address", "undefined"), gnu::unused]] int rope_mutant() {
+[[gnu::const, gnu::noinline, gnu::no_sanitize("thread", "address", "undefined"), gnu::unused]] bool rope_mutant(int n) {
   static const int number = [] {
     const char* const text = getenv("ROPE_MUTANT");
     return text ? atoi(text) : 0;
   }();
-  return number;
+  return number == n;
 }
 }  // namespace
 """
+# The same in the simulator's header for shaders, behind what stands there; without <cstdlib>, which has an abs of doubles.
+OF_SHADERS = r"""\0extern "C" char* getenv(const char*) throw();
+extern "C" int atoi(const char*) throw();
+""" + HEADER.partition("<cstdlib>\n")[2]
 
 
 @dataclass
@@ -92,12 +94,12 @@ def code_of(text: str) -> str:
     return re.sub(blank, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)
 
 
-def neighbours(sources: dict[str, str]) -> list[Mutant]:
+def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
     """Every member that has a neighbour, read as that."""
     unique = {}
     for file, text in sources.items():
         code = code_of(text)
-        for line in NEIGHBOURS:
+        for line in NEIGHBOURS + more:
             owners, _, names = line.rpartition(":")
             names = names.split()
             owner = "|".join(owners.split()) or r"\w+"
@@ -138,9 +140,9 @@ def planted(text: str, mutants: list[Mutant], start: int = 0, end: int | None = 
         for o in here:
             if (o.start, o.end) == (m.start, m.end):
                 if is_statement(o.old):
-                    now = f"{{ if (rope_mutant() == {o.number}) {{ {o.new} }} else {{ {now} }} }}"
+                    now = f"{{ if (rope_mutant({o.number})) {{ {o.new} }} else {{ {now} }} }}"
                 else:
-                    now = f"(rope_mutant() == {o.number} ? ({o.new}) : ({now}))"
+                    now = f"(rope_mutant({o.number}) ? ({o.new}) : ({now}))"
         parts += [text[at : m.start], now]
         at = m.end
     return "".join([*parts, text[at:end]])
