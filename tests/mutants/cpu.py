@@ -6,7 +6,7 @@ TESTS = ["tests/operators", "tests/backends/cpu"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.
 NEIGHBOURS_IN = [HOST, HEAD, LOOPS]
-NEIGHBOURS = ["c: axes tokens pairs axes"]
+NEIGHBOURS = ["c: axes tokens pairs axes", "call: q k"]
 
 # what is wrong, file, what stands there («» around what is replaced), what is put there
 MUTANTS = [
@@ -22,7 +22,6 @@ MUTANTS = [
     ("scratch of one token always enough", HOST, "scratch_bytes <= sizeof small", "true"),
     ("an empty batch looked at", HOST, "if («p.batch == 0 || p.seq == 0») return false;", "false"),
     ("ranges not looked at", HOST, "  check_ranges(call, p);\n", ""),
-    ("in place written past the caches", HOST, "r.q_in != r.q_out && ", ""),
     ("weight gradients left as they are without tokens", HOST, "      call.q_norm_weight_grad.zero_();\n", ""),
     ("parts of another size for every number of threads", HOST, "(tokens + 255) / 256", "tokens / at::get_num_threads()"),
     ("the last part of tokens missing", HOST, "(tokens + part - 1) / part", "std::max<int64_t>(1, tokens / part)"),
@@ -105,7 +104,6 @@ MUTANTS = [
     ("-sin not laid out", LOOPS, "sin[2 * i] = «-s»;", "s"),
     ("rows arranged upwards", LOOPS, "for (int64_t i = pairs - 1; i >= 0; i--) {\n      const A c = «cos[i]»", "cos[pairs - 1 - i]"),
     ("sin not parted", LOOPS, "    part_blocks(sin, pairs);\n", ""),
-    ("a tile longer than a sequence", LOOPS, "if («tile > p.seq») tile", "false"),
     ("positions for rows of a table by token", LOOPS, "return «p.source == kTableByToken» ? s", "false"),
     ("the table of the first batch row", LOOPS, "static_cast<const Table*>(r.sin) + «b * p.sin[0]»", "0"),
     ("attention_factor for cos alone", LOOPS, "«    scale_row(sin, pairs, hi, lo);\n»  }\n  if (p.inverse)", ""),
@@ -179,4 +177,22 @@ MUTANTS = [
 ]  # fmt: skip
 
 # file, where, what is put there (* is anything), why it is no mistake
-EQUIVALENT = []
+EQUIVALENT = [
+    (HOST, "per_token = «(p.q.heads + p.k.heads + p.v.heads) * p.head_dim»,", "*", "how much a thread gets"),
+    (HOST, "bytes = «p.batch * p.seq * per_token * int64_t(call.q->element_size())»;", "*", "whether memory is fetched ahead"),
+    (HOST, "r.stream = «r.q_in != r.q_out» && !p.has_norm", "*", "how results are written, not what"),
+    (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  part", "*", "parts of any size are right"),
+    (HOST, "«call.q.options()».dtype", "*", "k is on the same device"),
+    (HOST, "parallel(tokens.entries, «tokens.copies * (p.q.heads + p.k.heads) * p.head_dim»,", "*", "how much a thread gets"),
+    (HOST, "parallel(c.tokens, «8 * c.axes * pairs»,", "*", "how much a thread gets"),
+    (HOST, "«call.cos.numel() / pairs»", "*", "sin is as large"),
+    (HOST, "«dtype_of(call.cos)»", "*", "sin has the same dtype"),
+    (LOOPS, "«if (tile > p.seq) tile = p.seq < 1 ? 1 : p.seq»;", "*", "a tile of any size is right"),
+    (LOOPS, "tile = «fit < 1 ? 1 : fit > p.seq ? p.seq : fit»;", "*", "a tile of any size is right"),
+    (LOOPS, "«next < p.seq) {\n          if (p.cos[2] == 1) prefetch(cosines + row(next) * p.cos[1], pairs);\n          if (p.sin[2] == 1) prefetch(sines + row(next) * p.sin[1], pairs);»", "*", "what is fetched ahead"),
+    (LOOPS, "«fetch ? s + j + n : p.seq», freq", "*", "what is fetched ahead"),
+    (LOOPS, "«heads_outside = o.in[2] > o.in[1];\n  const int64_t rounds = heads_outside ? o.heads : n, turns = heads_outside ? n : o.heads;\n  const int64_t next = heads_outside ? o.in[2] : o.in[1]»;", "*", "the order of heads, and what is fetched ahead"),
+    (LOOPS, "«prefetch(out + place + (heads_outside ? h + 1 : h) * o.out[2], fetched)»;", "*", "what is fetched ahead"),
+    (LOOPS, "side_by_side = «o.in[3] == 1 && o.out[3] == 1»;", "*", "what is fetched ahead"),
+    (LOOPS, "«heads_outside = o.in[2] > o.in[1];\n    const int64_t next_g = heads_outside ? kTogether * o.in[2] : o.in[1]»,", "*", "the order of heads, and what is fetched ahead"),
+]  # fmt: skip

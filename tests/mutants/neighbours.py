@@ -39,7 +39,7 @@ NEIGHBOURS = [
     "q_norm_dtype k_norm_dtype",
     "r a rotate: x_dtype table_dtype inv_freq_dtype x_dtype",
     # NormBackwardArgs, TableBackwardArgs and TokensOfRows
-    "n b t call: q k",
+    "n b t: q k",
     "q_norm_weight_grad k_norm_weight_grad",
     "cos_grad sin_grad",
     "order starts",

@@ -27,7 +27,7 @@ class Session:
         if (kept := self.folder / "known.json").exists():
             self.known = json.loads(kept.read_text())
         self.seconds = self.known["seconds"]
-        self.killers = collections.Counter(self.known["kills"].values())
+        self.killers = collections.defaultdict(list)  # the mutants that a test found
         self.results, self.right = {}, {}  # of mutants; whether a test passes without a mistake
 
     @pytest.hookimpl(tryfirst=True)
@@ -44,14 +44,18 @@ class Session:
         return True
 
     def order(self, number: int) -> list[str]:
-        """Of the tests: the one that found this mistake last time, then those that find most in a second."""
+        """Of the tests: the one that found this mistake last time, then those that find most for their time."""
         text, folders = self.job["mutants"][str(number)]
         last = self.known["kills"].get(text)
         seconds = {t: 0.1 * 4**i for i, folder in enumerate(folders) for t in self.items if t.startswith(folder)}
         tests = list(seconds)
         random.Random(0).shuffle(tests)
-        worth = {t: (self.killers[t] + 0.05) / (self.seconds.get(t, seconds[t]) + 0.002) for t in tests}
-        return sorted(tests, key=lambda t: (t != last, -worth[t]))
+
+        def worth(test: str) -> float:
+            found = sum(1 / (1 + abs(number - n) / 10) for n in self.killers.get(test, ()))  # most of all near by
+            return (found + 0.05) / (self.seconds.get(test, seconds[test]) + 0.002)
+
+        return sorted(tests, key=lambda t: (t != last, -worth(t)))
 
     def run(self, queue: list[int]) -> None:
         running = {}
@@ -127,7 +131,7 @@ class Session:
         text, _ = self.job["mutants"][str(number)]
         self.known["kills"].pop(text, None)
         if code:
-            self.killers[test] += 1
+            self.killers[test].append(number)
             self.known["kills"][text] = test
         (self.folder / "known.json").write_text(json.dumps(self.known))
         how = "" if code in (0, 1) else f" ({signal.Signals(-code).name})" if code < 0 else f" (exit {code})"
