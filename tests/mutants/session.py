@@ -98,9 +98,6 @@ class Session:
         out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        import torch
-
-        torch.set_num_threads(2)
         items = [self.items[test] for test in tests]
         seconds = log.with_suffix(".seconds").open("w")
         for item, after in zip(items, [*items[1:], None], strict=True):
@@ -150,9 +147,6 @@ class Session:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     sys.path[0] = os.getcwd()
-    import torch
-
-    torch.set_num_threads(1)  # a process with threads does not fork
     fixed = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-o", "addopts="]
     folders = sorted({folder for _, folders in job["mutants"].values() for folder in folders})
     code = pytest.main([*fixed, *job["options"], *folders], plugins=[Session(job)])
