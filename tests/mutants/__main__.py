@@ -122,7 +122,8 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     if build.command:
         made = subprocess.run(build.command, cwd=folder, env=environment, capture_output=True, text=True)
         if made.returncode:
-            print("\n".join(line for line in (made.stdout + made.stderr).splitlines() if "error:" in line or "rope_mutant" in line))
+            lines = (made.stdout + made.stderr).splitlines()
+            print("\n".join(line for line in lines if "error:" in line or "rope_mutant" in line))
             raise SystemExit(f"{name} is not built: where a line has rope_mutant(N), that is mutant N")
     print(f"{name}: {len(mutants)} mutants, built in {time.time() - begin:.0f} s", flush=True)
 
@@ -130,12 +131,13 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     job = {
         "folder": str(folder),
         "options": build.options,
-        "mutants": {m.number: [str(m), sys.modules[of_table[m.number]].TESTS] for m in wanted},
+        "mutants": {m.number: [m.file, m.line, m.what, sys.modules[of_table[m.number]].TESTS] for m in wanted},
         "results": str(folder / "results.json"),
     }
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "results.json").unlink(missing_ok=True)
-    subprocess.run([sys.executable, Path(__file__).with_name("session.py"), folder / "job.json"], cwd=folder, env=environment)
+    session = [sys.executable, Path(__file__).with_name("session.py"), folder / "job.json"]
+    subprocess.run(session, cwd=folder, env=environment)
     if not (folder / "results.json").exists():
         raise SystemExit(f"the tests of {name} do not run")
     results = json.loads((folder / "results.json").read_text())

@@ -34,6 +34,7 @@ class Mutant:
     old: str
     new: str
     what: str
+    line: int
     number: int = 0
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]])
         if not is_statement(text[start:end]) and (re.match(operation, new) or re.match(operation, text[start:end])):
             first, last = expression_around(text, start, end)
             start, end, new = first, last, text[first:start] + new + text[end:last]
-        mutants.append(Mutant(file, start, end, text[start:end], new, what))
+        mutants.append(Mutant(file, start, end, text[start:end], new, what, text.count("\n", 0, start) + 1))
     return mutants
 
 
@@ -108,8 +109,9 @@ def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
                     new = found[0][: -len(name)] + other
                     around = text[text.rfind("\n", 0, found.start()) + 1 : text.find("\n", found.end())].strip()
                     what = f"{found[0]} -> {new} in `{around}`"
+                    at = (file, found.start(), found.end(), found[0], new, what, text.count("\n", 0, found.start()) + 1)
                     if name != other:
-                        unique[file, found.start(), new] = Mutant(file, found.start(), found.end(), found[0], new, what)
+                        unique[file, found.start(), new] = Mutant(*at)
     return sorted(unique.values(), key=lambda m: (m.file, m.start))
 
 

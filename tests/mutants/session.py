@@ -1,8 +1,8 @@
 """Runs tests once per mutant: pytest collects them once, and each mutant has a fork of that process, in which tests run
 until one fails, and passes without the mistake. The first are those that found most mistakes for their time.
 
-python session.py JOB.json  with the job: folder, options, mutants {number: [text, folders of tests, the quick ones first]}, results
-(file)
+python session.py JOB.json  with the job: folder, options, mutants {number: [file, line, what is wrong, folders of tests, the
+quick ones first]}, results (file)
 """
 
 import collections
@@ -45,8 +45,8 @@ class Session:
 
     def order(self, number: int) -> list[str]:
         """Of the tests: the one that found this mistake last time, then those that find most for their time."""
-        text, folders = self.job["mutants"][str(number)]
-        last = self.known["kills"].get(text)
+        file, _, what, folders = self.job["mutants"][str(number)]
+        last = self.known["kills"].get(f"{file}: {what}")
         seconds = {t: 0.1 * 4**i for i, folder in enumerate(folders) for t in self.items if t.startswith(folder)}
         tests = list(seconds)
         random.Random(0).shuffle(tests)
@@ -125,15 +125,15 @@ class Session:
             self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
         if code and not self.passes(test):
             return False
-        text, _ = self.job["mutants"][str(number)]
-        self.known["kills"].pop(text, None)
+        file, line, what, _ = self.job["mutants"][str(number)]
+        self.known["kills"].pop(f"{file}: {what}", None)
         if code:
             self.killers[test].append(number)
-            self.known["kills"][text] = test
+            self.known["kills"][f"{file}: {what}"] = test
         (self.folder / "known.json").write_text(json.dumps(self.known))
         how = "" if code in (0, 1) else f" ({signal.Signals(-code).name})" if code < 0 else f" (exit {code})"
         self.results[number] = {"caught": bool(code), "test": test, "seconds": took}
-        print(f"{number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {text}", flush=True)
+        print(f"{number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {file}:{line}: {what}", flush=True)
         if code:
             print(f"            by {test}{how}", flush=True)
         return True
@@ -147,8 +147,8 @@ class Session:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     sys.path[0] = os.getcwd()
-    fixed = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-s", "-o", "addopts="]
-    folders = sorted({folder for _, folders in job["mutants"].values() for folder in folders})
+    fixed = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "-s", "-o", "addopts="]
+    folders = sorted({folder for *_, folders in job["mutants"].values() for folder in folders})
     code = pytest.main([*fixed, *job["options"], *folders], plugins=[Session(job)])
     sys.exit(int(code))
 
