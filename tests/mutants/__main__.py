@@ -6,9 +6,11 @@ All mistakes of a build are planted at once, in a copy of the tree under build/m
 variable: see plant.py. How tests run over them is in session.py; the mistakes are in cpu.py, cuda.py and so on.
 """
 
+import concurrent.futures
 import importlib
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -35,7 +37,9 @@ torch_rope.rotate(torch.ones(1, 1, 2, device="mps"), inv_freq=torch.ones(1, devi
 class Build:
     tables: list[str]  # modules here, see cpu.py
     options: list[str] = field(default_factory=list)  # of pytest
-    edits: list[tuple[str, str, str]] = field(default_factory=list)  # file, regular expression, replacement: of the copy
+    edits: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # file, regular expression, replacement: of the copy
     command: list[str] = field(default_factory=list)
 
 
@@ -144,9 +148,65 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     return {(of_table[int(n)], int(n)): r for n, r in results.items()}
 
 
+def run_python(numbers: list[int]) -> dict:
+    """A copy of the tree with one mistake after another, and a process of tests for each."""
+    import python
+
+    jobs = int(os.environ.get("MAX_JOBS", "2"))
+    known = ROOT / "build/mutants/python.json"  # the tests that found a mistake last time
+    kills = json.loads(known.read_text()) if known.exists() else {}
+    folders, results, right = queue.Queue(), {}, {}
+    for i in range(jobs):
+        folder = ROOT / f"build/mutants/python-{i}"
+        copy_of_tree(folder, {})
+        folders.put(folder)
+
+    def tests(folder: Path, *what: str) -> str | None:
+        """The test that fails."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *what]
+        environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
+        return (failed[1] if failed else done.stdout[-300:]) if done.returncode else None
+
+    def find(number: int) -> None:
+        what, file, old, new, test = python.MUTANTS[number - 1]
+        folder = folders.get()
+        text = (folder / file).read_text()
+        begin = time.time()
+        try:
+            start, end = plant.locate(file, text, old)
+            (folder / file).write_text(text[:start] + new + text[end:])
+            failed = (what in kills and tests(folder, kills[what])) or tests(folder, test)
+            (folder / file).write_text(text)
+            if failed and failed not in right:
+                right[failed] = tests(folder, failed) is None
+        finally:
+            (folder / file).write_text(text)
+            folders.put(folder)
+        kills.pop(what, None)
+        if failed:
+            kills[what] = failed
+        results["python", number] = {"caught": bool(failed)}
+        told = (
+            f"            by {failed}{'' if right[failed] else ', WHICH FAILS WITHOUT THE MISTAKE'}" if failed else ""
+        )
+        print(
+            f"{number:4} {'caught' if failed else 'MISSED'} {time.time() - begin:5.1f} s  {file}: {what}\n{told}".rstrip(),
+            flush=True,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(find, numbers or range(1, len(python.MUTANTS) + 1)))
+    known.write_text(json.dumps(kills))
+    if not all(right.values()):
+        raise SystemExit("some tests fail without a mistake")
+    return results
+
+
 def main() -> None:
     numbers = [int(a) for a in sys.argv[1:] if a.isdigit()]
-    tables = [t for build in BUILDS.values() for t in build.tables]
+    tables = [t for build in BUILDS.values() for t in build.tables] + ["python"]
     chosen = [a for a in sys.argv[1:] if not a.isdigit()] or tables
     if unknown := set(chosen) - set(tables):
         raise SystemExit(f"there is no {', '.join(unknown)}; there are {', '.join(tables)}")
@@ -154,6 +214,8 @@ def main() -> None:
     for name, build in BUILDS.items():
         if set(build.tables) & set(chosen):
             results |= run(name, build, chosen, numbers)
+    if "python" in chosen:
+        results |= run_python(numbers)
     print()
     for table in chosen:
         own = {n: r for (t, n), r in results.items() if t == table}

@@ -1,5 +1,5 @@
 """Runs tests once per mutant: pytest collects them once, and each mutant has a fork of that process, in which tests run
-until one fails, and passes without the mistake. The first are those that found most mistakes for their time.
+until one fails that passes without the mistake. The first are those that found most mistakes for their time.
 
 python session.py JOB.json  with the job: folder, options, mutants {number: [file, line, what is wrong, folders of tests, the
 quick ones first]}, results (file)
@@ -8,6 +8,7 @@ quick ones first]}, results (file)
 import collections
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 import pytest
 
 JOBS = int(os.environ.get("MAX_JOBS", "2"))
+SOON = 10  # seconds: what is not found by then waits until there are more tests that are known to find mistakes
+UNDECIDED = 99
 
 
 class Session:
@@ -37,7 +40,8 @@ class Session:
         self.session = session
         self.items = {item.nodeid: item for item in session.items}
         (self.folder / "log").mkdir(exist_ok=True)
-        self.run([int(number) for number in self.job["mutants"]])
+        undecided = self.run([int(number) for number in self.job["mutants"]], SOON)
+        self.run(undecided, math.inf)
         if not all(self.right.values()):
             sys.exit("some tests fail without a mistake")
         Path(self.job["results"]).write_text(json.dumps(self.results))
@@ -57,12 +61,13 @@ class Session:
 
         return sorted(tests, key=lambda t: (t != last, -worth(t)))
 
-    def run(self, queue: list[int]) -> None:
-        running = {}
+    def run(self, queue: list[int], most: float) -> list[int]:
+        """Returns the mutants that no test found in that many seconds."""
+        running, undecided = {}, []
         while queue or running:
             while queue and len(running) < JOBS:
                 number = queue.pop(0)
-                running[self.fork(number, self.order(number))] = number, time.time()
+                running[self.fork(number, self.order(number), most)] = number, time.time()
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 number, begin = running[pid]
@@ -70,14 +75,18 @@ class Session:
                     self.limit(pid, number)
                     continue
                 del running[pid]
-                if not self.end(number, os.waitstatus_to_exitcode(status), time.time() - begin):
+                code = os.waitstatus_to_exitcode(status)
+                if code == UNDECIDED:
+                    undecided.append(number)
+                elif not self.end(number, code, time.time() - begin):
                     queue.insert(0, number)
             time.sleep(0.02)
+        return undecided
 
     def passes(self, test: str) -> bool:
         """Without a mistake."""
         if test not in self.right:
-            self.right[test] = os.waitpid(self.fork(0, [test]), 0)[1] == 0
+            self.right[test] = os.waitpid(self.fork(0, [test], math.inf), 0)[1] == 0
             if not self.right[test]:
                 print(f"FAILS WITHOUT A MISTAKE: {test}, see {self.log(0)}", flush=True)
                 self.log(0).rename(self.log(0).with_suffix(f".{len(self.items)}"))
@@ -87,12 +96,13 @@ class Session:
     def log(self, number: int) -> Path:
         return self.folder / "log" / str(number)
 
-    def fork(self, number: int, tests: list[str]) -> int:
+    def fork(self, number: int, tests: list[str], most: float) -> int:
         log = self.log(number)
-        log.unlink(missing_ok=True)
-        return os.fork() or self.child(number, tests, log)
+        for suffix in ("", ".now", ".seconds"):
+            log.with_suffix(suffix).unlink(missing_ok=True)
+        return os.fork() or self.child(number, tests, most, log)
 
-    def child(self, number: int, tests: list[str], log: Path) -> None:
+    def child(self, number: int, tests: list[str], most: float, log: Path) -> None:
         os.setpgid(0, 0)
         os.environ["ROPE_MUTANT"] = str(number)
         out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -105,14 +115,14 @@ class Session:
             begin = time.time()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             print(json.dumps([item.nodeid, time.time() - begin]), file=seconds, flush=True)
-            if self.session.testsfailed:
-                break
-        os._exit(bool(self.session.testsfailed))
+            if self.session.testsfailed or time.process_time() > most:
+                os._exit(bool(self.session.testsfailed) or UNDECIDED)
+        os._exit(0)
 
     def limit(self, pid: int, number: int) -> None:
         """Ends what hangs."""
         now = self.log(number).with_suffix(".now")
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if time.time() - now.stat().st_mtime > 60 + 20 * self.seconds.get(now.read_text(), 12):
                 os.killpg(pid, signal.SIGKILL)
 
@@ -147,7 +157,19 @@ class Session:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     sys.path[0] = os.getcwd()
-    fixed = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler", "-s", "-o", "addopts="]
+    fixed = [
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:faulthandler",
+        "-s",
+        "-o",
+        "addopts=",
+    ]
     folders = sorted({folder for *_, folders in job["mutants"].values() for folder in folders})
     code = pytest.main([*fixed, *job["options"], *folders], plugins=[Session(job)])
     sys.exit(int(code))
