@@ -45,7 +45,7 @@ class Build:
 
 BUILDS = {
     "plain": Build(
-        ["cpu"],
+        ["cpu", "shared"],
         [],
         [("setup.py", '"-O3"', '"-O1"')],
         [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],

@@ -6,7 +6,7 @@ TESTS = ["tests/operators", "tests/backends/cpu"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.
 NEIGHBOURS_IN = [HOST, HEAD, LOOPS]
-NEIGHBOURS = ["c: axes tokens pairs axes", "call: q k"]
+NEIGHBOURS = ["call: q k"]
 
 # what is wrong, file, what stands there («» around what is replaced), what is put there
 MUTANTS = [
@@ -158,11 +158,11 @@ MUTANTS = [
     ("a row of two threads", LOOPS, "row < t.rows && «call.starts[row] < end»; row++", "call.starts[row] <= end"),
     ("the last entry of a row missing", LOOPS, "i < «call.starts[row + 1]»; i++", "call.starts[row + 1] - 1"),
     ("entries in the order of tokens", LOOPS, "add(«call.order[i]»)", "i"),
-    ("scratch of cos_sin for one axis", LOOPS, "2 * («c.axes + 1») * padded", "2"),
-    ("the frequencies of the first axis", LOOPS, "frequencies(«c.inv_freq + axis * c.pairs», DType", "c.inv_freq"),
-    ("the positions of the first axis", LOOPS, "c.positions[«axis * c.tokens + i»]", "i"),
-    ("NaNs of positions kept", LOOPS, "return «plain_nan(c.positions[axis * c.tokens + i])»;", "c.positions[axis * c.tokens + i]"),
-    ("cos_sin's factor for cos alone", LOOPS, "      scale_row(sin, c.pairs, hi, lo);\n", ""),
+    ("scratch of cos_sin for one axis", LOOPS, "2 * («c.params.axes + 1») * padded", "2"),
+    ("the frequencies of the first axis", LOOPS, "frequencies(«inv_freq + axis * p.pairs», DType", "inv_freq"),
+    ("the positions of the first axis", LOOPS, "positions[«axis * p.tokens + i»]", "i"),
+    ("NaNs of positions kept", LOOPS, "return «plain_nan(positions[axis * p.tokens + i])»;", "positions[axis * p.tokens + i]"),
+    ("cos_sin's factor for cos alone", LOOPS, "«      scale_row(sin, p.pairs, hi, lo);\n»    }\n    round_row(cos, static_cast<T*>(c.cos)", ""),
     ("bfloat16 rounded down", VEC, "out.bits = uint16_t((u «+ 0x7fffu + ((u >> 16) & 1)») >> 16);", ""),
     ("ties of bfloat16 away from zero", VEC, "(u + 0x7fffu + «((u >> 16) & 1)») >> 16", "1"),
     ("ties of vectors of bfloat16 away from zero", VEC, "return u + 0x7fff + «((u >> 16) & 1)»;", "u32v{} + 1"),
@@ -184,9 +184,7 @@ EQUIVALENT = [
     (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  part", "*", "parts of any size are right"),
     (HOST, "«call.q.options()».dtype", "*", "k is on the same device"),
     (HOST, "parallel(tokens.entries, «tokens.copies * (p.q.heads + p.k.heads) * p.head_dim»,", "*", "how much a thread gets"),
-    (HOST, "parallel(c.tokens, «8 * c.axes * pairs»,", "*", "how much a thread gets"),
-    (HOST, "«call.cos.numel() / pairs»", "*", "sin is as large"),
-    (HOST, "«dtype_of(call.cos)»", "*", "sin has the same dtype"),
+    (HOST, "parallel(p.tokens, «8 * p.axes * p.pairs»,", "*", "how much a thread gets"),
     (LOOPS, "«if (tile > p.seq) tile = p.seq < 1 ? 1 : p.seq»;", "*", "a tile of any size is right"),
     (LOOPS, "tile = «fit < 1 ? 1 : fit > p.seq ? p.seq : fit»;", "*", "a tile of any size is right"),
     (LOOPS, "«next < p.seq) {\n          if (p.cos[2] == 1) prefetch(cosines + row(next) * p.cos[1], pairs);\n          if (p.sin[2] == 1) prefetch(sines + row(next) * p.sin[1], pairs);»", "*", "what is fetched ahead"),

@@ -1,17 +1,17 @@
 """Mistakes in the CUDA back end."""
 
+import plans
+
 DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN = (
     f"csrc/cuda/{name}"
     for name in ("device.cuh", "rotate.cu", "norm.cu", "tables.cu", "cos_sin.cu", "cuda.cpp", "plan.h")
 )
-FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN]
+FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, plans.PLAN]
 TESTS = ["tests/operators", "tests/backends/cuda"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.
 NEIGHBOURS_IN = FILES
 NEIGHBOURS = [
-    "c: axes tokens pairs axes",
-    "inv_freq_strides[0] inv_freq_strides[1]",
     "t tiling: chunks rotated",
     "k_start v_start",
     "first_place last_place",
@@ -153,12 +153,12 @@ MUTANTS = [
     ("uint8 as int8", COS_SIN, "whole_number<uint8_t>(c.positions, i)", "whole_number<int8_t>(c.positions, i)"),
     ("int16 as int8", COS_SIN, "whole_number<int16_t>(c.positions, i)", "whole_number<int8_t>(c.positions, i)"),
     ("bfloat16 as float16", COS_SIN, "element<__nv_bfloat16>(c.positions, i)", "element<__half>(c.positions, i)"),
-    ("rows past the last", COS_SIN, "if («row >= c.tokens») return;", "row > c.tokens"),
-    ("columns past a block's width", COS_SIN, "first < «c.pairs»; first", "min(c.pairs, int64_t(blockDim.x) * V)"),
-    ("one position for all axes", COS_SIN, "position_at(c, «axis * c.tokens + row»)", "row"),
-    ("the last axis missing", COS_SIN, "axis < («several ? c.axes : 1»); axis++", "several ? c.axes - 1 : 1"),
-    ("the frequencies of the first axis", COS_SIN, "«axis * c.inv_freq_strides[0]» + (first", "0"),
-    ("rows that do not fill vectors", COS_SIN, "return «c.pairs % full == 0» ?", "true"),
+    ("rows past the last", COS_SIN, "if («row >= p.tokens») return;", "row > p.tokens"),
+    ("columns past a block's width", COS_SIN, "first < «p.pairs»; first", "min(p.pairs, int64_t(blockDim.x) * V)"),
+    ("one position for all axes", COS_SIN, "position_at(c, «axis * p.tokens + row»)", "row"),
+    ("the last axis missing", COS_SIN, "axis < («several ? p.axes : 1»); axis++", "several ? p.axes - 1 : 1"),
+    ("the frequencies of the first axis", COS_SIN, "«axis * p.inv_freq[0]» + (first", "0"),
+    ("rows that do not fill vectors", COS_SIN, "return «c.params.pairs % full == 0» ?", "true"),
     ("attention_factor missing in cos_sin", COS_SIN, "    scale(angles, hi, lo);\n", ""),
     ("offsets in the range not looked at", HOST, "if («!call.positions») check_position_range", "false"),
     ("the range of positions without the last", HOST, "check_position_range(call, p, 0, «p.seq - 1»)", "0"),
@@ -168,11 +168,6 @@ MUTANTS = [
     ("gradients of tables left as they are without tokens", HOST, "      call.sin_grad.zero_();\n", ""),
     ("strided positions", HOST, "call.positions«.contiguous()»;", ""),
     ("norms not normalised", HOST, "C10_CUDA_CHECK(«a.params.has_norm» ?", "false"),
-    ("addresses that are not aligned", PLAN, "if («reinterpret_cast<uintptr_t>(data) % unsigned(bytes)» || strides", "false"),
-    ("strided channels taken for aligned", PLAN, "unsigned(bytes)« || strides[3] != 1») return false", " || false"),
-    ("strides that are not aligned", PLAN, "if («sizes[d] > 1 && strides[d] * itemsize % bytes») return false;", "false"),
-    ("strides of one element looked at", PLAN, "if («sizes[d] > 1» && strides", "true"),
-    ("offsets of the first three axes", PLAN, "for (int d = 0; «d < 4»; d++) offset", "d < 3"),
     ("the last row of a table by token", PLAN, "row = «p.source == kTableByPosition ? p.rows - 1 : s»;", "s"),
     ("offsets of sin not looked at", PLAN, "«b * p.sin[0] + row * p.sin[1] + columns * p.sin[2]», columns", "0"),
     ("caches without slots merged", PLAN, "if («cache && !p.has_slots») return 1;", "false"),
@@ -182,20 +177,14 @@ MUTANTS = [
     ("the batch stride of a merged batch kept", PLAN, "    pairs[i][0] = 0;\n", ""),
     ("the strides of slots not merged", PLAN, "  add(p.has_slots, p.slots);\n", ""),
     ("merged tokens counted as positions", PLAN, "const int step = «p.seq == 1 && !p.has_positions ? 0 : 1»;", "1"),
-    ("vectors across the middle of a head", PLAN, "return «pairs % v == 0» && p.head_dim", "true"),
-    ("vectors past the head", PLAN, "pairs % v == 0 && «p.head_dim % v == 0» &&", "true"),
-    ("what passes through not copied", PLAN, "const bool copies = «norm || p.v.heads || a.q_in != a.q_out || (p.k.heads && a.k_in != a.k_out)»;", "norm"),
-    ("32 bits for every offset", PLAN, "return «last_offset(strides, sizes) <= INT32_MAX» &&", "true"),
+    ("32 bits for every offset", PLAN, "return «last_offset(strides, sizes, 4) <= INT32_MAX» &&", "true"),
     ("32 bits for every parameter", PLAN, "|| «last_parameter(p) > INT32_MAX»;", "false"),
     ("tables that are not aligned read as vectors", PLAN, "return «reinterpret_cast<uintptr_t>(data) % 16 == 0» && strides[2]", "true"),
     ("rows of tables that are not aligned", PLAN, "strides[2] == 1 && «strides[1] * table_size % 16 == 0» &&", "true"),
     ("batches of tables that are not aligned", PLAN, "             «strides[0] * table_size % 16 == 0»;", "true"),
     ("all slots in 32 bits", PLAN, "t.narrow_slots = «p.blocks * p.block_size <= INT32_MAX»;", "true"),
     ("a product of 32 bits", PLAN, "t.narrow_slots = «p.blocks * p.block_size» <= INT32_MAX;", "int32_t(uint32_t(p.blocks) * uint32_t(p.block_size))"),
-    ("the last row of a table refused", PLAN, "table ? «p.rows - 1» : INT64_MAX", "p.rows - 2"),
-    ("one row past a table", PLAN, "table ? «p.rows - 1» : INT64_MAX", "p.rows"),
-    ("one place past a block", PLAN, "at_place ? «p.block_size - 1» : INT64_MAX", "p.block_size"),
-    ("negative places in a cache", PLAN, "t.first_place = table« || at_place» ? 0", " || false"),
+    ("negative places in a cache", PLAN, "t.first_place = «places.limited» ? 0", "false"),
     ("more lanes than a power of two", PLAN, "p.has_norm ? «power_of_two(std::min(t.chunks, kWarp))» :", "rope_int(std::min(t.chunks, kWarp))"),
     ("blocks of too many threads", PLAN, "z = std::min(«rows / y», kMaxBlockZ);", "rows"),
     ("the last tokens without a block", PLAN, "plan.grid = {unsigned(«ceil_div(p.seq, z)»), unsigned", "p.seq / z"),
@@ -208,6 +197,7 @@ MUTANTS = [
     ("the last rows of tables without a block", PLAN, "unsigned(«ceil_div(rows, z)» * plan.tiling.parts)", "std::max<rope_int>(1, rows / z)"),
     ("a chunk of rows shared by z", PLAN, "std::min(«kTableThreads / (x * y)», kMaxBlockZ)", "rope_int(kTableThreads)"),
 ]  # fmt: skip
+MUTANTS += plans.MUTANTS
 
 # file, where, what is put there (* is anything), why it is no mistake
 EQUIVALENT = []

@@ -1,10 +1,12 @@
 """Mistakes in the Metal back end: the shaders, and their host code."""
 
+import plans
+
 DEVICE, ROTATE, NORM, TABLES, COS_SIN = (
     f"shaders/{name}" for name in ("device.h", "rotate.metal", "norm.metal", "tables.metal", "cos_sin.metal")
 )
 HOST, PLAN, ANGLE = "csrc/mps/mps.mm", "csrc/mps/plan.h", "csrc/angle.h"
-FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, ANGLE]
+FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, ANGLE, plans.PLAN]
 TESTS = ["tests/operators", "tests/backends/metal/test_metal.py"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.
@@ -17,8 +19,6 @@ NEIGHBOURS = [
     "gradient_stride x_stride",
     "c chunk: first second",
     "q_items k_items",
-    "position[0] position[1]",
-    "inv_freq[0] inv_freq[1]",
     "position_bytes slot_bytes",
     "native_q_weight native_k_weight",
     "q_weight k_weight",
@@ -43,9 +43,6 @@ MUTANTS = [
     ("a position that overflows", DEVICE, "&& «!wrapped»)", "true"),
     ("positions before the first", DEVICE, "(«place >= 0» && place", "true"),
     ("positions past the last", DEVICE, "&& «place <= r.last_place» &&", "true"),
-    ("last row of a table refused", PLAN, "table ? «p.rows - 1»", "p.rows - 2"),
-    ("one row past a table", PLAN, "table ? «p.rows - 1»", "p.rows"),
-    ("one place past a block", PLAN, "at_place ? «p.block_size - 1»", "p.block_size"),
     ("padding written", DEVICE, "const bool cached = valid && «cell >= 0»;", "true"),
     ("slots past the cache", DEVICE, "    valid = valid && cell < p.blocks * p.block_size;\n", ""),
     ("heads past the last", ROTATE, "end = «min(first + kHeads, r.heads)»;", "first + kHeads"),
@@ -53,11 +50,8 @@ MUTANTS = [
     ("a lane leaves before the sum", NORM, "for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);", "if (!active) return;"),
     ("lower half of attention_factor dropped", DEVICE, "scaled(a.cos[i], p.factor_hi, «p.factor_lo»)", "0.0f"),
     ("attention_factor for cos alone", DEVICE, "      a.sin[i] = scaled(a.sin[i], p.factor_hi, p.factor_lo);\n", ""),
-    ("vectors that are not aligned", PLAN, "if («t.storage_offset() % 4» || strides.back() != 1) return false;", "false"),
-    ("strides that are not aligned", PLAN, "if («sizes[d] > 1 && strides[d] % 4») return false;", "false"),
-    ("strided channels in vectors", PLAN, "t.storage_offset() % 4 || «strides.back() != 1») return false;", "false"),
-    ("32 bits for every offset", PLAN, "return «last > UINT32_MAX»;", "false"),
-    ("33 bits in 32", PLAN, "return last > «UINT32_MAX»;", "2ll * UINT32_MAX"),
+    ("32 bits for every offset", PLAN, "return t.numel() && «last_offset(t.strides().data(), t.sizes().data(), int(t.dim())) > UINT32_MAX»;", "false"),
+    ("33 bits in 32", PLAN, "int(t.dim())) > «UINT32_MAX»;", "2ll * UINT32_MAX"),
     ("too little threadgroup memory", HOST, "threads * «8» * sizeof(float)", "4"),
     ("the encoder fetched outside its queue", HOST, "«  nothing();»  // allocated outside of the queue\n", "nothing(); at::mps::getCurrentMPSStream()->commandEncoder();"),
     ("the encoder ended", HOST, "        body(stream->commandEncoder());\n", "body(stream->commandEncoder()); [stream->commandEncoder() endEncoding];"),
@@ -102,9 +96,9 @@ MUTANTS = [
     ("too little memory for shares", HOST, "(p.constants.vectors ? «8» : 2)", "4"),
     ("tokens that are not in order", HOST, "std::tie(order, starts) = call.order_and_starts();", "{ std::tie(order, starts) = call.order_and_starts(); order = at::empty_like(order).zero_(); }"),
     ("the first axis alone", COS_SIN, "    add_turns(more_fraction, more_rest, fraction, rest);\n", ""),
-    ("one position for all axes", COS_SIN, "    position += ulong(c.position[0]);\n", ""),
-    ("the frequencies of the first axis", COS_SIN, "    freq += ulong(c.inv_freq[0]);\n", ""),
-    ("the last axis missing", COS_SIN, "«axis < c.axes»; axis++", "axis + 1 < c.axes"),
+    ("one position for all axes", COS_SIN, "    position += ulong(p.positions[0]);\n", ""),
+    ("the frequencies of the first axis", COS_SIN, "    freq += ulong(p.inv_freq[0]);\n", ""),
+    ("the last axis missing", COS_SIN, "«axis < p.axes»; axis++", "axis + 1 < p.axes"),
     ("what a sum of axes loses forgotten", ANGLE, "rest = rest + more_rest« + error»;", " + T(0.0f)"),
     ("the columns of a row too few", COS_SIN, "const ulong to = ulong(at.y) * «size.x» + at.x;", "size.y"),
     ("NaN not written for a position outside", DEVICE, "if («!token.valid») {", "false"),
@@ -143,21 +137,20 @@ MUTANTS = [
     ("a queue that keeps an exception", HOST, "  if (error) std::rethrow_exception(error);\n", ""),
     ("pipelines of one constant", PLAN, "return «std::memcmp(this, &other, sizeof other)» < 0;", "std::memcmp(this, &other, sizeof other / 2)"),
     ("pipelines of one type", PLAN, "return «std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant)»;", "std::tie(family, variant) < std::tie(other.family, other.variant)"),
-    ("attention_factor's lower half not looked at", PLAN, "c.scaled = p.factor_hi != 1.0f || «p.factor_lo != 0.0f»;", "false"),
-    ("vectors across the middle of a head", PLAN, "by_four = «pairs % 4 == 0» && p.head_dim", "true"),
+    ("attention_factor's lower half not looked at", PLAN, "return p.factor_hi != 1.0f || «p.factor_lo != 0.0f»;", "false"),
     ("tables that are not aligned read as vectors", PLAN, "for (const OptTensor* t : {&call.cos, &call.sin}) c.parameter_vectors &= «!*t || in_vectors(**t)»;", "true"),
     ("weights that are not aligned read as vectors", PLAN, "c.parameter_vectors &= «!t || in_vectors(*t)»;", "true"),
-    ("what passes through not copied", PLAN, "const bool copies = p.has_norm || call.v || «!r.q_in_place» ||", "false"),
-    ("what k's pass through not copied", PLAN, "|| («call.k && !r.k_in_place»);", "false"),
-    ("positions of a table without a range", PLAN, "r.has_range = «table» || at_place;", "false"),
-    ("positions of a cache without a range", PLAN, "r.has_range = table || «at_place»;", "false"),
     ("a norm's order that follows from strides", PLAN, "int width = («p.has_norm ? by_four : reached») ? 4 : 1;", "reached"),
-    ("more lanes than a SIMD group", PLAN, "plan.wide_head = p.has_norm && «pairs / width + chunks(p.head_dim - p.rotary_dim) > kSimd»;", "false"),
+    ("more lanes than a SIMD group", PLAN, "plan.wide_head = p.has_norm && «chunks_of(p, width, true).all > kSimd»;", "false"),
     ("rows of one sequence", PLAN, "const rope_int rows = «p.batch * p.seq» * r.groups;", "p.seq"),
     ("a part without its last items", PLAN, "parts.count = «ceil_div(items, parts.part)»;", "std::max(items / parts.part, rope_int(1))"),
     ("a product of 32 bits", PLAN, "std::max({rows, p.rows, «p.blocks * p.block_size»}) <= INT32_MAX", "rope_int(int(unsigned(p.blocks) * unsigned(p.block_size)))"),
     ("parameters of 64 bits in 32", PLAN, "&& all(tensors, fits_32) &&\n                      «all(parameters, fits_32)»;", "true"),
 ]  # fmt: skip
+MUTANTS += plans.MUTANTS
 
 # file, where, what is put there (* is anything), why it is no mistake
-EQUIVALENT = []
+EQUIVALENT = [
+    (COS_SIN, "p.positions[1]", "p.slots[1]", "there are no slots"),
+    (COS_SIN, "p.positions[0]", "p.slots[0]", "there are no slots"),
+]

@@ -1,5 +1,6 @@
 """Members that one may read for another. Every place that reads a member of a line is planted to read the next one of the
-line: `r.params.cos[1]` as `r.params.sin[1]`. Where a line begins with names, those are what the member is of."""
+line: `r.params.cos[1]` as `r.params.sin[1]`. Where a line begins with names and a colon, those are what
+the member is of; none: it is no member."""
 
 NEIGHBOURS = [
     # RopeParams
@@ -44,4 +45,7 @@ NEIGHBOURS = [
     "cos_grad sin_grad",
     "order starts",
     "t tokens: copies entries",
+    # CosSinParams
+    "p params: axes tokens pairs axes",
+    "inv_freq[0] inv_freq[1]",
 ]

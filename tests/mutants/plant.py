@@ -101,11 +101,11 @@ def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
     for file, text in sources.items():
         code = code_of(text)
         for line in NEIGHBOURS + more:
-            owners, _, names = line.rpartition(":")
-            names = names.split()
-            owner = "|".join(owners.split()) or r"\w+"
+            owners, colon, names = line.rpartition(":")
+            names, owner = names.split(), "|".join(owners.split()) or r"\w+"
+            before = r"(?<![\w.>])" if colon and not owners else rf"\b(?:\w+(?:\.|->))*(?:{owner})(?:\.|->)"
             for name, other in zip(names, names[1:] + names[:1], strict=True):
-                for found in re.finditer(rf"\b(?:\w+(?:\.|->))*(?:{owner})(?:\.|->){re.escape(name)}(?![\w\[(])", code):
+                for found in re.finditer(rf"{before}{re.escape(name)}(?![\w\[(])", code):
                     new = found[0][: -len(name)] + other
                     around = text[text.rfind("\n", 0, found.start()) + 1 : text.find("\n", found.end())].strip()
                     what = f"{found[0]} -> {new} in `{around}`"
