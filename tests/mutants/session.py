@@ -6,7 +6,6 @@ quick ones first]}, results (file)
 """
 
 import collections
-import contextlib
 import json
 import math
 import os
@@ -23,6 +22,55 @@ SOON = 10  # seconds: what is not found by then waits until there are more tests
 UNDECIDED = 99
 
 
+class Fork:
+    """A process that runs these tests with a mistake, for so many seconds of its own."""
+
+    def __init__(self, session: "Session", number: int, tests: list[str], most: float):
+        self.number, self.begin, self.idle, self.size = number, time.time(), 0.0, 0
+        self.log = session.folder / "log" / str(number)  # what the tests print; beside it each test and its seconds
+        self.run = self.log.with_suffix(".tests")
+        for file in (self.log, self.run):
+            file.write_text("")
+        self.pid = os.fork()
+        if self.pid:
+            return
+        os.setpgid(0, 0)
+        os.environ["ROPE_MUTANT"] = str(number)
+        out = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        items = [session.items[test] for test in tests]
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            begin = time.time()
+            self.tell(json.dumps(item.nodeid) + "\n")
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            self.tell(f"{time.time() - begin}\n")
+            if session.failed or time.process_time() > most:
+                os._exit(1 if session.failed else UNDECIDED)
+        os._exit(0)
+
+    def tell(self, line: str) -> None:
+        with self.run.open("a") as file:
+            file.write(line)
+
+    def tests(self) -> list[tuple[str, float]]:
+        """That have begun, and their seconds; the last one may have none."""
+        lines = [json.loads(line) for line in self.run.read_text().splitlines()]
+        return list(zip(lines[::2], [*lines[1::2], math.inf], strict=False))
+
+    def ended(self, wait: bool = False) -> int | None:
+        pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def limit(self, seconds: float, usual: dict[str, float]) -> None:
+        """Ends a test that hangs. seconds: since the last look."""
+        size = self.run.stat().st_size
+        self.idle = self.idle + seconds if size == self.size else 0
+        self.size = size
+        if self.idle > 60 and self.idle > 60 + 20 * usual.get(self.tests()[-1][0], 12):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
 class Session:
     def __init__(self, job: dict):
         self.job, self.folder = job, Path(job["folder"])
@@ -32,12 +80,12 @@ class Session:
         self.seconds = self.known["seconds"]
         self.killers = collections.defaultdict(list)  # the mutants that a test found
         self.results, self.right = {}, {}  # of mutants; whether a test passes without a mistake
+        self.failed = False  # in this process
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:
             sys.exit("the tests are not collected")
-        self.session = session
         self.items = {item.nodeid: item for item in session.items}
         (self.folder / "log").mkdir(exist_ok=True)
         undecided = self.run([int(number) for number in self.job["mutants"]], SOON)
@@ -63,87 +111,55 @@ class Session:
 
     def run(self, queue: list[int], most: float) -> list[int]:
         """Returns the mutants that no test found in that many seconds."""
-        running, undecided = {}, []
+        running, undecided, last = [], [], time.monotonic()
         while queue or running:
             while queue and len(running) < JOBS:
                 number = queue.pop(0)
-                running[self.fork(number, self.order(number), most)] = number, time.time()
-            for pid in list(running):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                number, begin = running[pid]
-                if not ended:
-                    self.limit(pid, number)
-                    continue
-                del running[pid]
-                code = os.waitstatus_to_exitcode(status)
-                if code == UNDECIDED:
-                    undecided.append(number)
-                elif not self.end(number, code, time.time() - begin):
-                    queue.insert(0, number)
+                running.append(Fork(self, number, self.order(number), most))
             time.sleep(0.02)
+            passed, last = min(time.monotonic() - last, 1), time.monotonic()  # who is stopped does not hang
+            for fork in list(running):
+                code = fork.ended()
+                if code is None:
+                    fork.limit(passed, self.seconds)
+                    continue
+                running.remove(fork)
+                if code == UNDECIDED:
+                    undecided.append(fork.number)
+                elif not self.end(fork, code):
+                    queue.insert(0, fork.number)
         return undecided
 
     def passes(self, test: str) -> bool:
         """Without a mistake."""
         if test not in self.right:
-            self.right[test] = os.waitpid(self.fork(0, [test], math.inf), 0)[1] == 0
+            fork = Fork(self, 0, [test], math.inf)
+            self.right[test] = fork.ended(wait=True) == 0
             if not self.right[test]:
-                print(f"FAILS WITHOUT A MISTAKE: {test}, see {self.log(0)}", flush=True)
-                self.log(0).rename(self.log(0).with_suffix(f".{len(self.items)}"))
+                print(f"FAILS WITHOUT A MISTAKE: {test}, see {fork.log}", flush=True)
+                fork.log.rename(fork.log.with_suffix(f".{len(self.items)}"))
                 self.items.pop(test)
         return self.right[test]
 
-    def log(self, number: int) -> Path:
-        return self.folder / "log" / str(number)
-
-    def fork(self, number: int, tests: list[str], most: float) -> int:
-        log = self.log(number)
-        for suffix in ("", ".now", ".seconds"):
-            log.with_suffix(suffix).unlink(missing_ok=True)
-        return os.fork() or self.child(number, tests, most, log)
-
-    def child(self, number: int, tests: list[str], most: float, log: Path) -> None:
-        os.setpgid(0, 0)
-        os.environ["ROPE_MUTANT"] = str(number)
-        out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        items = [self.items[test] for test in tests]
-        seconds = log.with_suffix(".seconds").open("w")
-        for item, after in zip(items, [*items[1:], None], strict=True):
-            log.with_suffix(".now").write_text(item.nodeid)
-            begin = time.time()
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-            print(json.dumps([item.nodeid, time.time() - begin]), file=seconds, flush=True)
-            if self.session.testsfailed or time.process_time() > most:
-                os._exit(bool(self.session.testsfailed) or UNDECIDED)
-        os._exit(0)
-
-    def limit(self, pid: int, number: int) -> None:
-        """Ends what hangs."""
-        now = self.log(number).with_suffix(".now")
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if time.time() - now.stat().st_mtime > 60 + 20 * self.seconds.get(now.read_text(), 12):
-                os.killpg(pid, signal.SIGKILL)
-
-    def end(self, number: int, code: int, took: float) -> bool:
+    def end(self, fork: "Fork", code: int) -> bool:
         """False if it has to run again."""
-        log = self.log(number)
-        test = log.with_suffix(".now").read_text()
-        for line in log.with_suffix(".seconds").read_text().splitlines():
-            name, seconds = json.loads(line)
-            self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        tests = fork.tests()
+        for name, seconds in tests:
+            if seconds < math.inf:
+                self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        test = tests[-1][0]
         if code and not self.passes(test):
             return False
-        file, line, what, _ = self.job["mutants"][str(number)]
+        file, line, what, _ = self.job["mutants"][str(fork.number)]
         self.known["kills"].pop(f"{file}: {what}", None)
         if code:
-            self.killers[test].append(number)
+            self.killers[test].append(fork.number)
             self.known["kills"][f"{file}: {what}"] = test
         (self.folder / "known.json").write_text(json.dumps(self.known))
         how = "" if code in (0, 1) else f" ({signal.Signals(-code).name})" if code < 0 else f" (exit {code})"
-        self.results[number] = {"caught": bool(code), "test": test, "seconds": took}
-        print(f"{number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {file}:{line}: {what}", flush=True)
+        took = time.time() - fork.begin
+        self.results[fork.number] = {"caught": bool(code), "test": test, "seconds": took}
+        print(f"{fork.number:4} {'caught' if code else 'MISSED'} {took:5.1f} s  {file}:{line}: {what}", flush=True)
         if code:
             print(f"            by {test}{how}", flush=True)
         return True
@@ -151,6 +167,7 @@ class Session:
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report):
         if report.failed:
+            self.failed = True
             print(report.nodeid, report.longreprtext[-5000:], flush=True)
 
 
