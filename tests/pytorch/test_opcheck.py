@@ -47,7 +47,7 @@ NEEDS = {  # which operands require grad; of "angles" they themselves too
     "angles": lambda i, x: True,
 }
 NEEDS_OF = {
-    "rotate": ["nothing", "all", "angles"],
+    "rotate": ["nothing", "angles"],
     "rotate_qk": ["nothing", "the first", "all", "angles"],
     "_rotate_table_backward": ["nothing", "the first", "all", "angles"],
     "norm_rotate_qk": ["nothing", "the first", "weights", "all"],

@@ -92,23 +92,31 @@ def with_samples(call, names):
     """in_dims and arguments, where these have a dimension of samples, in front or last."""
     dims = {name: None if name not in names else 0 if i % 2 else -1 for i, name in enumerate(call)}
     samples = {
-        name: t if dims[name] is None else torch.stack([t, t.flip(0), t * 1], dims[name]) for name, t in call.items()
+        name: t if dims[name] is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dims[name])
+        for name, t in call.items()
     }
     return tuple(dims.values()), tuple(samples.values())
 
 
-def arguments_of(op):
-    call = a_call_of(op, "cpu")
-    written = {a.name for a in schema_of(op).arguments if a.alias_info is not None}
-    return [name for name in (*call, "all") if name not in written]
+def written_by(op):
+    return [a.name for a in schema_of(op).arguments if a.alias_info is not None]
 
 
-@pytest.mark.parametrize("op, which", [(op, which) for op in OPERATORS for which in arguments_of(op)])
-def test_each_argument_can_be_mapped(op, which, device):
-    """Alone, beside what is written in place, and all at once; or an error says what to do instead."""
-    call = a_call_of(op, device)
-    written = [a.name for a in schema_of(op).arguments if a.alias_info is not None]
-    in_dims, args = with_samples(call, set(call) if which == "all" else {which, *written})
+def mapped_of(op):
+    """Each argument alone, beside what is written in place; what is rotated, whose gradients all samples share; everything."""
+    call, written = list(a_call_of(op, "cpu")), written_by(op)
+    alone = [[name, *written] for name in call if name not in written]
+    rotated = [name for name in call if name in ("x", "q", "k", *written)]
+    return [*alone, *([rotated] if rotated else []), call]
+
+
+@pytest.mark.parametrize(
+    "op, names", [pytest.param(op, names, id=f"{op}-{'+'.join(names)}") for op in OPERATORS for names in mapped_of(op)]
+)
+def test_each_argument_can_be_mapped(op, names, device):
+    """Or an error says what to do instead."""
+    call, written = a_call_of(op, device), written_by(op)
+    in_dims, args = with_samples(call, names)
 
     def function(*args):
         arguments = dict(zip(call, args, strict=True))
@@ -291,15 +299,3 @@ def test_compiled_vmap(op, device):
     for seq in (4, 6, 9):
         q, k = (torch.randn(N, 2, seq, heads, DIM, device=device) for heads in (HEADS, KV_HEADS))
         assert_same_call(function, program, q, k, torch.randint(0, 60, (N, seq), device=device))
-
-
-@pytest.mark.parametrize("op", ["_rotate_table_backward", "_norm_rotate_qk_backward"])
-def test_vmap_of_sums_over_tokens(op, device):
-    """Each sample has its own, also where the gradient of the result is the same for all."""
-    q, k = (torch.randn(3, 2, 5, heads, 8, device=device) for heads in (4, 2))
-    weights = [torch.rand(8, device=device) for _ in "qk"] if "norm" in op else []
-    tables = [torch.rand(5, 4, device=device) for _ in "cs"]
-    sample = lambda *xs: getattr(rope, op)(q[0], k[0], *xs, *weights, *tables)  # noqa: E731
-    expected = map(torch.stack, zip(*map(sample, q, k), strict=True))
-    for actual, e in zip(vmap(sample)(q, k), expected, strict=True):
-        assert torch.equal(actual, e)
