@@ -114,14 +114,18 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
-        # Most of the time goes to the headers of torch, read once here. All sources are taken as Objective-C++, as a
-        # precompiled header is of one language.
-        f"build {folder}/headers.pch: compile csrc/ops.h",
-        "  flags = -x objective-c++-header -fpch-instantiate-templates",
+        # Most of the time goes to torch's headers, so they are read once: first these, then what autograd has on top. All
+        # sources are taken as Objective-C++, as a precompiled header is of one language.
+        "header = -x objective-c++-header -fpch-instantiate-templates",
+        f"build {folder}/ops.pch: compile csrc/ops.h",
+        "  flags = $header",
+        f"build {folder}/autograd.pch: compile csrc/autograd/autograd.h | {folder}/ops.pch",
+        f"  flags = $header -include-pch {folder}/ops.pch",
     ]
     for source, made in objects.items():
-        lines.append(f"build {made}: compile {source} | {folder}/headers.pch")
-        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/headers.pch {define}")
+        known = folder / ("autograd.pch" if "/autograd/" in source else "ops.pch")
+        lines.append(f"build {made}: compile {source} | {known}")
+        lines.append(f"  flags = -c -x objective-c++ -include-pch {known} {define}")
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
