@@ -49,9 +49,9 @@ simulate: .venv/test .venv/built
 	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
-# Plants mistakes in the shaders and their host code; the tests have to find each.
+# Plants mistakes in all back ends; the tests have to find each. ONLY="cpu shared cuda metal python", and their numbers.
 mutate: .venv/test .venv/built
-	$(BIN)/python tests/backends/metal/simulator/mutate.py
+	$(BIN)/python tests/mutants $(ONLY)
 
 # This machine against every other implementation, three quarters of an hour: benchmarks/results/.
 bench: .venv/test .venv/built

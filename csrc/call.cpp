@@ -44,40 +44,16 @@ void split_factor(double attention_factor, Params& p) {
   p.factor_lo = std::isfinite(p.factor_hi) ? float(attention_factor - p.factor_hi) : 0.0f;
 }
 
+// In the order of DType and of PositionType; the checks have seen to it that there is no other.
+constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,     at::kShort, at::kInt,   at::kLong,
+                                             at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
 DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::kHalf;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat;
-    default:
-      return DType::kDouble;  // the checks have seen to it that there is no other
-  }
+  return DType(std::find(std::begin(kTypes), std::end(kTypes), t.scalar_type()) - kTypes);
 }
-
-PositionType position_type(at::ScalarType type) {
-  switch (type) {
-    case at::kChar:
-      return PositionType::kInt8;
-    case at::kByte:
-      return PositionType::kUInt8;
-    case at::kShort:
-      return PositionType::kInt16;
-    case at::kInt:
-      return PositionType::kInt32;
-    case at::kLong:
-      return PositionType::kInt64;
-    case at::kHalf:
-      return PositionType::kHalf;
-    case at::kBFloat16:
-      return PositionType::kBFloat16;
-    case at::kFloat:
-      return PositionType::kFloat;
-    default:
-      return PositionType::kDouble;
-  }
+PositionType position_type(const Tensor& t) {
+  return PositionType(std::find(std::begin(kPositionTypes), std::end(kPositionTypes), t.scalar_type()) -
+                      kPositionTypes);
 }
 
 const void* address(const Tensor& t) { return t.const_data_ptr(); }
@@ -229,7 +205,7 @@ CosSinParams CosSinCall::params(const Tensor& positions, const Tensor& inv_freq)
   p.inv_freq[0] = inv_freq.stride(0);
   p.inv_freq[1] = inv_freq.stride(1);
   split_factor(attention_factor, p);
-  p.position_type = position_type(positions.scalar_type());
+  p.position_type = position_type(positions);
   return p;
 }
 

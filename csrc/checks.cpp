@@ -25,34 +25,22 @@ const c10::SymInt& batch_of(const Tensor& x) { return x.dim() == 4 ? size(x, 0) 
 #define ROPE_CHECK_TYPE(condition, ...) TORCH_CHECK_TYPE(condition, call.op, ": ", __VA_ARGS__)
 
 const char* name_of(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kShort:
-      return "int16";
-    case at::kChar:
-      return "int8";
-    case at::kByte:
-      return "uint8";
-    case at::kBool:
-      return "bool";
-    case at::kComplexFloat:
-      return "complex64";
-    case at::kComplexDouble:
-      return "complex128";
-    default:
-      return c10::toString(type);
+  constexpr std::pair<at::ScalarType, const char*> names[] = {{at::kHalf, "float16"},
+                                                              {at::kBFloat16, "bfloat16"},
+                                                              {at::kFloat, "float32"},
+                                                              {at::kDouble, "float64"},
+                                                              {at::kInt, "int32"},
+                                                              {at::kLong, "int64"},
+                                                              {at::kShort, "int16"},
+                                                              {at::kChar, "int8"},
+                                                              {at::kByte, "uint8"},
+                                                              {at::kBool, "bool"},
+                                                              {at::kComplexFloat, "complex64"},
+                                                              {at::kComplexDouble, "complex128"}};
+  for (const auto& [known, name] : names) {
+    if (known == type) return name;
   }
+  return c10::toString(type);
 }
 
 bool is_rotatable(at::ScalarType type) {
@@ -222,46 +210,38 @@ void check_cache(const RotateCall& call) {
 // What is read beside q, k and v: f(Named).
 template <typename F>
 void for_each_parameter(const RotateCall& call, F&& f) {
-  const auto optional = [&](const char* name, const Tensor* t) {
-    if (t) f(Named{name, t});
-  };
   const auto address = [](const OptTensor& t) { return t ? &*t : nullptr; };
-  optional("cos", address(call.cos));
-  optional("sin", address(call.sin));
-  optional("inv_freq", address(call.inv_freq));
-  optional("positions", address(call.positions));
-  optional("slots", call.slots);
-  optional("q_norm_weight", call.q_norm_weight);
-  optional("k_norm_weight", call.k_norm_weight);
+  for (const Named& t :
+       {Named{"cos", address(call.cos)}, Named{"sin", address(call.sin)}, Named{"inv_freq", address(call.inv_freq)},
+        Named{"positions", address(call.positions)}, Named{"slots", call.slots},
+        Named{"q_norm_weight", call.q_norm_weight}, Named{"k_norm_weight", call.k_norm_weight}}) {
+    if (t.tensor) f(t);
+  }
+}
+
+// All beside q.
+template <typename F>
+void for_each_other(const RotateCall& call, F&& f) {
+  if (call.k) f(Named{"k", call.k});
+  if (call.v) {
+    f(Named{"v", call.v});
+    f(Named{"k_cache", call.k_out});
+    f(Named{"v_cache", call.v_out});
+  }
+  for_each_parameter(call, f);
 }
 
 // The schema lets None through where it says Tensor.
 void check_given(const RotateCall& call) {
-  const auto check = [&](const char* name, const Tensor* t) {
-    ROPE_CHECK_VALUE(!t || t->defined(), name, " is None, needs a tensor");
-  };
-  check("k", call.k);
-  check("q_norm_weight", call.q_norm_weight);
-  check("k_norm_weight", call.k_norm_weight);
-  if (!call.v) return;
-  check("v", call.v);
-  check("k_cache", call.k_out);
-  check("v_cache", call.v_out);
+  for_each_other(call, [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None, needs a tensor"); });
 }
 
 void check_devices(const RotateCall& call) {
   const c10::Device device = call.q->device();
-  const auto check = [&](const Named& t) {
-    ROPE_CHECK_VALUE(t.tensor->device() == device, t.name, " is on ", t.tensor->device(), ", ", call.q_name(),
-                     " is on ", device, "; all tensors need one device");
-  };
-  if (call.k) check({"k", call.k});
-  if (call.v) {
-    check({"v", call.v});
-    check({"k_cache", call.k_out});
-    check({"v_cache", call.v_out});
-  }
-  for_each_parameter(call, check);
+  for_each_other(call, [&](const Named& t) {
+    ROPE_CHECK_VALUE(t->device() == device, t.name, " is on ", t->device(), ", ", call.q_name(), " is on ", device,
+                     "; all tensors need one device");
+  });
 }
 
 // What is written may share memory with nothing else. Slices of one packed tensor interleave, and are looked at

@@ -9,10 +9,57 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/library.h>
 
-#include "dispatch.h"
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "call.h"
 
 namespace rope {
+
+std::vector<std::string> schemas();
+
+// ---- kernels for the dispatcher, which takes each argument by itself ----
+
+template <typename... T>
+struct Types {};
+
+// Of what Angles or NormAngles pass.
+template <typename A>
+auto types_of(const A& angles) {
+  return angles.pass([](const auto&... each) { return Types<std::decay_t<decltype(each)>...>(); });
+}
+template <typename A>
+using TypesOf = decltype(types_of(std::declval<A>()));
+
+// As a kernel takes it.
+template <typename T>
+using Argument = std::conditional_t<std::is_same_v<T, OptTensor>, const OptTensor&, T>;
+
+template <typename A, typename R, typename Own, typename Each>
+struct UnpackedAs;
+template <typename A, typename R, typename... Own, typename... Each>
+struct UnpackedAs<A, R, Types<Own...>, Types<Each...>> {
+  using Type = R(Own..., Argument<Each>...);
+  template <auto f>
+  static R kernel(Own... own, Argument<Each>... each) {
+    return f(A{each...}, std::forward<Own>(own)...);
+  }
+};
+
+// R f(angles, own...) is, for the dispatcher, R(own..., each of the angles).
+template <typename F>
+struct Unpacked;
+template <typename A, typename R, typename... Own>
+struct Unpacked<R(const A&, Own...)> : UnpackedAs<A, R, Types<Own...>, TypesOf<A>> {};
+
+template <auto f>
+constexpr auto* kernel = &Unpacked<std::remove_pointer_t<decltype(f)>>::template kernel<f>;
+
+// ---- the operators ----
 
 // at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
 // x keeps are said here.

@@ -15,11 +15,18 @@ import torch
 import torch_rope
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
+OPERATORS = sorted(
+    name.removeprefix("rope::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("rope::")
+)
 EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go through the kernels of CUDA
 
 
 def on_cuda(device: str) -> bool:
     return device == "cuda" or EMULATED
+
+
+def schema_of(op: str) -> torch._C.FunctionSchema:
+    return getattr(torch.ops.rope, op).default._schema
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -40,13 +47,6 @@ def many(n: int, device: str) -> int:
 def checks_ranges(device: str) -> bool:
     """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
     return not on_gpu(device)
-
-
-def opcheck(op: str, args: tuple, keywords: dict, device: str) -> None:
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if device != "mps":  # where torch's check says that it does not know the device
-        tests.append("test_autograd_registration")
-    torch.library.opcheck(getattr(torch.ops.rope, op).default, args, keywords, test_utils=tests)
 
 
 EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"

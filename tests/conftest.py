@@ -1,4 +1,5 @@
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "heart: of make check, the short loop")
+    config.addinivalue_line("markers", "formula: of code that all back ends share: not run again on the CUDA emulator")
     config.addinivalue_line("markers", "cpu: of the CPU back end alone")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
@@ -53,12 +55,14 @@ def pytest_collection_modifyitems(config, items):
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
     if back_end is None:
         return
-    on_it = [
-        "device" in item.fixturenames and not item.get_closest_marker("cpu") or item.path.parent.name == back_end
-        for item in items
-    ]
-    config.hook.pytest_deselected(items=[item for item, keep in zip(items, on_it, strict=True) if not keep])
-    items[:] = [item for item, keep in zip(items, on_it, strict=True) if keep]
+    elsewhere = ["cpu"] + ["formula"] * (back_end == "cuda" and os.environ.get("ROPE_EXHAUSTIVE") != "1")
+
+    def runs(item):
+        on_device = "device" in item.fixturenames and not any(map(item.get_closest_marker, elsewhere))
+        return on_device or item.path.parent.name == back_end
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = filter(runs, items)
 
 
 def pytest_generate_tests(metafunc):

@@ -64,8 +64,9 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
                 return None
             continue
         t = _in_front(t, dims[name], size)
-        t = t if "batch or 1" in axes else t.unsqueeze(1)
-        if t.dim() != 1 + len(AXES[name]) or t.shape[1] not in (1, batch):
+        if "batch or 1" not in axes:
+            t, axes = t.unsqueeze(1), ("batch or 1", *axes)
+        if t.dim() != 1 + len(axes) or t.shape[1] not in (1, batch):
             return None
         # [size, batch or 1, ...] -> [size * batch, ...], or [1, ...] that serves all
         joined[name] = t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)

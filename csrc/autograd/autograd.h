@@ -8,12 +8,11 @@
 
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
-#include "../dispatch.h"
+#include "../ops.h"
 
 namespace rope::autograd {
 
@@ -50,16 +49,24 @@ class Operator<R(const A&, Own...)> {
 };
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
-using RotateOperator = Operator<Tensor(const Angles&, const Tensor&)>;
-using RotateQkOperator = Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)>;
-using TableBackwardOperator =
-    Operator<TwoTensors(const Angles&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)>;
+inline const auto& rotate_op() {
+  static const Operator<Tensor(const Angles&, const Tensor&)> op("rope::rotate");
+  return op;
+}
+inline const auto& rotate_qk_op() {
+  static const Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)> op("rope::rotate_qk");
+  return op;
+}
+inline const auto& table_backward_op() {
+  static const Operator<TwoTensors(const Angles&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)> op(
+      "rope::_rotate_table_backward");
+  return op;
+}
 using CosSinSchema = TwoTensors(const Tensor&, const Tensor&, double, std::optional<at::ScalarType>);
-using CosSinOperator = c10::TypedOperatorHandle<CosSinSchema>;
-const RotateOperator& rotate_op();
-const RotateQkOperator& rotate_qk_op();
-const TableBackwardOperator& table_backward_op();
-const CosSinOperator& cos_sin_op();
+inline const auto& cos_sin_op() {
+  static const auto op = find<CosSinSchema>("rope::cos_sin");
+  return op;
+}
 
 // ---- what a derivative is asked for ----
 

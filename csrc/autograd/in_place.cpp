@@ -4,7 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "../dispatch.h"
+#include "../ops.h"
 
 namespace rope::autograd {
 namespace {

@@ -10,17 +10,16 @@
 namespace rope::autograd {
 namespace {
 
-using NormRotateQkOperator =
-    Operator<TwoTensors(const NormAngles&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>;
-const NormRotateQkOperator& norm_rotate_qk_op() {
-  static const NormRotateQkOperator op("rope::norm_rotate_qk");
+const auto& norm_rotate_qk_op() {
+  static const Operator<TwoTensors(const NormAngles&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)> op(
+      "rope::norm_rotate_qk");
   return op;
 }
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using NormRotateQkBackwardOperator = Operator<FourTensors(const NormAngles&, const Tensor&, const Tensor&,
-                                                          const Tensor&, const Tensor&, const Tensor&, const Tensor&)>;
-const NormRotateQkBackwardOperator& norm_rotate_qk_backward_op() {
-  static const NormRotateQkBackwardOperator op("rope::_norm_rotate_qk_backward");
+const auto& norm_rotate_qk_backward_op() {
+  static const Operator<FourTensors(const NormAngles&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                    const Tensor&, const Tensor&)>
+      op("rope::_norm_rotate_qk_backward");
   return op;
 }
 

@@ -8,15 +8,6 @@
 
 namespace rope::autograd {
 
-const RotateOperator& rotate_op() {
-  static const RotateOperator op("rope::rotate");
-  return op;
-}
-const RotateQkOperator& rotate_qk_op() {
-  static const RotateQkOperator op("rope::rotate_qk");
-  return op;
-}
-
 Tensor turned(const Tensor& x, const Angles& angles) {
   const c10::SymInt rotary_dim = angles.cos->sym_size(-1) * 2, head_dim = x.sym_size(-1);
   if (rotary_dim == head_dim) return rotate_op()(angles, x);
@@ -26,17 +17,11 @@ Tensor turned(const Tensor& x, const Angles& angles) {
 
 namespace {
 
-struct RotateFunction : torch::autograd::Function<RotateFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Angles& angles) {
-    const BelowThisLevel guard;
-    save(ctx, angles, {});
-    return rotate_op()(angles, x);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Saved<Angles> s(ctx);
-    return {rotate_op()(s.angles().back(), grads[0]), Tensor()};
-  }
-};
+variable_list rotated(const Angles& angles, const Tensor& q, const OptTensor& k) {
+  if (!k) return {rotate_op()(angles, q)};
+  auto [q_out, k_out] = rotate_qk_op()(angles, q, *k);
+  return {std::move(q_out), std::move(k_out)};
+}
 
 // The gradients of q and k, where there are any, to result[first] and after it.
 void turn_back(AutogradContext* ctx, const Angles& angles, const variable_list& grads, size_t first,
@@ -53,13 +38,13 @@ void turn_back(AutogradContext* ctx, const Angles& angles, const variable_list& 
   }
 }
 
-struct RotateQkFunction : torch::autograd::Function<RotateQkFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Angles& angles) {
+// Of rotate (k is None) and rotate_qk.
+struct RotateFunction : torch::autograd::Function<RotateFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const OptTensor& k, const Angles& angles) {
     const BelowThisLevel guard;
     ctx->set_materialize_grads(false);
     save(ctx, angles, {});
-    auto [q_out, k_out] = rotate_qk_op()(angles, q, k);
-    return {std::move(q_out), std::move(k_out)};
+    return rotated(angles, q, k);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<Angles> s(ctx);
@@ -69,7 +54,8 @@ struct RotateQkFunction : torch::autograd::Function<RotateQkFunction> {
   }
 };
 
-// k may be missing, and needs_input_grad counts the tensors that are there: so it comes after the others.
+// The same where cos and sin are learned. needs_input_grad counts the tensors that are there: so k, which may be
+// missing, comes after the others.
 struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& cos, const Tensor& sin, const Tensor& q,
                                const OptTensor& k, const Angles& angles, const variable_list* own) {
@@ -77,10 +63,7 @@ struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> 
     ctx->set_materialize_grads(false);
     const variable_list& o = *own;
     save(ctx, Tables{o[0], o[1], {}}.in(angles), {o[2], o[3]});
-    const Tables tables{cos, sin, {}};
-    if (!k) return {rotate_op()(tables.in(angles), q)};
-    auto [q_out, k_out] = rotate_qk_op()(tables.in(angles), q, *k);
-    return {std::move(q_out), std::move(k_out)};
+    return rotated(Tables{cos, sin, {}}.in(angles), q, k);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<Angles> s(ctx);
@@ -151,7 +134,7 @@ Tensor rotate(const Angles& angles, c10::DispatchKeySet keys, const Tensor& x) {
     set_tangent(out, rotate_op()(angles, x._fw_grad(/*level=*/0)));
     return out;
   }
-  if (at::GradMode::is_enabled() && x.requires_grad()) return apply<RotateFunction>(x, angles);
+  if (at::GradMode::is_enabled() && x.requires_grad()) return apply<RotateFunction>(x, OptTensor(), angles)[0];
   return rotate_op().below(keys, angles, x);
 }
 
@@ -168,7 +151,7 @@ TwoTensors rotate_qk(const Angles& angles, c10::DispatchKeySet keys, const Tenso
     return out;
   }
   if (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad())) {
-    auto out = apply<RotateQkFunction>(q, k, angles);
+    auto out = apply<RotateFunction>(q, OptTensor(k), angles);
     return {std::move(out[0]), std::move(out[1])};
   }
   return rotate_qk_op().below(keys, angles, q, k);

@@ -6,20 +6,10 @@
 #include "autograd.h"
 
 namespace rope::autograd {
-
-const TableBackwardOperator& table_backward_op() {
-  static const TableBackwardOperator op("rope::_rotate_table_backward");
-  return op;
-}
-const CosSinOperator& cos_sin_op() {
-  static const CosSinOperator op = find<CosSinSchema>("rope::cos_sin");
-  return op;
-}
-
 namespace {
 
-const CosSinOperator& axial_cos_sin_op() {
-  static const CosSinOperator op = find<CosSinSchema>("rope::_axial_cos_sin");
+const auto& axial_cos_sin_op() {
+  static const auto op = find<CosSinSchema>("rope::_axial_cos_sin");
   return op;
 }
 

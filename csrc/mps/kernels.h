@@ -58,7 +58,8 @@ struct TableBackward {
   TokensOfRows tokens;
 };
 
-static_assert(sizeof(TiledParams) == 472 && sizeof(NormBackward) == 560 && sizeof(TableBackward) == 576,
+static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 48 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
+                  sizeof(TableBackward) == sizeof(TiledParams) + 104,
               "the same layout on host and device");
 
 // Buffers of the kernels on heads.

@@ -2,6 +2,7 @@
 model. That it is right for every family is in test_families.py."""
 
 import copy
+import functools
 import io
 import json
 import pickle
@@ -503,6 +504,30 @@ def test_k_may_be_none_where_it_may_be():
         new(q, k, angle.cos(), angle.sin()), apply_rotary(q, k, angle.cos(), angle.sin()), strict=True
     ):
         torch.testing.assert_close(actual, expected)
+
+
+apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+
+
+def test_tables_of_another_dtype_than_q():
+    """A norm in float32 may stand between a rotary module in bfloat16 and its function."""
+    new = integration._RotaryFunction(apply_rotary_pos_emb).replacement("apply_rotary_pos_emb")
+    q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
+    tables = angle.cos().bfloat16(), angle.sin().bfloat16()
+    torch.testing.assert_close(new(q, k, *tables), apply_rotary_pos_emb(q, k, *tables))
+
+
+def test_a_decorator_stays():
+    def doubling(function):
+        return functools.wraps(function)(lambda *args: [2 * x for x in function(*args)])
+
+    @doubling
+    def attention(*args):
+        return apply_rotary_pos_emb(*args)
+
+    new = integration._Rebuilder().rebuild(attention)
+    args = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.ones(2, 5, 16), torch.zeros(2, 5, 16)
+    assert new is not attention and torch.equal(new(*args)[0], 2 * args[0])
 
 
 # ---- kernelize ----

@@ -1,28 +1,31 @@
-"""Gradients to any order, forward mode, torch.func and vmap; what in-place operators owe to autograd."""
+"""Gradients to any order, forward mode and torch.func; what in-place operators owe to autograd."""
 
 import pytest
 import torch
+from cases import OPERATORS, covering, name_of, schema_of
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
 import torch_rope
 
 rope = torch.ops.rope
+pytestmark = pytest.mark.formula
 
+EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+SHAPES = [(2, 3, 2, 5), (2, 3, 1, 5)]  # of q and k, small because finite differences take each element; rotary_dim is 4
 
-def angles(source, interleaved, device):
-    freq = torch_rope.inv_freq(6, device=device).double()
-    options = {"interleaved": interleaved, "attention_factor": 1.3}
-    if source == "inv_freq":
-        return options | {"inv_freq": freq, "positions": torch.tensor([[3, 0, 2, 9], [1, 1, 5, 4]], device=device)}
-    if source == "table":
-        cos, sin = torch_rope.cos_sin(torch.arange(12, device=device), freq, dtype=torch.float64)
-        return options | {"cos": cos, "sin": sin, "offset": 5}
-    cos, sin = torch_rope.cos_sin(torch.rand(2, 4, device=device), freq, dtype=torch.float64)
-    return options | {"cos": cos, "sin": sin, "inverse": True}
-
-
-SOURCES = ["table", "token", "inv_freq"]
+# What says the angles -> (its shape; the other arguments).
+SOURCES = {
+    "table": ((6, 2), {"offset": 3}),
+    "table at positions [S]": ((6, 2), {"positions": [3, 0, 3], "offset": 1}),
+    "table at positions [1,S]": ((6, 2), {"positions": [[5, 0, 2]], "inverse": True}),
+    "table at positions [B,S]": ((6, 2), {"positions": [[3, 0, 2], [1, 1, 5]], "attention_factor": 1.3}),
+    "token": ((2, 3, 2), {"attention_factor": -0.7}),
+    "token shared": ((1, 3, 2), {"inverse": True}),
+    "inv_freq": ((2,), {"offset": 3, "attention_factor": 1.3}),
+    "inv_freq at positions [S]": ((2,), {"positions": [3, 0, -2], "inverse": True}),
+    "inv_freq at positions [B,S]": ((2,), {"positions": [[3, 0, 2], [1, 1, 5]], "offset": -2}),
+}
 
 
 def doubles(device, *shapes, requires_grad=True):
@@ -32,94 +35,9 @@ def doubles(device, *shapes, requires_grad=True):
     return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
 
 
-def transposed(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("source", SOURCES)
-def test_gradcheck(source, interleaved, device):
-    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8))
-    a = angles(source, interleaved, device)
-    every_mode = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-    for function, inputs in (
-        (lambda x: rope.rotate(x, **a), (q,)),
-        (lambda x: rope.rotate(transposed(x), **a), (q,)),
-        (lambda q, k: rope.rotate_qk(q, k, **a), (q, k)),
-    ):
-        assert gradcheck(function, inputs, **every_mode)
-        assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
-
-
-def test_backward_is_the_inverse_rotation_times_attention_factor(device):
-    x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
-    grad = torch.randn_like(x)
-    freq = torch_rope.inv_freq(6, device=device)
-    rope.rotate(x, inv_freq=freq, attention_factor=1.3).backward(grad)
-    assert torch.equal(x.grad, rope.rotate(grad, inv_freq=freq, attention_factor=1.3, inverse=True))
-
-
-@pytest.mark.parametrize("used, needed", [("q", "qk"), ("k", "qk"), ("qk", "q"), ("qk", "k")])
-def test_one_of_two_gradients(used, needed, device):
-    """Where the loss uses one output, or one input is frozen: no zero-filled work, and no gradient where none is asked for."""
-    freq = torch_rope.inv_freq(8, device=device)
-    q, k = (torch.randn(2, 4, h, 8, device=device, requires_grad=n in needed) for h, n in ((3, "q"), (1, "k")))
-    q_out, k_out = rope.rotate_qk(q, k, inv_freq=freq)
-    loss = sum(out.square().sum() for out, name in ((q_out, "q"), (k_out, "k")) if name in used)
-    loss.backward()
-    for x, name in ((q, "q"), (k, "k")):
-        if name in used and name in needed:
-            torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps the norm
-        else:
-            assert x.grad is None
-
-
-def test_backward_complains_if_what_it_saved_was_written(device):
-    x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), torch_rope.inv_freq(8, device=device))
-    out = rope.rotate(x, cos, sin)
-    cos.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["cos", "sin", "inv_freq"])
-@pytest.mark.parametrize("op, count", [("norm_rotate_qk", 2), ("_norm_rotate_qk_backward", 4)])
-def test_the_norm_has_no_gradient_of_angles(op, count, name, device):
-    x = torch.randn(4, 3, 8, device=device)
-    freq = torch_rope.inv_freq(8, device=device)
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
-    a = {"inv_freq": freq} if name == "inv_freq" else {"cos": cos, "sin": sin}
-    tensors = (x,) * count + (x[0, 0], x[0, 0])
-    call = getattr(rope, op)
-    with torch.no_grad():
-        call(*tensors, **a | {name: a[name].clone().requires_grad_()})
-    with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} requires grad"):
-        call(*tensors, **a | {name: a[name].clone().requires_grad_()})
-    with fwAD.dual_level(), pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
-        call(*tensors, **a | {name: fwAD.make_dual(a[name], torch.ones_like(a[name]))})
-
-
-# ---- learned tables and frequencies ----
-
-EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-LEARNED = {
-    # name: (shape of what is learned for batch 2, seq 4, rotary_dim 6; the other arguments)
-    "table": ((12, 3), {"offset": 5}),
-    "table at positions [S]": ((12, 3), {"positions": [3, 0, 2, 3], "offset": 1}),
-    "table at positions [1,S]": ((12, 3), {"positions": [[11, 0, 2, 9]], "inverse": True}),
-    "table at positions [B,S]": ((12, 3), {"positions": [[3, 0, 2, 9], [1, 1, 5, 4]], "attention_factor": 1.3}),
-    "token": ((2, 4, 3), {"attention_factor": -0.7}),
-    "token shared": ((1, 4, 3), {"inverse": True}),
-    "inv_freq": ((3,), {"offset": 3, "attention_factor": 1.3}),
-    "inv_freq at positions [S]": ((3,), {"positions": [3, 0, -2, 9], "inverse": True}),
-    "inv_freq at positions [B,S]": ((3,), {"positions": [[3, 0, 2, 9], [1, 1, 5, 4]], "offset": -2}),
-}
-
-
-def learned(source, interleaved, device, dtype=torch.float64):
-    """(what is learned, function of (tensors to rotate..., what is learned) -> tuple)"""
-    shape, options = LEARNED[source]
+def learned(source, interleaved, device):
+    """(cos and sin or inv_freq, function of (tensors to rotate..., these) -> tuple)"""
+    shape, options = SOURCES[source]
     options = options | {"interleaved": interleaved}
     if "positions" in options:
         options["positions"] = torch.tensor(options["positions"], device=device)
@@ -129,32 +47,49 @@ def learned(source, interleaved, device, dtype=torch.float64):
         xs, angles = tensors[: -len(names)], dict(zip(names, tensors[-len(names) :], strict=True))
         return (rope.rotate if len(xs) == 1 else rope.rotate_qk)(*xs, **angles, **options)
 
-    return [torch.rand(shape, device="cpu").to(dtype).to(device).requires_grad_() for _ in names], rotated
+    return [t.requires_grad_() for t in doubles(device, *[shape] * len(names), requires_grad=False)], rotated
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("source", LEARNED)
-def test_gradcheck_of_learned_angles(source, interleaved, device):
-    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8))
-    angles, rotated = learned(source, interleaved, device)
-    for inputs in ((q, *angles), (q, k, *angles)):
-        assert gradcheck(rotated, inputs, **EVERY_MODE)
-        assert gradgradcheck(rotated, inputs, check_fwd_over_rev=True)
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        {
+            "source": list(SOURCES),
+            "learned": [True, False],
+            "which": ["x", "x strided", "qk"],
+            "dims": [4, 3],
+            "interleaved": [False, True],
+        },
+        # Of three dimensions there is no batch.
+        lambda source, dims, **_: (
+            dims == 4 or (SOURCES[source][0][0] != 2 or "inv" in source) and "[B,S]" not in source
+        ),
+    ),
+    ids=name_of,
+)
+def test_gradcheck(case, device):
+    """With constant angles, and with learned ones."""
+    q, k = doubles(device, *(shape[4 - case["dims"] :] for shape in SHAPES))
+    angles, rotated = learned(case["source"], case["interleaved"], device)
+    xs = [q, k] if case["which"] == "qk" else [q]
 
+    def function(*tensors):
+        if case["which"] == "x strided":
+            x, *angles = tensors
+            return rotated(x.transpose(-3, -2).contiguous().transpose(-3, -2), *angles)
+        return rotated(*tensors)
 
-def test_gradcheck_of_three_dimensions(device):
-    q, k = doubles(device, (4, 3, 8), (4, 1, 8))
-    for source in ("table", "token shared", "inv_freq"):
-        angles, rotated = learned(source, False, device)
-        assert gradcheck(rotated, (q, k, *angles), **EVERY_MODE)
+    inputs = (*xs, *(t.requires_grad_(case["learned"]) for t in angles))
+    assert gradcheck(function, inputs, **EVERY_MODE)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("with_k", [False, True])
 def test_gradcheck_of_the_gradient_of_tables(with_k, device):
     """Any derivative of the operator that backward calls; none in cos and sin, which say but a shape."""
-    shapes = [(2, 4, 3, 8), (2, 4, 1, 8)]
-    g_q, g_k, q, k = doubles(device, *shapes, *shapes)
-    cos, sin = doubles(device, (12, 3), (12, 3))
+    g_q, g_k, q, k = doubles(device, *SHAPES, *SHAPES)
+    cos, sin = doubles(device, (6, 2), (6, 2))
 
     def gradients(*tensors):
         pairs = tensors if with_k else (tensors[0], None, tensors[1], None)
@@ -178,6 +113,92 @@ def test_gradcheck_of_cos_sin(shape, device):
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
+# ---- every argument of every operator ----
+
+OPERANDS = {  # Those that could be mistaken for one another differ in strides.
+    **dict.fromkeys(("x", "q", "q_out_grad"), lambda: torch.randn(2, 4, 3, 8)),
+    "k": lambda: torch.randn(2, 4, 1, 8),
+    "v": lambda: torch.randn(2, 4, 1, 16)[..., ::2],
+    "k_out_grad": lambda: torch.randn(4, 2, 1, 8).transpose(0, 1),
+    "k_cache": lambda: torch.randn(2, 5, 1, 8),
+    "v_cache": lambda: torch.randn(5, 2, 1, 8).transpose(0, 1),
+    "q_norm_weight": lambda: torch.randn(8),
+    "k_norm_weight": lambda: torch.randn(16)[::2],
+}
+
+
+def call_of(op, device, source="table"):
+    """Every tensor that the operator takes and that could have a gradient, by name."""
+    names = [a.name for a in schema_of(op).arguments]
+    freq = torch_rope.inv_freq(8, device=device)
+    if "offset" not in names:
+        axes = (2,) if "axial" in op else ()
+        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": freq.expand(*axes, 4).clone()}
+    call = {name: OPERANDS[name]().to(device) for name in names if name in OPERANDS}
+    if source == "inv_freq":
+        return call | {"inv_freq": freq}
+    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
+    return call | {"cos": cos, "sin": torch.stack([sin, cos], -1)[..., 0]}
+
+
+def decision(op, name):
+    """What becomes of the gradient of an argument."""
+    if "norm" in op and name in ("cos", "sin", "inv_freq"):
+        return "refused"
+    return "none" if op == "_rotate_table_backward" and name in ("cos", "sin") else "given"
+
+
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "op, source",
+    [
+        *((op, "table") for op in OPERATORS if not schema_of(op).is_mutable),
+        *((op, "inv_freq") for op in ("rotate", "rotate_qk", "norm_rotate_qk", "_norm_rotate_qk_backward")),
+    ],
+)
+def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op, source, device):
+    """That of the in-place operators is test_in_place_refuses_gradients_and_tangents."""
+    good, call = call_of(op, device, source), getattr(rope, op)
+    for name in good:
+        leaf = good[name].clone().requires_grad_()
+        with torch.no_grad():
+            call(**good | {name: leaf})
+        with fwAD.dual_level():
+            dual = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
+            if decision(op, name) == "refused":
+                with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} requires grad"):
+                    call(**good | {name: leaf})
+                with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
+                    call(**dual)
+                continue
+            tangents = [fwAD.unpack_dual(t).tangent for t in outs_of(call(**dual))]
+        outs = [out.exp().sum() for out in outs_of(call(**good | {name: leaf})) if out.requires_grad]
+        given = decision(op, name) == "given"
+        assert bool(outs) == any(t is not None and t.any() for t in tangents) == given, name
+        if given:
+            sum(outs).backward()
+            assert leaf.grad.any(), name
+
+
+def outs_of(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+# ---- which gradients are made, and what is saved ----
+
+
+def test_backward_complains_if_what_it_saved_was_written(device):
+    x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
+    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), torch_rope.inv_freq(8, device=device))
+    out = rope.rotate(x, cos, sin)
+    cos.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# ---- learned tables and frequencies ----
+
+
 def test_integer_positions_have_no_gradient(device):
     freq = torch_rope.inv_freq(8, device=device).requires_grad_()
     cos, sin = rope.cos_sin(torch.arange(5, device=device), freq)
@@ -188,10 +209,11 @@ def test_integer_positions_have_no_gradient(device):
 
 
 @pytest.mark.parametrize("used", ["q", "k", "qk"])
-@pytest.mark.parametrize("needed", [{"cos"}, {"sin"}, {"cos", "sin"}, {"q", "cos"}, {"k", "sin"}, {"q", "k", "sin"}])
+@pytest.mark.parametrize("needed", ["q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin"])
 def test_some_of_the_gradients(needed, used, device):
     """Where the loss uses one output, or something is frozen: the gradients that are asked for, to the bit what the
     operators give, and no others."""
+    needed = needed.split()
     inputs = dict(zip("qk", (torch.randn(2, 4, h, 8, device=device) for h in (3, 1)), strict=True))
     inputs |= {name: torch.randn(4, 4, device=device) for name in ("cos", "sin")}
     for name, t in inputs.items():
@@ -267,97 +289,14 @@ def test_errors_of_learned_angles_are_those_of_the_operator(device):
         rope.cos_sin(torch.arange(3, device=device), cos)
 
 
-def test_torch_func_of_learned_angles(device):
-    """Every transform and their nesting agree with plain autograd."""
-    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8), requires_grad=False)
-    for source in LEARNED:
-        angles, rotated = learned(source, True, device)
-        inputs = (q, k, *(t.detach() for t in angles))
-        every = tuple(range(len(inputs)))
-
-        def loss(*inputs, rotated=rotated):
-            q, k = rotated(*inputs)
-            return (q.sin() * k.cos()).sum()
-
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        expected = torch.autograd.grad(loss(*leaves), leaves)
-        tangents = tuple(torch.randn_like(t) for t in inputs)
-        for actual in (
-            torch.func.grad(loss, every)(*inputs),
-            torch.func.vjp(loss, *inputs)[1](torch.ones((), dtype=q.dtype, device=device)),
-            [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs))],
-        ):
-            for x, y in zip(actual, expected, strict=True):
-                torch.testing.assert_close(x, y)
-        torch.testing.assert_close(
-            torch.func.jvp(loss, inputs, tangents)[1],
-            sum((x * y).sum() for x, y in zip(expected, tangents, strict=True)),
-        )
-
-
-def test_hessian_of_learned_angles(device):
-    (q,) = doubles(device, (1, 2, 1, 6), requires_grad=False)
-    for source in ("token shared", "inv_freq"):
-        shape = {"token shared": (1, 2, 3), "inv_freq": (3,)}[source]
-        name = "cos" if source == "token shared" else "inv_freq"
-        (angle,) = doubles(device, shape, requires_grad=False)
-        other = {"sin": angle.cos()} if name == "cos" else {"offset": 3}
-        f = lambda a: rope.rotate(q, **{name: a}, **other)  # noqa: B023, E731
-        g = lambda a: f(a).sin().sum()  # noqa: B023, E731
-        hessian = torch.autograd.functional.hessian(g, angle)
-        for actual in (
-            torch.func.hessian(g)(angle),
-            torch.func.jacrev(torch.func.jacrev(g))(angle),
-            torch.func.jacfwd(torch.func.jacfwd(g))(angle),
-            torch.func.jacrev(torch.func.jacfwd(g))(angle),
-        ):
-            torch.testing.assert_close(actual, hessian)
-        torch.testing.assert_close(torch.func.jacfwd(f)(angle), torch.func.jacrev(f)(angle))
-
-
-@pytest.mark.parametrize("loss", [lambda x: x.sin().sum(), torch.sum], ids=["mapped", "the same for all"])
-@pytest.mark.parametrize("mapped", ["x", "tables", "both"])
-def test_vmap_of_gradients_of_tables(mapped, loss, device):
-    """Of each sample, whether it is one launch or a loop. loss: what the gradient of the result is."""
-    x, cos, sin = (torch.randn(3, *shape, device=device) for shape in ((2, 4, 3, 8), (4, 4), (4, 4)))
-    dims = tuple(0 if mapped in (kind, "both") else None for kind in ("x", "tables", "tables"))
-    inputs = [t if d == 0 else t[0] for t, d in zip((x, cos, sin), dims, strict=True)]
-    gradient = torch.func.grad(lambda x, cos, sin: loss(rope.rotate(x, cos, sin)), (0, 1, 2))
-    actual = torch.func.vmap(gradient, dims)(*inputs)
-    for i in range(3):
-        expected = gradient(*(t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)))
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a[i], e)
-    # Around the whole batch: the sum of the gradients of the samples where the tables are shared.
-    whole = torch.func.grad(lambda *t: torch.func.vmap(lambda *t: loss(rope.rotate(*t)), dims)(*t).sum(), (0, 1, 2))
-    for a, e, d in zip(whole(*inputs), actual, dims, strict=True):
-        torch.testing.assert_close(a, e if d == 0 else e.sum(0))
-
-
-@pytest.mark.parametrize("mapped", ["positions", "inv_freq", "both"])
-def test_vmap_of_cos_sin(mapped, device):
-    for op, positions, freq in (
-        (rope.cos_sin, torch.rand(3, 5, device=device), torch.rand(3, 4, device=device)),
-        (rope._axial_cos_sin, torch.rand(3, 2, 5, device=device), torch.rand(3, 2, 4, device=device)),
-    ):
-        dims = tuple(0 if mapped in (name, "both") else None for name in ("positions", "inv_freq"))
-        inputs = [t if d == 0 else t[0] for t, d in zip((positions, freq), dims, strict=True)]
-        samples = [[t if d is None else t[i] for t, d in zip(inputs, dims, strict=True)] for i in range(3)]
-        for outs, *expected in zip(
-            torch.func.vmap(op, dims)(*inputs), *(op(*sample) for sample in samples), strict=True
-        ):
-            assert torch.equal(outs, torch.stack(expected))
-        gradient = torch.func.grad(lambda *t: sum(out.square().sin().sum() for out in op(*t)), (0, 1))  # noqa: B023
-        for outs, *expected in zip(
-            torch.func.vmap(gradient, dims)(*inputs), *(gradient(*sample) for sample in samples), strict=True
-        ):
-            torch.testing.assert_close(outs, torch.stack(expected))
-
-
 # ---- in place ----
 
 # What each writes.
-IN_PLACE = {"rotate_": ["x"], "rotate_qk_": ["q", "k"], "rotate_into_cache_": ["q", "k_cache", "v_cache"]}
+IN_PLACE = {
+    op: [a.name for a in schema_of(op).arguments if a.alias_info is not None]
+    for op in OPERATORS
+    if schema_of(op).is_mutable
+}
 # What a message recommends.
 FUNCTIONAL = {
     "rotate_": "rope.rotate",
@@ -365,23 +304,6 @@ FUNCTIONAL = {
     "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself",
 }
 EACH_WRITTEN = [(op, name) for op, names in IN_PLACE.items() for name in names]
-
-
-def in_place_arguments(op, device, source="table"):
-    """Every tensor that the operator takes and that could have a gradient."""
-    q, k, cache, weight = (2, 4, 3, 8), (2, 4, 1, 8), (2, 5, 1, 8), (8,)
-    shapes = {
-        "rotate_": {"x": q},
-        "rotate_qk_": {"q": q, "k": k},
-        "rotate_into_cache_": {"q": q, "k": k, "v": k, "k_cache": cache, "v_cache": cache}
-        | {"q_norm_weight": weight, "k_norm_weight": weight},
-    }
-    good = {name: torch.randn(shape, device=device) for name, shape in shapes[op].items()}
-    freq = torch_rope.inv_freq(8, device=device)
-    if source == "inv_freq":
-        return good | {"inv_freq": freq}
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
-    return good | {"cos": cos, "sin": sin}
 
 
 def negated(t):
@@ -393,7 +315,7 @@ def negated(t):
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_negated_views_are_read_and_never_written(op, device):
-    good = in_place_arguments(op, device)
+    good = call_of(op, device)
     expected = {n: t.clone() for n, t in good.items()}
     getattr(rope, op)(**expected)
     for name in good:
@@ -409,7 +331,7 @@ def test_negated_views_are_read_and_never_written(op, device):
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_bumps_the_version(op, device):
-    a = in_place_arguments(op, device)
+    a = call_of(op, device)
     for count, context in enumerate((torch.enable_grad, torch.no_grad, torch.inference_mode), 1):
         with context():
             getattr(rope, op)(**a)
@@ -420,7 +342,7 @@ def test_in_place_bumps_the_version(op, device):
 
 @pytest.mark.parametrize("op, written", EACH_WRITTEN)
 def test_what_backward_saved_may_not_be_rotated_in_place(op, written, device):
-    a = in_place_arguments(op, device)
+    a = call_of(op, device)
     weight = torch.randn_like(a[written], requires_grad=True)
     loss = (weight * a[written]).sum()
     getattr(rope, op)(**a)
@@ -431,7 +353,7 @@ def test_what_backward_saved_may_not_be_rotated_in_place(op, written, device):
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_refuses_gradients_and_tangents(op, source, device):
-    good = in_place_arguments(op, device, source)
+    good = call_of(op, device, source)
     before = {n: t.clone() for n, t in good.items()}
     for name in good:
         a = good | {name: good[name].clone().requires_grad_() * 1}
@@ -451,7 +373,7 @@ def test_in_place_refuses_gradients_and_tangents(op, source, device):
 
 @pytest.mark.parametrize("op, written", EACH_WRITTEN)
 def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, device):
-    a = in_place_arguments(op, device)
+    a = call_of(op, device)
     with torch.inference_mode():
         read = {n: t.clone() for n, t in a.items() if n not in IN_PLACE[op]}  # may be inference tensors
         a |= read | {written: a[written].clone()}
@@ -465,7 +387,7 @@ def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, 
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_under_torch_func_is_an_error_or_right(op, device):
-    good = in_place_arguments(op, device)
+    good = call_of(op, device)
     for name in good:
 
         def loss(x, name=name):
@@ -477,17 +399,6 @@ def test_in_place_under_torch_func_is_an_error_or_right(op, device):
             torch.func.grad(loss)(good[name])
         with pytest.raises(RuntimeError, match=f"rope.{op}: {name} has a forward-mode tangent"):
             torch.func.jvp(loss, (good[name],), (good[name],))
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "k_cache", "slots", "q_norm_weight", "inv_freq"])
-def test_a_cache_cannot_be_mapped(name, device):
-    good = in_place_arguments("rotate_into_cache_", device, "inv_freq")
-    good["slots"] = torch.arange(8, device=device).view(2, 4)
-    before = {n: t.clone() for n, t in good.items()}
-    message = "vmap: rope.rotate_into_cache_ cannot be mapped; pass the mapped dimension as the batch"
-    with pytest.raises(RuntimeError, match=message):
-        torch.func.vmap(lambda t: rope.rotate_into_cache_(**good | {name: t}))(torch.stack([good[name]] * 2))
-    assert all(torch.equal(t, before[n]) for n, t in good.items())
 
 
 # ---- forward mode and torch.func ----
@@ -509,46 +420,63 @@ def test_a_tangent_is_rotated_like_x(mode, device):
         assert fwAD.unpack_dual(k_out).tangent is None
 
 
-def test_torch_func(device):
-    """Every transform and their nesting agree with plain autograd."""
-    q, k = doubles(device, (2, 4, 3, 8), (2, 4, 1, 8), requires_grad=False)
-    a = angles("table", True, device)
+@pytest.mark.heart
+@pytest.mark.parametrize("source", SOURCES)
+def test_torch_func(source, device):
+    """Every transform agrees with plain autograd, of what is rotated and of the angles."""
+    angles, rotated = learned(source, True, device)
+    inputs = (*doubles(device, *SHAPES, requires_grad=False), *(t.detach() for t in angles))
+    every = tuple(range(len(inputs)))
 
-    def loss(q, k):
-        q, k = rope.rotate_qk(q, k, **a)
+    def loss(*inputs):
+        q, k = rotated(*inputs)
         return (q.sin() * k.cos()).sum()
 
-    q1, k1 = q.clone().requires_grad_(), k.clone().requires_grad_()
-    expected = torch.autograd.grad(loss(q1, k1), (q1, k1))
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    tangents = tuple(torch.randn_like(t) for t in inputs)
     for actual in (
-        torch.func.grad(loss, (0, 1))(q, k),
-        torch.func.vjp(loss, q, k)[1](torch.ones((), dtype=q.dtype, device=device)),
-        torch.func.vmap(torch.func.grad(loss, (0, 1)))(q, k),
-        torch.func.grad(lambda q, k: torch.func.vmap(loss)(q, k).sum(), (0, 1))(q, k),
+        torch.func.grad(loss, every)(*inputs),
+        torch.func.vjp(loss, *inputs)[1](torch.ones((), dtype=torch.float64, device=device)),
+        [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs))],
     ):
-        for x, y in zip(actual, expected, strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(tuple(actual), expected)
+    tangent = sum((x * y).sum() for x, y in zip(expected, tangents, strict=True))
+    torch.testing.assert_close(torch.func.jvp(loss, inputs, tangents)[1], tangent)
 
-    small = q[:1, :2, :1]
-    f = lambda x: rope.rotate(x, **a)  # noqa: E731
-    g = lambda x: f(x).sin().sum()  # noqa: E731
-    hessian = torch.autograd.functional.hessian(g, small)
+
+@pytest.mark.parametrize("of", ["x", "cos", "sin", "inv_freq"])
+def test_hessians(of, device):
+    """Every nesting of forward and reverse mode, also around and inside plain autograd."""
+    shapes = {"x": (1, 2, 1, 6), "cos": (1, 2, 2), "sin": (1, 2, 2), "inv_freq": (2,)}
+    call = dict(zip(shapes, doubles(device, *shapes.values(), requires_grad=False), strict=True))
+    if of == "inv_freq":
+        call |= {"cos": None, "sin": None, "offset": 3}
+    else:
+        del call["inv_freq"]
+    here = call.pop(of)
+    f = lambda t: rope.rotate(**call | {of: t}, attention_factor=1.3, interleaved=True)  # noqa: E731
+    g = lambda t: f(t).sin().sum()  # noqa: E731
+    hessian = torch.autograd.functional.hessian(g, here)
     for actual in (
-        torch.func.hessian(g)(small),
-        torch.func.jacrev(torch.func.jacrev(g))(small),
-        torch.func.jacfwd(torch.func.jacfwd(g))(small),
-        torch.func.jacrev(torch.func.jacfwd(g))(small),
+        torch.func.hessian(g)(here),
+        torch.func.jacrev(torch.func.jacrev(g))(here),
+        torch.func.jacfwd(torch.func.jacfwd(g))(here),
+        torch.func.jacrev(torch.func.jacfwd(g))(here),
     ):
         torch.testing.assert_close(actual, hessian)
-    torch.testing.assert_close(torch.func.jacfwd(f)(small), torch.func.jacrev(f)(small))
-    # Also around and inside plain autograd.
-    x = small.clone().requires_grad_()
-    torch.func.grad(g)(x).sum().backward()
-    torch.testing.assert_close(x.grad, hessian.sum(dim=(0, 1, 2, 3)))
-    # The error of an operator inside a transform leaves torch.func usable.
+    torch.testing.assert_close(torch.func.jacfwd(f)(here), torch.func.jacrev(f)(here))
+    leaf = here.clone().requires_grad_()
+    torch.func.grad(g)(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, hessian.sum(dim=tuple(range(here.dim()))))
+
+
+def test_an_error_inside_a_transform_leaves_torch_func_usable(device):
+    x, freq = torch.randn(1, 2, 1, 6, device=device), torch.rand(2, device=device)
+    before = torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x)
     with pytest.raises(ValueError, match="no angle source"):
-        torch.func.grad(lambda x: rope.rotate(x).sum())(small)
-    torch.testing.assert_close(torch.func.hessian(g)(small), hessian)
+        torch.func.grad(lambda x: rope.rotate(x).sum())(x)
+    assert torch.equal(torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x), before)
 
 
 def test_gradient_checkpointing_and_hooks(device):
@@ -559,11 +487,12 @@ def test_gradient_checkpointing_and_hooks(device):
     torch.testing.assert_close(x.grad, 2 * x.detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_changes_nothing(dtype, device):
+@pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
+def test_autocast_changes_nothing(op, device):
     """The result has x's dtype, and the tables stay as they are."""
-    q = torch.randn(1, 6, 2, 8, device=device).to(dtype)
-    cos, sin = torch_rope.cos_sin(torch.arange(6, device=device), torch_rope.inv_freq(8, device=device))
-    with torch.autocast(device, dtype=dtype):
-        out = rope.rotate(q, cos, sin)
-    assert out.dtype == dtype and torch.equal(out, rope.rotate(q, cos, sin))
+    half = {"x", "q", "k", "q_out_grad", "k_out_grad", "k_norm_weight"}
+    call = {name: t.bfloat16() if name in half else t for name, t in call_of(op, device).items()}
+    expected = outs_of(getattr(rope, op)(**call))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        outs = outs_of(getattr(rope, op)(**call))
+    assert all(out.dtype == e.dtype and torch.equal(out, e) for out, e in zip(outs, expected, strict=True))

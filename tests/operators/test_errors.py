@@ -12,6 +12,7 @@ import torch_rope
 
 B, S, H, D, R = 2, 6, 3, 16, 8
 rope = torch.ops.rope
+pytestmark = pytest.mark.heart
 
 # Operator -> the tensors that it takes beside the angles. The x of rotate is called q until it is passed.
 OWN = {

@@ -20,7 +20,6 @@ from cases import (
     many,
     name_of,
     on_gpu,
-    opcheck,
     supported,
 )
 from oracle import assert_close, limits, numpy_of, rotate, ulp
@@ -368,11 +367,8 @@ NAMES = ["q", "k", "q_norm_weight", "k_norm_weight"]
 SIZE = (2, 3, 2, 1, 6, 4)
 OPTIONS = {"norm_eps": 0.01, "attention_factor": 1.3}
 EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-by_source = pytest.mark.parametrize(
-    "source",
-    [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)],
-    ids=str,
-)
+ANGLES = [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)]
+by_source = pytest.mark.parametrize("source", ANGLES, ids=str)
 by_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
@@ -414,16 +410,21 @@ def definition(
     return outs
 
 
-@pytest.mark.parametrize("head_dim, rotary_dim", [(6, 4), (4, 4), (3, 0)])
-@by_pairing
-@by_source
-def test_gradcheck(source, interleaved, head_dim, rotary_dim, device):
-    inputs, angles = leaves(device, (2, 2, 2, 1, head_dim, rotary_dim), source)
-    function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
+@pytest.mark.formula
+@pytest.mark.heart
+@pytest.mark.parametrize(
+    "case",
+    covering({"source": ANGLES, "dims": [(6, 4), (4, 4), (3, 0)], "interleaved": [False, True]}),
+    ids=name_of,
+)
+def test_gradcheck(case, device):
+    inputs, angles = leaves(device, (2, 2, 2, 1, *case["dims"]), case["source"])
+    function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=case["interleaved"])  # noqa: E731
     assert gradcheck(function, inputs, **EVERY_MODE)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
+@pytest.mark.formula
 @by_pairing
 def test_gradcheck_of_the_backward(interleaved, device):
     """It is an operator of its own, differentiable in all six inputs."""
@@ -678,19 +679,10 @@ def test_gradient_checkpointing(use_reentrant, device):
     assert_same([t.grad for t in again], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_nothing(dtype, device):
-    tensors, angles = make(SIZE, SOURCES[1], "bshd", "bshd", dtype, device, ("float32", "own"))
-    expected = norm_rotate_qk(*tensors, **angles)
-    with torch.autocast(device, dtype=dtype):
-        outs = norm_rotate_qk(*tensors, **angles)
-    assert all(out.dtype == dtype for out in outs)
-    assert_same(outs, expected)
-
-
 # ---- forward mode and torch.func ----
 
 
+@pytest.mark.formula
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
 @pytest.mark.parametrize("moved", [*((n,) for n in NAMES), ("q", "k_norm_weight"), tuple(NAMES)], ids="+".join)
 @by_source
@@ -720,6 +712,7 @@ def loss_of(function, **options):
 EVERY = (0, 1, 2, 3)
 
 
+@pytest.mark.formula
 def test_torch_func_gradients(device):
     tensors, angles = leaves(device, requires_grad=False)
     loss, truth = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
@@ -731,22 +724,9 @@ def test_torch_func_gradients(device):
     same_gradients(torch.func.grad(lambda *t: vmap(loss, **over_batch)(*t).sum(), EVERY)(*tensors), expected)
     tangents = like(tensors)
     same_gradients(jvp(loss, tuple(tensors), tuple(tangents)), jvp(truth, tuple(tensors), tuple(tangents)))
-    # Per sample, the gradients of the weights too.
-    samples = vmap(torch.func.grad(loss, EVERY), **over_batch)(*tensors)
-    for i in range(2):
-        same_gradients(
-            [g[i] for g in samples], torch.func.grad(truth, EVERY)(tensors[0][i], tensors[1][i], *tensors[2:])
-        )
-    same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], expected)
-    # The gradient of the results may be the same for all samples.
-    plain = lambda *t: sum(x.sum() for x in norm_rotate_qk(*t, **angles, **OPTIONS))  # noqa: E731
-    samples = vmap(torch.func.grad(plain, EVERY), **over_batch)(*tensors)
-    same_gradients([*samples[:2], *(g.sum(0) for g in samples[2:])], torch.func.grad(plain, EVERY)(*tensors))
-    # Each sample with weights of its own.
-    stacked = [*tensors[:2], *(torch.stack([w, 2 - w]) for w in tensors[2:])]
-    same_gradients(vmap(torch.func.grad(loss, EVERY))(*stacked), vmap(torch.func.grad(truth, EVERY))(*stacked))
 
 
+@pytest.mark.formula
 @by_source
 def test_torch_func_jacobians_and_hessians(source, device):
     """Every nesting of forward and reverse mode."""
@@ -768,19 +748,3 @@ def test_torch_func_jacobians_and_hessians(source, device):
         gradients,
         [sum(h.sum(tuple(range(h.dim() - x.dim()))) for h in row) for x, row in zip(inputs, rows, strict=True)],
     )
-
-
-# ---- opcheck ----
-
-
-@pytest.mark.parametrize("needed", ["none", "all", "weights"])
-@pytest.mark.parametrize("dims", [3, 4])
-@pytest.mark.parametrize("op", ["norm_rotate_qk", "_norm_rotate_qk_backward"])
-def test_opcheck(op, dims, needed, device):
-    source = SOURCES[9] if dims == 4 and device != "mps" else SOURCES[2]
-    tensors, angles = make((dims - 2, 3, 2, 1, 6, 4), source, "bhsd", "packed", torch.float32, device, WEIGHTS[1:3])
-    tensors = [t[0] if dims == 3 and t.dim() == 4 else t for t in tensors]
-    for t in tensors if needed == "all" else tensors[2:] if needed == "weights" else []:
-        t.requires_grad_()
-    given = like(tensors[:2]) if "backward" in op else []
-    opcheck(op, (*given, *tensors), angles | OPTIONS | {"interleaved": dims == 3}, device)

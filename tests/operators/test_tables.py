@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, opcheck, supported
+from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, supported
 from oracle import numpy_of, table_backward, ulp
 
 TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
@@ -91,13 +91,6 @@ def test_empty(shape, by_token, device):
         assert out.shape == cos.shape and not out.any()
 
 
-@pytest.mark.parametrize("source", TABLES, ids=str)
-def test_opcheck_of_table_backward(source, device):
-    given, x, angles = make(SIZES[0], source, ["bshd"] * 4, True, torch.float32, device, torch.float32)
-    cos, sin, positions, offset = (angles.get(name) for name in ("cos", "sin", "positions", "offset"))
-    opcheck("_rotate_table_backward", (*given, *x, cos, sin, None, positions, offset or 0), {}, device)
-
-
 # ---- positions of several axes ----
 
 AXES = {
@@ -144,13 +137,6 @@ def test_frequencies_on_every_axis(axes, dtype, device):
         torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (angle.cos(), angle.sin()), strict=True
     ):
         assert (out.cpu().double() - exact).abs().max() <= (5e-7 if dtype == torch.float32 else 1e-9)
-
-
-@pytest.mark.parametrize("axes", AXES)
-def test_opcheck_of_axial_cos_sin(axes, device):
-    count, axis_of = AXES[axes]
-    freq = torch.rand(count, 8).to(device)
-    opcheck("_axial_cos_sin", (torch.randint(0, 99, (count, 4, 3)).to(device), freq), {"attention_factor": 1.5}, device)
 
 
 # ---- autograd ----

@@ -39,13 +39,15 @@ class Ranks:
         self.world, self.device, self.processes = world, device, []
 
     def _start(self):
+        # The first process imports, and those of the ranks are forks of it.
+        method = mp.get_context("forkserver")
+        method.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch_rope"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        spawn = mp.get_context("spawn")
         for rank in range(self.world):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(rank, self.world, port, self.device, theirs), daemon=True)
+            ours, theirs = method.Pipe()
+            process = method.Process(target=_serve, args=(rank, self.world, port, self.device, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append((process, ours))

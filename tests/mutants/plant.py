@@ -1,0 +1,150 @@
+"""Finds the places of mistakes in a source, and writes a source that has them all: the environment variable ROPE_MUTANT
+says which one a process makes, if any."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from neighbours import NEIGHBOURS
+
+# A function that is not instrumented, because the emulators look at every load of a kernel.
+HEADER = r"""#pragma once
+#include <cstdlib>
+namespace {
+[[gnu::const, gnu::noinline, gnu::no_sanitize("thread", "address", "undefined"), gnu::unused]] bool rope_mutant(int n) {
+  static const int number = [] {
+    const char* const text = getenv("ROPE_MUTANT");
+    return text ? atoi(text) : 0;
+  }();
+  return number == n;
+}
+}  // namespace
+"""
+# The same in the simulator's header for shaders, behind what stands there; without <cstdlib>, which has an abs of doubles.
+OF_SHADERS = r"""\0extern "C" char* getenv(const char*) throw();
+extern "C" int atoi(const char*) throw();
+""" + HEADER.partition("<cstdlib>\n")[2]
+
+
+@dataclass
+class Mutant:
+    file: str
+    start: int  # of what is replaced
+    end: int
+    old: str
+    new: str
+    what: str
+    line: int
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def locate(file: str, text: str, pattern: str) -> tuple[int, int]:
+    """Where `pattern` stands, which may say in «» what of it is meant."""
+    before, mark, rest = pattern.partition("«")
+    inside, _, after = rest.partition("»") if mark else (pattern, "", "")
+    whole = pattern.replace("«", "").replace("»", "")
+    if (n := text.count(whole)) != 1:
+        raise SystemExit(f"{file} has {n} times, needs once: {pattern}")
+    start = text.index(whole) + (len(before) if mark else 0)
+    return start, start + len(inside)
+
+
+def expression_around(text: str, start: int, end: int) -> tuple[int, int]:
+    """The operand or argument that this part of an operation is in."""
+    stop = r"(?<![=!<>])=(?!=)|(?<!:)[?:](?!:)|[,;]|&&|\|\||\breturn\b"
+    tokens = [(m[0], m.start(), m.end()) for m in re.finditer(rf"{stop}|[()\[\]{{}}]", code_of(text))]
+
+    def nearest(tokens, opening: str, closing: str) -> tuple[str, int, int]:
+        depth = 0
+        for token in tokens:
+            if depth == 0 and token[0] not in opening:
+                return token
+            depth += (token[0] in opening and 1) or (token[0] in closing and -1)
+        raise ValueError(f"not in an expression: {text[start:end]}")
+
+    first = nearest((t for t in reversed(tokens) if t[2] <= start), ")]}", "([{")[2]
+    last = nearest((t for t in tokens if t[1] >= end), "([{", ")]}")[1]
+    inside = text[first:last]
+    return first + len(inside) - len(inside.lstrip()), last - len(inside) + len(inside.rstrip())
+
+
+def is_statement(text: str) -> bool:
+    return text.rstrip().endswith((";", "}"))
+
+
+def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
+    """(what is wrong, file, what stands there, what is put there)"""
+    mutants = []
+    for what, file, old, new in table:
+        text = sources[file]
+        start, end = locate(file, text, old)
+        operation = r"\s*(?:$|[-+*/%<>=&|.,])|.*[-+*/%<>=&|,]\s*$"
+        if not is_statement(text[start:end]) and (re.match(operation, new) or re.match(operation, text[start:end])):
+            first, last = expression_around(text, start, end)
+            start, end, new = first, last, text[first:start] + new + text[end:last]
+        mutants.append(Mutant(file, start, end, text[start:end], new, what, text.count("\n", 0, start) + 1))
+    return mutants
+
+
+def code_of(text: str) -> str:
+    """Comments, strings, assertions of the compiler and lines of the preprocessor made blank."""
+    blank = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\bstatic_assert\(.*?\);|^#(?:if|include|pragma|elif)[^\n]*'
+    return re.sub(blank, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)
+
+
+def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
+    """Every member that has a neighbour, read as that."""
+    unique = {}
+    for file, text in sources.items():
+        code = code_of(text)
+        for line in NEIGHBOURS + more:
+            owners, colon, names = line.rpartition(":")
+            names, owner = names.split(), "|".join(owners.split()) or r"\w+"
+            before = r"(?<![\w.>])" if colon and not owners else rf"\b(?:\w+(?:\.|->))*(?:{owner})(?:\.|->)"
+            for name, other in zip(names, names[1:] + names[:1], strict=True):
+                for found in re.finditer(rf"{before}{re.escape(name)}(?![\w\[(])", code):
+                    new = found[0][: -len(name)] + other
+                    around = text[text.rfind("\n", 0, found.start()) + 1 : text.find("\n", found.end())].strip()
+                    what = f"{found[0]} -> {new} in `{around}`"
+                    at = (file, found.start(), found.end(), found[0], new, what, text.count("\n", 0, found.start()) + 1)
+                    if name != other:
+                        unique[file, found.start(), new] = Mutant(*at)
+    return sorted(unique.values(), key=lambda m: (m.file, m.start))
+
+
+def without(mutants: list[Mutant], sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
+    """(file, where, what is put there or *, why it is no mistake)"""
+    for file, where, new, _ in table:
+        start, end = locate(file, sources[file], where)
+        hit = [
+            m for m in mutants if m.file == file and start <= m.start and m.end <= end and (new == "*" or m.new == new)
+        ]
+        if not hit:
+            raise SystemExit(f"{file}: nothing is planted at {where}")
+        mutants = [m for m in mutants if m not in hit]
+    return mutants
+
+
+def planted(text: str, mutants: list[Mutant], start: int = 0, end: int | None = None) -> str:
+    """The text from start to end with these mutants, numbered."""
+    end = len(text) if end is None else end
+    parts, at = [], start
+    for m in sorted(mutants, key=lambda m: (m.start, -m.end)):
+        if m.start < at:
+            continue  # inside of the last one, or at the same place
+        here = [o for o in mutants if o.start < m.end and m.start < o.end]
+        if crossing := [o for o in here if o.start < m.start or o.end > m.end]:
+            raise SystemExit(f"two mistakes that cross: {m} and {crossing[0]}")
+        now = planted(text, [o for o in here if (o.start, o.end) != (m.start, m.end)], m.start, m.end)
+        for o in here:
+            if (o.start, o.end) == (m.start, m.end):
+                if is_statement(o.old):
+                    now = f"{{ if (rope_mutant({o.number})) {{ {o.new} }} else {{ {now} }} }}"
+                else:
+                    now = f"(rope_mutant({o.number}) ? ({o.new}) : ({now}))"
+        parts += [text[at : m.start], now]
+        at = m.end
+    return "".join([*parts, text[at:end]])

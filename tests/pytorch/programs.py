@@ -1,0 +1,146 @@
+"""What the tests of this room share: the tensors of a call of any operator, and how a compiled program is read.
+
+Arguments that could be mistaken for one another differ: q and k in heads and strides; cos and sin, the two weights of the
+norm and the two caches in strides.
+"""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+from cases import LAYOUTS, OPERATORS, schema_of
+from torch._inductor.utils import run_and_get_code
+
+import torch_rope
+
+rope = torch.ops.rope
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+ROWS = 64  # of a table, and of each block of a cache
+
+IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
+ROTATING = [op for op in OPERATORS if "offset" in [a.name for a in schema_of(op).arguments]]
+FUNCTIONAL = [op for op in ROTATING if op not in IN_PLACE]
+OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
+
+# What is rotated or copied, and gradients of it -> (heads, layout).
+ROTATED = {
+    "x": (HEADS, LAYOUTS["packed"]),
+    "q": (HEADS, LAYOUTS["bshd"]),
+    "k": (KV_HEADS, LAYOUTS["bhsd"]),
+    "v": (KV_HEADS, LAYOUTS["packed"]),
+    "q_out_grad": (HEADS, LAYOUTS["bhsd"]),
+    "k_out_grad": (KV_HEADS, LAYOUTS["sbhd"]),
+}
+
+
+def tables(device, rotary_dim=DIM, rows=ROWS):
+    """cos, sin: [rows, rotary_dim / 2]."""
+    cos, sin = rope.cos_sin(torch.arange(rows, device=device), torch_rope.inv_freq(rotary_dim, device=device))
+    return cos, torch.stack([sin, cos], -1)[..., 0]
+
+
+def norm_weights(device):
+    return [torch.rand(DIM, device=device) + 0.5, (torch.rand(DIM, 2, device=device) + 0.5)[:, 0]]
+
+
+def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None):
+    """The tensors that op takes before its angles. layouts: functions as in LAYOUTS, which what is rotated has in turn."""
+    layouts = layouts and itertools.cycle(layouts)
+    weights = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
+
+    def make(name):
+        if name in weights:
+            return weights[name]
+        if name == "k_cache":
+            t = torch.randn(batch, ROWS, KV_HEADS, DIM, device=device)
+        elif name == "v_cache":
+            t = torch.randn(batch, KV_HEADS, ROWS, DIM, device=device).transpose(1, 2)
+        else:
+            heads, layout = ROTATED[name]
+            layout = next(layouts) if layouts else layout
+            t = layout(torch.Size((batch, seq, heads, DIM)), torch.float32, device)
+        return t if dims == 4 else t[0]
+
+    names = [a.name for a in schema_of(op).arguments]
+    return [make(name) for name in names[: names.index("cos")]]
+
+
+def qk(device, seq=6, batch=2):
+    return operands("rotate_qk", device, seq, batch)
+
+
+def split(qkv):
+    """[batch, seq, width] -> q, k, v [batch, seq, heads, DIM]."""
+    return qkv.view(*qkv.shape[:2], -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 2)
+
+
+# ---- comparing ----
+
+
+def copies(tensors):
+    """With the same strides, and views of one tensor stay views of one tensor; but on mps, where torch makes them dense."""
+    return copy.deepcopy(list(tensors))
+
+
+def tensors_of(result):
+    return () if result is None else result if isinstance(result, tuple) else (result,)
+
+
+def assert_same_bits(actual, expected, what=""):
+    actual, expected = tensors_of(actual), tensors_of(expected)
+    assert len(actual) == len(expected), what
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e) and a.stride() == e.stride(), what
+
+
+def assert_same_call(function, other, *inputs):
+    """Same results, and the same left in the inputs."""
+    a, b = copies(inputs), copies(inputs)
+    assert_same_bits(other(*b), function(*a))
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+# ---- compiling ----
+
+COMPILING = [  # marks of a module of tests
+    pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
+    pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
+]
+
+
+def backend_of(device):
+    """Inductor compiles kernels of its own for Metal, which takes a Mac."""
+    return "aot_eager" if device == "mps" else "inductor"
+
+
+def compiled(function, device, **options):
+    return torch.compile(function, **{"fullgraph": True, "backend": backend_of(device)} | options)
+
+
+def run_and_see_programs(device, run, *args):
+    """(what it returns, Inductor's programs); no programs where Inductor does not compile."""
+    return (run(*args), []) if device == "mps" else run_and_get_code(run, *args)
+
+
+def body_of(code):
+    """The calls of the compiled program, without the kernels' source."""
+    body = code[code.index("def call(") :]
+    return body[: body.index("return (")]
+
+
+def calls_in(code):
+    """Our operators in the compiled program, in order."""
+    return re.findall(r"rope\.(\w+)\.default\(", body_of(code))
+
+
+def assert_no_copy(code, operators, buffers=0, kernels=0):
+    """Beside the operators the compiled program has so many buffers and kernels of its own, and nothing else."""
+    body = body_of(code)
+    assert calls_in(code) == operators, body
+    assert len(re.findall(r"= empty_strided\w*\(", body)) == buffers, body
+    assert len(re.findall(r"cpp_fused\w*\(|triton_\w+\.run\(|generated_kernel\w*\(", body)) == kernels, body
+    assert not re.search(r"copy|clone", body), body

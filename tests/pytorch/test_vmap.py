@@ -1,0 +1,301 @@
+"""vmap of every operator is a loop over samples, in one launch where there can be one."""
+
+import pytest
+import torch
+from cases import OPERATORS, checks_ranges, covering, name_of, schema_of
+from programs import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    ROTATING,
+    assert_same_call,
+    compiled,
+    copies,
+    norm_weights,
+    operands,
+    rope,
+    tables,
+    tensors_of,
+)
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_rope
+
+pytestmark = [
+    pytest.mark.heart,
+    pytest.mark.usefixtures("no_vmap_fallback", "_memory_of_others"),
+]
+
+N = 3  # samples
+REFUSED = ["rotate_into_cache_"]
+
+
+@pytest.fixture
+def no_vmap_fallback():
+    """torch's slow path would give right values as well, with a warning: here it is an error."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+def loop(function, in_dims, *args):
+    """What vmap means."""
+    samples = [
+        tensors_of(function(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))))
+        for i in range(N)
+    ]
+    return tuple(torch.stack(outs) for outs in zip(*samples, strict=True))
+
+
+def assert_vmap(function, in_dims, *args, close=torch.equal):
+    a, b = copies(args), copies(args)
+    expected = loop(function, in_dims, *b)
+    for out, wanted in zip(tensors_of(vmap(function, in_dims)(*a)), expected, strict=True):
+        assert close(out, wanted)
+    for x, y in zip(a, b, strict=True):  # what was written in place
+        assert torch.equal(x, y)
+
+
+def mapped(make, dim):
+    """N samples, stacked along dim."""
+    return torch.stack([make() for _ in range(N)], dim)
+
+
+class Launches(TorchDispatchMode, list):
+    """The calls of our operators that reach a back end."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "rope":
+            self.append(func.name().removeprefix("rope::"))
+        return func(*args, **kwargs or {})
+
+
+# ---- every argument of every operator ----
+
+
+def a_call_of(op, device):
+    """The tensors of a call, by name: of a table, and where there is none of frequencies."""
+    if op not in ROTATING:
+        axes = (2,) if "axial" in op else ()
+        return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": torch.rand(*axes, 4, device=device)}
+    names = [a.name for a in schema_of(op).arguments]
+    call = dict(zip(names, operands(op, device), strict=False)) | dict(zip(("cos", "sin"), tables(device), strict=True))
+    call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
+    if "cache" in op:
+        call |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
+        call["slots"] = torch.randperm(64, device=device)[:12].view(2, 6)
+    return call
+
+
+def with_samples(call, names):
+    """in_dims and arguments, where these have a dimension of samples, in front or last."""
+    dims = {name: None if name not in names else 0 if i % 2 else -1 for i, name in enumerate(call)}
+    samples = {
+        name: t if dims[name] is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dims[name])
+        for name, t in call.items()
+    }
+    return tuple(dims.values()), tuple(samples.values())
+
+
+def written_by(op):
+    return [a.name for a in schema_of(op).arguments if a.alias_info is not None]
+
+
+def mapped_of(op):
+    """Each argument alone, beside what is written in place; what is rotated, whose gradients all samples share; everything."""
+    call, written = list(a_call_of(op, "cpu")), written_by(op)
+    alone = [[name, *written] for name in call if name not in written]
+    rotated = [name for name in call if name in ("x", "q", "k", *written)]
+    return [*alone, *([rotated] if rotated else []), call]
+
+
+@pytest.mark.parametrize(
+    "op, names", [pytest.param(op, names, id=f"{op}-{'+'.join(names)}") for op in OPERATORS for names in mapped_of(op)]
+)
+def test_each_argument_can_be_mapped(op, names, device):
+    """Or an error says what to do instead."""
+    call, written = a_call_of(op, device), written_by(op)
+    in_dims, args = with_samples(call, names)
+
+    def function(*args):
+        arguments = dict(zip(call, args, strict=True))
+        more = {} if op in ROTATING else {"attention_factor": 1.3, "dtype": torch.float16}
+        result = getattr(rope, op)(**arguments, **more)
+        return tuple(arguments[name] for name in written) if result is None else result
+
+    if op not in REFUSED:
+        return assert_vmap(function, in_dims, *args)
+    before = copies(args)
+    with pytest.raises(RuntimeError, match=f"{op} cannot be mapped; pass the mapped dimension as the batch"):
+        vmap(function, in_dims)(*args)
+    assert all(map(torch.equal, args, before))
+
+
+LOSSES = {"mapped": lambda out: out.square().sin().sum(), "the same for all": torch.sum}  # the gradient that comes in
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("which", ["the first", "what is rotated", "angles", "all"])
+@pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
+def test_gradients_of_each_sample_and_of_all(op, which, loss, device):
+    """vmap of gradients is a loop, and gradients of vmap are their sums where an argument is shared."""
+    call, of_result = a_call_of(op, device), LOSSES[loss]
+    angles = ("cos", "sin") if op in ROTATING else ("inv_freq",)
+    rotated = [name for name in call if name in ("x", "q", "k", "q_out_grad", "k_out_grad")]
+    names = {"the first": list(call)[:1], "what is rotated": rotated, "angles": angles[:1], "all": call}[which]
+    if not names:  # tables are made of positions and frequencies
+        return
+    in_dims, args = with_samples(call, names)
+    without = angles if "norm" in op or "backward" in op else ()
+    numbers = tuple(i for i, (name, t) in enumerate(call.items()) if t.is_floating_point() and name not in without)
+
+    def loss(*args):
+        outs = getattr(rope, op)(**dict(zip(call, args, strict=True)))
+        return sum(map(of_result, tensors_of(outs)))
+
+    gradients = grad(loss, numbers)
+    assert_vmap(gradients, in_dims, *args, close=lambda a, b: torch.allclose(a, b, rtol=1e-4, atol=1e-4))
+    each = vmap(gradients, in_dims)(*args)
+    of_all = grad(lambda *args: vmap(loss, in_dims)(*args).sum(), numbers)(*args)
+    for number, one, many in zip(numbers, each, of_all, strict=True):
+        dim = in_dims[number]
+        torch.testing.assert_close(many, one.sum(0) if dim is None else one.movedim(0, dim), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if schema_of(op).is_mutable and op not in REFUSED])
+def test_what_is_written_must_be_mapped(op, device):
+    """As for torch's own in-place operators."""
+    xs, before = operands(op, device), operands(op, device)
+    for x, y in zip(xs, before, strict=True):
+        y.copy_(x)
+    positions = torch.randint(0, 60, (N, 6), device=device)
+    with pytest.raises(RuntimeError, match="writes in place to a tensor that is not mapped over"):
+        vmap(lambda p: getattr(rope, op)(*xs, *tables(device), positions=p))(positions)
+    assert all(map(torch.equal, xs, before))
+
+
+# ---- what becomes one launch ----
+
+
+def vmap_angles(device):
+    """name -> ((cos, sin, inv_freq, positions), in_dims)"""
+    freq = torch_rope.inv_freq(DIM, device=device)
+    cos, sin = tables(device)
+    token = lambda: torch.rand(2, 6, DIM // 2, device=device)  # noqa: E731
+    one_row = lambda: torch.rand(1, 6, DIM // 2, device=device)  # noqa: E731
+    table = lambda: torch.rand(64, DIM // 2, device=device)  # noqa: E731
+    positions = lambda *shape: lambda: torch.randint(0, 60, shape, device=device)  # noqa: E731
+    nothing = (None,) * 4
+    return {
+        "nothing": ((cos, sin, None, None), nothing),
+        "positions [S]": ((cos, sin, None, mapped(positions(6), 1)), (None, None, None, 1)),
+        "positions [1, S]": ((cos, sin, None, mapped(positions(1, 6), 0)), (None, None, None, 0)),
+        "positions [B, S]": ((cos, sin, None, mapped(positions(2, 6), 2)), (None, None, None, 2)),
+        "positions, with inv_freq": ((None, None, freq, mapped(positions(6), 0)), (None, None, None, 0)),
+        "shared positions": ((cos, sin, None, positions(2, 6)()), nothing),
+        "shared token table": ((token(), token(), None, None), nothing),
+        "token tables": ((mapped(token, 0), mapped(token, 1), None, None), (0, 1, None, None)),
+        "token tables, cos alone": ((mapped(token, 0), token(), None, None), (0, None, None, None)),
+        "token tables of one, sin alone": ((one_row(), mapped(one_row, 3), None, None), (None, 3, None, None)),
+        "tables": ((mapped(table, 0), mapped(table, 2), None, None), (0, 2, None, None)),
+        "inv_freq": ((None, None, mapped(lambda: torch.rand(DIM // 2, device=device), 1), None), (None, None, 1, None)),
+    }
+
+
+MAPPED = [op for op in ROTATING if "_backward" not in op and op not in REFUSED]
+A_LOOP = ["tables", "inv_freq"]  # each sample has its own
+CASES = covering(
+    {"op": MAPPED, "angles": list(vmap_angles("cpu")), "q": range(5), "k": range(5), "dims": [4, 3]},
+    # Of three dimensions the samples have no batch.
+    lambda q, k, dims, angles, **_: (
+        dims == 4
+        or (max(q, k) < 4 and "token" not in angles and angles not in ("positions [B, S]", "shared positions"))
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_vmap_is_a_loop(case, device):
+    """Wherever the dimension of samples is. In one launch, unless each sample has a table by position or frequencies."""
+    op = case["op"]
+    angles, angle_dims = vmap_angles(device)[case["angles"]]
+    given = [i for i, a in enumerate(angles) if a is not None]
+    names = ("q", "k")[: 1 if op in ("rotate", "rotate_") else 2]
+    weights = norm_weights(device) if "norm" in op else ()
+
+    def function(*args):
+        xs, some = args[: len(names)], dict(zip(given, args[len(names) :], strict=True))
+        out = getattr(rope, op)(*xs, *weights, *(some.get(i) for i in range(4)), interleaved=True)
+        return xs if out is None else out  # the loop stacks what was written
+
+    shape = (2, 6)[4 - case["dims"] :]
+    xs = [
+        mapped(lambda heads=heads: torch.randn(*shape, heads, DIM, device=device), case[name])
+        for name, heads in zip(names, (HEADS, KV_HEADS), strict=False)
+    ]
+    in_dims = (*(case[name] for name in names), *(angle_dims[i] for i in given))
+    args = (*xs, *(angles[i] for i in given))
+    assert_vmap(function, in_dims, *args)
+    if case["angles"] not in A_LOOP and (case["dims"] == 3 or not op.endswith("_")):  # or what is written may not join
+        with Launches() as launches:
+            vmap(function, in_dims)(*args)
+        assert launches == [op]
+
+
+# ---- corners ----
+
+
+def test_vmap_over_nothing(device):
+    freq = torch_rope.inv_freq(8, device=device)
+    assert vmap(lambda x: rope.rotate(x, inv_freq=freq))(torch.ones(0, 2, 3, 8, device=device)).shape == (0, 2, 3, 8)
+    x = torch.ones(2, 3, 8, device=device)
+    assert vmap(lambda c: rope.rotate(x, c, c))(torch.ones(0, 5, 4, device=device)).shape == (0, 2, 3, 8)
+    assert vmap(lambda p: rope.cos_sin(p, freq)[0])(torch.ones(0, 5, device=device)).shape == (0, 5, 4)
+
+
+def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
+    x, freq = torch.randn(2, 5, 3, 2, 8, device=device), torch_rope.inv_freq(8, device=device)
+    with pytest.raises(ValueError, match="rope.rotate: positions has batch 10, x has batch 5"):
+        vmap(lambda x: rope.rotate(x, inv_freq=freq, positions=torch.zeros(10, 3, dtype=torch.int64, device=device)))(x)
+    if not checks_ranges(device):
+        return  # they are looked at by the kernel, without an exception here
+    before, cos = x.clone(), torch.randn(2, 5, 4)
+    positions = torch.tensor([[0, 1, 2], [0, 1, 9]])
+    with pytest.raises(IndexError):
+        vmap(lambda x, c, p: (rope.rotate_(x, c, c, positions=p), x.sum())[1])(x, cos, positions)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+def test_nested_vmap(op, device):
+    cos, sin = tables(device)
+    q, k = (torch.randn(N, 2, 6, N, heads, DIM, device=device) for heads in (4, 2))
+    positions = torch.randint(0, 60, (N, 6), device=device)
+
+    def function(q, k, positions):
+        return getattr(rope, op)(q, k, cos, sin, positions=positions) or (q, k)
+
+    inner = vmap(function, in_dims=(2, 2, None))
+    expected_inner = lambda q, k, p: loop(function, (2, 2, None), q, k, p)  # noqa: E731
+    a, b = copies((q, k)), copies((q, k))
+    actual, expected = vmap(inner)(*a, positions), loop(expected_inner, (0, 0, 0), *b, positions)
+    for x, y in zip((*actual, *a), (*expected, *b), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")
+@pytest.mark.usefixtures("_nothing_compiled")
+@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
+def test_compiled_vmap(op, device):
+    """At every length."""
+    cos, sin = tables(device)
+
+    def function(q, k, positions):
+        sample = lambda q, k, p: getattr(rope, op)(q, k, cos, sin, positions=p) or (q * 1, k * 1)  # noqa: E731
+        return vmap(sample)(q, k, positions)
+
+    program = compiled(function, device, backend="aot_eager")
+    for seq in (4, 6, 9):
+        q, k = (torch.randn(N, 2, seq, heads, DIM, device=device) for heads in (HEADS, KV_HEADS))
+        assert_same_call(function, program, q, k, torch.randint(0, 60, (N, seq), device=device))
