@@ -35,6 +35,21 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
 
 
+def missing(what: str) -> None:
+    """Skips, or fails where nothing may be left out."""
+    if os.environ.get("TORCH_ROPE_REQUIRE_ALL") == "1":
+        pytest.fail(what)
+    pytest.skip(what, allow_module_level=True)
+
+
+def needed(module: str, minversion: str | None = None):
+    """The module, which this test or this file needs."""
+    try:
+        return pytest.importorskip(module, minversion)
+    except pytest.skip.Exception as skipped:
+        missing(skipped.msg)
+
+
 def on_gpu(device: str) -> bool:
     return device != "cpu" or EMULATED
 

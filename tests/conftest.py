@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / part) for part in ("operators", "backends/cuda/emulator", "backends/metal/simulator")]
+sys.path[:0] = [
+    str(HERE / part) for part in ("operators", "modules", "backends/cuda/emulator", "backends/metal/simulator")
+]
 ORDERS = ["forward", "backward", "scrambled"]
 
 
@@ -29,7 +31,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "heart: of make check, the short loop")
     config.addinivalue_line("markers", "formula: of code that all back ends share: not run again on the CUDA emulator")
-    config.addinivalue_line("markers", "cpu: of the CPU back end alone")
+    config.addinivalue_line("markers", "cpu: of no GPU: not run again on the emulator and the simulator")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
     config.addinivalue_line("markers", "xdist_group: of pytest-xdist, where it is installed")
@@ -58,8 +60,8 @@ def pytest_collection_modifyitems(config, items):
     elsewhere = ["cpu"] + ["formula"] * (back_end == "cuda" and os.environ.get("ROPE_EXHAUSTIVE") != "1")
 
     def runs(item):
-        on_device = "device" in item.fixturenames and not any(map(item.get_closest_marker, elsewhere))
-        return on_device or item.path.parent.name == back_end
+        here = "device" in item.fixturenames or item.path.parent.name == back_end
+        return here and not any(map(item.get_closest_marker, elsewhere))
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = filter(runs, items)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ROOT
+from cases import ROOT, needed
 
-transformers = pytest.importorskip("transformers")
+transformers = needed("transformers")
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402

@@ -14,7 +14,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import supported
+from cases import covering, needed, supported
+from cases import name_of as case_name
 
 import torch_rope
 from torch_rope import rotate, rotate_qk
@@ -40,12 +41,13 @@ def name_of(parameter):
     return getattr(parameter, "__name__", str(parameter).removeprefix("torch."))
 
 
-def dtypes(values):
-    return pytest.mark.parametrize("dtype", values, ids=name_of)
+def of_each_two(**factors):
+    """Cases in which any two values stand together."""
+    found = covering(factors)
+    return pytest.mark.parametrize(",".join(factors), [tuple(c.values()) for c in found], ids=map(case_name, found))
 
 
-sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "x".join(map(str, s)))
-pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+PAIRINGS = [False, True]
 
 
 def needs(dtype, device):
@@ -94,7 +96,7 @@ def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle
 
 
 def onnx_reference():
-    module = pytest.importorskip("onnx.reference.ops.op_rotary_embedding", reason="onnx with opset 23 is not installed")
+    module = needed("onnx.reference.ops.op_rotary_embedding")
 
     def call(*tensors, **attributes):
         arrays = [t if t is None else t.numpy() for t in tensors]
@@ -104,20 +106,16 @@ def onnx_reference():
 
 
 def torch_onnx():
-    return pytest.importorskip("torch.onnx.ops", reason="this torch has no torch.onnx.ops").rotary_embedding
+    return needed("torch.onnx.ops").rotary_embedding
 
 
-@pytest.mark.parametrize(
-    "peer, dtype",
-    [(onnx_reference, d) for d in (torch.float32, torch.float16, torch.float64)]  # numpy has no bfloat16
-    + [(torch_onnx, d) for d in SINGLE_OR_HALF],
-    ids=name_of,
-)
-@pytest.mark.parametrize("by_position", [True, False], ids=["position_ids", "per token"])
-@pytest.mark.parametrize("rank", [3, 4])
-@pairings
-@sizes
-def test_onnx(size, interleaved, rank, by_position, peer, dtype, device):
+ONNX = [(onnx_reference, d) for d in (torch.float32, torch.float16, torch.float64)]  # numpy has no bfloat16
+ONNX += [(torch_onnx, d) for d in SINGLE_OR_HALF]
+
+
+@of_each_two(size=SIZES, interleaved=PAIRINGS, rank=[3, 4], by_position=[True, False], of=ONNX)
+def test_onnx(size, interleaved, rank, by_position, of, device):
+    peer, dtype = of
     needs(dtype, device)
     call = peer()
     batch, seq, heads, _, head_dim, rotary_dim = size
@@ -146,7 +144,7 @@ def test_onnx(size, interleaved, rank, by_position, peer, dtype, device):
 
 
 def mlx_rope(x, rotary_dim, interleaved, *, freqs=None, offset=0, **options):
-    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    mx = needed("mlx.core")
     # By way of float32, which is exact: numpy has no bfloat16.
     there = mx.array(x.transpose(1, 2).float().numpy()).astype(getattr(mx, name_of(x.dtype)))
     freqs = freqs if freqs is None else mx.array(freqs.numpy())
@@ -162,11 +160,14 @@ def mlx_limits(dtype, angle, angle_roundings):
     return {"roundings": 6 if dtype == torch.float32 else 5, "angle": OUR_ANGLE + angle.abs() * angle_roundings * F32}
 
 
-@pytest.mark.parametrize("base, scale, offset", [(1e4, 1.0, 0), (5e5, 1.0, 1900), (1e4, 0.25, 37), (5e5, 1.5, 1001)])
-@dtypes(SINGLE_OR_HALF)
-@pairings
-@sizes
-def test_mlx_base(size, interleaved, dtype, base, scale, offset, device):
+@of_each_two(
+    size=SIZES,
+    interleaved=PAIRINGS,
+    dtype=SINGLE_OR_HALF,
+    angles_of=[(1e4, 1.0, 0), (5e5, 1.0, 1900), (1e4, 0.25, 37), (5e5, 1.5, 1001)],
+)
+def test_mlx_base(size, interleaved, dtype, angles_of, device):
+    base, scale, offset = angles_of
     seq, rotary_dim = size[1], size[-1]
     x, _ = q_and_k(size, dtype)
     theirs = mlx_rope(x, rotary_dim, interleaved, base=base, scale=scale, offset=offset)
@@ -186,9 +187,7 @@ def test_mlx_base(size, interleaved, dtype, base, scale, offset, device):
     assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
 
 
-@dtypes(SINGLE_OR_HALF)
-@pairings
-@sizes
+@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=SINGLE_OR_HALF)
 def test_mlx_freqs_and_an_offset_per_row(size, interleaved, dtype, device):
     batch, seq, rotary_dim = size[0], size[1], size[-1]
     x, _ = q_and_k(size, dtype)
@@ -208,7 +207,7 @@ def test_mlx_freqs_and_an_offset_per_row(size, interleaved, dtype, device):
 
 
 def rotary_embedding_torch(rotary_dim, **options):
-    module = pytest.importorskip("rotary_embedding_torch", reason="rotary-embedding-torch is not installed")
+    module = needed("rotary_embedding_torch")
     return module.RotaryEmbedding(rotary_dim, **options)
 
 
@@ -217,15 +216,15 @@ def product_in_float32(positions, inv_freq):
     return OUR_ANGLE + F32 + angles(positions, inv_freq) * F32
 
 
-@pytest.mark.parametrize(
-    "dtype, offset",
-    [(d, offset) for d in SINGLE_OR_HALF for offset in (0, 5, 200)]
-    # It counts positions in x's dtype: in bfloat16 its integers end at 256, in float16 at 2048.
-    + [(d, LAST - 40) for d in (torch.float32, torch.float16)],
-    ids=name_of,
-)
-@sizes
-def test_rotary_embedding_torch(size, dtype, offset, device):
+# It counts positions in x's dtype: in bfloat16 its integers end at 256, in float16 at 2048.
+COUNTED = [(d, offset) for d in SINGLE_OR_HALF for offset in (0, 5, 200)] + [
+    (d, LAST - 40) for d in (torch.float32, torch.float16)
+]
+
+
+@of_each_two(size=SIZES, counted=COUNTED)
+def test_rotary_embedding_torch(size, counted, device):
+    dtype, offset = counted
     seq, rotary_dim = size[1], size[-1]
     peer = rotary_embedding_torch(rotary_dim, theta=5e5)
     inv_freq = peer.freqs.detach()
@@ -277,7 +276,7 @@ models = pytest.mark.parametrize(
 
 def hugging_face(model, size):
     """(apply_rotary_pos_emb, rotary module, interleaved, table -> ours) of a model of this size."""
-    pytest.importorskip("transformers", minversion="5", reason="transformers 5 or later is not installed")
+    needed("transformers", "5")
     *_, q_heads, k_heads, head_dim, rotary_dim = size
     prefix, interleaved, _, to_ours = MODELS[model]
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
@@ -298,7 +297,7 @@ def hugging_face(model, size):
 
 
 @models
-@dtypes(SINGLE_OR_HALF)
+@pytest.mark.parametrize("dtype", SINGLE_OR_HALF, ids=name_of)
 def test_hugging_face_values_and_gradients(size, dtype, model, device):
     """On the same tables; the gradient is a rotation too."""
     apply, rotary, interleaved, to_ours = hugging_face(model, size)
@@ -365,9 +364,7 @@ def our_angle(dtype, angle):
     return OUR_ANGLE if dtype != torch.float64 else (abs(angle) + 1) * torch.finfo(dtype).eps / 2
 
 
-@dtypes(ALL)
-@pairings
-@sizes
+@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
 def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
     needs(dtype, device)
     batch, seq, *_, head_dim, rotary_dim = size
@@ -390,10 +387,10 @@ def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
     assert_agree(ours, expected, x, rotary_dim, interleaved, angle=torch.finfo(table_dtype).eps / 2)
 
 
-@pytest.mark.parametrize("shift", [1, 7, 1000, 131071, 2**20 + 3, 2**24 - 64, -1, -131071, 64 - 2**24])
-@dtypes([torch.float32, torch.float64])
-@pairings
-@sizes
+SHIFTS = [1, 7, 1000, 131071, 2**20 + 3, 2**24 - 64, -1, -131071, 64 - 2**24]
+
+
+@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=[torch.float32, torch.float64], shift=SHIFTS)
 def test_scores_depend_on_the_distance_alone(size, interleaved, dtype, shift, device):
     """<R_m q, R_n k> is the same for (m, n) and (m + shift, n + shift)."""
     needs(dtype, device)
@@ -416,9 +413,7 @@ def test_scores_depend_on_the_distance_alone(size, interleaved, dtype, shift, de
     assert ((scores(shift) - scores(0)).abs() <= limit * q_length.unsqueeze(-1) * k_length.unsqueeze(-2)).all()
 
 
-@dtypes(ALL)
-@pairings
-@sizes
+@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
 def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype, device):
     needs(dtype, device)
     batch, seq, *_, rotary_dim = size
@@ -437,9 +432,7 @@ def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype,
     assert_agree(back, x, x, rotary_dim, interleaved, roundings=0, angle=2 * error)
 
 
-@dtypes(ALL)
-@pairings
-@sizes
+@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
 def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device):
     needs(dtype, device)
     x = q_and_k(size, dtype)[0].to(device)
@@ -454,7 +447,7 @@ def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device
 # ---- a CUDA inference engine (mini-vLLM): tables once, then q and k in place, pairs (2i, 2i + 1), int32 positions ----
 
 
-@dtypes([torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)
 def test_an_engine_with_tables(dtype, device):
     tokens, q_heads, k_heads, head_dim, max_seq_len, theta = 128, 32, 8, 128, 8192, 10000.0
     cos, sin = torch_rope.cos_sin(

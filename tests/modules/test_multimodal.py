@@ -1,6 +1,5 @@
 """Positions of images, video and packed sequences."""
 
-import importlib
 import itertools
 
 import pytest
@@ -9,6 +8,8 @@ from test_rotary_embedding import Seen
 
 import torch_rope
 from torch_rope import multimodal
+
+pytestmark = pytest.mark.heart
 
 PAIRS = 64
 ORDERS = {
@@ -64,39 +65,6 @@ def test_learned_frequencies_of_every_axis(device):
     for g, e in zip(found, torch.autograd.grad(rotated, exact, given.cpu().double()), strict=True):
         # Sums of 30 tokens by positions to 20, of 8 pairs and 3 heads: float32 roundings of what is added.
         assert (g.cpu() - e).abs().max() <= 1e-5 * e.abs().max()
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "glm_ocr", "qwen3_5"])
-def test_equals_transformers(name):
-    from transformers import CONFIG_MAPPING
-
-    config = CONFIG_MAPPING[name]().text_config
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    theirs = [
-        c
-        for n, c in vars(modeling).items()
-        if n.endswith("RotaryEmbedding") and "Vision" not in n and n != "RotaryEmbedding"
-    ]
-    positions = torch.randint(0, 100, (3, 2, 7))
-    inv_freq, factor = multimodal.from_config(config)
-    outs = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=factor)
-    for out, t in zip(outs, theirs[0](config)(torch.zeros(1), positions), strict=True):
-        half = t.view(*t.shape[:-1], -1, 2)[..., 0] if torch.equal(t[..., 0], t[..., 1]) else t[..., : t.shape[-1] // 2]
-        assert (out - half).abs().max() < 2e-5  # their angle is a float32 product
-
-
-@pytest.mark.cpu
-def test_vision_tower_equals_transformers():
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
-
-    config = Qwen2VLVisionConfig()
-    positions = torch.randint(0, 60, (20, 2))
-    head_dim = config.embed_dim // config.num_heads
-    outs = torch_rope.axial_cos_sin(positions.t(), multimodal.axial(torch_rope.inv_freq(head_dim // 2)))
-    for out, t in zip(outs, Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), positions), strict=True):
-        assert (out - t[..., : head_dim // 2]).abs().max() < 2e-5
 
 
 @pytest.mark.cpu

@@ -6,12 +6,14 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cases import EMULATED, checks_ranges
+from cases import EMULATED, EXHAUSTIVE, checks_ranges, covering
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_rope import RotaryEmbedding, frequencies
+
+pytestmark = pytest.mark.heart
 
 HEAD_DIM, LONG = 32, 50  # LONG: where longrope and dynamic change
 KINDS = {
@@ -30,6 +32,9 @@ KINDS = {
 }
 # (kind, max_position): angles computed in the kernel, and in tables, of which dynamic has none
 WITH_TABLES = [(kind, t) for kind in KINDS for t in (None, 200) if (kind, t) != ("dynamic", 200)]
+CHANGING = [of for of in WITH_TABLES if of[0] in ("longrope", "dynamic")]  # with the length
+FIXED = [of for of in WITH_TABLES if of not in CHANGING]
+FEW = WITH_TABLES if EXHAUSTIVE else [*FIXED[:2], *CHANGING]
 
 
 def module(kind="default", max_position=None, **more):
@@ -45,10 +50,23 @@ def exact_frequencies(kind, length):
     return frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **more)
 
 
-@pytest.mark.parametrize("positions", ["none", "[S]", "[B,S]", "int32 [1,S]"])
-@pytest.mark.parametrize("start", [0, LONG - 7, LONG - 6, 130])  # the longest position is seq - 1 = 6 further
-@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
-def test_rotates_by_the_frequencies_of_its_kind(kind, max_position, start, positions, device):
+CALLS = {
+    "start": [0, LONG - 7, LONG - 6, 130],  # the longest position is seq - 1 = 6 further
+    "positions": ["none", "[S]", "[B,S]", "int32 [1,S]"],
+}
+
+
+@pytest.mark.parametrize(
+    "of, start, positions",
+    [
+        tuple(case.values())
+        for kinds, strength in ((FIXED, 2), (CHANGING, 3))
+        for case in covering({"of": kinds} | CALLS, strength=strength)
+    ],
+    ids=str,
+)
+def test_rotates_by_the_frequencies_of_its_kind(of, start, positions, device):
+    kind, max_position = of
     rope = module(kind, max_position).to(device)
     q, k = some(device)
     p = torch.arange(7).flip(0)
@@ -124,7 +142,7 @@ def test_autocast_changes_nothing():
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+@pytest.mark.parametrize("kind,max_position", FEW)
 def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, device):
     if EMULATED:
         pytest.skip("the emulator does not know the memory of storages that are copied or unpickled")
@@ -151,32 +169,15 @@ def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, devic
             assert torch.equal(a, b), name
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("max_position", [None, 50])
-def test_loaders_of_modules_on_meta(max_position, tmp_path):
-    """transformers gives buffers that are not saved memory without values; FSDP calls reset_parameters."""
-    transformers = pytest.importorskip("transformers")
-
-    class Model(transformers.PreTrainedModel):
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.linear, self.rope = torch.nn.Linear(2, 2), module("longrope", max_position)
-            self.post_init()
-
-    model = Model(transformers.PretrainedConfig())
-    model.save_pretrained(tmp_path)
-    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    garbage = module("longrope", max_position)
-    for t in garbage.buffers():
-        t.fill_(99.0)
-    addresses = [t.data_ptr() for t in garbage.buffers()]
-    garbage.reset_parameters()
-    assert addresses == [t.data_ptr() for t in garbage.buffers()]
-    for rope in (loaded.rope, garbage):
-        for a, b in zip(rope.buffers(), model.rope.buffers(), strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b)
+def test_values_that_were_lost_are_computed_again(max_position, device):
+    """FSDP calls reset_parameters."""
+    rope, lost = (module("longrope", max_position).to(device) for _ in range(2))
+    addresses = [t.fill_(99.0).data_ptr() for t in lost.buffers()]
+    lost.reset_parameters()
+    assert addresses == [t.data_ptr() for t in lost.buffers()]
+    for a, b in zip(lost.buffers(), rope.buffers(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_a_parameter_in_place_of_the_frequencies(device):
@@ -206,7 +207,7 @@ class Seen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+@pytest.mark.parametrize("kind,max_position", FEW)
 def test_nothing_waits_for_positions(kind, max_position, device):
     """What would copy from or to the device: a number read on the host, or a tensor made there."""
     rope = module(kind, max_position).to(device)
@@ -221,7 +222,7 @@ def test_nothing_waits_for_positions(kind, max_position, device):
     assert torch.ops.rope.rotate_qk.default in seen.ops
 
 
-@pytest.mark.parametrize("kind,max_position", WITH_TABLES)
+@pytest.mark.parametrize("kind,max_position", FEW)
 def test_compiles_without_breaks_and_again_for_no_step(kind, max_position, device):
     torch._dynamo.reset()
     rope = module(kind, max_position).to(device)
@@ -297,53 +298,3 @@ def test_errors():
         RotaryEmbedding(64, kind="linear")
     with pytest.raises(TypeError, match="truncate"):
         RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True)
-
-
-# ---- of models ----
-
-MODELS = {
-    "llama": {},
-    "qwen3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": LONG}},
-    "cohere": {},
-    "ernie4_5": {},
-    "glm4": {},
-    "stablelm": {"partial_rotary_factor": 0.25},
-    "gpt_neox": {},
-}  # fmt: skip
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_transformers(name):
-    """Frequencies, pairing and rotated part, from the config alone."""
-    import importlib
-
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(name, hidden_size=128, num_attention_heads=4, head_dim=32, **MODELS[name])
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    (theirs,) = (c for n, c in vars(modeling).items() if n.endswith("RotaryEmbedding"))
-    positions = torch.randint(0, 100, (2, 7))
-    rope = RotaryEmbedding.from_config(config)
-    q, k = some("cpu")
-    cos, sin = theirs(config)(q, positions)
-    part = cos.shape[-1]
-    assert rope.rotary_dim == part
-    expected = modeling.apply_rotary_pos_emb(*(x[..., :part] for x in (q, k)), cos, sin, unsqueeze_dim=2)
-    for x, out, rotated in zip((q, k), rope(q, k, positions), expected, strict=True):
-        # Their angle is a float32 product: 100 * 2^-24 of a turn's radians, and the roundings of a few operations.
-        assert (out[..., :part] - rotated).abs().max() < 2e-5 * rotated.abs().max()
-        assert torch.equal(out[..., part:], x[..., part:])
-
-
-@pytest.mark.cpu
-def test_of_a_layer_type():
-    from transformers import Gemma3TextConfig
-
-    config = Gemma3TextConfig()
-    sliding, full = (
-        RotaryEmbedding.from_config(config, kind, max_position=9) for kind in ("sliding_attention", "full_attention")
-    )
-    assert (sliding.base, full.base) == (1e4, 1e6) and sliding.cos.shape == (9, 128)
-    with pytest.raises(ValueError, match="layer_type is None, needs one of 'full_attention', 'sliding_attention'"):
-        RotaryEmbedding.from_config(config)

@@ -28,6 +28,7 @@ def cuda_home() -> Path | None:
     )
 
 
+pytestmark = pytest.mark.cpu
 needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found")
 
 

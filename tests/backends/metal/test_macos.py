@@ -1,17 +1,14 @@
 """The library compiles for macOS (arm64), and links with the oldest and the newest release of torch for it."""
 
 import importlib.util
-import os
 import sys
 
 import macos
 import pytest
+from cases import missing
 
-pytestmark = pytest.mark.xdist_group("macos")  # the second worker would wait for the first one's compiler
-
-
-def skip(reason: str):
-    (pytest.fail if os.environ.get("TORCH_ROPE_REQUIRE_ALL") == "1" else pytest.skip)(reason)
+# In one group, as a second worker would wait for the first one's compiler.
+pytestmark = [pytest.mark.cpu, pytest.mark.xdist_group("macos")]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +16,7 @@ def _tools():
     if sys.platform != "linux":
         pytest.skip("macOS has the real thing")
     if not importlib.util.find_spec("ziglang"):
-        skip("ziglang is not installed")
+        missing("ziglang is not installed")
 
 
 @pytest.fixture(params=macos.RELEASES)
@@ -32,7 +29,7 @@ def objects(release):
     try:
         return macos.compile(release)
     except macos.Unavailable as error:
-        skip(str(error))
+        missing(str(error))
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def libraries(release):
     try:
         macos.wheel(release)
     except macos.Unavailable as error:
-        skip(str(error))
+        missing(str(error))
 
 
 def test_only_known_symbols_are_taken_from_torch(release, objects):
