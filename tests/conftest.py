@@ -30,7 +30,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "heart: of make check, the short loop")
-    config.addinivalue_line("markers", "formula: of code that all back ends share: not run again on the CUDA emulator")
+    config.addinivalue_line(
+        "markers",
+        "shared: of code that no back end has its own of; on the emulator and the simulator make exhaustive alone runs it",
+    )
     config.addinivalue_line("markers", "cpu: of no GPU: not run again on the emulator and the simulator")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
     config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
@@ -57,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
     if back_end is None:
         return
-    elsewhere = ["cpu"] + ["formula"] * (back_end == "cuda" and os.environ.get("ROPE_EXHAUSTIVE") != "1")
+    elsewhere = ["cpu"] + ["shared"] * (os.environ.get("ROPE_EXHAUSTIVE") != "1")
 
     def runs(item):
         here = "device" in item.fixturenames or item.path.parent.name == back_end

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import torch_rope
 
 rope = torch.ops.rope
-pytestmark = pytest.mark.formula
+pytestmark = pytest.mark.shared
 
 EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
 SHAPES = [(2, 3, 2, 5), (2, 3, 1, 5)]  # of q and k, small because finite differences take each element; rotary_dim is 4

@@ -410,7 +410,7 @@ def definition(
     return outs
 
 
-@pytest.mark.formula
+@pytest.mark.shared
 @pytest.mark.heart
 @pytest.mark.parametrize(
     "case",
@@ -424,7 +424,7 @@ def test_gradcheck(case, device):
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
-@pytest.mark.formula
+@pytest.mark.shared
 @by_pairing
 def test_gradcheck_of_the_backward(interleaved, device):
     """It is an operator of its own, differentiable in all six inputs."""
@@ -682,7 +682,7 @@ def test_gradient_checkpointing(use_reentrant, device):
 # ---- forward mode and torch.func ----
 
 
-@pytest.mark.formula
+@pytest.mark.shared
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
 @pytest.mark.parametrize("moved", [*((n,) for n in NAMES), ("q", "k_norm_weight"), tuple(NAMES)], ids="+".join)
 @by_source
@@ -712,7 +712,7 @@ def loss_of(function, **options):
 EVERY = (0, 1, 2, 3)
 
 
-@pytest.mark.formula
+@pytest.mark.shared
 def test_torch_func_gradients(device):
     tensors, angles = leaves(device, requires_grad=False)
     loss, truth = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
@@ -726,7 +726,7 @@ def test_torch_func_gradients(device):
     same_gradients(jvp(loss, tuple(tensors), tuple(tangents)), jvp(truth, tuple(tensors), tuple(tangents)))
 
 
-@pytest.mark.formula
+@pytest.mark.shared
 @by_source
 def test_torch_func_jacobians_and_hessians(source, device):
     """Every nesting of forward and reverse mode."""

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_rope
 
-pytestmark = COMPILING
+pytestmark = [*COMPILING, pytest.mark.shared]
 
 
 class Rotating(torch.nn.Module):

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torch_rope
 
+pytestmark = pytest.mark.shared
 TOKENS, ROTARY = 2 * 6, 4
 # For each rotated channel three: four multiplications and two additions a pair. For each channel of a norm four: squared,
 # summed, scaled, weighted. Of its backward eleven: these, two for the weight's gradient, five for the input's. For each

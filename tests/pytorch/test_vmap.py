@@ -24,6 +24,7 @@ import torch_rope
 
 pytestmark = [
     pytest.mark.heart,
+    pytest.mark.shared,
     pytest.mark.usefixtures("no_vmap_fallback", "_memory_of_others"),
 ]
 
