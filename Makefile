@@ -45,7 +45,7 @@ emulate: .venv/test .venv/built
 
 # The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
 simulate: .venv/test .venv/built
-	@if $(BIN)/python tests/backends/metal/simulator/build.py --missing; then \
+	@if $(BIN)/python tests/backends/metal/simulator/simulator_build.py --missing; then \
 	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 

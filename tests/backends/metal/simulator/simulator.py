@@ -2,16 +2,15 @@
 
 import json
 
+import simulator_build
 import torch
-
-import build
 
 
 def load(compiled: bool = False) -> None:
     """compiled: with shaders that were compiled ahead."""
     import torch_rope  # the operators that get kernels
 
-    torch.ops.load_library(build.build(compiled))
+    torch.ops.load_library(simulator_build.build(compiled))
     # What a build for macOS has here.
     torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True

@@ -1,6 +1,6 @@
 """Builds what gives torch a simulated device "mps" on Linux, with the Metal back end as it is: csrc/mps and the shaders.
 
-python tests/backends/metal/simulator/build.py --missing  says what it lacks; nothing where it can be built.
+python tests/backends/metal/simulator/simulator_build.py --missing  says what it lacks; nothing where it can be built.
 """
 
 import fcntl
