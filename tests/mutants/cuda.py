@@ -200,4 +200,9 @@ MUTANTS = [
 MUTANTS += plans.MUTANTS
 
 # file, where, what is put there (* is anything), why it is no mistake
-EQUIVALENT = []
+EQUIVALENT = [
+    (TABLES, "gradients + sequence * «o.in[0]»", "o.out[0]", "the gradients of tables have no result: out is as in"),
+    (TABLES, "gradients + sequence * o.in[0] + s * «o.in[1]»", "o.out[1]", "out is as in"),
+    (TABLES, "g + head * «o.in[2]», I(o.in[3])", "o.out[2]", "out is as in"),
+    (TABLES, "g + head * o.in[2], I(«o.in[3]»)", "o.out[3]", "out is as in"),
+]  # fmt: skip

@@ -151,6 +151,8 @@ MUTANTS += plans.MUTANTS
 
 # file, where, what is put there (* is anything), why it is no mistake
 EQUIVALENT = [
+    (TABLES, "«p.k.in» : p.q.in", "p.k.out", "the gradients of tables have no result: out is as in"),
+    (TABLES, "p.k.in : «p.q.in»", "p.q.out", "out is as in"),
     (COS_SIN, "p.positions[1]", "p.slots[1]", "there are no slots"),
     (COS_SIN, "p.positions[0]", "p.slots[0]", "there are no slots"),
 ]
