@@ -111,8 +111,13 @@ def covering(
 
 
 def name_of(case) -> str:
-    """The id of a case in pytest."""
-    return "-".join(str(getattr(value, "__name__", value)).removeprefix("torch.") for value in case.values())
+    """The id of a case in pytest, the same in every process."""
+
+    def text(value):
+        parts = map(text, value) if isinstance(value, (tuple, list)) else None
+        return f"({', '.join(parts)})" if parts else str(getattr(value, "__name__", value)).removeprefix("torch.")
+
+    return "-".join(map(text, case.values()))
 
 
 def _dense(shape, dtype, device):
