@@ -55,10 +55,11 @@ def _run(*command) -> str:
 def _download(release: str) -> str | None:
     """Unpacks headers and libraries of the macOS release; the reason where that cannot be."""
     folder = BUILD / f"torch-{release}"
-    if folder.exists():
-        return None
     BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+    with open(BUILD / f"torch-{release}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if folder.exists():
+            return None
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download", "-q", "--no-deps"]
         platform = ["--only-binary=:all:", "--platform", RELEASES[release][0], "--python-version=312"]
         try:
