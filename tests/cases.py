@@ -59,6 +59,17 @@ def many(n: int, device: str) -> int:
     return n // 5 if EMULATED or (device == "mps" and sys.platform == "linux") else n
 
 
+def each_number_of_threads():
+    """Gives torch one thread, then two, then three."""
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            yield n
+    finally:
+        torch.set_num_threads(before)
+
+
 def checks_ranges(device: str) -> bool:
     """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
     return not on_gpu(device)
@@ -154,7 +165,7 @@ LAYOUTS = {
     "bshd": _dense,
     "bhsd": _strided((0, 2, 1, 3)),
     "sbhd": _strided((1, 0, 2, 3)),
-    "channels first": _strided((0, 3, 1, 2)),
+    "channels first": _strided((3, 1, 2, 0)),
     "packed": _slice_of_packed,
     "every second channel": _every_second_channel,
     "odd start": _odd_start,

@@ -127,7 +127,7 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
         made = subprocess.run(build.command, cwd=folder, env=environment, capture_output=True, text=True)
         if made.returncode:
             lines = (made.stdout + made.stderr).splitlines()
-            print("\n".join(line for line in lines if "error:" in line or "rope_mutant" in line))
+            print("\n".join([line for line in lines if "error:" in line or "rope_mutant" in line] or lines[-9:]))
             raise SystemExit(f"{name} is not built: where a line has rope_mutant(N), that is mutant N")
     print(f"{name}: {len(mutants)} mutants, built in {time.time() - begin:.0f} s", flush=True)
 

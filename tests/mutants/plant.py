@@ -11,11 +11,12 @@ from neighbours import NEIGHBOURS
 HEADER = r"""#pragma once
 #include <cstdlib>
 namespace {
-[[gnu::const, gnu::noinline, gnu::no_sanitize("thread", "address", "undefined"), gnu::unused]] bool rope_mutant(int n) {
-  static const int number = [] {
+__attribute__((const, noinline, no_sanitize("thread", "address", "undefined"), unused)) bool rope_mutant(int n) {
+  static int number = -1;  // without a guard, which would be an atomic load
+  if (number < 0) {
     const char* const text = getenv("ROPE_MUTANT");
-    return text ? atoi(text) : 0;
-  }();
+    number = text ? atoi(text) : 0;
+  }
   return number == n;
 }
 }  // namespace

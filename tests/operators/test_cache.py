@@ -16,6 +16,7 @@ from cases import (
     LAYOUTS,
     checks_ranges,
     covering,
+    each_number_of_threads,
     many,
     moved,
     name_of,
@@ -666,13 +667,8 @@ def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
     pieces = run([*sorted(random.Random(0).sample(range(1, seq), 20)), seq])
     assert all(map(same, whole, pieces))
     if not on_gpu(device):
-        default = torch.get_num_threads()
-        try:
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                assert all(map(same, whole, run([seq])))
-        finally:
-            torch.set_num_threads(default)
+        for _ in each_number_of_threads():
+            assert all(map(same, whole, run([seq])))
 
 
 @pytest.mark.parametrize("layout", ["blocks", "blocks heads"])

@@ -16,6 +16,7 @@ from cases import (
     SOURCES,
     Source,
     covering,
+    each_number_of_threads,
     make_qk,
     many,
     name_of,
@@ -103,9 +104,10 @@ def test_every_head_dim(dtype, interleaved, device):
         assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
 
-@pytest.mark.parametrize("head_dim", [768, 1024, 4096])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wide_heads_of_equal_values(dtype, head_dim, device):
+@pytest.mark.parametrize(
+    "head_dim, dtype", [*itertools.product((768, 1024, 4096), DTYPES), (65536, torch.float32)], ids=str
+)
+def test_wide_heads_of_equal_values(head_dim, dtype, device):
     """The sum of so many equal squares rounds the same way each time."""
     size = (1, 7, 4, 1, head_dim, head_dim)
     (q, k, *weights), angles = make(size, SOURCES[2], "bshd", "bshd", dtype, device)
@@ -202,13 +204,8 @@ def test_many_tokens_are_their_pieces(dtype, head_dim, device):
         piece = slice(start, start + 133)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
-    finally:
-        torch.set_num_threads(before)
+    for _ in each_number_of_threads():
+        assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -511,19 +508,15 @@ def test_gradients_are_near_the_oracle(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
     """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
-    tensors, angles = make((2, many(10000, device), 8, 2, 16, 16), Source("table"), "bshd", "bhsd", dtype, device)
+    tensors, angles = make((2, many(10000, device), 8, 2, 24, 16), Source("table"), "bshd", "bhsd", dtype, device)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # back from the result itself comes a square
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
     gradients = run()
     assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
-    before = torch.get_num_threads()
-    try:
-        for threads in (before, 1, 2, 3):
-            torch.set_num_threads(threads)
-            assert_same(run(), gradients)
-    finally:
-        torch.set_num_threads(before)
+    assert_same(run(), gradients)
+    for _ in each_number_of_threads():
+        assert_same(run(), gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

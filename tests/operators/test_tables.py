@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, covering, name_of, supported
+from cases import (
+    ALL_CALLS,
+    CALLS,
+    DTYPES,
+    LAYOUTS,
+    SIZES,
+    SOURCES,
+    covering,
+    each_number_of_threads,
+    name_of,
+    supported,
+)
 from oracle import numpy_of, table_backward, ulp
 
 TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
@@ -69,17 +80,21 @@ def test_gradients_of_tables(case, device):
         assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize("batch, seq", [(3, 700), (1051, 2)])
 @pytest.mark.parametrize("source", TABLES, ids=str)
-def test_many_tokens_on_one_row(source, device):
+def test_many_tokens_on_one_row(source, batch, seq, device):
     """Sums over thousands of heads, and rows that no token was turned by."""
-    size = (3, 700, 5, 2, 32, 16)
-    given, x, angles = make(size, source, ["bshd"] * 4, True, torch.float32, device, torch.float32)
+    size = (batch, seq, 5, 2, 32, 16)
+    given, x, angles = make(size, source, ["sbhd", "bhsd"] * 2, True, torch.float32, device, torch.float32)
     if "positions" in angles:
         angles["positions"] = angles["positions"] % 3 + 5 - angles.get("offset", 0)
     outs = call(given, x, angles, {})
     cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles)
     for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
         assert_sums(out, expected, magnitude, torch.float32, 0)
+    for _ in each_number_of_threads():  # which share sequences
+        for out, again in zip(outs, call(given, x, angles, {}), strict=True):
+            assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
@@ -122,6 +137,13 @@ def test_one_axis_for_each_pair(axes, dtype, device):
         for out, all_axes in zip(outs, torch.ops.rope.cos_sin(positions, freq.to(device), **more), strict=True):
             assert out.shape == (5, 40, 24) and out.dtype == more.get("dtype", torch.float32)
             assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
+
+
+def test_many_pairs_of_one_token(device):
+    positions, freq = torch.tensor([[3], [-5], [1]]).to(device), torch.rand(3, 3000).to(device)
+    angle = angle_of(positions, freq)
+    for out, exact in zip(torch.ops.rope._axial_cos_sin(positions, freq), (angle.cos(), angle.sin()), strict=True):
+        assert (out.cpu().double() - exact).abs().max() <= 5e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,11 +1,25 @@
 """Values: every operator against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the layout."""
 
 import itertools
+import struct
 
 import numpy as np
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, LAYOUTS, SOURCES, Source, covering, make_qk, name_of, supported
+from cases import (
+    ALL_CALLS,
+    CALLS,
+    DTYPES,
+    KERNELS,
+    LAYOUTS,
+    SOURCES,
+    Source,
+    covering,
+    each_number_of_threads,
+    make_qk,
+    name_of,
+    supported,
+)
 from oracle import assert_close, cos_sin, limits, numpy_of, rotate, ulp
 
 import torch_rope
@@ -97,15 +111,9 @@ def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, dev
 @pytest.mark.cpu
 def test_the_number_of_threads_does_not_change_a_bit():
     q, k, angles = make_qk("cpu", (2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = torch.ops.rope.rotate_qk(q, k, **angles)
-        torch.set_num_threads(3)
-        three = torch.ops.rope.rotate_qk(q, k, **angles)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(one[0], three[0]) and torch.equal(one[1], three[1])
+    first = torch.ops.rope.rotate_qk(q, k, **angles)
+    for _ in each_number_of_threads():
+        assert all(map(torch.equal, torch.ops.rope.rotate_qk(q, k, **angles), first))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -136,15 +144,19 @@ def test_expanded_inputs_are_read(device):
 def test_a_nan_of_any_bits_stays_one(dtype, device):
     """Memory full of ones is a NaN too; rounding to bfloat16 could carry it into a zero."""
     nan = torch.full((4,), -1, dtype=torch.int32, device=device).view(torch.float32)
+    nan_of_python = struct.unpack("d", b"\xff" * 8)[0]
     x = torch.ones(1, 1, 2, 8, device=device, dtype=dtype)
+    one = x[0, 0, :1, :4]
     freq = torch_rope.inv_freq(8, device=device)
     for out in (
         torch_rope.rotate(x, inv_freq=nan),
         torch_rope.rotate(x, nan[None], nan[None]),
-        torch_rope.rotate(x, inv_freq=freq, attention_factor=float("nan")),
+        torch_rope.rotate(x, inv_freq=freq, attention_factor=nan_of_python),
         torch_rope.norm_rotate_qk(x, x, nan.repeat(2), nan.repeat(2), inv_freq=freq)[0],
+        torch_rope.norm_rotate_qk(x, x, x[0, 0, 0], x[0, 0, 0], inv_freq=freq, norm_eps=nan_of_python)[0],
         torch_rope.cos_sin(nan, freq, dtype=dtype)[0],
         torch_rope.cos_sin(nan.new_ones(3), nan, dtype=dtype)[1],
+        *torch.ops.rope._rotate_table_backward(x, None, x, None, one, one, attention_factor=nan_of_python),
     ):
         assert out.isnan().all()
 
@@ -232,6 +244,27 @@ def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
     x[..., :64] = 1
     out = torch_rope.rotate(x, inv_freq=freq.to(device), positions=POSITIONS.to(device)).cpu().double().squeeze(1)
     assert (out - torch.cat([angle.cos(), angle.sin()], -1)).abs().max() <= 5e-7
+
+
+def test_positions_past_2_24_keep_their_low_bits(device):
+    """They have 48 bits; and the angles are as small as above."""
+    positions = torch.tensor([2**24 + 1, 2**30 + 3, 2**40 + 5, -(2**40) - 7])
+    freq = 1.37 * 2.0 ** -torch.arange(17, 49, dtype=torch.float64)
+    angle = positions.double().unsqueeze(-1) * freq.float().double()
+    cases = [torch_rope.cos_sin(positions.to(device), freq.float().to(device))]
+    cases.append(torch.ops.rope._axial_cos_sin(positions[None].to(device), freq[None].float().to(device)))
+    for cos, sin in cases:
+        assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
+        assert (sin.cpu().double() - angle.sin()).abs().max() <= 5e-7
+
+
+def test_attention_factor_is_rounded_with_its_product(device):
+    positions, freq = torch.arange(500, device=device), torch_rope.inv_freq(16, device=device)
+    factor = 1 + 0.4999 * torch.finfo(torch.float32).eps  # half an ulp from a float32
+    for scaled, plain in zip(
+        torch_rope.cos_sin(positions, freq, attention_factor=factor), torch_rope.cos_sin(positions, freq), strict=True
+    ):
+        assert torch.equal(scaled.cpu(), (plain.cpu().double() * factor).float())
 
 
 def test_float64_angles_are_float64(device):

@@ -68,13 +68,16 @@ def test_every_instruction_set_gives_the_same_bits():
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim, rotary_dim, start", [(128, 128, 0), (128, 64, 0), (130, 130, 0), (128, 128, 1)])
-def test_results_past_the_caches(head_dim, rotary_dim, start, dtype, layout):
+@pytest.mark.parametrize(
+    "head_dim, rotary_dim, start, gap",
+    [(128, 128, 0, 0), (128, 64, 0, 0), (128, 100, 0, 0), (130, 128, 0, 30), (128, 128, 1, 0)],
+)
+def test_results_past_the_caches(head_dim, rotary_dim, start, gap, dtype, layout):
     """Large results are streamed past the caches where they are aligned; the bits are those of small ones."""
     seq, heads = 5000, 16
-    shape = (1, seq, heads, head_dim) if layout == "bshd" else (1, heads, seq, head_dim)
+    shape = (1, seq, heads, head_dim + gap) if layout == "bshd" else (1, heads, seq, head_dim + gap)
     storage = torch.randn(torch.Size(shape).numel() + start).to(dtype)
-    x = storage[start:].view(shape)
+    x = storage[start:].view(shape)[..., :head_dim]  # with a gap only the result is not aligned
     x = x if layout == "bshd" else x.transpose(1, 2)
     freq = torch.ones(rotary_dim // 2)
     for interleaved in (False, True):
