@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
 
@@ -57,6 +58,18 @@ def on_gpu(device: str) -> bool:
 def many(n: int, device: str) -> int:
     """So many tokens, or a fifth of them where kernels run on a CPU that stands in for a GPU."""
     return n // 5 if EMULATED or (device == "mps" and sys.platform == "linux") else n
+
+
+class Calls(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **kwargs or {})
 
 
 def each_number_of_threads():
@@ -188,7 +201,10 @@ CACHES = {
     "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # and its HND
     "kv in a row": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
     "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
-    "values by channel": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, d, size).permute(0, 3, 1, 2)),
+    "by channel": lambda make, n, size, h, d: (
+        make(d, size, h, n).permute(3, 1, 2, 0),
+        make(n, h, d, size).permute(0, 3, 1, 2),
+    ),
     "part of a larger one": _part_of_a_larger_one,
 }
 

@@ -59,7 +59,7 @@ BUILDS = {
     "simulated": Build(
         ["metal"],
         ["--simulate"],
-        [(f"{SIMULATOR}/metal/shim.h", "#define UNWATCHED .*\n", plant.OF_SHADERS)],
+        [(f"{SIMULATOR}/metal/shim.h", "#define UNWATCHED .*\n", "\\0" + plant.HEADER)],
         [sys.executable, "-c", COMPILE_SHADERS],
     ),
 }

@@ -6,7 +6,7 @@ DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN = (
     f"csrc/cuda/{name}"
     for name in ("device.cuh", "rotate.cu", "norm.cu", "tables.cu", "cos_sin.cu", "cuda.cpp", "plan.h")
 )
-FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, plans.PLAN]
+FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, plans.PLAN, plans.CALL]
 TESTS = ["tests/operators", "tests/backends/cuda"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.

@@ -6,7 +6,7 @@ DEVICE, ROTATE, NORM, TABLES, COS_SIN = (
     f"shaders/{name}" for name in ("device.h", "rotate.metal", "norm.metal", "tables.metal", "cos_sin.metal")
 )
 HOST, PLAN, ANGLE = "csrc/mps/mps.mm", "csrc/mps/plan.h", "csrc/angle.h"
-FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, ANGLE, plans.PLAN]
+FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, ANGLE, plans.PLAN, plans.CALL]
 TESTS = ["tests/operators", "tests/backends/metal/test_metal.py"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.

@@ -1,6 +1,6 @@
-"""Mistakes in what the plans of all GPUs share, planted in each of them."""
+"""Mistakes in what all GPUs share and the CPU does not, planted in each of them."""
 
-PLAN = "csrc/plan.h"
+PLAN, CALL = "csrc/plan.h", "csrc/call.cpp"
 
 MUTANTS = [
     ("starts that are not aligned", PLAN, "if («start % unsigned(bytes)» || strides", "false"),
@@ -26,5 +26,11 @@ MUTANTS = [
     ("the last place of a block refused", PLAN, "at_place ? «p.block_size - 1» : INT64_MAX", "p.block_size - 2"),
     ("the wider range of a table and a cache", PLAN, "std::min(«table ? p.rows - 1 : INT64_MAX», at_place ? p.block_size - 1 : INT64_MAX)", "at_place ? p.block_size - 1 : table ? p.rows - 1 : INT64_MAX"),
     ("a power of two below", PLAN, "while («power < n») power *= 2;", "power * 2 <= n"),
+    ("norm_eps dropped", CALL, "    p.norm_eps = float(norm_eps);\n", ""),
+    ("positions outside not moved", CALL, "reshape(-1)«.clamp(-1 - offset, last)».add", ""),
+    ("one axis for all positions", CALL, "p.positions[0] = «positions.stride(0)»;", "0"),
+    ("strided positions read densely", CALL, "p.positions[1] = «positions.stride(-1)»;", "1"),
+    ("one axis for all frequencies", CALL, "p.inv_freq[0] = «inv_freq.stride(0)»;", "0"),
+    ("strided frequencies read densely", CALL, "p.inv_freq[1] = «inv_freq.stride(1)»;", "1"),
     ("a division rounded down", PLAN, "return «(a + b - 1) / b»;", "std::max<rope_int>(a / b, a > 0)"),
 ]  # fmt: skip

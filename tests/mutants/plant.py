@@ -7,24 +7,28 @@ from dataclasses import dataclass
 
 from neighbours import NEIGHBOURS
 
-# A function that is not instrumented, because the emulators look at every load of a kernel.
+# Functions that are not instrumented, because the emulators look at every load of a kernel. The number is read once in a
+# process, and anew in a fork.
 HEADER = r"""#pragma once
-#include <cstdlib>
+extern "C" {
+char* getenv(const char*) noexcept;
+int atoi(const char*) noexcept;
+int pthread_atfork(void (*)(), void (*)(), void (*)()) noexcept;
+}
 namespace {
-__attribute__((const, noinline, no_sanitize("thread", "address", "undefined"), unused)) bool rope_mutant(int n) {
-  static int number = -1;  // without a guard, which would be an atomic load
-  if (number < 0) {
+#define ROPE_PLAIN __attribute__((noinline, no_sanitize("thread", "address", "undefined"), unused))
+int rope_mutant_number = -1;
+ROPE_PLAIN void rope_forget_mutant() { rope_mutant_number = -1; }
+ROPE_PLAIN __attribute__((const)) bool rope_mutant(int n) {
+  if (rope_mutant_number < 0) {
     const char* const text = getenv("ROPE_MUTANT");
-    number = text ? atoi(text) : 0;
+    rope_mutant_number = text ? atoi(text) : 0;
+    pthread_atfork(nullptr, nullptr, rope_forget_mutant);
   }
-  return number == n;
+  return rope_mutant_number == n;
 }
 }  // namespace
 """
-# The same in the simulator's header for shaders, behind what stands there; without <cstdlib>, which has an abs of doubles.
-OF_SHADERS = r"""\0extern "C" char* getenv(const char*) throw();
-extern "C" int atoi(const char*) throw();
-""" + HEADER.partition("<cstdlib>\n")[2]
 
 
 @dataclass

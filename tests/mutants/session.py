@@ -98,6 +98,7 @@ class Session:
     def order(self, number: int) -> list[str]:
         """Of the tests: the one that found this mistake last time, then those that find most for their time."""
         file, _, what, folders = self.job["mutants"][str(number)]
+        topic = Path(file).stem
         last = self.known["kills"].get(f"{file}: {what}")
         seconds = {t: 0.1 * 4**i for i, folder in enumerate(folders) for t in self.items if t.startswith(folder)}
         tests = list(seconds)
@@ -105,7 +106,7 @@ class Session:
 
         def worth(test: str) -> float:
             found = sum(1 / (1 + abs(number - n) / 10) for n in self.killers.get(test, ()))  # most of all near by
-            return (found + 0.05) / (self.seconds.get(test, seconds[test]) + 0.002)
+            return (found + (1 if topic in test else 0.05)) / (self.seconds.get(test, seconds[test]) + 0.002)
 
         return sorted(tests, key=lambda t: (t != last, -worth(t)))
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import OPERATORS, covering, name_of, schema_of
+from cases import OPERATORS, Calls, covering, name_of, schema_of
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -220,7 +220,12 @@ def test_some_of_the_gradients(needed, used, device):
         t.requires_grad_(name in needed)
     outs = dict(zip("qk", rope.rotate_qk(**inputs, attention_factor=1.3), strict=True))
     given = {name: torch.randn_like(outs[name]) for name in used}
-    torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
+    with Calls() as calls:
+        torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
+    rotated = len(set(needed) & set(used))  # heads that turn back
+    assert [name for name in calls.names if name.startswith("rope::rotate")] == (
+        [f"rope::rotate{'_qk' * (rotated - 1)}"] if rotated else []
+    )
     q, k, cos, sin = (t.detach() for t in inputs.values())
     pairs = [*given.values(), None][:2], [*(inputs[name].detach() for name in used), None][:2]
     expected = dict(
@@ -237,6 +242,18 @@ def test_some_of_the_gradients(needed, used, device):
             assert torch.equal(t.grad, expected[name])
         else:
             assert t.grad is None
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_one_gradient_of_the_gradient_of_tables(needed, device):
+    """Turns one of x and its gradient."""
+    inputs = [torch.randn(4, 3, 8, device=device).requires_grad_(i == needed) for i in range(2)]
+    cos, sin = torch.randn(2, 4, 4, device=device)
+    outs = rope._rotate_table_backward(inputs[0], None, inputs[1], None, cos, sin)
+    with Calls() as calls:
+        torch.autograd.backward(outs, [cos, sin])
+    assert [name for name in calls.names if name.startswith("rope::")] == ["rope::rotate"]
+    assert (inputs[0].grad is None) == (needed == 1) and (inputs[1].grad is None) == (needed == 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

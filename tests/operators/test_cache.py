@@ -425,7 +425,7 @@ class Paged:
         return positions, torch.tensor([self.slot(i, p) for i, p in tokens] + [-1] * padding)
 
 
-@pytest.mark.parametrize("layout", ["kv blocks", "blocks kv", "blocks heads", "values by channel"])
+@pytest.mark.parametrize("layout", ["kv blocks", "blocks kv", "blocks heads", "by channel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rotary_dim", [64, 32])
 def test_paged_prefill_and_decode(rotary_dim, dtype, layout, device):

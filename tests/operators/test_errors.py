@@ -3,10 +3,12 @@ the same from fake tensors and under torch.compile; nothing written."""
 
 import re
 
+import numpy as np
 import pytest
 import torch
-from cases import checks_ranges
+from cases import checks_ranges, supported
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import torch_rope
 
@@ -98,6 +100,7 @@ CASES = [
     bad("sin has shape [20, 3], cos has [20, 4]; they need the same", sin=ones(20, 3)),
     bad("sin has shape [19, 4], cos has [20, 4]; they need the same", sin=ones(19, 4)),
     bad("sin has shape [1, 20, 4], cos has [20, 4]; they need the same", sin=ones(1, 20, 4)),
+    bad("sin has shape [2, 6], cos has [2, 6, 4]; they need the same", cos=ones(B, S, 4), sin=ones(B, S)),
     bad("sin is bfloat16, cos is float32; they need one dtype", TypeError, sin=cast("sin", torch.bfloat16)),
     bad(
         "cos and sin are float16, need float32 or {q}'s dtype, float32",
@@ -221,6 +224,11 @@ CASES = [
         "{q} has shape [2, 6, 3, 16] and strides [24, 4, 8, 1]: some of its elements share memory",
         ops="in place",
         q=lambda a: ones(400)(a).as_strided((B, S, H, D), (24, 4, 8, 1)),
+    ),
+    bad(
+        "{q} has shape [2, 6, 3, 16] and strides [16, 48, 176, 1]: some of its elements share memory",
+        ops="in place",
+        q=lambda a: ones(700)(a).as_strided((B, S, H, D), (D, 3 * D, 11 * D, 1)),
     ),
     bad("q and k overlap and both are written in place", ops="qk in place", k=lambda a: a["q"][:, :, 1:2]),
     bad(
@@ -484,6 +492,13 @@ def test_compiled_ranges(message, error, ops, changes, device):
 @pytest.mark.parametrize(
     "positions, inv_freq, dtype, error, message",
     [
+        (
+            torch.zeros(3, dtype=torch.uint16),
+            torch.ones(4),
+            None,
+            TypeError,
+            "positions is UInt16, needs an integer or",
+        ),
         (torch.zeros(3, dtype=torch.bool), torch.ones(4), None, TypeError, "positions is bool, needs an integer or"),
         (torch.zeros(3, dtype=torch.cfloat), torch.ones(4), None, TypeError, "positions is complex64, needs an"),
         (torch.arange(3), torch.ones(4).half(), None, TypeError, "inv_freq is float16, needs float32 or float64"),
@@ -520,23 +535,50 @@ def test_another_device(op, name, device):
 
 
 @pytest.mark.parametrize(
-    "error, message, changes",
+    "positions, message",
     [
-        (TypeError, "q is bfloat16, its gradient is float32; they need one dtype", {"q": cast("q", torch.bfloat16)}),
-        (ValueError, "q has shape [6, 3, 16], its gradient [2, 6, 3, 16]; they need the same", {"q": ones(S, H, D)}),
-        (ValueError, "k has shape [2, 6, 2, 16], its gradient [2, 6, 1, 16]", {"k": ones(B, S, 2, D)}),
-        (ValueError, "k is on meta, its gradient is on {device}; all tensors", {"k": lambda a: a["k"].to("meta")}),
-        (ValueError, "k_norm_weight has 8 weights, q has head_dim 16", {"k_norm_weight": ones(R)}),
-        (ValueError, "no angle source; needs cos and sin, or inv_freq", {"cos": None, "sin": None}),
+        (torch.tensor(3), "positions has no dimensions, needs [axes, ...]"),
+        (torch.zeros(3, 5), "positions has 3 axes, inv_freq has 2; they need the same"),
     ],
 )
-def test_the_backward_of_the_norm(error, message, changes, device):
-    a = arguments("norm_rotate_qk", device)
+def test_axial_cos_sin(positions, message, device):
+    with pytest.raises(ValueError, match=re.escape("rope._axial_cos_sin: " + message)):
+        rope._axial_cos_sin(positions.to(device), torch.ones(2, 4, device=device))
+
+
+def test_sizes_that_are_symbols():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 4)
+        q, k = (mode.from_tensor(torch.ones(B, seq, H, D), symbolic_context=sizes) for seq in (S, S + 1))
+        with pytest.raises(ValueError, match="rope.rotate_qk: k has seq .*, q has .*; only their heads may differ"):
+            rope.rotate_qk(q, k, inv_freq=mode.from_tensor(torch.ones(R // 2)))
+
+
+OF_BOTH_BACKWARDS = [
+    (TypeError, "q is bfloat16, its gradient is float32; they need one dtype", {"q": cast("q", torch.bfloat16)}),
+    (ValueError, "q has shape [6, 3, 16], its gradient [2, 6, 3, 16]; they need the same", {"q": ones(S, H, D)}),
+    (ValueError, "k has shape [2, 6, 2, 16], its gradient [2, 6, 1, 16]", {"k": ones(B, S, 2, D)}),
+    (ValueError, "k is on meta, its gradient is on {device}; all tensors", {"k": lambda a: a["k"].to("meta")}),
+    (ValueError, "no angle source; needs cos and sin, or inv_freq", {"cos": None, "sin": None}),
+]
+
+
+@pytest.mark.parametrize(
+    "op, error, message, changes",
+    [(op, *case) for op in ("norm_rotate_qk", "rotate_table") for case in OF_BOTH_BACKWARDS]
+    + [
+        ("norm_rotate_qk", ValueError, "k_norm_weight has 8 weights, q has head_dim 16", {"k_norm_weight": ones(R)}),
+        ("rotate_table", ValueError, "k and its gradient come together, or not at all", {"k": None}),
+        ("rotate_table", ValueError, "k and its gradient come together, or not at all", {"k_out_grad": None}),
+    ],
+)
+def test_a_backward(op, error, message, changes, device):
+    a = arguments("norm_rotate_qk" if op == "norm_rotate_qk" else "rotate_qk", device)
     a |= {"q_out_grad": torch.randn_like(a["q"]), "k_out_grad": torch.randn_like(a["k"])}
     message = message.format(device=a["q"].device)
     a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
-    with pytest.raises(error, match=re.escape("rope._norm_rotate_qk_backward: " + message)):
-        rope._norm_rotate_qk_backward(**a)
+    with pytest.raises(error, match=re.escape(f"rope._{op}_backward: {message}")):
+        getattr(rope, f"_{op}_backward")(**a)
 
 
 REQUIRED = {op: own[1:5] for op, own in OWN.items()}  # beside q; the cache operator takes no norm weights for no norm
@@ -616,6 +658,22 @@ def test_unusual_strides_without_overlap(device):
     expected = rope.rotate(x, inv_freq=torch.ones(1, device=device))
     rope.rotate_(x, inv_freq=torch.ones(1, device=device))
     assert torch.equal(x, expected)
+
+
+def test_half_of_an_element_is_shared(device):
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    x = torch.zeros(1, S, 1, 4, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match="x is written in place and overlaps positions"):
+        rope.rotate_(x, inv_freq=torch.ones(2, device=device), positions=x.view(torch.int32)[0, :, 0, 1])
+
+
+@pytest.mark.cpu
+def test_one_memory_in_two_storages():
+    memory = np.zeros((1, S, 1, 4), np.float32)
+    q, k = torch.from_numpy(memory), torch.from_numpy(memory)
+    with pytest.raises(ValueError, match="q and k overlap and both are written in place"):
+        rope.rotate_qk_(q, k, inv_freq=torch.ones(2))
 
 
 class RandomViews:

@@ -14,6 +14,7 @@ from cases import (
     KERNELS,
     LAYOUTS,
     SOURCES,
+    Calls,
     Source,
     covering,
     each_number_of_threads,
@@ -27,7 +28,6 @@ from oracle import assert_close, limits, numpy_of, rotate, ulp
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.func import hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_rope
@@ -582,18 +582,6 @@ def test_second_derivatives_in_the_dtypes_of_training(dtype, part, device):
 
 
 # ---- what autograd asks for ----
-
-
-class Calls(TorchDispatchMode):
-    """The operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.append(op.name())
-        return op(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

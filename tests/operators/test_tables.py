@@ -1,5 +1,6 @@
 """The gradients of cos and sin: learned frequencies. And cos_sin over several axes of positions."""
 
+import numpy as np
 import pytest
 import torch
 from cases import (
@@ -9,6 +10,7 @@ from cases import (
     LAYOUTS,
     SIZES,
     SOURCES,
+    Source,
     covering,
     each_number_of_threads,
     name_of,
@@ -97,6 +99,19 @@ def test_many_tokens_on_one_row(source, batch, seq, device):
             assert torch.equal(out, again)
 
 
+def test_positions_at_the_end_of_int64(device):
+    """With an offset back to the rows of the table."""
+    given, x, angles = make(
+        (1, 3, 2, 1, 8, 8), Source("table"), ["bshd"] * 4, True, torch.float32, device, torch.float32
+    )
+    angles["positions"] = torch.tensor([4, 0, 7], device=device)
+    near = call(given, x, angles, {})
+    angles["offset"] = 8 - torch.iinfo(torch.int64).max
+    angles["positions"] -= angles["offset"]
+    for out, expected in zip(call(given, x, angles, {}), near, strict=True):
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
 @pytest.mark.parametrize("by_token", [False, True], ids=["table", "token"])
 def test_empty(shape, by_token, device):
@@ -147,18 +162,19 @@ def test_many_pairs_of_one_token(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("axes", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("axes", [0, 1, 2, 3, 40])
 def test_frequencies_on_every_axis(axes, dtype, device):
     """RoPE-Mixed (Heo et al., arXiv:2403.13298): the angle is the sum over the axes."""
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
-    positions = torch.randint(-(2**20), 2**20, (axes, 300)).to(device)
-    freq = torch.rand(axes, 9).to(dtype).to(device).t().contiguous().t()  # of any strides
-    angle = angle_of(positions, freq)
+    positions = torch.randint(-(2**20), 2**20, (axes, 2000)).to(device)
+    freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # of any strides
+    angle = (numpy_of(positions, np.longdouble)[..., None] * numpy_of(freq, np.longdouble)[:, None]).sum(0)
     for out, exact in zip(
-        torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (angle.cos(), angle.sin()), strict=True
+        torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
     ):
-        assert (out.cpu().double() - exact).abs().max() <= (5e-7 if dtype == torch.float32 else 1e-9)
+        limit = 5e-7 if dtype == torch.float32 else 1e-12
+        assert np.max(abs(numpy_of(out, np.longdouble) - exact)) <= limit
 
 
 # ---- autograd ----

@@ -252,7 +252,8 @@ def test_positions_past_2_24_keep_their_low_bits(device):
     freq = 1.37 * 2.0 ** -torch.arange(17, 49, dtype=torch.float64)
     angle = positions.double().unsqueeze(-1) * freq.float().double()
     cases = [torch_rope.cos_sin(positions.to(device), freq.float().to(device))]
-    cases.append(torch.ops.rope._axial_cos_sin(positions[None].to(device), freq[None].float().to(device)))
+    two = (torch.stack([t, torch.zeros_like(t)]).to(device) for t in (positions, freq.float()))  # the second axis: 0
+    cases.append(torch.ops.rope._axial_cos_sin(*two))
     for cos, sin in cases:
         assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
         assert (sin.cpu().double() - angle.sin()).abs().max() <= 5e-7

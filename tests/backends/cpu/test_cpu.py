@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cpu
 CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 
 PROGRAM = """
-import hashlib, sys, torch, torch_rope
+import hashlib, itertools, sys, torch, torch_rope
 from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, covering, make_qk
 torch.set_num_threads(1)
 digest = hashlib.sha256()
@@ -45,8 +45,9 @@ for dtype in DTYPES:
 for dtype in (torch.bfloat16, torch.float16):
     x = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 2, 64)
     x = x.masked_fill(x.isnan(), 1.0)
-    for interleaved in (False, True):
-        add(torch_rope.rotate(x, inv_freq=torch.tensor([0.0] * 16 + [0.3] * 16), interleaved=interleaved))
+    freq = torch.tensor([0.0] * 16 + [0.3] * 16)
+    for interleaved, factor in itertools.product((False, True), (1.0, 1.0003)):  # 65504 * 1.0003 is infinite in float16
+        add(torch_rope.rotate(x, inv_freq=freq, interleaved=interleaved, attention_factor=factor))
 print(torch_rope._C.cpu_instruction_set(), digest.hexdigest())
 """
 
