@@ -160,9 +160,9 @@ TokensOfRows TableBackwardCall::tokens() const {
   TokensOfRows t{};
   t.rows = cos_grad.numel() / std::max<int64_t>(1, cos_grad.size(-1));
   t.copies = own ? 1 : p.batch;
-  t.shift = by_position ? p.offset : 0;
   t.entries = own ? p.batch * p.seq : p.seq;
   t.listed = by_position && p.has_positions;
+  t.shift = by_position && !t.listed ? p.offset : 0;  // any offset may come with positions, and overflow with a row
   return t;
 }
 

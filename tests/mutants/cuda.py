@@ -10,7 +10,7 @@ FILES = [DEVICE, ROTATE, NORM, TABLES, COS_SIN, HOST, PLAN, plans.PLAN, plans.CA
 TESTS = ["tests/operators", "tests/backends/cuda"]  # the quick ones first
 
 # Where members are read as their neighbours, and which those are beside what is in neighbours.py.
-NEIGHBOURS_IN = FILES
+NEIGHBOURS_IN = FILES[:-1]
 NEIGHBOURS = [
     "t tiling: chunks rotated",
     "k_start v_start",
@@ -82,7 +82,7 @@ MUTANTS = [
     ("heads past the last", DEVICE, "end = out_end = min(block + I(tiling.heads_per_block), «I(o.heads)»);", "block + I(tiling.heads_per_block)"),
     ("heads of blocks before", DEVICE, "row = «max(block, I(0))»;", "I(0)"),
     ("not in place taken for it", DEVICE, "if («skip_in_place» && (tensor", "true"),
-    ("the first 65535 sequences alone", DEVICE, "left > 0; left -= kMaxGrid«, tiling.first_sequence += kMaxGrid»)", ""),
+    ("the first 65535 sequences alone", DEVICE, "left > 0; left -= kMaxGrid, «tiling.first_sequence += kMaxGrid»)", "0"),
     ("tokens past the last", ROTATE, "if («s >= p.seq») return;", "s > p.seq"),
     ("a head past the last read", ROTATE, "«heads.head(i) < heads.end» ? heads.head(i)", "true"),
     ("a head past the last written", ROTATE, "if («heads.head(i) < heads.out_end») {", "true"),
@@ -113,7 +113,7 @@ MUTANTS = [
     ("the angles of the first step", NORM, "          if («c.rotated») angles = angles_of<T, interleaved, V>(a, token, index);\n          if (heads.turned())", "c.rotated && index == lane"),
     ("a step's first values for all", NORM, "          if («index != lane») {", "false"),
     ("the part after a block's", NORM, "end = min(begin + backward.tokens, «p.batch * p.seq»);", "begin + backward.tokens"),
-    ("the sequence of a block's first token", NORM, "while (s >= p.seq) s -= p.seq«, b++»;", ", b += 0"),
+    ("the sequence of a block's first token", NORM, "while (s >= p.seq) s -= p.seq, «b++»;", "0"),
     ("tokens past the last added", NORM, "const bool inside = «token_at + token_row < end»;", "true"),
     ("heads past the last added", NORM, "const bool written = inside && «first + head_row < o.heads»;", "true"),
     ("gradients not turned back", NORM, "if («c.rotated») rotate<interleaved>(back, turn);", "false"),

@@ -147,7 +147,7 @@ MUTANTS = [
     ("int64 slots read as int32", CALL, "a.wide_slots = «slots->scalar_type() == at::kLong»;", "false"),
     ("one sequence's rows for all", CALL, "const bool own = «by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1»;", "false"),
     ("positions of a batch of one counted as many", CALL, "positions->dim() == 2« && positions->size(0) > 1» : rotate", " && true"),
-    ("offset ignored in gradients of tables", CALL, "t.shift = «by_position ? p.offset : 0»;", "0"),
+    ("offset ignored in gradients of tables", CALL, "t.shift = «by_position && !t.listed ? p.offset : 0»;", "0"),
     ("positions ignored in gradients of tables", CALL, "t.listed = «by_position && p.has_positions»;", "false"),
     ("offset ignored in the order of tokens", CALL, ".clamp(-1 - offset, last)«.add(offset)»;", ".add(0)"),
     ("an offset that overflows", CALL, "if («__builtin_sub_overflow(rows, offset, &last)») last = INT64_MAX;", "__builtin_sub_overflow(rows, offset, &last) && false"),

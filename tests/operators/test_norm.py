@@ -508,7 +508,9 @@ def test_gradients_are_near_the_oracle(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
     """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
-    tensors, angles = make((2, many(10000, device), 8, 2, 24, 16), Source("table"), "bshd", "bhsd", dtype, device)
+    heads = (8, 2) if positive else (2, 8)
+    size = (2, many(10000, device), *heads, 24, 16)
+    tensors, angles = make(size, Source("table"), "bshd", "bhsd", dtype, device)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # back from the result itself comes a square
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731

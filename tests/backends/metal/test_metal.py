@@ -414,6 +414,20 @@ def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, devi
         assert torch.equal(q, expected)
 
 
+def test_parameters_past_2_32(untouched, device):
+    """Each by itself, its second element far from the first."""
+    far = 2**32 + 16
+    q, k = randn(2, 1, 2, dtype=torch.float16), randn(2, 1, 2, dtype=torch.float16)
+    near = {name: randn(2, dtype=torch.float16) for name in ("q_norm_weight", "k_norm_weight")}
+    near |= {name: randn(2, 1, dtype=torch.float16) for name in ("cos", "sin")}
+    near["positions"] = torch.tensor([1, 0], dtype=torch.int32).to("mps")
+    expected = torch.ops.rope.norm_rotate_qk(q, k, **near)
+    for name, t in near.items():
+        there = untouched(far + 8, t.dtype).as_strided(t.shape, (far, 1)[: t.dim()]).copy_(t)
+        outs = torch.ops.rope.norm_rotate_qk(q, k, **near | {name: there})
+        assert all(map(torch.equal, outs, expected)), name
+
+
 def test_nothing_at_the_end_of_a_buffer(device):
     """An empty tensor may begin past the end of its storage."""
     x = randn(2, 2, 16)
