@@ -33,7 +33,7 @@ inline Chunks chunks_of(const RopeParams& p, int vector, bool copies) {
 
 // Whether channels past rotary_dim are written too.
 inline bool copies(const RopeParams& p, bool q_in_place, bool k_in_place) {
-  return p.has_norm || p.v.heads || !q_in_place || (p.k.heads && !k_in_place);
+  return p.has_norm || !q_in_place || (p.k.heads && !k_in_place);
 }
 
 // Whether every access of this many bytes would be aligned, channels side by side. start: an address, or the offset of

@@ -226,11 +226,13 @@ def moved(t, device):
 
 
 # How tables, positions and frequencies lie in memory. No two tensors have a stride in common, except where all is dense.
-#   dense: side by side.  apart: rows with gaps, that keep vectors of 16 bytes aligned.  strided: gaps everywhere.
+#   dense: side by side.  apart: rows with gaps, that keep vectors of 16 bytes aligned.  closer: the same of float32 alone.
+#   strided: gaps everywhere.
 STRIDES = {
     # name -> tensor -> (steps, gaps) for the last dimensions [batch, row, column], or [batch, token]
     "dense": {},
     "apart": {"cos": ((1, 1, 1), (0, 1, 16)), "sin": ((1, 1, 1), (0, 2, 32)), "positions": ((1, 1), (0, 3))},
+    "closer": {"cos": ((1, 1, 1), (0, 1, 4)), "sin": ((1, 1, 1), (0, 2, 12))},
     "strided": {
         "cos": ((2, 1, 2), (1, 1, 3)),
         "sin": ((1, 2, 3), (0, 3, 1)),
@@ -288,7 +290,7 @@ SOURCES = [
     Source("table", offset=7, strides="apart"),
     Source("table", "int64 [S]", offset=-3),
     Source("table", "int32 [B,S]", strides="strided"),
-    Source("table", "int64 [1,S]", strides="apart"),
+    Source("table", "int64 [1,S]", strides="closer"),
     Source("token"),
     Source("token shared", strides="strided"),
     Source("inv_freq", offset=11),

@@ -17,7 +17,6 @@ MUTANTS = [
     ("what q passes through not copied", PLAN, "|| «!q_in_place» ||", "false"),
     ("what k passes through not copied", PLAN, "|| «(p.k.heads && !k_in_place)»;", "false"),
     ("what passes through the norm not copied", PLAN, "return «p.has_norm» ||", "false"),
-    ("values in place not copied", PLAN, "p.has_norm || «p.v.heads» ||", "false"),
     ("positions of a table without a range", PLAN, "return {«table» || at_place,", "false"),
     ("positions of a cache without a range", PLAN, "return {table || «at_place»,", "false"),
     ("the last row of a table refused", PLAN, "table ? «p.rows - 1» : INT64_MAX", "p.rows - 2"),

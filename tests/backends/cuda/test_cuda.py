@@ -588,3 +588,9 @@ def test_gradients_on_a_side_stream(gpu):
         actual = step(functools.partial(torch.cuda._sleep, 50_000_000))
     stream.synchronize()
     same(actual, expected)
+
+
+def test_a_head_of_2_31_channels(device):
+    x = torch.empty(1, 1, 0, 2**31 + 2, device=device)
+    with pytest.raises(NotImplementedError, match="rope.rotate: head_dim 2147483650 is too large for CUDA"):
+        torch.ops.rope.rotate(x, inv_freq=torch.ones(4, device=device))

@@ -213,9 +213,39 @@ def test_the_order_of_a_norm_follows_from_sizes(head_dim, rotary_dim, dtype, pla
     "columns, start, step, expected", [(64, 0, 1, True), (62, 0, 1, False), (64, 2, 1, False), (64, 0, 2, False)]
 )
 def test_rows_of_a_table_are_read_in_vectors(columns, start, step, expected, plan):
+    good = torch.empty(100, columns, device="meta")
     table = torch.empty(100, columns * step, device="meta")[:, ::step]
     table = table.as_strided(table.shape, table.stride(), start)
-    assert plan(meta(1, 5, 2, 128), rotary_dim=2 * min(columns, 64), tables=(table, table))["table_vectors"] == expected
+    for tables in (table, table), (good, table), (table, good):
+        assert plan(meta(1, 5, 2, 128), rotary_dim=2 * columns, tables=tables)["table_vectors"] == expected
+
+
+@pytest.mark.parametrize("gap, expected", [(8, True), (2, False)])
+def test_a_table_of_each_sequence_is_read_in_vectors(gap, expected, plan):
+    good = torch.empty(2, 5, 64, device="meta")
+    table = good.as_strided(good.shape, (5 * 64 + gap, 64, 1))
+    for tables in (table, table), (good, table), (table, good):
+        assert plan(meta(2, 5, 2, 128), rotary_dim=128, tables=tables, by_token=True)["table_vectors"] == expected
+
+
+@pytest.mark.parametrize("axis", ["address", 0, 1, 2])
+def test_every_tensor_is_looked_at(axis, plan, plan_backward, plan_tables):
+    """One of them is not aligned: where it begins, or along an axis; the other axes have one element."""
+    shape = [2 if d == axis else 1 for d in range(3)] + [64]
+    good = meta(*shape)
+    odd = (
+        meta(*shape, start=1)
+        if axis == "address"
+        else good.as_strided(shape, [64 + (d == axis) for d in range(3)] + [1])
+    )
+    for i in range(4):
+        *tensors, out, other = (odd if i == n else good for n in range(4))
+        for p in (
+            plan(*tensors, outputs=[out, other]),
+            plan_backward(*tensors, outputs=[out, other]),
+            plan_tables(*tensors, outputs=[out, other], rows=1),
+        ):
+            assert width(p, torch.float32) == 4
 
 
 # ---- the width of offsets ----
@@ -232,7 +262,9 @@ def test_offsets_have_64_bits_where_one_passes_2_31(dimension, plan):
         t = good.as_strided(shape, stride)
         for p in (
             plan(t),
+            plan(t, rotary_dim=32),
             plan(good, t),
+            plan(good, good, outputs=[t, good]),
             plan(good, good, outputs=[good, t]),
             plan(good, good, t, outputs=[good, good]),
             plan(good, good, good, outputs=[t, good]),
@@ -269,6 +301,23 @@ def test_offsets_of_what_is_read_beside_q_and_k(last, wide, plan):
     ):
         assert plan(q, q, **options)["wide_index"] == wide
     assert plan(q, q, q, outputs=[cache, cache], slots=of(last - 3, 3))["wide_index"] == wide
+
+
+@pytest.mark.parametrize("last, wide", [(2**31 - 64, False), (2**31 + 64, True)])
+def test_offsets_along_each_axis_of_what_is_read_beside_q_and_k(last, wide, plan):
+    def of(*sizes, axis):
+        strides = [last // (sizes[axis] - 1) if d == axis else 1 for d in range(len(sizes))]
+        return torch.empty(0, device="meta").as_strided(sizes, strides)
+
+    q, cache = meta(3, 5, 2, 12), meta(9, 16, 2, 12)
+    for axis in range(2):
+        assert plan(q, q, rotary_dim=8, positions=of(3, 5, axis=axis))["wide_index"] == wide
+        assert plan(q, q, q, outputs=[cache, cache], slots=of(3, 5, axis=axis))["wide_index"] == wide
+    good = torch.empty(3, 5, 4, device="meta")
+    for axis in range(3):
+        for tables in (good, of(3, 5, 4, axis=axis)), (of(3, 5, 4, axis=axis), good):
+            assert plan(q, q, rotary_dim=8, tables=tables, by_token=True)["wide_index"] == wide
+    assert plan(q, q, rotary_dim=8, inv_freq=of(4, axis=0))["wide_index"] == wide
 
 
 @pytest.mark.parametrize(
@@ -425,6 +474,9 @@ def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
         assert all(start % one["heads_per_block"] == 0 for start in one["starts"])
         many = of(2**20)
         assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + 2 * k_heads
+        many = plan(*(meta(1, 2**20, h, 128, dtype=dtype) for h in (q_heads, k_heads)), norm=norm)
+        assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + k_heads
+        assert many["starts"][1:] == (q_heads, q_heads + k_heads)
     few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # as many as fit at once is what counts
     assert math.prod(more["grid"]) < math.prod(few["grid"])
 
