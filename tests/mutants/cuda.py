@@ -205,7 +205,6 @@ EQUIVALENT = [
     (TABLES, "gradients + sequence * o.in[0] + s * «o.in[1]»", "o.out[1]", "out is as in"),
     (TABLES, "g + head * «o.in[2]», I(o.in[3])", "o.out[2]", "out is as in"),
     (TABLES, "g + head * o.in[2], I(«o.in[3]»)", "o.out[3]", "out is as in"),
-    (PLAN, "copies(p, t.q_in_place, «t.k_in_place»)", "*", "they differ only with a cache, where k is there"),
     (plans.PLAN, "(«p.k».heads && !k_in_place)", "*", "v is there where k goes to a cache"),
     (PLAN, "if («a.cos») {", "*", "sin is there where cos is"),
     (PLAN, "tokens_adjacent = «p.seq > 1 && p.q.in[2] > p.q.in[1]»;", "*", "how blocks lie"),

@@ -159,15 +159,8 @@ EQUIVALENT = [
     (HOST, "if («call.q_norm_weight») {", "*", "one weight is there where the other is"),
     (HOST, "if («call.cos_grad».numel() == 0)", "*", "sin_grad has the shape of cos_grad"),
     (HOST, 'type_of("rope.cos_sin", «call.cos»)', "*", "sin has the dtype of cos"),
-    (
-        PLAN,
-        "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;",
-        "*",
-        "each of these is always true: by one, more slowly",
-    ),
+    (PLAN, "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;", "*", "true in each case: a product by one, more slowly"),
     (PLAN, "{call.q, «call.q_out», call.k", "*", "it is q, or new and as q"),
     (PLAN, "native(«call.cos ? &*call.cos» : nullptr)", "*", "sin is there where cos is, and has its dtype"),
-    (PLAN, "copies(p, r.q_in_place, «r.k_in_place»)", "*", "they differ only with a cache, where v is copied"),
-    (PLAN, "n : {«p.head_dim, heads, p.seq, p.batch * r.groups»}", "*", "only a tensor of gigabytes has such a size"),
     (PLAN, "tokens.listed ? plan.rotate.params.batch : «tokens.copies»;", "*", "threads without work"),
-]
+]  # fmt: skip

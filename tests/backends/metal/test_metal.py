@@ -448,6 +448,17 @@ def test_blocks_of_2_32_cells_of_nothing(device):
     torch.ops.rope.rotate_(torch.empty(2**31, 0, 16, device="mps"), inv_freq=torch_rope.inv_freq(16).to("mps"))
 
 
+@pytest.mark.parametrize("size", [(2**31, 1, 1, 2), (1, 2**31, 1, 2), (1, 1, 2**31, 2), (1, 1, 1, 2**31)], ids=str)
+def test_sizes_past_2_31_are_refused(size, device):
+    """Without memory for them: q has no heads, k is expanded, and the caches have no blocks."""
+    batch, seq, heads, head_dim = size
+    q, k = torch.empty(batch, seq, 0, head_dim, device="mps"), randn(1, 1, 1, 1).expand(size)
+    cache = torch.empty(0, 16, heads, head_dim, device="mps")
+    slots = torch.tensor([[-1]]).to("mps").expand(batch, seq)
+    with pytest.raises(NotImplementedError, match=r"rope.rotate_into_cache_: a size of \d+ is too large for Metal"):
+        torch.ops.rope.rotate_into_cache_(q, k, k, cache, cache.clone(), inv_freq=randn(1), slots=slots)
+
+
 def test_many_of_everything(device):
     """More sequences, tokens or heads than a GPU's grid has in some directions elsewhere."""
     freq = torch_rope.inv_freq(2).to("mps")
