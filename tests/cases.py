@@ -321,7 +321,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
 SIZES = [
     (2, 5, 3, 1, 64, 64),
-    (1, 1, 9, 3, 64, 64),
+    (4, 1, 9, 3, 64, 64),
     (1, 130, 4, 2, 128, 128),
     (3, 7, 2, 2, 80, 32),
     (2, 3, 5, 1, 66, 66),

@@ -94,7 +94,6 @@ inline int merge_batch(RotateArgs& a) {
   }
   for (int i = 0; i < n; i++) {
     if (p.seq == 1) pairs[i][1] = pairs[i][0];
-    pairs[i][0] = 0;
   }
   const int step = p.seq == 1 && !p.has_positions ? 0 : 1;
   p.seq *= p.batch;

@@ -103,7 +103,6 @@ MUTANTS = [
     ("the columns of a row too few", COS_SIN, "const ulong to = ulong(at.y) * «size.x» + at.x;", "size.y"),
     ("NaN not written for a position outside", DEVICE, "if («!token.valid») {", "false"),
     ("what a far position loses forgotten", DEVICE, "turns_of(near, «float(place - rounded)»,", "0.0f"),
-    ("rows by position of a table by token", DEVICE, "const I row = «k_source == kTableByPosition» ?", "true"),
     ("strided sines read densely", DEVICE, "read_parameters<float>(x.sin, sin, «I(p.sin[2])», a.sin);", "I(1)"),
     ("strided sines of x's dtype read densely", DEVICE, "read_parameters<T>(x.sin, sin, «I(p.sin[2])», a.sin);", "I(1)"),
     ("the second vector where the first is", DEVICE, "if (c.whole) second = *reinterpret_cast<device const vec<T, 4>*>(«from + c.second»);", "from + c.first"),
@@ -146,6 +145,10 @@ MUTANTS = [
     ("a part without its last items", PLAN, "parts.count = «ceil_div(items, parts.part)»;", "std::max(items / parts.part, rope_int(1))"),
     ("a product of 32 bits", PLAN, "std::max({rows, p.rows, «p.blocks * p.block_size»}) <= INT32_MAX", "rope_int(int(unsigned(p.blocks) * unsigned(p.block_size)))"),
     ("parameters of 64 bits in 32", PLAN, "&& all(tensors, fits_32) &&\n                      «all(parameters, fits_32)»;", "true"),
+    ("what passes through the norm not copied", plans.PLAN, "return «p.has_norm» ||", "false"),
+    ("norm_eps dropped", plans.CALL, "    p.norm_eps = float(norm_eps);\n", ""),
+    ("one axis for all positions", plans.CALL, "p.positions[0] = «positions.stride(0)»;", "0"),
+    ("strided positions read densely", plans.CALL, "p.positions[1] = «positions.stride(-1)»;", "1"),
 ]  # fmt: skip
 MUTANTS += plans.MUTANTS
 

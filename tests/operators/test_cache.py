@@ -559,7 +559,7 @@ def test_padded_rows(dtype, layout, side, device):
 def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float32, device="cpu", layout="blocks"):
     q, k, v = make_qkv("bshd", "bhsd", "packed", batch, seq, 4, k_heads, 32, dtype, device)
     caches = Caches(layout, blocks, block_size, k_heads, 32, dtype, device)
-    return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(32).to(device)}
+    return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24).to(device)}
 
 
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])

@@ -99,6 +99,16 @@ def test_many_tokens_on_one_row(source, batch, seq, device):
             assert torch.equal(out, again)
 
 
+def test_small_terms_of_a_sum_are_not_lost(device):
+    """Far more of them than threads, beside one that is large."""
+    given, x, positions = torch.ones(30000, 1, 8), torch.ones(30000, 1, 8), torch.ones(30000, dtype=torch.int32)
+    given[0], given[..., 4:] = 2**25, 0
+    given, x, positions, table = (t.to(device) for t in (given, x, positions, torch.rand(2, 4)))
+    cos_grad, sin_grad = call([given], [x], {"cos": table, "sin": table, "positions": positions}, {})
+    assert (cos_grad[1] - (2**25 + 29999)).abs().max() <= 4  # two roundings
+    assert torch.equal(sin_grad, -cos_grad) and not cos_grad[0].any()
+
+
 def test_positions_at_the_end_of_int64(device):
     """With an offset back to the rows of the table."""
     given, x, angles = make(

@@ -65,6 +65,7 @@ OUTSIDE = {
     "norm_rotate_qk": (["q", "k", "weight", "weight"], {"positions": [0, 1, 2**40, 3, 4]}),
     "_norm_rotate_qk_backward": (["q", "k", "q", "k", "weight", "weight"], {"positions": [-3, 1, 2, 3, 4]}),
     "_rotate_table_backward": (["q", "k", "q", "k"], {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
+    "_rotate_table_backward far away": (["q", "k", "q", "k"], {"positions": [0, 1, 2**32 + 3, 3, 4]}),
     "_rotate_table_backward before the table": (["q", "k", "q", "k"], {"positions": [0, 1, 2, 3, 4], "offset": -1}),
     "rotate_into_cache_ at a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, PLACES, 3, 4]}),
     "rotate_into_cache_ before a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
@@ -150,6 +151,7 @@ SHAPES = [
     (1, 129, 2, 1, 6, 4),  # tokens past the last block
     (3, 65, 3, 2, 24, 24),
     (1, 2, 200, 3, 8, 8),
+    (1, 1200, 5, 3, 2, 2),  # rows of tables that share a block, each with threads of its own
     (2, 3, 3, 2, 2032, 2032),  # the widest head of vectors
     (1, 3, 3, 1, 2048, 2048),
     (1, 2, 3, 2, 4098, 4098),
@@ -267,10 +269,11 @@ def test_no_heads_with_strides_that_overflow(device):
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
     """Of heads, tokens and sequences far apart."""
-    memory = untouched(2**31 + 2**20, torch.bfloat16)
-    strides = (2**30, 2**29, 2**28, 1) if not heads_first else (2**28, 2**29, 2**30, 1)
-    x = memory.as_strided((2, 2, 2, 64), strides, 2**28 + 2**19)
-    assert x.storage_offset() + sum(strides) - 1 + 63 >= 2**31
+    strides = [2**30 + 2**20, 2**30, 2**28, 1]
+    if heads_first:
+        strides[:3] = strides[2::-1]
+    x = untouched(2**31 + 2**29, torch.bfloat16).as_strided((2, 2, 2, 64), strides, 2**19)
+    assert max(strides) < 2**31 < sum(strides)
     x.copy_(torch.randn(x.shape, device=device))
     dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
     y = dense.clone()
@@ -284,6 +287,18 @@ def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
     same(*gradients)
     rope.rotate_(x, inv_freq=freq)
     assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
+
+
+def test_slots_past_2_32(untouched, device):
+    size = 2**31 + 8
+    k_cache, v_cache = untouched(12 * size, torch.bfloat16).view(3, size, 2, 1, 2).unbind(2)
+    slots = torch.tensor([2**32 + 5, 3, size + 7, 2 * size + 9], device=device)
+    q, k, v = torch.randn(3, 4, 1, 2, device=device).to(torch.bfloat16)
+    freq = torch.ones(1, device=device)
+    expected = rope.rotate(k, inv_freq=freq)
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, slots=slots)
+    blocks, places = slots // size, slots % size
+    same([k_cache[blocks, places], v_cache[blocks, places]], [expected, v])
 
 
 @pytest.mark.large
@@ -369,7 +384,7 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
     per_head, freq = 2 * 50 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
     q, k, v = torch.randn(2, 50, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
     caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=dtype) for _ in "kv"]
-    weights, table = [torch.ones(128, device=device)] * 2, torch.rand(60, 64, device=device)
+    weights, table = [torch.ones(128, device=device)] * 2, torch.rand(60, 68, device=device)[:, :64]
     norm = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
 
     def launched(function, *tensors, **options):
@@ -386,6 +401,11 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles) == {16: 12 * per_head}
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles, **norm) == {16: 12 * per_head}
     assert launched(rope.rotate_qk_, q, k, inv_freq=freq[:32]) == {16: 10 * per_head // 2}
+    for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # channels that pass through, in one vector
+        x = torch.randn(2, 50, 3, 64 + more, device=device).to(dtype)
+        torch_rope._C.last_launches()
+        rope.rotate(x, inv_freq=freq[:32])
+        assert torch_rope._C.last_launches()[0]["stores"] == {width: x.numel() * dtype.itemsize // width}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -318,6 +318,9 @@ def test_offsets_along_each_axis_of_what_is_read_beside_q_and_k(last, wide, plan
         for tables in (good, of(3, 5, 4, axis=axis)), (of(3, 5, 4, axis=axis), good):
             assert plan(q, q, rotary_dim=8, tables=tables, by_token=True)["wide_index"] == wide
     assert plan(q, q, rotary_dim=8, inv_freq=of(4, axis=0))["wide_index"] == wide
+    by_position = torch.empty(7, 4, device="meta"), of(7, 4, axis=0)
+    for tables in by_position, by_position[::-1]:
+        assert plan(q, q, rotary_dim=8, tables=tables)["wide_index"] == wide
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 using cudaStream_t = struct CUstream_st*;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*device*/) {
-  *value = 132;
+  *value = 1;  // a small GPU: calls of the tests' size fill it
   return cudaSuccess;
 }
 struct cudaLaunchConfig_t {
