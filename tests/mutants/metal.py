@@ -165,5 +165,4 @@ EQUIVALENT = [
     (PLAN, "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;", "*", "true in each case: a product by one, more slowly"),
     (PLAN, "{call.q, «call.q_out», call.k", "*", "it is q, or new and as q"),
     (PLAN, "native(«call.cos ? &*call.cos» : nullptr)", "*", "sin is there where cos is, and has its dtype"),
-    (PLAN, "tokens.listed ? plan.rotate.params.batch : «tokens.copies»;", "*", "threads without work"),
 ]  # fmt: skip

@@ -10,8 +10,7 @@ PATCH, REFERENCE, FUNCTIONAL = (
     "torch_rope/reference.py",
     "torch_rope/functional.py",
 )
-VMAP = FLOPS = "tests/pytorch/test_compile.py"  # wherever vmap's and flops' tests are
-PARALLEL, COMPILE = "tests/pytorch/test_parallel.py", "tests/pytorch/test_compile.py"
+VMAP, FLOPS, PARALLEL, COMPILE = (f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "compile"))
 TRANSFORMERS, ROTARY = "tests/integrations/test_transformers.py", "tests/modules/test_rotary_embedding.py"
 
 MUTANTS = [

@@ -151,7 +151,7 @@ SHAPES = [
     (1, 129, 2, 1, 6, 4),  # tokens past the last block
     (3, 65, 3, 2, 24, 24),
     (1, 2, 200, 3, 8, 8),
-    (1, 1200, 5, 3, 2, 2),  # rows of tables that share a block, each with threads of its own
+    (1, 1030, 5, 3, 40, 40),  # rows of tables that share a block, each with threads of its own
     (2, 3, 3, 2, 2032, 2032),  # the widest head of vectors
     (1, 3, 3, 1, 2048, 2048),
     (1, 2, 3, 2, 4098, 4098),

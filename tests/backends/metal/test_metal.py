@@ -3,6 +3,7 @@
 On a Mac these run on the GPU; what counts loads and stores, or makes limits smaller, takes the simulator.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -179,6 +180,8 @@ def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, 
         assert buffers["q_given"] == buffers["q"] == (turned_q, 0)
         assert buffers["k_given"] == buffers["k"] == (turned_k, 0)
         assert buffers["cos_grad"] == buffers["sin_grad"] == (0, cos_grad.nbytes)
+        tokens_of_a_row = 1 if angles is by_token else batch
+        assert dispatch["threads"][1] == tokens_of_a_row * math.ceil((q_heads + k_heads) / 4)
         if head_dim % 8 == rotary_dim % 8 == 0:
             for name in ("q_given", "k_given", "q", "k"):
                 assert set(dispatch["buffers"][TABLE_BUFFERS.index(name)]["loads"]) == {str(4 * dtype.itemsize)}
@@ -527,10 +530,11 @@ def test_float64_is_refused(device):
 
 
 def test_an_error_while_it_is_encoded(simulated):
-    """The simulator runs a kernel where it is encoded, and tells that two tokens are written to one slot."""
-    q, cache, slots = randn(2, 1, 16), torch.zeros(4, 1, 16, device="mps"), torch.tensor([3, 3]).to("mps")
-    with pytest.raises(RuntimeError, match="race"):
-        torch.ops.rope.rotate_into_cache_(q, q.clone(), q.clone(), cache, cache.clone(), *tables(2, 16), slots=slots)
+    """Of a GPU whose threadgroups are smaller than a SIMD group: there is none."""
+    x, weight = randn(1, 1, 67), randn(67)
+    simulated.max_threads(16)
+    with pytest.raises(RuntimeError, match="threadgroups of 32 threads, at most 16"):
+        torch.ops.rope._norm_rotate_qk_backward(x, x, x, x, weight, weight, inv_freq=torch_rope.inv_freq(66).to("mps"))
 
 
 def test_threads_of_the_host(device):
