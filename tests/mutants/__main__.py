@@ -68,7 +68,7 @@ BUILDS = {
 def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
     """Writes only what has changed, for ninja."""
     there = set()
-    for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
+    for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "docs", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
         for path in [ROOT / part, *(ROOT / part).rglob("*")]:
             if path.is_file() and path.suffix != ".pyc":
                 name = path.relative_to(ROOT).as_posix()

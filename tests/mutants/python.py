@@ -10,7 +10,9 @@ PATCH, REFERENCE, FUNCTIONAL = (
     "torch_rope/reference.py",
     "torch_rope/functional.py",
 )
-VMAP, FLOPS, PARALLEL, COMPILE = (f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "compile"))
+VMAP, FLOPS, PARALLEL, IN_PLACE = (
+    f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "in_place")
+)
 TRANSFORMERS, ROTARY = "tests/integrations/test_transformers.py", "tests/modules/test_rotary_embedding.py"
 
 MUTANTS = [
@@ -49,7 +51,7 @@ MUTANTS = [
         REGISTER,
         'dims["positions"], first)})',
         'dims["positions"], 0)})',
-        "tests/operators/test_autograd.py",
+        VMAP,
     ),
     (
         "vmap: an operator in place may write to what is not mapped",
@@ -70,14 +72,14 @@ MUTANTS = [
         REGISTER,
         'signature.name.endswith("_backward")',
         'signature.name.endswith("table_backward")',
-        "tests/operators/test_norm.py",
+        VMAP,
     ),
     (
         "vmap: gradients of tables are summed over samples",
         REGISTER,
         'signature.name.endswith("_backward")',
         'signature.name.endswith("qk_backward")',
-        "tests/operators/test_autograd.py",
+        VMAP,
     ),
     (
         "flops: gradients of tables cost what a rotation costs",
@@ -93,7 +95,7 @@ MUTANTS = [
         REGISTER,
         "            _teach_inductor_storage_offsets()\n        with mode",
         "            pass\n        with mode",
-        COMPILE,
+        IN_PLACE,
     ),
     (
         "DTensor rules come only if DTensor was imported first",
@@ -147,13 +149,6 @@ MUTANTS = [
         '("block_size", "blocks", "heads", "head_dim")',
         PARALLEL,
     ),
-    (
-        "sharding: a call without slots is taken for one with them",
-        SHARDING,
-        '_remembered = _names.index("slots") if "slots" in _names else len(_names)',
-        "_remembered = len(_names)",
-        PARALLEL,
-    ),
     # frequencies
     (
         "yarn: the ramp is not rounded outwards",
@@ -167,7 +162,7 @@ MUTANTS = [
         FREQUENCIES,
         "if mscale and mscale_all_dim else m(1)",
         "if mscale else m(1)",
-        "tests/modules/test_frequencies.py",
+        "tests/integrations/test_configs.py",
     ),
     (
         "dynamic: the factor ignores the trained length",

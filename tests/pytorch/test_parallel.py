@@ -140,9 +140,13 @@ def is_taken(xs, angles, written, linear):
 
 
 def with_those_taken(factors, taken):
-    """(case, whether it is taken): any two values together, and any two that are together in a call that is taken."""
+    """(case, whether it is taken): any two values together, any two that are together in a call that is taken, and each
+    value where all else is whole."""
     given = covering(factors)
     given += [case for case in covering(factors, lambda **case: taken(case)) if case not in given]
+    whole = {name: values[0] for name, values in factors.items()}
+    alone = [whole | {name: value} for name, values in factors.items() for value in values]
+    given += [case for case in alone if case not in given]
     return [(case, taken(case)) for case in given]
 
 
