@@ -162,7 +162,7 @@ EQUIVALENT = [
     (HOST, "if («call.q_norm_weight») {", "*", "one weight is there where the other is"),
     (HOST, "if («call.cos_grad».numel() == 0)", "*", "sin_grad has the shape of cos_grad"),
     (HOST, 'type_of("rope.cos_sin", «call.cos»)', "*", "sin has the dtype of cos"),
-    (PLAN, "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;", "*", "true in each case: a product by one, more slowly"),
+    (PLAN, "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;", "*", "it becomes true for every call, and angles are multiplied by one"),
     (PLAN, "{call.q, «call.q_out», call.k", "*", "it is q, or new and as q"),
     (PLAN, "native(«call.cos ? &*call.cos» : nullptr)", "*", "sin is there where cos is, and has its dtype"),
 ]  # fmt: skip

@@ -96,8 +96,8 @@ class Session:
         return True
 
     def order(self, number: int) -> list[str]:
-        """Of the tests: the one that found this mistake last time, then those that find most for their time. At first that is
-        said of tests whose names have the name of the source in them."""
+        """The test that found this mistake last time comes first, then those that find most mistakes for their time. Where
+        nothing is known yet, tests whose names contain the source's name come first."""
         file, _, what, folders = self.job["mutants"][str(number)]
         topic = Path(file).stem
         last = self.known["kills"].get(f"{file}: {what}")

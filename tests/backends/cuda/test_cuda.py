@@ -290,6 +290,7 @@ def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
 
 
 def test_slots_past_2_32(untouched, device):
+    """Three blocks of `size` places: few of them are touched."""
     size = 2**31 + 8
     k_cache, v_cache = untouched(12 * size, torch.bfloat16).view(3, size, 2, 1, 2).unbind(2)
     slots = torch.tensor([2**32 + 5, 3, size + 7, 2 * size + 9], device=device)
@@ -401,7 +402,7 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles) == {16: 12 * per_head}
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles, **norm) == {16: 12 * per_head}
     assert launched(rope.rotate_qk_, q, k, inv_freq=freq[:32]) == {16: 10 * per_head // 2}
-    for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # channels that pass through, in one vector
+    for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # an odd vector, or channel, at a head's end
         x = torch.randn(2, 50, 3, 64 + more, device=device).to(dtype)
         torch_rope._C.last_launches()
         rope.rotate(x, inv_freq=freq[:32])
