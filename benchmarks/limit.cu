@@ -1,10 +1,12 @@
-// The least that a decode step can take: load a position, load the row it names, store. No rotation can wait for less.
-// Built by implementations.py.
+// A kernel that measures the least time of a decode step: it loads a position, loads the table row that the position
+// selects, and stores as many bytes as the result has. A rotation has to wait for the same loads and stores, one after
+// another. implementations.py builds this file.
 #include <cuda_runtime.h>
 
 namespace {
 
-// A thread stores 16 bytes. A token is a row of blocks, so that nothing is divided before the position is loaded.
+// Each thread stores 16 bytes. A token is one value of blockIdx.y, so that no division comes before the position's
+// load.
 __global__ void limit_kernel(const long long* positions, const float4* cos, const float4* sin, float4* out,
                              int row_vectors, int token_vectors) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,7 +18,8 @@ __global__ void limit_kernel(const long long* positions, const float4* cos, cons
 
 }  // namespace
 
-// cos and sin: [rows, row_vectors] of 16 bytes; out: [tokens, token_vectors] of 16 bytes. Returns CUDA's error code.
+// Launches the kernel and returns CUDA's error code. In vectors of 16 bytes, cos and sin are [rows, row_vectors] and
+// out is [tokens, token_vectors].
 extern "C" int rope_limit(const void* positions, const void* cos, const void* sin, void* out, int row_vectors,
                           int token_vectors, int tokens, int threads, void* stream) {
   const dim3 blocks((token_vectors + threads - 1) / threads, tokens);

@@ -17,6 +17,7 @@ ROOT = FOLDER.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # what the pages and pictures are made from
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
+PEER = "transformers"
 
 # Where a peer is faster, why: (what the case's name has in it, the peer's name) -> reason. Each such case has to be here.
 REASONS: dict[tuple[str, str], str] = {}
@@ -180,24 +181,62 @@ def speed(lines: list[dict]) -> str:
     return markdown(["time / time", "float32", "bfloat16"], rows)
 
 
-def one_token(lines: list[dict]) -> str:
-    def row(text: str, name: str, **fields) -> list[str]:
-        found = (one(lines, name, dtype=t, seq=1, **fields) for t in ("float32", "bfloat16"))
-        return [text, *(time(x and x["median_us"]) for x in found)]
+def front(lines: list[dict]) -> str:
+    """Returns the README's table of times, in float32 and bfloat16, and the machine."""
 
-    decode, cache = {"group": "decode"}, {"group": "cache", "op": "norm cache"}
+    def row(what: str, call: str, name: str, **fields) -> list[str]:
+        found = (one(lines, name, dtype=t, **fields) for t in ("float32", "bfloat16"))
+        return [what, call, *(time(x and x["median_us"]) for x in found)]
+
+    def model(what: str, call: str, name: str) -> list[str]:
+        found = [x for x in timed(lines, group="model", implementation=name) if x["case"].startswith("model: prompt")]
+        return [what, call, *(time(x["median_us"]) for t in ("float32", "bfloat16") for x in found if x["dtype"] == t)]
+
+    prompt, token, cache = {"group": "shapes", "seq": 2048}, {"group": "decode", "seq": 1}, {"group": "cache", "seq": 1}
     rows = [
-        row("`rotate_qk`", OURS[0], **decode),
-        row("`rotate_qk_`", OURS[2], **decode),
-        row("ONNX Runtime", "onnxruntime", **decode),
-        row("transformers, eager", "transformers", **decode),
-        row("transformers compiled", "transformers compiled", **decode),
-        row("`rotate_into_cache_` with norm", OURS[0], **cache),
-        row("`norm_rotate_qk` and two `index_copy_`", "torch_rope, then index_copy_", **cache),
-        row("transformers' function, torch's norm, two `index_copy_`, eager", "transformers", **cache),
-        row("the same compiled", "transformers compiled", **cache),
+        row("2,048 tokens", "**`rotate_qk`**", OURS[0], **prompt),
+        row("", "**`rotate_qk_`**, in place", OURS[2], **prompt),
+        row("", "a copy of q and k", "copy", **prompt),
+        row("", "transformers", PEER, **prompt),
+        row("", "transformers, compiled", f"{PEER} compiled", **prompt),
+        row("1 token", "**`rotate_qk`**", OURS[0], **token),
+        row("", "transformers", PEER, **token),
+        row("", "transformers, compiled", f"{PEER} compiled", **token),
+        row("1 token, with QK-norm and cache", "**`rotate_into_cache`**", OURS[0], op="norm cache", **cache),
+        row("", "transformers", PEER, op="norm cache", **cache),
+        model("SmolLM2-135M, 512 tokens", "**patched**", OURS[0]),
+        model("", "transformers", PEER),
     ]
-    return markdown(["one token, 32 and 8 heads of 128", "float32", "bfloat16"], rows)
+    return f"{markdown(['', '', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
+
+
+def reasons(lines: list[dict]) -> str:
+    """Returns the README's three reasons, each with its figures."""
+
+    def error(name: str, dtype: str) -> float:
+        fields = {"kind": "accuracy", "implementation": name, "dtype": dtype, "scaling": "default", "octave": 17}
+        (found,) = [x for x in lines if fields.items() <= x.items()]
+        return found["max_ulp"]
+
+    def times(name: str, **fields) -> str:
+        """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
+        both = [over(*(one(lines, n, dtype=t, **fields) for n in (name, OURS[0]))) for t in ("float32", "bfloat16")]
+        return " to ".join(dict.fromkeys(map(ratio, sorted(both))))
+
+    prompt, cache = {"group": "shapes", "seq": 2048}, {"group": "cache", "op": "norm cache", "seq": 1}
+    return "\n".join(
+        [
+            f"1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes "
+            f"{times(PEER, **prompt)} times as long, and {times(PEER + ' compiled', **prompt)} times when compiled.",
+            f"2. **Accurate.** From position 131,072 on, the largest error is {number(error('torch_rope', 'float32'))} units in "
+            f"the last place (ulps) in float32 and {number(error('torch_rope', 'bfloat16'))} in bfloat16. In implementations "
+            f"that multiply position and frequency in float32 it is {error(PEER, 'float32'):,.0f} and "
+            f"{number(error(PEER, 'bfloat16'))}.",
+            f"3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. "
+            f"`rotate_into_cache` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate "
+            f"functions take {times(PEER, **cache)} times as long, our own {times('torch_rope, then index_copy_', **cache)}.",
+        ]
+    )
 
 
 def whole_model(lines: list[dict]) -> str:
@@ -378,7 +417,8 @@ def cuda_kernels(_: list[dict]) -> str:
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "machine": machine,
     "speed": speed,
-    "one token": one_token,
+    "front": front,
+    "reasons": reasons,
     "whole model": whole_model,
     "details": details(group="sweep", seq=4096),
     "mini-vllm": details(group="mini-vllm"),

@@ -1,14 +1,17 @@
-// cos and sin of position * inv_freq to 5e-7 in float32 alone, for C++, CUDA and Metal alike.
+// cos and sin of position * inv_freq with an error of at most 5e-7, computed in float32 alone. C++, CUDA and Metal
+// share this code.
 //
-// A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. So the angle is
-// counted in turns, and the frequency in turns is a sum of two floats. One fma gives the exact product of the position
-// and the larger float; its whole turns are dropped without error, and what was rounded away is added to the small
-// rest. No double is needed (Metal has none, and consumer GPUs run it at 1/64 of the speed). A double only pays where
+// A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. Therefore the
+// angle is measured in turns (1 turn = 2 pi radians), and the frequency in turns is a sum of two floats, hi + lo. The
+// product of the position and hi is computed exactly: an fma gives what the rounded product lacks. The whole turns of
+// the rounded product are dropped without error, and all that was rounded away is added to a small rest. This needs no
+// double: Metal has none, and consumer GPUs compute doubles at 1/64 of the speed of floats. Doubles are used only if
 // the result is double.
 //
-// No result depends on what a compiler contracts: Metal's cannot be told everywhere, and the bits are to be the same on
-// every back end. The including file provides fma(T, T, T) and rint(T), and cosine_and_sine(double, double&, double&)
-// where there are doubles. T is float, or a vector of floats with T(float).
+// No result depends on whether a compiler contracts a product and a sum to an fma: Metal's compiler cannot be told
+// everywhere not to do it, and the bits must be the same on every back end. The including file provides fma(T, T, T)
+// and rint(T), and, if it has doubles, cosine_and_sine(double, double&, double&). T is float, or a vector of floats
+// that can be constructed from one float.
 #ifndef ROPE_ANGLE_H
 #define ROPE_ANGLE_H
 
@@ -16,7 +19,7 @@
 
 namespace rope {
 
-// inv_freq / (2 pi), in turns per position: hi + lo is right to about 2^-47 of it.
+// Computes inv_freq / (2 pi), the turns per position, as turns_hi + turns_lo with a relative error of about 2^-47.
 template <typename T>
 ROPE_FN void turns_per_position(T freq_hi, T freq_lo, ROPE_THREAD T& turns_hi, ROPE_THREAD T& turns_lo) {
   const T hi = T(0.15915494f);  // 1 / (2 pi) = hi + lo
@@ -25,7 +28,8 @@ ROPE_FN void turns_per_position(T freq_hi, T freq_lo, ROPE_THREAD T& turns_hi, R
   turns_lo = fma(freq_hi, hi, -turns_hi) + fma(freq_hi, lo, freq_lo * hi);
 }
 
-// sum + error = a + b, exactly. b may be a product.
+// Computes sum and error so that sum + error = a + b exactly. b may be a product: sums with b are fmas by one, which no
+// compiler contracts with that product.
 template <typename T>
 ROPE_FN void two_sum(T a, T b, ROPE_THREAD T& sum, ROPE_THREAD T& error) {
   const T one = T(1.0f);
@@ -34,19 +38,19 @@ ROPE_FN void two_sum(T a, T b, ROPE_THREAD T& sum, ROPE_THREAD T& error) {
   error = (a - (sum - of_b)) + fma(b, one, -of_b);
 }
 
-// The angle in turns, without whole turns: fraction is exact and within 1/2, rest is what was rounded away.
-// The position is position_hi + position_lo; position_lo is 0 for integers below 2^24.
+// Computes the angle in turns, without whole turns, as fraction + rest: fraction is exact and in [-1/2, 1/2], and rest
+// holds what was rounded away. The position is position_hi + position_lo; position_lo is 0 for integers below 2^24.
 template <typename T>
 ROPE_FN void turns_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& fraction,
                       ROPE_THREAD T& rest) {
   const T product = position_hi * turns_hi;
   const T lost = fma(position_hi, turns_hi, -product);
-  fraction = fma(rint(product), T(-1.0f), product);  // not -, which could be contracted with the product
+  fraction = fma(rint(product), T(-1.0f), product);  // a minus could be contracted with the product
   rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
   rest = rest - rint(rest);
 }
 
-// The angles of several axes are added. A zero one, before or after, changes no bit.
+// Adds the angle of another axis. Adding zero, or adding to zero, changes no bit.
 template <typename T>
 ROPE_FN void add_turns(T more_fraction, T more_rest, ROPE_THREAD T& fraction, ROPE_THREAD T& rest) {
   T sum, error;
@@ -56,9 +60,10 @@ ROPE_FN void add_turns(T more_fraction, T more_rest, ROPE_THREAD T& fraction, RO
   rest = rest - rint(rest);
 }
 
+// Computes cos and sin of the angle fraction + rest, in turns.
 template <typename T>
 ROPE_FN void cos_sin_of_turns(T fraction, T rest, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
-  // To the nearest half turn: both cos and sin change sign with each half, and |t| <= 1/4 remains.
+  // Subtract the nearest number of half turns, so that |t| <= 1/4. Each half turn changes the sign of both cos and sin.
   const T halves = rint((fraction + rest) * T(2.0f));
   const T t = fma(halves, T(-0.5f), fraction) + rest;
   const T odd = fma(rint(halves * T(0.5f)), T(-2.0f), halves);  // -1, 0 or 1
@@ -80,6 +85,7 @@ ROPE_FN void cos_sin_of_turns(T fraction, T rest, ROPE_THREAD T& cos, ROPE_THREA
   sin = s * (t * sign);
 }
 
+// Computes cos and sin of the angle of a position.
 template <typename T>
 ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE_THREAD T& cos, ROPE_THREAD T& sin) {
   T fraction, rest;
@@ -88,8 +94,8 @@ ROPE_FN void cos_sin_of(T position_hi, T position_lo, T turns_hi, T turns_lo, RO
 }
 
 #ifndef __METAL_VERSION__
-// In double the angle is an exact product too: angle + lost. The library reduces the angle, and what was lost is
-// rotated on.
+// In double, the angle in radians is an exact product too: angle + lost. The math library computes cos and sin of
+// `angle`, and (cos, sin) is then rotated by `lost`.
 ROPE_FN void angle_of(double position, double inv_freq, double& angle, double& lost) {
   angle = position * inv_freq;
   lost = fma(position, inv_freq, -angle);

@@ -1,5 +1,6 @@
-// A call as the kernels of the CPU and of CUDA take it: sizes, strides and addresses. Plain data, so that kernel files
-// need no header of torch, and no function with external linkage, because the CPU's are built for several processors.
+// The arguments of the CPU and CUDA kernels: sizes, strides and addresses. They are plain data, so that the kernel
+// files need no header of torch. This file defines no function with external linkage, because the CPU kernels are
+// compiled several times, for different processors.
 #pragma once
 
 #include "rope.h"
@@ -12,28 +13,30 @@ static inline int size_of(DType t) { return t == DType::kDouble ? 8 : t == DType
 
 struct RotateArgs {
   RopeParams params;
-  double attention_factor, norm_eps;           // params has them for float32 arithmetic
-  DType x_dtype, table_dtype, inv_freq_dtype;  // table: of cos and sin
+  double attention_factor, norm_eps;           // for float64 arithmetic; params has them for float32
+  DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype is that of cos and sin
   DType q_norm_dtype, k_norm_dtype;
-  bool wide_positions, wide_slots;  // int64, else int32
-  const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim] by the strides of params
+  bool wide_positions, wide_slots;  // true: int64, false: int32
+  const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim], with the strides in params
   void *q_out, *k_out, *v_out;
   const void *cos, *sin, *inv_freq, *positions, *slots, *q_norm_weight, *k_norm_weight;
 };
 
 struct NormBackwardArgs {
-  RotateArgs rotate;        // of the gradients, back
-  const void *q_in, *k_in;  // what was normalised
-  rope_int q[4], k[4];      // its strides
+  RotateArgs rotate;        // rotates the gradients of the results back
+  const void *q_in, *k_in;  // the tensors that the forward call normalised
+  rope_int q[4], k[4];      // their strides
 };
 
-// The gradients of cos and sin: with (a, b) a pair of x, (g, h) the gradient of what it became, over all heads and
-// tokens that a row turned,
-//   gradient of cos = factor * sum of (g a + h b),   of sin = factor * sum of (h a - g b), negative if inverse.
+// The arguments for the gradients of cos and sin. Let (a, b) be a pair of x before the rotation, and (g, h) the
+// gradient of the pair after the rotation. The gradients of one element of cos and sin are sums over all heads of all
+// tokens that the table row rotated:
+//   gradient of cos = factor * sum of (g a + h b)
+//   gradient of sin = factor * sum of (h a - g b), with the opposite sign if the rotation is inverse
 struct TableBackwardArgs {
-  RotateArgs rotate;        // q_in and k_in are the gradients of the results; nothing goes to q_out and k_out
-  const void *q_in, *k_in;  // what was rotated
-  rope_int q[4], k[4];      // its strides
+  RotateArgs rotate;        // q_in and k_in are the gradients of the results; q_out and k_out are not written
+  const void *q_in, *k_in;  // the tensors that the forward call rotated
+  rope_int q[4], k[4];      // their strides
   TokensOfRows tokens;
   const rope_int *order, *starts;  // [tokens or seq], [rows + 1]; null unless listed
   void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; each row is written once
@@ -41,9 +44,9 @@ struct TableBackwardArgs {
 
 struct CosSinArgs {
   CosSinParams params;
-  double attention_factor;           // params has it for float32 arithmetic
-  DType dtype, inv_freq_dtype;       // dtype: of cos and sin
-  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs], by the strides of params
+  double attention_factor;           // for float64 arithmetic; params has it for float32
+  DType dtype, inv_freq_dtype;       // dtype is that of cos and sin
+  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs], with the strides in params
   void *cos, *sin;                   // [tokens, pairs], contiguous, aligned to 16 bytes
 };
 

@@ -1,4 +1,4 @@
-// Checked calls, turned into what the back ends take.
+// Converts checked calls to the structs that the back ends take.
 #include "call.h"
 
 #include <ATen/ops/arange.h>
@@ -19,32 +19,34 @@ namespace {
 
 Operand operand_of(const Tensor& in, const Tensor& out) {
   Operand o{in.size(-2), {}, {}};
-  if (o.heads == 0) return o;  // strides that lead nowhere may be too large for a back end's offsets
+  if (o.heads == 0) return o;  // strides to no element may be too large for a back end's element offsets
   strides_of(in, o.in);
   strides_of(out, o.out);
   return o;
 }
 
-// Strides of a table, right-aligned into [batch, row, column]; a batch of one serves all.
+// Writes the strides of a table as [batch, row, column], right-aligned. If the batch is one, its stride is 0, so that
+// all sequences share it.
 void table_strides(const Tensor& table, rope_int* strides) {
   std::copy(table.strides().rbegin(), table.strides().rend(), std::reverse_iterator(strides + 3));
   if (table.dim() == 3 && table.size(0) == 1) strides[0] = 0;
 }
 
-// Strides of positions or slots as [batch, seq]; a batch of one serves all.
+// Writes the strides of positions or slots as [batch, seq]. If the batch is one, its stride is 0, so that all sequences
+// share it.
 void token_strides(const Tensor& t, rope_int* strides) {
   strides[0] = t.dim() == 2 && t.size(0) > 1 ? t.stride(0) : 0;
   strides[1] = t.stride(-1);
 }
 
-// attention_factor as two floats, for float32 arithmetic.
+// Splits attention_factor into a sum of two floats, for float32 arithmetic.
 template <typename Params>
 void split_factor(double attention_factor, Params& p) {
   p.factor_hi = std::isnan(attention_factor) ? NAN : float(attention_factor);
   p.factor_lo = std::isfinite(p.factor_hi) ? float(attention_factor - p.factor_hi) : 0.0f;
 }
 
-// In the order of DType and of PositionType; the checks have seen to it that there is no other.
+// The orders are those of DType and PositionType. The checks let no other dtype pass.
 constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
 constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,     at::kShort, at::kInt,   at::kLong,
                                              at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
@@ -74,7 +76,7 @@ RopeParams RotateCall::params() const {
   } else {
     p.source = cos->dim() == 3 ? kTableByToken : kTableByPosition;
     p.rotary_dim = 2 * cos->size(-1);
-    p.rows = cos->size(-2);
+    p.table_rows = cos->size(-2);
     table_strides(*cos, p.cos);
     table_strides(*sin, p.sin);
   }
@@ -154,7 +156,7 @@ NormBackwardArgs NormBackwardCall::args() const {
 TokensOfRows TableBackwardCall::tokens() const {
   const RopeParams p = rotate.params();
   const bool by_position = p.source == kTableByPosition;
-  // Whether each sequence has rows, or positions, of its own.
+  // own: each sequence has its own positions or, in a table by token, its own rows.
   const OptTensor& positions = rotate.positions;
   const bool own = by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1;
   TokensOfRows t{};
@@ -162,13 +164,14 @@ TokensOfRows TableBackwardCall::tokens() const {
   t.copies = own ? 1 : p.batch;
   t.entries = own ? p.batch * p.seq : p.seq;
   t.listed = by_position && p.has_positions;
-  t.shift = by_position && !t.listed ? p.offset : 0;  // any offset may come with positions, and overflow with a row
+  // The offset may be any number if positions are given, and then row - offset could overflow.
+  t.shift = by_position && !t.listed ? p.offset : 0;
   return t;
 }
 
 std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
   const int64_t rows = rotate.cos->size(0), offset = rotate.offset.guard_int(__FILE__, __LINE__);
-  int64_t last = 0;  // what is outside becomes row -1 or `rows`, so that no sum overflows
+  int64_t last = 0;  // positions outside of the table become row -1 or row `rows`, so that no sum overflows
   if (__builtin_sub_overflow(rows, offset, &last)) last = INT64_MAX;
   const Tensor row = rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last).add(offset);
   // torch 2.11 sorts int64 wrongly on some releases of macOS (pytorch/pytorch#155560).

@@ -1,4 +1,4 @@
-// One call of an operator: its arguments, their checks, and what a back end gets of them.
+// One call of an operator: its arguments, the checks of them, and the structs that back ends get from them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,8 @@ namespace rope {
 using at::Tensor;
 using OptTensor = std::optional<at::Tensor>;
 
-// The arguments that the rotating operators share, in the order of the schemas. It refers to the caller's tensors.
+// The arguments that the rotating operators share, in the order of the schemas. The struct holds references to the
+// caller's tensors and offset.
 struct Angles {
   const OptTensor &cos, &sin;  // [max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]
   const OptTensor& inv_freq;   // [rotary_dim / 2]
@@ -19,11 +20,12 @@ struct Angles {
   double attention_factor;
   bool interleaved, inverse;
 
-  // f of each.
+  // Returns f(...) of all members, in the order of the schemas.
   template <typename F>
   auto pass(F&& f) const {
     return f(cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
   }
+  // Returns the angles of the opposite rotation, by which gradients are rotated.
   Angles back() const {
     Angles a = *this;
     a.inverse = !inverse;
@@ -31,7 +33,7 @@ struct Angles {
   }
 };
 
-// The same of the operators with a norm, which have no inverse.
+// The arguments that the operators with a norm share, in the order of their schemas. They have no argument `inverse`.
 struct NormAngles : Angles {
   double norm_eps;
 
@@ -45,22 +47,24 @@ struct NormAngles : Angles {
   }
 };
 
+// One call of a rotating operator. It rotates in place unless q_out and k_out are set.
 struct RotateCall : Angles {
-  const char* op;   // "rope.rotate"
-  const Tensor* q;  // [seq, heads, head_dim] or [batch, seq, heads, head_dim]; x of rotate
-  const Tensor* k;  // the same with its own heads, or null
+  const char* op;   // the name for messages, such as "rope.rotate"
+  const Tensor* q;  // [seq, heads, head_dim] or [batch, seq, heads, head_dim]; the x of rotate
+  const Tensor* k;  // like q, but the number of heads may differ; or null
   const Tensor* q_out = q;
   const Tensor* k_out = k;
 
-  // RMS norm of every head before it is rotated; both weights or neither.
+  // The weights of the RMS norm that is applied to every head before the rotation. Both are null if there is no norm.
   const Tensor* q_norm_weight = nullptr;  // [head_dim]
   const Tensor* k_norm_weight = nullptr;
   double norm_eps = 0;
 
-  // Into a cache, where there is a v: k_out and v_out are [blocks, block_size, heads, head_dim], or one block of it.
-  const Tensor* v = nullptr;  // as k; copied
+  // If v is set, rotated k and a copy of v are written to the caches k_out and v_out, which are
+  // [blocks, block_size, heads, head_dim], or [block_size, heads, head_dim] if there is one block.
+  const Tensor* v = nullptr;  // like k
   const Tensor* v_out = nullptr;
-  const Tensor* slots = nullptr;  // [seq] or [batch, seq], or null: row b writes block b at its positions
+  const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
 
   void set_norm(const Tensor* q_weight, const Tensor* k_weight, double eps) {
     q_norm_weight = q_weight;
@@ -69,61 +73,67 @@ struct RotateCall : Angles {
   }
   const char* q_name() const { return k ? "q" : "x"; }
 
-  // Of real tensors, after check.
+  // These need real tensors and a call that passed check().
   RopeParams params() const;
   RotateArgs args() const;
 };
 
+// One call of norm_rotate_qk's backward.
 struct NormBackwardCall {
-  RotateCall rotate;  // of the gradients, back
-  const Tensor& q;    // what was normalised
+  RotateCall rotate;  // rotates the gradients of the results back
+  const Tensor& q;    // the tensors that the forward call normalised
   const Tensor& k;
   const Tensor& q_norm_weight_grad;  // [head_dim], contiguous
   const Tensor& k_norm_weight_grad;
 
-  NormBackwardArgs args() const;  // of real tensors, after check
+  NormBackwardArgs args() const;  // needs real tensors and a call that passed the checks
 };
 
+// One call that computes the gradients of cos and sin.
 struct TableBackwardCall {
-  RotateCall rotate;       // q and k are the gradients of the results; there is nothing else to write
-  const Tensor& q;         // what was rotated
-  const Tensor* k;         // or null
-  const Tensor& cos_grad;  // as cos, contiguous
+  RotateCall rotate;       // its q and k are the gradients of the results; its q_out and k_out are not written
+  const Tensor& q;         // the tensors that the forward call rotated
+  const Tensor* k;         // null if there is no k
+  const Tensor& cos_grad;  // the shape of cos, contiguous
   const Tensor& sin_grad;
 
-  // Of real tensors, after check; of every back end.
+  // These need real tensors and a call that passed the checks. Every back end uses the first two.
   TokensOfRows tokens() const;
-  // For tokens().listed: the tokens (of one sequence, where all have the same positions) in the order of their rows,
-  // and where each row begins. int64, [tokens] and [rows + 1].
+  // Returns, if tokens().listed, the tokens in the order of their table rows, and the index in this order where each
+  // row begins. If all sequences have the same positions, only the tokens of the first are listed. int64, [tokens] and
+  // [rows + 1].
   std::pair<Tensor, Tensor> order_and_starts() const;
-  TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both undefined unless listed
+  TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both are undefined unless listed
 };
 
-// The angle is the sum over axes of position * inv_freq.
+// One call of cos_sin: the angle is the sum over axes of position * inv_freq.
 struct CosSinCall {
-  const Tensor& positions;  // [axes, *P]; any shape P
+  const Tensor& positions;  // [axes, *P], where P is any shape
   const Tensor& inv_freq;   // [axes, rotary_dim / 2]
   double attention_factor;
   const Tensor& cos;  // [*P, rotary_dim / 2], contiguous
   const Tensor& sin;
 
-  // Of real tensors, after check; positions and inv_freq of the dtype that the back end takes, positions contiguous or
-  // [axes, tokens].
+  // These need real tensors and a call that passed check_cos_sin(). A back end passes positions and inv_freq again, in
+  // dtypes that its kernels read; positions must be contiguous or [axes, tokens].
   CosSinParams params(const Tensor& positions, const Tensor& inv_freq) const;
   CosSinArgs args(const Tensor& positions, const Tensor& inv_freq) const;
 };
 
-// As [batch, seq, heads, head_dim]: a 3-D tensor is a batch of one.
+// Writes the strides of t to strides[4], as [batch, seq, heads, head_dim]. A 3-D tensor is a batch of one: strides[0]
+// stays as it was.
 void strides_of(const Tensor& t, rope_int* strides);
 
-// ValueError and TypeError of the contract. Also right for fake tensors: sizes stay symbolic, and values are not looked
-// at.
+// Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
+// no value in a tensor is read.
 void check(const RotateCall& call, bool in_place);
-// q and k (or null) are what the gradients belong to.
+// Checks that q and k (or null) match their gradients, which are the q and k of the call.
 void check_gradients(const RotateCall& gradients, const Tensor& q, const Tensor* k);
-// IndexError of the contract, for positions from low to high, without the offset.
+// Raises an IndexError if a position is out of range. low and high are the smallest and largest position before the
+// offset is added.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
-// -> the dtype of the result. axes: positions and inv_freq have a dimension of axes in front.
+// Checks the arguments of cos_sin and returns the dtype of the results. axes: the first dimension of positions and
+// inv_freq is that of the axes.
 at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
                              std::optional<at::ScalarType> dtype, bool axes);
 

@@ -1,4 +1,4 @@
-// torch_rope._C: loading it registers the operators; asking it tells what was built.
+// The extension module torch_rope._C. Loading it registers the operators; its attributes tell what was built.
 #include <pybind11/pybind11.h>
 
 #include <string>
@@ -9,7 +9,7 @@
 #endif
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "What this build of torch_rope contains. The operators are in torch.ops.rope.";
+  m.doc() = "Describes this build of torch_rope. The operators are in torch.ops.rope.";
 #if defined(ROPE_WITH_CUDA)
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
 #elif defined(ROPE_WITH_MPS)
@@ -20,5 +20,5 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.def(
       "cpu_instruction_set", [] { return std::string(rope::cpu::kernels().name); },
-      "The CPU kernels in use: plain, avx2 or avx512.");
+      "Returns the name of the CPU kernels in use: plain, avx2 or avx512.");
 }

@@ -1,4 +1,4 @@
-// Schemas, and the Meta kernels: results without values.
+// The schemas of the operators, and the Meta kernels, which check the arguments and return results without values.
 #include "ops.h"
 
 namespace rope {

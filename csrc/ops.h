@@ -1,4 +1,4 @@
-// The operators, for any back end. A back end is a struct with
+// The operators, for any back end. A back end is a struct with the functions
 //   static void rotate(const RotateCall&);
 //   static void norm_backward(const NormBackwardCall&);
 //   static void table_backward(const TableBackwardCall&);
@@ -22,12 +22,15 @@ namespace rope {
 
 std::vector<std::string> schemas();
 
-// ---- kernels for the dispatcher, which takes each argument by itself ----
+// ---- kernels for the dispatcher ----
+//
+// The functions of Ops take the arguments that the operators share as one struct, Angles or NormAngles. The dispatcher
+// passes each argument separately. kernel<f> converts a function of the first kind to one of the second.
 
 template <typename... T>
 struct Types {};
 
-// Of what Angles or NormAngles pass.
+// TypesOf<A> lists the types of the arguments that the struct A (Angles or NormAngles) stands for.
 template <typename A>
 auto types_of(const A& angles) {
   return angles.pass([](const auto&... each) { return Types<std::decay_t<decltype(each)>...>(); });
@@ -35,7 +38,7 @@ auto types_of(const A& angles) {
 template <typename A>
 using TypesOf = decltype(types_of(std::declval<A>()));
 
-// As a kernel takes it.
+// The type with which a kernel takes an argument of type T.
 template <typename T>
 using Argument = std::conditional_t<std::is_same_v<T, OptTensor>, const OptTensor&, T>;
 
@@ -50,7 +53,7 @@ struct UnpackedAs<A, R, Types<Own...>, Types<Each...>> {
   }
 };
 
-// R f(angles, own...) is, for the dispatcher, R(own..., each of the angles).
+// The dispatcher's form of R f(angles, own...) is R(own..., arguments of angles...).
 template <typename F>
 struct Unpacked;
 template <typename A, typename R, typename... Own>
@@ -61,8 +64,8 @@ constexpr auto* kernel = &Unpacked<std::remove_pointer_t<decltype(f)>>::template
 
 // ---- the operators ----
 
-// at::empty_like(x). The fake one of torch differs from the real one in strides of dimensions of size 1, so those that
-// x keeps are said here.
+// Returns at::empty_like(x). For fake tensors, torch's at::empty_like gives dimensions of size 1 other strides than for
+// real ones, so this function spells out the strides that the result has: those of x, if x is dense.
 inline Tensor result_like(const Tensor& x) {
   if (!x.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return at::empty_like(x);
   return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
@@ -103,7 +106,7 @@ struct Ops {
     return to_new(call);
   }
 
-  // -> gradients of q, k, q_norm_weight, k_norm_weight
+  // Returns the gradients of q, k, q_norm_weight and k_norm_weight.
   static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
       const NormAngles& angles, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k,
       const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
@@ -136,14 +139,15 @@ struct Ops {
     Backend::rotate(call);
   }
 
-  // -> gradients of cos and sin
+  // Returns the gradients of cos and sin.
   static std::tuple<Tensor, Tensor> rotate_table_backward(const Angles& angles, const Tensor& q_out_grad,
                                                           const OptTensor& k_out_grad, const Tensor& q,
                                                           const OptTensor& k) {
     const RotateCall call{angles, "rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad)};
     check(call, false);
     check_gradients(call, q, pointer(k));
-    TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq instead of cos and sin; its gradient is that of cos_sin");
+    TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq is given but must be None, because this operator computes the ",
+                      "gradients of cos and sin; rope.cos_sin has the gradient of inv_freq");
     Tensor cos_grad = at::empty_symint(call.cos->sym_sizes(), call.cos->options()), sin_grad = at::empty_like(cos_grad);
     Backend::table_backward({call, q, pointer(k), cos_grad, sin_grad});
     return {std::move(cos_grad), std::move(sin_grad)};
@@ -171,6 +175,7 @@ struct Ops {
     return {std::move(cos), std::move(sin)};
   }
 
+  // Runs a call on q and k that writes new tensors, and returns them.
   static std::tuple<Tensor, Tensor> to_new(RotateCall& call) {
     check(call, false);
     Tensor q_out = result_like(*call.q), k_out = result_like(*call.k);

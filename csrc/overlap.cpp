@@ -5,7 +5,8 @@
 namespace rope {
 namespace {
 
-// All sums of step * t with 0 <= t <= count, over at most 8 terms: the byte offsets that a strided tensor can reach.
+// The set of all sums over at most 8 terms of step * t, with 0 <= t <= count in each term. These are the byte offsets
+// of the elements of a strided tensor.
 class Sums {
  public:
   void add(int64_t step, int64_t count) {
@@ -19,7 +20,7 @@ class Sums {
     terms_[size_++] = {step, count, 0};
   }
 
-  // Whether a sum lies in [low, high].
+  // Returns whether a sum lies in [low, high].
   bool reach(int64_t low, int64_t high) {
     std::sort(terms_, terms_ + size_, [](const Term& a, const Term& b) { return a.step > b.step; });
     int64_t rest = 0;
@@ -33,13 +34,15 @@ class Sums {
     int64_t step, count, rest;  // rest: the largest sum of this term and all smaller ones
   };
 
-  // Largest steps first. What is left must be within the reach of the smaller steps, so nested dimensions leave one or
-  // two candidates.
+  // Returns whether a sum of the terms from i on lies in [low, high]. The terms are sorted, largest step first. Only
+  // those t are tried that leave a remainder which the smaller steps can reach, so nested dimensions leave one or two
+  // t.
   bool reach_from(int i, int64_t low, int64_t high) {
     if (high < 0) return false;
     if (low <= 0) return true;
     if (i == size_ || low > terms_[i].rest) return false;
-    if (--budget_ < 0) return true;  // strides of no layout that we know: rather refused than wrong
+    if (--budget_ < 0)
+      return true;  // no known layout has such strides: reject it, because a missed overlap would be worse
     const auto [step, count, total] = terms_[i];
     const int64_t below = total - step * count;
     const int64_t first = low <= below ? 0 : (low - below + step - 1) / step;
@@ -59,7 +62,7 @@ class Sums {
 
 Memory::Memory(const at::Tensor& t)
     : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())), length_(itemsize_) {
-  // More dimensions are in no argument that passes the checks of shapes.
+  // No argument that passes the checks of shapes has more than 4 dimensions.
   if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || dims_ > 4) return;
   sizes_ = t.sizes().data();
   strides_ = t.strides().data();
@@ -70,8 +73,8 @@ Memory::Memory(const at::Tensor& t)
   first_ = t.storage_offset() * itemsize_;
   known_ = true;
   storage_ = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  // Two storages may still be one memory (torch.from_numpy twice), which only an address can tell; on other devices
-  // data() is a handle and no address.
+  // Two storages may hold the same memory (call torch.from_numpy twice on one array), which only their addresses show.
+  // On other devices, data() is a handle and not an address.
   if ((t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
     address_ = reinterpret_cast<intptr_t>(storage_->data());
 }
@@ -89,8 +92,10 @@ bool Memory::overlaps_itself() const {
     nested = nested && within <= step(d);
   }
   if (nested) return false;
-  // Two indices whose largest differing step is that of dimension d: step * (1 + t) + the smaller dimensions, each from
-  // -(n - 1) to n - 1.
+  // Two elements share a byte if their distance is smaller than an element. Let d be the dimension with the largest
+  // step among those in which their indices differ. The distance is step(d) * (1 + t), with 0 <= t <= n - 2, plus
+  // step(e) * u for each dimension e with a smaller step, with -(n - 1) <= u <= n - 1, where n is the size of the
+  // dimension. Sums counts from 0, so n - 1 is added to each u, and to the target.
   for (int64_t d = 0; d < dims_; d++) {
     if (sizes_[d] < 2) continue;
     Sums sums;
@@ -108,8 +113,9 @@ bool Memory::overlaps_itself() const {
 }
 
 bool Memory::shares_byte(const Memory& other) const {
-  // apart + (an offset in this) - (an offset in the other), the latter counted from its end so that every term is
-  // positive.
+  // An element at byte offset a of this tensor and an element at byte offset b of the other share a byte if a - b is
+  // close enough to other.begin() - begin(). b is counted from the last element backwards, so that every term of the
+  // sum is positive; the target moves by the byte offset of the last element.
   Sums sums;
   int64_t target = other.begin() - begin();
   for (int64_t d = 0; d < dims_; d++) sums.add(step(d), sizes_[d] - 1);

@@ -1,23 +1,24 @@
-// Whether strided tensors share memory, exactly: slices of one packed tensor interleave and are still apart.
+// Finds out exactly whether strided tensors share memory. The address ranges of slices of one packed tensor interleave,
+// although the slices share no element.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace rope {
 
-// The bytes of a tensor. None where it is empty, and none that we know of where a size or stride is symbolic: there the
-// real kernel looks again.
+// The bytes that a tensor occupies. An empty tensor occupies none. If a size or stride is symbolic, the bytes are
+// unknown and no overlap is reported; the kernel for real tensors checks again.
 class Memory {
  public:
   explicit Memory(const at::Tensor& t);
 
-  // The same element at two different indices.
+  // Returns whether elements at two different indices share a byte.
   bool overlaps_itself() const;
 
-  // A byte in common.
+  // Returns whether an element of this tensor and an element of the other share a byte.
   bool overlaps(const Memory& other) const { return range_overlaps(other) && shares_byte(other); }
 
-  // A byte in common between the first and the last of each.
+  // Returns whether the address ranges, each from the first to the last byte of a tensor, share a byte.
   bool range_overlaps(const Memory& other) const {
     if (!known_ || !other.known_) return false;
     if (storage_ != other.storage_ && !(address_ && other.address_)) return false;
@@ -34,10 +35,10 @@ class Memory {
   bool known_ = false;
   int64_t dims_, itemsize_;
   const int64_t *sizes_, *strides_;  // the tensor's own
-  int64_t first_ = 0;                // byte offset in the storage
-  int64_t length_;                   // bytes from the first to the last
+  int64_t first_ = 0;                // byte offset of the first element in the storage
+  int64_t length_;                   // bytes from the start of the first element to the end of the last
   const c10::StorageImpl* storage_ = nullptr;
-  intptr_t address_ = 0;  // of the storage, where it is one
+  intptr_t address_ = 0;  // the address of the storage, or 0 if it has none that can be compared
 };
 
 }  // namespace rope

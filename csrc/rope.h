@@ -1,4 +1,5 @@
-// What host code and kernels share: plain sizes, strides and flags, no pointers. Metal gets the struct by setBytes.
+// The structs that host code and kernels share. They hold plain sizes, strides and flags, and no pointers, because
+// Metal gets them as bytes (setBytes).
 #ifndef ROPE_ROPE_H
 #define ROPE_ROPE_H
 
@@ -17,28 +18,29 @@ enum AngleSource : int {
   kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
 };
 
-// Of the positions that cos_sin takes.
+// The dtype of the positions that cos_sin takes.
 enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };
 
-// One tensor of the call, [batch, seq, heads, head_dim]. Strides count elements, in that order.
+// The number of heads and the strides of q, k or v. Strides count elements.
 struct Operand {
-  rope_int heads;  // 0: there is no such tensor
-  rope_int in[4];
-  rope_int out[4];  // of a cache: [blocks, block_size, heads, head_dim]
+  rope_int heads;   // 0: the call has no such tensor
+  rope_int in[4];   // [batch, seq, heads, head_dim]
+  rope_int out[4];  // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
 };
 
+// One call of a rotating operator.
 struct RopeParams {
   rope_int batch, seq, head_dim, rotary_dim;
-  Operand q, k, v;          // v is copied; it and k go to a cache where there is a v
-  rope_int cos[3], sin[3];  // strides: batch, row, column; a row is a position or a token
-  rope_int rows;            // rows of a table by position
+  Operand q, k, v;          // if there is a v, rotated k and a copy of v are written to caches
+  rope_int cos[3], sin[3];  // strides: batch, row, column; a row belongs to a position or a token
+  rope_int table_rows;      // the number of rows of a table by position
   rope_int inv_freq;        // stride
   rope_int positions[2];    // strides: batch, seq
   rope_int offset;
   rope_int slots[2];  // strides: batch, seq
   rope_int blocks, block_size;
   rope_int q_norm_weight, k_norm_weight;  // strides
-  float factor_hi, factor_lo;             // attention_factor
+  float factor_hi, factor_lo;             // attention_factor is the sum of the two
   float norm_eps;
   int source;  // AngleSource
   int has_positions;
@@ -48,28 +50,31 @@ struct RopeParams {
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 424, "the same layout on host and device");
+static_assert(sizeof(RopeParams) == 424, "RopeParams must have the same layout on host and device");
 
-// The tokens that a row of the tables turned, for the gradient of that row. Token t is (t / seq, t % seq) of [batch,
-// seq]. A row has entries; each stands for `copies` tokens: entry, entry + seq, entry + 2 seq ...
-//   listed: the entries of row r are order[starts[r]] .. order[starts[r + 1] - 1];
-//   else row r has the entry r - shift, where that is at least 0 and below `entries`, or none.
+// Tells which tokens each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
+// t % seq of sequence t / seq.
+//
+// The tokens of a row are given by entries. An entry is the number of a token, and stands for `copies` tokens that have
+// the same row in different sequences: entry, entry + seq, entry + 2 seq ... The entries of row r are
+//   if listed: order[starts[r]] .. order[starts[r + 1] - 1];
+//   otherwise: the one entry r - shift, or none if r - shift is not in [0, entries).
 struct TokensOfRows {
-  rope_int rows;  // of all tables
+  rope_int rows;  // the number of rows of the table; a 3-D table has batch * seq, or seq if its batch is 1
   rope_int copies, shift, entries;
   int listed;
 };
 
-// The angle of a token is the sum over axes of position * inv_freq.
+// One call of cos_sin: the angle of a token is the sum over axes of position * inv_freq.
 struct CosSinParams {
   rope_int axes, tokens, pairs;
   rope_int positions[2];       // strides: axis, token
   rope_int inv_freq[2];        // strides: axis, pair
-  float factor_hi, factor_lo;  // attention_factor
+  float factor_hi, factor_lo;  // attention_factor is the sum of the two
   PositionType position_type;
 };
 
-static_assert(sizeof(CosSinParams) == 72, "the same layout on host and device");
+static_assert(sizeof(CosSinParams) == 72, "CosSinParams must have the same layout on host and device");
 
 }  // namespace rope
 

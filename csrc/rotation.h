@@ -1,28 +1,29 @@
-// The rotation, written once for C++, CUDA and Metal. Includes nothing: the including file provides fma(T, T, T).
+// The rotation, written once for C++, CUDA and Metal. This file includes nothing: the including file provides
+// fma(T, T, T).
 #ifndef ROPE_ROTATION_H
 #define ROPE_ROTATION_H
 
 #ifndef ROPE_FN
-#define ROPE_FN static inline  // internal: the CPU's kernels are built for several processors
+#define ROPE_FN static inline  // internal linkage: the CPU kernels are compiled for several processors
 #endif
 
 #ifdef __METAL_VERSION__
-#define ROPE_THREAD thread  // Metal wants to know in which memory a reference leads
+#define ROPE_THREAD thread  // in Metal, a reference must name its address space
 #else
 #define ROPE_THREAD
 #endif
 
 namespace rope {
 
-// A pair (x, y) turned by an angle is  x' = x cos - y sin,  y' = y cos + x sin:
-// both are own * cos + partner * (-sin or +sin). The fma is written out so that no compiler chooses the contraction,
-// and an element gets the same bits from every loop that computes it.
+// Returns one channel of a rotated pair. A pair (x, y) rotated by an angle is x' = x cos - y sin, y' = y cos + x sin,
+// so both channels are own * cos + partner * (-sin or +sin). The fma is written out, so that no compiler chooses which
+// product to contract, and an element gets the same bits from every loop that computes it.
 template <typename T>
 ROPE_FN T rotated(T own, T partner, T cos, T signed_sin) {
   return fma(own, cos, partner * signed_sin);
 }
 
-// Channels of pair i. Interleaved: (2i, 2i + 1). Half-split: (i, i + pairs).
+// The channels of pair i are (2i, 2i + 1) if interleaved, and (i, i + pairs) if half-split.
 template <typename I>
 ROPE_FN I first_channel(I pair, bool interleaved) {
   return interleaved ? 2 * pair : pair;
@@ -32,7 +33,8 @@ ROPE_FN I partner_distance(I pairs, bool interleaved) {
   return interleaved ? I(1) : pairs;
 }
 
-// cos or sin times attention_factor, which comes as two floats: one rounding instead of two.
+// Returns value (cos or sin) times attention_factor. The factor is the sum of two floats, so the result has one
+// rounding instead of two.
 template <typename T>
 ROPE_FN T scaled(T value, T factor_hi, T factor_lo) {
   return fma(value, factor_hi, value * factor_lo);

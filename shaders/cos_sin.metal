@@ -1,9 +1,10 @@
-// Tables of cos and sin.
+// The tables of cos and sin of the operators cos_sin and axial_cos_sin.
 #include "device.h"
 
 namespace rope {
 namespace mps {
 
+// Returns the position with index i, which has an integer type.
 inline long whole_number(device const void* positions, ulong i) {
   switch (PositionType(k_position_type)) {
     case PositionType::kInt8:
@@ -19,6 +20,7 @@ inline long whole_number(device const void* positions, ulong i) {
   }
 }
 
+// Returns the position with index i, which has a floating type.
 inline float number(device const void* positions, ulong i) {
   switch (PositionType(k_position_type)) {
     case PositionType::kHalf:
@@ -30,11 +32,11 @@ inline float number(device const void* positions, ulong i) {
   }
 }
 
-// The angle in turns, of one axis.
+// Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
 inline void turns_at(device const void* positions, ulong i, float inv_freq, thread float& fraction,
                      thread float& rest) {
   if (PositionType(k_position_type) < PositionType::kHalf) {
-    turns_of_place(whole_number(positions, i), inv_freq, fraction, rest);
+    turns_of_position(whole_number(positions, i), inv_freq, fraction, rest);
   } else {
     float turns_hi, turns_lo;
     turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
@@ -42,7 +44,8 @@ inline void turns_at(device const void* positions, ulong i, float inv_freq, thre
   }
 }
 
-// at: column, row. cos, sin: [rows, columns]
+// Writes cos and sin, [rows, columns]: a row for each token and a column for each pair. at: the column and the row. The
+// angle is the sum over the axes.
 template <typename T>
 [[kernel]] void cos_sin(constant CosSinParams& p [[buffer(0)]], device const void* positions [[buffer(1)]],
                         device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]],

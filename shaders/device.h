@@ -1,12 +1,18 @@
-// What the kernels share: a token, the angles of a chunk, a chunk of a head, and where the heads of a token are. See
-// csrc/plan.h for chunks.
+// The functions that the kernels share. They answer, in the order of this file: which position and which cell a token
+// has, what the angles of a chunk are, how a thread reads, rotates and writes a chunk, where the heads of a token are,
+// and how numbers are summed.
 //
-// Metal takes for granted that buffers do not overlap. They do where a call is in place, which is right because a
-// thread has read a pair before it writes it, and no other thread touches that pair.
+// csrc/mps/plan.h explains how a call is cut into chunks, head groups and teams; read it first. In short: a chunk is
+// the part of a head that belongs to one thread. It has 2V channels, where V is 4 or 1 and is a template parameter of
+// the kernels; they are two vectors of V channels, which begin at channel `first` and at channel `second`.
+//
+// Metal's compiler assumes that buffers do not overlap. The input and the output of a call in place do overlap. This is
+// right all the same, because a thread reads a pair before it writes that pair, and no other thread touches it.
 #include <metal_stdlib>
 using namespace metal;
 
-// Safe math is an option of the compiler: a pragma for it may be an error where Metal 3.1 is the newest.
+// Safe math is set by an option of the compiler, not here: a pragma for it may be an error in a compiler whose newest
+// language version is Metal 3.1.
 #pragma METAL fp contract(off)
 
 #include "../csrc/angle.h"
@@ -19,11 +25,12 @@ ROPE_CONSTANTS(ROPE_CONSTANT)
 namespace rope {
 namespace mps {
 
-// All tensors of a call. I holds every offset in elements.
+// The tensors of a call. In all functions the type I is an unsigned integer that holds every element offset of the
+// call: uint or ulong.
 template <typename T>
 struct Buffers {
-  device const T *q_in, *k_in, *v_in;  // [batch, seq, heads, head_dim] by the strides of RopeParams
-  device T *q_out, *k_out, *v_out;     // k_out, v_out: also [blocks, block_size, heads, head_dim]
+  device const T *q_in, *k_in, *v_in;  // [batch, seq, heads, head_dim], with the strides of RopeParams
+  device T *q_out, *k_out, *v_out;     // the same; k_out and v_out may be caches [blocks, block_size, heads, head_dim]
   device const void *cos, *sin;
   device const float* inv_freq;
   device const void *positions, *slots, *q_weight, *k_weight;
@@ -44,35 +51,40 @@ struct Buffers {
 
 // ---- tokens ----
 
+// Returns the integer with index i of an array of integers of 4 or 8 bytes.
 inline long integer_at(device const void* from, int bytes, ulong i) {
   return bytes == 8 ? static_cast<device const long*>(from)[i] : long(static_cast<device const int*>(from)[i]);
 }
 
+// Token s of sequence b. It is valid if its position and its slot are in range. If it is not valid, its rotated
+// channels become NaN and nothing is written into a cache.
 template <typename I>
 struct Token {
   I b, s;
-  long place;         // position + offset
-  bool valid;         // else its rotated channels become NaN, and it goes into no cache
-  bool cached;        // it has a cell in the caches
-  I block, in_block;  // that cell
+  long position;  // with the offset added
+  bool valid;
+  bool cached;        // the token has a cell in the caches; false for a negative slot
+  I block, in_block;  // the cell: its block, and its index in the block
 };
 
 template <typename I>
 inline Token<I> token_at(constant TiledParams& r, device const void* positions, device const void* slots, I b, I s) {
   constant RopeParams& p = r.params;
-  const long position = k_position_bytes
-                            ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
-                            : long(s);
-  const long place = long(ulong(position) + ulong(p.offset));  // wraps: with inv_freq no position is too far
-  const bool wrapped = (place < position) != (p.offset < 0);
-  bool valid = !r.has_range || (place >= 0 && place <= r.last_place && !wrapped);
+  const long given_position =
+      k_position_bytes ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
+                       : long(s);
+  // The sum may wrap around. That is an error only if there is a range: with inv_freq every position is valid.
+  const long position = long(ulong(given_position) + ulong(p.offset));
+  const bool wrapped = (position < given_position) != (p.offset < 0);
+  bool valid = !r.has_range || (position >= 0 && position <= r.last_position && !wrapped);
   long cell = 0;
   if (k_slot_bytes) {
     cell = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
     valid = valid && cell < p.blocks * p.block_size;
   }
   const bool cached = valid && cell >= 0;
-  Token<I> token = {b, s, place, valid, cached, b, I(place)};
+  // Without slots the cache has a block for each sequence, and the position is the index in it.
+  Token<I> token = {b, s, position, valid, cached, b, I(position)};
   if (k_slot_bytes && cached) {
     token.block = I(cell) / I(p.block_size);
     token.in_block = I(cell) - token.block * I(p.block_size);
@@ -82,26 +94,30 @@ inline Token<I> token_at(constant TiledParams& r, device const void* positions, 
 
 // ---- the angles of a chunk ----
 
+// cos and sin for the V pairs of a chunk.
 template <int V>
 struct Angles {
   float cos[V], sin[V];
 };
 
-inline void turns_of_place(long place, float inv_freq, thread float& fraction, thread float& rest) {
-  const float near = float(place);
-  const long rounded = fabs(near) < 4e18f ? long(near) : place;
+// Returns position * inv_freq in turns, see turns_of in csrc/angle.h. The position is passed there as the sum of two
+// floats: the nearest float and what the rounding lost. A position beyond 4e18 is passed as one float, because
+// the nearest float may not fit in a long.
+inline void turns_of_position(long position, float inv_freq, thread float& fraction, thread float& rest) {
+  const float near = float(position);
+  const long rounded = fabs(near) < 4e18f ? long(near) : position;
   float turns_hi, turns_lo;
   turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
-  turns_of(near, float(place - rounded), turns_hi, turns_lo, fraction, rest);
+  turns_of(near, float(position - rounded), turns_hi, turns_lo, fraction, rest);
 }
 
-inline void angle_of(long place, float inv_freq, thread float& cos, thread float& sin) {
+inline void angle_of(long position, float inv_freq, thread float& cos, thread float& sin) {
   float fraction, rest;
-  turns_of_place(place, inv_freq, fraction, rest);
+  turns_of_position(position, inv_freq, fraction, rest);
   cos_sin_of_turns(fraction, rest, cos, sin);
 }
 
-// V numbers that many threads read.
+// Reads V elements of cos, sin or a norm's weights, the first of them at element offset `at`.
 template <typename From, int V, typename I>
 inline void read_parameters(device const void* base, I at, I stride, thread float (&to)[V]) {
   device const From* from = static_cast<device const From*>(base) + at;
@@ -113,6 +129,8 @@ inline void read_parameters(device const void* base, I at, I stride, thread floa
   }
 }
 
+// Returns the angles of a rotated chunk, which are those of the pairs chunk * V .. chunk * V + V - 1: cos and sin times
+// attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid.
 template <typename T, int V, typename I>
 inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, uint chunk) {
   constant RopeParams& p = r.params;
@@ -121,9 +139,10 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
   if (!token.valid) {
     for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
   } else if (k_source == kInvFreq) {
-    for (int i = 0; i < V; i++) angle_of(token.place, x.inv_freq[(column + I(i)) * I(p.inv_freq)], a.cos[i], a.sin[i]);
+    for (int i = 0; i < V; i++)
+      angle_of(token.position, x.inv_freq[(column + I(i)) * I(p.inv_freq)], a.cos[i], a.sin[i]);
   } else {
-    const I row = k_source == kTableByPosition ? I(token.place) : token.s;
+    const I row = k_source == kTableByPosition ? I(token.position) : token.s;
     const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[2]);
     const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[2]);
     if (k_native_tables) {
@@ -146,16 +165,20 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
 
 // ---- a chunk of a head ----
 
-// Its channels: V from first on, and V from second on.
+// The channels of a chunk: V channels that begin at `first`, and V channels that begin at `second`.
+//   Half-split: second = first + rotary_dim / 2, so channel first + i and channel second + i are a pair.
+//   Interleaved: second = first + V, so the chunk is 2V neighbouring channels, which are V whole pairs.
+//   Past rotary_dim: second = first + V.
 template <int V, typename I>
 struct Chunk {
   I first, second;
   bool rotated;
-  bool whole;  // else there is no second half, and the first stands in for it
+  bool whole;  // false: the head ends before `second`; then second = first, and only the first V channels are written
 
   I channel(int i) const { return i < V ? first + I(i) : second + I(i - V); }
 };
 
+// Returns the chunk with this index in its head. The rotated chunks come first.
 template <int V, typename I>
 inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
   constant RopeParams& p = r.params;
@@ -168,6 +191,7 @@ inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
   return {first, whole ? second : first, false, whole};
 }
 
+// The 2V elements of a chunk, the first vector before the second. Numbers are the same in float, to compute with.
 template <typename T, int V>
 struct Values {
   T of[2 * V];
@@ -224,7 +248,8 @@ inline Values<T, V> rounded(Numbers<V> n) {
   return x;
 }
 
-// The pairs of a chunk lie in it as those of a head lie in the head.
+// Rotates the V pairs of a chunk. A chunk is laid out like a small head of 2V channels: pair i is (i, V + i) if the
+// pairing is half-split, and (2i, 2i + 1) if it is interleaved.
 template <int V>
 inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
   for (int i = 0; i < V; i++) {
@@ -240,22 +265,25 @@ inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
 
 enum Tensor { kQ = 0, kK = 1, kV = 2 };
 
-// Where head h begins, of [batch, seq, heads, head_dim] by its strides.
+// Returns the address of head h of token s of sequence b, for a tensor [batch, seq, heads, head_dim] with these
+// strides. For a cache b is the block, and s the index in the block.
 template <typename T, typename I>
 inline device T* head_of(device T* x, constant rope_int* strides, I b, I s, I h) {
   return x + b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
 }
 
+// One head of a token: the addresses that it is read from and written to.
 template <typename T, typename I>
 struct Head {
   int tensor;
   device const T* in;
   device T* out;
-  I in_stride, out_stride;  // of channels
+  I in_stride, out_stride;  // from a channel to the next
   bool in_place;
-  bool written;  // it has a cell, where it goes to a cache
+  bool written;  // false if the head belongs into a cache, but its token has no cell; then `out` must not be used
 };
 
+// Returns head h of the list of heads: those of q, then those of k, then those of v.
 template <typename T, typename I>
 inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, uint h) {
   constant RopeParams& p = r.params;
@@ -265,12 +293,12 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
   const I own = I(h - (head.tensor == kQ ? 0 : head.tensor == kK ? r.k_start : r.v_start));
   const bool to_cache = k_tensors == 3 && head.tensor != kQ;
   head.written = !to_cache || token.cached;
-  const I block = to_cache ? token.block : token.b, place = to_cache ? token.in_block : token.s;
+  const I block = to_cache ? token.block : token.b, index = to_cache ? token.in_block : token.s;
   head.in = head.tensor == kQ ? x.q_in : head.tensor == kK ? x.k_in : x.v_in;
   head.in = head_of(head.in, o.in, token.b, token.s, own);
   head.in_stride = I(o.in[3]);
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
-  if (head.written) head.out = head_of(head.out, o.out, block, place, own);
+  if (head.written) head.out = head_of(head.out, o.out, block, index, own);
   head.out_stride = I(o.out[3]);
   head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
   return head;
@@ -278,23 +306,26 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
 
 // ---- sums ----
 
-// Kahan's: what is added may be much less than the sum.
+// A sum with Kahan's compensation, because the numbers that are added may be much smaller than the sum.
 struct Sum {
   float sum = 0.0f, over = 0.0f;  // over: by how much the sum is too large
 
   void add(float x) {
-    const float y = fma(over, -1.0f, x), larger = sum + y;  // not -, which could be contracted with what makes x
-    over = isfinite(larger) ? (larger - sum) - y : 0.0f;    // an overflow stays an infinity
+    // fma instead of x - over: the compiler could contract the minus with the multiplication that computed x.
+    const float y = fma(over, -1.0f, x), larger = sum + y;
+    over = isfinite(larger) ? (larger - sum) - y : 0.0f;  // a sum that overflows stays infinite, without a NaN
     sum = larger;
   }
   float value() const { return sum - over; }
 };
 
+// Returns the sum over the lanes of a team, to each of its lanes. All threads of the SIMD group have to call it.
 inline float sum_over_lanes(float sum) {
   for (int lane = 1; lane < k_lanes; lane *= 2) sum += simd_shuffle_xor(sum, ushort(lane));
   return sum;
 }
 
+// Returns the dot product of two chunks. The order of the sum depends on nothing but V and `whole`.
 template <int V>
 inline float dot(Numbers<V> x, Numbers<V> y, bool whole) {
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -302,7 +333,7 @@ inline float dot(Numbers<V> x, Numbers<V> y, bool whole) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Weights of a norm for a chunk.
+// Returns the weights of q's or k's norm for the channels of a chunk.
 template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
@@ -324,6 +355,7 @@ inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, 
   return w;
 }
 
+// Multiplies the numbers of a chunk by those of another chunk, or by one factor.
 template <int V>
 inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
   for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
@@ -335,7 +367,7 @@ inline Numbers<V> product(Numbers<V> x, float y) {
   return x;
 }
 
-// Of a norm: the factor for every channel of a head.
+// Returns the factor by which the norm multiplies every channel of a head: 1 / sqrt(mean of the squares + norm_eps).
 inline float scale_of(float squares, constant RopeParams& p) {
   return 1.0f / precise::sqrt(squares / float(p.head_dim) + p.norm_eps);
 }

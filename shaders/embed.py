@@ -1,7 +1,9 @@
-"""Writes shaders/*.metal into a C++ file, headers inlined, for csrc/mps/source.h:  python shaders/embed.py OUT.cpp
+"""Writes shaders/*.metal, with their headers inlined, into a C++ file that defines the variables of csrc/mps/source.h.
 
-Metal compiles the text on the user's machine at the first call. Where xcrun has Metal's compiler the compiled library
-is written beside it. TORCH_ROPE_METALLIB=0 leaves that out, =1 makes a missing compiler an error.
+    python shaders/embed.py OUT.cpp
+
+Metal compiles this text on the user's machine at the first call. If xcrun finds Metal's compiler, the file also holds the
+compiled library. TORCH_ROPE_METALLIB=0 leaves the library out; TORCH_ROPE_METALLIB=1 makes a missing compiler an error.
 """
 
 import os
@@ -13,11 +15,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-ffp-contract=off", "-O2"]  # 3.1: with bfloat
+FLAGS = [
+    "-std=metal3.1",
+    "-mmacosx-version-min=14.0",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+    "-O2",
+]  # Metal 3.1 is the first with bfloat
 
 
 def source() -> str:
-    """All shaders as one text without quoted includes: Metal takes no header from this project at run time."""
+    """Returns all shaders as one text without quoted includes: at run time Metal has no headers of this project."""
     done = set()
 
     def inline(path: Path) -> str:
@@ -30,11 +38,13 @@ def source() -> str:
 
     text = "".join(inline(path) for path in sorted(ROOT.glob("shaders/*.metal")))
     if not text.isascii():
-        raise ValueError("Metal's compiler takes ASCII: " + "".join({c for c in text if not c.isascii()}))
+        found = "".join({c for c in text if not c.isascii()})
+        raise ValueError(f"the shaders contain {found} but must be ASCII, because Metal's compiler takes only ASCII")
     return text
 
 
 def _run(*command) -> str | None:
+    """Runs a command. Returns why it failed, or None if it succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -43,9 +53,9 @@ def _run(*command) -> str | None:
 
 
 def library(text: str) -> bytes:
-    """The compiled library; empty where there is no compiler."""
-    wish = os.environ.get("TORCH_ROPE_METALLIB")
-    if wish == "0" or not (wish or shutil.which("xcrun")):
+    """Returns the compiled library. It is empty if there is no compiler or TORCH_ROPE_METALLIB is 0."""
+    setting = os.environ.get("TORCH_ROPE_METALLIB")
+    if setting == "0" or not (setting or shutil.which("xcrun")):
         return b""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -53,15 +63,15 @@ def library(text: str) -> bytes:
         problem = _run(
             "xcrun", "-sdk", "macosx", "metal", *FLAGS, "-c", path / "rope.metal", "-o", path / "rope.air"
         ) or _run("xcrun", "-sdk", "macosx", "metallib", path / "rope.air", "-o", path / "rope.metallib")
-        if problem and wish:
-            sys.exit(f"torch_rope: TORCH_ROPE_METALLIB is {wish}, but {problem}")
+        if problem and setting:
+            sys.exit(f"torch_rope: TORCH_ROPE_METALLIB is {setting}, but the shaders were not compiled: {problem}")
         if problem:
-            print(f"torch_rope: no compiled Metal library, the source will be used: {problem}", file=sys.stderr)
+            print(f"torch_rope: the shaders will be compiled at the first call, not now: {problem}", file=sys.stderr)
         return b"" if problem else (path / "rope.metallib").read_bytes()
 
 
 def write(out: Path) -> None:
-    """Only where something has changed, so that ninja does not compile it again."""
+    """Writes the C++ file, but only if it would change, so that ninja does not compile it again needlessly."""
     text = source()
     compiled = library(text)
     numbers = ", ".join(map(str, compiled or b"\0"))

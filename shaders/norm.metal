@@ -1,22 +1,23 @@
-// RMS norm of every head and the rotation, also into a cache; and the backward of it.
+// The RMS norm of every head together with the rotation, whose result may go into a cache; and the backward of both.
 //
-// A row of k_lanes threads, at most a SIMD group, holds a head for the sum over it. Every thread of a SIMD group takes
-// part in every sum: control flow is the same for all of them, and what lies outside is only not written. Heads of more
-// chunks than a SIMD group has threads are read twice, by kernels of their own.
+// A team of k_lanes threads, which are part of one SIMD group or all of it, shares a head and sums over its channels.
+// Every thread of a SIMD group must take part in every sum. So all threads follow the same control flow, and a thread
+// without a chunk, a head or a token takes part with zeros and writes nothing. Heads of more chunks than a
+// SIMD group has threads have their own kernels, norm_rotate_wide and norm_backward_wide, which read a head twice.
 #include "device.h"
 
 namespace rope {
 namespace mps {
 
-// Row and lane of a thread, whose threadgroup is one-dimensional.
-struct Place {
-  uint row, lane;  // of the threadgroup
+// A thread's team, counted in its threadgroup, and the thread's lane in that team. The threadgroup is one-dimensional.
+struct TeamLane {
+  uint team, lane;
 };
-inline Place place_of(uint simd, uint thread_of_simd) {
+inline TeamLane team_lane_of(uint simd, uint thread_of_simd) {
   return {simd * (kSimd / uint(k_lanes)) + thread_of_simd / uint(k_lanes), thread_of_simd % uint(k_lanes)};
 }
 
-// kHeads heads of a token for each row.
+// Normalises and rotates heads; v is copied. A team takes one head group of one token.
 template <typename T, int V, typename I>
 [[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                             uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
@@ -24,14 +25,14 @@ template <typename T, int V, typename I>
                             uint thread_of_simd [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
   constant RopeParams& p = r.params;
-  const Place place = place_of(simd, thread_of_simd);
-  const I all = I(p.batch) * I(p.seq) * I(r.groups), row = I(group) * (threads / uint(k_lanes)) + place.row;
-  const bool inside = row < all;
-  const I of_token = inside ? row / r.groups : 0, b = of_token / I(p.seq);
-  const Token<I> token = token_at<I>(r, positions, slots, b, of_token - b * I(p.seq));
-  const uint first = inside ? uint(row - of_token * r.groups) * kHeads : 0, end = min(first + kHeads, r.heads);
-  const bool active = inside && place.lane < r.chunks;
-  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? place.lane : 0);
+  const TeamLane self = team_lane_of(simd, thread_of_simd);
+  const I teams = I(p.batch) * I(p.seq) * I(r.head_groups), team = I(group) * (threads / uint(k_lanes)) + self.team;
+  const bool inside = team < teams;
+  const I t = inside ? team / r.head_groups : 0, b = t / I(p.seq);  // t: the token, counted through all sequences
+  const Token<I> token = token_at<I>(r, positions, slots, b, t - b * I(p.seq));
+  const uint first = inside ? uint(team - t * r.head_groups) * kHeads : 0, end = min(first + kHeads, r.heads);
+  const bool active = inside && self.lane < r.chunks;
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? self.lane : 0);
   Head<T, I> heads[kHeads];
   Values<T, V> x[kHeads];
   bool present[kHeads];
@@ -43,9 +44,9 @@ template <typename T, int V, typename I>
     if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
   }
   Angles<V> angles;
-  if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, place.lane);
+  if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, self.lane);
   Numbers<V> weights;
-  int weights_for = -1;
+  int weights_for = -1;  // the tensor whose weights these are
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
     Numbers<V> n = numbers_of(x[i]);
@@ -62,7 +63,8 @@ template <typename T, int V, typename I>
   }
 }
 
-// The same for heads of any width: a row is a SIMD group.
+// Does the same for heads of any width: a team is a whole SIMD group, and each thread goes through the head in steps of
+// kSimd chunks, once for the sum and once to rotate.
 template <typename T>
 [[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                                  uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
@@ -70,10 +72,10 @@ template <typename T>
                                  uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
   constant RopeParams& p = r.params;
-  const ulong row = ulong(group) * (threads / kSimd) + simd, of_token = row / r.groups, b = of_token / ulong(p.seq);
-  if (b >= ulong(p.batch)) return;  // with its whole SIMD group
-  const Token<ulong> token = token_at<ulong>(r, positions, slots, b, of_token - b * ulong(p.seq));
-  const uint first = uint(row - of_token * r.groups) * kHeads, end = min(first + kHeads, r.heads);
+  const ulong team = ulong(group) * (threads / kSimd) + simd, t = team / r.head_groups, b = t / ulong(p.seq);
+  if (b >= ulong(p.batch)) return;  // the whole SIMD group leaves, so no sum lacks a thread
+  const Token<ulong> token = token_at<ulong>(r, positions, slots, b, t - b * ulong(p.seq));
+  const uint first = uint(team - t * r.head_groups) * kHeads, end = min(first + kHeads, r.heads);
   float scales[kHeads];
   for (uint i = 0; first + i < end; i++) {
     const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i);
@@ -117,12 +119,12 @@ template <typename T>
 #define ROPE_BACKWARD_BUFFERS_PASSED \
   {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
 
-// A head of the gradients, and of what was normalised.
+// A head in the backward.
 template <typename T>
 struct BackwardHead {
-  device const T *gradient, *x;
-  device T* out;
-  ulong gradient_stride, x_stride, out_stride;  // of channels
+  device const T *gradient, *x;                 // the gradient of the result; the head before the norm
+  device T* out;                                // the gradient of x
+  ulong gradient_stride, x_stride, out_stride;  // from a channel to the next
 };
 
 template <typename T>
@@ -140,24 +142,28 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
   return head;
 }
 
-// With x the input, g the gradient of the normalised and weighted head (the call's, rotated back) and w the weights:
+// The formulas of the backward. x is a head before the norm, w the weights, scale the factor of scale_of, and g the
+// gradient of the normalised and weighted head, which is the gradient of the result, rotated back:
 //   gradient of x = scale * (g w + common x),   common = -scale^2 * mean(g w x)
-//   gradient of w = the sum over all heads of g x scale
+//   gradient of w = sum over all heads of g x scale
 struct Factors {
   float scale, common;
 };
+// squares: the sum of x^2 over a head; products: the sum of g w x.
 inline Factors factors_of(float squares, float products, constant RopeParams& p) {
   const float scale = scale_of(squares, p);
   return {scale, -(scale * scale * (products / float(p.head_dim)))};
 }
 
+// Returns the gradient of x. weighted: g w.
 template <int V>
 inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
   for (int i = 0; i < 2 * V; i++) x.of[i] = fma(x.of[i], f.common, weighted.of[i]) * f.scale;
   return x;
 }
 
-// A threadgroup takes a part of q or of k, and writes a row of sums for the weights: sums [2, parts, head_dim].
+// The backward. A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads,
+// and its share of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
 template <typename T, int V>
 [[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
                               threadgroup float* shared [[threadgroup(0)]],
@@ -170,23 +176,23 @@ template <typename T, int V>
   const int tensor = group.y == 0 ? kQ : kK;
   device const T* xs = tensor == kQ ? q_x : k_x;
   const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads), per_token = (heads + kHeads - 1) / kHeads;
-  const Place place = place_of(simd, thread_of_simd);
-  const uint rows = threads.x / uint(k_lanes);
-  const bool active = place.lane < r.chunks;
-  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? place.lane : 0);
-  const ulong begin = ulong(group.x) * n.part, end = min(begin + n.part, ulong(tensor == kQ ? n.q_items : n.k_items));
+  const TeamLane self = team_lane_of(simd, thread_of_simd);
+  const uint teams = threads.x / uint(k_lanes);
+  const bool active = self.lane < r.chunks;
+  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? self.lane : 0);
+  const ulong begin = ulong(group.x) * n.part_items,
+              end = min(begin + n.part_items, ulong(tensor == kQ ? n.q_items : n.k_items));
   Numbers<V> weights;
   if (active) weights = weights_of<T, V>(r, buffers, tensor, chunk);
   Sum total[2 * V];
-  for (ulong first_item = begin; first_item < end; first_item += rows) {
-    const bool inside = first_item + place.row < end;
-    const ulong item = inside ? first_item + place.row : begin, of_token = item / per_token,
-                b = of_token / ulong(p.seq);
-    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
+  for (ulong first_item = begin; first_item < end; first_item += teams) {
+    const bool inside = first_item + self.team < end;
+    const ulong item = inside ? first_item + self.team : begin, t = item / per_token, b = t / ulong(p.seq);
+    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
     Angles<V> angles;
-    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, place.lane);
+    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, self.lane);
     for (uint i = 0; i < kHeads; i++) {
-      const uint h = uint(item - of_token * per_token) * kHeads + i;
+      const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
       const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(min(h, heads - 1)));
       Numbers<V> x, gradient, weighted;
@@ -207,20 +213,23 @@ template <typename T, int V>
       for (int j = 0; j < 2 * V; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
     }
   }
-  threadgroup float* own = shared + (place.row * uint(k_lanes) + place.lane) * (2 * V);
+  // The first team adds the sums of all teams, in their order.
+  threadgroup float* own = shared + (self.team * uint(k_lanes) + self.lane) * (2 * V);
   for (int j = 0; j < 2 * V; j++) own[j] = total[j].value();
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (place.row != 0 || !active) return;
+  if (self.team != 0 || !active) return;
   device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
   for (int j = 0; j < (chunk.whole ? 2 * V : V); j++) {
     Sum sum;
-    for (uint row = 0; row < rows; row++) sum.add(shared[(row * uint(k_lanes) + place.lane) * (2 * V) + j]);
+    for (uint team = 0; team < teams; team++) sum.add(shared[(team * uint(k_lanes) + self.lane) * (2 * V) + j]);
     to[chunk.channel(j)] = sum.value();
   }
 }
 
-// The same for heads of any width, with one SIMD group in a threadgroup. It takes kSimd heads at a time: thread i keeps
-// the factors of the i-th.
+// The backward for heads of any width, with one SIMD group in a threadgroup. It takes kSimd heads at a time. It first
+// reads them to compute the factors of each head; thread i keeps the factors of head i. Then it goes through the
+// chunks, kSimd at a time: each thread takes one chunk, reads it again in all of these heads, writes their gradients,
+// and adds to the sums of the weight's gradient.
 template <typename T>
 [[kernel]] void norm_backward_wide(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
                                    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
@@ -231,7 +240,7 @@ template <typename T>
   const int tensor = group.y == 0 ? kQ : kK;
   device const T* xs = tensor == kQ ? q_x : k_x;
   const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
-  const ulong begin = ulong(group.x) * n.part, end = min(begin + n.part, items);
+  const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, items);
   device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
   for (uint index = lane; index < r.chunks; index += kSimd) {
     const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
@@ -241,9 +250,9 @@ template <typename T>
     const uint count = uint(min(end - some, ulong(kSimd)));
     Factors factors = {0.0f, 0.0f};
     for (uint i = 0; i < count; i++) {
-      const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
-      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - of_token * heads);
+      const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
       Sum squares, products;
       for (uint index = lane; index < r.chunks; index += kSimd) {
         const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
@@ -256,7 +265,7 @@ template <typename T>
       const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
       if (i == lane) factors = f;
     }
-    for (uint first = 0; first < r.chunks; first += kSimd) {  // all threads: they exchange factors
+    for (uint first = 0; first < r.chunks; first += kSimd) {  // no thread may leave: they exchange factors
       const bool active = first + lane < r.chunks;
       const uint index = active ? first + lane : 0;
       const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
@@ -265,9 +274,9 @@ template <typename T>
       for (uint i = 0; i < count; i++) {
         const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
         if (!active) continue;
-        const ulong of_token = (some + i) / heads, b = of_token / ulong(p.seq);
-        const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, of_token - b * ulong(p.seq));
-        const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - of_token * heads);
+        const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+        const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+        const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
         const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
         Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
         if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
@@ -281,7 +290,8 @@ template <typename T>
   }
 }
 
-// The gradients of the weights from the sums of the parts, in their order. at: channel, q or k.
+// Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
+// q, 1 for k.
 template <typename T>
 [[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
                           device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],

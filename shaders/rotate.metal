@@ -1,20 +1,20 @@
-// The rotation without a norm, also into a cache.
+// The rotation without a norm. Its result may go into a cache.
 #include "device.h"
 
 namespace rope {
 namespace mps {
 
-// at: chunk, token, kHeads heads of the list for each sequence.
+// Rotates heads; v is copied. at: the chunk; the token in its sequence; the sequence and the head group.
 template <typename T, int V, typename I>
 [[kernel]] void rotate_heads(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
                              uint3 at [[thread_position_in_grid]]) {
   const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
-  const uint b = at.z / r.groups, first = (at.z - b * r.groups) * kHeads, end = min(first + kHeads, r.heads);
+  const uint b = at.z / r.head_groups, first = (at.z - b * r.head_groups) * kHeads, end = min(first + kHeads, r.heads);
   const Token<I> token = token_at<I>(r, positions, slots, I(b), I(at.y));
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   Head<T, I> heads[kHeads];
   Values<T, V> x[kHeads];
-  bool present[kHeads];  // there is something to do
+  bool present[kHeads];  // the head exists, and this chunk of it must be written
 #pragma unroll
   for (uint i = 0; i < kHeads; i++) {
     heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));

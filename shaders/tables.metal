@@ -1,11 +1,14 @@
-// The gradients of cos and sin: sums over all tokens that a row of the tables turned.
+// The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
 #include "device.h"
 
 namespace rope {
 namespace mps {
 
-// at: chunk of the pairs, share of the work, row of the tables. The threads of a threadgroup with one chunk and row
-// take kHeads heads of a token in turn; then each sums some of their sums, in the order of the shares.
+// at: the rotated chunk; the share of the work; the table row. The threads with the same chunk and row are in one
+// threadgroup. Their work is a list of items; an item is one head group of one token. Each thread takes every size.y-th
+// item and sums over its items, which are its share. After the barrier these threads divide the 2V sums, V of cos and V
+// of sin, among themselves, and each thread adds up its sums over all shares, in the order of the shares. csrc/rope.h
+// explains the entries of a row.
 template <typename T, int V, typename I>
 [[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
                                device const T* q_given [[buffer(kTableQGiven)]],
@@ -20,7 +23,7 @@ template <typename T, int V, typename I>
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
-  long begin, end;  // of the row's entries
+  long begin, end;  // the entries of the row
   if (tokens.listed) {
     begin = starts[at.z];
     end = starts[at.z + 1];
@@ -28,14 +31,15 @@ template <typename T, int V, typename I>
     begin = long(at.z) - tokens.shift;
     end = begin + (begin >= 0 && begin < tokens.entries);
   }
-  const I groups = r.groups, copies = I(tokens.copies), seq = I(p.seq), items = I(end - begin) * copies * groups;
+  const I head_groups = r.head_groups, copies = I(tokens.copies), seq = I(p.seq);
+  const I items = I(end - begin) * copies * head_groups;
   Sum cos[V], sin[V];
   for (I item = at.y; item < items; item += size.y) {
-    const I of_copy = item / groups, of_entry = of_copy / copies;
-    const I entry = tokens.listed ? I(order[begin + long(of_entry)]) : I(begin);
-    const I token = entry + (of_copy - of_entry * copies) * seq, b = token / seq, s = token - b * seq;
-    const uint first = uint(item - of_copy * groups) * kHeads, last = min(first + kHeads, r.heads);
-    for (uint h = first; h < last; h++) {
+    const I nth_token = item / head_groups, nth_entry = nth_token / copies;
+    const I entry = tokens.listed ? I(order[begin + long(nth_entry)]) : I(begin);
+    const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
+    const uint first = uint(item - nth_token * head_groups) * kHeads, end_head = min(first + kHeads, r.heads);
+    for (uint h = first; h < end_head; h++) {
       const bool of_k = k_tensors == 2 && h >= r.k_start;
       const I own = of_k ? h - r.k_start : h;
       constant rope_int* given_strides = of_k ? p.k.in : p.q.in;
@@ -43,7 +47,8 @@ template <typename T, int V, typename I>
       const Numbers<V> given =
           numbers_of(read(head_of(of_k ? k_given : q_given, given_strides, b, s, own), I(given_strides[3]), chunk));
       const Numbers<V> x = numbers_of(read(head_of(of_k ? k : q, strides, b, s, own), I(strides[3]), chunk));
-      // The pair of the gradient, turned back by the pair of x.
+      // If (x, y) is a pair and (gx, gy) the gradient of the rotated pair, the gradient of cos is gx x + gy y, and that
+      // of sin is gy x - gx y.
       for (int i = 0; i < V; i++) {
         const int one = first_channel(i, k_interleaved), other = one + partner_distance(V, k_interleaved);
         cos[i].add(rotated(given.of[one], given.of[other], x.of[one], x.of[other]));
@@ -51,6 +56,7 @@ template <typename T, int V, typename I>
       }
     }
   }
+  // first_share: the thread that has the same chunk and row, and share 0.
   const uint threads = size.x * size.y * size.z, first_share = index - at.y * size.x;
   for (int i = 0; i < V; i++) {
     shared[uint(i) * threads + index] = cos[i].value();

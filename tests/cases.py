@@ -1,4 +1,4 @@
-"""The cases that every test of the rotating operators runs over: layouts, caches, angle sources and sizes."""
+"""The cases that the tests of the rotating operators draw from: layouts, caches, angle sources, sizes and dtypes."""
 
 import itertools
 import math
@@ -15,36 +15,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_rope
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # the root of the repository
 OPERATORS = sorted(
     name.removeprefix("rope::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("rope::")
 )
-EMULATED = torch_rope._C.devices == ("cuda emulated",)  # tensors of the CPU go through the kernels of CUDA
+EMULATED = torch_rope._C.devices == ("cuda emulated",)  # the CUDA kernels compute on CPU tensors
 
 
 def on_cuda(device: str) -> bool:
+    """Returns whether the CUDA kernels compute on tensors of this device."""
     return device == "cuda" or EMULATED
 
 
 def schema_of(op: str) -> torch._C.FunctionSchema:
+    """Returns the schema of torch.ops.rope.<op>."""
     return getattr(torch.ops.rope, op).default._schema
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
-    """In a process of its own, with the same modules, and never emulated."""
+    """Runs a program in a new process that finds the same modules. There the CUDA kernels are not emulated."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
 
 
 def missing(what: str) -> None:
-    """Skips, or fails where nothing may be left out."""
+    """Skips the test, or fails it if TORCH_ROPE_REQUIRE_ALL=1. what: the thing that is missing."""
     if os.environ.get("TORCH_ROPE_REQUIRE_ALL") == "1":
         pytest.fail(what)
     pytest.skip(what, allow_module_level=True)
 
 
 def needed(module: str, minversion: str | None = None):
-    """The module, which this test or this file needs."""
+    """Imports and returns a module that this test or this file needs. See missing() for what happens without it."""
     try:
         return pytest.importorskip(module, minversion)
     except pytest.skip.Exception as skipped:
@@ -52,16 +54,17 @@ def needed(module: str, minversion: str | None = None):
 
 
 def on_gpu(device: str) -> bool:
+    """Returns whether GPU kernels compute on tensors of this device: on a GPU, or emulated or simulated."""
     return device != "cpu" or EMULATED
 
 
 def many(n: int, device: str) -> int:
-    """So many tokens, or a fifth of them where kernels run on a CPU that stands in for a GPU."""
+    """Returns n, a number of tokens, or n // 5 if the kernels of a GPU run on the CPU, which is slow."""
     return n // 5 if EMULATED or (device == "mps" and sys.platform == "linux") else n
 
 
 class Calls(TorchDispatchMode):
-    """The operators that run."""
+    """Records the names of the operators that run while this mode is active."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +76,7 @@ class Calls(TorchDispatchMode):
 
 
 def each_number_of_threads():
-    """Gives torch one thread, then two, then three."""
+    """Sets the number of torch's threads to 1, 2 and 3, yields each number, and restores the number at the end."""
     before = torch.get_num_threads()
     try:
         for n in (1, 2, 3):
@@ -84,21 +87,31 @@ def each_number_of_threads():
 
 
 def checks_ranges(device: str) -> bool:
-    """Whether a bad position or slot in a tensor is an IndexError: the CPU looks before it writes, a GPU in the kernel."""
+    """Returns whether a bad position or slot in a tensor raises IndexError.
+
+    The CPU reads positions and slots before it writes anything. On a GPU only the kernel reads them.
+    """
     return not on_gpu(device)
 
 
-EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"
+EXHAUSTIVE = os.environ.get("ROPE_EXHAUSTIVE") == "1"  # set by make exhaustive
 
 
 def covering(
     factors: dict, allowed=lambda **case: True, strength: int = 2, interacting=(), exhaustive=None
 ) -> list[dict]:
-    """Few cases in which any two values (or three: strength) of different factors stand together.
+    """Returns a short list of cases in which every combination of two values of different factors occurs.
 
-    factors: name -> values. A case is a dict, name -> value. interacting: groups of names whose values stand together in
-    every combination, because they interact. allowed(**case) tells which cases there are at all. With ROPE_EXHAUSTIVE=1
-    (make exhaustive) the values of the names in `exhaustive` do so too; without such names, those of all.
+    A case is a dict that gives each factor one of its values.
+
+    Args:
+        factors: the values of each factor, by name.
+        allowed: ``allowed(**case)`` returns whether a case is possible. Combinations that no possible case has are left
+            out.
+        strength: 3 if every combination of three values must occur.
+        interacting: groups of names. Every combination of the values of a group occurs, because these factors interact.
+        exhaustive: one more such group, with ROPE_EXHAUSTIVE=1 (make exhaustive) only. If it is None, ROPE_EXHAUSTIVE=1
+            returns all possible cases.
     """
     names = list(factors)
 
@@ -119,6 +132,7 @@ def covering(
     draw, chosen = random.Random(0), []
 
     def new(case):
+        """Returns the combinations of a case that are still missing."""
         return [known for group in groups if (known := tuple((name, case[name]) for name in group)) in missing]
 
     while missing:
@@ -130,12 +144,12 @@ def covering(
             chosen.append(case_of(best))
             for known in new(best):
                 del missing[known]
-        missing.pop(wanted, None)  # no allowed case has it
+        missing.pop(wanted, None)  # if it is still there, no allowed case has it
     return chosen
 
 
 def name_of(case) -> str:
-    """The id of a case in pytest, the same in every process."""
+    """Returns the id of a case in pytest. It is the same in every process, as pytest-xdist requires."""
 
     def text(value):
         parts = map(text, value) if isinstance(value, (tuple, list)) else None
@@ -151,7 +165,7 @@ def _dense(shape, dtype, device):
 
 
 def _strided(order):
-    """Stored with its dimensions in this order, seen as [batch, seq, heads, head_dim]."""
+    """Returns a layout that stores the dimensions of [batch, seq, heads, head_dim] in this order."""
 
     def make(shape, dtype, device):
         stored = _dense([shape[d] for d in order], dtype, device)
@@ -173,7 +187,8 @@ def _odd_start(shape, dtype, device):
     return _dense((shape.numel() + 1,), dtype, device)[1:].view(shape)
 
 
-# name -> function of (shape, dtype, device): a [batch, seq, heads, head_dim] tensor whose elements do not share memory
+# Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
+# random numbers; no two elements of the tensor share memory.
 LAYOUTS = {
     "bshd": _dense,
     "bhsd": _strided((0, 2, 1, 3)),
@@ -189,17 +204,18 @@ def _part_of_a_larger_one(make, n, size, heads, dim):
     return tuple(make(n + 2, size + 3, heads + 1, dim + 5)[1:-1, 2:-1, 1:, 4:-1] for _ in "kv")
 
 
-# name -> function of (make, blocks, block_size, heads, head_dim), where make(*shape) is memory: (k_cache, v_cache) as
-# the operator takes them, [blocks, block_size, heads, head_dim] or, for one block, [max_seq, heads, head_dim].
+# Memory layouts of a KV cache. A layout is a function (make, blocks, block_size, heads, head_dim) -> (k_cache, v_cache)
+# that allocates memory with make(*shape). It returns the caches as the operator takes them: [blocks, block_size, heads,
+# head_dim] or, if there is one block only, [max_seq, heads, head_dim].
 CACHES = {
     "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),
-    "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu
+    "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu's
     "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),  # vLLM's NHD
-    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # HF; HND
+    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # vLLM's HND
     "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
     "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
-    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # and its HND
-    "kv in a row": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
+    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # FlashInfer's HND
+    "kv side by side": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
     "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
     "by channel": lambda make, n, size, h, d: (
         make(d, size, h, n).permute(3, 1, 2, 0),
@@ -210,8 +226,11 @@ CACHES = {
 
 
 def spread(t, steps, gaps):
-    """The same values with strides of their own: in each dimension every steps[d]-th place of a memory that has gaps[d]
-    places more. What lies between is no value that a call may read: NaN, or an integer outside of any table."""
+    """Returns a copy of t with other strides: a view of a larger memory.
+
+    Dimension d of the memory has size t.shape[d] * steps[d] + gaps[d], and the view takes every steps[d]-th index of
+    it. The elements in between hold what a call must not read: NaN, or an integer outside of any table.
+    """
     sizes = [size * step + gap for size, step, gap in zip(t.shape, steps, gaps, strict=True)]
     poison = math.nan if t.is_floating_point() else torch.iinfo(t.dtype).max
     memory = torch.full(sizes, poison, dtype=t.dtype)
@@ -220,16 +239,19 @@ def spread(t, steps, gaps):
 
 
 def moved(t, device):
-    """On the device, by the same strides and with the same memory around it."""
+    """Returns a copy of t on the device, with the same strides and with the same memory around it."""
     storage = t.as_strided((t.untyped_storage().size() // t.element_size(),), (1,), 0).to(device)
     return storage.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-# How tables, positions and frequencies lie in memory. No two tensors have a stride in common, except where all is dense.
-#   dense: side by side.  apart: rows with gaps, that keep vectors of 16 bytes aligned.  closer: the same of float32 alone.
-#   strided: gaps everywhere.
+# How tables, positions and frequencies lie in memory. Unless they are dense, cos, sin and positions have different
+# strides, so that a kernel that uses the strides of one for another fails.
+#   dense: without gaps.
+#   apart: gaps between rows, of a size that keeps vectors of 16 bytes aligned in every dtype.
+#   closer: gaps between rows that keep vectors of 16 bytes aligned in float32, but not in a 16-bit dtype.
+#   strided: gaps between rows and between the elements of a row.
 STRIDES = {
-    # name -> tensor -> (steps, gaps) for the last dimensions [batch, row, column], or [batch, token]
+    # For each tensor the (steps, gaps) of spread, for its last dimensions: [batch, row, column] or [batch, token].
     "dense": {},
     "apart": {"cos": ((1, 1, 1), (0, 1, 16)), "sin": ((1, 1, 1), (0, 2, 32)), "positions": ((1, 1), (0, 3))},
     "closer": {"cos": ((1, 1, 1), (0, 1, 4)), "sin": ((1, 1, 1), (0, 2, 12))},
@@ -244,12 +266,12 @@ STRIDES = {
 
 @dataclass(frozen=True)
 class Source:
-    """How a call says its angles."""
+    """An angle source: which arguments of a call give the angles, and how these tensors lie in memory."""
 
-    kind: str  # table, token, token shared, inv_freq
-    positions: str = ""  # dtype and shape, or none
+    kind: str  # table (by position), token (table by token), token shared (one such table for all sequences), inv_freq
+    positions: str = ""  # "dtype shape", or "" for none
     offset: int = 0
-    strides: str = "dense"  # of STRIDES
+    strides: str = "dense"  # a key of STRIDES
     freq_dtype: torch.dtype = torch.float32
 
     def __str__(self):
@@ -260,6 +282,7 @@ class Source:
         )
 
     def arguments(self, batch, seq, rotary_dim, table_dtype, device) -> dict:
+        """Returns the arguments of a call by name. A table by position has seq + 40 rows."""
         rows = seq + 40
         freq = torch_rope.inv_freq(rotary_dim).double()
         arguments = {"offset": self.offset} if self.offset else {}
@@ -302,18 +325,21 @@ SOURCES = [
 
 
 def some_slots(shape, cells, dtype, device, *, skipped=0.2):
-    """No two equal, some negative."""
+    """Returns random slots below `cells`, no two of them equal; a share `skipped` of them is negative instead."""
     slots = torch.randperm(cells)[: math.prod(shape)].view(shape)
     padding = torch.tensor([-1, -2, -(2**31)])[torch.randint(0, 3, shape)]
     return torch.where(torch.rand(shape) < skipped, padding, slots).to(dtype).to(device)
 
 
 def set_apart(angles, batch, limit):
-    """Gives every token of a row a position of its own, below limit with the offset added: one cell for each token."""
+    """Changes the positions in `angles` so that every token of a sequence has a cache cell of its own.
+
+    No two tokens of a sequence then have the same position, and position + offset is in [0, limit).
+    """
     positions = angles.get("positions")
     if positions is not None:
-        places = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
-        positions.copy_(places[: positions.shape[0]] if positions.dim() == 2 else places[0])
+        distinct = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
+        positions.copy_(distinct[: positions.shape[0]] if positions.dim() == 2 else distinct[0])
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -331,7 +357,7 @@ SIZES = [
 ]
 
 
-# What a call of the operators on q and k is made of.
+# The factors of a call that rotates q and k.
 CALLS = {
     "size": SIZES,
     "source": SOURCES,
@@ -340,14 +366,19 @@ CALLS = {
     "dtype": DTYPES,
     "interleaved": [False, True],
 }
-# These decide which loop or kernel runs, and how wide its accesses are.
+# The groups of factors that decide which loop or kernel runs, and how wide its memory accesses are.
 KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
-ALL_CALLS = ("size", "source", "dtype", "interleaved")  # for make exhaustive, the layouts going round
+# The factors that make exhaustive combines completely. The layouts of q and k vary along with them.
+ALL_CALLS = ("size", "source", "dtype", "interleaved")
 
 
 def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, **_):
-    """(q, k, angles) of a case, which may say more. q: [batch, seq, q_heads, head_dim], k: [batch, seq, k_heads, head_dim],
-    in these layouts."""
+    """Returns q, k and the arguments for the angles, for a case of CALLS.
+
+    q is [batch, seq, q_heads, head_dim] and k is [batch, seq, k_heads, head_dim]. The arguments q and k name their
+    layouts. Factors that are not in CALLS are ignored. table_dtype is float64 by default if dtype is float64, else
+    float32.
+    """
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
@@ -358,5 +389,5 @@ def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table
 
 
 def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:
-    """Apple GPUs have no float64."""
+    """Returns whether the device has this dtype, and that of the frequencies. Apple GPUs have no float64."""
     return device != "mps" or torch.float64 not in (dtype, source.freq_dtype if source else None)

@@ -18,26 +18,26 @@ def pytest_addoption(parser):
         nargs="?",
         const="checked",
         choices=["checked", "asan"],
-        help="run the CUDA kernels on the CPU: tensors of the CPU stand in for a GPU's",
+        help="run the CUDA kernels in an emulator on the CPU, with CPU tensors instead of GPU tensors",
     )
     parser.addoption(
         "--simulate",
         action="store_true",
-        help="run the Metal back end on Linux, on a simulated device mps, and no other",
+        help="run the Metal back end on Linux, on a simulated device mps, and no other back end",
     )
-    parser.addoption("--thread-order", choices=ORDERS, default="forward", help="of emulated threads")
+    parser.addoption("--thread-order", choices=ORDERS, default="forward", help="the order of emulated threads")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "heart: of make check, the short loop")
+    config.addinivalue_line("markers", "heart: also runs in make check, the short loop")
     config.addinivalue_line(
         "markers",
-        "shared: of code that no back end has its own of; on the emulator and the simulator make exhaustive alone runs it",
+        "shared: tests code that all back ends share; runs on the emulator and the simulator only in make exhaustive",
     )
-    config.addinivalue_line("markers", "cpu: of no GPU: not run again on the emulator and the simulator")
-    config.addinivalue_line("markers", "large: needs tens of gigabytes of a GPU's memory")
-    config.addinivalue_line("markers", "sanitizer: every kernel in few and small calls, for compute-sanitizer too")
-    config.addinivalue_line("markers", "xdist_group: of pytest-xdist, where it is installed")
+    config.addinivalue_line("markers", "cpu: tests nothing of a GPU; does not run on the emulator and the simulator")
+    config.addinivalue_line("markers", "large: needs tens of gigabytes of GPU memory")
+    config.addinivalue_line("markers", "sanitizer: runs every kernel in a few small calls, for compute-sanitizer too")
+    config.addinivalue_line("markers", "xdist_group: belongs to pytest-xdist, which may not be installed")
     emulate, simulate = config.getoption("--emulate"), config.getoption("--simulate")
     if emulate and simulate:
         raise pytest.UsageError("--emulate and --simulate exclude each other")
@@ -52,11 +52,11 @@ def pytest_configure(config):
 
         simulator.load()
         simulator.thread_order(order)
-    import torch_rope  # noqa: F401  registers the operators
+    import torch_rope  # noqa: F401  (the import registers the operators)
 
 
 def pytest_collection_modifyitems(config, items):
-    """On the emulator and on the simulator: what runs on a device, and the tests of that back end."""
+    """Selects the tests for the emulator or the simulator: those with a device, and those of that back end."""
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
     if back_end is None:
         return
@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
+    """Runs each test that has the argument `device` once for each device that is available."""
     if "device" in metafunc.fixturenames:
         import torch
 
@@ -88,40 +89,47 @@ def _seed():
     torch.manual_seed(0)
 
 
-def _told(config, name, value):
-    """To the emulator, if there is one."""
+def _with_switch(config, name, value):
+    """Sets a switch of the emulator or of the simulator while a test runs, if there is such a switch."""
     if config.getoption("--simulate"):
         import simulator as library
     else:
         from torch_rope import _C as library
-    tell = getattr(library, name, lambda _: None)
-    tell(value)
+    set_switch = getattr(library, name, lambda _: None)
+    set_switch(value)
     yield
-    tell(not value)
+    set_switch(not value)
 
 
 @pytest.fixture
 def _races_are_legal(request):
-    yield from _told(request.config, "check_races", False)
+    """Lets emulated threads write the same element without an error."""
+    yield from _with_switch(request.config, "check_races", False)
 
 
 @pytest.fixture
 def _memory_of_others(request):
-    """Tensors whose memory is a file's, or was allocated by copy.deepcopy, may go through an emulated kernel; on the
-    simulated device those of more than 256 MiB."""
-    yield from _told(request.config, "allow_foreign", True)
+    """Lets a test pass memory that the emulator or the simulator does not know.
+
+    The emulator then accepts tensors whose memory is a file or was allocated by copy.deepcopy. The simulator accepts
+    tensors of more than 256 MiB.
+    """
+    yield from _with_switch(request.config, "allow_foreign", True)
 
 
 @pytest.fixture
 def untouched(device, tmp_path, _memory_of_others):
-    """Makes tensors (elements, dtype) of any size, of which little may be touched: sparse on the CPU, and on the simulated device."""
+    """Returns a function (elements, dtype) -> 1-D tensor of any size, of which a test may read and write only a little.
+
+    On the CPU and on the simulated device its memory is sparse: it takes only what is touched.
+    """
     import torch
 
-    made = itertools.count()
+    file_number = itertools.count()
 
     def make(elements, dtype):
         if device == "cpu":
-            return torch.from_file(str(tmp_path / str(next(made))), shared=True, size=elements, dtype=dtype)
+            return torch.from_file(str(tmp_path / str(next(file_number))), shared=True, size=elements, dtype=dtype)
         if device == "cuda":
             torch.cuda.empty_cache()
             if torch.cuda.mem_get_info()[0] < elements * dtype.itemsize + 2**30:

@@ -1,19 +1,24 @@
-"""The operators in numpy, in float64 (long double where x is float64), and how far from it a result may be."""
+"""The oracle: the operators in numpy, and how far a result may be from them.
+
+The oracle computes in float64, or in long double if x is float64. It shares no code with torch_rope.
+"""
 
 import numpy as np
 import torch
 
 
 def numpy_of(t: torch.Tensor, kind=np.float64) -> np.ndarray:
+    """Returns a tensor as a numpy array of dtype kind."""
     t = t.detach().cpu()
     return (t if t.dtype == torch.float64 or not t.is_floating_point() else t.double()).numpy().astype(kind)
 
 
 def cos_sin(positions: np.ndarray, inv_freq: np.ndarray, kind) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of positions * inv_freq, [*positions.shape, rotary_dim / 2].
+    """Returns cos and sin of positions * inv_freq, each [*positions.shape, rotary_dim / 2].
 
-    A long double has 64 bits, the product of a position and a float64 frequency up to 77: so the frequency is cut in
-    two, whose products are exact, and the small angle is added by the addition theorem.
+    A long double has a mantissa of 64 bits, but the product of a position and a float64 frequency has up to 77. So the
+    frequency is split into a larger and a smaller part whose products with a position are exact, and the two angles are
+    added by the addition theorems of cos and sin.
     """
     high = inv_freq.astype(np.float32).astype(np.float64)
     p = positions[..., None].astype(kind)
@@ -35,10 +40,13 @@ def rotate(
     norm_weight=None,
     norm_eps=1e-6,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(result, magnitude of the rotated pair or of the passed channel), both in x's shape.
+    """Returns the rotated x, and the magnitude of each element's rotated pair, both in x's shape.
 
-    x: [batch, seq, heads, head_dim] or [seq, heads, head_dim], a torch tensor like all others. With norm_weight each
-    head is RMS-normalised first, over all its channels.
+    The magnitude of a pair (a, b) is sqrt(a^2 + b^2), and that of a channel past rotary_dim is its absolute value. The
+    error of a result is measured against it.
+
+    The arguments are those of torch.ops.rope.rotate: torch tensors, x is [batch, seq, heads, head_dim] or [seq, heads,
+    head_dim]. With norm_weight, [head_dim], each head is first RMS-normalised over all its channels.
     """
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     values = numpy_of(x, kind)
@@ -71,10 +79,10 @@ def rotate(
 def table_backward(
     given, x, cos, sin, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(gradient of cos, of sin; for each the sum of the magnitudes of what is added), in the shape of cos.
+    """Returns the gradients of cos and sin, and for each the sum of the magnitudes of its terms, in the shape of cos.
 
-    given: the gradients of the rotated tensors x, lists of tensors [batch, seq, heads, head_dim] or [seq, heads,
-    head_dim].
+    x: a list of the tensors that were rotated, each [batch, seq, heads, head_dim] or [seq, heads, head_dim].
+    given: a list of the gradients of their results, in the same shapes.
     """
     kind = np.longdouble if x[0].dtype == torch.float64 else np.float64
     shape, pairs = tuple(cos.shape), cos.shape[-1]
@@ -105,14 +113,14 @@ def table_backward(
 
 
 def ulp(magnitude: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """The distance of neighbouring numbers of dtype at magnitude."""
+    """Returns the distance between neighbouring numbers of dtype at this magnitude."""
     info = torch.finfo(dtype)
     exponent = np.floor(np.log2(np.maximum(magnitude, info.tiny).astype(np.float64)))
     return np.exp2(exponent) * info.eps
 
 
 def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False) -> tuple[int, float]:
-    """(ulps, part of the magnitude) that a result may be off by, for assert_close."""
+    """Returns how far a result of dtype may be from the oracle: (ulps, plus), see assert_close()."""
     if dtype in (torch.float16, torch.bfloat16):
         return 1, 0.0
     ulps = 6 if norm else 2 if attention_factor == 1.0 else 3
@@ -120,7 +128,10 @@ def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm
 
 
 def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], ulps: float, plus: float = 0.0) -> None:
-    """Every element within ulps of the dtype at the magnitude of its pair, plus that part of the magnitude."""
+    """Asserts that every element of `actual` is close to `expected`: (values, magnitudes), as rotate() returns them.
+
+    An element may be off by `ulps` times ulp(magnitude, dtype), and by `plus` times the magnitude.
+    """
     value, magnitude = expected
     error = np.abs(numpy_of(actual, value.dtype.type) - value)
     limit = ulps * ulp(magnitude, actual.dtype) + plus * magnitude

@@ -1,4 +1,4 @@
-"""Rotary position embedding for PyTorch: ``torch.ops.rope.*`` and thin documented functions over them."""
+"""Rotary position embedding for PyTorch: the operators ``torch.ops.rope.*``, and functions that call them."""
 
 from pathlib import Path
 
@@ -6,24 +6,25 @@ import torch
 
 
 def _require_matching_torch() -> None:
-    """The library is built for one torch release; another one would crash while it loads, so look first."""
+    """Raises ImportError if the extension was built for another release of torch: loading it would crash."""
     record = Path(__file__).with_name("built_for_torch.txt")
     if not record.exists():
         raise ImportError(
-            f"torch_rope in {record.parent} is not built: pip install --no-build-isolation -e . builds it there; "
-            "or leave that folder, if torch_rope is installed elsewhere"
+            f"torch_rope in {record.parent} is not built. Build it with "
+            "`pip install --no-build-isolation -e .` in its source folder. If torch_rope is also installed elsewhere, "
+            "start Python in another folder to use that one."
         )
     built_for = record.read_text().strip()
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
-            f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}: "
-            "build it again, in its source folder: pip install --no-build-isolation --no-deps --force-reinstall ."
+            f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}. "
+            "Build it again with `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder."
         )
 
 
 _require_matching_torch()
 
-from torch_rope import _C, _register, frequencies, multimodal  # noqa: E402, F401  loading _C registers the operators
+from torch_rope import _C, _register, frequencies, multimodal  # noqa: E402, F401  _C registers the operators
 from torch_rope.functional import (  # noqa: E402
     axial_cos_sin,
     cos_sin,

@@ -1,4 +1,4 @@
-"""What torch takes from Python only: vmap rules, rules for DTensor, one remedy for Inductor, flop formulas."""
+"""Registers what PyTorch takes only from Python: rules for vmap and DTensor, a fix for Inductor, flop formulas."""
 
 import functools
 import importlib.abc
@@ -17,23 +17,26 @@ _ops = torch.ops.rope
 
 # ---- vmap ----
 #
-# Where only x (q, k) is mapped, or positions and per-token tables with it, the mapped dimension joins the batch and one
-# launch does it all. What remains (a table or inv_freq for each sample, sums over its tokens, and what the operator will
-# refuse) is a loop.
+# If only x (or q and k) is mapped, or positions and tables by token are mapped with it, the mapped dimension joins the
+# batch and the whole call is one launch. All other calls loop over the samples: those with a table or an inv_freq for
+# each sample, the backward operators that sum over the tokens of a sample, and calls that the operator will refuse.
 
 
 def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
-    """The mapped dimension moved (or expanded) to the front."""
+    """Returns t with its mapped dimension first, or expanded along a new first dimension if it is not mapped."""
     return t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 def _joins_as_a_view(x: Tensor) -> bool:
-    """Whether the first dimension joins the batch without a copy."""
+    """Returns whether the first dimension of x can be merged with its batch without a copy."""
     return x.dim() == 4 or x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _tables_in_one_launch(signature: Signature, dims: dict, given: dict):
-    """P, which is any shape, takes the mapped dimension as its first."""
+    """Returns the tables of all samples from one call, or None if it cannot be one call.
+
+    Positions may have any shape P, so the mapped dimension becomes the first dimension of P.
+    """
     first = signature.axes("positions", 1).count("axes")
     if dims["inv_freq"] is not None or given["positions"].dim() == first:
         return None
@@ -41,7 +44,7 @@ def _tables_in_one_launch(signature: Signature, dims: dict, given: dict):
 
 
 def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
-    """The mapped call as one call of the operator on a larger batch, or None where there is none."""
+    """Returns the results of the mapped call from one call on a larger batch, or None if it cannot be one call."""
     if not signature.rotated:
         return _tables_in_one_launch(signature, dims, given)
     if size == 0 or signature.name.endswith("_backward") or any(dims[name] is None for name in signature.rotated):
@@ -56,7 +59,7 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
         t = given[name]
         if name in signature.rotated or not isinstance(t, Tensor):
             continue
-        # cos and sin have one shape: where one is mapped, so is the other.
+        # cos and sin must have the same shape, so if one of them is mapped, both are expanded.
         shared = all(dims.get(n) is None for n in (("cos", "sin") if name in ("cos", "sin") else (name,)))
         axes = signature.axes(name, t.dim() - (dims[name] is not None))
         if "batch or 1" not in AXES[name] or axes == BY_POSITION:
@@ -68,7 +71,7 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
             t, axes = t.unsqueeze(1), ("batch or 1", *axes)
         if t.dim() != 1 + len(axes) or t.shape[1] not in (1, batch):
             return None
-        # [size, batch or 1, ...] -> [size * batch, ...], or [1, ...] that serves all
+        # [size, batch or 1, ...] -> [size * batch, ...], or [1, ...] if the same values serve all sequences
         joined[name] = t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
     outs = signature.op(**joined)
     if signature.written:
@@ -78,9 +81,9 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
 
 
 def _loop(op, size: int, dims: dict, given: dict):
-    """Sample by sample."""
+    """Returns the results of the mapped call from one call for each sample."""
     mapped = {name: dim for name, dim in dims.items() if dim is not None}
-    if size == 0:  # one sample of zeros tells the shapes
+    if size == 0:  # one sample of zeros is computed, to find the shapes of the results
         for name, dim in mapped.items():
             shape = list(given[name].shape)
             shape[dim] = 1
@@ -96,17 +99,21 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
     name, size = signature.name, info.batch_size
     dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
     if "k_cache" in given:
-        raise RuntimeError(f"vmap: rope.{name} cannot be mapped; pass the mapped dimension as the batch")
-    if any(dims[written] is None for written in signature.written):
+        mapped = next(argument for argument, dim in dims.items() if dim is not None)
         raise RuntimeError(
-            f"vmap: rope.{name} writes in place to a tensor that is not mapped over, while other arguments are; "
-            f"use rope.{name[:-1]}"
+            f"rope.{name}: {mapped} is mapped by vmap but must not be; pass the mapped dimension as the batch"
+        )
+    if any(dims[written] is None for written in signature.written):
+        written = next(written for written in signature.rotated if dims[written] is None)
+        raise RuntimeError(
+            f"rope.{name}: {written} is not mapped by vmap but must be, because it is written in place and other "
+            f"arguments are mapped; use rope.{name[:-1]}"
         )
     outs = _one_launch(signature, size, dims, given)
     if outs is None:
         functional = getattr(_ops, name.removesuffix("_")).default
         outs = _loop(functional, size, dims, given)
-        if signature.written:  # only now, so that an error in a sample leaves nothing half-written
+        if signature.written:  # written only after the loop, so that an error in a sample leaves nothing half-written
             for x, out in zip(signature.rotated, outs, strict=True):
                 given[x].movedim(dims[x], 0).copy_(out)
     if signature.written:
@@ -120,19 +127,19 @@ for _signature in operators():
 
 # ---- DTensor ----
 #
-# Its module takes half as long to import as torch itself, and who has no DTensor does not need it. So the rules follow
-# when it is imported.
+# Importing torch.distributed.tensor takes half as long as importing torch, and a program without DTensors does not need
+# it. So the rules are registered when that module is imported, or now if it is imported already.
 
 
 def _register_sharding() -> None:
     try:
         import torch_rope._sharding  # noqa: F401
-    except (ImportError, AttributeError, TypeError) as e:  # they use what torch has not made public
-        warnings.warn(f"torch_rope's operators do not take DTensors under torch {torch.__version__}: {e}", stacklevel=2)
+    except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
+        warnings.warn(f"torch_rope's operators do not take DTensors in torch {torch.__version__}: {e}", stacklevel=2)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Registers the rules after the module has been imported, by whoever finds and loads it."""
+    """Registers the rules as soon as torch.distributed.tensor has been imported. The other finders find and load it."""
 
     def find_spec(self, name, path=None, target=None):
         if name != _DTENSOR:
@@ -161,9 +168,9 @@ elif torch.distributed.is_available():
 
 # ---- torch.compile of in-place operators ----
 #
-# Inductor (2.13) has no lowering for the storage offset of a view, which functionalization writes into the graph where
-# that offset is a symbol. It goes on with offset 0: an in-place operator on x[1], of a tensor with a dynamic size,
-# silently writes to x[0]. So it is taught the lowering before it comes to such a graph.
+# Functionalization writes the storage offset of a view into the graph if that offset is a symbol. Inductor (2.13) has
+# no lowering for it and continues with storage offset 0: an in-place operator on x[1], of a tensor with a dynamic size,
+# silently writes to x[0]. So the lowering is registered before Inductor sees such a graph.
 
 
 @functools.cache
@@ -186,7 +193,7 @@ def _watch_functionalization(op: torch._ops.OpOverload) -> None:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if any(not isinstance(t.storage_offset(), int) for t in tensors):
             _teach_inductor_storage_offsets()
-        with mode:  # as without us
+        with mode:  # continues as if this function were not registered
             return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
@@ -195,18 +202,20 @@ for _signature in operators():
         _watch_functionalization(_signature.op)
 
 
-# ---- flops: 4 multiplications and 2 additions a pair; the norm multiplies twice and squares, 4 a channel ----
+# ---- flops: 4 multiplications and 2 additions for a pair; the norm adds 4 for a channel ----
 
 
 def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
     shapes = signature.by_name(args) | kwargs
     rotary_dim = 2 * (shapes.get("cos") or shapes["inv_freq"])[-1]
-    # For each pair of channels and each of the two tables two products, their sum, and one more addition.
+    # 6 for each pair of a rotation, so 3 for each rotated channel. A gradient of tables takes 8 for each pair: two
+    # products, their sum, and the addition to the sum over tokens, for each of the two tables.
     rotated = 4 if signature.name == "_rotate_table_backward" else 3
+    # The norm squares, adds, and multiplies twice.
     channel = 4 if shapes.get("q_norm_weight") is not None else 0
     if signature.name == "_norm_rotate_qk_backward":
-        # Beside what forward does, two for the weight, five for the input: with n = x r and u = gradient * w, sums of
-        # gradient * n and of u * x, and r (u - c x).
+        # In addition to the work of forward, two for the gradient of the weight and five for that of the input. With
+        # n = x r and u = gradient * w they are the sums of gradient * n and of u * x, and r (u - c x).
         channel += 7
     xs = [shapes[name] for name in signature.rotated if shapes[name] is not None]
     return sum(torch.Size(x[:-1]).numel() * (rotated * rotary_dim + channel * x[-1]) for x in xs)

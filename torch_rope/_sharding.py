@@ -1,10 +1,18 @@
-"""How the operators run on DTensors: every rank calls them on what it holds, and nothing is sent.
+"""The rules for DTensors: each rank calls the operator on its local tensors, and nothing is communicated.
 
-A token is turned by its own position, whatever other tokens, heads and sequences do. So a dimension of the mesh may split
-the batch or the sequence, if it splits them alike for all that have them (q, k, positions, tables by token); or heads,
-those of q and those of k each for themselves. And q may be a sum of what the ranks hold (Partial): a rotation is linear.
-An argument that is only read, and whole on every rank, is cut where the others are split. All else would have to be sent,
-and raises NotImplementedError. DTensor would redistribute it, also where the operator writes: what was written is lost.
+The rotation of a token depends only on its own position, not on other tokens, heads or sequences. A dimension of the
+mesh may therefore split
+
+- the batch or the sequence, if it splits them in the same way for every argument that has them (q, k, positions, tables
+  by token); or
+- the heads, those of q and those of k independently.
+
+q and k may also be Partial, that is, sums of what the ranks hold, because a rotation is linear. An argument that is
+only read and is whole on every rank is cut to match the others.
+
+Every other placement would need communication, and raises NotImplementedError. Otherwise DTensor would redistribute the
+argument before the call. For a tensor that the operator writes, the operator would then write to a temporary copy, and
+the result would be lost.
 """
 
 import functools
@@ -18,48 +26,49 @@ from torch_rope._signatures import Signature, operators
 
 
 def _of_dim(placement: Placement, dim: int) -> Placement:
-    """The placement that splits another dimension in the same way."""
+    """Returns the placement that splits dimension dim as `placement` splits its own."""
     return Shard(dim) if placement.is_shard() else type(placement)(dim, split_factor=placement.split_factor)
 
 
 class _Argument:
-    """A tensor of a call. axes: what its dimensions are."""
+    """A tensor argument of a call. axes: the names of its dimensions."""
 
     def __init__(self, op: str, name: str, spec: DTensorSpec, axes: tuple[str, ...], written: bool):
         self.op, self.name, self.spec, self.axes, self.written = op, name, spec, axes, written
-        self.placements = list(spec.placements)  # as the operator takes it, in the end
+        self.placements = list(spec.placements)  # the placements that the operator takes it with; the rules change them
 
     def axis(self, m: int) -> str | None:
-        """What mesh dimension m splits: one of axes, "sum" for Partial, or nothing."""
+        """Returns what mesh dimension m splits: the name of an axis, "sum" for Partial, or None for Replicate."""
         placement = self.placements[m]
         if placement.is_replicate():
             return None
         return "sum" if placement.is_partial() else self.axes[placement.dim]
 
     def follow(self, first: "_Argument", m: int) -> None:
-        """Splits the same axis as first does, and in the same way."""
+        """Splits this argument along the same axis and in the same way as mesh dimension m splits `first`."""
         axis, placement = first.axis(m), first.placements[m]
         dim = self.axes.index(axis)
         needs = _of_dim(placement, dim)
         if self.placements[m] == needs:
             return
-        # A rank can cut its part out of what it holds, unless a later mesh dimension has cut that up already.
+        # A rank can cut its part out of its local tensor, unless a later mesh dimension already splits the same axis.
         cut_up = any(getattr(p, "dim", None) == dim for p in self.placements[m + 1 :])
         if self.axis(m) is not None or self.written or cut_up:
-            why = ", because it is written" if self.written else ""
-            self.refuse(m, f"where {first.name} is {placement!r}, its {axis}; needs {needs!r}{why}")
+            why = f", and {self.name} is written in place" if self.written else ""
+            self.refuse(m, f"be {needs!r}, because {first.name} is {placement!r}, split along its {axis}{why}")
         self.placements[m] = needs
 
-    def refuse(self, m: int, why: str) -> None:
+    def refuse(self, m: int, must: str) -> None:
+        """Raises the error that says what this argument must be on mesh dimension m."""
         names = self.spec.mesh.mesh_dim_names
         where = repr(names[m]) if names else m
         raise NotImplementedError(
-            f"{self.op}: {self.name} is {self.spec.placements[m]!r} on mesh dimension {where}, {why}"
+            f"{self.op}: {self.name} is {self.spec.placements[m]!r} on mesh dimension {where} but must {must}"
         )
 
 
 class _Call(dict):
-    """The tensors of a call, by name and in order."""
+    """The tensor arguments of a call, by name, in the order of the schema."""
 
     def __init__(self, signature: Signature, schema: OpSchema):
         self.signature, given = signature, signature.by_name(schema.args_schema)
@@ -70,20 +79,22 @@ class _Call(dict):
             if axes[:1] == ("batch or 1",):
                 axes = ("batch" if len(x) == 4 and spec.shape[0] == x[0] else "batch of 1", *axes[1:])
             if axes[:1] == ("blocks",) and "slots" not in specs and len(x) == 4 and spec.shape[0] == x[0]:
-                axes = ("batch", *axes[1:])  # row b of the batch writes block b
+                axes = ("batch", *axes[1:])  # sequence b writes to block b
             self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, name in signature.written)
 
     def check(self, m: int, *may_sum: str, may_split: tuple[str, ...] = ("batch", "seq", "heads")) -> None:
-        """may_sum: arguments in which the operator is linear. may_split: what mesh dimension m may split."""
+        """Raises an error if mesh dimension m splits an argument along an axis that is not in may_split, or if an
+        argument is a sum and its name is not in may_sum, the arguments in which the operator is linear."""
         for a in self.values():
             if a.axis(m) == "sum":
                 if a.name not in may_sum or a.placements[m] not in (Partial("sum"), Partial("avg")):
-                    a.refuse(m, "which has to be reduced before")
+                    a.refuse(m, "be reduced first; call its redistribute method")
             elif a.axis(m) not in (None, *may_split):
-                a.refuse(m, f"its {a.axis(m)}, which cannot be split")
+                a.refuse(m, f"not be split along its {a.axis(m)}")
 
     def split_tokens(self, m: int) -> bool:
-        """Where mesh dimension m splits batch or seq of one argument, it does so for all. Whether it does."""
+        """Makes mesh dimension m split batch, or seq, of all arguments if it splits that of one. Returns whether it
+        does."""
         first = next((a for a in self.values() if a.axis(m) in ("batch", "seq")), None)
         if first is None:
             return False
@@ -91,30 +102,36 @@ class _Call(dict):
         angles = [self[name] for name in ("cos", "sin", "positions") if name in self and axis in self[name].axes]
         if axis == "seq":
             if not angles:
-                first.refuse(m, "its seq, without positions: pass those of the tokens, split alike")
-            for a in angles:  # not cut: the tokens of a rank need not be in order, and positions go with them
+                why = "because positions is None; pass the positions of the tokens, split in the same way"
+                first.refuse(m, f"not be split along its seq, {why}")
+            for a in angles:
+                # Positions that are whole are not cut: the tokens of a rank need not be contiguous (context parallel
+                # permutes them), and nothing here tells which positions are theirs.
                 if a.axis(m) is None:
-                    a.refuse(m, f"where {first.name} is {placement!r}, its seq; needs Shard(dim={a.axes.index(axis)})")
+                    needs = f"Shard(dim={a.axes.index(axis)})"
+                    a.refuse(m, f"be {needs}, because {first.name} is {placement!r}, split along its seq")
         for a in self.values():
             if axis in a.axes:
                 a.follow(first, m)
             elif a.written:
-                a.refuse(m, f"where {first.name} is {placement!r}, its {axis}: each rank would write what it has")
+                why = f"because {first.name} is {placement!r}, split along its {axis}"
+                a.refuse(m, f"not be written, {why}: each rank would write only its own tokens")
             elif a.axis(m) is not None:
-                a.refuse(m, f"its {a.axis(m)}, where {first.name} is {placement!r}, its {axis}")
+                a.refuse(m, f"be Replicate(), because {first.name} is {placement!r}, split along its {axis}")
         return True
 
     def split_heads(self, m: int, *names: str) -> bool:
-        """Where mesh dimension m splits the heads of one of these, it does so for all. Whether it does."""
-        those = [self[name] for name in names]
-        first = next((a for a in those if a.axis(m) == "heads"), None)
+        """Makes mesh dimension m split the heads of all these arguments if it splits those of one. Returns whether it
+        does."""
+        arguments = [self[name] for name in names]
+        first = next((a for a in arguments if a.axis(m) == "heads"), None)
         if first is not None:
-            for a in those:
+            for a in arguments:
                 a.follow(first, m)
         return first is not None
 
 
-# Each rule settles a call on one dimension of the mesh, and returns the placements of the results there.
+# A rule checks a call on one mesh dimension, adjusts the placements of its arguments, and returns those of its results.
 _Rule = Callable[[_Call, int], list[Placement]]
 
 
@@ -154,7 +171,7 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
     grads = [call[f"{name}_out_grad"] for name in names]
     if all(grad.axis(m) is None for grad in grads):
         return [Replicate()] * 2
-    for grad in grads:  # a sum over ranks counts what is whole once
+    for grad in grads:  # the results are sums over ranks, so a gradient that is whole on every rank counts only once
         if grad.axis(m) is None:
             grad.placements[m] = Partial()
         elif grad.placements[m] == Partial("avg"):
@@ -163,7 +180,7 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
 
 
 def _cos_sin(call: _Call, m: int) -> list[Placement]:
-    call.check(m, may_split=("places",))
+    call.check(m, may_split=("positions",))
     positions = call["positions"]
     placement = positions.placements[m]
     if positions.axis(m) and positions.axes[0] == "axes":
@@ -172,7 +189,7 @@ def _cos_sin(call: _Call, m: int) -> list[Placement]:
 
 
 def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy:
-    """The one way to run a call."""
+    """Returns the only strategy for a call: the placements of its arguments and results, at no cost."""
     mesh = schema.get_mesh_from_args()
     call = _Call(signature, schema)
     results = zip(*(rule(call, m) for m in range(mesh.ndim)), strict=True)
@@ -193,13 +210,15 @@ _RULES = {
     "rotate_into_cache_": _rotate_into_cache,
 }
 
-# Not by the public register_sharding: it keeps a decision for every value of offset, one more at each step of decoding,
-# and it enumerates placements, of which DTensor takes the nearest where the given ones are missing.
+# The public register_sharding does not fit. It caches a decision for every value of offset, and so one more at each
+# step of decoding. And it takes a list of placements: if those of a call are not in the list, DTensor redistributes to
+# the nearest.
 for _signature in operators():
     _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
     _names = _signature.arguments
-    # What a decision is remembered by: the tensors in order; from here on also which of them are None; and dtype.
-    _remembered = _names.index("slots") if "slots" in _names else len(_names)
+    # The key of a cached decision: the tensors in order, dtype, and from the argument with the number _keyed_from on
+    # also which arguments are None.
+    _keyed_from = _names.index("slots") if "slots" in _names else len(_names)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        _signature.op, functools.partial(_strategy, _signature, _rule), RuntimeSchemaInfo(_remembered, ["dtype"])
+        _signature.op, functools.partial(_strategy, _signature, _rule), RuntimeSchemaInfo(_keyed_from, ["dtype"])
     )

@@ -1,21 +1,24 @@
-"""The frequencies of real models: a function for each kind, and :func:`from_config` for a model's config.
+"""The frequencies of real models: one function for each kind, and :func:`from_config` for the config of a model.
 
-Each function returns :class:`Frequencies`: inv_freq, float64 on the CPU, radians per position, for the ``inv_freq`` of
-:func:`torch_rope.rotate` or :func:`torch_rope.cos_sin`; and attention_factor, for the argument of that name. Write
-``f[i] = base ** (-2 i / rotary_dim)`` for i = 0, 1, ... while 2 i < rotary_dim (Su et al., RoFormer, arXiv:2104.09864);
-each kind changes f.
+Each function returns :class:`Frequencies`: inv_freq, which :func:`torch_rope.rotate` and :func:`torch_rope.cos_sin`
+take (float64, on the CPU, in radians per position), and attention_factor, which they take as the argument of that name.
 
-rotary_dim is how many channels of a head are rotated; see :func:`partial_rotary_dim` for a part of head_dim. It is even
-in every model known. For an odd one there are (rotary_dim + 1) / 2 frequencies, so rotary_dim + 1 channels are rotated,
-while the exponent keeps the odd number: transformers does the same.
+In the formulas below, ``f[i] = base ** (-2 i / rotary_dim)`` for i = 0, 1, ... while 2 i < rotary_dim (Su et al.,
+RoFormer, arXiv:2104.09864). Each kind changes f.
 
-Parameters of other engines:
+rotary_dim is the number of channels of a head that are rotated. If only a part of head_dim is rotated,
+:func:`partial_rotary_dim` computes it. It is even in every known model. If it is odd, there are (rotary_dim + 1) / 2
+frequencies, so rotary_dim + 1 channels are rotated, while the exponent keeps the odd number: transformers does the
+same.
 
-- akunu: ``freq_scale`` multiplies the angle, so it is ``linear(rotary_dim, base, factor=1 / freq_scale)``; its array
-  ``freqs`` holds what the position is divided by, in place of base: ``inv_freq = freq_scale / freqs``. MLX's ``freqs``
-  is the same array.
-- ggml: ``freq_scale`` as above. ``freq_factors`` (GGUF's rope_freqs.weight) divides the frequencies that base gives:
-  ``default(rotary_dim, base).inv_freq / freq_factors``, which is how GGUF files carry llama3 and longrope.
+The parameters of other engines translate like this:
+
+- akunu: ``freq_scale`` multiplies the angle, so use ``linear(rotary_dim, base, factor=1 / freq_scale)``. The array
+  ``freqs`` holds what the position is divided by, and replaces base: ``inv_freq = freq_scale / freqs``. The ``freqs``
+  of MLX is the same array.
+- ggml: ``freq_scale`` is the same as in akunu. ``freq_factors`` (rope_freqs.weight in a GGUF file) divides the
+  frequencies that base gives: ``default(rotary_dim, base).inv_freq / freq_factors``. GGUF files store llama3 and
+  longrope in this way.
 """
 
 import inspect
@@ -28,13 +31,16 @@ from torch import Tensor
 
 
 class Frequencies(NamedTuple):
+    """The frequencies of a model, and the factor that goes with them."""
+
     inv_freq: Tensor  # [rotary_dim / 2], float64 on the CPU, radians per position
     attention_factor: float  # multiplies the rotated channels, or cos and sin
 
 
-def _require(good: bool, function: str, name: str, value: Any, needs: str) -> None:
+def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:
+    """Raises ValueError about the argument `name` of `function` unless its value is good."""
     if not good:
-        raise ValueError(f"torch_rope.frequencies.{function}: {name} is {value!r}, needs {needs}")
+        raise ValueError(f"torch_rope.frequencies.{function}: {name} is {value!r} but must be {must_be}")
 
 
 def _require_positive(function: str, **arguments: float) -> None:
@@ -47,18 +53,19 @@ def _require_scale(function: str, factor: float) -> None:
 
 
 def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim") -> Tensor:
-    """f of the module's docstring."""
+    """Returns f, as the docstring of the module defines it."""
     _require(isinstance(rotary_dim, int) and rotary_dim > 0, function, name, rotary_dim, "a positive integer")
     _require_positive(function, base=base)
     return float(base) ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
 
 
 def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
-    """How many of a head's first channels are rotated: ``int(head_dim * partial_rotary_factor)``.
+    """Returns how many channels of a head are rotated: ``int(head_dim * partial_rotary_factor)``.
 
-    Rounded down as transformers does. An odd result is passed on: it rotates one channel more (see the module's
-    docstring), so it must be less than head_dim. Raises ValueError for that, for less than one channel, and for a
-    factor that is not in (0, 1].
+    The number is rounded down, as transformers does. It may be odd. An odd number means that one more channel is
+    rotated (see the docstring of the module), so an odd number must be less than head_dim.
+
+    Raises ValueError if it is not, if the number is less than 1, or if partial_rotary_factor is not in (0, 1].
     """
     function = "partial_rotary_dim"
     _require(isinstance(head_dim, int) and head_dim > 0, function, "head_dim", head_dim, "a positive integer")
@@ -67,25 +74,25 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     )
     rotary_dim = int(head_dim * partial_rotary_factor)
     _require(
-        rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * partial_rotary_factor, "1 at least"
+        rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * partial_rotary_factor, "at least 1"
     )
-    _require(rotary_dim < head_dim or head_dim % 2 == 0, function, "head_dim", head_dim, "an even number")
+    _require(rotary_dim < head_dim or head_dim % 2 == 0, function, "head_dim", head_dim, "an even number to rotate all")
     return rotary_dim
 
 
 def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
-    """``f``, attention_factor 1 (RoFormer, arXiv:2104.09864).
+    """Returns the frequencies of RoFormer (arXiv:2104.09864): ``f``, and attention_factor 1.
 
-    Raises ValueError for a rotary_dim that is not a positive integer or a base that is not positive, as all kinds do.
+    Like all kinds, raises ValueError if rotary_dim is not a positive integer or base is not positive.
     """
     return Frequencies(_powers("default", rotary_dim, base), 1.0)
 
 
 def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
-    """Position interpolation: ``f / factor``, attention_factor 1 (Chen et al., arXiv:2306.15595).
+    """Returns the frequencies of position interpolation (Chen et al., arXiv:2306.15595): ``f / factor``.
 
-    factor is how many times longer the context becomes. Raises ValueError for one that is not positive; below 1 is
-    legal, as freq_scale above 1 is elsewhere.
+    attention_factor is 1. factor is how many times longer the context becomes. A factor below 1 is allowed, because
+    other engines allow a freq_scale above 1. Raises ValueError if factor is not positive.
     """
     inv_freq = _powers("linear", rotary_dim, base)
     _require_positive("linear", factor=factor)
@@ -93,17 +100,21 @@ def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
 
 
 def _raised_base(function: str, rotary_dim: int, base: float, factor: float) -> Tensor:
+    """Returns f with a base that is raised so that the lowest frequency is divided by factor."""
     _require(isinstance(rotary_dim, int) and rotary_dim > 2, function, "rotary_dim", rotary_dim, "an integer above 2")
     _require_positive(function, base=base)
     return _powers(function, rotary_dim, base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
 def ntk(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
-    """NTK-aware scaling, fixed: f with ``base * factor ** (rotary_dim / (rotary_dim - 2))``, attention_factor 1.
+    """Returns the frequencies of NTK-aware scaling by a fixed factor.
 
-    The highest frequency stays and the lowest is divided by factor (bloc97, in section 3.1 of YaRN, arXiv:2309.00071).
-    Hunyuan's ``alpha`` is this factor. vLLM's "ntk" is another one, ``f[i] * factor ** (-2 (i + 1) / rotary_dim)``,
-    which no config of transformers names. Raises ValueError for factor below 1 and for a rotary_dim of 2 or less.
+    They are f with the base ``base * factor ** (rotary_dim / (rotary_dim - 2))``: the highest frequency stays as it is
+    and the lowest is divided by factor (bloc97, in section 3.1 of YaRN, arXiv:2309.00071). attention_factor is 1. The
+    ``alpha`` of Hunyuan is this factor. vLLM's "ntk" is different, and no config of transformers uses it:
+    ``f[i] * factor ** (-2 (i + 1) / rotary_dim)``.
+
+    Raises ValueError if factor is below 1 or rotary_dim is 2 or less.
     """
     _require_scale("ntk", factor)
     return Frequencies(_raised_base("ntk", rotary_dim, base, factor), 1.0)
@@ -112,15 +123,16 @@ def ntk(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
 def dynamic(
     rotary_dim: int, base: float, *, factor: float, original_max_position: int, seq_len: int | None = None
 ) -> Frequencies:
-    """Dynamic NTK: :func:`ntk` by a factor that grows with the sequence (emozilla; appendix B.3 of arXiv:2309.00071).
+    """Returns the frequencies of dynamic NTK: :func:`ntk` with a factor that grows with the length of the sequence.
 
     The factor is ``s = factor * L / original_max_position - (factor - 1)``, where L is the larger of seq_len and
-    original_max_position: without seq_len, and for a short sequence, it is :func:`default`. attention_factor is 1.
-    original_max_position is the model's max_position_embeddings.
+    original_max_position (emozilla; appendix B.3 of arXiv:2309.00071). So without seq_len, or for a short sequence, the
+    result is that of :func:`default`. attention_factor is 1. original_max_position is max_position_embeddings in the
+    config of a model.
 
-    The same from the default frequencies, for an s that is a tensor: ``f[i] * s ** (-2 i / (rotary_dim - 2))``.
+    If s is a tensor, ``f[i] * s ** (-2 i / (rotary_dim - 2))`` gives the same frequencies.
 
-    Raises ValueError for factor below 1, original_max_position that is not positive and a rotary_dim of 2 or less.
+    Raises ValueError if factor is below 1, original_max_position is not positive, or rotary_dim is 2 or less.
     """
     _require_scale("dynamic", factor)
     _require_positive("dynamic", original_max_position=original_max_position)
@@ -142,39 +154,46 @@ def yarn(
     mscale_all_dim: float | None = None,
     attention_factor: float | None = None,
 ) -> Frequencies:
-    """YaRN (Peng et al., arXiv:2309.00071): frequencies are kept, interpolated, or in between, by their turns.
+    """Returns the frequencies of YaRN (Peng et al., arXiv:2309.00071).
+
+    A pair makes ``original_max_position * f / (2 pi)`` turns over the length that the model was trained for. The
+    frequency of a pair with many turns is kept, that of a pair with few turns is divided by factor, and in between
+    there is a ramp.
 
     Args:
         factor: how many times longer the context becomes, at least 1.
-        original_max_position: the length that the model was trained for, in which a pair makes so many turns.
-        beta_fast, beta_slow: a pair of more turns than beta_fast is kept, one of fewer than beta_slow interpolated.
-        truncate: whether the two ends of the range between are rounded outwards to whole pairs (gpt-oss: False).
-        mscale, mscale_all_dim: of DeepSeek, for attention_factor; they count where both are given and neither is 0.
-        attention_factor: instead of the computed one.
+        original_max_position: the length that the model was trained for.
+        beta_fast, beta_slow: numbers of turns. A pair with more turns than beta_fast is kept, a pair with fewer turns
+            than beta_slow is divided.
+        truncate: if True, the two ends of the ramp are rounded outwards to whole pairs. (False for gpt-oss.)
+        mscale, mscale_all_dim: parameters of DeepSeek for attention_factor. They are used if both are given and neither
+            is 0.
+        attention_factor: the attention_factor of the result, instead of the computed one.
 
     Equivalent to::
 
         pair = lambda turns: rotary_dim * log(original_max_position / (2 pi turns)) / (2 log(base))
         low, high = pair(beta_fast), pair(beta_slow)
         low, high = (floor(low), ceil(high)) if truncate else (low, high)
-        low, high = max(low, 0), min(high, rotary_dim - 1)  # and high + 0.001 where they are equal
+        low, high = max(low, 0), min(high, rotary_dim - 1)  # then high += 0.001 if they are equal
         ramp = clamp((i - low) / (high - low), 0, 1)
         inv_freq = f * (1 - ramp) + f / factor * ramp
         m = lambda scale: 1 + 0.1 * scale * log(factor)
-        attention_factor = m(mscale) / m(mscale_all_dim)  # m(1) without both
+        attention_factor = m(mscale) / m(mscale_all_dim)  # m(1) unless both are given
 
-    DeepSeek multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2`` besides: that is no part of the table,
-    nor of this function. Where each layer type has parameters of its own, transformers looks for truncate beside the
-    layer types and so never finds it; :func:`from_config` reads it where the other parameters of the layer type are.
+    DeepSeek also multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2``. That is not part of the rotation,
+    so it is not part of this function. If each layer type has its own parameters, transformers looks for truncate next
+    to the layer types and so never finds it; :func:`from_config` reads it together with the other parameters of the
+    layer type.
 
-    Raises ValueError for factor below 1, base that is not above 1, beta_slow above beta_fast, or another argument that
-    is not positive.
+    Raises ValueError if factor is below 1, base is not above 1, beta_slow is above beta_fast, or another argument is
+    not positive.
     """
     f = _powers("yarn", rotary_dim, base)
     _require(base > 1, "yarn", "base", base, "more than 1")
     _require_scale("yarn", factor)
     _require_positive("yarn", original_max_position=original_max_position, beta_fast=beta_fast, beta_slow=beta_slow)
-    _require(beta_slow <= beta_fast, "yarn", "beta_slow", beta_slow, f"at most beta_fast, {beta_fast!r}")
+    _require(beta_slow <= beta_fast, "yarn", "beta_slow", beta_slow, f"at most beta_fast, which is {beta_fast!r}")
 
     def pair(turns: float) -> float:
         return rotary_dim * math.log(original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -208,33 +227,37 @@ def longrope(
     seq_len: int | None = None,
     long: bool | None = None,
 ) -> Frequencies:
-    """LongRoPE (Ding et al., arXiv:2402.13753): ``f / long_factor`` or ``f / short_factor``, a divisor for each pair.
+    """Returns the frequencies of LongRoPE (Ding et al., arXiv:2402.13753): f divided by a number for each pair.
+
+    They are ``f / long_factor`` for a long sequence and ``f / short_factor`` for a short one. Keys that are rotated
+    with one list do not fit queries that are rotated with the other, so choose once for the lifetime of a KV cache.
 
     Args:
-        short_factor, long_factor: the divisors, ``[rotary_dim / 2]``.
+        short_factor, long_factor: the divisors, ``[rotary_dim / 2]`` each.
         original_max_position: the length that the model was trained for, above 1.
-        factor: how many times longer the context is; for attention_factor alone.
-        attention_factor: ``sqrt(1 + log(factor) / log(original_max_position))`` unless given, and 1 for a factor up to
-            1. It is the same for short and long.
-        seq_len: long_factor is taken where it is greater than original_max_position; short_factor without it.
-        long: instead of seq_len: whether to take long_factor.
+        factor: how many times longer the context is. It only serves to compute attention_factor.
+        attention_factor: the attention_factor of the result, the same for short and long. Default:
+            ``sqrt(1 + log(factor) / log(original_max_position))``, or 1 if factor is at most 1.
+        seq_len: the length of the sequence. long_factor is used if it is greater than original_max_position,
+            short_factor if it is not or is None.
+        long: whether to use long_factor; instead of seq_len.
 
-    Keys rotated by one list don't fit queries rotated by the other: choose once for a cache.
-
-    Raises ValueError for lists of another length, a divisor that is not positive, neither factor nor attention_factor,
-    both seq_len and long, or another argument that is not positive.
+    Raises ValueError if a list does not have rotary_dim / 2 elements, a divisor is not positive, neither factor nor
+    attention_factor is given, both seq_len and long are given, or another argument is not positive.
     """
     f = _powers("longrope", rotary_dim, base)
     for name, divisors in (("short_factor", short_factor), ("long_factor", long_factor)):
-        _require(len(divisors) == len(f), "longrope", f"len({name})", len(divisors), f"rotary_dim / 2, {len(f)}")
+        _require(
+            len(divisors) == len(f), "longrope", f"len({name})", len(divisors), f"rotary_dim / 2, which is {len(f)}"
+        )
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
     _require(original_max_position > 1, "longrope", "original_max_position", original_max_position, "more than 1")
     if attention_factor is None:
-        _require(factor is not None, "longrope", "factor", factor, "a number, or attention_factor")
+        _require(factor is not None, "longrope", "factor", factor, "a number unless attention_factor is given")
         _require_positive("longrope", factor=factor)
         attention_factor = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original_max_position))
     _require_positive("longrope", attention_factor=attention_factor)
-    _require(seq_len is None or long is None, "longrope", "seq_len", seq_len, "None where long is given")
+    _require(seq_len is None or long is None, "longrope", "seq_len", seq_len, "None if long is given")
     if long is None:
         long = seq_len is not None and seq_len > original_max_position
     divisors = torch.tensor(list(long_factor if long else short_factor), dtype=torch.float64, device="cpu")
@@ -250,17 +273,18 @@ def llama3(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
 ) -> Frequencies:
-    """Llama 3.1 (arXiv:2407.21783, formula in Meta's llama-models): as YaRN, with a ramp over turns.
+    """Returns the frequencies of Llama 3.1 (arXiv:2407.21783; the formula is in Meta's llama-models).
 
-    A pair that turns more than high_freq_factor times in original_max_position is kept, one that turns less than
-    low_freq_factor times is divided by factor, and between ::
+    They are like those of :func:`yarn`, but the ramp is linear in the turns that a pair makes in original_max_position.
+    The frequency of a pair with more turns than high_freq_factor is kept, that of a pair with fewer turns than
+    low_freq_factor is divided by factor, and in between ::
 
         turns = original_max_position * f / (2 pi)
         s = clamp((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
         inv_freq = f * s + f / factor * (1 - s)
 
-    attention_factor is 1. Raises ValueError for factor below 1, low_freq_factor above high_freq_factor, or
-    another argument that is not positive.
+    attention_factor is 1. Raises ValueError if factor is below 1, low_freq_factor is above high_freq_factor, or another
+    argument is not positive.
     """
     f = _powers("llama3", rotary_dim, base)
     _require_scale("llama3", factor)
@@ -270,10 +294,10 @@ def llama3(
         "llama3",
         "high_freq_factor",
         high_freq_factor,
-        f"at least low_freq_factor, {low_freq_factor!r}",
+        f"at least low_freq_factor, which is {low_freq_factor!r}",
     )
     turns = original_max_position * f / (2 * math.pi)
-    if low_freq_factor == high_freq_factor:  # Llama 4 Scout
+    if low_freq_factor == high_freq_factor:  # Llama 4 Scout: there is no ramp
         s = (turns > low_freq_factor).double()
     else:
         s = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
@@ -281,13 +305,14 @@ def llama3(
 
 
 def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0) -> Frequencies:
-    """Gemma 4's full attention: ``n = int(partial_rotary_factor * head_dim // 2)`` pairs turn, and the others stay.
+    """Returns the frequencies of the full-attention layers of Gemma 4, in which only the first pairs of a head rotate.
 
-    inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for i < n, then zeros; attention_factor is 1.
-    So pair i is channels (i, i + head_dim / 2), where partial rotary pairs (i, i + rotary_dim / 2). There is no paper:
-    the formula is transformers' and vLLM's.
+    inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for the first
+    ``int(partial_rotary_factor * head_dim // 2)`` pairs, and 0 for the others, which therefore stay as they are. So
+    pair i is the channels (i, i + head_dim / 2), while with :func:`partial_rotary_dim` it is (i, i + rotary_dim / 2).
+    attention_factor is 1. There is no paper: the formula is that of transformers and vLLM.
 
-    Raises ValueError for an odd head_dim, partial_rotary_factor outside [0, 1] or factor that is not positive.
+    Raises ValueError if head_dim is odd, partial_rotary_factor is outside [0, 1], or factor is not positive.
     """
     inv_freq = _powers("proportional", head_dim, base, "head_dim")
     _require(head_dim % 2 == 0, "proportional", "head_dim", head_dim, "an even number")
@@ -307,8 +332,9 @@ KINDS: dict[str, Callable[..., Frequencies]] = {
     kind.__name__: kind for kind in (default, linear, ntk, dynamic, yarn, longrope, llama3, proportional)
 }
 
-# What transformers' configuration classes fill in where a config.json is silent, for the families where that is not the
-# usual: base 10000, all of hidden_size / num_attention_heads, no scaling.
+# The values that the configuration classes of transformers fill in if a config.json does not give them, for the
+# families in which they differ from the usual ones: base 10000, hidden_size / num_attention_heads channels that are all
+# rotated, no scaling.
 _DEFAULTS: dict[str, dict] = {
     "apertus": {
         "rope_theta": 12e6,
@@ -367,7 +393,7 @@ _DEFAULTS: dict[str, dict] = {
     "stablelm": {"partial_rotary_factor": 0.25},
 }
 
-# Our name -> what older families call it.
+# Name of an entry of a config -> names that older families use for it.
 _OLD_NAMES = {
     "head_dim": ("attention_head_dim", "kv_channels"),
     "hidden_size": ("n_embd", "d_model"),
@@ -376,12 +402,12 @@ _OLD_NAMES = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
 }
-# rope_type of a config -> ours. mrope (Qwen2-VL) and xdrope (Hunyuan-VL) say how positions are laid out.
+# rope_type of a config -> kind. mrope (Qwen2-VL) and xdrope (Hunyuan-VL) say how positions are laid out.
 _OLD_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic"}
 
 
 def _get(config: Any, name: str) -> Any:
-    """config's value of that name, from a dict or an object, None where there is none."""
+    """Returns the value of an entry of a config, which is a dict or an object; None if it has no such entry."""
     for each in (name, *_OLD_NAMES.get(name, ())):
         value = config.get(each) if isinstance(config, Mapping) else getattr(config, each, None)
         if value is not None:
@@ -390,10 +416,10 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _by_layer_type(config: Any, rope: Mapping) -> dict[str, Mapping] | None:
-    """Layer type -> rope parameters, or None where all layers share them."""
+    """Returns layer type -> rope parameters, or None if all layers share them."""
     if any(isinstance(value, Mapping) for value in rope.values()):
         return {layer_type: value for layer_type, value in rope.items() if isinstance(value, Mapping)}
-    # Before rope_parameters there was one rope_scaling, and a second base under a name of its own.
+    # Configs that are older than rope_parameters have one rope_scaling, and the second base under a separate name.
     if (local := _get(config, "local_rope_theta")) is not None:  # ModernBERT
         bases = {"sliding_attention": local, "full_attention": _get(config, "global_rope_theta")}
         return {layer_type: {"rope_theta": base, **rope} for layer_type, base in bases.items()}
@@ -405,7 +431,7 @@ def _by_layer_type(config: Any, rope: Mapping) -> dict[str, Mapping] | None:
 
 
 def _of_layer_type(config: Any, layer_type: str | None) -> Any:
-    """config as the first layer of that type sees it: Gemma 4's types have a head_dim each."""
+    """Returns the config of the first layer of that type, because each layer type of Gemma 4 has its own head_dim."""
     types = _get(config, "layer_types") or []
     if layer_type not in types:
         return config
@@ -419,34 +445,36 @@ def _of_layer_type(config: Any, layer_type: str | None) -> Any:
 
 
 def _head_dim(config: Any, layer_type: str | None) -> int:
+    """Returns head_dim, computed from hidden_size if the config does not give it."""
     own = _get(config, "global_head_dim") if layer_type == "full_attention" else None  # Gemma 4
     head_dim = _get(config, "head_dim") if own is None else own
     if head_dim is not None:
         return head_dim
     hidden_size, heads = _get(config, "hidden_size"), _get(config, "num_attention_heads")
-    _require(hidden_size is not None, "from_config", "hidden_size", hidden_size, "a number, or head_dim")
-    _require(heads is not None, "from_config", "num_attention_heads", heads, "a number, or head_dim")
+    _require(hidden_size is not None, "from_config", "hidden_size", hidden_size, "a number unless head_dim is given")
+    _require(heads is not None, "from_config", "num_attention_heads", heads, "a number unless head_dim is given")
     return hidden_size // heads
 
 
 def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
-    """The kind of a config's frequencies, a key of :data:`KINDS`, and the keyword arguments of its function.
+    """Returns the kind of a model's frequencies, a key of :data:`KINDS`, and the keyword arguments of its function.
 
-    What :func:`from_config` calls, whose arguments and errors these are; for a caller that follows the length of the
-    sequence by itself. seq_len and long are not among the arguments.
+    The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the
+    length of the sequence yourself: the keyword arguments do not include seq_len and long.
     """
-    config = _get(config, "text_config") or config  # of a multimodal config
+    config = _get(config, "text_config") or config  # of a multimodal model
     if isinstance(config, Mapping):
-        said = {name: value for name, value in config.items() if value is not None}
-        config = {**_DEFAULTS.get(said.get("model_type"), {}), **said}
+        present = {name: value for name, value in config.items() if value is not None}
+        config = {**_DEFAULTS.get(present.get("model_type"), {}), **present}
 
-    for name in ("alibi", "rope_ratio"):  # Falcon's other positions; ChatGLM, which says neither base nor rotary_dim
+    # Falcon with alibi does not rotate. The config of ChatGLM has rope_ratio, but neither the base nor rotary_dim.
+    for name in ("alibi", "rope_ratio"):
         value = _get(config, name)
-        _require(not value, "from_config", name, value, "a model whose rotation its config says")
+        _require(not value, "from_config", name, value, "absent: a config that has it does not describe a rotation")
 
     rope = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     layers = _by_layer_type(config, rope)
-    if layers is None:  # all layers share them, whichever is asked for
+    if layers is None:  # all layer types, if the config lists any, share the parameters
         layers = {None: rope, **dict.fromkeys(_get(config, "layer_types") or (), rope)}
     choices = ", ".join(sorted(map(repr, layers)))
     _require(layer_type in layers, "from_config", "layer_type", layer_type, f"one of {choices}")
@@ -456,7 +484,7 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     kind = _OLD_KINDS.get(kind, kind)
     if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: the factor is fixed
         kind, rope = "ntk", {**rope, "factor": rope["alpha"]}
-    if kind == "yarn" and rope.get("long_factor"):  # early files of Phi-3
+    if kind == "yarn" and rope.get("long_factor"):  # early configs of Phi-3 name the wrong type
         kind = "longrope"
     known = ", ".join(map(repr, [*KINDS, *_OLD_KINDS]))
     _require(kind in KINDS, "from_config", "rope_type", kind, f"one of {known}")
@@ -467,21 +495,21 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     if kind == "proportional":
         arguments = {"head_dim": _head_dim(config, layer_type)}
     else:
-        # DeepSeek's heads have qk_rope_head_dim channels for the rotation alone; GPT-J's config says rotary_dim.
+        # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
         rotary_dim = _get(config, "qk_rope_head_dim") or _get(config, "rotary_dim")
         arguments = {"rotary_dim": rotary_dim or partial_rotary_dim(_head_dim(config, layer_type), part)}
     arguments["base"] = rope.get("rope_theta") or _get(config, "rope_theta") or 10000.0
 
     longest = _get(config, "max_position_embeddings")
-    # Phi-3 says it beside rope_scaling, and there it counts.
+    # Phi-3 gives it next to rope_scaling, and that value takes precedence.
     trained = _get(config, "original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     trained = longest if trained is None or kind == "dynamic" else trained
     given = {**rope, "partial_rotary_factor": part, "original_max_position": trained}
     if kind in ("yarn", "longrope") and rope.get("factor") is None and longest:
         given["factor"] = longest / trained
-    if kind == "longrope" and rope.get("long_mscale") is not None:  # Phi-3.5-MoE, where the two are equal
+    if kind == "longrope" and rope.get("long_mscale") is not None:  # Phi-3.5-MoE, whose two factors are equal
         short, long = rope.get("short_mscale"), rope["long_mscale"]
-        _require(short == long, "from_config", "short_mscale", short, f"long_mscale, {long!r}")
+        _require(short == long, "from_config", "short_mscale", short, f"equal to long_mscale, which is {long!r}")
         given["attention_factor"] = long
     for name, parameter in inspect.signature(KINDS[kind]).parameters.items():
         if name in arguments or name in ("seq_len", "long"):
@@ -490,30 +518,38 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
             arguments[name] = given[name]
         elif parameter.default is parameter.empty:
             name = "max_position_embeddings" if name == "original_max_position" else name
-            _require(False, "from_config", name, None, f"a value for rope_type {kind!r}")
+            _require(False, "from_config", name, None, f"given for rope_type {kind!r}")
     return kind, arguments
 
 
 def from_config(config: Any, layer_type: str | None = None, seq_len: int | None = None) -> Frequencies:
-    """The frequencies of a model, from its config.
+    """Returns the frequencies of a model, read from its config.
 
     Args:
-        config: a config object of transformers, or a dict such as ``json.load`` of config.json; of a multimodal model
-            either, its text_config counts. Read are ``rope_parameters``, for all layers or by layer type, and the
-            older ``rope_scaling`` and ``rope_theta``, ``rope_local_base_freq`` (Gemma 3), ``global_rope_theta`` and
-            ``local_rope_theta`` (ModernBERT), ``rotary_emb_base`` and ``rotary_pct`` (GPT-NeoX), ``rotary_dim``
-            (GPT-J) and ``qk_rope_head_dim`` (DeepSeek).
-        layer_type: where the layers differ (Gemma 3 and 4, ModernBERT, OLMo 3): ``"full_attention"`` or
-            ``"sliding_attention"``, or what the config calls them.
-        seq_len: for dynamic and longrope, which depend on the length of the sequence; others ignore it.
+        config: a config object of transformers, or a dict such as ``json.load`` of config.json. If it is the config of
+            a multimodal model, its text_config is read. These entries are read: ``rope_parameters``, for all layers or
+            by layer type, and the older ``rope_scaling`` and ``rope_theta``, ``rope_local_base_freq`` (Gemma 3),
+            ``global_rope_theta`` and ``local_rope_theta`` (ModernBERT), ``rotary_emb_base`` and ``rotary_pct``
+            (GPT-NeoX), ``rotary_dim`` (GPT-J) and ``qk_rope_head_dim`` (DeepSeek).
+        layer_type: the type of the layer, in models whose layers differ (Gemma 3 and 4, ModernBERT, OLMo 3):
+            ``"full_attention"``, ``"sliding_attention"``, or another name that the config uses.
+        seq_len: the length of the sequence, for dynamic and longrope, which depend on it. Other kinds ignore it.
 
-    A dict that leaves something out has what transformers would fill in for its model_type, for the families of the
-    docs' table; for another one base is 10000 and all of ``hidden_size // num_attention_heads`` is rotated. Whether a
-    layer rotates at all (Llama 4, SmolLM3 and Cohere 2 have some that don't) is not said here, nor which of a token's
-    positions turns a pair (Qwen2-VL); the module of Ernie 4.5 VL keeps the same frequencies in another order.
+    If a dict leaves an entry out, the value is the one that transformers fills in for its model_type, for the families
+    in docs/families.md. For any other family, base is 10000, and ``hidden_size // num_attention_heads`` channels are
+    rotated.
 
-    Raises ValueError for an unknown rope_type, a layer_type that is missing or unknown, a parameter that the rope_type
-    needs and the config lacks, and what the function of the kind refuses.
+    The result does not say whether a layer rotates at all (some layers of Llama 4, SmolLM3 and Cohere 2 do not), nor
+    which of the several positions of a token rotates a pair (Qwen2-VL; see :mod:`torch_rope.multimodal`). The module of
+    Ernie 4.5 VL has the same frequencies in another order.
+
+    Raises ValueError if the rope_type is unknown, layer_type is missing or unknown, the config lacks a parameter that
+    the rope_type needs, or the function of the kind raises it.
+
+    Example::
+
+        inv_freq, attention_factor = torch_rope.frequencies.from_config(AutoConfig.from_pretrained(name))
+        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq.to(q.device), attention_factor=attention_factor)
     """
     kind, arguments = parse(config, layer_type)
     if kind in ("dynamic", "longrope"):

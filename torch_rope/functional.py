@@ -1,9 +1,17 @@
-"""The operators as functions. Each is one call of ``torch.ops.rope.*``; what is said here holds for both.
-:mod:`torch_rope.reference` has the same functions in plain torch.
+"""The functions of torch_rope. Each one is a single call of an operator in ``torch.ops.rope``, so a docstring here also
+describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/usage.md lists
+them by job.
 
-Words: head_dim is the last dimension of x; rotary_dim, even and at most head_dim, is how many of its first channels
-are rotated, and the rest pass through bit for bit. inv_freq is in radians per position. A pair of channels (x, y) at
-angle a becomes ``(x cos a - y sin a, y cos a + x sin a)`` (Su et al., RoFormer, arXiv:2104.09864, equation 34).
+The docstrings use these words:
+
+- ``head_dim`` is the number of channels of a head, which is the last dimension of x.
+- ``rotary_dim`` is the number of channels of a head that are rotated. They are its first channels. rotary_dim is even
+  and at most head_dim. The other channels keep their values bit for bit.
+- The *position* of a token is the number that its angles are computed from.
+- ``inv_freq`` holds one frequency for each pair of channels, in radians per position: the angle of pair i at position p
+  is ``p * inv_freq[i]``.
+- To rotate a pair of channels (x, y) by the angle a is to replace it by ``(x cos a - y sin a, y cos a + x sin a)`` (Su
+  et al., RoFormer, arXiv:2104.09864, equation 34).
 """
 
 import torch
@@ -13,28 +21,48 @@ _ops = torch.ops.rope
 
 
 def _flags(attention_factor: float, interleaved: bool, inverse: bool) -> dict:
-    """The keyword arguments that are not at their default: each that is passed costs a decode step 0.2 microseconds."""
+    """Returns the keyword arguments of a rotation, or none of them if all have their default values: each keyword
+    argument that is passed costs a decode step 0.2 microseconds."""
     if attention_factor == 1.0 and not interleaved and not inverse:
         return {}
     return {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
 
 
 def _norm_flags(norm_eps: float, attention_factor: float, interleaved: bool) -> dict:
+    """Returns the keyword arguments of a rotation with a norm, or none of them if all have their default values."""
     if norm_eps == 1e-6 and attention_factor == 1.0 and not interleaved:
         return {}
     return {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
 
 
 def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
-    """Frequencies ``base ** (-2 i / rotary_dim)`` for i in 0 .. rotary_dim / 2 - 1, in radians per position.
+    """Returns the usual frequencies of RoPE, ``base ** (-2 i / rotary_dim)`` for i = 0 .. rotary_dim / 2 - 1.
 
-    Computed in float64 and rounded once to float32. Raises ValueError for an odd or negative rotary_dim or a base
-    that is not positive.
+    :mod:`torch_rope.frequencies` has those of models with a longer context (YaRN, LongRoPE, Llama 3.1, ...).
+
+    Args:
+        rotary_dim: how many channels of a head are rotated. It must be even.
+        base: the base of the powers, often called ``rope_theta``. Default: 10000.
+        device: the device of the result. Default: PyTorch's default device.
+
+    Returns:
+        ``[rotary_dim / 2]``, float32, in radians per position. It is computed in float64 and rounded once.
+
+    Raises:
+        ValueError: rotary_dim is odd or negative, or base is not positive.
+
+    Source of the formula: Su et al., RoFormer, arXiv:2104.09864, section 3.2.2.
+
+    Example::
+
+        inv_freq = torch_rope.inv_freq(128, base=500000.0)  # [64]
     """
     if rotary_dim < 0 or rotary_dim % 2:
-        raise ValueError(f"torch_rope.inv_freq: rotary_dim is {rotary_dim}, needs an even number that is not negative")
+        raise ValueError(
+            f"torch_rope.inv_freq: rotary_dim is {rotary_dim} but must be an even number that is at least 0"
+        )
     if not base > 0:
-        raise ValueError(f"torch_rope.inv_freq: base is {base}, needs a positive number")
+        raise ValueError(f"torch_rope.inv_freq: base is {base} but must be a positive number")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim, 1)
     return (base**-exponents).float().to(torch.get_default_device() if device is None else device)
 
@@ -42,24 +70,33 @@ def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | s
 def cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of ``positions * inv_freq``, times attention_factor: the tables that ``rotate`` takes.
+    """Returns cos and sin of ``positions * inv_freq``, times attention_factor: the tables that :func:`rotate` takes.
 
     Args:
-        positions: any shape P, integer or floating (pixels, seconds). ``torch.arange(n)`` makes the table of n
-            positions.
-        inv_freq: ``[rotary_dim / 2]``, float32 or float64, radians per position.
-        attention_factor: multiplies both (YaRN, LongRoPE).
-        dtype: of the result, float32 unless said.
+        positions: a tensor of any shape P, integer or floating-point (pixels, seconds). ``torch.arange(n)`` makes a
+            table by position for the positions below n.
+        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position.
+        attention_factor: a factor for both cos and sin (YaRN, LongRoPE). Default: 1.
+        dtype: the dtype of the result. Default: float32.
 
     Returns:
-        (cos, sin), each ``[*P, rotary_dim / 2]``. They are right to 5e-7 for positions below 2^24 and abs(inv_freq) <= 1,
-        where an angle multiplied in float32 is off by 4e-3 at position 131071 and by 0.5 at 2^24. With dtype float64
-        the angle is computed in float64.
+        (cos, sin), each ``[*P, rotary_dim / 2]``. In float32, with attention_factor 1, their absolute error is at most
+        5e-7 for positions below 2^24 and abs(inv_freq) <= 1. For comparison, an angle that is multiplied in float32 is
+        off by 4e-3 at position 131071, and by 0.5 at 2^24. If dtype is float64, the angle is computed in float64.
+
+    Raises:
+        ValueError: a shape or a device does not fit.
+        TypeError: a dtype is not supported.
+
+    Differentiable in inv_freq, and in positions if they are floating-point: to any order, in forward mode, and under
+    torch.func. The gradients are computed in float32, or in float64 if positions, inv_freq or dtype is float64.
 
     Equivalent to :func:`torch_rope.reference.cos_sin`.
 
-    Differentiable in inv_freq, and in positions where they are floating, to any order, in forward mode, and under
-    torch.func; computed in float32, or float64 where anything is.
+    Example::
+
+        inv_freq = torch_rope.inv_freq(128)  # [64]
+        cos, sin = torch_rope.cos_sin(torch.arange(8192), inv_freq)  # [8192, 64] each: a table by position
     """
     return _ops.cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
 
@@ -67,31 +104,44 @@ def cos_sin(
 def axial_cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`cos_sin` of positions on several axes (time, row and column of an image): the angle is the sum over them.
+    """Returns cos and sin for tokens with a position on each of several axes, such as time, height and width.
 
-    A frequency of 0 leaves an axis out of a pair, so inv_freq says which axes turn which pairs. The result is a table by
-    token: with positions ``[axes, batch, seq]`` it is what ``rotate`` takes.
-
-    Qwen2-VL (sections of 16, 24 and 24 pairs for time, row and column): inv_freq is ``[3, 64]``, its first row the
-    frequencies of the pairs 0 to 15 and 0 elsewhere, its second those of 16 to 39, its third those of 40 to 63; positions
-    are ``[3, batch, seq]``.
-
-    A vision transformer with rows and columns: inv_freq is ``[2, rotary_dim / 2]``, the first half of the pairs with
-    frequencies in the row of rows, the other half in that of columns; positions are ``[2, patches]``. With frequencies
-    everywhere, learned for instance, it is RoPE-Mixed (Heo et al., arXiv:2403.13298).
+    The angle of a pair is the sum over the axes of position times frequency. A frequency of 0 makes a pair independent
+    of that axis, so inv_freq says which axes rotate which pairs.
 
     Args:
-        positions: ``[axes, *P]``, integer or floating.
-        inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, radians per position.
+        positions: ``[axes, *P]``, integer or floating-point.
+        inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, in radians per position.
         attention_factor, dtype: as in :func:`cos_sin`.
 
     Returns:
-        (cos, sin), each ``[*P, rotary_dim / 2]``, as right as those of :func:`cos_sin`; where all axes but one have
-        frequency 0, the same to the bit.
+        (cos, sin), each ``[*P, rotary_dim / 2]``, with the error bound of :func:`cos_sin`. For a pair that has the
+        frequency 0 on all axes but one they are bit for bit what cos_sin returns. If positions is
+        ``[axes, batch, seq]``, the results are tables by token, as :func:`rotate` takes them.
+
+    Raises:
+        ValueError: a shape or a device does not fit.
+        TypeError: a dtype is not supported.
+
+    Differentiable like :func:`cos_sin`.
 
     Equivalent to :func:`torch_rope.reference.axial_cos_sin`.
 
-    Differentiable as :func:`cos_sin` is.
+    Examples of inv_freq, which the functions of :mod:`torch_rope.multimodal` make:
+
+    - Qwen2-VL has sections of 16, 24 and 24 pairs for time, height and width. inv_freq is ``[3, 64]``: ``inv_freq[0]``
+      holds the frequencies of pairs 0 to 15, ``inv_freq[1]`` those of pairs 16 to 39, ``inv_freq[2]`` those of pairs 40
+      to 63, and all other elements are 0. positions is ``[3, batch, seq]``.
+    - A vision transformer has patches with a vertical and a horizontal position. inv_freq is ``[2, rotary_dim / 2]``:
+      the first half of ``inv_freq[0]`` and the second half of ``inv_freq[1]`` hold frequencies, and the other halves
+      are 0. positions is ``[2, patches]``.
+    - RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis for every pair, for instance learned ones.
+
+    Example::
+
+        inv_freq = torch_rope.multimodal.sections(torch_rope.inv_freq(128, 1e6), [16, 24, 24])  # [3, 64]
+        cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
+        q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
     return _ops._axial_cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
 
@@ -108,36 +158,54 @@ def rotate(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """x with the first rotary_dim channels of each head rotated by the angles of its token.
+    """Rotates the first rotary_dim channels of each head by the angles of its token.
+
+    The angles come from exactly one source: either cos and sin, or inv_freq.
 
     Args:
-        x: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``; float16, bfloat16, float32 or float64 (CPU,
-            CUDA). Any strides: pass ``[batch, heads, seq, head_dim]`` as ``x.transpose(1, 2)``, a tensor without a
-            head axis as ``x.unsqueeze(2)``.
-        cos, sin: 2-D ``[max_position, rotary_dim / 2]``, a row per position; or 3-D ``[batch or 1, seq,
-            rotary_dim / 2]``, a row per token, with positions None and offset 0. float32 or x's dtype.
-        inv_freq: instead of cos and sin, ``[rotary_dim / 2]``, float32 or float64: the angle is computed in the kernel.
-        positions: int32 or int64, ``[seq]``, ``[1, seq]`` or ``[batch, seq]``. Token s is at
-            ``positions[..., s] + offset``, without positions at ``s + offset``. With inv_freq they may be negative and
-            have no upper end (the 5e-7 of :func:`cos_sin` hold below 2^24; above, the error grows with the position).
-        attention_factor: multiplies the rotated channels.
-        interleaved: pairs (2i, 2i + 1) (GPT-J, GGUF llama) instead of (i, i + rotary_dim / 2) (NeoX, ``rotate_half``).
-        inverse: rotate by the negative angle, which is the transpose.
+        x: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. float16, bfloat16,
+            float32, or (on CPU and CUDA) float64. Pass a ``[batch, heads, seq, head_dim]`` tensor as
+            ``x.transpose(1, 2)``, and a tensor without a head axis as ``x.unsqueeze(-2)``.
+        cos, sin: tables from :func:`cos_sin`, float32 or the dtype of x. Tables by position,
+            ``[max_position, rotary_dim / 2]``, have a row for each position. Tables by token,
+            ``[batch or 1, seq, rotary_dim / 2]``, have a row for each token; with them positions must be None and
+            offset 0.
+        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position. The kernel computes the angles.
+        positions: ``[seq]``, ``[1, seq]`` or ``[batch, seq]``, int32 or int64. The position of token s is
+            ``positions[..., s] + offset``, or ``s + offset`` if positions is None. With tables by position it must be
+            at least 0 and below max_position. With inv_freq it may be negative and has no upper limit; the error bound
+            of :func:`cos_sin`, 5e-7, holds below 2^24, and above that the error grows with the position.
+        offset: an integer that is added to all positions, such as the number of tokens in a KV cache. Default: 0.
+        attention_factor: a factor for the rotated channels (YaRN, LongRoPE). Default: 1.
+        interleaved: which channels form a pair. If False, i and i + rotary_dim / 2 (half-split: NeoX, ``rotate_half``).
+            If True, 2i and 2i + 1 (GPT-J, GGUF llama). Default: False.
+        inverse: if True, rotates by the negative angles, which is the transpose of the rotation. Default: False.
+
+    Returns:
+        A tensor with the shape and dtype of x, and the strides of ``torch.empty_like(x)``. The arithmetic is float32
+        (float64 if x is float64), and each element is rounded once, at the end.
+
+    Raises:
+        ValueError: a shape or a device does not fit, or there is not exactly one angle source.
+        TypeError: a dtype is not supported.
+        IndexError: a position is outside the table. On a GPU, a position in a tensor is checked in the kernel instead;
+            docs/cuda.md and docs/metal.md say what happens there.
+
+    Differentiable in x, cos, sin and inv_freq: to any order, in forward mode, and under torch.func. The kernel sums the
+    gradients of cos and sin over heads and tokens, in float32 or better, in an order that does not depend on the number
+    of threads. An inv_freq that requires grad is made into tables by token with :func:`cos_sin` in each call; if
+    several layers share it, make the tables once and pass them.
 
     Equivalent to :func:`torch_rope.reference.rotate`.
 
-    The arithmetic is float32 (float64 for float64 x) with one rounding at the end. The result has the strides of
-    ``torch.empty_like(x)``.
+    Example::
 
-    Differentiable in x, cos, sin and inv_freq to any order, in forward mode, and under torch.func. The gradients of cos
-    and sin are summed over heads and tokens in the kernel, to float32 or better, in an order that the number of threads
-    does not change. inv_freq that requires grad is the same as per-token tables from :func:`cos_sin`; where layers share
-    it, make the tables once.
-
-    Raises:
-        ValueError: shapes, devices, or not exactly one angle source.
-        TypeError: dtypes.
-        IndexError: a position outside the table (CPU).
+        x = torch.randn(2, 5, 8, 128)  # [batch, seq, heads, head_dim]
+        inv_freq = torch_rope.inv_freq(128)  # [64]
+        y = torch_rope.rotate(x, inv_freq=inv_freq)  # token s has position s
+        y = torch_rope.rotate(x, inv_freq=inv_freq, offset=100)  # token s has position 100 + s
+        cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
+        y = torch_rope.rotate(x, cos, sin, positions=torch.tensor([0, 1, 2, 0, 1]))  # two packed sequences
     """
     return _ops.rotate.default(
         x, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
@@ -156,13 +224,25 @@ def rotate_(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> None:
-    """:func:`rotate`, written to x itself. Returns nothing.
+    """Rotates x in place: writes to x what :func:`rotate` returns.
 
-    x may be a slice of a packed tensor, but no two of its elements may share memory, nor may it overlap what is read
-    (ValueError).
-    It has no gradient: RuntimeError where grad is on and an argument requires it.
+    The arguments are those of :func:`rotate`. x may be a slice of a packed tensor. Its elements must not share memory
+    with each other or with another argument.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: as :func:`rotate` does, or if memory that is written is shared.
+        TypeError, IndexError: as :func:`rotate` does.
+        RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
     Equivalent to ``x.copy_(rotate(x, ...))``.
+
+    Example::
+
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
+        torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
     _ops.rotate_.default(x, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse))
 
@@ -180,14 +260,29 @@ def rotate_qk(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k of one attention layer, rotated in one launch; the angles of a token are read or computed once for all
-    heads of both.
+    """Rotates q and k of an attention layer in one launch.
 
-    q and k are as x in :func:`rotate`, with their own strides and numbers of heads (grouped-query attention) and one
-    dtype;
-    batch, seq and head_dim are the same. All other arguments are those of :func:`rotate`.
+    The angles of a token are read or computed once for all heads of q and k.
 
-    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit; a gradient of the tables sums over the heads of both.
+    Args:
+        q: as x in :func:`rotate`.
+        k: as q, with the same dtype, batch, seq and head_dim. Its number of heads (grouped-query attention) and its
+            strides may differ.
+
+    All other arguments, and the errors, are those of :func:`rotate`.
+
+    Returns:
+        (q, k), rotated, each with the shape and dtype of its argument.
+
+    Differentiable like :func:`rotate`. The gradients of cos, sin and inv_freq are sums over the heads of q and of k.
+
+    Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
+
+    Example::
+
+        # q [batch, seq, 32, 128], k [batch, seq, 8, 128]
+        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq)  # a prompt
+        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, offset=cache_length)  # a decode step
     """
     return _ops.rotate_qk.default(
         q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
@@ -207,13 +302,25 @@ def rotate_qk_(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> None:
-    """:func:`rotate_qk`, written to q and k themselves. Returns nothing.
+    """Rotates q and k in place: writes to them what :func:`rotate_qk` returns.
 
-    q and k may be slices of one packed qkv tensor, but may not overlap each other, themselves, or what is read
-    (ValueError).
-    It has no gradient: RuntimeError where grad is on and an argument requires it.
+    The arguments are those of :func:`rotate_qk`. q and k may be slices of one packed qkv tensor. Their elements must
+    not share memory with each other or with another argument.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: as :func:`rotate` does, or if memory that is written is shared.
+        TypeError, IndexError: as :func:`rotate` does.
+        RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
     Equivalent to ``rotate_(q, ...); rotate_(k, ...)``, bit for bit.
+
+    Example::
+
+        q, k, v = qkv.split([32, 8, 8], dim=-2)  # qkv [batch, seq, 48, 128]
+        torch_rope.rotate_qk_(q, k, inv_freq=inv_freq)  # changes qkv
     """
     _ops.rotate_qk_.default(
         q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
@@ -235,27 +342,39 @@ def norm_rotate_qk(
     attention_factor: float = 1.0,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k, each head RMS-normalised (Zhang and Sennrich, arXiv:1910.07467, equation 4) and then rotated, in one pass:
-    the QK-norm of Qwen3 and Gemma 3.
+    """RMS-normalises each head of q and k and then rotates it, in one pass: the QK-norm of Qwen3 and Gemma 3.
 
     Args:
         q, k: as in :func:`rotate_qk`.
-        q_norm_weight, k_norm_weight: ``[head_dim]``, any stride, float32 or q's dtype. A weight that is stored as a
-            difference from one (Gemma) is passed as ``1 + weight``.
-        norm_eps: added to the mean of the squares.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, with any stride, float32 or the dtype of q. Pass a weight that is
+            stored as its difference from one (Gemma) as ``1 + weight``.
+        norm_eps: the number that is added to the mean of the squares. Default: 1e-6.
 
     All other arguments are those of :func:`rotate`.
 
-    Equivalent to :func:`torch_rope.reference.norm_rotate_qk`: nothing is rounded between the norm and the rotation.
+    The norm is taken over all head_dim channels (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
+    rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
+    between the norm and the rotation. The squares are summed in float32 (float64 if q is float64), and overflow for the
+    same values as in PyTorch's rms_norm.
 
-    The squares are summed in float32 (float64 for float64 q), and overflow where those of torch's rms_norm do.
+    Returns:
+        (q, k), each with the shape and dtype of its argument.
 
-    The norm is over all head_dim channels; those past rotary_dim are normalised and not rotated, nor multiplied by
-    attention_factor. Differentiable in q, k and both weights to any order, the first in one pass too; in forward mode
-    and under torch.func; not in cos, sin and inv_freq (NotImplementedError). The gradients of the weights are summed in
-    an order that the number of threads does not change.
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`rotate` does.
+        NotImplementedError: a derivative for cos, sin or inv_freq is asked for.
 
-    Raises: what :func:`rotate` does.
+    Differentiable in q, k and both weights, but not in cos, sin and inv_freq: to any order, in forward mode, and under
+    torch.func. The first derivatives, too, are computed in one pass. The gradients of the weights are summed in an
+    order that does not depend on the number of threads.
+
+    Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
+
+    Example::
+
+        # q [batch, seq, 32, 128], k [batch, seq, 8, 128], norm weights [128]
+        q, k = torch_rope.norm_rotate_qk(q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq)  # Qwen3
+        q, k = torch_rope.norm_rotate_qk(q, k, 1 + q_norm.weight, 1 + k_norm.weight, inv_freq=inv_freq)  # Gemma 3
     """
     return _ops.norm_rotate_qk.default(
         q,
@@ -290,37 +409,54 @@ def rotate_into_cache(
     attention_factor: float = 1.0,
     interleaved: bool = False,
 ) -> None:
-    """k itself stays unrotated: the rotated k is in the cache, and attention reads it from there. Where the rotated k is
-    needed beside the cache, call :func:`rotate_qk` (or :func:`norm_rotate_qk`) and write k and v to the cache yourself.
+    """Rotates q in place and writes rotated k, and v, to a KV cache, in one launch.
 
-    In one launch: q is rotated in place, rotated k is written to k_cache and v to v_cache. With both norm weights, q and
-    k are normalised first, as in :func:`norm_rotate_qk`. Returns nothing. One token or a whole prompt.
+    k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
+    its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
+
+    With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
+    any number of tokens: one in a decode step, or a whole prompt.
 
     Args:
-        q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, any strides.
-        k, v: as q, with kv_heads; only read. q, k and v may be slices of one packed tensor.
-        k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` (one block),
-            any strides; q's dtype; one shape. A head-major cache is passed transposed: ``[kv_heads, max_seq,
-            head_dim]`` as ``cache.transpose(0, 1)``, ``[batch, kv_heads, max_seq, head_dim]`` (transformers'
-            StaticCache) as ``cache.transpose(1, 2)``. A paged cache (vLLM) is passed as it is.
+        q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written.
+        k, v: as q, with kv_heads heads. They are only read. q, k and v may be slices of one packed tensor.
+        k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` for a cache
+            of one block. Both have the same shape, the dtype of q, and any strides. Pass a head-major cache transposed:
+            a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads, max_seq,
+            head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache (vLLM) as
+            it is.
+        cos, sin, inv_freq: as in :func:`rotate`. Tables by token require slots.
         positions, offset: as in :func:`rotate`.
-        slots: int32 or int64, ``[batch, seq]``, or ``[seq]`` with batch 1: ``block * block_size + place``. A negative
-            slot writes nothing (padding), though q is rotated still, so its position must be valid. The slots of a call
-            should differ: of equal ones any may win, not always the same in both caches. Without slots row b of the
-            batch writes block b, at its position.
-        q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`; both or neither.
+        slots: ``[batch, seq]``, or ``[seq]`` if batch is 1, int32 or int64: the cell of the cache that each token is
+            written to, ``block * block_size + index in the block``. A token with a negative slot (padding) is not
+            written; its q is still rotated, so its position must be valid. The slots of a call should differ: if
+            several tokens have the same slot, any of them may be kept, and not always the same one in both caches. If
+            slots is None, sequence b of the batch writes to block b, each token at its position.
+        q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
+        attention_factor, interleaved: as in :func:`rotate`.
 
-    cos, sin (3-D ones need slots), inv_freq, attention_factor and interleaved are those of :func:`rotate`.
+    Returns:
+        None.
+
+    Raises:
+        ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
+            given; or a tensor that is written shares memory with itself or with another argument (between a cache and
+            q, k or v it is enough that their address ranges overlap).
+        TypeError: a dtype is not supported.
+        IndexError: a position is outside the table, or a position or a slot is outside the cache. Nothing is written
+            then. On a GPU, positions and slots in tensors are checked in the kernel instead; docs/cuda.md and
+            docs/metal.md say what happens there.
+        RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
     Equivalent to :func:`torch_rope.reference.rotate_into_cache`.
 
-    No gradient: RuntimeError where grad is on and an argument requires it.
+    Example::
 
-    Raises:
-        ValueError: shapes, devices, not exactly one angle source, one norm weight without the other, memory shared by
-            what is written with itself or anything else (for q, k, v and a cache: address ranges that overlap).
-        TypeError: dtypes.
-        IndexError: a position outside the table, or a position or slot outside the cache (CPU). Nothing is written then.
+        # One decode step with a cache of transformers. q [batch, 1, 32, 128], k and v [batch, 1, 8, 128],
+        # k_cache and v_cache [batch, 8, max_seq, 128].
+        torch_rope.rotate_into_cache(
+            q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), inv_freq=inv_freq, offset=cache_length
+        )
     """
     _ops.rotate_into_cache_.default(
         q,

@@ -1,17 +1,17 @@
-"""Positions of images, video and packed sequences.
+"""Frequencies and positions for images, video and packed sequences.
 
 A token of an image has a position on several axes (time, height, width), and each pair of channels follows one of them.
-Here that is a matrix: inv_freq ``[axes, rotary_dim / 2]``, with zeros where a pair does not follow an axis, so that the
-angle of a pair is the sum over all axes of position times frequency. :func:`torch_rope.axial_cos_sin` makes the tables in
-one step::
+The functions below describe this by a matrix, inv_freq ``[axes, rotary_dim / 2]``, which is 0 if a pair does not follow
+an axis. The angle of a pair is then the sum over all axes of position times frequency. :func:`torch_rope.axial_cos_sin`
+makes the tables in one step::
 
     inv_freq = torch_rope.multimodal.sections(torch_rope.inv_freq(128, 1e6), [16, 24, 24])  # Qwen2-VL
-    inv_freq, attention_factor = torch_rope.multimodal.from_config(config)  # the same, of any model below
+    inv_freq, attention_factor = torch_rope.multimodal.from_config(config)  # or the same from a config
     cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
     q, k = torch_rope.rotate_qk(q, k, cos, sin)  # in every layer
 
-It is differentiable in inv_freq, and in positions that are floating. A full matrix is RoPE-Mixed (Heo et al.,
-arXiv:2403.13298), whose frequencies are learned.
+axial_cos_sin is differentiable in inv_freq, and in positions if they are floating-point. RoPE-Mixed (Heo et al.,
+arXiv:2403.13298) learns an inv_freq without zeros.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,66 +24,108 @@ from torch_rope import frequencies
 
 
 def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
-    """inv_freq ``[pairs]`` where pair j follows axis ``axes[j]``: ``[max(axes) + 1, pairs]``, zero elsewhere."""
-    if inv_freq.dim() != 1 or len(axes) != len(inv_freq) or min(axes, default=0) < 0:
+    """Returns the matrix in which pair j follows axis ``axes[j]``.
+
+    Args:
+        inv_freq: ``[pairs]``.
+        axes: the number of an axis for each pair.
+
+    Returns:
+        ``[max(axes) + 1, pairs]``: ``inv_freq[j]`` at ``[axes[j], j]``, and 0 elsewhere.
+
+    Raises ValueError if inv_freq is not 1-D, or axes does not have one number, 0 or more, for each of its elements.
+    """
+    if inv_freq.dim() != 1:
         raise ValueError(
-            f"torch_rope.multimodal: axes are {list(axes)}, inv_freq has shape {list(inv_freq.shape)}; "
-            "needs one axis for each frequency, 0 or more"
+            f"torch_rope.multimodal.by_axis: inv_freq has shape {list(inv_freq.shape)} but must have shape [pairs]"
+        )
+    if len(axes) != len(inv_freq) or min(axes, default=0) < 0:
+        raise ValueError(
+            f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {len(inv_freq)} numbers that are at "
+            "least 0, one for each frequency"
         )
     rows = torch.tensor([[a == axis for a in axes] for axis in range(max(axes, default=-1) + 1)], dtype=torch.bool)
     return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq, 0.0)
 
 
 def _check(inv_freq: Tensor, sections: Sequence[int]) -> None:
+    """Raises ValueError unless sections are three counts of pairs that add up to the number of frequencies."""
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != inv_freq.shape[-1]:
         raise ValueError(
-            f"torch_rope.multimodal: sections are {list(sections)}, inv_freq has shape {list(inv_freq.shape)}; "
-            "needs three counts of pairs that sum to its length"
+            f"torch_rope.multimodal: sections is {list(sections)} but must be three counts of pairs with the sum "
+            f"{inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}"
         )
 
 
 def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
-    """Qwen2-VL's M-RoPE (arXiv:2409.12191): the first sections[0] pairs follow time, the next height, the last width.
+    """Returns the frequencies of Qwen2-VL's M-RoPE (arXiv:2409.12191).
 
-    inv_freq ``[pairs]``, sections: three counts that sum to pairs -> ``[3, pairs]``. ValueError otherwise.
+    The first sections[0] pairs follow time, the next sections[1] height, and the last sections[2] width.
+
+    Args:
+        inv_freq: ``[pairs]``.
+        sections: three counts of pairs with the sum ``pairs``.
+
+    Returns:
+        ``[3, pairs]``, for positions [time, height, width].
+
+    Raises ValueError if sections does not fit inv_freq.
     """
     _check(inv_freq, sections)
     return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)])
 
 
 def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
-    """Qwen3-VL's interleaved M-RoPE (arXiv:2511.21631): the pairs follow time, height, width in turn, as long as a section
-    has pairs left; what remains follows time. As :func:`sections` otherwise.
+    """Returns the frequencies of Qwen3-VL's interleaved M-RoPE (arXiv:2511.21631).
+
+    The pairs follow time, height, width, time, height, width and so on, as long as an axis has pairs left in its
+    section. All other pairs follow time. Arguments, result and errors are those of :func:`sections`.
     """
     _check(inv_freq, sections)
     return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(len(inv_freq))])
 
 
 def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
-    """Ernie 4.5 VL's order (its technical report): pairs follow height and width in turn, and the last sections[2] of
-    them time. sections: [height, width, time], height equal to width. As :func:`sections` otherwise.
+    """Returns the frequencies of Ernie 4.5 VL (as in its technical report).
+
+    The pairs follow height, width, height, width and so on, and the last sections[2] pairs follow time. The order of
+    sections is [height, width, time], and the first two must be equal. In all else arguments, result and errors are
+    those of :func:`sections`.
     """
     _check(inv_freq, sections)
     if sections[0] != sections[1]:
-        raise ValueError(f"torch_rope.multimodal: sections are {list(sections)}, needs as many of height as of width")
-    turns = [1, 2] * sections[0]
-    return by_axis(inv_freq, turns + [0] * sections[2])
+        raise ValueError(
+            f"torch_rope.multimodal.height_width_time: sections is {list(sections)} but must have as many pairs of "
+            "height as of width"
+        )
+    height_and_width = [1, 2] * sections[0]
+    return by_axis(inv_freq, height_and_width + [0] * sections[2])
 
 
 def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
-    """Vision's axial RoPE: every axis has all the frequencies, one after another. inv_freq ``[n]`` ->
-    ``[axes, axes * n]``, for positions ``[axes, ...]``: rows and columns.
+    """Returns the frequencies of axial RoPE in vision models: the pairs are cut into one equal part for each axis.
 
-    The vision towers of Qwen2-VL and its kin take ``axial(torch_rope.inv_freq(head_dim // 2))``.
+    The vision towers of Qwen2-VL and related models use ``axial(torch_rope.inv_freq(head_dim // 2))``.
+
+    Args:
+        inv_freq: ``[n]``, the frequencies that every axis has.
+        axes: the number of axes, such as 2 for the vertical and the horizontal position of a patch.
+
+    Returns:
+        ``[axes, axes * n]``, for positions ``[axes, ...]``: the first n pairs follow axis 0, the next n axis 1, etc.
+
+    Raises ValueError if inv_freq is not 1-D or axes is less than 1.
     """
-    if inv_freq.dim() != 1 or axes < 1:
+    if inv_freq.dim() != 1:
         raise ValueError(
-            f"torch_rope.multimodal.axial: inv_freq has shape {list(inv_freq.shape)}, axes is {axes}; needs [n] and 1 or more"
+            f"torch_rope.multimodal.axial: inv_freq has shape {list(inv_freq.shape)} but must have shape [n]"
         )
+    if axes < 1:
+        raise ValueError(f"torch_rope.multimodal.axial: axes is {axes} but must be at least 1")
     return torch.block_diag(*[inv_freq] * axes)
 
 
-# model_type of transformers -> how its pairs follow time, height and width, and the sections unless its config says them
+# model_type of transformers -> the function for its order of axes, and the sections if its config does not give them
 _MODELS = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr_vl"], (sections, [16, 24, 24])),
     **dict.fromkeys(["glm4v", "glm4v_moe", "glm_image", "glm_ocr"], (sections, [8, 12, 12])),
@@ -94,9 +136,16 @@ _MODELS = {
 
 
 def from_config(config: Any) -> frequencies.Frequencies:
-    """inv_freq ``[3, rotary_dim / 2]`` (float64) and attention_factor of a multimodal model's text part, for positions
-    [time, height, width]; config as in :func:`torch_rope.frequencies.from_config`. ValueError for a model_type that is
-    not known to have such positions: call the function of its order yourself.
+    """Returns the frequencies of the text part of a multimodal model, read from its config.
+
+    Args:
+        config: as in :func:`torch_rope.frequencies.from_config`.
+
+    Returns:
+        inv_freq ``[3, rotary_dim / 2]``, float64, for positions [time, height, width]; and attention_factor.
+
+    Raises ValueError if the model_type is not known to have positions on three axes. For such a model call
+    :func:`sections`, :func:`interleaved` or :func:`height_width_time` yourself.
     """
 
     def get(of: Any, name: str) -> Any:
@@ -106,7 +155,8 @@ def from_config(config: Any) -> frequencies.Frequencies:
     name = get(text, "model_type") or get(config, "model_type") or ""
     if name.removesuffix("_text") not in _MODELS:
         raise ValueError(
-            f"torch_rope.multimodal.from_config: model_type is {name!r}, needs one of {', '.join(map(repr, _MODELS))}"
+            f"torch_rope.multimodal.from_config: model_type is {name!r} but must be one of "
+            f"{', '.join(map(repr, _MODELS))}"
         )
     order, usual = _MODELS[name.removesuffix("_text")]
     rope = get(text, "rope_scaling") or get(text, "rope_parameters") or {}
@@ -115,40 +165,50 @@ def from_config(config: Any) -> frequencies.Frequencies:
 
 
 def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | None = None) -> Tensor:
-    """Positions ``[total]`` of sequences packed one after another: each begins at 0, or at its own offset.
+    """Returns the positions of the tokens of packed sequences: those of each sequence begin at 0, or at its own offset.
 
     Args:
-        cu_seqlens: ``[sequences + 1]``, int32 or int64: where each sequence begins, and the end of the last
-            (FlashAttention's). Empty sequences are allowed.
-        total: the number of tokens. Those past ``cu_seqlens[-1]`` are padding, with positions that count from 0.
-        offsets: ``[sequences]``, added to the positions of each: the lengths of its KV cache.
+        cu_seqlens: ``[sequences + 1]``, int32 or int64: the index of the first token of each sequence, and the end of
+            the last sequence, as in FlashAttention. Sequences may be empty.
+        total: the number of tokens. Tokens past ``cu_seqlens[-1]`` are padding, and their positions count from 0.
+        offsets: ``[sequences]``, int32 or int64: a number that is added to the positions of each sequence, such as the
+            length of its KV cache. Default: 0 for each.
 
-    The result has cu_seqlens' dtype and device; nothing waits for the device.
+    Returns:
+        ``[total]``, with the dtype and device of cu_seqlens. The host does not wait for the device.
 
-    Equivalent to::
+    Raises:
+        ValueError: a shape does not fit, or total is negative.
+        TypeError: cu_seqlens or offsets is not int32 or int64.
+
+    Equivalent to (without padding)::
 
         lengths = cu_seqlens.diff().tolist()
         torch.cat([torch.arange(n) + o for n, o in zip(lengths, offsets)])
 
-    Raises ValueError for shapes and TypeError for dtypes.
+    Example::
+
+        cu_seqlens = torch.tensor([0, 3, 5])
+        torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)}, "
-            "needs [sequences + 1]"
+            f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape "
+            "[sequences + 1]"
         )
     for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
         if t is not None and t.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"torch_rope.positions_from_cu_seqlens: {name} is {t.dtype}, needs int32 or int64")
+            dtype = str(t.dtype).removeprefix("torch.")
+            raise TypeError(f"torch_rope.positions_from_cu_seqlens: {name} is {dtype} but must be int32 or int64")
     if total < 0:
-        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total}, needs a number that is not negative")
+        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total} but must be at least 0")
     if offsets is not None and offsets.shape != (len(cu_seqlens) - 1,):
         raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)}, cu_seqlens has "
-            f"{len(cu_seqlens) - 1} sequences; needs one offset for each"
+            f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)} but must have shape "
+            f"[{len(cu_seqlens) - 1}], one offset for each sequence of cu_seqlens"
         )
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    # The last sequence that begins at or before the token; the padding counts as one more.
+    # The index of the last sequence that begins at or before the token. The padding counts as one more sequence.
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     starts = cu_seqlens if offsets is None else cu_seqlens - torch.nn.functional.pad(offsets.to(cu_seqlens), (0, 1))
     return tokens - starts[sequence]

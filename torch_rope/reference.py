@@ -1,4 +1,4 @@
-"""The operators in plain torch: what each of them is equivalent to, up to the last bits.
+"""The operators in plain PyTorch: each function computes what its namesake in torch_rope does, up to the last bits.
 
 ::
 
@@ -6,11 +6,14 @@
 
     out = reference.rotate(x, cos, sin, positions=positions)
 
-The arithmetic is float32 (float64 for float64 x), the angles are float64, and each result is rounded once. Nothing is
-checked, and any device that has float64 will do. On float64 copies of its arguments a function says what is right, for
-results of any other dtype: ``python -m torch_rope.selfcheck`` and the benchmarks compare with that.
+The arithmetic is float32 (float64 if x is float64), angles are float64, and each result is rounded once. The functions
+check nothing, and run on any device that has float64.
 
-``rotate_`` and ``rotate_qk_`` write to x, q and k what ``rotate`` and ``rotate_qk`` return.
+To judge a result of any dtype, call a function with float64 copies of the arguments and compare: this is what
+``python -m torch_rope.selfcheck`` and the benchmarks do.
+
+There are no functions for ``rotate_`` and ``rotate_qk_``: they write to x, or to q and k, what ``rotate`` and
+``rotate_qk`` return.
 """
 
 import torch
@@ -29,12 +32,12 @@ def rotate(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> Tensor:
-    """What :func:`torch_rope.rotate` is equivalent to."""
+    """Rotates the first rotary_dim channels of each head, as :func:`torch_rope.rotate` does."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     p = (torch.arange(x.shape[-3], device=x.device) if positions is None else positions) + offset
     if inv_freq is not None:
         cos, sin = cos_sin(p, inv_freq, dtype=dtype)
-    elif cos.dim() == 2:  # a row per position; else one per token
+    elif cos.dim() == 2:  # a table by position; a 3-D table already has a row for each token
         cos, sin = cos[p], sin[p]
     c, s = (t.to(dtype).unsqueeze(-2) * attention_factor for t in (cos, sin))  # [..., seq, 1, rotary_dim / 2]
     s = -s if inverse else s
@@ -43,21 +46,24 @@ def rotate(
     if interleaved:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     a, b = x[..., first].to(dtype), x[..., second].to(dtype)
-    out = x.clone()  # of the other channels
+    out = x.clone()  # keeps the channels past rotary_dim
     out[..., first] = a * c - b * s  # rounded here
     out[..., second] = b * c + a * s
     return out
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
-    """What :func:`torch_rope.rotate_qk` is equivalent to. The other arguments are those of :func:`rotate`."""
+    """Rotates q and k, as :func:`torch_rope.rotate_qk` does. The other arguments are those of :func:`rotate`."""
     return rotate(q, *angles, **flags), rotate(k, *angles, **flags)
 
 
 def norm_rotate_qk(
     q: Tensor, k: Tensor, q_norm_weight: Tensor, k_norm_weight: Tensor, *angles, norm_eps: float = 1e-6, **flags
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`torch_rope.norm_rotate_qk` is equivalent to. The other arguments are those of :func:`rotate`."""
+    """RMS-normalises each head of q and k and rotates it, as :func:`torch_rope.norm_rotate_qk` does.
+
+    The other arguments are those of :func:`rotate`.
+    """
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -83,7 +89,7 @@ def rotate_into_cache(
     k_norm_weight: Tensor | None = None,
     **flags,
 ) -> None:
-    """What :func:`torch_rope.rotate_into_cache` is equivalent to."""
+    """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache` does."""
     angles = cos, sin, inv_freq, positions, offset
     if q_norm_weight is None:
         rotated_q, rotated_k = rotate_qk(q, k, *angles, **flags)
@@ -91,21 +97,21 @@ def rotate_into_cache(
         rotated_q, rotated_k = norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, **flags)
     q.copy_(rotated_q)
     block_size = k_cache.shape[-3]
-    if slots is None:  # row b of the batch writes block b, at its positions
+    if slots is None:  # sequence b writes to block b, each token at its position
         p = (torch.arange(k.shape[-3], device=k.device) if positions is None else positions) + offset
         slots = p + block_size * torch.arange(k.shape[:-3].numel(), device=k.device).unsqueeze(-1)
     slots = slots.flatten()
     written = slots >= 0
-    block, place = slots[written] // block_size, slots[written] % block_size
+    block, index = slots[written] // block_size, slots[written] % block_size
     for cache, new in ((k_cache, rotated_k), (v_cache, v)):
         blocks = cache if cache.dim() == 4 else cache.unsqueeze(0)
-        blocks[block, place] = new.flatten(0, -3)[written]
+        blocks[block, index] = new.flatten(0, -3)[written]
 
 
 def cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`torch_rope.cos_sin` is equivalent to."""
+    """Returns cos and sin of ``positions * inv_freq``, as :func:`torch_rope.cos_sin` does."""
     angle = positions.double().unsqueeze(-1) * inv_freq.double()
     return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))
 
@@ -113,6 +119,6 @@ def cos_sin(
 def axial_cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`torch_rope.axial_cos_sin` is equivalent to."""
+    """Returns cos and sin of ``positions * inv_freq`` summed over axes, as :func:`torch_rope.axial_cos_sin` does."""
     angle = torch.einsum("a...,ai->...i", positions.double(), inv_freq.double())
     return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))

@@ -1,9 +1,10 @@
-// Gradients: what the operators' derivatives share.
+// The code that the derivatives of the operators share.
 //
 // A rotation is linear in x: its backward is the same operator with inverse flipped, so it is differentiable to any
-// order, and a forward-mode tangent is rotated like x itself (rotation.cpp). It is linear in cos and sin too: their
-// gradient is an operator of its own, whose derivatives are rotations again (tables.cpp). The norm is not linear: its
-// backward is one pass, whose backward in turn is written in torch's operators (norm.cpp), and so is that of cos_sin.
+// order, and a forward-mode tangent is rotated like x itself (rotation.cpp). A rotation is linear in cos and sin too:
+// their gradient is an operator of its own, whose derivatives are rotations again (tables.cpp). The norm is not linear:
+// its backward is one kernel, and the backward of that backward is written in torch's operators (norm.cpp). The
+// backward of cos_sin is written in torch's operators too (tables.cpp).
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -19,14 +20,15 @@ namespace rope::autograd {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// ---- the operators, to be called ----
+// ---- calls of the operators ----
 
 template <typename Schema>
 c10::TypedOperatorHandle<Schema> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
 }
 
-// op(angles, own...) calls it anew; op.below(keys, angles, own...) goes on to the kernels below autograd.
+// An operator that takes angles. op(angles, own...) calls it from the top of the dispatcher;
+// op.below(keys, angles, own...) calls the kernels below autograd.
 template <typename F>
 class Operator;
 template <typename A, typename R, typename... Own>
@@ -68,11 +70,11 @@ inline const auto& cos_sin_op() {
   return op;
 }
 
-// ---- what a derivative is asked for ----
+// ---- which derivatives are needed ----
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
 inline bool has_tangent(const OptTensor& t) { return t.has_value() && has_tangent(*t); }
-// Whether a derivative in t is asked for.
+// Returns whether a derivative with respect to t is needed.
 inline bool needed(const Tensor& t) {
   return has_tangent(t) || (t.defined() && t.requires_grad() && at::GradMode::is_enabled());
 }
@@ -82,8 +84,9 @@ bool any_needed(const T&... inputs) {
   return (needed(inputs) || ...);
 }
 
-// ---- what backward needs beside the gradient: tensors of the operator's own, and the angles ----
+// ---- what backward needs besides the gradient: the angles, and tensors of the operator's own ----
 
+// Saves the angles and the own tensors for backward.
 template <typename A>
 void save(AutogradContext* ctx, const A& angles, const variable_list& own) {
   variable_list tensors;
@@ -102,6 +105,7 @@ void save(AutogradContext* ctx, const A& angles, const variable_list& own) {
 
 inline OptTensor optional(const Tensor& t) { return t.defined() ? OptTensor(t) : std::nullopt; }
 
+// Reads what save() saved.
 template <typename A, typename = TypesOf<A>>
 class Saved;
 template <typename A, typename... Each>
@@ -117,7 +121,7 @@ class Saved<A, Types<Each...>> {
   }
 
  private:
-  int tensors_ = 0, numbers_ = 0;  // taken out
+  int tensors_ = 0, numbers_ = 0;  // how many next() has read
   std::tuple<Each...> each_;
 
   template <typename T>
@@ -130,7 +134,7 @@ class Saved<A, Types<Each...>> {
   }
 };
 
-// Other tables for the same angles.
+// The tables or frequencies of a call. in(angles) returns the angles with these instead of their own.
 struct Tables {
   OptTensor cos, sin, inv_freq;
   Angles in(const Angles& angles) const {
@@ -140,10 +144,10 @@ struct Tables {
 
 // ---- Function::apply ----
 
-// It refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels. Ours only calls
-// an operator, and saves what belongs to the level that runs it, as torch's own operators do: gradients come out right
-// (tests/operators/test_autograd.py). So the transforms are out of sight while apply looks for them, until forward
-// begins.
+// Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels. The
+// forwards here only call an operator, and save tensors of the level that runs them, as torch's own operators do, so
+// their gradients are right (tests/operators/test_autograd.py shows it). Therefore this class hides the transforms
+// while apply looks for them, and restores them when forward begins.
 class OutOfFunctorchsSight {
  public:
   OutOfFunctorchsSight() : transforms_(std::move(at::functorch::functorchTLSAccessor())), outer_(current_) {
@@ -169,8 +173,9 @@ auto apply(const T&... arguments) {
   return F::apply(arguments...);
 }
 
-// In forward: this level's graph has its node; what is called belongs to the levels below, which record if they want to
-// (apply has switched grad mode off for them all).
+// A guard for forward. The graph of this level has its node already, so the operators that forward calls run below
+// autograd on this level. The levels below must still be able to record them, so grad mode is on again: apply has
+// switched it off for all levels.
 struct BelowThisLevel {
   BelowThisLevel() { OutOfFunctorchsSight::end(); }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -187,8 +192,9 @@ inline Tensor tangent_or_zeros(const Tensor& t) {
 }
 inline Tensor primal(const Tensor& t) { return t._fw_primal(/*level=*/0); }
 
-// Some derivatives depend on the inputs. So what backward saves are the inputs with their tangents (forward over
-// reverse needs them), while the operator runs on what is below the tangents. Undefined stands for None.
+// The inputs of an operator whose derivatives depend on them. For backward, the inputs are saved with their tangents
+// (own), which forward over reverse needs, while the operator runs on the values without tangents (primals). An
+// undefined tensor stands for None.
 struct Inputs {
   variable_list own, primals;
   bool dual;
@@ -198,7 +204,8 @@ struct Inputs {
   }
 };
 
-// x rotated, and zeros for the channels that pass through: the derivative in the tables, for cos and sin any numbers.
-Tensor turned(const Tensor& x, const Angles& angles);
+// Returns x rotated, with zeros in the channels that pass through. This is the derivative of a rotation with respect to
+// its tables, in the direction of the given cos and sin, which may be any numbers.
+Tensor rotate_and_zero_rest(const Tensor& x, const Angles& angles);
 
 }  // namespace rope::autograd

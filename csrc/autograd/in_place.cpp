@@ -1,5 +1,5 @@
-// What in-place operators owe to autograd. They have no gradient, and are boxed, so that one function serves every
-// schema.
+// The autograd behaviour of the in-place operators, which have no gradient. The kernels are boxed, so that one function
+// serves every schema.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -26,26 +26,27 @@ std::string python_name(const c10::OperatorHandle& op) {
   return name.replace(name.find("::"), 2, ".");
 }
 
-// What to use instead of an in-place operator.
+// Returns what a message recommends instead of an in-place operator.
 std::string functional_name(const c10::OperatorHandle& op) {
   std::string name = python_name(op);
-  if (name == "rope.rotate_into_cache_") return "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself";
+  if (name == "rope.rotate_into_cache_") return "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself";
   name.pop_back();
   return name;
 }
 
 void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument, const Tensor& t) {
   TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
-              " has a forward-mode tangent, which the in-place operator would leave as it is; use ",
+              " has a forward-mode tangent but must not, because the in-place operator does not change tangents; use ",
               functional_name(op));
 }
 
-// Autograd of an in-place operator: the graph would keep the gradient of the values before.
+// The Autograd kernel of an in-place operator. It raises an error if a gradient is needed, because the graph would give
+// the gradient of the values before the rotation.
 void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const bool recording = at::GradMode::is_enabled();
   for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
     TORCH_CHECK(!(recording && t.requires_grad()), python_name(op), ": ", argument.name(),
-                " requires grad, and the in-place operator has no gradient; use ", functional_name(op),
+                " requires grad but must not, because the in-place operator has no gradient; use ", functional_name(op),
                 ", or torch.no_grad()");
     refuse_tangent(op, argument, t);
   });
@@ -53,19 +54,20 @@ void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// What was written gets a version bump, so that a backward which saved it complains; in inference_mode too, where
-// Autograd is passed over.
+// The ADInplaceOrView kernel of an in-place operator. It increases the version of each tensor that is written, so that
+// a backward which has saved the tensor raises an error. In inference_mode, this kernel runs although the Autograd
+// kernel does not.
 void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const bool inference = c10::InferenceMode::is_enabled();
   c10::SmallVector<Tensor, 4> written;
   {
     std::optional<c10::AutoFwGradMode> look;
-    if (inference) look.emplace(true);  // it hides tangents
+    if (inference) look.emplace(true);  // inference_mode hides tangents
     for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-      refuse_tangent(op, argument, t);  // guard_in_place has, but not in inference_mode
+      refuse_tangent(op, argument, t);  // guard_in_place does it too, but does not run in inference_mode
       if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
       TORCH_CHECK(inference || !t.is_inference(), python_name(op), ": ", argument.name(),
-                  " is an inference tensor, which can be written only in inference_mode; clone it, or use ",
+                  " is an inference tensor but must be a normal tensor outside inference_mode; clone it first, or use ",
                   functional_name(op));
       written.push_back(t);
     });
@@ -77,7 +79,8 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torc
   for (const Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 
-// torch's own handling of negated views (x.conj().imag) expects what was written as a return value, and there is none.
+// The kernel for negated views, such as x.conj().imag. torch's own kernel expects an operator to return the tensors
+// that it writes, and these operators return nothing.
 void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); i++) {
@@ -85,7 +88,8 @@ void resolve_negated(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().is_neg()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(
         !arguments[i].alias_info() || !arguments[i].alias_info()->isWrite(), python_name(op), ": ", arguments[i].name(),
-        " is a negated view, which cannot be written in place; resolve_neg() it, or use ", functional_name(op));
+        " is a negated view but must not be one, because it is written in place; call resolve_neg() first, or use ",
+        functional_name(op));
     value = value.toTensor().resolve_neg();
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Negative), stack);

@@ -1,4 +1,4 @@
-// norm_rotate_qk and its backward.
+// The derivatives of norm_rotate_qk and of its backward.
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
@@ -25,8 +25,9 @@ const auto& norm_rotate_qk_backward_op() {
 
 // ---- the norm in torch's operators, for the derivatives that no kernel computes ----
 //
-// With r = 1 / sqrt(mean(x^2) + eps) the norm is n = x r w. For a gradient h of n, and u = h w:
-//   gradient of x = r (u - r^2 mean(u x) x),   gradient of w = sum of h x r over all heads of all tokens.
+// The norm is n = x r w, where r = 1 / sqrt(mean(x^2) + eps). Let h be the gradient of n, and u = h w. Then
+//   gradient of x = r (u - r^2 mean(u x) x),
+//   gradient of w = sum of h x r over all heads of all tokens.
 
 Tensor widened(const Tensor& t) { return t.to(at::toOpMathType(t.scalar_type())); }
 Tensor mean_product(const Tensor& a, const Tensor& b) { return (a * b).mean(-1, /*keepdim=*/true); }
@@ -49,7 +50,8 @@ std::pair<Tensor, Tensor> norm_backward(const Tensor& gradient, const Tensor& x_
   return {x_grad.to(x_narrow.scalar_type()), sum_of_heads(h * x * r).to(weight.scalar_type())};
 }
 
-// The backward of norm_backward: from the gradients a of x_grad and b of weight_grad to those of h, x and w.
+// Computes the backward of norm_backward: returns the gradients of h, x and w, given the gradients a of x_grad and b of
+// weight_grad.
 std::tuple<Tensor, Tensor, Tensor> norm_backward_backward(const Tensor& a_narrow, const Tensor& b,
                                                           const Tensor& gradient, const Tensor& x_narrow,
                                                           const Tensor& weight, double eps) {
@@ -111,20 +113,24 @@ struct NormRotateQkFunction : torch::autograd::Function<NormRotateQkFunction> {
   }
 };
 
-// Of the norm the angles have no gradient: an error now rather than a silent zero.
+// The operators with a norm have no gradient of the angles. This function raises an error if one is needed, because the
+// gradient would be a silent zero otherwise.
 void refuse_angle_gradients(const char* op, const Angles& angles) {
   const auto check = [&](const char* name, const OptTensor& t) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !(t && t->requires_grad() && at::GradMode::is_enabled()), op, ": ", name,
-        " requires grad, and its gradient is not implemented; detach it, or rotate with torch's own operators");
+        " requires grad but must not, because its gradient is not implemented; detach it, or compute the norm with "
+        "torch.nn.functional.rms_norm and rotate with rope.rotate_qk");
     TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(t), op, ": ", name,
-                                " has a forward-mode tangent, and its derivative is not implemented; detach it");
+                                " has a forward-mode tangent but must not, because its derivative is not implemented; "
+                                "detach it");
   };
   check("cos", angles.cos);
   check("sin", angles.sin);
   check("inv_freq", angles.inv_freq);
 }
 
+// Gives each result the tangent of its dual tensor, if that has one.
 void carry_tangents(std::initializer_list<Tensor> duals, const variable_list& outs) {
   size_t i = 0;
   for (const Tensor& dual : duals) {

@@ -1,4 +1,5 @@
-// rotate and rotate_qk: gradients in x, and in cos, sin and inv_freq where they are learned.
+// The derivatives of rotate and rotate_qk with respect to x, and with respect to cos, sin and inv_freq if they are
+// learned.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cumsum.h>
@@ -8,7 +9,7 @@
 
 namespace rope::autograd {
 
-Tensor turned(const Tensor& x, const Angles& angles) {
+Tensor rotate_and_zero_rest(const Tensor& x, const Angles& angles) {
   const c10::SymInt rotary_dim = angles.cos->sym_size(-1) * 2, head_dim = x.sym_size(-1);
   if (rotary_dim == head_dim) return rotate_op()(angles, x);
   const Tensor part = rotate_op()(angles, x.narrow_symint(-1, 0, rotary_dim));
@@ -23,9 +24,10 @@ variable_list rotated(const Angles& angles, const Tensor& q, const OptTensor& k)
   return {std::move(q_out), std::move(k_out)};
 }
 
-// The gradients of q and k, where there are any, to result[first] and after it.
-void turn_back(AutogradContext* ctx, const Angles& angles, const variable_list& grads, size_t first,
-               variable_list& result) {
+// Writes the gradient of q to result[first] and that of k to result[first + 1], if they are needed: the gradients of
+// the results, rotated back.
+void rotate_back(AutogradContext* ctx, const Angles& angles, const variable_list& grads, size_t first,
+                 variable_list& result) {
   const auto wanted = [&](size_t i) {
     return i < grads.size() && grads[i].defined() && ctx->needs_input_grad(first + i);
   };
@@ -38,7 +40,7 @@ void turn_back(AutogradContext* ctx, const Angles& angles, const variable_list& 
   }
 }
 
-// Of rotate (k is None) and rotate_qk.
+// The graph node of rotate (k is None) and rotate_qk if only x, or q and k, need a gradient.
 struct RotateFunction : torch::autograd::Function<RotateFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const OptTensor& k, const Angles& angles) {
     const BelowThisLevel guard;
@@ -49,13 +51,13 @@ struct RotateFunction : torch::autograd::Function<RotateFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<Angles> s(ctx);
     variable_list result(3);
-    turn_back(ctx, s.angles(), grads, 0, result);
+    rotate_back(ctx, s.angles(), grads, 0, result);
     return result;
   }
 };
 
-// The same where cos and sin are learned. needs_input_grad counts the tensors that are there: so k, which may be
-// missing, comes after the others.
+// The graph node of rotate and rotate_qk if cos and sin are learned. needs_input_grad counts only the tensors that are
+// given, so k, which may be missing, comes after the others.
 struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& cos, const Tensor& sin, const Tensor& q,
                                const OptTensor& k, const Angles& angles, const variable_list* own) {
@@ -68,7 +70,7 @@ struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<Angles> s(ctx);
     variable_list result(6);
-    turn_back(ctx, s.angles(), grads, 2, result);
+    rotate_back(ctx, s.angles(), grads, 2, result);
     const bool q = grads[0].defined(), k = grads.size() > 1 && grads[1].defined();
     if ((q || k) && (ctx->needs_input_grad(0) || ctx->needs_input_grad(1))) {
       const OptTensor none;
@@ -82,20 +84,20 @@ struct RotateLearnedFunction : torch::autograd::Function<RotateLearnedFunction> 
   }
 };
 
-// Tables for each token, where a derivative in inv_freq is asked for: cos_sin has it.
+// Computes tables by token from inv_freq with the operator cos_sin, which has a derivative with respect to inv_freq.
 TwoTensors tables_of_tokens(const RotateCall& call) {
   const Tensor& x = *call.q;
-  const auto of_sequence = [&] {  // an arange, and a DTensor where inv_freq is one
+  const auto positions_from_zero = [&] {  // an arange that is a DTensor if inv_freq is one
     const at::TensorOptions options = call.inv_freq->options().dtype(at::kLong);
     return (call.inv_freq->new_ones_symint({x.sym_size(-3)}, options).cumsum(0) - 1).unsqueeze(0);
   };
-  Tensor positions = call.positions ? call.positions->to(at::kLong) : of_sequence();
+  Tensor positions = call.positions ? call.positions->to(at::kLong) : positions_from_zero();
   if (positions.dim() == 1) positions = positions.unsqueeze(0);
   return cos_sin_op().call(positions + at::Scalar(call.offset), *call.inv_freq, /*attention_factor=*/1.0,
                            x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-// rotate (k is None) and rotate_qk, where a derivative in the tables or in inv_freq is asked for.
+// Computes rotate (k is None) or rotate_qk if a derivative with respect to the tables or to inv_freq is needed.
 variable_list rotate_learned(const char* op, const Tensor& q, const OptTensor& k, const Angles& angles) {
   const RotateCall call{angles, op, &q, k ? &*k : nullptr};
   check(call, /*in_place=*/false);
@@ -117,7 +119,7 @@ variable_list rotate_learned(const char* op, const Tensor& q, const OptTensor& k
     Tensor tangent;
     if (has_tangent(x)) tangent = rotate_op()(primals.in(angles), x._fw_grad(/*level=*/0));
     if (has_tangent(in.own[0]) || has_tangent(in.own[1])) {
-      const Tensor of_tables = turned(p[2 + i], tangents.in(angles));
+      const Tensor of_tables = rotate_and_zero_rest(p[2 + i], tangents.in(angles));
       tangent = tangent.defined() ? tangent + of_tables : of_tables;
     }
     if (tangent.defined()) set_tangent(out[i], tangent);

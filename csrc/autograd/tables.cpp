@@ -1,4 +1,5 @@
-// What makes tables and their gradients: cos_sin, _axial_cos_sin and _rotate_table_backward.
+// The derivatives of the operators that compute tables and their gradients: cos_sin, _axial_cos_sin and
+// _rotate_table_backward.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/promote_types.h>
 #include <ATen/ops/zeros_like.h>
@@ -13,7 +14,8 @@ const auto& axial_cos_sin_op() {
   return op;
 }
 
-// The gradients of the tables are linear in the gradients of the results and in x; cos and sin say only their shape.
+// The graph node of _rotate_table_backward. The gradients of the tables are linear in the gradients of the results and
+// linear in x. They do not depend on the values of cos and sin, which give only a shape.
 struct TableBackwardFunction : torch::autograd::Function<TableBackwardFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q_out_grad, const Tensor& q,
                                const OptTensor& k_out_grad, const OptTensor& k, const Angles& angles,
@@ -32,9 +34,9 @@ struct TableBackwardFunction : torch::autograd::Function<TableBackwardFunction> 
                        grads[1].defined() ? grads[1] : at::zeros_like(grads[0]),
                        {}};
     const Angles angles = given.in(s.angles());
-    for (int i : {0, 1, 2, 3}) {  // a gradient and its x are side by side
+    for (int i : {0, 1, 2, 3}) {  // each gradient is followed by its x
       if (!s.own[i].defined() || !ctx->needs_input_grad(i)) continue;
-      result[i] = turned(s.own[i ^ 1], i % 2 ? angles.back() : angles);
+      result[i] = rotate_and_zero_rest(s.own[i ^ 1], i % 2 ? angles.back() : angles);
     }
     return result;
   }
@@ -43,18 +45,20 @@ struct TableBackwardFunction : torch::autograd::Function<TableBackwardFunction> 
 // ---- cos_sin ----
 //
 // The gradient of an angle is h = sin_grad cos - cos_grad sin, and an angle is linear in positions and in frequencies.
-// cos and sin are made anew, because the results may be narrow, and so that forward over reverse has their tangents.
-// Sums of products, not products of matrices: autocast and TF32 would round the positions.
+// backward computes cos and sin again, because the results of forward may be of a narrow dtype, and because forward
+// over reverse needs their tangents. It uses sums of products and not matrix products, in which autocast and TF32 would
+// round the positions.
 
+// Returns the dtype in which derivatives are computed.
 at::ScalarType type_of_derivative(const Tensor& positions, const Tensor& inv_freq,
                                   std::optional<at::ScalarType> dtype) {
   const at::ScalarType type = at::promote_types(positions.scalar_type(), inv_freq.scalar_type());
   return at::promote_types(type, dtype.value_or(at::kFloat));
 }
 
-// Positions [axes, *P] and frequencies [axes, pairs], as they meet in [axes, *P, pairs].
-Tensor of_pairs(const Tensor& positions, at::ScalarType type) { return positions.to(type).unsqueeze(-1); }
-Tensor of_places(Tensor inv_freq, const Tensor& positions, at::ScalarType type) {
+// These two broadcast positions [axes, *P] and frequencies [axes, pairs] to [axes, *P, pairs].
+Tensor positions_over_pairs(const Tensor& positions, at::ScalarType type) { return positions.to(type).unsqueeze(-1); }
+Tensor inv_freq_over_positions(Tensor inv_freq, const Tensor& positions, at::ScalarType type) {
   for (int64_t d = 1; d < positions.dim(); d++) inv_freq = inv_freq.unsqueeze(1);
   return inv_freq.to(type);
 }
@@ -82,10 +86,10 @@ struct AxialCosSinFunction : torch::autograd::Function<AxialCosSinFunction> {
     if (grads[1].defined()) h = grads[1].to(type) * cos;
     if (grads[0].defined()) h = h.defined() ? h - grads[0].to(type) * sin : -(grads[0].to(type) * sin);
     if (ctx->needs_input_grad(0)) {
-      result[0] = (of_places(inv_freq, positions, type) * h).sum(-1).to(positions.scalar_type());
+      result[0] = (inv_freq_over_positions(inv_freq, positions, type) * h).sum(-1).to(positions.scalar_type());
     }
     if (ctx->needs_input_grad(1)) {
-      Tensor f = of_pairs(positions, type) * h;
+      Tensor f = positions_over_pairs(positions, type) * h;
       for (int64_t d = 1; d < positions.dim(); d++) f = f.sum(1);
       result[1] = f.to(inv_freq.scalar_type());
     }
@@ -135,7 +139,8 @@ TwoTensors axial_cos_sin(c10::DispatchKeySet keys, const Tensor& positions, cons
     const auto [cos, sin] = axial_cos_sin_op().call(p[0], p[1], attention_factor, type);
     Tensor angle;
     const auto add = [&](const Tensor& positions, const Tensor& inv_freq) {
-      const Tensor part = (of_pairs(positions, type) * of_places(inv_freq, positions, type)).sum(0);
+      const Tensor part =
+          (positions_over_pairs(positions, type) * inv_freq_over_positions(inv_freq, positions, type)).sum(0);
       angle = angle.defined() ? angle + part : part;
     };
     if (has_tangent(positions)) add(positions._fw_grad(/*level=*/0), p[1]);

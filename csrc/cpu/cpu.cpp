@@ -1,4 +1,5 @@
-// The CPU back end: ranges of positions, the instruction set, and threads. The loops are in kernels.inc.
+// The CPU back end: it checks positions and slots, selects the instruction set, and divides a call among threads.
+// The loops are in kernels.inc.
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
@@ -11,7 +12,8 @@
 
 namespace rope::cpu {
 
-// The instruction set that torch itself has chosen, so ATEN_CPU_CAPABILITY=default|avx2 sets ours too.
+// Returns the kernels for the instruction set that torch itself has chosen, so ATEN_CPU_CAPABILITY=default|avx2 applies
+// to them too.
 const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
 #if defined(__x86_64__)
@@ -29,7 +31,8 @@ namespace {
 struct Range {
   int64_t low, high;
 };
-// Of integers [batch, seq] by their strides; not of none.
+// Returns the smallest and the largest element of t: int32 or int64, [batch, seq] with these strides, in elements.
+// batch and seq must not be 0.
 Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t seq) {
   const auto scan = [&](const auto* from) {
     Range range{*from, *from};
@@ -45,7 +48,7 @@ Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t 
                                       : scan(static_cast<const int32_t*>(t.const_data_ptr()));
 }
 
-// Looked at before anything is written.
+// Raises IndexError if a position or a slot is out of range. Runs before anything is written.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
   if (p.source == kTableByPosition || (call.v && !call.slots)) {
     Range position{0, p.seq - 1};
@@ -55,34 +58,37 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
   if (call.slots) {
     const Range slot = range_of(*call.slots, p.slots, p.batch, p.seq);
     TORCH_CHECK_INDEX(slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
-                      ", the caches have ", p.blocks, " blocks of ", p.block_size, "; a slot needs to be below ",
-                      p.blocks * p.block_size);
+                      " but must be below ", p.blocks * p.block_size,
+                      ", the number of cells of each cache (blocks * block_size = ", p.blocks, " * ", p.block_size,
+                      ")");
   }
 }
 
-constexpr int64_t kGrain = 32768;  // elements that are worth a thread
-constexpr size_t kLine = 64;       // bytes
+constexpr int64_t kGrain = 32768;  // the least number of elements that is worth a thread of its own
+constexpr size_t kLine = 64;       // bytes of a cache line
 
-// Runs body(begin, end, scratch) over n items on torch's threads, each with its own scratch.
+// Runs body(begin, end, scratch) over the items [0, n) on torch's threads. Each thread has scratch of its own.
 template <typename F>
 void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work_per_item));
   const auto run = [&](int64_t begin, int64_t end) {
-    // Whole vectors of scratch shall not straddle two lines of the cache.
-    alignas(kLine) char small[8192];  // enough for one token
+    // Scratch begins at a cache line, so that no whole vector in it straddles two lines.
+    alignas(kLine) char small[8192];  // enough for one token with a usual head_dim
     if (scratch_bytes <= sizeof small) return body(begin, end, small);
     const std::unique_ptr<char[]> large(new char[scratch_bytes + kLine]);
     body(begin, end, large.get() + (kLine - reinterpret_cast<uintptr_t>(large.get()) % kLine) % kLine);
   };
-  if (n <= grain) return run(0, n);  // a decode step is all overhead
+  if (n <= grain) return run(0, n);  // at::parallel_for would cost a decode step more than its work
   at::parallel_for(0, n, grain, run);
 }
 
-// What is larger than a core's own caches is asked for ahead. A result so large that with what it was made from it
-// would not stay in the shared cache either is written past them all.
+// A call of at least kFetchBytes does not fit in the caches that a core has for itself, so its memory is prefetched. A
+// result of at least kStreamBytes, together with the input that it is computed from, would not stay in the cache that
+// cores share either, so it is written past all caches.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// False where there is nothing to do.
+// Checks positions and slots, if there are any tokens. Returns false if there is nothing to compute: there are no
+// tokens, or head_dim is 0.
 bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
@@ -111,27 +117,28 @@ struct Cpu {
       call.k_norm_weight_grad.zero_();
       return;
     }
-    // The gradients of the weights are sums over all tokens: of parts whose size follows from the shapes alone, each
-    // summed by one thread, and then in their order. So the number of threads does not change a bit.
+    // The gradients of the weights are sums over all tokens. The tokens are divided into parts whose size follows from
+    // the shapes alone, one thread sums each part, and the sums of the parts are then added in their order. So the
+    // number of threads does not change a bit of the result.
     const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
                   part = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
                   parts = (tokens + part - 1) / part;
-    const int64_t row = 2 * p.head_dim;
+    const int64_t both_weights = 2 * p.head_dim;
     const Tensor sums = at::empty({parts, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
     double* const sum = sums.mutable_data_ptr<double>();
     const Kernels& k = kernels();
     parallel(parts, part * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
       for (int64_t i = begin; i < end; i++)
-        k.norm_backward(n, i * part, std::min(tokens, (i + 1) * part), sum + i * row, scratch);
+        k.norm_backward(n, i * part, std::min(tokens, (i + 1) * part), sum + i * both_weights, scratch);
     });
     for (int64_t i = 1; i < parts; i++) {
-      for (int64_t d = 0; d < row; d++) sum[d] += sum[i * row + d];
+      for (int64_t d = 0; d < both_weights; d++) sum[d] += sum[i * both_weights + d];
     }
     call.q_norm_weight_grad.copy_(sums[0][0]);
     call.k_norm_weight_grad.copy_(sums[0][1]);
   }
 
-  // By entries, and not by rows: a table may be much longer than what was turned by it.
+  // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.
   static void table_backward(const TableBackwardCall& call) {
     const RopeParams p = call.rotate.params();
     const TokensOfRows tokens = call.tokens();

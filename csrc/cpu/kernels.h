@@ -1,6 +1,6 @@
-// The CPU kernels, one build of them per instruction set, and what the host file hands to them.
-// Plain data and pointers only: the kernel files may include nothing with inline functions of external linkage (see
-// vec.h).
+// The CPU kernels, which are built once for each instruction set, and the data that the host file cpu.cpp passes to
+// them. This header has only plain data and pointers, because the kernel files must not include inline functions with
+// external linkage (see vec.h).
 #pragma once
 
 #include <cstddef>
@@ -10,29 +10,31 @@
 
 namespace rope::cpu {
 
-// With how to use memory.
+// RotateArgs, and how to access memory.
 struct TunedRotateArgs : RotateArgs {
-  bool stream;  // write past the caches
-  bool fetch;   // ask for memory ahead
+  bool stream;  // write results past the caches
+  bool fetch;   // prefetch memory
 };
 
 struct Kernels {
   const char* name;
   size_t (*rotate_scratch)(const RotateArgs&);  // bytes of scratch that one thread needs
-  // Tokens [begin, end) of batch * seq.
+  // Rotates the tokens [begin, end) of batch * seq, and copies v if there is one.
   void (*rotate)(const TunedRotateArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*norm_backward_scratch)(const NormBackwardArgs&);
-  // weight_grads: what these tokens add to the gradients of both weights, [2, head_dim].
+  // Writes the gradients of q and k for the tokens [begin, end), and to weight_grads, [2, head_dim], what these tokens
+  // add to the gradients of both weights.
   void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*table_backward_scratch)(const TableBackwardArgs&);
-  // The rows whose first entry is one of [begin, end), see TokensOfRows. A row without entries is not written.
+  // Writes the gradients of the table rows whose first entry is in [begin, end), see TokensOfRows. Does not write a row
+  // that has no entries.
   void (*table_backward)(const TableBackwardArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*cos_sin_scratch)(const CosSinArgs&);
-  // positions and inv_freq are double, and contiguous.
+  // Writes the rows [begin, end) of cos and sin. positions and inv_freq must be double and contiguous.
   void (*cos_sin)(const CosSinArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
-const Kernels& kernels();  // those that torch's choice of instruction set selects
+const Kernels& kernels();  // the ones for the instruction set that torch has chosen
 
 extern const Kernels plain;  // NEON on arm64
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
-// A vector of floats as wide as the instruction set allows, over the vector types of GCC and Clang.
-// One file serves AVX-512, AVX2, NEON and plain builds; only fma, rint and the float16 conversions name instructions.
+// Vectors of floats and of doubles, as wide as the instruction set allows, built on the vector types of GCC and Clang.
+// This file serves the AVX-512, AVX2, NEON and plain builds. Operators need no instructions by name; fma, rint, sums of
+// lanes, streaming stores and conversions of 16-bit types do.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +11,9 @@
 #include <arm_neon.h>
 #endif
 
-// Every function after this point may use the instruction set of the file that includes it. Nothing with external
-// linkage may be included after it: the linker keeps one copy of an inline function, and it must not be the one with
-// newer instructions.
+// Every function after this point may use the instruction set of the file that includes this header. No function with
+// external linkage may be included after it: the linker keeps only one copy of an inline function, and that copy must
+// not be the one with newer instructions.
 #if defined(ROPE_AVX512)
 #define ROPE_VECTOR_BYTES 64
 #if defined(__clang__)
@@ -69,7 +70,8 @@ inline float to_arithmetic(f16 x) {
 #elif defined(__aarch64__)
   return bits_as<__fp16>(x.bits);
 #else
-  // Exponent and mantissa move to their float32 place; multiplying by 2^112 corrects the bias, subnormals included.
+  // Shifts exponent and mantissa to where float32 has them. Multiplying by 2^112 corrects the bias of the exponent,
+  // also for subnormals.
   const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
   if (magnitude >= 0x7c00u << 13)
     return bits_as<float>(sign | 0x7f800000u | magnitude | (magnitude > (0x7c00u << 13) ? 0x400000u : 0u));
@@ -77,9 +79,10 @@ inline float to_arithmetic(f16 x) {
 #endif
 }
 
-// To nearest, ties to even. A NaN stays one: for bfloat16 because no NaN that gets here has a payload in its low half,
-// where the carry could run through it (arithmetic keeps the payload of an operand, and plain_nan clears those of
-// tables, frequencies, positions, weights and factors).
+// Rounds to nearest, ties to even. A NaN stays a NaN. Rounding to bfloat16 adds to the low half of the float, and that
+// could turn a NaN with a payload in the low half into an infinity or a zero. But no such NaN gets here: arithmetic
+// keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions, weights and
+// factors.
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {
@@ -96,7 +99,7 @@ inline void round_to(float x, f16& out) {
   uint32_t half;
   if (magnitude > 0x7f800000u) {
     half = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  } else if (magnitude >= 0x477ff000u) {  // 65520 and above
+  } else if (magnitude >= 0x477ff000u) {  // 65520 and above become infinite
     half = 0x7c00;
   } else if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 lets the float addition round at 2^-24
     half = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
@@ -111,11 +114,11 @@ inline void round_to(float x, f16& out) {
 
 typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
-typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are doubles
+typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many floats as f64v has doubles
 typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint32_t u32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));
 typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
-typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many as there are floats
+typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many numbers as f32v has floats
 
 template <typename V, typename P>
 inline V load_bits(const P* from) {
@@ -123,8 +126,8 @@ inline V load_bits(const P* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
-// stream: past the caches, for a result larger than they are; `to` is then aligned to V. It saves reading each line
-// before it is written.
+// Stores v. stream: past the caches, for a result that is larger than they are; `to` must then be aligned to V. This
+// saves reading each cache line before it is written.
 template <bool stream = false, typename V, typename P>
 inline void store_bits(P* to, V v) {
 #if defined(__x86_64__)
@@ -141,7 +144,7 @@ inline void store_bits(P* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// Streamed results are visible to other threads after this.
+// Makes streamed results visible to other threads.
 inline void finish_streams() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -176,7 +179,7 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Halves of the lanes onto each other, down to one number.
+// Returns the sum of all lanes: adds the upper half of the lanes to the lower half, until one number is left.
 inline float sum_of_lanes(Floats a) {
 #if defined(ROPE_AVX512)
   const __m512 whole = __m512(a.v);
@@ -205,21 +208,22 @@ inline Floats rint(Floats a) {
 #endif
 }
 
-// (x0, x1, x2, x3, ...) -> (x1, x0, x3, x2, ...): a rotation of 64-bit lanes by 32 bits.
+// Returns (x1, x0, x3, x2, ...) for (x0, x1, x2, x3, ...). The shifts rotate each 64-bit lane by 32 bits.
 inline Floats swap_pairs(Floats a) {
   const u64v u = u64v(a.v);
   return Floats(f32v((u << 32) | (u >> 32)));
 }
 
-// A vector of bfloat16 as 32-bit lanes of two: the even elements, and the odd ones. Nothing is shuffled on the way in
-// or out.
+// A vector of bfloat16 is read as 32-bit lanes of two elements each. These functions return the even and the odd
+// elements as floats. A shift or a mask is enough; nothing is shuffled, neither here nor in lanes_of.
 inline Floats even_elements(u32v lanes) { return Floats(f32v(lanes << 16)); }
 inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)); }
-// Rounded to bfloat16, in the high half of each lane.
+// Rounds to bfloat16, which is then the high half of each lane. The low half has no meaning.
 inline u32v rounded_high(Floats a) {
   const u32v u = u32v(a.v);
   return u + 0x7fff + ((u >> 16) & 1);
 }
+// Rounds to bfloat16 and returns the lanes of even_elements and odd_elements.
 inline u32v lanes_of(Floats even, Floats odd) { return (rounded_high(even) >> 16) | (rounded_high(odd) & 0xffff0000u); }
 
 inline Floats load(const float* from) { return Floats(load_bits<f32v>(from)); }
@@ -244,7 +248,8 @@ inline void store(bf16* to, Floats a) {
 #if defined(ROPE_AVX512)
   store_bits<stream>(to, _mm512_cvtepi32_epi16(__m512i(high)));
 #elif defined(ROPE_AVX2)
-  const __m256i halves = _mm256_packus_epi32(__m256i(high), __m256i(high));  // of each 128 bits, twice
+  // Each 128 bits of `halves` hold their four numbers twice.
+  const __m256i halves = _mm256_packus_epi32(__m256i(high), __m256i(high));
   store_bits<stream>(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
 #else
   store_bits<stream>(to, __builtin_convertvector(high, u16v));
@@ -316,7 +321,7 @@ inline void store(double* to, Doubles a) {
   store_bits<stream>(to, a.v);
 }
 
-// sums += a
+// Adds a to sums, element by element.
 inline void add_to(double* sums, double a) { *sums += a; }
 inline void add_to(double* sums, Doubles a) { store(sums, load(sums) + a); }
 inline void add_to(double* sums, Floats a) {

@@ -1,4 +1,4 @@
-// Tables of cos and sin.
+// The kernel that computes tables of cos and sin.
 #include "device.cuh"
 #include "kernels.h"
 
@@ -14,6 +14,7 @@ ROPE_FN double whole_number(const void* from, int64_t i) {
   return double(static_cast<const T*>(from)[i]);
 }
 
+// Returns element i of positions, which may have any dtype, as a double.
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
   switch (c.params.position_type) {
     case PositionType::kInt8:
@@ -37,7 +38,8 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
   }
 }
 
-// A thread makes V columns of a row. several: axes, or none; one alone is not added to anything.
+// A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
+// with exactly one axis nothing has to be added.
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;

@@ -1,5 +1,5 @@
-// The CUDA back end on the host: what can be checked without waiting for the GPU, the plan, and the launch on the
-// current stream. The kernels are in the .cu files.
+// The host side of the CUDA back end: for each operator, the checks that need no data of the GPU, the launch plan, and
+// the launch on the current stream. The kernels are in the .cu files.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
@@ -16,12 +16,13 @@
 #include "kernels.h"
 
 #ifndef ROPE_CUDA_KEY
-#define ROPE_CUDA_KEY CUDA  // the tests run the kernels on tensors of the CPU
+#define ROPE_CUDA_KEY CUDA  // CPU in the emulator of the tests, which runs the kernels on CPU tensors
 #endif
 
 namespace rope::cuda {
 namespace {
 
+// Returns the number of multiprocessors of a device. Asks the driver once for each device.
 int processors(c10::DeviceIndex device) {
   static std::array<std::atomic<int>, 64> counts{};
   std::atomic<int>& count = counts[std::clamp<int>(device, 0, int(counts.size()) - 1)];
@@ -33,12 +34,13 @@ int processors(c10::DeviceIndex device) {
   return count;
 }
 
-// False where there is nothing to do.
+// Checks the call, and returns whether there is anything to compute.
 bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
-  // Positions in a tensor are looked at by the kernel, which asserts.
+  // The kernel asserts positions that are in a tensor: to read them here would wait for the GPU.
   if (!call.positions) check_position_range(call, p, 0, p.seq - 1);
-  TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim ", p.head_dim, " is too large for CUDA");
+  TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim is ", p.head_dim, " but must be at most ",
+                              INT_MAX, " on CUDA");
   return p.head_dim != 0;
 }
 

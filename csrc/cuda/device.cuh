@@ -1,12 +1,12 @@
-// What the kernels share: accesses, conversions, the angles of a chunk, and where a token's heads are. See plan.h for
-// chunks.
+// Device code that the kernels share: conversions, memory accesses, the position and slot of a token, the angles of a
+// chunk, and the loop over the heads of a token. plan.h and ../plan.h explain chunks and teams.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#undef NDEBUG  // a position outside its table stops the kernel, as torch's own indexing does
+#undef NDEBUG  // a position outside its table must stop the kernel, as torch's own indexing does
 #include <cassert>
 #include <cstdint>
 #include <type_traits>
@@ -16,7 +16,7 @@
 #define ROPE_FN __device__ __forceinline__
 
 namespace rope {
-// For rotation.h and angle.h.
+// The functions that rotation.h and angle.h expect.
 ROPE_FN float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 ROPE_FN double fma(double a, double b, double c) { return ::fma(a, b, c); }
 ROPE_FN float rint(float a) { return ::rintf(a); }
@@ -28,6 +28,7 @@ ROPE_FN void cosine_and_sine(double angle, double& cos, double& sin) { ::sincos(
 
 namespace rope::cuda {
 
+// The type that elements of type T are computed in: float, and double for double.
 template <typename T>
 struct Arithmetic {
   using type = float;
@@ -39,7 +40,7 @@ struct Arithmetic<double> {
 template <typename T>
 using arithmetic_t = typename Arithmetic<T>::type;
 
-// ---- numbers and vectors of them ----
+// ---- conversions and vectors ----
 
 template <typename T, int n>
 struct alignas(sizeof(T) * n) Vector {
@@ -76,7 +77,8 @@ ROPE_FN void round_to(const arithmetic_t<T> (&x)[n], T (&y)[n]) {
   }
 }
 
-// n numbers that are the same for many threads and never written by the kernel.
+// Reads n numbers that many threads read and no thread of the kernel writes: table rows and weights.
+// vectors: they are adjacent and aligned to the largest access that they need.
 template <bool vectors, int n, typename From, typename A>
 ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
   if constexpr (vectors && n > 1) {
@@ -95,7 +97,8 @@ ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
 
 // ---- tokens ----
 
-// An int32 or int64 on its way: nothing waits for it until it is asked for.
+// An int32 or int64 that is being loaded. The thread waits for the load only in value(), so that several loads can be
+// under way at once.
 struct Integer {
   int32_t low, high;
   bool wide;
@@ -108,46 +111,47 @@ struct Integer {
   ROPE_FN int64_t value() const { return wide ? int64_t(uint64_t(uint32_t(high)) << 32 | uint32_t(low)) : low; }
 };
 
-// I holds every offset in elements.
+// Token s of sequence b, with its position and slot. I is an integer type that holds every element offset of the call.
 template <typename I>
 struct Token {
   I b, s;
   const RopeParams& p;
   const Tiling& tiling;
-  Integer position, cell;
-  int64_t place = 0, slot = 0;  // place: with the offset. It wraps: with inv_freq no position is too far.
+  Integer given_position, given_slot;  // the elements of positions and slots; a number made from s if there are none
+  int64_t position = 0;  // given_position + offset. The sum wraps around: with inv_freq every position is allowed.
+  int64_t slot = 0;
 
-  // Sends for position and slot.
+  // Starts the loads of position and slot.
   ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), p(a.params), tiling(tiling) {
     const int64_t own = int64_t(s) * tiling.position_step;
-    position = cell = Integer{int32_t(own), int32_t(own >> 32), true};
-    if (p.has_slots) cell = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
+    given_position = given_slot = Integer{int32_t(own), int32_t(own >> 32), true};
+    if (p.has_slots) given_slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
     if (p.has_positions) {
-      position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
+      given_position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
     }
   }
 
-  // Waits for both, before heads and rows of tables are sent for: a later wait would be for those, too, because the
-  // compiler lets loads that are used in other branches share one counter.
+  // Waits for both loads. Call it before the loads of heads and table rows start: a later wait would be for those loads
+  // too, because the compiler lets loads that are used in other branches share one counter.
   ROPE_FN void arrive() {
-    place = int64_t(uint64_t(position.value()) + uint64_t(p.offset));
-    slot = cell.value();
-    assert(place >= tiling.first_place && place <= tiling.last_place &&
-           "position + offset is outside cos and sin, or outside the caches");
+    position = int64_t(uint64_t(given_position.value()) + uint64_t(p.offset));
+    slot = given_slot.value();
+    assert(position >= tiling.first_position && position <= tiling.last_position &&
+           "position + offset must be a row of cos and sin, and a cell of the caches");
   }
 };
 
-// Block and place in a cache; block -1: nothing is written.
+// A cell of a cache: a block, and the index of the cell in it. Nothing is written if block is -1.
 struct Cell {
-  int64_t block, place;
+  int64_t block, in_block;
 };
 template <typename I>
 ROPE_FN Cell cell_of(const Token<I>& t) {
   const RopeParams& p = t.p;
   const int64_t slot = t.slot;
-  if (!p.has_slots) return {t.b, t.place};
+  if (!p.has_slots) return {t.b, t.position};
   if (slot < 0) return {-1, 0};
-  assert(slot < p.blocks * p.block_size && "slot is outside the caches");
+  assert(slot < p.blocks * p.block_size && "slot must be less than the number of cells in the caches");
   if (p.blocks == 1) return {0, slot};
   if (t.tiling.narrow_slots) {
     const uint32_t size = uint32_t(p.block_size), block = uint32_t(slot) / size;
@@ -164,7 +168,7 @@ struct Angles {
   A cos[V], sin[V];
 };
 
-// By attention_factor
+// Multiplies cos and sin by attention_factor.
 template <typename A, int V>
 ROPE_FN void scale(Angles<A, V>& angles, A factor_hi, A factor_lo) {
   if (factor_hi == A(1) && factor_lo == A(0)) return;
@@ -175,24 +179,29 @@ ROPE_FN void scale(Angles<A, V>& angles, A factor_hi, A factor_lo) {
   }
 }
 
-// A chunk's pairs are read in runs of frequencies side by side: one run, or for interleaved vectors one from each half.
+// The pairs of a chunk have adjacent columns in the tables and in inv_freq, in one run or in two. With interleaved
+// pairs and vectors of several channels there are two runs, because each of the chunk's two vectors has V / 2 pairs of
+// its own.
 template <bool interleaved, int V>
 struct Runs {
   static constexpr int count = interleaved && V > 1 ? 2 : 1, length = V / count;
+  // Returns the first column of a run.
   template <typename I>
   ROPE_FN static I first(int run, int chunk, I pairs) {
     return run * (pairs / 2) + I(chunk) * length;
   }
 };
 
-// An angle before its cos and sin: in float32 in turns, see turns_of; in double in radians, see angle_of in angle.h.
+// An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
+// angle.h, and in double in radians, see angle_of() there.
 template <typename A>
 struct Angle {
   A angle, rest;
 };
 
-// The doubles are four conversions and a subtraction for a thread and its position, and for a float64 inv_freq three
-// and one for a pair: where doubles are slow that is little beside the rest, which is float32 alone.
+// Computes the angle of a position and frequency `at`. Doubles cost each thread four conversions and a subtraction for
+// its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on GPUs with slow
+// doubles this is little compared with the rest, which is all float32.
 ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<float>& angle) {
   float freq, rest = 0.0f;
   if (is_double) {
@@ -225,11 +234,12 @@ ROPE_FN void cos_sin_of(const Angle<double>& angle, double& cos, double& sin) {
   cos_sin_of_angle(angle.angle, angle.rest, cos, sin);
 }
 
+// Reads the columns of a chunk from the table row of the token.
 template <bool interleaved, int V, typename Table, typename A, typename I>
 ROPE_FN void read_tables(const RotateArgs& a, const Token<I>& t, int chunk, Angles<A, V>& angles) {
   const RopeParams& p = a.params;
   using R = Runs<interleaved, V>;
-  const I row = p.source == kTableByPosition ? I(t.place) : t.s;
+  const I row = p.source == kTableByPosition ? I(t.position) : t.s;
   const Table* cos = static_cast<const Table*>(a.cos) + (t.b * I(p.cos[0]) + row * I(p.cos[1]));
   const Table* sin = static_cast<const Table*>(a.sin) + (t.b * I(p.sin[0]) + row * I(p.sin[1]));
 #pragma unroll
@@ -245,6 +255,7 @@ ROPE_FN void read_tables(const RotateArgs& a, const Token<I>& t, int chunk, Angl
   }
 }
 
+// Returns cos and sin of the pairs of chunk `chunk`, scaled by attention_factor, from the tables or from inv_freq.
 template <typename T, bool interleaved, int V, typename I>
 ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>& t, int chunk) {
   using A = arithmetic_t<T>;
@@ -252,7 +263,7 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>
   const RopeParams& p = a.params;
   Angles<A, V> angles;
   if (p.source == kInvFreq) {
-    const double position = double(t.place);
+    const double position = double(t.position);
 #pragma unroll
     for (int i = 0; i < V; i++) {
       const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
@@ -276,12 +287,14 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>
 
 // ---- a chunk of a head ----
 
-// Where it is: channels of its two vectors. I holds every offset in elements.
+// The channels of a chunk. If the vectors have several channels, the two vectors of a rotated chunk are one from each
+// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. I is an integer type that
+// holds every element offset of the call.
 template <typename I>
 struct Chunk {
-  I first, second;
+  I first, second;  // the first channels of its two vectors
   bool rotated;
-  bool whole;  // else there is no second vector, and the first stands in for it
+  bool whole;  // false: the chunk has only one vector, and second is the same as first
 
   template <bool interleaved, int V>
   ROPE_FN static Chunk at(const RopeParams& p, const Tiling& t, int index) {
@@ -295,13 +308,14 @@ struct Chunk {
   }
 };
 
+// The elements of a chunk.
 template <typename T, int V>
-struct Pair {
+struct Elements {
   Vector<T, V> first, second;
 };
 
 template <bool vectors, typename T, int V, typename I>
-ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Pair<T, V>& x) {
+ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Elements<T, V>& x) {
   if constexpr (vectors) {
     x.first = *reinterpret_cast<const Vector<T, V>*>(from + c.first);
     x.second = *reinterpret_cast<const Vector<T, V>*>(from + c.second);
@@ -315,7 +329,7 @@ ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Pair<T, V>& x) {
 }
 
 template <bool vectors, typename T, int V, typename I>
-ROPE_FN void write(const Pair<T, V>& x, T* to, I stride, const Chunk<I>& c) {
+ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, const Chunk<I>& c) {
   if constexpr (vectors) {
     *reinterpret_cast<Vector<T, V>*>(to + c.first) = x.first;
     if (c.whole) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
@@ -328,14 +342,14 @@ ROPE_FN void write(const Pair<T, V>& x, T* to, I stride, const Chunk<I>& c) {
   }
 }
 
-// The same in the arithmetic type.
+// The elements of a chunk in the arithmetic type.
 template <typename A, int V>
 struct Numbers {
   A first[V], second[V];
 };
 
 template <typename T, int V>
-ROPE_FN Numbers<arithmetic_t<T>, V> numbers_of(const Pair<T, V>& x) {
+ROPE_FN Numbers<arithmetic_t<T>, V> numbers_of(const Elements<T, V>& x) {
   Numbers<arithmetic_t<T>, V> n;
 #pragma unroll
   for (int i = 0; i < V; i++) {
@@ -346,14 +360,14 @@ ROPE_FN Numbers<arithmetic_t<T>, V> numbers_of(const Pair<T, V>& x) {
 }
 
 template <typename T, int V>
-ROPE_FN Pair<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
-  Pair<T, V> x;
+ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
+  Elements<T, V> x;
   round_to<T>(n.first, x.first.of);
   round_to<T>(n.second, x.second.of);
   return x;
 }
 
-// Member 0 or 1 of pair i.
+// Returns member 0 or 1 of pair i. A chunk of interleaved vectors has the first half of its pairs in its first vector.
 template <bool interleaved, typename A, int V>
 ROPE_FN A& member(Numbers<A, V>& n, int i, int which) {
   if constexpr (!interleaved || V == 1) {
@@ -374,10 +388,10 @@ ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
   }
 }
 
-// Kahan's sum of what one thread adds for each channel of its chunk.
+// The sums of one thread, one for each channel of its chunk, with Kahan's compensation: the result is sum - over.
 template <typename A, int V>
 struct Sums {
-  Numbers<A, V> sum{}, over{};  // over: by how much the sum is too large
+  Numbers<A, V> sum{}, over{};  // over: by how much rounding made the sum too large
 
   ROPE_FN static void add(A& sum, A& over, A x) {
     const A y = x - over, larger = sum + y;
@@ -395,47 +409,53 @@ struct Sums {
 
 // ---- the heads of a token ----
 
-// A thread's way through its share of the heads of q, k and v. I holds every offset in elements. cache: there may be a
-// v. together: all threads of a block go on until the last of them is done.
+// A loop over the heads that a team takes: those of its thread block's share of the heads of q, k and v. The teams of a
+// token take neighbouring heads at the same time: team threadIdx.y takes head first_head + threadIdx.y, then the head
+// blockDim.y later, and so on. The loop is in one of the three tensors at a time.
+//
+// I is an integer type that holds every element offset of the call. cache: the call may have a v, and then k and v go
+// to a cache. together: all teams stay in the loop until the last of them is done, as shuffles need it.
 template <typename T, typename I, bool cache, bool together>
 struct Heads {
   const RotateArgs& a;
   const Tiling& tiling;
   const Token<I>& token;
-  const bool skip_in_place;  // there is nothing to do where the result is what was read
-  int tensor;                // 0 q, 1 k, 2 v
-  int located = -1;          // the tensor that out is of
-  I row = 0, end = 0;        // head of the first thread; end of this block's share
-  I out_end = 0;             // end of those that are written
-  const T* in = nullptr;     // of head 0
-  T* out = nullptr;
-  I in_step = 0, out_step = 0;      // to the next head
-  I in_stride = 0, out_stride = 0;  // of channels
+  const bool skip_in_place;         // skip tensors that are rotated in place: this chunk of theirs does not change
+  int tensor;                       // 0 q, 1 k, 2 v
+  int located = -1;                 // the tensor that out points into
+  I first_head = 0;                 // the head of team 0
+  I end = 0;                        // end of the thread block's share of this tensor
+  I out_end = 0;                    // end of the heads that are written: end, or 0 if the token has no cell
+  const T* in = nullptr;            // head 0 of the token
+  T* out = nullptr;                 // head 0 of the result
+  I in_step = 0, out_step = 0;      // stride of heads
+  I in_stride = 0, out_stride = 0;  // stride of channels
 
   ROPE_FN Heads(const RotateArgs& a, const Token<I>& token, bool skip_in_place)
       : a(a), tiling(token.tiling), token(token), skip_in_place(skip_in_place) {
-    const rope_int block = rope_int(blockIdx.y) * tiling.heads_per_block;
-    tensor = block < tiling.k_start ? -1 : block < tiling.v_start ? 0 : 1;
+    const rope_int begin = rope_int(blockIdx.y) * tiling.heads_per_block;
+    tensor = begin < tiling.k_start ? -1 : begin < tiling.v_start ? 0 : 1;  // the one before the share; next() goes on
   }
 
-  ROPE_FN bool turned() const { return !cache || tensor < 2; }
+  // Returns whether the tensor is rotated: v is only copied.
+  ROPE_FN bool rotates() const { return !cache || tensor < 2; }
   ROPE_FN const T* in_at(I h) const { return in + h * in_step; }
   ROPE_FN T* out_at(I h) const { return out + h * out_step; }
 
-  // This thread's head of the i-th row from here.
-  ROPE_FN I head(int i) const { return row + I(i) * I(blockDim.y) + I(threadIdx.y); }
+  // Returns the head that this team takes i steps from now.
+  ROPE_FN I head(int i) const { return first_head + I(i) * I(blockDim.y) + I(threadIdx.y); }
 
-  // `count` rows on; false after the last.
+  // Goes on by `count` steps, to the next tensor if this one is done. Returns false after the last tensor.
   ROPE_FN bool next(int count) {
-    row += I(count) * I(blockDim.y);
-    while ((together ? row : head(0)) >= end) {
+    first_head += I(count) * I(blockDim.y);
+    while ((together ? first_head : head(0)) >= end) {
       if (++tensor == (cache ? 3 : 2)) return false;
       enter();
     }
     return true;
   }
 
-  // To be called between reading and writing: nothing that is read waits for the slot.
+  // Sets out. Call it after reading and before writing, so that no read waits for the slot.
   ROPE_FN void locate() {
     if (located == tensor) return;
     located = tensor;
@@ -448,7 +468,7 @@ struct Heads {
       cell = cell_of(token);
       if (cell.block < 0) out_end = 0;
     }
-    out += I(cell.block) * I(o.out[0]) + I(cell.place) * I(o.out[1]);
+    out += I(cell.block) * I(o.out[0]) + I(cell.in_block) * I(o.out[1]);
   }
 
  private:
@@ -457,12 +477,13 @@ struct Heads {
     return tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
   }
 
+  // Begins the heads of a tensor.
   ROPE_FN void enter() {
     const Operand& o = operand();
     const I start = I(tensor == 0 ? 0 : tensor == 1 ? tiling.k_start : tiling.v_start);
-    const I block = I(blockIdx.y) * I(tiling.heads_per_block) - start;
-    row = max(block, I(0));
-    end = out_end = min(block + I(tiling.heads_per_block), I(o.heads));
+    const I begin = I(blockIdx.y) * I(tiling.heads_per_block) - start;
+    first_head = max(begin, I(0));
+    end = out_end = min(begin + I(tiling.heads_per_block), I(o.heads));
     if (skip_in_place && (tensor == 0 ? tiling.q_in_place : tensor == 1 && tiling.k_in_place)) end = 0;
     in = static_cast<const T*>(tensor == 0 ? a.q_in : tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);
@@ -473,6 +494,7 @@ struct Heads {
 
 // ---- launching ----
 
+// Calls f with a value of the type that dtype names.
 template <typename F>
 cudaError_t with_type(DType dtype, F&& f) {
   switch (dtype) {
@@ -498,7 +520,7 @@ cudaError_t start(Dim3 grid, Dim3 block, cudaStream_t stream, void (*kernel)(Par
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// A grid has 65535 blocks in z: more sequences than that take more than one launch.
+// Launches a kernel once for every 65535 sequences, because gridDim.z has that limit.
 inline cudaError_t start(const Plan& plan, cudaStream_t stream, void (*kernel)(RotateArgs, Tiling),
                          const RotateArgs& args) {
   Tiling tiling = plan.tiling;

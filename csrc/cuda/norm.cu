@@ -1,13 +1,16 @@
-// RMS norm of every head and the rotation, also into a cache; and the backward of it.
+// The kernel that applies the RMS norm to every head and then rotates it, and the kernel of its backward. The first can
+// write k and v to a cache.
 //
-// The lanes of a head are a power of two, at most a warp, and every lane of a warp takes part in every sum: control
-// flow is the same for all of them, and what lies outside is only not written.
+// A team has a power of two of threads, at most a warp, which sum over their head with shuffles. Every lane of a warp
+// takes part in every shuffle: control flow is the same for all of them, and a lane past the last token, head or chunk
+// goes along but writes nothing.
 #include "device.cuh"
 #include "kernels.h"
 
 namespace rope::cuda {
 namespace {
 
+// Returns the sum of the numbers that the lanes of a team give, to each of them.
 template <typename A>
 ROPE_FN A sum_over_lanes(A sum) {
   for (unsigned lane = 1; lane < blockDim.x; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, int(lane));
@@ -17,8 +20,9 @@ ROPE_FN A sum_over_lanes(A sum) {
 ROPE_FN float root(float a) { return ::sqrtf(a); }
 ROPE_FN double root(double a) { return ::sqrt(a); }
 
-// Sums over a head: in four parts, then over its lanes. A head wider than one step of its lanes has a sum of steps, in
-// double.
+// Returns this lane's share of the dot product of two heads: four sums of its chunk, added up. The caller adds up the
+// lanes of the team with sum_over_lanes(). If a head takes several steps of its team, the caller first adds up the
+// steps of a lane, in double.
 template <typename A, int V>
 ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
   A sum[4] = {A(0), A(0), A(0), A(0)};
@@ -34,7 +38,7 @@ ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
 template <bool once, typename A>
 using sum_t = std::conditional_t<once, A, double>;
 
-// The weights of a chunk.
+// Returns the norm weights of a chunk.
 template <typename A, int V, typename I>
 ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>& c) {
   const void* weight = tensor == 0 ? a.q_norm_weight : a.k_norm_weight;
@@ -63,6 +67,7 @@ ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>
   return w;
 }
 
+// Multiplies each channel by the scale of its head and by its own weight.
 template <typename A, int V>
 ROPE_FN void multiply(Numbers<A, V>& x, A scale, const Numbers<A, V>& weights) {
 #pragma unroll
@@ -72,12 +77,13 @@ ROPE_FN void multiply(Numbers<A, V>& x, A scale, const Numbers<A, V>& weights) {
   }
 }
 
+// vectors: a vector is one access. once: a team holds a whole head, see in_one_step().
 template <typename T, int V, bool vectors, bool once, bool interleaved>
 __global__ void __launch_bounds__(kThreads, 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
   using I = int64_t;
-  constexpr int kHeads = once ? 2 : 1;  // that a thread has under way
+  constexpr int kHeads = once ? 2 : 1;  // heads that a thread loads at a time
   const RopeParams& p = a.params;
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   const bool inside = s < p.seq;
@@ -86,9 +92,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
   Heads<T, I, true, true> heads(a, token, false);
-  // Lanes with nothing to write read nothing: it may be about to be written by another thread.
+  // A lane that writes nothing reads nothing either: another thread may be about to write there.
   const bool active = inside && lane < tiling.chunks;
-  Pair<T, V> x[kHeads] = {};
+  Elements<T, V> x[kHeads] = {};
   const auto read_heads = [&] {
     if (!active || heads.head(0) >= heads.end) return;
 #pragma unroll
@@ -98,9 +104,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
   };
   Numbers<A, V> weights;
-  int weights_for = -1;  // tensor
+  int weights_for = -1;  // the tensor that the weights are of
   const auto read_weights = [&] {
-    if (!once || !active || !heads.turned() || weights_for == heads.tensor) return;
+    if (!once || !active || !heads.rotates() || weights_for == heads.tensor) return;
     weights = weights_of<A, V>(a, heads.tensor, chunk);
     weights_for = heads.tensor;
   };
@@ -108,10 +114,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   read_weights();
   token.arrive();
   Angles<A, V> angles;
-  if (once && active && chunk.rotated && heads.turned()) {
+  if (once && active && chunk.rotated && heads.rotates()) {
     angles = angles_of<T, interleaved, V>(a, token, lane);
   }
-  read_heads();  // after the rows of tables: the compiler waits for heads where they are read
+  read_heads();  // after the table rows, because the compiler makes the thread wait for the heads right after their
+                 // loads
   for (;;) {
     heads.locate();
 #pragma unroll
@@ -119,13 +126,13 @@ __global__ void __launch_bounds__(kThreads, 4)
       const bool present = active && heads.head(i) < heads.end, written = active && heads.head(i) < heads.out_end;
       A scale = A(0);
       Numbers<A, V> numbers;
-      if (heads.turned()) {
+      if (heads.rotates()) {
         numbers = numbers_of(x[i]);
         sum_t<once, A> sum = lane < tiling.chunks ? dot(numbers, numbers, chunk.whole) : A(0);
         if constexpr (!once) {
           for (int index = lane + lanes; present && index < tiling.chunks; index += lanes) {
             const auto c = chunk_at(index);
-            Pair<T, V> more;
+            Elements<T, V> more;
             read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, more);
             const auto m = numbers_of(more);
             sum += dot(m, m, c.whole);
@@ -133,10 +140,10 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
         scale = A(1) / root(A(sum_over_lanes(sum)) / A(p.head_dim) + A(a.norm_eps));
       }
-      const auto finish = [&](const Chunk<I>& c, const Angles<A, V>& turn, const Numbers<A, V>& w) {
-        if (heads.turned()) {
+      const auto finish = [&](const Chunk<I>& c, const Angles<A, V>& chunk_angles, const Numbers<A, V>& w) {
+        if (heads.rotates()) {
           multiply(numbers, scale, w);
-          if (c.rotated) rotate<interleaved>(numbers, turn);
+          if (c.rotated) rotate<interleaved>(numbers, chunk_angles);
           x[i] = rounded<T, V>(numbers);
         }
         if (written) write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, c);
@@ -151,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             numbers = numbers_of(x[i]);
           }
           if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
-          if (heads.turned()) weights = weights_of<A, V>(a, heads.tensor, c);
+          if (heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, c);
           finish(c, angles, weights);
         }
       }
@@ -162,7 +169,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// sums: [2, sums, head_dim], of q and of k.
+// Writes the gradients of q and k. A thread block takes one part of the tokens, for q (blockIdx.y is 0) or for k (1).
+// sums: [2, parts * warps, head_dim]; each warp writes one vector of sums, its share of the gradient of a weight.
 template <typename T, int V, bool vectors, bool once, bool interleaved>
 __global__ void __launch_bounds__(kThreads, 3)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
@@ -175,12 +183,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   const int tensor = int(blockIdx.y), lane = int(threadIdx.x), lanes = int(blockDim.x);
   const Operand& o = tensor == 0 ? p.q : p.k;
   const rope_int* x_strides = tensor == 0 ? n.q : n.k;
-  const int head_rows = tensor == 0 ? backward.q_rows : backward.k_rows, token_rows = int(blockDim.y) / head_rows;
-  const int head_row = int(threadIdx.y) & (head_rows - 1), token_row = int(threadIdx.y) / head_rows;
+  const int head_teams = tensor == 0 ? backward.q_teams : backward.k_teams, token_teams = int(blockDim.y) / head_teams;
+  const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
   const bool active = lane < tiling.chunks;
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const int warp = int(threadIdx.y) * lanes / kWarp, warps = kThreads / kWarp;
-  double* row = sums + ((int64_t(tensor) * gridDim.x + blockIdx.x) * warps + warp) * p.head_dim;
+  double* warp_sums = sums + ((int64_t(tensor) * gridDim.x + blockIdx.x) * warps + warp) * p.head_dim;
   const auto chunk = chunk_at(lane);
   Numbers<A, V> weights;
   if (once && active) weights = weights_of<A, V>(a, tensor, chunk);
@@ -188,11 +196,12 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   const int64_t begin = int64_t(blockIdx.x) * backward.tokens, end = min(begin + backward.tokens, p.batch * p.seq);
   const int64_t first_b = begin / p.seq, first_s = begin - first_b * p.seq;
-  int64_t b = first_b, s = first_s + token_row;
-  for (int64_t token_at = begin; token_at < end; token_at += token_rows, s += token_rows) {
+  int64_t b = first_b, s = first_s + token_team;
+  for (int64_t token_at = begin; token_at < end; token_at += token_teams, s += token_teams) {
     while (s >= p.seq) s -= p.seq, b++;
-    // Threads past the last token or head follow another one, and write nothing.
-    const bool inside = token_at + token_row < end;
+    // A team past the last token or head computes another one, so that it takes part in the shuffles, and writes
+    // nothing.
+    const bool inside = token_at + token_team < end;
     Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
     token.arrive();
     Angles<A, V> angles;
@@ -201,17 +210,17 @@ __global__ void __launch_bounds__(kThreads, 3)
     const T* xs =
         static_cast<const T*>(tensor == 0 ? n.q_in : n.k_in) + token.b * x_strides[0] + token.s * x_strides[1];
     T* ys = static_cast<T*>(tensor == 0 ? a.q_out : a.k_out) + token.b * o.out[0] + token.s * o.out[1];
-    for (int64_t first = 0; first < o.heads; first += head_rows) {
-      const bool written = inside && first + head_row < o.heads;
-      const int64_t h = min(first + head_row, o.heads - 1);
-      // x and the gradient of the normalised and weighted x, which is the gradient rotated back
-      const auto get = [&](const Chunk<I>& c, const Angles<A, V>& turn, Numbers<A, V>& x, Numbers<A, V>& back) {
-        Pair<T, V> x_read, g_read;
+    for (int64_t first = 0; first < o.heads; first += head_teams) {
+      const bool written = inside && first + head_team < o.heads;
+      const int64_t h = min(first + head_team, o.heads - 1);
+      // Reads x and computes the gradient of the normalised and weighted x: the gradient of the result, rotated back.
+      const auto get = [&](const Chunk<I>& c, const Angles<A, V>& chunk_angles, Numbers<A, V>& x, Numbers<A, V>& back) {
+        Elements<T, V> x_read, g_read;
         read<vectors>(gradients + h * o.in[2], I(o.in[3]), c, g_read);
         read<vectors>(xs + h * x_strides[2], I(x_strides[3]), c, x_read);
         x = numbers_of(x_read);
         back = numbers_of(g_read);
-        if (c.rotated) rotate<interleaved>(back, turn);
+        if (c.rotated) rotate<interleaved>(back, chunk_angles);
       };
       const auto weighted = [](const Numbers<A, V>& x, const Numbers<A, V>& w) {
         Numbers<A, V> y;
@@ -237,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       const A scale = A(1) / root(A(sum_over_lanes(squares)) / A(p.head_dim) + A(a.norm_eps));
       const A common = -(scale * scale * (A(sum_over_lanes(product)) / A(p.head_dim)));
-      if (!written) continue;  // no sum over lanes follows
+      if (!written) continue;  // no shuffle follows for this head
       for (int index = lane; index < tiling.chunks; index += lanes) {
         const auto c = once ? chunk : chunk_at(index);
         if constexpr (!once) {
@@ -258,11 +267,11 @@ __global__ void __launch_bounds__(kThreads, 3)
           total.add(w);
           break;
         } else {
-          // A wide head has a warp of its own, and so a row of sums that no other thread adds to.
+          // The team of a head this wide is a whole warp, so that no other thread adds to these sums.
 #pragma unroll
           for (int i = 0; i < V; i++) {
-            row[c.first + i] += double(w.first[i]);
-            if (c.whole) row[c.second + i] += double(w.second[i]);
+            warp_sums[c.first + i] += double(w.first[i]);
+            if (c.whole) warp_sums[c.second + i] += double(w.second[i]);
           }
         }
       }
@@ -279,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 3)
         second += __shfl_xor_sync(0xffffffffu, second, other);
       }
       if (writes) {
-        row[chunk.first + i] = first;
-        if (chunk.whole) row[chunk.second + i] = second;
+        warp_sums[chunk.first + i] = first;
+        if (chunk.whole) warp_sums[chunk.second + i] = second;
       }
     }
   }

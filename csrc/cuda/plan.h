@@ -1,8 +1,15 @@
-// How a call is laid out on the GPU: the width of accesses and of offsets, and the grid.
+// The launch plan of a call on CUDA: which vectors the kernels access, whether element offsets need 64 bits, and how
+// the work is divided among thread blocks. csrc/plan.h explains vectors and chunks.
 //
-// A thread keeps the angles of its chunk and takes several heads one after another; the heads of q, k and v count as
-// one list. The threads of a block lie over the heads of a token where those are adjacent in memory, and over tokens
-// where those are: [batch, heads, seq, head_dim].
+// Threads. A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads
+// with the same y and z are a team: they share one head of one token, a chunk for each thread. A team takes several
+// heads of its token one after another, so that the angles of a chunk are loaded or computed once for all of them. (The
+// backward kernels cut their work in their own ways, see the end of this file.)
+//
+// Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
+// shares of heads_per_block heads of that list, and z for the sequences of the batch. Inside a thread block, teams are
+// assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are adjacent
+// ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]).
 #pragma once
 
 #include "../args.h"
@@ -10,41 +17,44 @@
 
 namespace rope::cuda {
 
-constexpr int kThreads = 128;   // of a block, at most
-constexpr int kFilling = 2048;  // for a multiprocessor: threads with one head each, before they take more
+constexpr int kThreads = 128;   // the most threads of a thread block
+constexpr int kFilling = 2048;  // threads that fill a multiprocessor; beyond that a thread takes more than one head
 constexpr int kWarp = 32;
-constexpr rope_int kMaxGrid = 65535;  // in y and z
-constexpr rope_int kMaxBlockZ = 64;
+constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
+constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
 
 struct Dim3 {
   unsigned x, y, z;
 };
 
-// What the kernels need beside the arguments.
+// The numbers that the kernels need besides the arguments of the call.
 struct Tiling {
-  int vector;                 // channels
-  int chunks, rotated;        // of a head; the rotated ones come first
-  rope_int heads_per_block;   // of the list of heads of q, k and v; a thread takes every block.y-th
-  rope_int k_start, v_start;  // where they begin in it
-  rope_int first_sequence;    // of blockIdx.z
-  int position_step;          // between tokens without positions: 0 where many sequences of one token are one of many
-  rope_int first_place, last_place;  // position + offset is within, or the kernel asserts
-  bool q_in_place, k_in_place;
-  bool vectors;        // a vector is one access
-  bool table_vectors;  // rows of cos and sin are read in vectors
-  bool narrow_slots;   // 32 bits hold every slot
+  int vector;                 // channels of a vector
+  int chunks, rotated;        // of a head; the rotated chunks come first
+  rope_int heads_per_block;   // a thread block's share of the list of heads; team y takes every block.y-th
+  rope_int k_start, v_start;  // where the heads of k and v begin in that list
+  rope_int first_sequence;    // the sequence of blockIdx.z == 0
+  int position_step;          // a token without positions has position s * position_step, see merge_batch()
+  rope_int first_position, last_position;  // the kernel asserts that position + offset is in this range
+  bool q_in_place, k_in_place;             // the result is written over the input
+  bool vectors;                            // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;                      // rows of cos and sin are read in vectors
+  bool narrow_slots;                       // every valid slot fits in 32 bits
 };
 
-// Of a norm: a warp holds a head. Else it goes over the head in steps.
+// Returns whether a team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a
+// whole warp and goes over each head in steps of one chunk for each lane.
 inline bool in_one_step(const Tiling& t) { return t.chunks <= kWarp; }
 
 struct Plan {
   Tiling tiling;
-  bool wide_index;   // offsets need 64 bits
-  Dim3 block, grid;  // block: chunks, heads, tokens. grid: tokens, heads, batch (at most: see start)
+  bool wide_index;  // element offsets need 64 bits
+  Dim3 block;       // chunks, heads, tokens
+  Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
 };
 
-// f(data, strides, sizes) for each tensor that is read or written by channels.
+// Calls f(data, strides, sizes) for each tensor of the call that has channels: q, k, v and their results. Stops and
+// returns false as soon as f does.
 template <typename F>
 bool all_sides(const RotateArgs& a, F&& f) {
   const RopeParams& p = a.params;
@@ -58,27 +68,28 @@ bool all_sides(const RotateArgs& a, F&& f) {
          side(a.v_in, p.v.in, p.v.heads, false) && side(a.v_out, p.v.out, p.v.heads, cache);
 }
 
-// The last offset of positions, slots, tables and frequencies.
+// Returns the largest element offset in positions, slots, tables and frequencies.
 inline rope_int last_parameter(const RopeParams& p) {
   const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
-  const rope_int row = p.source == kTableByPosition ? p.rows - 1 : s;
+  const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
   return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1],
                    b * p.cos[0] + row * p.cos[1] + columns * p.cos[2],
                    b * p.sin[0] + row * p.sin[1] + columns * p.sin[2], columns * p.inv_freq});
 }
 
-// Many sequences as one, where memory allows it: a decode step has many of one token.
-// -> position_step
+// Turns the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
+// of one token, then fills thread blocks with tokens of different sequences. Returns position_step: 0 if the tokens
+// were sequences of one token each and all have position 0, otherwise 1.
 inline int merge_batch(RotateArgs& a) {
   RopeParams& p = a.params;
   if (p.batch == 1) return 1;
   const bool cache = p.v.heads != 0, by_token = p.source == kTableByToken;
-  if (cache && !p.has_slots) return 1;
-  if (!p.has_positions && !by_token && p.seq != 1) return 1;
-  rope_int* pairs[10];  // strides of batch and seq
+  if (cache && !p.has_slots) return 1;                        // sequence b goes to block b
+  if (!p.has_positions && !by_token && p.seq != 1) return 1;  // each sequence starts at position 0 again
+  rope_int* strides[10];  // of each tensor: strides[i][0] between sequences, strides[i][1] between tokens
   int n = 0;
-  const auto add = [&](bool used, rope_int* strides) {
-    if (used) pairs[n++] = strides;
+  const auto add = [&](bool used, rope_int* of_tensor) {
+    if (used) strides[n++] = of_tensor;
   };
   add(p.q.heads, p.q.in);
   add(p.q.heads, p.q.out);
@@ -90,10 +101,10 @@ inline int merge_batch(RotateArgs& a) {
   add(by_token, p.sin);
   add(p.has_slots, p.slots);
   for (int i = 0; i < n; i++) {
-    if (p.seq != 1 && pairs[i][0] != p.seq * pairs[i][1]) return 1;
+    if (p.seq != 1 && strides[i][0] != p.seq * strides[i][1]) return 1;
   }
   for (int i = 0; i < n; i++) {
-    if (p.seq == 1) pairs[i][1] = pairs[i][0];
+    if (p.seq == 1) strides[i][1] = strides[i][0];
   }
   const int step = p.seq == 1 && !p.has_positions ? 0 : 1;
   p.seq *= p.batch;
@@ -101,11 +112,15 @@ inline int merge_batch(RotateArgs& a) {
   return step;
 }
 
-// The part of a plan that follows from one head and from alignment. f: all_sides, or more.
+// Returns the part of a plan that follows from the sizes of one head and from alignment; block and grid stay empty.
+// all: all_sides(), or a function like it that has more tensors.
 template <typename Sides>
 Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
+  // Returns whether a head can be cut into vectors of v channels. Without a norm, the kernels of vectors take one chunk
+  // for each thread and no second one, so that a head must also fit into a thread block: it has at most
+  // head_dim / (2 * v) + 1 chunks.
   const auto in_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
   const auto reaches = [&](int v) {
     return all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
@@ -115,10 +130,10 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   Plan plan{};
   Tiling& t = plan.tiling;
   t.vector = 1;
-  if (norm) {  // the order of its sums follows from sizes alone, never from strides or addresses
+  if (norm) {  // the order of the sums of a norm follows from sizes alone, never from strides or addresses
     if (full > 1 && in_block(full)) t.vector = full;
     t.vectors = t.vector > 1 && reaches(full);
-  } else {
+  } else {  // 16 bytes, or 8, or one channel
     for (int v = full; v > 1 && v >= full / 2 && !t.vectors; v /= 2) {
       t.vectors = in_block(v) && reaches(v);
       if (t.vectors) t.vector = v;
@@ -129,6 +144,8 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
+  // With 32 bits, the numbers of heads and channels stay below a quarter of the range, because the list of all heads
+  // has those of q, k and v, and a kernel counts past the last head or channel before it stops.
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
   }) || last_parameter(p) > INT32_MAX;
@@ -141,15 +158,16 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
-  const Places places = places_of(p, /*at_place=*/p.v.heads && !p.has_slots);
-  t.first_place = places.limited ? 0 : INT64_MIN;
-  t.last_place = places.last;
+  const PositionRange range = position_range(p, /*cache_by_position=*/p.v.heads && !p.has_slots);
+  t.first_position = range.limited ? 0 : INT64_MIN;
+  t.last_position = range.last;
   return plan;
 }
 
-// Blocks lie over the heads of a token, or over tokens, whichever are adjacent in memory. With few tokens a thread
-// takes one head, and q, k and v are in blocks of their own: all is latency. With many a thread takes several, and all
-// of a token's heads are in one block, so that its angles are loaded or computed once.
+// Returns the plan of a rotation, with or without a norm. The time of a call with few tokens is latency, so a thread
+// takes one head, and q, k and v are in thread blocks of their own. With more tokens a thread takes several heads. With
+// enough tokens to fill the GPU even so, one thread block takes all heads of its tokens, and each angle is loaded or
+// computed once.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   const RopeParams& p = a.params;
@@ -159,32 +177,35 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   const rope_int heads = p.q.heads + p.k.heads + p.v.heads, most_heads = std::max(p.q.heads, p.k.heads);
   if (heads == 0 || t.chunks == 0) return plan;  // an empty grid
 
-  // A norm is summed over a power of two of lanes of one warp.
+  // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = p.has_norm ? power_of_two(std::min(t.chunks, kWarp)) : std::min(t.chunks, kThreads);
-  const rope_int rows = kThreads / x;
-  const rope_int filling = p.batch * p.seq * heads * x / (rope_int(processors) * kFilling);  // heads for a thread
+  const rope_int teams = kThreads / x;
+  // The number of heads that each thread can take while the GPU is still full.
+  const rope_int filling = p.batch * p.seq * heads * x / (rope_int(processors) * kFilling);
   const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
-  rope_int y, z, n;
+  rope_int y, z, n;  // teams over heads, teams over tokens, and the number of heads of a tensor that a team takes
   if (tokens_adjacent) {
-    z = std::min({p.seq, rows, kMaxBlockZ});
+    z = std::min({p.seq, teams, kMaxBlockZ});
     if (p.has_norm) z = power_of_two(z);
-    y = p.has_norm ? rows / z : std::min(most_heads, rows / z);
+    y = p.has_norm ? teams / z : std::min(most_heads, teams / z);
     n = std::clamp<rope_int>(filling, 1, ceil_div(most_heads, y));
   } else {
-    n = std::clamp<rope_int>(filling, 1, std::max<rope_int>(4, ceil_div(most_heads, rows)));
-    y = std::min(ceil_div(most_heads, n), rows);
+    n = std::clamp<rope_int>(filling, 1, std::max<rope_int>(4, ceil_div(most_heads, teams)));
+    y = std::min(ceil_div(most_heads, n), teams);
     if (p.has_norm) y = power_of_two(y);
-    z = std::min(rows / y, kMaxBlockZ);
+    z = std::min(teams / y, kMaxBlockZ);
     if (!p.has_norm) z = std::min(z, p.seq);
   }
-  const rope_int turns = ceil_div(p.q.heads, y) + ceil_div(p.k.heads, y) + ceil_div(p.v.heads, y);
-  if (filling >= turns) {
+  // The number of heads that a team takes if its thread block takes all heads of a token.
+  const rope_int all_steps = ceil_div(p.q.heads, y) + ceil_div(p.k.heads, y) + ceil_div(p.v.heads, y);
+  if (filling >= all_steps) {
     t.heads_per_block = heads;
     t.k_start = p.q.heads;
     t.v_start = p.q.heads + p.k.heads;
   } else {
+    // gridDim.y is at most heads / (y * n) + 3, because the heads of q, k and v are each rounded up to whole shares.
     n = std::max(n, ceil_div(heads, y * (kMaxGrid - 3)));
-    n = ceil_div(most_heads, y * ceil_div(most_heads, y * n));  // blocks of one size
+    n = ceil_div(most_heads, y * ceil_div(most_heads, y * n));  // as many thread blocks, with equal shares
     t.heads_per_block = y * n;
     const auto padded = [&](rope_int n) { return ceil_div(n, t.heads_per_block) * t.heads_per_block; };
     t.k_start = padded(p.q.heads);
@@ -196,22 +217,24 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   return plan;
 }
 
-// The backward of norm and rotation. Besides a gradient for every channel it has sums over all tokens, for the weights:
-// a block sums a part of the tokens for q or for k, a row of sums for each of its warps, and torch sums the rows. Parts
-// follow from sizes alone, so that no launch changes a bit.
+// The backward of norm and rotation writes a gradient for every channel. The gradients of the weights are sums over all
+// tokens and heads: a thread block computes one part of such a sum, for consecutive tokens of q or of k. Each of its
+// warps writes a vector of head_dim sums, and torch adds up the vectors of all warps and parts. The parts follow from
+// sizes alone, so that every launch of a call gives the same bits.
 struct BackwardTiling {
   Tiling tiling;
-  rope_int tokens;     // of a part
-  int q_rows, k_rows;  // rows of threads over the heads of a token, a power of two; the others over tokens
+  rope_int tokens;       // of a part
+  int q_teams, k_teams;  // teams over the heads of a token, a power of two; the other teams are over tokens
 };
 
 struct BackwardPlan {
   BackwardTiling tiling;
-  Dim3 block, grid;  // block: chunks, rows. grid: parts, q and k
-  rope_int sums;     // rows of sums for each of q and k
+  Dim3 block;     // chunks, teams
+  Dim3 grid;      // parts, q and k
+  rope_int sums;  // vectors of sums for each of q and k: one for each warp of each part
 };
 
-// all_sides of the gradients, and what they belong to.
+// Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
 template <typename Args, typename F>
 bool all_gradient_sides(const Args& args, F&& f) {
   const RopeParams& p = args.rotate.params;
@@ -229,34 +252,36 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   Tiling& t = plan.tiling.tiling;
   t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); }).tiling;
   t.position_step = 1;
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), rows = kThreads / x;
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = kThreads / x;
   const rope_int tokens = p.batch * p.seq, heads = std::max(p.q.heads, p.k.heads);
-  const rope_int parts = std::clamp<rope_int>(tokens * heads / (rows * 8), 1, std::min<rope_int>(tokens, 1024));
+  const rope_int parts = std::clamp<rope_int>(tokens * heads / (teams * 8), 1, std::min<rope_int>(tokens, 1024));
   plan.tiling.tokens = ceil_div(tokens, parts);
-  plan.tiling.q_rows = int(std::min(power_of_two(p.q.heads), rows));
-  plan.tiling.k_rows = int(std::min(power_of_two(p.k.heads), rows));
-  plan.block = {unsigned(x), unsigned(rows), 1};
+  plan.tiling.q_teams = int(std::min(power_of_two(p.q.heads), teams));
+  plan.tiling.k_teams = int(std::min(power_of_two(p.k.heads), teams));
+  plan.block = {unsigned(x), unsigned(teams), 1};
   plan.grid = {unsigned(ceil_div(tokens, plan.tiling.tokens)), 2, 1};
   plan.sums = rope_int(plan.grid.x) * (kThreads / kWarp);
   return plan;
 }
 
-// The gradients of cos and sin. A block owns chunks of some rows of the tables; its threads lie over chunks, over the
-// heads and tokens that each row turned, and over rows. What a thread sums follows from sizes alone, so that no layout
-// changes a bit.
-constexpr int kTableThreads = 256;           // of a block, at most
-constexpr int kTableHeads = 2;               // that a thread has under way
-constexpr rope_int kTableFilling = 1 << 17;  // for a GPU: threads with one head each, before they take more
-constexpr rope_int kTableBlocks = 512;       // for a GPU
+// The gradients of cos and sin have one row for each table row. A thread block computes some chunks of block.z rows,
+// without other thread blocks adding to them. Its axes are x over chunks, y over the heads and tokens that a row
+// rotated, and z over rows; the y threads of a chunk add up what each has summed. The terms that a thread sums follow
+// from sizes alone, so that no memory layout changes a bit.
+constexpr int kTableThreads = 256;           // the most threads of a thread block
+constexpr int kTableHeads = 2;               // heads that a thread loads at a time
+constexpr rope_int kTableFilling = 1 << 17;  // threads that fill a GPU; beyond that a thread takes more heads
+constexpr rope_int kTableBlocks = 512;       // thread blocks that fill a GPU
 
 struct TableTiling {
   Tiling tiling;
-  int parts;  // blocks that share the chunks of a row
+  int blocks_per_row;  // thread blocks that divide the chunks of a row
 };
 
 struct TablePlan {
   TableTiling tiling;
-  Dim3 block, grid;  // block: chunks, heads and tokens, rows. grid: rows and, faster, parts of them
+  Dim3 block;  // chunks, heads and tokens, rows
+  Dim3 grid;   // x is blocks_per_row for each group of block.z rows
 };
 
 inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
@@ -265,6 +290,8 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   TablePlan plan{};
   Tiling& t = plan.tiling.tiling;
   t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(b, f); }).tiling;
+  // The vectors that sizes allow, even if addresses do not: y below, and with it the order of the sums, follows from
+  // them.
   const rope_int chunks = t.rotated, bytes = t.vector * size_of(a.x_dtype);
   if (!t.vectors) {
     t.vector = 1;
@@ -274,22 +301,22 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   const rope_int rows = b.tokens.rows;
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
-  // Where tokens are listed, it is known only on the device how many each row has.
+  // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
   const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
   const rope_int heads = std::max<rope_int>(1, tokens * (p.q.heads + p.k.heads));
   const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
   const rope_int most = power_of_two(ceil_div(heads, filling));
   rope_int x = std::min<rope_int>(chunks, kTableThreads), y = std::min(most, kTableThreads / x);
-  // With few rows blocks share the chunks of one, while 32 bytes of memory stay together.
+  // If there are few rows, several thread blocks divide the chunks of a row, down to 32 adjacent bytes for each.
   while (y < most && rows * ceil_div(chunks, x) < kTableBlocks && x * bytes > 32) {
     x = ceil_div(x, 2);
     y = std::min(most, kTableThreads / x);
   }
   const rope_int z =
       std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
-  plan.tiling.parts = int(ceil_div(t.chunks, x));
+  plan.tiling.blocks_per_row = int(ceil_div(t.chunks, x));
   plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(rows, z) * plan.tiling.parts), 1, 1};
+  plan.grid = {unsigned(ceil_div(rows, z) * plan.tiling.blocks_per_row), 1, 1};
   return plan;
 }
 

@@ -1,11 +1,11 @@
-// The rotation without a norm, also into a cache.
+// The kernel that rotates q and k without a norm. It can write k and v to a cache.
 #include "device.cuh"
 #include "kernels.h"
 
 namespace rope::cuda {
 namespace {
 
-constexpr int kHeads = 2;  // that a thread has under way
+constexpr int kHeads = 2;  // heads that a thread loads at a time
 
 template <typename T, int V, bool cache, bool interleaved, typename I>
 __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
@@ -20,9 +20,10 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     token.arrive();
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
     Heads<T, I, cache, false> heads(a, token, !chunk.rotated);
-    Pair<T, V> x[kHeads];
-    // All on their way together. Past the last head the first of these is read again: a branch would make one wait for
-    // the other, and another thread's head may be about to be written.
+    Elements<T, V> x[kHeads];
+    // Starts all loads at once. Instead of a head past the last one, the first head of these is read again. A branch
+    // around the load would make one load wait for the other; and to read the head of another team is not safe, because
+    // that team may be about to write it.
     const auto read_heads = [&] {
 #pragma unroll
       for (int i = 0; i < kHeads; i++) {
@@ -33,12 +34,12 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     if (!heads.next(0)) continue;
     read_heads();
     Angles<arithmetic_t<T>, V> angles;
-    if (chunk.rotated && heads.turned()) angles = angles_of<T, interleaved, V>(a, token, index);
+    if (chunk.rotated && heads.rotates()) angles = angles_of<T, interleaved, V>(a, token, index);
     for (;;) {
       heads.locate();
 #pragma unroll
       for (int i = 0; i < kHeads; i++) {
-        if (chunk.rotated && heads.turned()) {
+        if (chunk.rotated && heads.rotates()) {
           auto numbers = numbers_of(x[i]);
           rotate<interleaved>(numbers, angles);
           x[i] = rounded<T, V>(numbers);
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
       if (!heads.next(kHeads)) break;
       read_heads();
     }
-  } while (!vectors && (index += int(blockDim.x)) < tiling.chunks);  // vectors: the block is as wide as a head
+  } while (!vectors &&
+           (index += int(blockDim.x)) < tiling.chunks);  // with vectors, the team has a thread for every chunk
 }
 
 template <typename T, int V>

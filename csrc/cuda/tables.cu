@@ -1,11 +1,14 @@
-// The gradients of cos and sin. With pairs as complex numbers, g + ih the gradient of what a + ib became, they are the
-// sum of (g + ih)(a - ib): the gradient is rotated as if x were its angle, back.
+// The kernel that computes the gradients of cos and sin. Let a + ib be a pair of x as a complex number, and g + ih the
+// gradient of the rotated pair. Then the gradients of cos and sin are the real and the imaginary part of the sum of
+// (g + ih)(a - ib) over all heads and tokens that the table row rotated. Each product is computed by the function that
+// rotates a pair: it rotates g + ih by an "angle" whose cos is a and whose sin is -b.
 #include "device.cuh"
 #include "kernels.h"
 
 namespace rope::cuda {
 namespace {
 
+// Returns the conjugates of the pairs of x as the angles that rotate() takes.
 template <bool interleaved, typename A, int V>
 ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
   Angles<A, V> angles;
@@ -17,8 +20,10 @@ ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
   return angles;
 }
 
-// Each thread sums some heads of some tokens for the channels of its chunk; then each adds up what all threads of a
-// chunk have for one channel, and writes it. A channel is the real part, which belongs to cos, or the imaginary one.
+// First each thread sums the products of some heads of some tokens for the channels of its chunk. Then the threads of a
+// chunk share its channels: each adds up the sums of all of them for a channel, and writes the result. The first
+// channel of a pair is the real part, the gradient of cos, and the second one is the imaginary part, the gradient of
+// sin.
 template <typename T, int V, bool interleaved>
 __global__ void __launch_bounds__(kTableThreads, 2)
     table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {
@@ -27,19 +32,22 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   const RotateArgs& a = t.rotate;
   const RopeParams& p = a.params;
   const TokensOfRows& tokens = t.tokens;
-  const unsigned block = blockIdx.x / unsigned(backward.parts), part = blockIdx.x - block * unsigned(backward.parts);
-  const int64_t row = int64_t(block) * blockDim.z + threadIdx.z;
-  const int index = int(part * blockDim.x + threadIdx.x), thread_rows = int(blockDim.y);
+  const unsigned blocks = unsigned(backward.blocks_per_row), group = blockIdx.x / blocks,
+                 share = blockIdx.x - group * blocks;
+  const int64_t row = int64_t(group) * blockDim.z + threadIdx.z;
+  const int index = int(share * blockDim.x + threadIdx.x), teams = int(blockDim.y);
   const bool inside = row < tokens.rows && index < backward.tiling.chunks;
   const auto chunk = Chunk<I>::template at<interleaved, V>(p, backward.tiling, index);
   Sums<A, V> total;
   if (inside) {
+    // The row has the entries begin to end - 1, see TokensOfRows.
     int64_t begin = row - tokens.shift, end = begin + (begin >= 0 && begin < tokens.entries);
     if (tokens.listed) {
       begin = t.starts[row];
       end = t.starts[row + 1];
+      // The lists of all rows together must have all tokens. A token is in none if its position is outside the tables.
       assert((row > 0 || begin == 0) && (row + 1 < tokens.rows || end == tokens.entries) &&
-             "position + offset is outside cos and sin");
+             "position + offset must be a row of cos and sin");
     }
 #pragma unroll
     for (int tensor = 0; tensor < 2; tensor++) {
@@ -48,43 +56,45 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in);
       const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
       if (o.heads == 0) continue;
-      // Rows of threads over heads, and over tokens. All go on by token_rows tokens, to another entry and copy.
-      const unsigned head_rows = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(thread_rows)));
-      const unsigned token_rows = unsigned(thread_rows) / head_rows;
-      const unsigned token_row = threadIdx.y / head_rows, head_row = threadIdx.y - token_row * head_rows;
-      // 32 bits divide faster, and more copies than there are threads are one case.
+      // The teams are divided among heads and tokens: head_teams teams take the heads of one token, and token_teams
+      // tokens are taken at the same time. To go on by token_teams tokens, each team goes to another entry and copy.
+      const unsigned head_teams = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(teams)));
+      const unsigned token_teams = unsigned(teams) / head_teams;
+      const unsigned token_team = threadIdx.y / head_teams, head_team = threadIdx.y - token_team * head_teams;
+      // A division in 32 bits is faster. All numbers of copies that are greater than the number of threads give the
+      // same quotient and remainder.
       const unsigned copies = unsigned(min(tokens.copies, rope_int(kTableThreads + 1)));
-      if (token_row >= token_rows) continue;
-      int64_t entry = begin + token_row / copies, copy = token_row % copies;
+      if (token_team >= token_teams) continue;
+      int64_t entry = begin + token_team / copies, copy = token_team % copies;
       while (entry < end) {
         const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
         const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
         const T* g = gradients + sequence * o.in[0] + s * o.in[1];
         const T* x = xs + sequence * strides[0] + s * strides[1];
-        for (I h = head_row; h < o.heads; h += kTableHeads * head_rows) {
-          Pair<T, V> g_read[kTableHeads], x_read[kTableHeads];
+        for (I h = head_team; h < o.heads; h += kTableHeads * head_teams) {
+          Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
 #pragma unroll
-          for (int i = 0; i < kTableHeads; i++) {  // past the last head the first of these again, see rotate.cu
-            const I head = h + i * head_rows < o.heads ? h + i * head_rows : h;
+          for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
+            const I head = h + i * head_teams < o.heads ? h + i * head_teams : h;
             read<(V > 1)>(g + head * o.in[2], I(o.in[3]), chunk, g_read[i]);
             read<(V > 1)>(x + head * strides[2], I(strides[3]), chunk, x_read[i]);
           }
 #pragma unroll
           for (int i = 0; i < kTableHeads; i++) {
-            if (h + i * head_rows >= o.heads) break;
+            if (h + i * head_teams >= o.heads) break;
             auto product = numbers_of(g_read[i]);
             rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read[i])));
             total.add(product);
           }
         }
-        entry += token_rows / copies;
-        copy += token_rows % copies;
+        entry += token_teams / copies;
+        copy += token_teams % copies;
         if (copy >= tokens.copies) copy -= tokens.copies, entry++;
       }
     }
   }
 
-  __shared__ A sums[kTableThreads][2 * V + 1];  // one more: neighbours are in different banks
+  __shared__ A sums[kTableThreads][2 * V + 1];  // + 1, so that neighbouring threads use different banks
   const int first = int(threadIdx.z * blockDim.y * blockDim.x + threadIdx.x), step = int(blockDim.x);
   A* const own = sums[first + int(threadIdx.y) * step];
 #pragma unroll
@@ -95,11 +105,11 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   __syncthreads();
   if (!inside) return;
   const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
-  for (int i = int(threadIdx.y); i < 2 * V; i += thread_rows) {
+  for (int i = int(threadIdx.y); i < 2 * V; i += teams) {
     A sum = A(0), over = A(0);
-    for (int other = 0; other < thread_rows; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
+    for (int other = 0; other < teams; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
     sum = scaled(sum - over, hi, lo);
-    // Of this channel's pair.
+    // The result belongs to cos or sin of the pair that this channel is in.
     const I channel = i < V ? chunk.first + i : chunk.second + (i - V), pairs = I(p.rotary_dim / 2);
     const bool of_sin = interleaved ? channel % 2 != 0 : channel >= pairs;
     const I at = row * pairs + (interleaved ? channel / 2 : of_sin ? channel - pairs : channel);

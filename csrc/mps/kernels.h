@@ -1,76 +1,81 @@
-// What the host and the shaders say to each other: function constants, structs by setBytes, and buffer numbers.
+// The interface between the host and the shaders: function constants, structs passed by setBytes, and buffer numbers.
 #ifndef ROPE_MPS_KERNELS_H
 #define ROPE_MPS_KERNELS_H
 
 #include "../rope.h"
 
-// Fixed for a call, and known to Metal's compiler when it makes a pipeline: X(index, name).
-#define ROPE_CONSTANTS(X)                                                          \
-  X(0, tensors) /* 1: x. 2: q and k. 3: q, k and v, into a cache */                \
-  X(1, interleaved)                                                                \
-  X(2, inverse)                                                                    \
-  X(3, source)         /* AngleSource */                                           \
-  X(4, scaled)         /* attention_factor is not 1 */                             \
-  X(5, position_bytes) /* 0: there are none */                                     \
-  X(6, slot_bytes)                                                                 \
-  X(7, vectors)           /* four channels of a head are one access */             \
-  X(8, parameter_vectors) /* of cos and sin, and of the norm's weights, too */     \
-  X(9, native_tables)     /* cos and sin have x's dtype, else float */             \
-  X(10, native_q_weight)                                                           \
-  X(11, native_k_weight)                                                           \
-  X(12, lanes)         /* that share a head for its norm: a power of two, to 32 */ \
-  X(13, position_type) /* of cos_sin: PositionType */
+// Function constants: numbers that are fixed for a call and that Metal's compiler knows when it makes a pipeline.
+// X(index, name); the shaders see each of them as k_name.
+#define ROPE_CONSTANTS(X)                                                                                   \
+  X(0, tensors) /* 1: x. 2: q and k. 3: q, k and v, and k and v go into caches */                           \
+  X(1, interleaved)                                                                                         \
+  X(2, inverse)                                                                                             \
+  X(3, source)            /* AngleSource */                                                                 \
+  X(4, scaled)            /* attention_factor is not 1 */                                                   \
+  X(5, position_bytes)    /* size of a position; 0: there is no tensor of positions */                      \
+  X(6, slot_bytes)        /* size of a slot; 0: there are no slots */                                       \
+  X(7, vectors)           /* four neighbouring channels of a head are read and written as one vector */     \
+  X(8, parameter_vectors) /* cos, sin and the norm's weights are read as vectors of four elements */        \
+  X(9, native_tables)     /* cos and sin have the dtype of x; otherwise they are float */                   \
+  X(10, native_q_weight)  /* q_norm_weight has the dtype of x; otherwise it is float */                     \
+  X(11, native_k_weight)                                                                                    \
+  X(12, lanes)         /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
+  X(13, position_type) /* PositionType of the positions that cos_sin takes */
 
 namespace rope {
 namespace mps {
 
-// A thread takes so many heads of a token, one after another, with the same angles.
+// A head group is this many neighbouring heads of a token. A thread takes its chunk of every head of a head group,
+// because these chunks have the same angles: the thread computes or reads them once.
 enum { kHeads = 4 };
-enum { kSimd = 32 };  // threads of a SIMD group; the host makes sure
+// The number of threads in a SIMD group. The host checks that the GPU agrees.
+enum { kSimd = 32 };
 
-// See csrc/plan.h for chunks. The heads of q, k and v are one list.
+// csrc/mps/plan.h explains chunks and head groups. The kernels count the heads of q, k and v in one list: first those
+// of q, then those of k, then those of v.
 struct TiledParams {
   RopeParams params;
-  rope_int last_place;               // position + offset may be that far, if there is a range
-  unsigned chunks, rotated;          // of a head; the rotated ones come first
-  unsigned k_start, v_start, heads;  // of the list: where k and v begin, and its end
-  unsigned groups;                   // of kHeads heads
+  rope_int last_position;            // the largest valid position + offset, if there is a range
+  unsigned chunks, rotated;          // of a head: all chunks, and the rotated ones, which come first
+  unsigned k_start, v_start, heads;  // in the list of heads: the first of k, the first of v, and the end
+  unsigned head_groups;              // of a token
   int q_in_place, k_in_place;
-  int has_range;
+  int has_range;  // position + offset must lie in 0 .. last_position
 };
 
-// An item is kHeads heads of q, or of k, for a row of threads; or one head, where they are wide. A part is so many
-// items, which one threadgroup sums.
+// Parameters of the norm's backward. An item is the work that a team does at once: a head group of q or of k, or a
+// single head if heads are wide. A part is a number of neighbouring items, which one threadgroup sums.
 struct NormBackward {
-  TiledParams rotate;   // of the gradients, back
-  rope_int q[4], k[4];  // strides of what was normalised
+  TiledParams rotate;   // rotates the gradients back
+  rope_int q[4], k[4];  // strides of q and k before the norm
   rope_int q_items, k_items;
-  unsigned part;
+  unsigned part_items;  // items of a part; the last part may have fewer
 };
 
 struct SumParts {
   unsigned parts, head_dim;
 };
 
+// Parameters of the gradients of cos and sin.
 struct TableBackward {
-  TiledParams rotate;   // of the gradients; the list has the heads of q and k
-  rope_int q[4], k[4];  // strides of what was rotated
+  TiledParams rotate;   // has the gradients of the rotated q and k as its inputs
+  rope_int q[4], k[4];  // strides of q and k before the rotation
   TokensOfRows tokens;
 };
 
 static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 48 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
                   sizeof(TableBackward) == sizeof(TiledParams) + 104,
-              "the same layout on host and device");
+              "the layout must be the same on host and device");
 
-// Buffers of the kernels on heads.
+// Buffer numbers of the kernels that rotate or normalise heads.
 enum Buffer : int {
   kBufferParams,
   kBufferQIn,
   kBufferQOut,
   kBufferKIn,
   kBufferKOut,
-  kBufferVIn,  // of the norm's backward: q, and in place of v_out k, as they were normalised
-  kBufferVOut,
+  kBufferVIn,   // in the norm's backward: q before the norm
+  kBufferVOut,  // in the norm's backward: k before the norm
   kBufferCos,
   kBufferSin,
   kBufferInvFreq,
@@ -78,14 +83,14 @@ enum Buffer : int {
   kBufferSlots,
   kBufferQWeight,
   kBufferKWeight,
-  kBufferSums,
+  kBufferSums,  // in the norm's backward: the sums of each part
 };
 
-// Buffers of the gradients of tables, after the parameters.
+// Buffer numbers of the kernel that computes the gradients of cos and sin. kBufferParams comes before them.
 enum TableBuffer : int {
-  kTableQGiven = 1,  // the gradient of what q became
+  kTableQGiven = 1,  // the gradient of the rotated q, which the caller gives
   kTableKGiven,
-  kTableQ,
+  kTableQ,  // q before the rotation
   kTableK,
   kTableOrder,
   kTableStarts,

@@ -1,7 +1,7 @@
-// The Metal back end on the host: pipelines, and calls encoded into the command stream that PyTorch has open. It is
-// PyTorch that commits and waits. The kernels are in shaders/, what they are called with is in plan.h.
+// The host side of the Metal back end: it makes pipelines and encodes calls into the command stream that PyTorch has
+// open. Only PyTorch commits and waits. The kernels are in shaders/; plan.h decides how they are launched.
 //
-// PyTorch's graph capture records only some messages to an encoder: those that are used here.
+// PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
@@ -17,33 +17,34 @@
 namespace rope::mps {
 namespace {
 
-constexpr NSUInteger kRotateThreads = 256, kNormThreads = 128;  // of a threadgroup, at most
+constexpr NSUInteger kRotateThreads = 256, kNormThreads = 128;  // at most, per threadgroup
 
 id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
 
 const char* text_of(NSError* error) { return error ? [[error localizedDescription] UTF8String] : "no reason given"; }
 
-// ---- pipelines: made once, and never destroyed, because Metal may be gone at exit ----
+// ---- pipelines: made once and never destroyed, because Metal may be gone when the process exits ----
 
 id<MTLLibrary> compiled_library() {
   if (kLibrarySize == 0) return nil;
   dispatch_data_t data = dispatch_data_create(kLibrary, kLibrarySize, dispatch_get_main_queue(),
                                               ^{
-                                              });  // it lives as long as the process
+                                              });  // kLibrary lives as long as the process
   NSError* error = nil;
   id<MTLLibrary> library = [device() newLibraryWithData:data error:&error];
   dispatch_release(data);
-  if (!library) TORCH_WARN("torch_rope: the compiled Metal library was not taken: ", text_of(error));
+  if (!library)
+    TORCH_WARN("torch_rope: Metal refuses the compiled library, so it compiles the source: ", text_of(error));
   return library;
 }
 
 id<MTLLibrary> library_from_source() {
   MTLCompileOptions* options = [MTLCompileOptions new];
-  options.languageVersion = MTLLanguageVersion3_1;  // the first with bfloat
+  options.languageVersion = MTLLanguageVersion3_1;  // the first version with bfloat
   options.fastMathEnabled = NO;
-#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000  // which has another name for it
+#if __MAC_OS_X_VERSION_MAX_ALLOWED >= 150000  // macOS 15 replaces fastMathEnabled by mathMode
 #pragma clang diagnostic push
-#pragma clang diagnostic ignored "-Wunguarded-availability-new"  // asked for at run time
+#pragma clang diagnostic ignored "-Wunguarded-availability-new"  // respondsToSelector checks it at run time
   if ([options respondsToSelector:@selector(setMathMode:)]) {
     options.mathMode = MTLMathModeSafe;
     options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
@@ -59,7 +60,8 @@ id<MTLLibrary> library_from_source() {
   return library;
 }
 
-// A pipeline is compiled for the constants of a call. Made before the queue is entered: nothing waits for it there.
+// Returns the pipeline that is compiled for these function constants. Call it before entering the queue: compiling
+// takes long, and no other thread should wait for the queue meanwhile.
 id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& constants) {
   static std::mutex mutex;
   static id<MTLLibrary> library = nil;
@@ -77,35 +79,37 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& cons
                                              constantValues:values
                                                       error:&error];
     [values release];
-    TORCH_CHECK(function, "torch_rope: no Metal function ", kernel.name(), ": ", text_of(error));
+    TORCH_CHECK(function, "torch_rope: Metal cannot make the function ", kernel.name(), ": ", text_of(error));
     id<MTLComputePipelineState> made = [device() newComputePipelineStateWithFunction:function error:&error];
     [function release];
-    TORCH_CHECK(made, "torch_rope: no Metal pipeline for ", kernel.name(), ": ", text_of(error));
+    TORCH_CHECK(made, "torch_rope: Metal cannot make a pipeline for ", kernel.name(), ": ", text_of(error));
     TORCH_CHECK([made threadExecutionWidth] == kSimd, "torch_rope: a SIMD group of this GPU has ",
-                [made threadExecutionWidth], " threads, needs ", int(kSimd));
+                [made threadExecutionWidth], " threads but must have ", int(kSimd));
     kept = made;
   }
   return kept;
 }
 
+// Returns how many threads a threadgroup of this pipeline has: whole SIMD groups, and at most `most` threads.
 NSUInteger threads_of(id<MTLComputePipelineState> pipeline, NSUInteger most) {
   return std::min(most, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd);
 }
 
 // ---- encoding ----
 
-// Bound where there is no tensor: what a kernel before left there would stay, and Metal's validation does not take nil
-// for an argument, even one that the function constants leave unused.
+// A small buffer, which is bound for every tensor that a call lacks. Without it the buffer of an earlier kernel would
+// stay bound, and Metal's validation does not accept nil for an argument, even if the function constants leave the
+// argument unused.
 const Tensor& nothing() {
   static const Tensor& tensor = *new Tensor(at::empty({16}, at::device(at::kMPS).dtype(at::kByte)));
   return tensor;
 }
 
-// The encoder is the queue's. No call of ATen may be in the body: it would wait for the same queue. An exception may
-// not leave the block.
+// Calls body(encoder) in the queue of PyTorch's stream, which owns the encoder. The body must not call ATen, which
+// would wait for the same queue. No exception may leave the block, so this function rethrows it outside.
 template <typename F>
 void encode(F&& body) {
-  nothing();  // allocated outside of the queue
+  nothing();  // allocates outside of the queue, because the allocation calls ATen
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
   dispatch_sync(stream->queue(), ^{
@@ -132,7 +136,7 @@ void set(id<MTLComputeCommandEncoder> encoder, int index, const OptTensor& t) {
 
 template <typename Params>
 void set_params(id<MTLComputeCommandEncoder> encoder, const Params& params) {
-  static_assert(sizeof(Params) <= 4096, "Metal takes no more by setBytes");
+  static_assert(sizeof(Params) <= 4096, "setBytes takes at most 4096 bytes");
   [encoder setBytes:&params length:sizeof params atIndex:kBufferParams];
 }
 
@@ -154,11 +158,11 @@ void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, c
 
 MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
 
-// False where there is nothing to do.
+// Returns false if the call has nothing to do. Checks the range of the positions if there is no tensor of positions;
+// the kernel checks positions in a tensor.
 bool ready(const RotateCall& call) {
   const Tensor& q = *call.q;
   if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
-  // Positions in a tensor are looked at by the kernel.
   if (!call.positions) check_position_range(call, call.params(), 0, q.size(-3) - 1);
   return q.size(-1) != 0 && (q.size(-2) != 0 || (call.k && call.k->size(-2) != 0));
 }
@@ -175,8 +179,8 @@ struct Mps {
       set_params(encoder, p.rotate);
       set_tensors(encoder, call, call.v, call.v_out);
       if (call.q_norm_weight) {
-        const rope_int rows = rope_int(threads) / p.constants.lanes;
-        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, rows)), 1, 1)
+        const rope_int teams = rope_int(threads) / p.constants.lanes;
+        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, teams)), 1, 1)
                 threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
       } else {
         [encoder dispatchThreads:size_of(p.grid) threadsPerThreadgroup:size_of(group_of(p.grid, rope_int(threads)))];
@@ -196,20 +200,21 @@ struct Mps {
     const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kNormThreads);
     const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
     const rope_int head_dim = p.rotate.params.head_dim;
-    NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part)};
+    NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part_items)};
     strides_of(call.q, n.q);
     strides_of(call.k, n.k);
     const Tensor sums = at::empty({2, parts.count, head_dim}, call.q.options().dtype(at::kFloat));
     Constants weights{};
     weights.native_q_weight = p.constants.native_q_weight;
     weights.native_k_weight = p.constants.native_k_weight;
-    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, call.q), ""}, weights);
+    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
       set_tensors(encoder, gradients, &call.q, &call.k);
       set(encoder, kBufferSums, &sums);
+      // For each thread a sum for each of the up to 8 channels of its chunk.
       if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
       [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
               threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
@@ -235,8 +240,8 @@ struct Mps {
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const NSUInteger threads = threads_of(kernel, kRotateThreads);
     TableBackward n{p.rotate, {}, {}, call.tokens()};
-    TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": tables of ", n.tokens.rows,
-                                " rows are too large for Metal");
+    TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": cos has ", n.tokens.rows,
+                                " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
     strides_of(call.q, n.q);
     if (call.k) strides_of(*call.k, n.k);
     Tensor order, starts;
@@ -253,26 +258,31 @@ struct Mps {
       set(encoder, kTableStarts, &starts);
       set(encoder, kTableCosGrad, &call.cos_grad);
       set(encoder, kTableSinGrad, &call.sin_grad);
-      // Of each thread the sums for cos and sin of its pairs.
+      // For each thread a sum for cos and one for sin of each of its pairs, which are 4 or 1.
       [encoder setThreadgroupMemoryLength:threads * (p.constants.vectors ? 8 : 2) * sizeof(float) atIndex:0];
       [encoder dispatchThreads:size_of(grid) threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads)))];
     });
   }
 
   static void cos_sin(const CosSinCall& call) {
-    // [axes, places]: a copy only where no two strides reach them all
+    // [axes, tokens]. This copies only if no single stride reaches all tokens of an axis.
     const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
     const CosSinParams c = call.params(positions, call.inv_freq);
     const Size3 grid{c.pairs, c.tokens, 1};
     if (grid.x == 0 || grid.y == 0) return;
-    TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX,
-                                "rope.cos_sin: more than 2^32 positions are too many for Metal");
-    TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble && call.inv_freq.scalar_type() != at::kDouble,
-                                "rope.cos_sin: Metal has no float64");
+    TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX, "rope.cos_sin: the result has shape [", grid.y,
+                                ", ", grid.x, "] but must have at most ", UINT32_MAX,
+                                " positions and as many pairs; the tables are too large for Metal");
+    TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble,
+                                "rope.cos_sin: positions is float64 but must be float16, bfloat16, float32 or an "
+                                "integer type, because Metal has no float64");
+    TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq.scalar_type() != at::kDouble,
+                                "rope.cos_sin: inv_freq is float64 but must be float32, because Metal has no float64");
     Constants constants{};
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
-    id<MTLComputePipelineState> kernel = pipeline({"cos_sin", type_of("rope.cos_sin", call.cos), ""}, constants);
+    id<MTLComputePipelineState> kernel =
+        pipeline({"cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""}, constants);
     encode([&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, c);

@@ -1,5 +1,35 @@
-// How a call is laid out on the GPU: kernel, function constants, and grid. No type of Apple's, so that it is the same
-// on a machine without Metal.
+// How a call is laid out on the GPU: which kernel runs, its function constants, and its grid. This file uses none of
+// Apple's types, so that it compiles and is tested on machines without Metal.
+//
+// How a call is cut into threads
+// ------------------------------
+// A head is cut into chunks, and a chunk belongs to one thread. A chunk is two vectors of V channels; V is 4 or 1, and
+// is called `width` below. Which channels these are depends on the pairing:
+//   half-split    V neighbouring channels of the first half of the rotated channels, and their partners, which are the
+//                 same V channels of the second half;
+//   interleaved   2V neighbouring rotated channels, which are V whole pairs;
+//   not rotated   2V neighbouring channels past rotary_dim. The last chunk of a head may have only V channels.
+// So both channels of a pair are always in one chunk, chunk c rotates the pairs cV .. cV + V - 1, whose angles are
+// neighbours in a table row, and neighbouring threads read neighbouring memory. The rotated chunks of a head come
+// first. Chunks that are not rotated exist only if their channels must be written; see copies() in csrc/plan.h.
+//
+// The heads of a token are cut into head groups of kHeads = 4 heads; the heads of q, k and v are one list. A thread
+// takes its chunk of every head of its head group, so that the angles are computed or read once for these heads.
+//
+// The kernels are:
+//   rotate           A thread for each chunk, token and head group.
+//   norm_rotate      The same, but a norm needs the sum over a whole head. So the threads that share a head, one for
+//                    each chunk, are a team: k_lanes threads of one SIMD group, where k_lanes is the smallest power of
+//                    two that is not less than the number of chunks. A team takes one head group of one token.
+//   norm_backward    Has the same teams, but a team takes many head groups. The heads of q and those of k are cut into
+//                    head groups separately, because a threadgroup sums the gradient of one weight; see Parts.
+//   ..._wide         norm_rotate and norm_backward for heads of more than 32 chunks: the team is a whole SIMD group,
+//                    V is 1, and a thread takes every 32nd chunk of a head.
+//   table_backward   A threadgroup sums the gradients of one or more table rows; see grid_of.
+//   cos_sin          A thread for each element of cos.
+//
+// In the names of kernels _v4 and _v1 give V. Kernels with _u32 compute element offsets in 32 bits, all others in 64
+// bits.
 #pragma once
 
 #include <cstring>
@@ -19,7 +49,8 @@ struct Constants {
   bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
 };
 
-// Its name in the shaders is the three parts, which are literals: a call makes no string.
+// The name of a kernel in the shaders, as three string literals: comparing two kernels makes no string, and a call
+// whose pipeline exists makes none either.
 struct Kernel {
   const char *family, *type, *variant;
   std::string name() const { return std::string(family) + "_" + type + variant; }
@@ -36,28 +67,32 @@ struct Plan {
   Kernel kernel;
   Constants constants;
   TiledParams rotate;
-  Size3 grid;      // threads; of a norm: rows of threads, in x
-  bool wide_head;  // of a norm
+  Size3 grid;      // threads; for a norm: teams, in x
+  bool wide_head;  // there is a norm, and heads have more chunks than a SIMD group has threads
 };
 
+// True if attention_factor is not 1.
 template <typename Params>
 bool is_scaled(const Params& p) {
   return p.factor_hi != 1.0f || p.factor_lo != 0.0f;
 }
 
-// Whether four elements side by side are one aligned access everywhere.
+// True if four neighbouring elements of t are one aligned access, for every fourth element of the last dimension. A
+// buffer of Metal begins aligned, so the storage offset tells how the first element is aligned.
 inline bool in_vectors(const Tensor& t) {
   const int size = int(t.element_size());
   const auto start = uintptr_t(t.storage_offset()) * uintptr_t(size);
   return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, 4 * size);
 }
 
+// True if the element offset of the last element of t does not fit in 32 bits.
 inline bool needs_64_bits(const Tensor& t) {
   return t.numel() && last_offset(t.strides().data(), t.sizes().data(), int(t.dim())) > UINT32_MAX;
 }
 
-inline const char* type_of(const char* op, const Tensor& x) {
-  switch (x.scalar_type()) {
+// Returns the name of the dtype of t in Metal. The error message calls t `name`.
+inline const char* type_of(const char* op, const char* name, const Tensor& t) {
+  switch (t.scalar_type()) {
     case at::kHalf:
       return "half";
     case at::kBFloat16:
@@ -65,11 +100,13 @@ inline const char* type_of(const char* op, const Tensor& x) {
     case at::kFloat:
       return "float";
     default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": Metal has no float64");
+      TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": ", name,
+                                  " is float64 but must be float16, bfloat16 or float32, because Metal has no float64");
   }
 }
 
-// before: in a backward, q and k (or null) as they were
+// Lays out a call that rotates. A backward also passes `before`: q and k, or null for k, as they were before the norm
+// or the rotation.
 inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> before = {}) {
   const bool backward = before.size() != 0;
   c10::SmallVector<const Tensor*, 8> tensors, parameters;
@@ -107,7 +144,8 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
 
   const rope_int heads = p.q.heads + p.k.heads + p.v.heads;
   const bool by_four = fits(p, 4), reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
-  // The order of a norm's sums follows from sizes alone, never from strides or addresses.
+  // With a norm the width follows from sizes alone, never from strides or addresses, because it determines the order of
+  // the norm's sums: the layout of a tensor must not change a bit of the result.
   int width = (p.has_norm ? by_four : reached) ? 4 : 1;
   plan.wide_head = p.has_norm && chunks_of(p, width, true).all > kSimd;
   if (plan.wide_head) width = 1;
@@ -124,25 +162,30 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   r.k_start = unsigned(p.q.heads);
   r.v_start = unsigned(p.q.heads + p.k.heads);
   r.heads = unsigned(heads);
-  r.groups = unsigned(ceil_div(heads, kHeads));
-  const Places places = places_of(p, /*at_place=*/call.v && !call.slots);
-  r.has_range = places.limited;
-  r.last_place = places.last;
+  r.head_groups = unsigned(ceil_div(heads, kHeads));
+  const PositionRange range = position_range(p, /*cache_by_position=*/call.v && !call.slots);
+  r.has_range = range.limited;
+  r.last_position = range.last;
 
-  const rope_int rows = p.batch * p.seq * r.groups;
-  for (const rope_int n : {p.head_dim, heads, p.seq, p.batch * r.groups}) {
-    TORCH_CHECK_NOT_IMPLEMENTED(n <= INT32_MAX, call.op, ": a size of ", n, " is too large for Metal");
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(!p.has_norm || rows <= INT32_MAX, call.op, ": too many tokens for Metal");
+  const rope_int teams = p.batch * p.seq * r.head_groups;
+  const auto check_size = [&](const char* name, rope_int n) {
+    TORCH_CHECK_NOT_IMPLEMENTED(n <= INT32_MAX, call.op, ": ", name, " is ", n, " but must be at most ", INT32_MAX,
+                                "; the tensors are too large for Metal");
+  };
+  check_size("head_dim", p.head_dim);
+  check_size("the number of heads", heads);
+  check_size("seq", p.seq);
+  check_size("batch * ceil(heads / 4)", p.batch * r.head_groups);
+  if (p.has_norm) check_size("batch * seq * ceil(heads / 4)", teams);
   TORCH_CHECK_NOT_IMPLEMENTED(p.source != kInvFreq || call.inv_freq->scalar_type() == at::kFloat, call.op,
-                              ": inv_freq is float64, which Metal does not have");
-  const bool narrow = std::max({rows, p.rows, p.blocks * p.block_size}) <= INT32_MAX && all(tensors, fits_32) &&
+                              ": inv_freq is float64 but must be float32, because Metal has no float64");
+  const bool narrow = std::max({teams, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX && all(tensors, fits_32) &&
                       all(parameters, fits_32);
-  const char* const type = type_of(call.op, *call.q);
+  const char* const type = type_of(call.op, call.q_name(), *call.q);
   const char* const variant = width == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
   if (!p.has_norm) {
     plan.kernel = {"rotate", type, variant};
-    plan.grid = {r.chunks, p.seq, p.batch * r.groups};
+    plan.grid = {r.chunks, p.seq, p.batch * r.head_groups};
     return plan;
   }
   c.lanes = plan.wide_head ? int(kSimd) : int(power_of_two(chunks.all));
@@ -153,42 +196,54 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   } else {
     plan.kernel = {"norm_rotate", type, variant};
   }
-  plan.grid = {rows, 1, 1};
+  plan.grid = {teams, 1, 1};
   return plan;
 }
 
-// As many threads as may be, along x first: threads side by side read memory side by side.
+// Returns the size of a threadgroup of at most `threads` threads. It takes as much of the grid as it can along x, then
+// along y, then along z, because threads that are neighbours along x read neighbouring memory.
 inline Size3 group_of(const Size3& grid, rope_int threads) {
   const rope_int x = std::min(grid.x, threads), y = std::min(grid.y, threads / x),
                  z = std::min(grid.z, threads / x / y);
   return {x, y, z};
 }
 
-// Sums of a backward. The parts follow from sizes, so that no call changes a bit on one kind of GPU.
+// How the norm's backward sums the gradients of the weights. The items of q, and separately those of k, are cut into
+// parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
+// from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU; so one kind of GPU
+// always gives the same bits. There are at most 1024 parts. A part has at least 4 items for each team of the
+// threadgroup, or 32 items if heads are wide.
 struct Parts {
-  rope_int q_items, k_items, part, count;
+  rope_int q_items, k_items;
+  rope_int part_items;  // items of a part
+  rope_int count;       // parts of q, and as many of k; if one has fewer items, its last parts are empty
 };
-inline Parts parts_of(const Plan& plan, rope_int rows_of_threads) {
+// teams: of a threadgroup.
+inline Parts parts_of(const Plan& plan, rope_int teams) {
   const RopeParams& p = plan.rotate.params;
-  const rope_int tokens = p.batch * p.seq, heads = plan.wide_head ? 1 : kHeads;  // of an item
+  const rope_int tokens = p.batch * p.seq, heads = plan.wide_head ? 1 : kHeads;  // heads of an item
   Parts parts{tokens * ceil_div(p.q.heads, heads), tokens * ceil_div(p.k.heads, heads)};
   const rope_int items = std::max(parts.q_items, parts.k_items);
-  const rope_int least = plan.wide_head ? rope_int(kSimd) : rows_of_threads * 4;
-  parts.part = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
-  parts.count = ceil_div(items, parts.part);
+  const rope_int least = plan.wide_head ? rope_int(kSimd) : teams * 4;
+  parts.part_items = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
+  parts.count = ceil_div(items, parts.part_items);
   return parts;
 }
 
-// The gradients of tables: a row of them in z. The threads along y share the heads of its tokens, kHeads at a time, and
-// are in one threadgroup, which sums over them. So the order of a sum follows from sizes and `threads` alone.
+// Returns the grid of table_backward, in threads: chunks along x, table rows along z. The threads along y share the
+// work for one chunk of one table row: the head groups of all tokens that the row rotated. They are always in one
+// threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads` alone. `threads` is the
+// size limit of a threadgroup.
 inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
   const rope_int chunks = plan.rotate.chunks;
-  // Of a row; listed ones mostly have one of each sequence.
+  // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
+  // sequence.
   const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
-  return {chunks, std::min(row_tokens * plan.rotate.groups, threads / std::min(chunks, threads)), tokens.rows};
+  return {chunks, std::min(row_tokens * plan.rotate.head_groups, threads / std::min(chunks, threads)), tokens.rows};
 }
 
-// Of the kernel of table gradients alone: what it does not look at would only make more pipelines.
+// Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would
+// only multiply the pipelines.
 inline Plan plan(const TableBackwardCall& call) {
   Plan plan = mps::plan(call.rotate, {&call.q, call.k});
   const Constants all = plan.constants;

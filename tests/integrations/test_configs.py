@@ -193,7 +193,7 @@ def test_layers_that_share_frequencies_may_be_asked_for():
 
 
 def test_a_config_object_without_a_layer_type_is_refused():
-    with pytest.raises(ValueError, match="layer_type is None, needs one of 'full_attention', 'sliding_attention'"):
+    with pytest.raises(ValueError, match="layer_type is None but must be one of 'full_attention', 'sliding_attention'"):
         frequencies.from_config(AutoConfig.for_model("gemma4"))
 
 
@@ -235,7 +235,7 @@ def test_a_module_of_a_layer_type():
         RotaryEmbedding.from_config(config, kind, max_position=9) for kind in ("sliding_attention", "full_attention")
     )
     assert (sliding.base, full.base) == (1e4, 1e6) and sliding.cos.shape == (9, 128)
-    with pytest.raises(ValueError, match="layer_type is None, needs one of 'full_attention', 'sliding_attention'"):
+    with pytest.raises(ValueError, match="layer_type is None but must be one of 'full_attention', 'sliding_attention'"):
         RotaryEmbedding.from_config(config)
 
 

@@ -1,9 +1,10 @@
-"""torch_rope.frequencies against frozen values of real models, what it takes and what it refuses. Against transformers:
-tests/integrations/test_configs.py.
+"""Tests torch_rope.frequencies: frozen values of real models, configs, and errors. tests/integrations/test_configs.py
+compares with transformers.
 
-The frozen values are rounded to double from 40 digits, computed by the formulas of the papers with mpmath. We compute
-in float64 and transformers in float32, by the same steps; `roundings` bounds what these steps lose, for each frequency,
-and so how far we may be from the frozen values and transformers from us.
+The frozen values were computed to 40 digits with mpmath, by the formulas of the papers, and rounded to double.
+torch_rope computes in float64, and transformers in float32, by the same steps. `roundings` bounds the error of these
+steps for each frequency. So it bounds the distance of torch_rope from the frozen values, and of transformers from
+torch_rope.
 """
 
 import math
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.heart]
 
 U32, U64 = 2.0**-24, 2.0**-53  # unit roundoffs
 
-# The divisors of Phi-3.5-mini, which its config.json has as float32, to two decimals.
+# The divisors of Phi-3.5-mini, to two decimals. Its config.json has them as float32.
 SHORT = [1, 1.02, 1.03, 1.03, *[1.05] * 5, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79, 1.82, 1.85, 1.88]
 SHORT += [1.91, 1.94, 1.99, *[2.02] * 6, *[2.03] * 9, 2.08, 2.09, 2.19, 2.22, 2.59, 2.73, 2.75, 2.84]
 LONG = [
@@ -44,7 +45,7 @@ LONG = [
 LONG += [30.84, 32.59, 32.93, 42.32, 44.96, 50.34, 50.45, 57.55, 57.93, 58.21, 60.14, 62.61, 62.62, 62.71, 63.14, 63.14]
 LONG += [63.77, 63.93, 63.96, 63.97, 64.03, 64.07, 64.08, 64.12, 64.41, 64.48, 64.51, 64.53, 64.84]
 
-# What counts of their config.json.
+# The entries of each model's config.json that matter.
 LLAMA_2 = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA_3_1 = {
     **LLAMA_2,
@@ -139,7 +140,7 @@ GEMMA_4 = {
         },
     },
 }
-DYNAMIC = {  # as InternLM2.5
+DYNAMIC = {  # like InternLM2.5
     "model_type": "llama",
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -157,7 +158,7 @@ HUNYUAN = {
     "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
 }
 
-# (config, layer_type, seq_len, how many frequencies, some of them by index, attention_factor)
+# (config, layer_type, seq_len, the number of frequencies, index -> frequency for some of them, attention_factor)
 REAL = {
     "Llama 2": (LLAMA_2, None, None, 64, {0: 1, 1: 0.8659643233600653, 63: 0.00011547819846894582}, 1),
     "Pythia": (PYTHIA, None, None, 12, {0: 1, 1: 0.46415888336127786, 11: 0.00021544346900318837}, 1),
@@ -169,11 +170,11 @@ REAL = {
         {
             0: 1,
             1: 0.8146172338565447,
-            28: 0.003211445994752591,  # the last that is kept
+            28: 0.003211445994752591,  # the last one that is kept
             29: 0.0021665707635033587,
             32: 0.0005248461609929547,
             34: 0.0001785078127679964,
-            35: 9.556212353964683e-05,  # the first that is divided by 8
+            35: 9.556212353964683e-05,  # the first one that is divided by 8
             63: 3.068925988914511e-07,
         },
         1,
@@ -201,10 +202,10 @@ REAL = {
         64,
         {
             0: 1,
-            23: 0.006978305848598663,  # the last that is kept
+            23: 0.006978305848598663,  # the last one that is kept
             24: 0.005375321490790102,
             39: 6.490394320837029e-05,
-            40: 4.445698525097307e-05,  # the first that is divided by 4
+            40: 4.445698525097307e-05,  # the first one that is divided by 4
             63: 3.102344401879299e-07,
         },
         1.138629436111989,
@@ -294,22 +295,22 @@ REAL = {
 
 
 def roundings(kind: str, arguments: dict, inv_freq: torch.Tensor) -> torch.Tensor:
-    """How many roundings each frequency may be off by, relative to itself: 4 for the first, 20 where -ln f is 16.
+    """Returns how many roundings each frequency may be off by, relative to itself: 4 for the first, 20 if -ln f is 16.
 
-    f = 1 / base ** e: the rounded e moves it by e ln base = -ln f, base itself by e, at most one, the power by two (an
-    ulp) and the division by one. What follows multiplies or divides by a rounded number or two.
+    f = 1 / base ** e. The rounding of e moves f by e ln base = -ln f roundings, that of base by e (at most one), that
+    of the power by two (an ulp), and the division by one. Later steps multiply or divide by one or two rounded numbers.
     """
-    if kind in ("default", "ntk", "dynamic"):  # f of another base
+    if kind in ("default", "ntk", "dynamic"):  # f, or f with another base
         return 4 - inv_freq.log()
     f = frequencies.default(arguments.get("rotary_dim") or arguments["head_dim"], arguments["base"]).inv_freq
     of_f = 4 - f.log()
-    # The ramp of yarn and llama3 is a difference divided by a difference: its error is absolute, and moves the result
-    # by as much of f, which is up to factor times the result.
-    if kind == "yarn":  # (i - low) / (high - low), where low <= rotary_dim / 2 or all are kept
+    # The ramp of yarn and llama3 is a difference divided by a difference, so its error is absolute. It moves the result
+    # by that fraction of f, and f is up to factor times the result.
+    if kind == "yarn":  # (i - low) / (high - low), with low <= rotary_dim / 2, or all frequencies are kept
         turns = arguments.get("beta_fast", 32) / arguments.get("beta_slow", 1)
-        low = max(math.log(arguments["base"]) / math.log(turns), 1)  # low / (high - low) at most
+        low = max(math.log(arguments["base"]) / math.log(turns), 1)  # at least low / (high - low)
         return of_f + 6 + (low + 5) * f / inv_freq
-    if kind == "llama3":  # (turns - low) / (high - low), where turns <= high
+    if kind == "llama3":  # (turns - low) / (high - low), with turns <= high
         low, high = arguments["low_freq_factor"], arguments["high_freq_factor"]
         return of_f + 6 + (high / (high - low) * (of_f + 4) + 2) * f / inv_freq
     return of_f + 2
@@ -320,7 +321,7 @@ def assert_same(a: frequencies.Frequencies, b: frequencies.Frequencies):
 
 
 @pytest.mark.parametrize("config, layer_type, seq_len, count, values, attention_factor", REAL.values(), ids=REAL)
-def test_a_real_model(config, layer_type, seq_len, count, values, attention_factor):
+def test_a_real_model_has_its_frozen_frequencies(config, layer_type, seq_len, count, values, attention_factor):
     ours = frequencies.from_config(config, layer_type, seq_len)
     assert ours.inv_freq.shape == (count,) and ours.inv_freq.dtype == torch.float64
     kind, arguments = frequencies.parse(config, layer_type)
@@ -332,7 +333,7 @@ def test_a_real_model(config, layer_type, seq_len, count, values, attention_fact
     assert ours.attention_factor == pytest.approx(attention_factor, rel=4 * U64, abs=0)
 
 
-# Two ways to say the same.
+# Pairs of configs that mean the same.
 SAME = {
     "type of Phi-3": (PHI_3_5, {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "type": "su"}}),
     "older type of Phi-3": (PHI_3_5, {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "type": "yarn"}}),
@@ -349,7 +350,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("one, other", SAME.values(), ids=SAME)
-def test_said_otherwise(one, other):
+def test_configs_that_mean_the_same_give_the_same_frequencies(one, other):
     assert_same(frequencies.from_config(one), frequencies.from_config(other))
 
 
@@ -365,40 +366,40 @@ def test_said_otherwise(one, other):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_two_bases_and_one_rope_scaling(old, layer_type, kind, base):
-    """Gemma 3 and OLMo 3 scale full attention alone, ModernBERT both. transformers 5.23 gives OLMo 3's sliding layers
-    its default of 500000 instead of the config's rope_theta."""
+def test_an_old_config_with_two_bases_gives_each_layer_type_its_own(old, layer_type, kind, base):
+    """Gemma 3 and OLMo 3 scale only full attention, ModernBERT scales both layer types. transformers 5.23 gives the
+    sliding layers of OLMo 3 its default base of 500000 instead of the rope_theta of the config."""
     config = {"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 8.0}, **old}
     expected = {"rotary_dim": 64, "base": base} | ({"factor": 8.0} if kind == "linear" else {})
     assert frequencies.parse(config, layer_type) == (kind, expected)
 
 
 def test_truncate_of_a_layer_type_is_read():
-    """transformers looks for it beside the layer types, and rounds."""
+    """transformers looks for truncate next to the layer types, does not find it, and rounds."""
     layers = {"full_attention": {**GPT_OSS["rope_scaling"], "rope_theta": 150000}}
     config = {"head_dim": 64, "max_position_embeddings": 131072, "rope_parameters": layers}
     assert_same(frequencies.from_config(config, "full_attention"), frequencies.from_config(GPT_OSS))
 
 
-def test_parse_gives_the_arguments():
+def test_parse_returns_the_kind_and_the_arguments_of_its_function():
     kind, arguments = frequencies.parse(DYNAMIC)
     assert (kind, arguments) == (
         "dynamic",
         {"rotary_dim": 128, "base": 1000000, "factor": 2.0, "original_max_position": 32768},
     )
-    # transformers scales by max_position_embeddings, whatever else is said.
+    # transformers scales by max_position_embeddings, even if there is an original_max_position_embeddings.
     assert frequencies.parse(DYNAMIC | {"original_max_position_embeddings": 4096}) == (kind, arguments)
 
 
 def test_a_layer_may_have_a_head_dim_of_its_own():
-    """By its index, as transformers writes the config of a model whose layers differ."""
+    """per_layer_config gives it by the index of the layer, as transformers writes the config of such a model."""
     config = GEMMA_4["text_config"] | {"per_layer_config": {"5": {"head_dim": 128}}}
     sizes = {kind: len(frequencies.from_config(config, kind).inv_freq) for kind in {*config["layer_types"]}}
     assert sizes == {"sliding_attention": 128, "full_attention": 64}
 
 
-def test_dynamic_from_the_default():
-    """What its docstring says for a factor that is a tensor."""
+def test_dynamic_equals_the_default_times_a_power():
+    """The docstring of dynamic gives this formula for an s that is a tensor."""
     i = torch.arange(64, dtype=torch.float64)
     s = torch.tensor(2.0 * 65536 / 32768 - 1, dtype=torch.float64)
     torch.testing.assert_close(
@@ -409,7 +410,7 @@ def test_dynamic_from_the_default():
     )
 
 
-def test_longrope_by_length_or_by_flag():
+def test_longrope_chooses_its_list_by_seq_len_or_by_long():
     _, arguments = frequencies.parse(PHI_3_5)
     for long, lengths in ((False, [None, 1, 4096]), (True, [4097, 131072])):
         chosen = frequencies.longrope(**arguments, long=long)
@@ -417,8 +418,8 @@ def test_longrope_by_length_or_by_flag():
             assert_same(frequencies.longrope(**arguments, seq_len=seq_len), chosen)
 
 
-def test_partial_rotary_dim():
-    """Rounded down; an odd one keeps its number in the exponent and has a frequency for its last channel."""
+def test_partial_rotary_dim_rounds_down_and_may_be_odd():
+    """An odd rotary_dim stays odd in the exponent, and its last channel has a frequency too."""
     assert [frequencies.partial_rotary_dim(80, part) for part in (1.0, 0.25, 0.4, 0.01875)] == [80, 20, 32, 1]
     assert frequencies.partial_rotary_dim(64, 0.3) == 19
     expected = [1, 0.37926901907322497, 0.0004281332398719394, 0.00016237767391887218]
@@ -427,8 +428,8 @@ def test_partial_rotary_dim():
     )
 
 
-def test_parameters_of_other_engines():
-    """As the module's docstring says: the angle at a position is what akunu and ggml compute."""
+def test_parameters_of_other_engines_translate_as_documented():
+    """The angle at a position is the one that akunu and ggml compute, as the docstring of the module says."""
     position, freq_scale, base = 1000.0, 0.25, 10000.0
     freqs = [base ** (2 * i / 8) for i in range(4)]  # akunu
     expected = [position * freq_scale / divisor for divisor in freqs]
@@ -441,7 +442,7 @@ def test_parameters_of_other_engines():
     assert torch.equal(frequencies.longrope(8, base, **listed, original_max_position=512, long=True).inv_freq, divided)
 
 
-def test_the_defaults_of_torch_do_not_matter():
+def test_default_device_and_dtype_of_torch_do_not_matter():
     with torch.device("meta"):
         torch.set_default_dtype(torch.float16)
         try:
@@ -469,7 +470,7 @@ LLAMA3 = {"rotary_dim": 64, "base": 1e4, "factor": 8.0, "original_max_position":
             "a positive integer",
         ),
         ("partial_rotary_dim", {"head_dim": 64}, {"partial_rotary_factor": 1.5}, "a number in (0, 1]"),
-        ("partial_rotary_dim", {"partial_rotary_factor": 1.0}, {"head_dim": 65}, "an even number"),
+        ("partial_rotary_dim", {"partial_rotary_factor": 1.0}, {"head_dim": 65}, "an even number to rotate all"),
         ("default", {"base": 1e4}, {"rotary_dim": 0}, "a positive integer"),
         ("default", {"base": 1e4}, {"rotary_dim": 64.0}, "a positive integer"),
         ("default", {"rotary_dim": 64}, {"base": -1.0}, "a positive number"),
@@ -484,14 +485,14 @@ LLAMA3 = {"rotary_dim": 64, "base": 1e4, "factor": 8.0, "original_max_position":
         ("yarn", YARN, {"base": 1}, "more than 1"),
         ("yarn", YARN, {"original_max_position": 0}, "a positive number"),
         ("yarn", YARN, {"beta_fast": 0}, "a positive number"),
-        ("yarn", YARN, {"beta_slow": 33.0}, "at most beta_fast, 32.0"),
+        ("yarn", YARN, {"beta_slow": 33.0}, "at most beta_fast, which is 32.0"),
         ("yarn", YARN, {"attention_factor": -1.0}, "a positive number"),
         ("longrope", LONGROPE, {"rotary_dim": -2}, "a positive integer"),
         ("longrope", LONGROPE, {"original_max_position": 1}, "more than 1"),
-        ("longrope", LONGROPE, {"factor": None}, "a number, or attention_factor"),
-        ("longrope", {**LONGROPE, "long": True}, {"seq_len": 5}, "None where long is given"),
+        ("longrope", LONGROPE, {"factor": None}, "a number unless attention_factor is given"),
+        ("longrope", {**LONGROPE, "long": True}, {"seq_len": 5}, "None if long is given"),
         ("llama3", LLAMA3, {"factor": 0.5}, "a number that is at least 1"),
-        ("llama3", LLAMA3, {"high_freq_factor": 0.5}, "at least low_freq_factor, 1.0"),
+        ("llama3", LLAMA3, {"high_freq_factor": 0.5}, "at least low_freq_factor, which is 1.0"),
         ("llama3", LLAMA3, {"low_freq_factor": 0}, "a positive number"),
         ("proportional", {"base": 1e4}, {"head_dim": 63}, "an even number"),
         ("proportional", {"head_dim": 64, "base": 1e4}, {"partial_rotary_factor": -0.5}, "a number in [0, 1]"),
@@ -499,18 +500,19 @@ LLAMA3 = {"rotary_dim": 64, "base": 1e4, "factor": 8.0, "original_max_position":
     ],
     ids=str,
 )
-def test_an_argument_is_refused(kind, good, bad, message):
+def test_a_wrong_argument_raises_an_error(kind, good, bad, message):
     ((name, value),) = bad.items()
     with pytest.raises(ValueError) as error:
         getattr(frequencies, kind)(**{**good, **bad})
     text = str(error.value)
-    assert text.startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r}, needs ") and text.endswith(message)
+    assert text.startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r} but must be ")
+    assert text.endswith(message)
 
 
-def test_lists_of_longrope_are_refused():
-    with pytest.raises(ValueError, match=r"longrope: len\(long_factor\) is 3, needs rotary_dim / 2, 2$"):
+def test_wrong_lists_of_longrope_raise_an_error():
+    with pytest.raises(ValueError, match=r"longrope: len\(long_factor\) is 3 but must be rotary_dim / 2, which is 2$"):
         frequencies.longrope(**{**LONGROPE, "long_factor": [1.0] * 3})
-    with pytest.raises(ValueError, match=r"longrope: short_factor\[1\] is 0, needs a positive number$"):
+    with pytest.raises(ValueError, match=r"longrope: short_factor\[1\] is 0 but must be a positive number$"):
         frequencies.longrope(**{**LONGROPE, "short_factor": [1.0, 0]})
 
 
@@ -520,41 +522,41 @@ def test_lists_of_longrope_are_refused():
         (
             {**LLAMA_2, "rope_scaling": {"type": "alibi"}},
             None,
-            "rope_type is 'alibi', needs one of 'default', 'linear', 'n",
+            "rope_type is 'alibi' but must be one of 'default', 'linear', 'n",
         ),
-        ({**LLAMA_2, "model_type": "falcon", "alibi": True}, None, "alibi is True, needs"),
-        ({**LLAMA_2, "model_type": "chatglm", "rope_ratio": 500}, None, "rope_ratio is 500, needs"),
-        (GEMMA_3, None, "layer_type is None, needs one of 'full_attention', 'sliding_attention'"),
-        (GEMMA_3, "local", "layer_type is 'local', needs one of 'full_attention', 'sliding_attention'"),
-        (LLAMA_2, "full_attention", "layer_type is 'full_attention', needs one of None"),
-        ({"num_attention_heads": 4}, None, "hidden_size is None, needs a number, or head_dim"),
-        ({"hidden_size": 256}, None, "num_attention_heads is None, needs a number, or head_dim"),
+        ({**LLAMA_2, "model_type": "falcon", "alibi": True}, None, "alibi is True but must be absent"),
+        ({**LLAMA_2, "model_type": "chatglm", "rope_ratio": 500}, None, "rope_ratio is 500 but must be absent"),
+        (GEMMA_3, None, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
+        (GEMMA_3, "local", "layer_type is 'local' but must be one of 'full_attention', 'sliding_attention'"),
+        (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
+        ({"num_attention_heads": 4}, None, "hidden_size is None but must be a number unless head_dim is given"),
+        ({"hidden_size": 256}, None, "num_attention_heads is None but must be a number unless head_dim is given"),
         (
             {"head_dim": 64, "rope_scaling": {"type": "linear"}},
             None,
-            "factor is None, needs a value for rope_type 'linear'",
+            "factor is None but must be given for rope_type 'linear'",
         ),
         (
             {"head_dim": 64, "rope_scaling": {"type": "dynamic", "factor": 2}},
             None,
-            "max_position_embeddings is None, needs",
+            "max_position_embeddings is None but must be given for rope_type 'dynamic'",
         ),
         (
             {**PHI_3_5, "rope_scaling": {**PHI_3_5["rope_scaling"], "short_mscale": 1.0, "long_mscale": 1.25}},
             None,
-            "short_mscale is 1.0, needs long_mscale, 1.25",
+            "short_mscale is 1.0 but must be equal to long_mscale, which is 1.25",
         ),
     ],
     ids=str,
 )
-def test_a_config_is_refused(config, layer_type, message):
+def test_a_wrong_config_raises_an_error(config, layer_type, message):
     with pytest.raises(ValueError) as error:
         frequencies.from_config(config, layer_type)
     assert str(error.value).startswith("torch_rope.frequencies.from_config: " + message)
 
 
-def test_llama3_without_a_ramp():
-    """Llama 4 Scout: a pair of more turns than the one factor is kept, the others are divided."""
+def test_llama3_has_no_ramp_if_its_two_factors_are_equal():
+    """Llama 4 Scout keeps the frequencies of pairs that make more turns than this factor, and divides the others."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 8192}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
     found = frequencies.from_config({"model_type": "llama4_text", "head_dim": 128, "rope_parameters": rope}).inv_freq

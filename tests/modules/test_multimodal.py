@@ -1,4 +1,4 @@
-"""Positions of images, video and packed sequences."""
+"""Tests torch_rope.multimodal, axial_cos_sin with its frequencies, and positions_from_cu_seqlens."""
 
 import itertools
 
@@ -12,6 +12,7 @@ from torch_rope import multimodal
 pytestmark = pytest.mark.heart
 
 PAIRS = 64
+# name of the function -> (sections, the axis that pair j follows)
 ORDERS = {
     "sections": ([16, 24, 24], lambda j: 0 if j < 16 else 1 if j < 40 else 2),
     "interleaved": ([24, 20, 20], lambda j: j % 3 if j < 60 else 0),
@@ -29,21 +30,21 @@ def test_each_pair_follows_its_axis(order, dtype, device):
     assert matrix.shape == (3, PAIRS) and torch.equal(matrix.sum(0), inv_freq)
     with Seen() as seen:
         cos, sin = torch_rope.axial_cos_sin(positions, matrix, attention_factor=1.2)
-    assert seen.ops == {torch.ops.rope._axial_cos_sin.default}  # one step
+    assert seen.ops == {torch.ops.rope._axial_cos_sin.default}  # one launch
     axes = torch.tensor([axis_of(j) for j in range(PAIRS)])
     angle = positions.cpu().double()[axes].movedim(0, -1) * inv_freq.cpu().double()
     for out, exact in ((cos, angle.cos()), (sin, angle.sin())):
         assert out.shape == (2, 9, PAIRS) and (out.cpu() - 1.2 * exact).abs().max() <= 1.2 * 5e-7 + 1e-7
-    # And on, in every layer: a row of the table per token.
+    # The tables have a row for each token, as every layer takes them.
     q, k = torch.randn(2, 9, 4, 128).to(device), torch.randn(2, 9, 1, 128).to(device)
     outs = torch_rope.rotate_qk(q, k, cos, sin)
-    text = torch.arange(9).to(dtype).to(device).expand(3, 2, 9)  # of text all axes say the same
+    text = torch.arange(9).to(dtype).to(device).expand(3, 2, 9)  # the positions of text are the same on all axes
     outs = torch_rope.rotate_qk(q, k, *torch_rope.axial_cos_sin(text, matrix))
     for out, plain in zip(outs, torch_rope.rotate_qk(q, k, inv_freq=inv_freq), strict=True):
         assert torch.equal(out, plain)
 
 
-def test_vision_has_all_frequencies_for_rows_and_columns(device):
+def test_axial_has_all_frequencies_on_every_axis(device):
     inv_freq = torch_rope.inv_freq(40).to(device)
     positions = torch.stack([torch.arange(12) // 4, torch.arange(12) % 4]).to(device)  # [2, tokens]
     cos, sin = torch_rope.axial_cos_sin(positions, multimodal.axial(inv_freq))
@@ -51,8 +52,8 @@ def test_vision_has_all_frequencies_for_rows_and_columns(device):
         assert torch.equal(out, torch.cat([one[0], one[1]], -1))
 
 
-def test_learned_frequencies_of_every_axis(device):
-    """RoPE-Mixed: gradients against plain torch in float64."""
+def test_gradients_of_learned_frequencies_agree_with_plain_torch(device):
+    """The frequencies are those of RoPE-Mixed, and plain torch computes in float64."""
     matrix = torch.rand(2, 8).to(device).requires_grad_()
     positions = torch.rand(2, 30).to(device).mul(20).requires_grad_()
     x, given = torch.randn(30, 3, 16).to(device), torch.randn(30, 3, 16).to(device)
@@ -63,29 +64,29 @@ def test_learned_frequencies_of_every_axis(device):
     a, b = x.cpu().double().chunk(2, -1)
     rotated = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
     for g, e in zip(found, torch.autograd.grad(rotated, exact, given.cpu().double()), strict=True):
-        # Sums of 30 tokens by positions to 20, of 8 pairs and 3 heads: float32 roundings of what is added.
+        # The terms are rounded to float32. They are summed over 30 tokens with positions up to 20, 8 pairs and 3 heads.
         assert (g.cpu() - e).abs().max() <= 1e-5 * e.abs().max()
 
 
 @pytest.mark.cpu
-def test_errors():
+def test_wrong_axes_and_sections_raise_an_error():
     inv_freq = torch_rope.inv_freq(16)
     for order, wrong in itertools.product(ORDERS, ([4, 4], [4, 4, 1], [9, -1, 0], [1, 2, 5, 0])):
-        with pytest.raises(ValueError, match="sections are .*, inv_freq has shape \\[8\\]; needs three counts"):
+        with pytest.raises(ValueError, match="sections is .* but must be three counts of pairs with the sum 8"):
             getattr(multimodal, order)(inv_freq, wrong)
-    with pytest.raises(ValueError, match="as many of height as of width"):
+    with pytest.raises(ValueError, match="but must have as many pairs of height as of width"):
         multimodal.height_width_time(inv_freq, [3, 4, 1])
-    with pytest.raises(ValueError, match="one axis for each frequency, 0 or more"):
+    with pytest.raises(ValueError, match="axes is .0, 1. but must have 8 numbers that are at least 0"):
         multimodal.by_axis(inv_freq, [0, 1])
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match="numbers that are at least 0"):
         multimodal.by_axis(inv_freq, [0, 1, 0, 1, 0, 1, 0, -1])
-    with pytest.raises(ValueError, match="axes is 0; needs"):
+    with pytest.raises(ValueError, match="axes is 0 but must be at least 1"):
         multimodal.axial(inv_freq, 0)
-    with pytest.raises(ValueError, match="model_type is 'llama', needs one of 'qwen2_vl'"):
+    with pytest.raises(ValueError, match="model_type is 'llama' but must be one of 'qwen2_vl'"):
         multimodal.from_config({"model_type": "llama", "head_dim": 64})
-    with pytest.raises(ValueError, match="positions has 2 axes, inv_freq has 3"):
+    with pytest.raises(ValueError, match="positions has 2 axes but must have 3, as inv_freq has"):
         torch_rope.axial_cos_sin(torch.zeros(2, 5), torch.zeros(3, 8))
-    with pytest.raises(ValueError, match="inv_freq has 1 dimensions .8., needs .axes, rotary_dim / 2."):
+    with pytest.raises(ValueError, match="inv_freq has shape .8. but must have shape .axes, rotary_dim / 2."):
         torch_rope.axial_cos_sin(torch.zeros(2, 5), inv_freq)
     with pytest.raises(TypeError, match="positions is bool"):
         torch_rope.axial_cos_sin(torch.zeros(1, 5, dtype=torch.bool), inv_freq[None])
@@ -96,7 +97,7 @@ def test_errors():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lengths", [[3], [1, 4, 2], [0, 3, 0, 0, 5, 0], [], [700, 1, 90]], ids=str)
-def test_positions_of_packed_sequences(lengths, dtype, device):
+def test_positions_of_packed_sequences_begin_at_their_offsets(lengths, dtype, device):
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype).to(device)
     offsets = torch.randint(0, 1000, (len(lengths),)).to(device)
     total, padding = sum(lengths), 5
@@ -108,7 +109,7 @@ def test_positions_of_packed_sequences(lengths, dtype, device):
         assert found.dtype == dtype and found.device == cu_seqlens.device and found.tolist() == expected
 
 
-def test_positions_compile_for_any_total(device):
+def test_positions_from_cu_seqlens_compiles_for_any_total(device):
     compiled = torch.compile(torch_rope.positions_from_cu_seqlens, backend="aot_eager", fullgraph=True, dynamic=True)
     for cu in ([0, 4, 9], [0, 1, 2, 30]):
         cu_seqlens = torch.tensor(cu).to(device)
@@ -117,14 +118,14 @@ def test_positions_compile_for_any_total(device):
 
 
 @pytest.mark.cpu
-def test_errors_of_packed_sequences():
-    with pytest.raises(ValueError, match="cu_seqlens has shape .1, 2., needs .sequences . 1."):
+def test_wrong_arguments_of_positions_from_cu_seqlens_raise_an_error():
+    with pytest.raises(ValueError, match="cu_seqlens has shape .1, 2. but must have shape .sequences . 1."):
         torch_rope.positions_from_cu_seqlens(torch.zeros(1, 2, dtype=torch.int32), 3)
-    with pytest.raises(TypeError, match="cu_seqlens is torch.float32, needs int32 or int64"):
+    with pytest.raises(TypeError, match="cu_seqlens is float32 but must be int32 or int64"):
         torch_rope.positions_from_cu_seqlens(torch.zeros(2), 3)
-    with pytest.raises(TypeError, match="offsets is torch.float32, needs int32 or int64"):
+    with pytest.raises(TypeError, match="offsets is float32 but must be int32 or int64"):
         torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(1))
-    with pytest.raises(ValueError, match="total is -1, needs"):
+    with pytest.raises(ValueError, match="total is -1 but must be at least 0"):
         torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), -1)
-    with pytest.raises(ValueError, match="offsets has shape .3., cu_seqlens has 1 sequences"):
+    with pytest.raises(ValueError, match="offsets has shape .3. but must have shape .1., one offset for each sequence"):
         torch_rope.positions_from_cu_seqlens(torch.tensor([0, 3]), 3, torch.zeros(3, dtype=torch.long))

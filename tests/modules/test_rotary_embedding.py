@@ -1,4 +1,5 @@
-"""The module: what it rotates by, where its buffers are, and how it chooses by length."""
+"""Tests torch_rope.RotaryEmbedding: its angles, its buffers, and frequencies that depend on the length of the
+sequence."""
 
 import copy
 import pickle
@@ -15,7 +16,7 @@ from torch_rope import RotaryEmbedding, frequencies
 
 pytestmark = pytest.mark.heart
 
-HEAD_DIM, LONG = 32, 50  # LONG: where longrope and dynamic change
+HEAD_DIM, LONG = 32, 50  # LONG: the length above which the frequencies of longrope and dynamic change
 KINDS = {
     "default": {},
     "linear": {"factor": 4.0},
@@ -30,9 +31,10 @@ KINDS = {
     "dynamic": {"factor": 2.0, "original_max_position": LONG},
     "proportional": {"partial_rotary_factor": 0.5},
 }
-# (kind, max_position): angles computed in the kernel, and in tables, of which dynamic has none
+# (kind, max_position). Without max_position the kernel computes the angles; with it there are tables, except for
+# dynamic.
 WITH_TABLES = [(kind, t) for kind in KINDS for t in (None, 200) if (kind, t) != ("dynamic", 200)]
-CHANGING = [of for of in WITH_TABLES if of[0] in ("longrope", "dynamic")]  # with the length
+CHANGING = [of for of in WITH_TABLES if of[0] in ("longrope", "dynamic")]  # their frequencies change with the length
 FIXED = [of for of in WITH_TABLES if of not in CHANGING]
 FEW = WITH_TABLES if EXHAUSTIVE else [*FIXED[:2], *CHANGING]
 
@@ -51,7 +53,7 @@ def exact_frequencies(kind, length):
 
 
 CALLS = {
-    "start": [0, LONG - 7, LONG - 6, 130],  # the longest position is seq - 1 = 6 further
+    "start": [0, LONG - 7, LONG - 6, 130],  # the highest position is start + seq - 1 = start + 6
     "positions": ["none", "[S]", "[B,S]", "int32 [1,S]"],
 }
 
@@ -79,9 +81,9 @@ def test_rotates_by_the_frequencies_of_its_kind(of, start, positions, device):
     given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     inv_freq, factor = exact_frequencies(kind, start + 7)
     if device == "mps" and max_position is None:
-        inv_freq = inv_freq.float().double()  # what the module can hold there
+        inv_freq = inv_freq.float().double()  # the module has float32 frequencies there
     for x, out in zip((q, k), rope(q, k, **given), strict=True):
-        # The angle is right to 5e-7, a table to a float32 rounding. On mps dynamic's power is float32, too.
+        # An angle is right to 5e-7, a table to one float32 rounding. On mps the power of dynamic is float32, too.
         part = 5e-7 if not (kind == "dynamic" and device == "mps") else 3e-5
         assert_close(out, rotate(x, inv_freq=inv_freq, attention_factor=factor, **given), 3, part)
 
@@ -94,7 +96,8 @@ def test_tables_are_float64_angles_rounded_once(kind, device):
     angle = np.stack([np.arange(length)[:, None] * numpy_of(f) for f in kinds]).reshape(rope.cos.shape)
     for table, exact in ((rope.cos, np.cos(angle)), (rope.sin, np.sin(angle))):
         assert table.dtype == torch.float32
-        # numpy's and torch's cos may differ in their last float64 bit, and so by a float32 rounding, very rarely.
+        # The cos of numpy and of torch may differ in the last bit of float64. Very rarely this changes the float32
+        # value.
         different = table.cpu().numpy() != exact.astype(np.float32)
         assert different.mean() < 1e-6 and abs(table.cpu().numpy() - exact).max() < 6e-8
 
@@ -124,7 +127,7 @@ def test_buffers_are_never_cast(kind, max_position, cast, device):
         assert t.data_ptr() == pointer and t.dtype == dtype and torch.equal(t, values)
 
 
-def test_frequencies_have_all_their_bits(device):
+def test_moving_to_a_device_and_back_keeps_all_bits_of_the_frequencies(device):
     assert module().to(device).inv_freq.dtype == (torch.float32 if device == "mps" else torch.float64)
     there_and_back = module().to(device).to("cpu")
     assert torch.equal(there_and_back.inv_freq, exact_frequencies("default", 0).inv_freq)
@@ -143,7 +146,7 @@ def test_autocast_changes_nothing():
 
 
 @pytest.mark.parametrize("kind,max_position", FEW)
-def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, device):
+def test_buffers_are_not_saved_and_are_filled_again_after_to_empty(kind, max_position, device):
     if EMULATED:
         pytest.skip("the emulator does not know the memory of storages that are copied or unpickled")
     rope = module(kind, max_position).to(device)
@@ -170,8 +173,8 @@ def test_nothing_to_save_and_made_again_after_to_empty(kind, max_position, devic
 
 
 @pytest.mark.parametrize("max_position", [None, 50])
-def test_values_that_were_lost_are_computed_again(max_position, device):
-    """FSDP calls reset_parameters."""
+def test_reset_parameters_fills_the_buffers_again(max_position, device):
+    """FSDP calls it on a module that was on the meta device."""
     rope, lost = (module("longrope", max_position).to(device) for _ in range(2))
     addresses = [t.fill_(99.0).data_ptr() for t in lost.buffers()]
     lost.reset_parameters()
@@ -180,7 +183,7 @@ def test_values_that_were_lost_are_computed_again(max_position, device):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_a_parameter_in_place_of_the_frequencies(device):
+def test_a_parameter_may_replace_the_frequencies(device):
     rope = module().to(device)
     learned = torch.nn.Parameter(rope.inv_freq.float())
     del rope.inv_freq
@@ -190,7 +193,7 @@ def test_a_parameter_in_place_of_the_frequencies(device):
     assert rope.inv_freq is learned and learned.grad.any()
 
 
-def test_meta_tells_shapes():
+def test_results_on_the_meta_device_have_the_right_shapes():
     q, k = some("meta")
     for kind, max_position in WITH_TABLES:
         outs = module(kind, max_position, device="meta")(q, k, torch.zeros(7, dtype=torch.long, device="meta"))
@@ -198,6 +201,8 @@ def test_meta_tells_shapes():
 
 
 class Seen(TorchDispatchMode):
+    """Collects the operators that run, in `ops`."""
+
     def __init__(self):
         super().__init__()
         self.ops = set()
@@ -208,8 +213,8 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind,max_position", FEW)
-def test_nothing_waits_for_positions(kind, max_position, device):
-    """What would copy from or to the device: a number read on the host, or a tensor made there."""
+def test_the_host_does_not_wait_for_positions(kind, max_position, device):
+    """No operator reads a number on the host, or sends a tensor to the device that was made on the host."""
     rope = module(kind, max_position).to(device)
     q, k = some(device)
     positions = (torch.arange(7) + LONG).to(device)
@@ -223,7 +228,7 @@ def test_nothing_waits_for_positions(kind, max_position, device):
 
 
 @pytest.mark.parametrize("kind,max_position", FEW)
-def test_compiles_without_breaks_and_again_for_no_step(kind, max_position, device):
+def test_compiles_without_breaks_and_does_not_compile_again_for_a_step(kind, max_position, device):
     torch._dynamo.reset()
     rope = module(kind, max_position).to(device)
     counter = CompileCounterWithBackend("aot_eager")
@@ -233,11 +238,12 @@ def test_compiles_without_breaks_and_again_for_no_step(kind, max_position, devic
         for given in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
             for found, expected in zip(compiled(q, k, **given), rope(q, k, **given), strict=True):
                 assert torch.equal(found, expected)
-    # With an offset: as a constant, as a symbol, and where there is a choice on the other side of it; with positions one.
+    # Graphs with an offset: one with a constant, one with a symbol, and one more if the frequencies change, for the
+    # other side of LONG. With positions there is one graph.
     assert counter.frame_count <= (3 if kind not in ("longrope", "dynamic") else 4)
 
 
-def test_gradients(device):
+def test_the_gradients_are_rotated_by_the_inverse(device):
     q, k = (x.requires_grad_() for x in some(device))
     rope = module("yarn").to(device)
     outs = rope(q, k, offset=3)
@@ -249,7 +255,7 @@ def test_gradients(device):
         assert torch.equal(found, expected)
 
 
-def test_partial_and_interleaved(device):
+def test_rotary_dim_and_interleaved_are_passed_on(device):
     rope = RotaryEmbedding(HEAD_DIM, rotary_dim=8, interleaved=True).to(device)
     q, k = some(device)
     expected = torch.ops.rope.rotate_qk(q, k, inv_freq=rope.inv_freq, interleaved=True)
@@ -257,11 +263,11 @@ def test_partial_and_interleaved(device):
 
 
 @pytest.mark.cpu
-def test_an_odd_rotary_dim():
-    """As transformers takes it: a channel more is rotated, by powers of the odd number."""
+def test_an_odd_rotary_dim_rotates_one_channel_more():
+    """The powers are those of the odd number, as in transformers."""
     q, k = some("cpu")
     for kind, more in KINDS.items():
-        if kind in ("longrope", "proportional"):  # of lists of 16, and of a whole head
+        if kind in ("longrope", "proportional"):  # their parameters above are for a whole head
             continue
         rope = RotaryEmbedding(HEAD_DIM, rotary_dim=9, kind=kind, **more)
         exact = {"seq_len": 2 * LONG} if kind == "dynamic" else {}
@@ -271,9 +277,9 @@ def test_an_odd_rotary_dim():
         assert rope.rotary_dim == 10 and (out - expected).abs().max() < 1e-6
 
 
-def test_positions_past_the_tables(device):
+def test_positions_outside_the_tables_raise_an_error(device):
     if not checks_ranges(device):
-        pytest.skip("ranges of positions are looked at on the CPU only")
+        pytest.skip("positions in tensors are checked on the CPU only")
     q, k = some(device)
     for kind in ("default", "longrope"):
         rope = module(kind, 100)
@@ -283,16 +289,16 @@ def test_positions_past_the_tables(device):
 
 
 @pytest.mark.cpu
-def test_errors():
-    with pytest.raises(ValueError, match="kind is 'yarns', needs one of 'default'"):
+def test_wrong_arguments_raise_an_error():
+    with pytest.raises(ValueError, match="kind is 'yarns' but must be one of 'default'"):
         RotaryEmbedding(64, kind="yarns")
-    with pytest.raises(ValueError, match="rotary_dim is 66, needs at most head_dim, which is 64"):
+    with pytest.raises(ValueError, match="rotary_dim is 66 but must be at most head_dim, which is 64"):
         RotaryEmbedding(64, rotary_dim=66)
-    with pytest.raises(ValueError, match="leave max_position out"):
+    with pytest.raises(ValueError, match="max_position is 100 but must be None for kind 'dynamic'"):
         module("dynamic", 100)
-    with pytest.raises(ValueError, match="max_position is 0, needs a positive number"):
+    with pytest.raises(ValueError, match="max_position is 0 but must be at least 1"):
         module(max_position=0)
-    with pytest.raises(ValueError, match="frequencies.yarn: factor is 0.5"):
+    with pytest.raises(ValueError, match="frequencies.yarn: factor is 0.5 but must be a number that is at least 1"):
         RotaryEmbedding(64, kind="yarn", factor=0.5, original_max_position=9)
     with pytest.raises(TypeError, match="factor"):
         RotaryEmbedding(64, kind="linear")

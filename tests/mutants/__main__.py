@@ -1,9 +1,10 @@
-"""Are the tests awake? Plants mistakes in every back end; the tests that `make test` runs have to find each.
+"""Checks the tests: plants mistakes in every back end, each of which the tests that `make test` runs must find.
 
-python tests/mutants [cpu shared cuda metal python] [number ...]
+Usage: python tests/mutants [cpu shared cuda metal python] [number ...]
 
-All mistakes of a build are planted at once, in a copy of the tree under build/mutants, and chosen by an environment
-variable: see plant.py. How tests run over them is in session.py; the mistakes are in cpu.py, cuda.py and so on.
+All mistakes of a build are planted at once, in a copy of the tree under build/mutants, and an environment variable
+selects one of them: see plant.py. session.py runs the tests for each of them. The mistakes themselves are in cpu.py,
+cuda.py and so on. Mistakes in the Python package need no build: a copy of the tree has one of them at a time.
 """
 
 import concurrent.futures
@@ -35,12 +36,13 @@ torch_rope.rotate(torch.ones(1, 1, 2, device="mps"), inv_freq=torch.ones(1, devi
 
 @dataclass
 class Build:
-    tables: list[str]  # modules here, see cpu.py
-    options: list[str] = field(default_factory=list)  # of pytest
-    edits: list[tuple[str, str, str]] = field(
-        default_factory=list
-    )  # file, regular expression, replacement: of the copy
-    command: list[str] = field(default_factory=list)
+    """A copy of the tree that contains the mistakes of some tables."""
+
+    tables: list[str]  # modules of this folder, such as cpu
+    options: list[str] = field(default_factory=list)  # for pytest
+    # Changes to the copy: file, regular expression, replacement.
+    edits: list[tuple[str, str, str]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)  # builds the copy
 
 
 BUILDS = {
@@ -66,7 +68,10 @@ BUILDS = {
 
 
 def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
-    """Writes only what has changed, for ninja."""
+    """Copies the tree to a folder, with `sources` instead of these files.
+
+    Writes only files that have changed, so that ninja compiles no others again.
+    """
     there = set()
     for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "docs", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
         for path in [ROOT / part, *(ROOT / part).rglob("*")]:
@@ -86,6 +91,10 @@ def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
 
 
 def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
+    """Builds a copy of the tree and runs the tests for its mutants in the chosen tables.
+
+    numbers: those of the mutants, or empty for all. Returns the results: (table, number) -> {"caught": ..., ...}.
+    """
     folder = ROOT / "build/mutants" / name
     folder.mkdir(parents=True, exist_ok=True)
     mutants, of_table = [], {}
@@ -106,20 +115,20 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     changed = {}
     for file in {m.file for m in mutants}:
         text = plant.planted((ROOT / file).read_text(), [m for m in mutants if m.file == file])
-        # Shaders have it from the simulator.
+        # Shaders get the header from the simulator.
         include = "" if file.startswith("shaders/") else f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n"
         changed[file] = include + text
     for file, old, new in build.edits:
         text = changed.get(file) or (ROOT / file).read_text()
         if not re.search(old, text):
-            raise SystemExit(f"{file} has no {old}")
+            raise SystemExit(f"{file} must contain {old}, but does not")
         changed[file] = re.sub(old, lambda found, new=new: new.replace("\\0", found[0]), text)
     copy_of_tree(folder, changed)
 
     environment = os.environ | {
         "PYTHONPATH": str(folder),
         "TORCH_ROPE_CUDA": "0",
-        "OMP_NUM_THREADS": "1",  # as `make test`; and a process with threads could not be forked
+        "OMP_NUM_THREADS": "1",  # as in `make test`; a process with more threads could not be forked
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     begin = time.time()
@@ -128,7 +137,7 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
         if made.returncode:
             lines = (made.stdout + made.stderr).splitlines()
             print("\n".join([line for line in lines if "error:" in line or "rope_mutant" in line] or lines[-9:]))
-            raise SystemExit(f"{name} is not built: where a line has rope_mutant(N), that is mutant N")
+            raise SystemExit(f"the build {name} failed; rope_mutant(N) in a line above is mutant N")
     print(f"{name}: {len(mutants)} mutants, built in {time.time() - begin:.0f} s", flush=True)
 
     wanted = [m for m in mutants if of_table[m.number] in chosen and (not numbers or m.number in numbers)]
@@ -143,17 +152,20 @@ def run(name: str, build: Build, chosen: list[str], numbers: list[int]) -> dict:
     session = [sys.executable, Path(__file__).with_name("session.py"), folder / "job.json"]
     subprocess.run(session, cwd=folder, env=environment)
     if not (folder / "results.json").exists():
-        raise SystemExit(f"the tests of {name} do not run")
+        raise SystemExit(f"the tests of the build {name} did not run")
     results = json.loads((folder / "results.json").read_text())
     return {(of_table[int(n)], int(n)): r for n, r in results.items()}
 
 
 def run_python(numbers: list[int]) -> dict:
-    """A copy of the tree with one mistake after another, and a process of tests for each."""
+    """Runs the tests for the mutants of the Python package, each in a process of its own. Returns results as run() does.
+
+    There is a copy of the tree for each job, and a copy has one mistake at a time.
+    """
     import python
 
     jobs = int(os.environ.get("MAX_JOBS", "2"))
-    known = ROOT / "build/mutants/python.json"  # the tests that found a mistake last time
+    known = ROOT / "build/mutants/python.json"  # the test that found each mistake last time
     kills = json.loads(known.read_text()) if known.exists() else {}
     folders, results, right = queue.Queue(), {}, {}
     for i in range(jobs):
@@ -162,7 +174,7 @@ def run_python(numbers: list[int]) -> dict:
         folders.put(folder)
 
     def tests(folder: Path, *what: str) -> str | None:
-        """The test that fails."""
+        """Runs pytest. Returns the test that fails, or None."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *what]
         environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -170,6 +182,7 @@ def run_python(numbers: list[int]) -> dict:
         return (failed[1] if failed else done.stdout[-300:]) if done.returncode else None
 
     def find(number: int) -> None:
+        """Runs the tests of a mutant and records the result."""
         what, file, old, new, test = python.MUTANTS[number - 1]
         folder = folders.get()
         text = (folder / file).read_text()
@@ -188,11 +201,9 @@ def run_python(numbers: list[int]) -> dict:
         if failed:
             kills[what] = failed
         results["python", number] = {"caught": bool(failed)}
-        told = (
-            f"            by {failed}{'' if right[failed] else ', WHICH FAILS WITHOUT THE MISTAKE'}" if failed else ""
-        )
+        by = f"            by {failed}{'' if right[failed] else ', WHICH FAILS WITHOUT THE MISTAKE'}" if failed else ""
         print(
-            f"{number:4} {'caught' if failed else 'MISSED'} {time.time() - begin:5.1f} s  {file}: {what}\n{told}".rstrip(),
+            f"{number:4} {'caught' if failed else 'MISSED'} {time.time() - begin:5.1f} s  {file}: {what}\n{by}".rstrip(),
             flush=True,
         )
 
@@ -209,7 +220,7 @@ def main() -> None:
     tables = [t for build in BUILDS.values() for t in build.tables] + ["python"]
     chosen = [a for a in sys.argv[1:] if not a.isdigit()] or tables
     if unknown := set(chosen) - set(tables):
-        raise SystemExit(f"there is no {', '.join(unknown)}; there are {', '.join(tables)}")
+        raise SystemExit(f"there is no table {', '.join(unknown)}; the tables are {', '.join(tables)}")
     results, begin = {}, time.time()
     for name, build in BUILDS.items():
         if set(build.tables) & set(chosen):

@@ -1,6 +1,9 @@
-"""Members that one may read for another. Every place that reads a member of a line is planted to read the next one of the
-line: `r.params.cos[1]` as `r.params.sin[1]`. Where a line begins with names and a colon, those are what
-the member is of; none: it is no member."""
+"""Members and variables that are easily used for one another, such as `r.params.cos[1]` and `r.params.sin[1]`.
+
+Wherever a source uses a name of a line, a mutant uses the next name of that line instead, and the first for the last.
+A line may begin with words and a colon. Then only members of variables with these names are meant: in "p params: q k v"
+those of `p` and `params`. If there is a colon but no words, the names are those of variables, not of members.
+"""
 
 NEIGHBOURS = [
     # RopeParams

@@ -1,5 +1,7 @@
-"""Finds the places of mistakes in a source, and writes a source that has them all: the environment variable ROPE_MUTANT
-says which one a process makes, if any."""
+"""Finds in a source the texts that mistakes replace, and writes a source that contains all mistakes at once.
+
+The environment variable ROPE_MUTANT selects the one mistake that a process makes. Without it a process makes none.
+"""
 
 import re
 from collections.abc import Iterable
@@ -7,8 +9,8 @@ from dataclasses import dataclass
 
 from neighbours import NEIGHBOURS
 
-# Functions that are not instrumented, because the emulators look at every load of a kernel. The number is read once in a
-# process, and anew in a fork.
+# These functions are not instrumented, because the emulator and the simulator check every load of a kernel. The number
+# is read once in each process; a fork reads it again.
 HEADER = r"""#pragma once
 extern "C" {
 char* getenv(const char*) noexcept;
@@ -33,12 +35,14 @@ ROPE_PLAIN __attribute__((const)) bool rope_mutant(int n) {
 
 @dataclass
 class Mutant:
+    """A mistake: text[start:end] of a file, which is `old`, is replaced by `new`."""
+
     file: str
-    start: int  # of what is replaced
+    start: int
     end: int
     old: str
     new: str
-    what: str
+    what: str  # what is wrong
     line: int
     number: int = 0
 
@@ -47,18 +51,18 @@ class Mutant:
 
 
 def locate(file: str, text: str, pattern: str) -> tuple[int, int]:
-    """Where `pattern` stands, which may say in «» what of it is meant."""
+    """Returns start and end of `pattern` in text, or of the part of it that is in «». It must occur exactly once."""
     before, mark, rest = pattern.partition("«")
     inside, _, after = rest.partition("»") if mark else (pattern, "", "")
     whole = pattern.replace("«", "").replace("»", "")
     if (n := text.count(whole)) != 1:
-        raise SystemExit(f"{file} has {n} times, needs once: {pattern}")
+        raise SystemExit(f"{file}: the pattern occurs {n} times but must occur once: {pattern}")
     start = text.index(whole) + (len(before) if mark else 0)
     return start, start + len(inside)
 
 
 def expression_around(text: str, start: int, end: int) -> tuple[int, int]:
-    """The operand or argument that this part of an operation is in."""
+    """Returns start and end of the whole expression (an operand or an argument) that contains text[start:end]."""
     stop = r"(?<![=!<>])=(?!=)|(?<!:)[?:](?!:)|[,;]|&&|\|\||\breturn\b"
     tokens = [(m[0], m.start(), m.end()) for m in re.finditer(rf"{stop}|[()\[\]{{}}]", code_of(text))]
 
@@ -77,11 +81,15 @@ def expression_around(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def is_statement(text: str) -> bool:
+    """Returns whether text is one or more whole statements, not an expression."""
     return text.rstrip().endswith((";", "}"))
 
 
 def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
-    """(what is wrong, file, what stands there, what is put there)"""
+    """Returns the mutants of a table of (what is wrong, file, pattern, replacement).
+
+    If a replacement is only a part of an operation, the mutant replaces the whole expression around it.
+    """
     mutants = []
     for what, file, old, new in table:
         text = sources[file]
@@ -95,13 +103,13 @@ def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]])
 
 
 def code_of(text: str) -> str:
-    """Comments, strings, assertions of the compiler and lines of the preprocessor made blank."""
+    """Returns text with spaces instead of comments, strings, static_asserts and preprocessor lines."""
     blank = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\bstatic_assert\(.*?\);|^#(?:if|include|pragma|elif)[^\n]*'
     return re.sub(blank, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)
 
 
 def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
-    """Every member that has a neighbour, read as that."""
+    """Returns the mutants that use a neighbour of a name instead of the name. more: lines like those of NEIGHBOURS."""
     unique = {}
     for file, text in sources.items():
         code = code_of(text)
@@ -121,28 +129,28 @@ def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
 
 
 def without(mutants: list[Mutant], sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
-    """(file, where, what is put there or *, why it is no mistake)"""
+    """Returns the mutants except those in a table of (file, pattern, replacement or *, why it is not a mistake)."""
     for file, where, new, _ in table:
         start, end = locate(file, sources[file], where)
         hit = [
             m for m in mutants if m.file == file and start <= m.start and m.end <= end and (new == "*" or m.new == new)
         ]
         if not hit:
-            raise SystemExit(f"{file}: nothing is planted at {where}")
+            raise SystemExit(f"{file}: no mutant replaces {where}")
         mutants = [m for m in mutants if m not in hit]
     return mutants
 
 
 def planted(text: str, mutants: list[Mutant], start: int = 0, end: int | None = None) -> str:
-    """The text from start to end with these mutants, numbered."""
+    """Returns text[start:end] with all these mutants in it. Each takes effect if rope_mutant(its number) is true."""
     end = len(text) if end is None else end
     parts, at = [], start
     for m in sorted(mutants, key=lambda m: (m.start, -m.end)):
         if m.start < at:
-            continue  # inside of the last one, or at the same place
+            continue  # it is inside the last one or replaces the same text, and is already written
         here = [o for o in mutants if o.start < m.end and m.start < o.end]
         if crossing := [o for o in here if o.start < m.start or o.end > m.end]:
-            raise SystemExit(f"two mistakes that cross: {m} and {crossing[0]}")
+            raise SystemExit(f"two mutants overlap, but neither is inside the other: {m} and {crossing[0]}")
         now = planted(text, [o for o in here if (o.start, o.end) != (m.start, m.end)], m.start, m.end)
         for o in here:
             if (o.start, o.end) == (m.start, m.end):

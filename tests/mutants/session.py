@@ -1,8 +1,12 @@
-"""Runs tests once per mutant: pytest collects them once, and each mutant has a fork of that process, in which tests run
-until one fails that passes without the mistake. The first are those that found most mistakes for their time.
+"""Runs the tests for each mutant of a build until one test finds the mutant.
 
-python session.py JOB.json  with the job: folder, options, mutants {number: [file, line, what is wrong, folders of tests, the
-quick ones first]}, results (file)
+pytest collects the tests once. For each mutant this process forks, and the fork runs tests until one fails that passes
+without the mistake. Tests that found the most mistakes for the time they take run first.
+
+Usage: python session.py JOB.json
+
+The job is a dict: folder, options (of pytest), results (the file to write), and mutants: number -> [file, line, what is
+wrong, folders of tests, the quick ones first].
 """
 
 import collections
@@ -18,17 +22,18 @@ from pathlib import Path
 import pytest
 
 JOBS = int(os.environ.get("MAX_JOBS", "2"))
-SOON = 10  # seconds: what is not found by then waits until there are more tests that are known to find mistakes
-UNDECIDED = 99
+# A mutant that no test finds in this many seconds waits until more tests are known to find mistakes.
+SOON = 10
+UNDECIDED = 99  # the exit status of a fork that has run for that long
 
 
 class Fork:
-    """A process that runs these tests with a mistake, for so many seconds of its own."""
+    """A process that runs tests with one mistake, until a test fails or `most` seconds of processor time are over."""
 
     def __init__(self, session: "Session", number: int, tests: list[str], most: float):
         self.number, self.begin, self.idle, self.size = number, time.time(), 0.0, 0
-        self.log = session.folder / "log" / str(number)  # what the tests print; beside it each test and its seconds
-        self.run = self.log.with_suffix(".tests")
+        self.log = session.folder / "log" / str(number)  # what the tests print
+        self.run = self.log.with_suffix(".tests")  # each test that has begun, and its seconds
         for file in (self.log, self.run):
             file.write_text("")
         self.pid = os.fork()
@@ -42,28 +47,32 @@ class Fork:
         items = [session.items[test] for test in tests]
         for item, after in zip(items, [*items[1:], None], strict=True):
             begin = time.time()
-            self.tell(json.dumps(item.nodeid) + "\n")
+            self.record(json.dumps(item.nodeid) + "\n")
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-            self.tell(f"{time.time() - begin}\n")
+            self.record(f"{time.time() - begin}\n")
             if session.failed or time.process_time() > most:
                 os._exit(1 if session.failed else UNDECIDED)
         os._exit(0)
 
-    def tell(self, line: str) -> None:
+    def record(self, line: str) -> None:
         with self.run.open("a") as file:
             file.write(line)
 
     def tests(self) -> list[tuple[str, float]]:
-        """That have begun, and their seconds; the last one may have none."""
+        """Returns the tests that have begun, each with its seconds, or with infinity if it has not ended."""
         lines = [json.loads(line) for line in self.run.read_text().splitlines()]
         return list(zip(lines[::2], [*lines[1::2], math.inf], strict=False))
 
     def ended(self, wait: bool = False) -> int | None:
+        """Returns the exit status, or None if the process still runs."""
         pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def limit(self, seconds: float, usual: dict[str, float]) -> None:
-        """Ends a test that hangs. seconds: since the last look."""
+        """Kills the process if its test hangs.
+
+        seconds: the time since the last call. usual: the seconds that each test takes.
+        """
         size = self.run.stat().st_size
         self.idle = self.idle + seconds if size == self.size else 0
         self.size = size
@@ -72,20 +81,24 @@ class Fork:
 
 
 class Session:
+    """A plugin of pytest that runs the collected tests in forks."""
+
     def __init__(self, job: dict):
         self.job, self.folder = job, Path(job["folder"])
-        self.known = {"seconds": {}, "kills": {}}  # of each test; and the test that found a mistake last time
+        # From earlier runs: the seconds of each test, and the test that found each mistake.
+        self.known = {"seconds": {}, "kills": {}}
         if (kept := self.folder / "known.json").exists():
             self.known = json.loads(kept.read_text())
         self.seconds = self.known["seconds"]
-        self.killers = collections.defaultdict(list)  # the mutants that a test found
-        self.results, self.right = {}, {}  # of mutants; whether a test passes without a mistake
-        self.failed = False  # in this process
+        self.killers = collections.defaultdict(list)  # the mutants that each test has found
+        self.results = {}  # the result of each mutant
+        self.right = {}  # whether a test passes without a mistake
+        self.failed = False  # whether a test has failed in this process
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:
-            sys.exit("the tests are not collected")
+            sys.exit("pytest cannot collect the tests")
         self.items = {item.nodeid: item for item in session.items}
         (self.folder / "log").mkdir(exist_ok=True)
         undecided = self.run([int(number) for number in self.job["mutants"]], SOON)
@@ -96,8 +109,11 @@ class Session:
         return True
 
     def order(self, number: int) -> list[str]:
-        """The test that found this mistake last time comes first, then those that find most mistakes for their time. Where
-        nothing is known yet, tests whose names contain the source's name come first."""
+        """Returns the tests in the order in which they run for a mutant.
+
+        The test that found this mistake last time comes first, then the tests that find the most mistakes for the time
+        they take. While little is known, tests whose names contain the name of the source come before others.
+        """
         file, _, what, folders = self.job["mutants"][str(number)]
         topic = Path(file).stem
         last = self.known["kills"].get(f"{file}: {what}")
@@ -106,20 +122,22 @@ class Session:
         random.Random(0).shuffle(tests)
 
         def worth(test: str) -> float:
-            found = sum(1 / (1 + abs(number - n) / 10) for n in self.killers.get(test, ()))  # most of all near by
+            """Returns the value of a test for its time. Mutants with numbers near this one count most."""
+            found = sum(1 / (1 + abs(number - n) / 10) for n in self.killers.get(test, ()))
             return (found + (1 if topic in test else 0.05)) / (self.seconds.get(test, seconds[test]) + 0.002)
 
         return sorted(tests, key=lambda t: (t != last, -worth(t)))
 
     def run(self, queue: list[int], most: float) -> list[int]:
-        """Returns the mutants that no test found in that many seconds."""
+        """Runs the mutants in the queue. Returns those that no test found in `most` seconds."""
         running, undecided, last = [], [], time.monotonic()
         while queue or running:
             while queue and len(running) < JOBS:
                 number = queue.pop(0)
                 running.append(Fork(self, number, self.order(number), most))
             time.sleep(0.02)
-            passed, last = min(time.monotonic() - last, 1), time.monotonic()  # who is stopped does not hang
+            # At most one second counts, so that forks do not seem to hang after all processes were stopped for a while.
+            passed, last = min(time.monotonic() - last, 1), time.monotonic()
             for fork in list(running):
                 code = fork.ended()
                 if code is None:
@@ -133,18 +151,18 @@ class Session:
         return undecided
 
     def passes(self, test: str) -> bool:
-        """Without a mistake."""
+        """Returns whether a test passes without a mistake. A test that does not is left out from then on."""
         if test not in self.right:
             fork = Fork(self, 0, [test], math.inf)
             self.right[test] = fork.ended(wait=True) == 0
             if not self.right[test]:
-                print(f"FAILS WITHOUT A MISTAKE: {test}, see {fork.log}", flush=True)
+                print(f"{test} FAILS WITHOUT A MISTAKE, see {fork.log}", flush=True)
                 fork.log.rename(fork.log.with_suffix(f".{len(self.items)}"))
                 self.items.pop(test)
         return self.right[test]
 
     def end(self, fork: "Fork", code: int) -> bool:
-        """False if it has to run again."""
+        """Records the result of a fork that has ended. Returns False if the mutant must run again."""
         tests = fork.tests()
         for name, seconds in tests:
             if seconds < math.inf:

@@ -1,4 +1,4 @@
-"""rotate_into_cache_ with any shapes, strides, caches, angles and slots; and the gradients of tables."""
+"""Tests rotate_into_cache_ and the gradients of tables with arguments that hypothesis chooses."""
 
 import os
 
@@ -17,12 +17,13 @@ st = hypothesis.strategies
 
 @st.composite
 def layouts(draw, dims):
-    """How a tensor lies in memory: its dimensions in some order, each element next to its neighbour or every second."""
+    """Draws a memory layout: (the order in which the dimensions are stored, the step along each dimension: 1 or 2)."""
     order = tuple(draw(st.permutations(range(dims))))
     return order, tuple(draw(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=dims, max_size=dims)))
 
 
 def lay_out(layout, shape, make):
+    """Returns a tensor of this shape in a layout of layouts(); make(*shape) allocates its memory."""
     order, steps = layout
     memory = make(*(shape[d] * steps[d] for d in order))
     t = memory.permute(*(order.index(d) for d in range(len(shape))))
@@ -31,6 +32,7 @@ def lay_out(layout, shape, make):
 
 @st.composite
 def calls(draw):
+    """Draws the arguments of a call of rotate_into_cache_."""
     small = st.integers(0, 3)
     batch, seq, pairs = draw(small), draw(st.integers(0, 8)), draw(st.one_of(small, st.integers(0, 40)))
     kind = draw(st.sampled_from(["table", "token", "inv_freq"]))
@@ -48,14 +50,14 @@ def calls(draw):
         "v": draw(layouts(4)),
         "kind": kind,
         "table_dtype": draw(st.sampled_from(["float32", "dtype of x"])),
-        "shared": draw(st.booleans()),  # a row of positions or of a table by token for the whole batch
+        "shared": draw(st.booleans()),  # positions, or a table by token, for all sequences of the batch
         "positions": positions,
         "offset": draw(st.integers(0, 9)) if kind != "token" else 0,
         "strided": draw(st.booleans()),
         "slots": slots,
         "slots_dims": draw(st.sampled_from([2, 1])) if batch == 1 else 2,
         "cache": draw(layouts(4)),
-        "v_cache": draw(st.one_of(layouts(4), layouts(5))),  # 5: k and v in one tensor
+        "v_cache": draw(st.one_of(layouts(4), layouts(5))),  # 5 dimensions: both caches are in one tensor
         "block_size": draw(st.integers(1, 20)),
         "more_blocks": draw(st.integers(0, 2)),
         "weights": draw(st.sampled_from(["none", "dtype of x", "float32", "strided"])),
@@ -76,14 +78,14 @@ many = hypothesis.settings(
 
 @many
 @hypothesis.given(call=calls())
-def test_any_call(call, device):
-    """Any shapes, strides, caches, angles and slots. ROPE_EXAMPLES=5000 in the environment tries as many."""
+def test_any_call_writes_the_right_values_and_nothing_else(call, device):
+    """Draws any shapes, strides, caches, angles and slots. ROPE_EXAMPLES=5000 in the environment tries 5000 calls."""
     dtype = call["dtype"]
     if not supported(device, dtype):
         return
     torch.manual_seed(call["seed"])
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = call["size"]
-    memory = []  # of q, k and v, with what lies between their elements
+    memory = []  # the memory of q, k and v, including what lies between their elements
 
     def make(*shape):
         memory.append((torch.randn(shape, dtype=torch.float64) * call["scale"]).to(dtype).to(device))
@@ -99,15 +101,15 @@ def test_any_call(call, device):
     def strided(t, step=2):
         return spread(t.cpu(), (step,) * t.dim(), range(t.dim())) if call["strided"] else t
 
-    def placed(t, step=2):
+    def laid_out(t, step=2):
         return moved(strided(t, step), device)
 
-    # Slots first: without them the positions are places in a block.
+    # The slots come first, because without them the positions are limited by block_size.
     count, block_size = batch * seq, call["block_size"]
     if call["slots"]:
         blocks = -(-count // block_size) + call["more_blocks"]
         shape = (batch, seq)[-call["slots_dims"] :]
-        slots = placed(some_slots(shape, blocks * block_size, getattr(torch, call["slots"]), "cpu"))
+        slots = laid_out(some_slots(shape, blocks * block_size, getattr(torch, call["slots"]), "cpu"))
     else:
         block_size, blocks, slots = block_size + seq + call["offset"], batch + call["more_blocks"], None
 
@@ -120,14 +122,14 @@ def test_any_call(call, device):
         unique = torch.rand(one_or_batch, rows).argsort(-1)[:, :seq] - call["offset"]
         unique = unique - (20 if slots is not None and call["kind"] == "inv_freq" else 0)
         unique = unique[0] if call["shared"] and call["strided"] else unique
-        angles["positions"] = placed(unique.to(getattr(torch, call["positions"])), 3)
+        angles["positions"] = laid_out(unique.to(getattr(torch, call["positions"])), 3)
     if call["kind"] == "inv_freq":
-        angles["inv_freq"] = placed(freq.float())
+        angles["inv_freq"] = laid_out(freq.float())
     else:
         shape = (rows,) if call["kind"] == "table" else (one_or_batch, seq)
         angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
-        angles["cos"] = placed(angle.cos().to(table_dtype))
-        angles["sin"] = placed(angle.sin().to(table_dtype), 3)
+        angles["cos"] = laid_out(angle.cos().to(table_dtype))
+        angles["sin"] = laid_out(angle.sin().to(table_dtype), 3)
 
     def cache(make, *shape):
         if len(call["v_cache"][0]) == 5:
@@ -142,11 +144,12 @@ def test_any_call(call, device):
     q_before = q.clone()
     check(q, k, v, caches, angles, slots, norm, **{n: call[n] for n in ("attention_factor", "interleaved")})
     q.copy_(q_before)
-    assert all(map(same, memory, before))  # nothing but q was written
+    assert all(map(same, memory, before))  # q is the only one of these that was written
 
 
 @st.composite
 def table_calls(draw):
+    """Draws the arguments of a call of _rotate_table_backward."""
     dims = draw(st.sampled_from([3, 4]))
     pairs = draw(st.one_of(st.integers(1, 3), st.integers(1, 40)))
     kind = draw(st.sampled_from(["table", "token", "token shared"]))
@@ -175,7 +178,7 @@ def table_calls(draw):
 
 @many
 @hypothesis.given(call=table_calls())
-def test_any_gradient_of_tables(call, device):
+def test_gradients_of_tables_are_right_in_any_call(call, device):
     dtype, pairs, (batch, seq) = call["dtype"], call["pairs"], call["size"]
     if not supported(device, dtype):
         return

@@ -1,4 +1,4 @@
-"""Gradients to any order, forward mode and torch.func; what in-place operators owe to autograd."""
+"""Tests gradients to any order, forward mode and torch.func, and what in-place operators do under autograd."""
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ rope = torch.ops.rope
 pytestmark = pytest.mark.shared
 
 EVERY_MODE = dict(check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-SHAPES = [(2, 3, 2, 5), (2, 3, 1, 5)]  # of q and k, small because finite differences take each element; rotary_dim is 4
+# The shapes of q and k. They are small because finite differences vary each element by itself. rotary_dim is 4.
+SHAPES = [(2, 3, 2, 5), (2, 3, 1, 5)]
 
-# What says the angles -> (its shape; the other arguments).
+# Maps the source of the angles to (shape of cos and sin or of inv_freq, the other arguments).
 SOURCES = {
     "table": ((6, 2), {"offset": 3}),
     "table at positions [S]": ((6, 2), {"positions": [3, 0, 3], "offset": 1}),
@@ -29,14 +30,17 @@ SOURCES = {
 
 
 def doubles(device, *shapes, requires_grad=True):
-    """float64, because finite differences need it."""
+    """Returns random float64 tensors, because finite differences need that precision."""
     if device == "mps":
         pytest.skip("Apple GPUs have no float64")
     return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
 
 
 def learned(source, interleaved, device):
-    """(cos and sin or inv_freq, function of (tensors to rotate..., these) -> tuple)"""
+    """Returns ([cos, sin] or [inv_freq], function).
+
+    The function takes the tensors to rotate and then these angles, and returns what rotate or rotate_qk returns.
+    """
     shape, options = SOURCES[source]
     options = options | {"interleaved": interleaved}
     if "positions" in options:
@@ -61,15 +65,15 @@ def learned(source, interleaved, device):
             "dims": [4, 3],
             "interleaved": [False, True],
         },
-        # Of three dimensions there is no batch.
+        # Tensors of three dimensions have no batch.
         lambda source, dims, **_: (
             dims == 4 or (SOURCES[source][0][0] != 2 or "inv" in source) and "[B,S]" not in source
         ),
     ),
     ids=name_of,
 )
-def test_gradcheck(case, device):
-    """With constant angles, and with learned ones."""
+def test_gradients_pass_gradcheck(case, device):
+    """The angles are constant in some cases and learned in others."""
     q, k = doubles(device, *(shape[4 - case["dims"] :] for shape in SHAPES))
     angles, rotated = learned(case["source"], case["interleaved"], device)
     xs = [q, k] if case["which"] == "qk" else [q]
@@ -86,8 +90,11 @@ def test_gradcheck(case, device):
 
 
 @pytest.mark.parametrize("with_k", [False, True])
-def test_gradcheck_of_the_gradient_of_tables(with_k, device):
-    """Any derivative of the operator that backward calls; none in cos and sin, which say but a shape."""
+def test_derivatives_of_the_gradient_of_tables_pass_gradcheck(with_k, device):
+    """The backward of learned tables calls _rotate_table_backward, which has derivatives of its own.
+
+    It has none in cos and sin, because it uses only their shape.
+    """
     g_q, g_k, q, k = doubles(device, *SHAPES, *SHAPES)
     cos, sin = doubles(device, (6, 2), (6, 2))
 
@@ -101,7 +108,7 @@ def test_gradcheck_of_the_gradient_of_tables(with_k, device):
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)], ids=str)
-def test_gradcheck_of_cos_sin(shape, device):
+def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
     positions, freq, on_axes, freqs = doubles(device, shape, (4,), (3, *shape), (3, 4))
     options = {"attention_factor": 1.3, "dtype": torch.float64}
     for function, inputs in (
@@ -115,7 +122,7 @@ def test_gradcheck_of_cos_sin(shape, device):
 
 # ---- every argument of every operator ----
 
-OPERANDS = {  # Those that could be mistaken for one another differ in strides.
+OPERANDS = {  # tensors that could be mistaken for one another differ in their strides
     **dict.fromkeys(("x", "q", "q_out_grad"), lambda: torch.randn(2, 4, 3, 8)),
     "k": lambda: torch.randn(2, 4, 1, 8),
     "v": lambda: torch.randn(2, 4, 1, 16)[..., ::2],
@@ -128,7 +135,7 @@ OPERANDS = {  # Those that could be mistaken for one another differ in strides.
 
 
 def call_of(op, device, source="table"):
-    """Every tensor that the operator takes and that could have a gradient, by name."""
+    """Returns, by name, every tensor that the operator takes and that could have a gradient."""
     names = [a.name for a in schema_of(op).arguments]
     freq = torch_rope.inv_freq(8, device=device)
     if "offset" not in names:
@@ -142,7 +149,7 @@ def call_of(op, device, source="table"):
 
 
 def decision(op, name):
-    """What becomes of the gradient of an argument."""
+    """Returns what the operator does about the gradient of an argument: "given", "refused" or "none"."""
     if "norm" in op and name in ("cos", "sin", "inv_freq"):
         return "refused"
     return "none" if op == "_rotate_table_backward" and name in ("cos", "sin") else "given"
@@ -157,7 +164,7 @@ def decision(op, name):
     ],
 )
 def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op, source, device):
-    """That of the in-place operators is test_in_place_refuses_gradients_and_tangents."""
+    """In-place operators have a test of their own, test_in_place_operators_refuse_gradients_and_tangents."""
     good, call = call_of(op, device, source), getattr(rope, op)
     for name in good:
         leaf = good[name].clone().requires_grad_()
@@ -184,10 +191,10 @@ def outs_of(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-# ---- which gradients are made, and what is saved ----
+# ---- what backward saves ----
 
 
-def test_backward_complains_if_what_it_saved_was_written(device):
+def test_backward_raises_if_a_saved_tensor_was_overwritten(device):
     x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
     cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), torch_rope.inv_freq(8, device=device))
     out = rope.rotate(x, cos, sin)
@@ -210,9 +217,11 @@ def test_integer_positions_have_no_gradient(device):
 
 @pytest.mark.parametrize("used", ["q", "k", "qk"])
 @pytest.mark.parametrize("needed", ["q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin"])
-def test_some_of_the_gradients(needed, used, device):
-    """Where the loss uses one output, or something is frozen: the gradients that are asked for, to the bit what the
-    operators give, and no others."""
+def test_backward_computes_only_the_gradients_that_are_needed(needed, used, device):
+    """The loss may use one output only, and some inputs may be frozen.
+
+    The gradients that are needed have the same bits as the operators give. No other gradient is computed.
+    """
     needed = needed.split()
     inputs = dict(zip("qk", (torch.randn(2, 4, h, 8, device=device) for h in (3, 1)), strict=True))
     inputs |= {name: torch.randn(4, 4, device=device) for name in ("cos", "sin")}
@@ -222,7 +231,7 @@ def test_some_of_the_gradients(needed, used, device):
     given = {name: torch.randn_like(outs[name]) for name in used}
     with Calls() as calls:
         torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
-    rotated = len(set(needed) & set(used))  # heads that turn back
+    rotated = len(set(needed) & set(used))  # the gradients that backward rotates: those of q, k or both
     assert [name for name in calls.names if name.startswith("rope::rotate")] == (
         [f"rope::rotate{'_qk' * (rotated - 1)}"] if rotated else []
     )
@@ -245,8 +254,8 @@ def test_some_of_the_gradients(needed, used, device):
 
 
 @pytest.mark.parametrize("needed", [0, 1])
-def test_one_gradient_of_the_gradient_of_tables(needed, device):
-    """Turns one of x and its gradient."""
+def test_backward_of_the_gradient_of_tables_computes_only_the_gradient_that_is_needed(needed, device):
+    """If only x or only the gradient of its result requires grad, the backward is one rotation."""
     inputs = [torch.randn(4, 3, 8, device=device).requires_grad_(i == needed) for i in range(2)]
     cos, sin = torch.randn(2, 4, 4, device=device)
     outs = rope._rotate_table_backward(inputs[0], None, inputs[1], None, cos, sin)
@@ -257,8 +266,8 @@ def test_one_gradient_of_the_gradient_of_tables(needed, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_narrow_tables_have_their_dtype(dtype, device):
-    """Also those of the second order, whose tables are gradients."""
+def test_gradients_of_tables_have_the_dtype_of_the_tables(dtype, device):
+    """This holds for second derivatives too, which are computed with gradients in place of the tables."""
     x = torch.randn(2, 4, 3, 8, device=device).to(torch.bfloat16).requires_grad_()
     cos, sin = (torch.randn(4, 3, device=device).to(dtype).requires_grad_() for _ in "cs")
     first = torch.autograd.grad(rope.rotate(x, cos, sin).float().square().sum(), (x, cos, sin), create_graph=True)
@@ -267,7 +276,7 @@ def test_gradients_of_narrow_tables_have_their_dtype(dtype, device):
         assert [g.dtype for g in gradients] == [torch.bfloat16, dtype, dtype]
 
 
-def test_x_is_saved_only_for_the_gradients_of_tables(device):
+def test_x_is_saved_only_if_a_table_requires_grad(device):
     x = torch.randn(4, 3, 8, device=device)
     scale = torch.ones(3, 8, device=device, requires_grad=True)
     for needed in (False, True):
@@ -283,8 +292,8 @@ def test_x_is_saved_only_for_the_gradients_of_tables(device):
             out.sum().backward()
 
 
-def test_inv_freq_that_requires_grad_changes_no_value(device):
-    """Bit for bit: the tables that are made of it are the angles of the kernel."""
+def test_inv_freq_that_requires_grad_gives_the_same_bits(device):
+    """A table by token, made of inv_freq, then replaces inv_freq; it holds the very angles that the kernel computes."""
     q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 4, 1, 8, device=device)
     freq = torch_rope.inv_freq(8, device=device)
     for more in ({"offset": 70000}, {"positions": torch.tensor([5, -3, 2**20, 7], device=device), "inverse": True}):
@@ -294,51 +303,51 @@ def test_inv_freq_that_requires_grad_changes_no_value(device):
             assert out.requires_grad and torch.equal(out, e)
 
 
-def test_errors_of_learned_angles_are_those_of_the_operator(device):
+def test_learned_angles_raise_the_same_errors_as_constant_angles(device):
     x = torch.randn(4, 3, 8, device=device)
     cos, freq = (torch.rand(shape, device=device, requires_grad=True) for shape in ((4, 5), (5,)))
     for angles in ({"cos": cos, "sin": cos}, {"inv_freq": freq}):
         with pytest.raises(ValueError, match="rope.rotate: .* rotary_dim 10 is larger than head_dim"):
             rope.rotate(x, **angles)
-    with pytest.raises(ValueError, match="rope.rotate: cos without sin"):
+    with pytest.raises(ValueError, match="rope.rotate: sin is None but must be given together with cos"):
         rope.rotate(x, cos)
-    with pytest.raises(ValueError, match="rope.cos_sin: inv_freq has 2 dimensions"):
+    with pytest.raises(ValueError, match=r"rope.cos_sin: inv_freq has shape \[\d+, \d+\] but must have shape"):
         rope.cos_sin(torch.arange(3, device=device), cos)
 
 
 # ---- in place ----
 
-# What each writes.
+# The arguments that each in-place operator writes.
 IN_PLACE = {
     op: [a.name for a in schema_of(op).arguments if a.alias_info is not None]
     for op in OPERATORS
     if schema_of(op).is_mutable
 }
-# What a message recommends.
+# What the error message of each in-place operator recommends instead.
 FUNCTIONAL = {
     "rotate_": "rope.rotate",
     "rotate_qk_": "rope.rotate_qk",
-    "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself",
+    "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself",
 }
 EACH_WRITTEN = [(op, name) for op, names in IN_PLACE.items() for name in names]
 
 
 def negated(t):
-    """A view that torch negates when it is read."""
+    """Returns a view with the values of t, which torch negates when they are read."""
     view = torch.complex(t, -t).conj().imag
     assert view.is_neg()
     return view
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_negated_views_are_read_and_never_written(op, device):
+def test_a_negated_view_is_read_correctly_and_never_written(op, device):
     good = call_of(op, device)
     expected = {n: t.clone() for n, t in good.items()}
     getattr(rope, op)(**expected)
     for name in good:
         a = {n: t.clone() for n, t in good.items()}
         if name in IN_PLACE[op]:
-            with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} is a negated view, .* resolve_neg"):
+            with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} is a negated view but must not be one, .* resolve_neg"):
                 getattr(rope, op)(**a | {name: negated(a[name])})
             assert all(torch.equal(t, good[n]) and t._version == 0 for n, t in a.items())
         else:
@@ -347,18 +356,18 @@ def test_negated_views_are_read_and_never_written(op, device):
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_bumps_the_version(op, device):
+def test_an_in_place_operator_bumps_the_version_of_what_it_writes(op, device):
     a = call_of(op, device)
     for count, context in enumerate((torch.enable_grad, torch.no_grad, torch.inference_mode), 1):
         with context():
             getattr(rope, op)(**a)
         assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[op] else 0 for n in a}
-    with torch.inference_mode():  # an inference tensor has no version, and works
+    with torch.inference_mode():  # inference tensors have no version, and the operator takes them
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
 
 
 @pytest.mark.parametrize("op, written", EACH_WRITTEN)
-def test_what_backward_saved_may_not_be_rotated_in_place(op, written, device):
+def test_backward_raises_if_a_saved_tensor_was_written_in_place(op, written, device):
     a = call_of(op, device)
     weight = torch.randn_like(a[written], requires_grad=True)
     loss = (weight * a[written]).sum()
@@ -369,17 +378,17 @@ def test_what_backward_saved_may_not_be_rotated_in_place(op, written, device):
 
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_refuses_gradients_and_tangents(op, source, device):
+def test_in_place_operators_refuse_gradients_and_tangents(op, source, device):
     good = call_of(op, device, source)
     before = {n: t.clone() for n, t in good.items()}
     for name in good:
         a = good | {name: good[name].clone().requires_grad_() * 1}
-        message = f"rope.{op}: {name} requires grad, .* use {FUNCTIONAL[op]}, or torch.no_grad"
+        message = f"rope.{op}: {name} requires grad but must not, .* use {FUNCTIONAL[op]}, or torch.no_grad"
         with pytest.raises(RuntimeError, match=message):
             getattr(rope, op)(**a)
         with torch.no_grad():
             getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
-        message = f"rope.{op}: {name} has a forward-mode tangent, .* use {FUNCTIONAL[op]}$"
+        message = f"rope.{op}: {name} has a forward-mode tangent but must not, .* use {FUNCTIONAL[op]}$"
         with fwAD.dual_level():
             a = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
             for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -391,11 +400,11 @@ def test_in_place_refuses_gradients_and_tangents(op, source, device):
 @pytest.mark.parametrize("op, written", EACH_WRITTEN)
 def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, device):
     a = call_of(op, device)
-    with torch.inference_mode():
-        read = {n: t.clone() for n, t in a.items() if n not in IN_PLACE[op]}  # may be inference tensors
+    with torch.inference_mode():  # the arguments that are only read may be inference tensors
+        read = {n: t.clone() for n, t in a.items() if n not in IN_PLACE[op]}
         a |= read | {written: a[written].clone()}
     before = {n: t.clone() for n, t in a.items()}
-    message = f"rope.{op}: {written} is an inference tensor, .* use {FUNCTIONAL[op]}$"
+    message = f"rope.{op}: {written} is an inference tensor but must be a normal tensor .* use {FUNCTIONAL[op]}$"
     with pytest.raises(RuntimeError, match=message):
         getattr(rope, op)(**a)
     assert all(torch.equal(t, before[n]) for n, t in a.items())
@@ -403,7 +412,7 @@ def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, 
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_under_torch_func_is_an_error_or_right(op, device):
+def test_in_place_operators_raise_under_torch_func(op, device):
     good = call_of(op, device)
     for name in good:
 
@@ -423,7 +432,7 @@ def test_in_place_under_torch_func_is_an_error_or_right(op, device):
 
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
 def test_a_tangent_is_rotated_like_x(mode, device):
-    """Also without grad, where the shortcut past the autograd function is taken."""
+    """This holds with grad off too, when a call without tangents skips the autograd function."""
     q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 4, 1, 8, device=device)
     freq = torch_rope.inv_freq(8, device=device)
     with fwAD.dual_level(), torch.set_grad_enabled(mode == "grad"):
@@ -439,8 +448,8 @@ def test_a_tangent_is_rotated_like_x(mode, device):
 
 @pytest.mark.heart
 @pytest.mark.parametrize("source", SOURCES)
-def test_torch_func(source, device):
-    """Every transform agrees with plain autograd, of what is rotated and of the angles."""
+def test_torch_func_agrees_with_plain_autograd(source, device):
+    """Every transform gives the gradients of plain autograd, with respect to q, k and the angles."""
     angles, rotated = learned(source, True, device)
     inputs = (*doubles(device, *SHAPES, requires_grad=False), *(t.detach() for t in angles))
     every = tuple(range(len(inputs)))
@@ -463,8 +472,8 @@ def test_torch_func(source, device):
 
 
 @pytest.mark.parametrize("of", ["x", "cos", "sin", "inv_freq"])
-def test_hessians(of, device):
-    """Every nesting of forward and reverse mode, also around and inside plain autograd."""
+def test_every_nesting_of_forward_and_reverse_mode_gives_the_same_hessian(of, device):
+    """A transform inside plain autograd gives the same Hessian too."""
     shapes = {"x": (1, 2, 1, 6), "cos": (1, 2, 2), "sin": (1, 2, 2), "inv_freq": (2,)}
     call = dict(zip(shapes, doubles(device, *shapes.values(), requires_grad=False), strict=True))
     if of == "inv_freq":
@@ -491,12 +500,12 @@ def test_hessians(of, device):
 def test_an_error_inside_a_transform_leaves_torch_func_usable(device):
     x, freq = torch.randn(1, 2, 1, 6, device=device), torch.rand(2, device=device)
     before = torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x)
-    with pytest.raises(ValueError, match="no angle source"):
+    with pytest.raises(ValueError, match="cos, sin and inv_freq are None but must not all be None"):
         torch.func.grad(lambda x: rope.rotate(x).sum())(x)
     assert torch.equal(torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x), before)
 
 
-def test_gradient_checkpointing_and_hooks(device):
+def test_gradient_checkpointing_keeps_the_gradient(device):
     x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
     freq = torch_rope.inv_freq(8, device=device)
     function = lambda x: rope.rotate(x, inv_freq=freq).square().sum()  # noqa: E731
@@ -506,7 +515,7 @@ def test_gradient_checkpointing_and_hooks(device):
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
 def test_autocast_changes_nothing(op, device):
-    """The result has x's dtype, and the tables stay as they are."""
+    """The results have the dtype and the bits that they have without autocast, and tables keep their dtype."""
     half = {"x", "q", "k", "q_out_grad", "k_out_grad", "k_norm_weight"}
     call = {name: t.bfloat16() if name in half else t for name, t in call_of(op, device).items()}
     expected = outs_of(getattr(rope, op)(**call))

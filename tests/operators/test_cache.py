@@ -1,4 +1,7 @@
-"""rotate_into_cache_: what it writes to q and to the caches, by the oracle and by plain loops, and not one bit elsewhere."""
+"""Tests that rotate_into_cache_ writes the right values to q and to the caches, and changes no other bit of memory.
+
+The right values are those of the oracle, of plain loops, and of the kernels and functions of other projects.
+"""
 
 import importlib
 import itertools
@@ -30,20 +33,21 @@ from oracle import assert_close, limits, rotate
 
 import torch_rope
 
-INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of the size of an element
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype with this many bytes
 
 
 def bits(t):
-    """The elements as integers, so that NaNs and zeros compare by their bits; on the CPU."""
+    """Returns the elements as integers, on the CPU, so that NaNs and zeros compare by their bits."""
     return t.cpu().view(INTEGER[t.element_size()])
 
 
 def same(a, b):
+    """Returns whether two tensors have the same bits."""
     return torch.equal(bits(a), bits(b))
 
 
 def garbage(shape, dtype):
-    """Bits of every kind, many of them NaNs: what a cache may hold before."""
+    """Returns a tensor of random bits, many of them NaNs, as a cache may hold before it is written."""
     words = torch.randint(-(2**63), 2**63 - 1, (math.prod(shape) * dtype.itemsize // 8 + 1,))
     t = words.view(dtype)[: math.prod(shape)]
     t[::7] = float("nan")
@@ -51,7 +55,10 @@ def garbage(shape, dtype):
 
 
 class Caches:
-    """k and v: views of a memory that was garbage before."""
+    """The caches k and v in one of the layouts, in memory that is filled with garbage.
+
+    layout: a key of CACHES, or a function like its values. memory: the tensors that k and v are views of.
+    """
 
     def __init__(self, layout, blocks, block_size, heads, head_dim, dtype, device):
         self.layout = layout if callable(layout) else CACHES[layout]
@@ -65,39 +72,45 @@ class Caches:
         self.k, self.v = self.layout(make, *self.shape)
 
     def after(self, slots, k, v):
-        """The memory, on the CPU, after a plain loop has written the tokens whose slot is not negative."""
+        """Returns what the memory must hold, on the CPU, after the tokens whose slot is not negative are written.
+
+        slots: a numpy array [batch, seq]. A plain loop writes the tokens of k and v to a copy of the memory.
+        """
         memory = [bits(m).clone() for m in self.memory]
         rest = iter(memory)
         caches = self.layout(lambda *_: next(rest), *self.shape)
         k_cache, v_cache = (t if t.dim() == 4 else t[None] for t in caches)
         k, v = (bits(t) if t.dim() == 4 else bits(t)[None] for t in (k, v))
-        for row, token in np.ndindex(slots.shape):
-            block, place = divmod(int(slots[row, token]), self.shape[1])
+        for b, s in np.ndindex(slots.shape):
+            block, index = divmod(int(slots[b, s]), self.shape[1])
             if block >= 0:
-                k_cache[block, place], v_cache[block, place] = k[row, token], v[row, token]
+                k_cache[block, index], v_cache[block, index] = k[b, s], v[b, s]
         return memory
 
 
 def functional(q, k, angles, norm, options):
-    """q and k rotated by the operators that write to nothing."""
+    """Returns q and k rotated by the operators that do not write to their arguments."""
     if norm:
         return torch.ops.rope.norm_rotate_qk(q, k, **norm, **angles, **options)
     return [torch.ops.rope.rotate(x, **angles, **options) for x in (q, k)]
 
 
 def slots_of(q, slots, positions=None, offset=0, block_size=0):
-    """Where each token of [batch, seq] goes: by its slot, or row b in block b at its position."""
+    """Returns the slot of each token, [batch, seq]. Without slots, sequence b is written to block b, by position."""
     batch, seq = (1, *q.shape)[-4:-2]
     if slots is not None:
         return np.broadcast_to(slots.cpu().numpy(), (batch, seq))
-    places = np.arange(seq) if positions is None else positions.cpu().numpy()
-    return np.broadcast_to(places + offset, (batch, seq)) + np.arange(batch)[:, None] * block_size
+    indices = np.arange(seq) if positions is None else positions.cpu().numpy()
+    return np.broadcast_to(indices + offset, (batch, seq)) + np.arange(batch)[:, None] * block_size
 
 
 def check(q, k, v, caches, angles, slots=None, norm=None, **options):
-    """Calls the operator. q, the caches, and all memory around them hold what a plain loop makes of them.
+    """Calls the operator and checks q, k, v, the caches and all memory around the caches.
 
-    norm: q_norm_weight, k_norm_weight and norm_eps, or none.
+    q and the cells that are written must have the bits that the functional operators return, and these must be close to
+    the oracle. All other memory must be as before.
+
+    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None.
     """
     norm = norm or {}
     q_before, k_before, v_before = q.clone(), k.clone(), v.clone()
@@ -110,7 +123,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     assert same(k, k_before) and same(v, v_before)
     assert all(map(same, caches.memory, memory))
 
-    # What the functional operators say is right too.
+    # The values of the functional operators are right.
     near = limits(q.dtype, angles, options.get("attention_factor", 1.0), bool(norm))
     for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
         with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
@@ -121,6 +134,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
 
 
 def allowed(size, dims, source, cache, slots, **_):
+    """Returns whether the operator takes these arguments together."""
     batch = size[0]
     if batch > 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
         return False
@@ -139,6 +153,8 @@ FACTORS = CALLS | {
 
 
 def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_dim, dtype, device):
+    """Returns q, k and v in these layouts. If q_layout is "qkv", they are slices of one tensor."""
+
     def make(layout, heads):
         return LAYOUTS[layout](torch.Size((batch, seq, heads, head_dim)), dtype, device)
 
@@ -148,6 +164,7 @@ def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_di
 
 
 def make_slots(kind, batch, seq, cells, device):
+    """Returns random slots below `cells`. kind: one of FACTORS["slots"] that is not "none"."""
     dtype = torch.int32 if "int32" in kind else torch.int64
     slots = some_slots((seq,) if kind.endswith("[S]") else (batch, seq), cells, dtype, device)
     if "strided" in kind:
@@ -157,7 +174,10 @@ def make_slots(kind, batch, seq, cells, device):
 
 
 def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
-    """kind: none, dtype of x, float32 (that of q alone), or strided."""
+    """Returns the arguments of the norm, an empty dict if there is none.
+
+    kind: "none", "dtype of x", "float32" (q_norm_weight is float32, k_norm_weight has the dtype of x) or "strided".
+    """
     if kind == "none":
         return {}
     q, k = (torch.rand(2, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype)
@@ -174,7 +194,7 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
     covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS),
     ids=name_of,
 )
-def test_writes_what_the_functional_operators_return(case, device):
+def test_rotate_into_cache_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
@@ -210,7 +230,10 @@ def neox(i, half):
 
 
 class Akunu:
-    """What its kernels share: sizes, frequencies and one head at a time. All arithmetic in float32."""
+    """The kernels of akunu, one head at a time, and the sizes and frequencies that they share.
+
+    All arithmetic is float32.
+    """
 
     def __init__(self, pairing, n_heads=4, n_kv=2, head_dim=32, max_seq=24, theta=1e4, freqs=None, freq_scale=1.0):
         self.pairing, self.n_heads, self.n_kv, self.head_dim = pairing, n_heads, n_kv, head_dim
@@ -221,8 +244,8 @@ class Akunu:
         divisor = np.float32(self.theta) ** np.float32(2 * i / self.head_dim) if self.freqs is None else self.freqs[i]
         return np.float32(position) * np.float32(self.freq_scale) / np.float32(divisor)
 
-    def turn(self, position, source, start, target, to, scale=None):
-        """The head at source[start:], each channel times its scale, rotated into target[to:]."""
+    def rotate_head(self, position, source, start, target, to, scale=None):
+        """Rotates the head at source[start:], each channel multiplied by its scale first, into target[to:]."""
         for i in range(self.half):
             a, b = self.pairing(i, self.half)
             x, y = np.float32(source[start + a]), np.float32(source[start + b])
@@ -232,49 +255,53 @@ class Akunu:
             target[to + a], target[to + b] = np.float16(x * cos - y * sin), np.float16(x * sin + y * cos)
 
     def cell(self, head, position):
-        """Where a head of a token begins in a cache [n_kv, max_seq, head_dim]."""
+        """Returns the element offset of a head of a token in a cache [n_kv, max_seq, head_dim]."""
         return (head * self.max_seq + position) * self.head_dim
 
     def norm(self, source, start, weight, eps):
+        """Returns the factor of each channel of the head at source[start:]: weight / rms."""
         total = np.float32(0)
         for d in range(self.head_dim):
             total += np.float32(source[start + d]) ** 2
         scale = np.float32(1) / np.sqrt(total / np.float32(self.head_dim) + np.float32(eps))
         return [scale * np.float32(w) for w in weight]
 
-    # rope_f16, rope_neox_f16
+    # The kernels rope_f16 and rope_neox_f16.
     def rope(self, x, stride, seq, offset, position_ids=None):
         for token, head in itertools.product(range(seq), range(self.n_heads)):
             position = token + offset if position_ids is None else position_ids[token]
             start = token * stride + head * self.head_dim
-            self.turn(position, x, start, x, start)
+            self.rotate_head(position, x, start, x, start)
 
-    # rope_qkv_write_f16, rope_neox_qkv_write_f16, and with weights head_norm_rope_neox_kv_write_f16
+    # The kernels rope_qkv_write_f16 and rope_neox_qkv_write_f16 and, with weights, head_norm_rope_neox_kv_write_f16.
     def qkv_write(self, qkv, k_cache, v_cache, position, q_weight=None, k_weight=None, eps=0.0):
         for head in range(self.n_heads):
             start = head * self.head_dim
             scale = None if q_weight is None else self.norm(qkv, start, q_weight, eps)
-            self.turn(position, qkv, start, qkv, start, scale)
+            self.rotate_head(position, qkv, start, qkv, start, scale)
             if head < self.n_kv:
                 k, to = (self.n_heads + head) * self.head_dim, self.cell(head, position)
                 scale = None if k_weight is None else self.norm(qkv, k, k_weight, eps)
-                self.turn(position, qkv, k, k_cache, to, scale)
+                self.rotate_head(position, qkv, k, k_cache, to, scale)
                 for d in range(self.head_dim):
                     v_cache[to + d] = qkv[k + self.n_kv * self.head_dim + d]
 
-    # rope_batch_kv_write_f16, rope_neox_batch_kv_write_f16
+    # The kernels rope_batch_kv_write_f16 and rope_neox_batch_kv_write_f16.
     def batch_kv_write(self, q, k, v, k_cache, v_cache, seq, position):
         for token, head in itertools.product(range(seq), range(self.n_heads)):
             start = (token * self.n_heads + head) * self.head_dim
-            self.turn(position + token, q, start, q, start)
+            self.rotate_head(position + token, q, start, q, start)
             if head < self.n_kv:
                 start, to = (token * self.n_kv + head) * self.head_dim, self.cell(head, position + token)
-                self.turn(position + token, k, start, k_cache, to)
+                self.rotate_head(position + token, k, start, k_cache, to)
                 for d in range(self.head_dim):
                     v_cache[to + d] = v[start + d]
 
     def assert_equal_but_for_rounding(self, ours, theirs):
-        """Two roundings of nearly the same number are at most neighbours at the magnitude of the pair."""
+        """Asserts that each pair of results differs by at most one float16 ulp at the magnitude of the pair.
+
+        Two nearly equal numbers round to the same float16 or to neighbouring ones.
+        """
         theirs = theirs.reshape(ours.shape).astype(np.float64)
         magnitude = np.empty_like(theirs)
         for i in range(self.half):
@@ -283,7 +310,7 @@ class Akunu:
         assert_close(ours, (theirs, magnitude), 1)
 
     def angles(self, device):
-        """The same frequencies for the operators, and a table of them."""
+        """Returns the arguments of the operators for the same angles, twice: as inv_freq and as a table."""
         theta = torch_rope.inv_freq(self.head_dim, self.theta)
         inv_freq = (theta if self.freqs is None else 1 / torch.from_numpy(self.freqs)) * self.freq_scale
         inv_freq = inv_freq.to(device)
@@ -291,7 +318,7 @@ class Akunu:
         return {"inv_freq": inv_freq}, {"cos": cos, "sin": sin}
 
     def compare_caches(self, caches, k, v, positions):
-        """The rows of these positions are those of the loops, the others as they were."""
+        """Asserts that the cells of these positions hold what the loops write, and that no other cell has changed."""
         shape = (self.n_kv, self.max_seq, self.head_dim)
         (k_ours, v_ours), (k_theirs, v_theirs) = caches.memory, (torch.from_numpy(t).view(shape) for t in (k, v))
         assert same(v_ours, v_theirs)
@@ -301,7 +328,7 @@ class Akunu:
 
 
 def flat(t):
-    """A copy of the memory of a dense tensor."""
+    """Returns a flat copy of a dense tensor's memory, in numpy."""
     return t.cpu().numpy().reshape(-1).copy()
 
 
@@ -318,11 +345,11 @@ pairings = pytest.mark.parametrize("pairing", [standard, neox], ids=lambda p: p.
 
 @pytest.mark.parametrize("pairing, positions", [(standard, "offset"), (neox, "offset"), (neox, "position_ids")])
 @frequencies
-def test_akunu_rope_f16_and_rope_neox_f16(pairing, positions, frequencies, device):
+def test_rotate_agrees_with_akunu_rope_f16_and_rope_neox_f16(pairing, positions, frequencies, device):
     akunu = Akunu(pairing, **frequencies)
-    seq, stride = 6, akunu.n_heads * akunu.head_dim + 16  # its rows may be wider than their heads
+    seq, stride = 6, akunu.n_heads * akunu.head_dim + 16  # akunu allows a stride that is wider than the heads
     x = torch.randn(seq, stride).half().to(device)
-    position_ids = [3, 4, 5, 4, 5, 4] if positions == "position_ids" else None  # branches of a tree of guesses
+    position_ids = [3, 4, 5, 4, 5, 4] if positions == "position_ids" else None  # branches of a tree of guessed tokens
     for angles in akunu.angles(device):
         theirs, ours = flat(x), x.clone()
         akunu.rope(theirs, stride, seq, offset=9, position_ids=position_ids)
@@ -341,7 +368,9 @@ def test_akunu_rope_f16_and_rope_neox_f16(pairing, positions, frequencies, devic
 @pytest.mark.parametrize("n_heads, n_kv", [(4, 2), (3, 3)])
 @pairings
 @frequencies
-def test_akunu_rope_qkv_write_f16_and_rope_neox_qkv_write_f16(pairing, frequencies, n_heads, n_kv, position, device):
+def test_one_token_agrees_with_akunu_rope_qkv_write_f16_and_rope_neox_qkv_write_f16(
+    pairing, frequencies, n_heads, n_kv, position, device
+):
     akunu = Akunu(pairing, n_heads, n_kv, **frequencies)
     memory = torch.randn((n_heads + 2 * n_kv) * akunu.head_dim).half().to(device)
     for angles in akunu.angles(device):
@@ -362,7 +391,9 @@ def test_akunu_rope_qkv_write_f16_and_rope_neox_qkv_write_f16(pairing, frequenci
 @pytest.mark.parametrize("seq, position", [(1, 23), (6, 0), (5, 17)])
 @pairings
 @frequencies
-def test_akunu_rope_batch_kv_write_f16_and_rope_neox_batch_kv_write_f16(pairing, frequencies, seq, position, device):
+def test_a_prompt_agrees_with_akunu_rope_batch_kv_write_f16_and_rope_neox_batch_kv_write_f16(
+    pairing, frequencies, seq, position, device
+):
     akunu = Akunu(pairing, **frequencies)
     memory = [torch.randn(seq, n * akunu.head_dim).half().to(device) for n in (akunu.n_heads, akunu.n_kv, akunu.n_kv)]
     for angles in akunu.angles(device):
@@ -381,7 +412,7 @@ def test_akunu_rope_batch_kv_write_f16_and_rope_neox_batch_kv_write_f16(pairing,
 @pytest.mark.parametrize("position", [0, 19])
 @pytest.mark.parametrize("eps, size", [(1e-6, 1.0), (1e-5, 0.003)])
 @pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_akunu_head_norm_rope_neox_kv_write_f16(theta, eps, size, position, device):
+def test_the_norm_agrees_with_akunu_head_norm_rope_neox_kv_write_f16(theta, eps, size, position, device):
     akunu = Akunu(neox, theta=theta)
     memory = (torch.randn((akunu.n_heads + 2 * akunu.n_kv) * akunu.head_dim) * size).half().to(device)
     q_weight, k_weight = (torch.rand(2, akunu.head_dim) + 0.5).half()
@@ -399,15 +430,16 @@ def test_akunu_head_norm_rope_neox_kv_write_f16(theta, eps, size, position, devi
         akunu.compare_caches(caches, k, v, [position])
 
 
-# --- Paged caches as vLLM fills them: tokens of many sequences in one row, a slot for each ----------------------------
+# --- Paged caches as vLLM fills them: the tokens of all sequences concatenated, with a slot for each token ------------
 
 
 def rotate_half(x):
+    """Returns (-second half, first half) of the channels, as in Hugging Face Transformers."""
     return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
 
 
 class Paged:
-    """Sequences of any length, each the owner of some blocks in any order."""
+    """Block tables for sequences of any length. Each sequence owns some blocks, in random order."""
 
     def __init__(self, longest, block_size, blocks):
         self.block_size, free = block_size, torch.randperm(blocks)
@@ -415,10 +447,14 @@ class Paged:
         self.tables = free[: sum(each)].split(each)
 
     def slot(self, sequence, position):
+        """Returns the slot of the token at this position of a sequence."""
         return int(self.tables[sequence][position // self.block_size]) * self.block_size + position % self.block_size
 
     def tokens(self, starts, counts, padded_to):
-        """positions and slots of the tokens of all sequences in a row, with padding at the end."""
+        """Returns positions and slots of counts[i] tokens of each sequence i from position starts[i] on, concatenated.
+
+        Padding tokens at the end have slot -1.
+        """
         tokens = [(i, start + t) for i, (start, n) in enumerate(zip(starts, counts, strict=True)) for t in range(n)]
         padding = padded_to - len(tokens)
         positions = torch.tensor([p for _, p in tokens] + [0] * padding)
@@ -428,20 +464,20 @@ class Paged:
 @pytest.mark.parametrize("layout", ["kv blocks", "blocks kv", "blocks heads", "by channel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rotary_dim", [64, 32])
-def test_paged_prefill_and_decode(rotary_dim, dtype, layout, device):
+def test_paged_caches_hold_the_tokens_of_each_sequence_after_prefill_and_decode(rotary_dim, dtype, layout, device):
     q_heads, k_heads, head_dim = 6, 2, 64
     first, later, ulps = [5, 33, 1, 16], 4, 2 if dtype == torch.float32 else 1
     paged = Paged([n + later + 16 for n in first], block_size=16, blocks=40)
     caches = Caches(layout, 40, 16, k_heads, head_dim, dtype, device)
     cos, sin = torch_rope.cos_sin(torch.arange(128), torch_rope.inv_freq(rotary_dim), dtype=torch.float32)
-    kept = [[] for _ in first]  # the values that each sequence has been given
+    kept = [[] for _ in first]  # the values of each sequence's tokens so far
 
     def plain(x, positions):
-        """In float64, not rounded: (value, magnitude)."""
-        turned, rest = x.cpu().double().split([rotary_dim, head_dim - rotary_dim], -1)
+        """Returns x rotated in float64, not rounded, and the magnitudes of its pairs."""
+        rotated, rest = x.cpu().double().split([rotary_dim, head_dim - rotary_dim], -1)
         c, s = (torch.cat([t, t], -1)[positions].unsqueeze(1).double() for t in (cos, sin))
-        size = torch.hypot(*turned.chunk(2, -1)).repeat(1, 1, 2)
-        value = turned * c + rotate_half(turned) * s
+        size = torch.hypot(*rotated.chunk(2, -1)).repeat(1, 1, 2)
+        value = rotated * c + rotate_half(rotated) * s
         return torch.cat([value, rest], -1).numpy(), torch.cat([size, rest.abs()], -1).numpy()
 
     def step(starts, counts):
@@ -458,19 +494,19 @@ def test_paged_prefill_and_decode(rotary_dim, dtype, layout, device):
         k_ours, v_ours = caches.k.cpu(), caches.v.cpu()
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                block, place = slot // 16, slot % 16
-                assert_close(k_ours[block, place], [t[token] for t in k_expected], ulps)
-                k_cache[block, place], v_cache[block, place] = k_ours[block, place], v[token].cpu()
-        assert same(k_ours, k_cache) and same(v_ours, v_cache)  # these cells and no other
+                block, index = slot // 16, slot % 16
+                assert_close(k_ours[block, index], [t[token] for t in k_expected], ulps)
+                k_cache[block, index], v_cache[block, index] = k_ours[block, index], v[token].cpu()
+        assert same(k_ours, k_cache) and same(v_ours, v_cache)  # no other cells were written
         tokens = iter(v[: sum(counts)].cpu())
         for i, count in enumerate(counts):
             kept[i] += itertools.islice(tokens, count)
 
     lengths = [0] * len(first)
-    for counts in (first, *[[1] * len(first)] * later, [3, 0, 16, 1]):  # prompts, a token for each, prompts again
+    for counts in (first, *[[1] * len(first)] * later, [3, 0, 16, 1]):  # prompts, then single tokens, then prompts
         step(lengths, counts)
         lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
-    for i, length in enumerate(lengths):  # what attention reads by the block table
+    for i, length in enumerate(lengths):  # attention reads these cells, by the block table
         pages = caches.v.cpu()[paged.tables[i]].flatten(0, 1)[:length]
         assert same(pages, torch.stack(kept[i]))
 
@@ -480,8 +516,8 @@ def test_paged_prefill_and_decode(rotary_dim, dtype, layout, device):
 
 @pytest.mark.parametrize("by", ["offset", "positions", "slots"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_hugging_face_static_cache(dtype, by, device):
-    """apply_rotary_pos_emb and StaticCache.update: a prompt, a token, a few tokens."""
+def test_rotate_into_cache_agrees_with_the_static_cache_of_hugging_face(dtype, by, device):
+    """Compares with apply_rotary_pos_emb and StaticCache.update, for a prompt, single tokens and a few tokens."""
     transformers = pytest.importorskip(
         "transformers", minversion="5", reason="transformers 5 or later is not installed"
     )
@@ -506,7 +542,7 @@ def test_hugging_face_static_cache(dtype, by, device):
         k_theirs, v_theirs = cache.update(k_theirs, v, 0)
 
         cos, sin = (t[..., : head_dim // 2].to(device) for t in rotary(q, torch.arange(max_seq)[None]))
-        if by == "slots":  # a table row per token
+        if by == "slots":  # with a table by token
             slots = torch.arange(batch)[:, None] * max_seq + positions
             angles = {"cos": cos[:, past : past + seq], "sin": sin[:, past : past + seq], "slots": slots.to(device)}
         else:
@@ -518,8 +554,8 @@ def test_hugging_face_static_cache(dtype, by, device):
         assert same(v_ours, v_theirs)
         past += seq
         assert same(k_ours[:, :, past:], k_theirs[:, :, past:])
-        # Theirs rounds two products and a sum to the dtype: an epsilon of a pair's magnitude, ours no more. The
-        # magnitude is that of the rounded pair.
+        # Transformers rounds two products and a sum to the dtype, so it is wrong by up to an epsilon of the pair's
+        # magnitude. Our error is no larger. The magnitude here is that of the rounded pair.
         for ours, theirs in (q_ours, q_theirs), (k_ours[:, :, :past], k_theirs[:, :, :past]):
             size = torch.hypot(*theirs.double().chunk(2, -1)).repeat(1, 1, 1, 2)
             assert_close(ours, (theirs.double().numpy(), size.numpy()), 0, plus=2.1 * torch.finfo(dtype).eps)
@@ -531,11 +567,11 @@ def test_hugging_face_static_cache(dtype, by, device):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("layout", ["blocks heads", "kv blocks", "sequence"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_padded_rows(dtype, layout, side, device):
-    """Each row has its own length: the padding, to the left or to the right, is written nowhere."""
+def test_padding_of_ragged_batches_is_not_written(dtype, layout, side, device):
+    """Each sequence has its own length. Its padding, on the left or on the right, has slot -1."""
     lengths, seq, block_size = torch.tensor([7, 1, 0, 4, 5]), 7, 12
-    batch, place = len(lengths), torch.arange(seq)
-    real = place >= seq - lengths[:, None] if side == "left" else place < lengths[:, None]
+    batch, index = len(lengths), torch.arange(seq)
+    real = index >= seq - lengths[:, None] if side == "left" else index < lengths[:, None]
     positions = (real.long().cumsum(1) - 1).clamp(min=0)
     slots = torch.where(real, torch.arange(batch)[:, None] * block_size + positions, -1)
     blocks, size = (1, batch * block_size) if layout == "sequence" else (batch, block_size)
@@ -544,12 +580,12 @@ def test_padded_rows(dtype, layout, side, device):
     q, k, v = make_qkv("bhsd", "bhsd", "bhsd", batch, seq, 4, 2, 64, dtype, device)
     check(q, k, v, caches, angles, slots.to(device))
 
-    # Then a token for each row, at a position and in a slot of its own.
+    # Then each sequence gets one more token, at its own position and in its own slot.
     angles["positions"] = lengths[:, None].to(device)
     slots = (torch.arange(batch) * block_size + lengths)[:, None].to(device)
     q, k, v = make_qkv("bshd", "bshd", "bshd", batch, 1, 4, 2, 64, dtype, device)
     check(q, k, v, caches, angles, slots)
-    if layout != "sequence":  # as without slots, where row b is block b
+    if layout != "sequence":  # without slots it is the same, because sequence b is written to block b
         check(q, k, v, caches, angles)
 
 
@@ -557,6 +593,7 @@ def test_padded_rows(dtype, layout, side, device):
 
 
 def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float32, device="cpu", layout="blocks"):
+    """Returns the arguments of a small call: q, k, v, the caches, and a dict of the angles."""
     q, k, v = make_qkv("bshd", "bhsd", "packed", batch, seq, 4, k_heads, 32, dtype, device)
     caches = Caches(layout, blocks, block_size, k_heads, 32, dtype, device)
     return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24).to(device)}
@@ -576,7 +613,7 @@ def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float3
     ],
     ids=str,
 )
-def test_empty_tensors(sizes, with_slots, weights, device):
+def test_empty_tensors_are_accepted(sizes, with_slots, weights, device):
     q, k, v, caches, angles = a_call(**sizes, device=device)
     batch, seq = q.shape[:2]
     slots = some_slots((batch, seq), 32, torch.int64, device) if with_slots else None
@@ -584,8 +621,8 @@ def test_empty_tensors(sizes, with_slots, weights, device):
 
 
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
-def test_no_token_written(weights, device):
-    """All slots negative: q is rotated, and the caches stay as they are (even one without any block)."""
+def test_negative_slots_write_nothing(weights, device):
+    """If all slots are negative, q is rotated and the caches stay as they are, even a cache without blocks."""
     for blocks in (4, 0):
         q, k, v, caches, angles = a_call(blocks=blocks, device=device)
         slots = torch.tensor([-1, -2, -(2**63), -(2**31), -17], device=device).expand(2, 5)
@@ -596,11 +633,11 @@ def test_no_token_written(weights, device):
 
 
 @pytest.mark.parametrize("layout", CACHES)
-def test_first_and_last_cell(layout, device):
+def test_the_first_and_the_last_cell_are_written(layout, device):
     blocks, block_size = (1, 32) if "sequence" in layout else (4, 8)
     q, k, v, caches, angles = a_call(1, 2, blocks=blocks, block_size=block_size, device=device, layout=layout)
     check(q, k, v, caches, angles, torch.tensor([31, 0], device=device))
-    # Without slots: the last place of a row's block.
+    # Without slots, the last token goes to the last cell of its sequence's block.
     batch = min(blocks, 2)
     q, k, v, caches, angles = a_call(batch, 2, blocks=batch, block_size=8, device=device, layout=layout)
     check(q, k, v, caches, angles | {"offset": 6})
@@ -608,8 +645,8 @@ def test_first_and_last_cell(layout, device):
 
 
 @pytest.mark.usefixtures("_races_are_legal")
-def test_equal_slots(device):
-    """Either token's row wins; on a GPU channel by channel."""
+def test_one_of_two_tokens_with_equal_slots_is_kept(device):
+    """A cell that two tokens have holds one of the two. On a GPU each channel holds one of the two."""
     q, k, v, caches, angles = a_call(1, 5, blocks=2, device=device)
     _, rotated = functional(q, k, angles, {}, {})
     slots = torch.tensor([3, 9, 3, 9, 4], device=device)
@@ -624,14 +661,14 @@ def test_equal_slots(device):
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
 @pytest.mark.parametrize("with_slots", [False, True])
 def test_k_and_v_are_only_read(with_slots, weights, device):
-    """So they may be expanded, and one tensor."""
+    """They may therefore be expanded, and they may be the same tensor."""
     slots = torch.randperm(32, device=device)[:10].view(2, 5) if with_slots else None
     norm = make_norm(weights, 32, torch.float32, device)
     q, k, v, caches, angles = a_call(device=device)
     check(q, k, k, caches, angles, slots, norm)
     check(q, k[:, :, :1].expand_as(k), v[:, :1].expand_as(v), caches, angles, slots, norm)
     check(q, k[:1, :1, :1, :1].expand_as(k), v[:1, :, :, :1].expand_as(v), caches, angles, slots, norm)
-    # As may slots, positions and the table.
+    # Slots, positions and tables may be expanded too.
     row = {name: t.expand(5, 16) for name, t in zip(("cos", "sin"), torch.rand(2, 1, 16, device=device), strict=True)}
     positions = torch.tensor([[3]], device=device).expand(2, 1)
     check(q[:, :1], k[:, :1], v[:, :1], caches, row | {"positions": positions}, slots[:, :1] if with_slots else None)
@@ -641,8 +678,8 @@ def test_k_and_v_are_only_read(with_slots, weights, device):
     "layout, weights", [("heads sequence", "dtype of x"), ("kv blocks", "none"), ("blocks kv heads", "none")]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
-    """And with 1 and with 3 threads."""
+def test_a_large_prompt_gives_the_same_bits_in_pieces(dtype, layout, weights, device):
+    """On the CPU the bits do not depend on the number of threads either."""
     seq, q_heads, k_heads, head_dim = many(3000, device), 8, 4, 128
     with_slots = layout == "kv blocks"
     blocks, block_size = (1, seq + 8) if not with_slots else (seq // 16 + 1, 16)
@@ -672,7 +709,7 @@ def test_a_large_prompt_is_its_pieces(dtype, layout, weights, device):
 
 
 @pytest.mark.parametrize("layout", ["blocks", "blocks heads"])
-def test_a_cache_of_more_than_2_31_elements(layout, untouched):
+def test_a_cache_may_have_more_than_2_31_elements(layout, untouched):
     shape = (3, 2**20, 8, 128) if layout == "blocks" else (3, 8, 2**20, 128)
     k_cache, v_cache = (untouched(math.prod(shape), torch.float16).view(shape) for _ in "kv")
     device = k_cache.device
@@ -685,10 +722,10 @@ def test_a_cache_of_more_than_2_31_elements(layout, untouched):
     slots = torch.tensor([[3 * 2**20 - 2], [5], [2 * 2**20 + 7]], device=device)
     torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, slots=slots)
     for cache, x in (k_cache, k_rotated), (v_cache, v):
-        for row in range(3):
-            assert same(cache[row, -1], x[row, 0])
-            block, place = divmod(slots[row].item(), 2**20)
-            assert same(cache[block, place], x[row, 0])
+        for b in range(3):
+            assert same(cache[b, -1], x[b, 0])
+            block, index = divmod(slots[b].item(), 2**20)
+            assert same(cache[block, index], x[b, 0])
 
 
 @pytest.mark.parametrize(
@@ -705,9 +742,9 @@ def test_a_cache_of_more_than_2_31_elements(layout, untouched):
     ],
     ids=str,
 )
-def test_nothing_is_written_where_a_cell_does_not_exist(arguments, device):
+def test_nothing_is_written_if_a_cell_does_not_exist(arguments, device):
     if "offset" not in arguments and not checks_ranges(device):
-        pytest.skip("positions and slots in a tensor are looked at by the kernel, without an exception here")
+        pytest.skip("here only the kernel reads positions and slots in a tensor, and raises no exception")
     q, k, v, caches, angles = a_call(device=device)
     memory = [q, k, v, *caches.memory]
     before = [t.clone() for t in memory]
@@ -717,8 +754,8 @@ def test_nothing_is_written_where_a_cell_does_not_exist(arguments, device):
     assert all(map(same, memory, before))
 
 
-def test_a_token_that_is_not_written_needs_a_position(device):
-    """q is rotated all the same."""
+def test_a_token_that_is_not_written_needs_a_valid_position(device):
+    """q is rotated even for a token whose slot is negative."""
     q, k, v, caches, angles = a_call(device=device)
     cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), angles["inv_freq"])
     memory = [q, *caches.memory]

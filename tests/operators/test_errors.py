@@ -1,5 +1,8 @@
-"""Every error that the contract names: its type, a message that says the operator, the argument, what it got and what it needs;
-the same from fake tensors and under torch.compile; nothing written."""
+"""Tests of every error that the operators document: its type and its message, for real tensors, for fake tensors and
+under torch.compile. A call that raises an error writes nothing.
+
+All messages have one form: `rope.rotate: x is int64 but must be float16, bfloat16, float32 or float64`.
+"""
 
 import re
 
@@ -16,7 +19,7 @@ B, S, H, D, R = 2, 6, 3, 16, 8
 rope = torch.ops.rope
 pytestmark = pytest.mark.heart
 
-# Operator -> the tensors that it takes beside the angles. The x of rotate is called q until it is passed.
+# The tensors that each operator takes besides those of the angles. The x of rotate is called q here.
 OWN = {
     "rotate": ["q"],
     "rotate_": ["q"],
@@ -25,7 +28,7 @@ OWN = {
     "norm_rotate_qk": ["q", "k", "q_norm_weight", "k_norm_weight"],
     "rotate_into_cache_": ["q", "k", "v", "k_cache", "v_cache", "q_norm_weight", "k_norm_weight"],
 }
-# Which operators a case is for.
+# The groups of operators that a case can be for.
 OPS = {
     "all": list(OWN),
     "qk": [op for op in OWN if "k" in OWN[op]],
@@ -37,7 +40,7 @@ OPS = {
 
 
 def arguments(op, device="cpu") -> dict:
-    """A good call with tables; each case changes it into a bad one."""
+    """Returns the arguments of a legal call with tables. Each case changes some of them to make the call illegal."""
     with torch.device(device):
         cos, sin = torch_rope.cos_sin(torch.arange(20), torch_rope.inv_freq(R))
         good = {"q": torch.randn(B, S, H, D), "k": torch.randn(B, S, 1, D), "v": torch.randn(B, S, 1, D)}
@@ -47,7 +50,11 @@ def arguments(op, device="cpu") -> dict:
 
 
 def bad(message, error=ValueError, ops="all", **changes):
-    """changes: a function of the good arguments for each changed one, or a value."""
+    """Returns a case: a call that must raise this error with this message.
+
+    The message may contain {q}, the name of the operator's first argument, and may stop early. `ops` names a group of
+    operators. `changes` holds new values of arguments, or functions that compute them from the legal arguments.
+    """
     return pytest.param(message, error, ops, changes, id=message[:70])
 
 
@@ -71,280 +78,448 @@ def cast(name, dtype):
     return lambda a: a[name].to(dtype)
 
 
+# ---- messages that several cases share ----
+
+
+def overlaps(written, read):
+    why = f"{written} is written in place and {read} is read"
+    return f"{written} overlaps {read} but must have separate memory, because {why}"
+
+
+def both_written(a, b):
+    return f"{a} overlaps {b} but must have separate memory, because both are written in place"
+
+
+def elements_share_memory(name, shape, strides):
+    return (
+        f"{name} has shape {shape} and strides {strides}, so some of its elements share memory, "
+        f"but must have separate memory for each element, because {name} is written in place; clone it first"
+    )
+
+
+def out_of_range(low, high, offset, limit):
+    given = f"positions go from {low} to {high} with offset {offset}"
+    return f"{given} but position + offset must be at least 0 and below {limit}"
+
+
+ANGLE_SOURCE = "; pass one angle source: cos and sin, or inv_freq"
+ROW_PER_TOKEN = ": a 3-D table has a row per token; pass a 2-D table to select rows by position"
+
 CASES = [
     # x, q and k
-    bad("{q} has 2 dimensions [6, 16], needs [seq, heads, head_dim] or [batch, seq, heads, head_dim]", q=ones(S, D)),
-    bad("{q} has 5 dimensions [1, 2, 6, 3, 16], needs", q=ones(1, B, S, H, D)),
-    bad("{q} is int64, needs float16, bfloat16, float32 or float64", TypeError, q=ints(B, S, H, D)),
-    bad("{q} is complex64, needs float16", TypeError, q=ones(B, S, H, D, dtype=torch.complex64)),
-    bad("k is bfloat16, q is float32; they need one dtype", TypeError, "qk", k=cast("k", torch.bfloat16)),
-    bad("k is int32, needs float16", TypeError, "qk", k=cast("k", torch.int32)),
-    bad("k has 3 dimensions, q has 4; they need the same", ops="qk", k=ones(S, 1, D)),
-    bad("k has batch 1, q has 2; only their heads may differ", ops="qk", k=ones(1, S, 1, D)),
-    bad("k has seq 5, q has 6; only their heads may differ", ops="qk", k=ones(B, 5, 1, D)),
-    bad("k has head_dim 12, q has 16; only their heads may differ", ops="qk", k=ones(B, S, 1, 12)),
+    bad(
+        "{q} has shape [6, 16] but must have shape [seq, heads, head_dim] or [batch, seq, heads, head_dim]"
+        "; add a missing head axis with {q}.unsqueeze(-2)",
+        q=ones(S, D),
+    ),
+    bad("{q} has shape [1, 2, 6, 3, 16] but must have shape [seq", q=ones(1, B, S, H, D)),
+    bad("{q} is int64 but must be float16, bfloat16, float32 or float64", TypeError, q=ints(B, S, H, D)),
+    bad("{q} is complex64 but must be float16", TypeError, q=ones(B, S, H, D, dtype=torch.complex64)),
+    bad("k is bfloat16 but must be float32, the dtype of q", TypeError, "qk", k=cast("k", torch.bfloat16)),
+    bad("k is int32 but must be float16", TypeError, "qk", k=cast("k", torch.int32)),
+    bad("k has 3 dimensions but must have 4, as q has", ops="qk", k=ones(S, 1, D)),
+    bad("k has batch 1 but must have batch 2, as q has; only the heads may differ", ops="qk", k=ones(1, S, 1, D)),
+    bad("k has seq 5 but must have seq 6, as q has; only the heads may differ", ops="qk", k=ones(B, 5, 1, D)),
+    bad(
+        "k has head_dim 12 but must have head_dim 16, as q has; only the heads may differ",
+        ops="qk",
+        k=ones(B, S, 1, 12),
+    ),
     # the angle source
-    bad("no angle source; needs cos and sin, or inv_freq", cos=None, sin=None),
-    bad("two angle sources, cos and sin, and inv_freq; needs exactly one", inv_freq=freq()),
-    bad("cos without sin; an angle source is cos and sin together, or inv_freq", sin=None),
-    bad("sin without cos; an angle source is cos and sin together, or inv_freq", cos=None),
-    bad("sin without cos; an angle source is cos and sin together, or inv_freq", cos=None, inv_freq=freq()),
+    bad(
+        "cos, sin and inv_freq are None but must not all be None" + ANGLE_SOURCE,
+        cos=None,
+        sin=None,
+    ),
+    bad(
+        "inv_freq is given but must be None, because cos and sin are given" + ANGLE_SOURCE,
+        inv_freq=freq(),
+    ),
+    bad("sin is None but must be given together with cos" + ANGLE_SOURCE, sin=None),
+    bad("cos is None but must be given together with sin" + ANGLE_SOURCE, cos=None),
+    bad(
+        "cos is None but must be given together with sin" + ANGLE_SOURCE,
+        cos=None,
+        inv_freq=freq(),
+    ),
     # tables
     bad(
-        "cos has 32 columns, {q} has head_dim 16: rotary_dim 64 is larger than head_dim",
+        "cos has 32 columns but must have at most 8, because {q} has head_dim 16"
+        ": rotary_dim 64 is larger than head_dim",
         cos=ones(20, 32),
         sin=ones(20, 32),
     ),
-    bad("cos has 1 dimensions [4], needs [max_position, rotary_dim / 2] or", cos=ones(4), sin=ones(4)),
-    bad("cos has 4 dimensions", cos=ones(B, S, 1, 4), sin=ones(B, S, 1, 4)),
-    bad("sin has shape [20, 3], cos has [20, 4]; they need the same", sin=ones(20, 3)),
-    bad("sin has shape [19, 4], cos has [20, 4]; they need the same", sin=ones(19, 4)),
-    bad("sin has shape [1, 20, 4], cos has [20, 4]; they need the same", sin=ones(1, 20, 4)),
-    bad("sin has shape [2, 6], cos has [2, 6, 4]; they need the same", cos=ones(B, S, 4), sin=ones(B, S)),
-    bad("sin is bfloat16, cos is float32; they need one dtype", TypeError, sin=cast("sin", torch.bfloat16)),
     bad(
-        "cos and sin are float16, need float32 or {q}'s dtype, float32",
+        "cos has shape [4] but must have shape [max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]",
+        cos=ones(4),
+        sin=ones(4),
+    ),
+    bad("cos has shape [2, 6, 1, 4] but must have shape [max_position", cos=ones(B, S, 1, 4), sin=ones(B, S, 1, 4)),
+    bad("sin has shape [20, 3] but must have shape [20, 4], the shape of cos", sin=ones(20, 3)),
+    bad("sin has shape [19, 4] but must have shape [20, 4], the shape of cos", sin=ones(19, 4)),
+    bad("sin has shape [1, 20, 4] but must have shape [20, 4], the shape of cos", sin=ones(1, 20, 4)),
+    bad("sin has shape [2, 6] but must have shape [2, 6, 4], the shape of cos", cos=ones(B, S, 4), sin=ones(B, S)),
+    bad("sin is bfloat16 but must be float32, the dtype of cos", TypeError, sin=cast("sin", torch.bfloat16)),
+    bad(
+        "cos and sin are float16 but must be float32, the dtype of {q}",
         TypeError,
         cos=cast("cos", torch.float16),
         sin=cast("sin", torch.float16),
     ),
     bad(
-        "cos and sin are float64, need float32 or {q}'s dtype, float32",
+        "cos and sin are float64 but must be float32, the dtype of {q}",
         TypeError,
         cos=cast("cos", torch.float64),
         sin=cast("sin", torch.float64),
     ),
-    bad("cos has 5 rows per sequence, {q} has seq 6", cos=ones(1, 5, 4), sin=ones(1, 5, 4)),
-    bad("cos has batch 3, {q} has batch 2; a 3-D table needs that or 1", cos=ones(3, S, 4), sin=ones(3, S, 4)),
-    bad("positions with cos of shape [1, 6, 4]", cos=ones(1, S, 4), sin=ones(1, S, 4), positions=ints(S)),
-    bad("offset is 3 with cos of shape [1, 6, 4]", cos=ones(1, S, 4), sin=ones(1, S, 4), offset=3),
-    # inv_freq
-    bad("inv_freq has 2 dimensions [1, 4], needs [rotary_dim / 2]", cos=None, sin=None, inv_freq=ones(1, 4)),
-    bad("inv_freq is float16, needs float32 or float64", TypeError, cos=None, sin=None, inv_freq=freq(4, torch.half)),
     bad(
-        "inv_freq has 9 frequencies, {q} has head_dim 16: rotary_dim 18 is larger than head_dim",
+        "cos has 5 rows per sequence but must have 6, the seq of {q}: a 3-D table has a row per token",
+        cos=ones(1, 5, 4),
+        sin=ones(1, 5, 4),
+    ),
+    bad("cos has batch 3 but must have batch 2, as {q} has, or batch 1", cos=ones(3, S, 4), sin=ones(3, S, 4)),
+    bad(
+        "positions is given but must be None, because cos has shape [1, 6, 4]" + ROW_PER_TOKEN,
+        cos=ones(1, S, 4),
+        sin=ones(1, S, 4),
+        positions=ints(S),
+    ),
+    bad(
+        "offset is 3 but must be 0, because cos has shape [1, 6, 4]" + ROW_PER_TOKEN,
+        cos=ones(1, S, 4),
+        sin=ones(1, S, 4),
+        offset=3,
+    ),
+    # inv_freq
+    bad("inv_freq has shape [1, 4] but must have shape [rotary_dim / 2]", cos=None, sin=None, inv_freq=ones(1, 4)),
+    bad(
+        "inv_freq is float16 but must be float32 or float64",
+        TypeError,
+        cos=None,
+        sin=None,
+        inv_freq=freq(4, torch.half),
+    ),
+    bad(
+        "inv_freq has 9 frequencies but must have at most 8, because {q} has head_dim 16"
+        ": rotary_dim 18 is larger than head_dim",
         cos=None,
         sin=None,
         inv_freq=freq(9),
     ),
     # positions
-    bad("positions is float32, needs int32 or int64", TypeError, positions=ones(S)),
-    bad("positions is int16, needs int32 or int64", TypeError, positions=ints(S, dtype=torch.int16)),
-    bad("positions has 3 dimensions [1, 1, 6], needs [seq], [1, seq] or [batch, seq]", positions=ints(1, 1, S)),
-    bad("positions has 0 dimensions [], needs [seq], [1, seq] or [batch, seq]", positions=ints()),
-    bad("positions has 5 tokens [5], {q} has seq 6; positions needs [seq]", positions=ints(5)),
-    bad("positions has batch 3, {q} has batch 2; positions needs [seq]", positions=ints(3, S)),
-    # norm weights
-    bad("q_norm_weight without k_norm_weight; needs both, or neither for no norm", ops="cache", k_norm_weight=None),
-    bad("k_norm_weight without q_norm_weight; needs both, or neither for no norm", ops="cache", q_norm_weight=None),
+    bad("positions is float32 but must be int32 or int64", TypeError, positions=ones(S)),
+    bad("positions is int16 but must be int32 or int64", TypeError, positions=ints(S, dtype=torch.int16)),
+    bad("positions has shape [1, 1, 6] but must have shape [seq], [1, seq] or [batch, seq]", positions=ints(1, 1, S)),
+    bad("positions has shape [] but must have shape [seq], [1, seq] or [batch, seq]", positions=ints()),
     bad(
-        "q_norm_weight is bfloat16, needs float32 or q's dtype, float32",
+        "positions has shape [5] but must have shape [seq], [1, seq] or [batch, seq] with seq 6, as {q} has",
+        positions=ints(5),
+    ),
+    bad("positions has batch 3 but must have batch 2, as {q} has, or batch 1", positions=ints(3, S)),
+    # norm weights
+    bad(
+        "k_norm_weight is None but must be given together with q_norm_weight; pass both, or neither",
+        ops="cache",
+        k_norm_weight=None,
+    ),
+    bad(
+        "q_norm_weight is None but must be given together with k_norm_weight; pass both, or neither",
+        ops="cache",
+        q_norm_weight=None,
+    ),
+    bad(
+        "q_norm_weight is bfloat16 but must be float32, the dtype of q",
         TypeError,
         "norm",
         q_norm_weight=ones(D, dtype=torch.bfloat16),
     ),
     bad(
-        "k_norm_weight is float64, needs float32 or q's dtype, float32",
+        "k_norm_weight is float64 but must be float32, the dtype of q",
         TypeError,
         "norm",
         k_norm_weight=ones(D, dtype=torch.float64),
     ),
-    bad("k_norm_weight is int64, needs float32 or q's dtype, float32", TypeError, "norm", k_norm_weight=ints(D)),
+    bad("k_norm_weight is int64 but must be float32, the dtype of q", TypeError, "norm", k_norm_weight=ints(D)),
     bad(
-        "q_norm_weight has 2 dimensions [1, 16], needs [head_dim], one weight for each channel of a head",
+        "q_norm_weight has shape [1, 16] but must have shape [head_dim], one weight for each channel of a head",
         ops="norm",
         q_norm_weight=ones(1, D),
     ),
-    bad("k_norm_weight has 0 dimensions [], needs [head_dim]", ops="norm", k_norm_weight=ones()),
-    bad("q_norm_weight has 1 weights, q has head_dim 16; they need the same", ops="norm", q_norm_weight=ones(1)),
-    bad("k_norm_weight has 8 weights, q has head_dim 16; they need the same", ops="norm", k_norm_weight=ones(R)),
+    bad("k_norm_weight has shape [] but must have shape [head_dim]", ops="norm", k_norm_weight=ones()),
+    bad(
+        "q_norm_weight has shape [1] but must have shape [head_dim] with head_dim 16, as q has",
+        ops="norm",
+        q_norm_weight=ones(1),
+    ),
+    bad(
+        "k_norm_weight has shape [8] but must have shape [head_dim] with head_dim 16, as q has",
+        ops="norm",
+        k_norm_weight=ones(R),
+    ),
     # v
-    bad("v has 2 dimensions [6, 16], needs [seq, heads, head_dim] or", ops="cache", v=ones(S, D)),
-    bad("v is bfloat16, q is float32; they need one dtype", TypeError, "cache", v=cast("v", torch.bfloat16)),
-    bad("v has 3 dimensions, q has 4; they need the same", ops="cache", v=ones(S, 1, D)),
-    bad("v has batch 1, q has 2; only their heads may differ", ops="cache", v=ones(1, S, 1, D)),
-    bad("v has seq 5, q has 6; only their heads may differ", ops="cache", v=ones(B, 5, 1, D)),
-    bad("v has head_dim 8, q has 16; only their heads may differ", ops="cache", v=ones(B, S, 1, 8)),
-    bad("v has 3 heads, k has 1; they need the same", ops="cache", v=ones(B, S, H, D)),
+    bad("v has shape [6, 16] but must have shape [seq, heads, head_dim] or", ops="cache", v=ones(S, D)),
+    bad("v is bfloat16 but must be float32, the dtype of q", TypeError, "cache", v=cast("v", torch.bfloat16)),
+    bad("v has 3 dimensions but must have 4, as q has", ops="cache", v=ones(S, 1, D)),
+    bad("v has batch 1 but must have batch 2, as q has; only the heads may differ", ops="cache", v=ones(1, S, 1, D)),
+    bad("v has seq 5 but must have seq 6, as q has; only the heads may differ", ops="cache", v=ones(B, 5, 1, D)),
+    bad(
+        "v has head_dim 8 but must have head_dim 16, as q has; only the heads may differ",
+        ops="cache",
+        v=ones(B, S, 1, 8),
+    ),
+    bad("v has 3 heads but must have 1, as k has", ops="cache", v=ones(B, S, H, D)),
     # the caches
     bad(
-        "k_cache is bfloat16, k is float32; they need one dtype",
+        "k_cache is bfloat16 but must be float32, the dtype of k",
         TypeError,
         "cache",
         k_cache=cast("k_cache", torch.bfloat16),
     ),
     bad(
-        "v_cache is uint8, k is float32; they need one dtype", TypeError, "cache", v_cache=cast("v_cache", torch.uint8)
+        "v_cache is uint8 but must be float32, the dtype of k", TypeError, "cache", v_cache=cast("v_cache", torch.uint8)
     ),
     bad(
-        "k_cache has 2 dimensions [20, 16], needs [blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads,",
+        "k_cache has shape [20, 16] but must have shape "
+        "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]",
         ops="cache",
         k_cache=ones(20, D),
     ),
-    bad("v_cache has 5 dimensions [2, 2, 20, 1, 16], needs", ops="cache", v_cache=ones(2, B, 20, 1, D)),
+    bad("v_cache has shape [2, 2, 20, 1, 16] but must have shape [blocks", ops="cache", v_cache=ones(2, B, 20, 1, D)),
     bad(
-        "k_cache has 20 heads, k has 1; they need the same (a head-major cache is passed transposed)",
+        "k_cache has 20 heads but must have 1, as k has; pass a head-major cache as k_cache.transpose(-3, -2)",
         ops="cache",
         k_cache=ones(B, 1, 20, D),
     ),
-    bad("v_cache has 3 heads, k has 1; they need the same", ops="cache", v_cache=ones(B, 20, H, D)),
-    bad("v_cache has head_dim 12, k has 16; they need the same", ops="cache", v_cache=ones(B, 20, 1, 12)),
-    bad("v_cache has shape [20, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(20, 1, D)),
-    bad("v_cache has shape [2, 19, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(B, 19, 1, D)),
-    bad("v_cache has shape [3, 20, 1, 16], k_cache has [2, 20, 1, 16]", ops="cache", v_cache=ones(3, 20, 1, D)),
-    # where in the caches
     bad(
-        "cos of shape [2, 6, 4] says no positions, and there are no slots; a 3-D table needs slots",
+        "v_cache has 3 heads but must have 1, as k has; pass a head-major cache as v_cache.transpose",
+        ops="cache",
+        v_cache=ones(B, 20, H, D),
+    ),
+    bad("v_cache has head_dim 12 but must have head_dim 16, as k has", ops="cache", v_cache=ones(B, 20, 1, 12)),
+    bad(
+        "v_cache has shape [20, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        ops="cache",
+        v_cache=ones(20, 1, D),
+    ),
+    bad(
+        "v_cache has shape [2, 19, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        ops="cache",
+        v_cache=ones(B, 19, 1, D),
+    ),
+    bad(
+        "v_cache has shape [3, 20, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        ops="cache",
+        v_cache=ones(3, 20, 1, D),
+    ),
+    # the cells to write: blocks and slots
+    bad(
+        "slots is None but must be given, because cos has shape [2, 6, 4]: a 3-D table has a row per token",
         ops="cache",
         cos=ones(B, S, 4),
         sin=ones(B, S, 4),
     ),
     bad(
-        "q has batch 2, k_cache has 1 blocks; without slots row b writes block b, so it needs at least as many",
+        "k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks, the batch of q"
+        ": without slots, sequence b is written to block b",
         ops="cache",
         k_cache=ones(1, 20, 1, D),
         v_cache=ones(1, 20, 1, D),
     ),
-    bad("q has batch 2, k_cache has 1 blocks", ops="cache", k_cache=ones(20, 1, D), v_cache=ones(20, 1, D)),
-    bad("slots is float32, needs int32 or int64", TypeError, "cache", slots=ones(B, S)),
-    bad("slots is int16, needs int32 or int64", TypeError, "cache", slots=ints(B, S, dtype=torch.int16)),
-    bad("slots has 0 dimensions [], needs [seq] or [batch, seq]", ops="cache", slots=ints()),
-    bad("slots has 3 dimensions [1, 2, 6], needs [seq] or [batch, seq]", ops="cache", slots=ints(1, B, S)),
-    bad("slots has 5 tokens [2, 5], q has seq 6; slots needs [seq] or [batch, seq]", ops="cache", slots=ints(B, 5)),
-    bad("slots has shape [6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(S)),
-    bad("slots has shape [1, 6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(1, S)),
-    bad("slots has shape [3, 6], q has batch 2; each token needs its own slot", ops="cache", slots=ints(3, S)),
-    # what is written
     bad(
-        "{q} has shape [2, 6, 3, 16] and strides [96, 16, 0, 1]: some of its elements share memory",
+        "k_cache has shape [20, 1, 16] but must have at least 2 blocks, the batch of q",
+        ops="cache",
+        k_cache=ones(20, 1, D),
+        v_cache=ones(20, 1, D),
+    ),
+    bad("slots is float32 but must be int32 or int64", TypeError, "cache", slots=ones(B, S)),
+    bad("slots is int16 but must be int32 or int64", TypeError, "cache", slots=ints(B, S, dtype=torch.int16)),
+    bad("slots has shape [] but must have shape [seq] or [batch, seq]", ops="cache", slots=ints()),
+    bad("slots has shape [1, 2, 6] but must have shape [seq] or [batch, seq]", ops="cache", slots=ints(1, B, S)),
+    bad(
+        "slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has",
+        ops="cache",
+        slots=ints(B, 5),
+    ),
+    bad(
+        "slots has shape [6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own slot",
+        ops="cache",
+        slots=ints(S),
+    ),
+    bad(
+        "slots has shape [1, 6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own slot",
+        ops="cache",
+        slots=ints(1, S),
+    ),
+    bad(
+        "slots has shape [3, 6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own slot",
+        ops="cache",
+        slots=ints(3, S),
+    ),
+    # overlapping memory
+    bad(
+        elements_share_memory("{q}", [2, 6, 3, 16], [96, 16, 0, 1]),
         ops="in place",
         q=lambda a: ones(B, S, 1, D)(a).expand(B, S, H, D),
     ),
     bad(
-        "{q} has shape [2, 6, 3, 16] and strides [24, 4, 8, 1]: some of its elements share memory",
+        elements_share_memory("{q}", [2, 6, 3, 16], [24, 4, 8, 1]),
         ops="in place",
         q=lambda a: ones(400)(a).as_strided((B, S, H, D), (24, 4, 8, 1)),
     ),
     bad(
-        "{q} has shape [2, 6, 3, 16] and strides [16, 48, 176, 1]: some of its elements share memory",
+        elements_share_memory("{q}", [2, 6, 3, 16], [16, 48, 176, 1]),
         ops="in place",
         q=lambda a: ones(700)(a).as_strided((B, S, H, D), (D, 3 * D, 11 * D, 1)),
     ),
-    bad("q and k overlap and both are written in place", ops="qk in place", k=lambda a: a["q"][:, :, 1:2]),
     bad(
-        "{q} is written in place and overlaps cos, which is read",
+        both_written("q", "k"),
+        ops="qk in place",
+        k=lambda a: a["q"][:, :, 1:2],
+    ),
+    bad(
+        overlaps("{q}", "cos"),
         ops="in place",
         cos=lambda a: a["q"].view(-1)[:80].view(20, 4),
     ),
     bad(
-        "k is written in place and overlaps sin, which is read",
+        overlaps("k", "sin"),
         ops="qk in place",
         sin=lambda a: a["k"].view(-1)[:80].view(20, 4),
     ),
     bad(
-        "{q} is written in place and overlaps positions, which is read",
+        overlaps("{q}", "positions"),
         ops="in place",
         positions=lambda a: a["q"].view(torch.int32).view(-1)[2:8],
     ),
     bad(
-        "{q} is written in place and overlaps inv_freq, which is read",
+        overlaps("{q}", "inv_freq"),
         ops="in place",
         cos=None,
         sin=None,
         inv_freq=lambda a: a["q"][1, 2, 0, :4],
     ),
-    bad("q is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["q"][:, :, 1:2]),
-    bad("q is written in place and overlaps v, which is read", ops="cache", v=lambda a: a["q"][:, :, 2:]),
     bad(
-        "q is written in place and overlaps k_norm_weight, which is read",
+        overlaps("q", "k"),
+        ops="cache",
+        k=lambda a: a["q"][:, :, 1:2],
+    ),
+    bad(
+        overlaps("q", "v"),
+        ops="cache",
+        v=lambda a: a["q"][:, :, 2:],
+    ),
+    bad(
+        overlaps("q", "k_norm_weight"),
         ops="cache",
         k_norm_weight=lambda a: a["q"][1, 2, 0],
     ),
     bad(
-        "k_cache has shape [2, 20, 1, 16] and strides [16, 0, 16, 1]: some of its elements share memory",
+        elements_share_memory("k_cache", [2, 20, 1, 16], [16, 0, 16, 1]),
         ops="cache",
         k_cache=lambda a: ones(B, 1, 1, D)(a).expand(B, 20, 1, D),
     ),
     bad(
-        "v_cache has shape [2, 20, 1, 16] and strides [16, 16, 16, 1]: some of its elements share memory",
+        elements_share_memory("v_cache", [2, 20, 1, 16], [16, 16, 16, 1]),
         ops="cache",
         v_cache=lambda a: ones(21 * D)(a).as_strided((B, 20, 1, D), (D, D, D, 1)),
     ),
-    bad("k_cache and v_cache overlap and both are written", ops="cache", v_cache=lambda a: a["k_cache"]),
     bad(
-        "k_cache and v_cache overlap and both are written in place",
+        both_written("k_cache", "v_cache"),
+        ops="cache",
+        v_cache=lambda a: a["k_cache"],
+    ),
+    bad(
+        both_written("k_cache", "v_cache"),
         ops="cache",
         k_cache=lambda a: a["v_cache"].as_strided((B, 20, 1, D), (40 * D, D, D, 1), 19 * D),
     ),
-    # Address ranges decide here: a row in the memory between the two blocks of v_cache, which is the k_cache of row 1.
-    bad("k_cache is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["k_cache"][:, :S]),
-    bad("k_cache is written in place and overlaps k, which is read", ops="cache", k=lambda a: a["v_cache"][:, :S]),
+    # k and v are compared with a cache by address ranges. In the second and third case, they lie between two blocks of
+    # the cache and share no element with it.
     bad(
-        "v_cache is written in place and overlaps v, which is read",
+        overlaps("k_cache", "k"),
+        ops="cache",
+        k=lambda a: a["k_cache"][:, :S],
+    ),
+    bad(
+        overlaps("k_cache", "k"),
+        ops="cache",
+        k=lambda a: a["v_cache"][:, :S],
+    ),
+    bad(
+        overlaps("v_cache", "v"),
         ops="cache",
         k_cache=ones(B, 20, 1, D),
         v=lambda a: a["k_cache"][1:, :S].expand(B, S, 1, D),
     ),
     bad(
-        "q and k_cache overlap and both are written in place",
+        both_written("q", "k_cache"),
         ops="cache",
         q=lambda a: a["k_cache"][:, 14:],
     ),
     bad(
-        "q and v_cache overlap and both are written in place",
+        both_written("q", "v_cache"),
         ops="cache",
         k_cache=ones(B, 20, 1, D),
         q=lambda a: a["v_cache"][:, 14:],
     ),
     bad(
-        "k_cache is written in place and overlaps slots, which is read",
+        overlaps("k_cache", "slots"),
         ops="cache",
         slots=lambda a: a["k_cache"].view(torch.int32)[:, 3:9, 0, 7],
     ),
     bad(
-        "v_cache is written in place and overlaps positions, which is read",
+        overlaps("v_cache", "positions"),
         ops="cache",
         positions=lambda a: a["v_cache"].view(torch.int32)[1, 19, 0, 10:],
     ),
     bad(
-        "v_cache is written in place and overlaps q_norm_weight, which is read",
+        overlaps("v_cache", "q_norm_weight"),
         ops="cache",
         q_norm_weight=lambda a: a["v_cache"][1, 19, 0],
     ),
     bad(
-        "k_cache is written in place and overlaps cos, which is read",
+        overlaps("k_cache", "cos"),
         ops="cache",
         cos=lambda a: a["k_cache"][0, :, 0, :4],
     ),
 ]
-# Only the kernel looks at values.
+# Errors that depend on the values of positions and slots, which only the kernel reads.
 RANGES = [
     bad(
-        "positions go from 0 to 5 with offset 15, cos has 20 rows; position + offset needs to be at least 0",
+        out_of_range(0, 5, 15, "20, the number of rows of cos"),
         IndexError,
         offset=15,
     ),
-    bad("positions go from 0 to 5 with offset -1, cos has 20 rows", IndexError, offset=-1),
     bad(
-        "positions go from -1 to 7 with offset 0, cos has 20 rows",
+        out_of_range(0, 5, -1, "20, the number of rows of cos"),
+        IndexError,
+        offset=-1,
+    ),
+    bad(
+        out_of_range(-1, 7, 0, "20, the number of rows of cos"),
         IndexError,
         positions=values([0, 3, -1, 7, 2, 2]),
     ),
     bad(
-        "positions go from 0 to 20 with offset 0, cos has 20 rows",
+        out_of_range(0, 20, 0, "20, the number of rows of cos"),
         IndexError,
         positions=values([[0] * 6, [1, 2, 3, 4, 5, 20]], torch.int32),
     ),
     bad(
-        "positions go from 0 to 9223372036854775807 with offset 1, cos has 20 rows",
+        out_of_range(0, 2**63 - 1, 1, "20, the number of rows of cos"),
         IndexError,
         offset=1,
         positions=values([0, 0, 0, 0, 0, 2**63 - 1]),
     ),
-    bad("positions go from 0 to 5 with offset 9223372036854775807", IndexError, offset=2**63 - 1),
-    # Into a cache, a position is a place too: where there is no table, and where the table is longer.
     bad(
-        "positions go from 0 to 5 with offset 15, k_cache has block_size 20; position + offset needs to be at least 0",
+        out_of_range(0, 5, 2**63 - 1, "20, the number of rows of cos"),
+        IndexError,
+        offset=2**63 - 1,
+    ),
+    # Without slots, a position is also the index of a cell in a block. These calls have no table, or one with more rows
+    # than the block has cells.
+    bad(
+        out_of_range(0, 5, 15, "20, the block_size of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -353,7 +528,7 @@ RANGES = [
         offset=15,
     ),
     bad(
-        "positions go from -1 to 3 with offset 0, k_cache has block_size 20",
+        out_of_range(-1, 3, 0, "20, the block_size of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -362,7 +537,7 @@ RANGES = [
         positions=values([0, 1, 2, -1, 3, 3]),
     ),
     bad(
-        "positions go from 0 to 5 with offset 9223372036854775803, k_cache has block_size 20",
+        out_of_range(0, 5, 2**63 - 5, "20, the block_size of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -371,7 +546,7 @@ RANGES = [
         offset=2**63 - 5,
     ),
     bad(
-        "positions go from 0 to 5 with offset 7, k_cache has block_size 12",
+        out_of_range(0, 5, 7, "12, the block_size of k_cache"),
         IndexError,
         "cache",
         k_cache=ones(B, 12, 1, D),
@@ -379,26 +554,27 @@ RANGES = [
         offset=7,
     ),
     bad(
-        "slots go up to 40, the caches have 2 blocks of 20; a slot needs to be below 40",
+        "slots go up to 40 but must be below 40, the number of cells of each cache (blocks * block_size = 2 * 20)",
         IndexError,
         "cache",
         slots=values([[0, 1, 2, 3, 4, 5], [-1, -1, 40, 8, 9, 10]]),
     ),
     bad(
-        "slots go up to 4611686018427387904, the caches have 2 blocks of 20",
+        "slots go up to 4611686018427387904 but must be below 40, the number of cells of each cache",
         IndexError,
         "cache",
         slots=values([[2**62, 1, 2, 3, 4, 5], [-(2**63), -1, 7, 8, 9, 10]]),
     ),
     bad(
-        "slots go up to 20, the caches have 1 blocks of 20; a slot needs to be below 20",
+        "slots go up to 20 but must be below 20, the number of cells of each cache (blocks * block_size = 1 * 20)",
         IndexError,
         "cache",
         **{name: lambda a, name=name: a[name][0] for name in OWN["rotate_into_cache_"][:5]},
         slots=values([0, 1, 20, -1, 4, 5], torch.int32),
     ),
     bad(
-        "positions go from 0 to 5 with offset 15, cos has 20 rows",  # of a token that is not written too
+        # The position must be in range even if the token's slot is negative, so that nothing is written.
+        out_of_range(0, 5, 15, "20, the number of rows of cos"),
         IndexError,
         "cache",
         offset=15,
@@ -408,7 +584,7 @@ RANGES = [
 
 
 def calls(message, ops, changes, device):
-    """(operator, its arguments by name, the message that it shall raise)."""
+    """Yields, for each operator of a case, the operator, its arguments by name, and the message that it must raise."""
     for op in OPS[ops]:
         a = arguments(op, device)
         a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
@@ -421,57 +597,62 @@ def tensors_of(a):
     return {name: t for name, t in a.items() if isinstance(t, torch.Tensor)}
 
 
-def skip_if_the_kernel_looks(changes, device):
+def skip_if_the_gpu_checks(changes, device):
     if {"positions", "slots"} & changes.keys() and not checks_ranges(device):
-        pytest.skip("positions and slots in a tensor are looked at by the kernel, without an exception here")
+        pytest.skip("on a GPU the kernel checks the values in a tensor, and raises no exception here")
 
 
-def skip_what_metal_lacks(message, device):
+def skip_float64_on_metal(message, device):
     if device == "mps" and re.search("(is|are) float64", message):
         pytest.skip("Apple GPUs have no float64")
 
 
+# The form of every ValueError, TypeError and IndexError. An IndexError of positions is about their sum with the offset.
+FORM = r"rope\._?[a-z]\w+: \w.* but (position \+ offset )?must "
+
+
 @pytest.mark.parametrize("message, error, ops, changes", CASES + RANGES)
-def test_eager(message, error, ops, changes, device):
-    skip_what_metal_lacks(message, device)
+def test_a_bad_call_raises_the_error_and_writes_nothing(message, error, ops, changes, device):
+    skip_float64_on_metal(message, device)
     if error is IndexError:
-        skip_if_the_kernel_looks(changes, device)
+        skip_if_the_gpu_checks(changes, device)
     for op, a, expected in calls(message, ops, changes, device):
         before = {name: (t.clone(), t._version) for name, t in tensors_of(a).items()}
         with pytest.raises(error, match=re.escape(expected)) as raised:
             op(**a)
         assert type(raised.value) is error
+        assert re.match(FORM, str(raised.value))
         assert all(torch.equal(a[name], t) and a[name]._version == version for name, (t, version) in before.items())
 
 
 @pytest.mark.parametrize("offset", [2**62, -(2**62) - 1, -(2**63), 2**63 - 1])
-def test_an_offset_too_large_for_a_symint_that_is_inline(offset, device):
+def test_a_message_shows_an_offset_that_a_symint_keeps_on_the_heap(offset, device):
     x, table = torch.randn(1, 3, 2, 8, device=device), torch.randn(1, 3, 4, device=device)
-    with pytest.raises(ValueError, match=f"offset is {offset} with cos of shape"):
+    with pytest.raises(ValueError, match=f"offset is {offset} but must be 0, because cos has shape"):
         torch.ops.rope.rotate(x, table, table, offset=offset)
 
 
 @pytest.mark.parametrize("message, error, ops, changes", CASES)
-def test_fake_tensors(message, error, ops, changes, device):
-    skip_what_metal_lacks(message, device)
+def test_a_bad_call_with_fake_tensors_raises_the_same_error(message, error, ops, changes, device):
+    skip_float64_on_metal(message, device)
     for op, a, expected in calls(message, ops, changes, device):
-        mode = FakeTensorMode()  # which shares storages where the real tensors do
+        mode = FakeTensorMode()  # its tensors share a storage if the real ones do
         fake = {name: mode.from_tensor(t) for name, t in tensors_of(a).items()}
         with mode, pytest.raises(error, match=re.escape(expected)):
             op(**a | fake)
 
 
-# Shapes and dtypes are told apart by Dynamo in the same way in every case: a few of a kind are enough, each costs a
-# compilation. The operators take turns.
+# Every fourth case, without those of overlapping memory. A few of each kind are enough, because Dynamo treats shapes and
+# dtypes in the same way in every case, and each costs a compilation. Each is compiled for one of its operators.
 COMPILED = [(i, *c.values) for i, c in enumerate(c for c in CASES if "in place" not in c.values[2])][::4]
 
 
-@pytest.mark.parametrize("turn, message, error, ops, changes", COMPILED)
-def test_compiled(turn, message, error, ops, changes, device):
-    """Dynamo wraps what the fake implementation raises, and keeps the message."""
-    skip_what_metal_lacks(message, device)
-    of_each = list(calls(message, ops, changes, device))
-    op, a, expected = of_each[turn // 4 % len(of_each)]
+@pytest.mark.parametrize("index, message, error, ops, changes", COMPILED)
+def test_a_bad_call_under_torch_compile_raises_the_same_message(index, message, error, ops, changes, device):
+    """Dynamo wraps the exception that the fake implementation raises, and keeps its message."""
+    skip_float64_on_metal(message, device)
+    calls_of_case = list(calls(message, ops, changes, device))
+    op, a, expected = calls_of_case[index // 4 % len(calls_of_case)]
     torch._dynamo.reset()
     compiled = torch.compile(lambda a: op(**a), fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=re.escape(expected)):
@@ -479,9 +660,9 @@ def test_compiled(turn, message, error, ops, changes, device):
 
 
 @pytest.mark.parametrize("message, error, ops, changes", RANGES[:3] + RANGES[-5:-2])
-def test_compiled_ranges(message, error, ops, changes, device):
-    """What the kernel raises keeps its type."""
-    skip_if_the_kernel_looks(changes, device)
+def test_an_index_error_keeps_its_type_under_torch_compile(message, error, ops, changes, device):
+    """The kernel raises it when the compiled program runs."""
+    skip_if_the_gpu_checks(changes, device)
     for op, a, expected in list(calls(message, ops, changes, device))[::2]:
         torch._dynamo.reset()
         compiled = torch.compile(lambda a, op=op: op(**a), fullgraph=True)
@@ -497,21 +678,34 @@ def test_compiled_ranges(message, error, ops, changes, device):
             torch.ones(4),
             None,
             TypeError,
-            "positions is UInt16, needs an integer or",
+            "positions is uint16 but must be int8, uint8, int16, int32, int64, float16, bfloat16, float32 or float64",
         ),
-        (torch.zeros(3, dtype=torch.bool), torch.ones(4), None, TypeError, "positions is bool, needs an integer or"),
-        (torch.zeros(3, dtype=torch.cfloat), torch.ones(4), None, TypeError, "positions is complex64, needs an"),
-        (torch.arange(3), torch.ones(4).half(), None, TypeError, "inv_freq is float16, needs float32 or float64"),
-        (torch.arange(3), torch.ones(4).long(), None, TypeError, "inv_freq is int64, needs float32 or float64"),
-        (torch.arange(3), torch.ones(2, 4), None, ValueError, "inv_freq has 2 dimensions [2, 4], needs [rotary_dim"),
-        (torch.arange(3), torch.ones(4), torch.int64, TypeError, "dtype is int64, needs float16, bfloat16, float32"),
+        (torch.zeros(3, dtype=torch.bool), torch.ones(4), None, TypeError, "positions is bool but must be int8"),
+        (torch.zeros(3, dtype=torch.cfloat), torch.ones(4), None, TypeError, "positions is complex64 but must be int8"),
+        (torch.arange(3), torch.ones(4).half(), None, TypeError, "inv_freq is float16 but must be float32 or float64"),
+        (torch.arange(3), torch.ones(4).long(), None, TypeError, "inv_freq is int64 but must be float32 or float64"),
+        (
+            torch.arange(3),
+            torch.ones(2, 4),
+            None,
+            ValueError,
+            "inv_freq has shape [2, 4] but must have shape [rotary_dim",
+        ),
+        (
+            torch.arange(3),
+            torch.ones(4),
+            torch.int64,
+            TypeError,
+            "dtype is int64 but must be float16, bfloat16, float32 or float64",
+        ),
     ],
     ids=str,
 )
-def test_cos_sin(positions, inv_freq, dtype, error, message, device):
+def test_cos_sin_raises_errors(positions, inv_freq, dtype, error, message, device):
     positions, inv_freq = positions.to(device), inv_freq.to(device)
-    with pytest.raises(error, match=re.escape("rope.cos_sin: " + message)):
+    with pytest.raises(error, match=re.escape("rope.cos_sin: " + message)) as raised:
         rope.cos_sin(positions, inv_freq, dtype=dtype)
+    assert re.match(FORM, str(raised.value))
     with FakeTensorMode() as mode, pytest.raises(error, match=re.escape("rope.cos_sin: " + message)):
         rope.cos_sin(mode.from_tensor(positions), mode.from_tensor(inv_freq), dtype=dtype)
 
@@ -521,8 +715,8 @@ def test_cos_sin(positions, inv_freq, dtype, error, message, device):
     [(op, name) for op in OPS["qk"] for name in (*OWN[op][1:], "cos", "sin", "positions", "inv_freq")]
     + [("rotate_into_cache_", "slots")],
 )
-def test_another_device(op, name, device):
-    """All tensors are on x's device. The meta device is another one that every machine has; x stays real."""
+def test_a_tensor_on_another_device_is_an_error(op, name, device):
+    """All tensors must be on the device of x. The other device is meta, which every machine has."""
     a = arguments(op, device) | {"positions": torch.arange(S, device=device)}
     if name == "inv_freq":
         a |= {"cos": None, "sin": None, "inv_freq": torch_rope.inv_freq(R, device=device)}
@@ -530,72 +724,94 @@ def test_another_device(op, name, device):
         a["slots"] = torch.arange(B * S, device=device).view(B, S)
     a[name] = a[name].to("meta")
     here = re.escape(str(a["q"].device))
-    with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta, q is on {here}; all tensors need one device"):
+    with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta but must be on {here}, the device of q"):
         getattr(rope, op)(**a)
 
 
 @pytest.mark.parametrize(
     "positions, message",
     [
-        (torch.tensor(3), "positions has no dimensions, needs [axes, ...]"),
-        (torch.zeros(3, 5), "positions has 3 axes, inv_freq has 2; they need the same"),
+        (torch.tensor(3), "positions has shape [] but must have shape [axes, ...]"),
+        (torch.zeros(3, 5), "positions has 3 axes but must have 2, as inv_freq has"),
     ],
 )
-def test_axial_cos_sin(positions, message, device):
+def test_axial_cos_sin_raises_errors(positions, message, device):
     with pytest.raises(ValueError, match=re.escape("rope._axial_cos_sin: " + message)):
         rope._axial_cos_sin(positions.to(device), torch.ones(2, 4, device=device))
 
 
-def test_sizes_that_are_symbols():
-    rotate = make_fx(lambda q, k: rope.rotate_qk(q, k, inv_freq=torch.ones(R // 2)), tracing_mode="symbolic")
-    with pytest.raises(ValueError, match="rope.rotate_qk: k has seq s.*, q has s.*; only their heads may differ"):
-        rotate(torch.ones(B, S, H, D), torch.ones(B, S + 1, H, D))
+def test_a_message_shows_symbolic_sizes():
+    rotate_qk = make_fx(lambda q, k: rope.rotate_qk(q, k, inv_freq=torch.ones(R // 2)), tracing_mode="symbolic")
+    with pytest.raises(
+        ValueError, match="rope.rotate_qk: k has seq s.* but must have seq s.*, as q has; only the heads"
+    ):
+        rotate_qk(torch.ones(B, S, H, D), torch.ones(B, S + 1, H, D))
+    rotate = make_fx(lambda x, freq: rope.rotate(x, inv_freq=freq), tracing_mode="symbolic")
+    with pytest.raises(
+        ValueError, match="inv_freq has s.* but must have at most .*s.*, because x has head_dim s.*: rotary"
+    ):
+        rotate(torch.ones(S, H, D), torch.ones(D))
 
 
-OF_BOTH_BACKWARDS = [
-    (TypeError, "q is bfloat16, its gradient is float32; they need one dtype", {"q": cast("q", torch.bfloat16)}),
-    (ValueError, "q has shape [6, 3, 16], its gradient [2, 6, 3, 16]; they need the same", {"q": ones(S, H, D)}),
-    (ValueError, "k has shape [2, 6, 2, 16], its gradient [2, 6, 1, 16]", {"k": ones(B, S, 2, D)}),
-    (ValueError, "k is on meta, its gradient is on {device}; all tensors", {"k": lambda a: a["k"].to("meta")}),
-    (ValueError, "no angle source; needs cos and sin, or inv_freq", {"cos": None, "sin": None}),
+CASES_OF_BOTH_BACKWARDS = [
+    (TypeError, "q is bfloat16 but must be float32, the dtype of q_out_grad", {"q": cast("q", torch.bfloat16)}),
+    (
+        ValueError,
+        "q has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q_out_grad",
+        {"q": ones(S, H, D)},
+    ),
+    (
+        ValueError,
+        "k has shape [2, 6, 2, 16] but must have shape [2, 6, 1, 16], the shape of k_out_grad",
+        {"k": ones(B, S, 2, D)},
+    ),
+    (ValueError, "k is on meta but must be on {device}, the device of k_out_grad", {"k": lambda a: a["k"].to("meta")}),
+    (ValueError, "cos, sin and inv_freq are None but must not all be None", {"cos": None, "sin": None}),
 ]
 
 
 @pytest.mark.parametrize(
     "op, error, message, changes",
-    [(op, *case) for op in ("norm_rotate_qk", "rotate_table") for case in OF_BOTH_BACKWARDS]
+    [(op, *case) for op in ("norm_rotate_qk", "rotate_table") for case in CASES_OF_BOTH_BACKWARDS]
     + [
-        ("norm_rotate_qk", ValueError, "k_norm_weight has 8 weights, q has head_dim 16", {"k_norm_weight": ones(R)}),
-        ("rotate_table", ValueError, "k and its gradient come together, or not at all", {"k": None}),
-        ("rotate_table", ValueError, "k and its gradient come together, or not at all", {"k_out_grad": None}),
+        (
+            "norm_rotate_qk",
+            ValueError,
+            "k_norm_weight has shape [8] but must have shape [head_dim]",
+            {"k_norm_weight": ones(R)},
+        ),
+        ("rotate_table", ValueError, "k is None but must be given together with k_out_grad", {"k": None}),
+        ("rotate_table", ValueError, "k_out_grad is None but must be given together with k", {"k_out_grad": None}),
     ],
 )
-def test_a_backward(op, error, message, changes, device):
+def test_a_backward_operator_raises_errors(op, error, message, changes, device):
     a = arguments("norm_rotate_qk" if op == "norm_rotate_qk" else "rotate_qk", device)
     a |= {"q_out_grad": torch.randn_like(a["q"]), "k_out_grad": torch.randn_like(a["k"])}
     message = message.format(device=a["q"].device)
     a |= {name: change(a) if callable(change) else change for name, change in changes.items()}
-    with pytest.raises(error, match=re.escape(f"rope._{op}_backward: {message}")):
+    with pytest.raises(error, match=re.escape(f"rope._{op}_backward: {message}")) as raised:
         getattr(rope, f"_{op}_backward")(**a)
+    assert re.match(FORM, str(raised.value))
 
 
-REQUIRED = {op: own[1:5] for op, own in OWN.items()}  # beside q; the cache operator takes no norm weights for no norm
+# The tensors besides q that must not be None. rotate_into_cache_ takes norm weights after these, which may be None.
+REQUIRED = {op: own[1:5] for op, own in OWN.items()}
 
 
 @pytest.mark.parametrize("op, name", [(op, name) for op, names in REQUIRED.items() for name in names])
-def test_none_for_a_tensor(op, name, device):
-    """A schema's Tensor takes None from Python."""
+def test_none_instead_of_a_tensor_is_an_error(op, name, device):
+    """From Python, None passes for an argument that the schema declares as Tensor, so the operator must check it."""
     good = arguments(op, device)
-    with pytest.raises(ValueError, match=f"rope.{op}: {name} is None, needs a tensor"):
+    with pytest.raises(ValueError, match=f"rope.{op}: {name} is None but must be a tensor"):
         getattr(rope, op)(**good | {name: None})
 
 
-# ---- what may be written ----
+# ---- which tensors may be written in place ----
 
 
 @pytest.mark.parametrize("op", ["rotate_", "rotate_qk_"])
-def test_slices_of_one_packed_tensor_are_apart(op, device):
-    """q, k, v of qkv, and kv[:, 0], kv[:, 1]: their address ranges interleave, and no element is shared."""
+def test_slices_of_one_packed_tensor_do_not_overlap(op, device):
+    """The address ranges of the slices interleave, but the slices share no element."""
     freq = torch_rope.inv_freq(D, device=device)
     qkv = torch.randn(B, S, 5, D, device=device)
     packed = torch.randn(B, S, 2, H, D, device=device)
@@ -614,15 +830,15 @@ def test_slices_of_one_packed_tensor_are_apart(op, device):
         assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
 
 
-@pytest.mark.parametrize("pair", ["kv blocks", "blocks kv", "kv in a row", "every second place", "heads"])
-def test_slices_of_one_packed_cache_are_apart(pair, device):
-    """As are q, k and v of one qkv."""
+@pytest.mark.parametrize("pair", ["kv blocks", "blocks kv", "kv in a row", "every second cell", "heads"])
+def test_slices_of_one_packed_cache_do_not_overlap(pair, device):
+    """Neither do q, k and v, which are slices of one packed tensor."""
     freq = torch_rope.inv_freq(D, device=device)
     k_cache, v_cache = {
         "kv blocks": lambda: torch.randn(2, B, 8, 2, D, device=device).unbind(0),
         "blocks kv": lambda: torch.randn(B, 2, 8, 2, D, device=device).unbind(1),
         "kv in a row": lambda: torch.randn(B, 8, 2, 2 * D, device=device).chunk(2, -1),
-        "every second place": lambda: (lambda kv: (kv[:, ::2], kv[:, 1::2]))(torch.randn(B, 16, 2, D, device=device)),
+        "every second cell": lambda: (lambda kv: (kv[:, ::2], kv[:, 1::2]))(torch.randn(B, 16, 2, D, device=device)),
         "heads": lambda: (lambda kv: (kv[:, :, ::2], kv[:, :, 1::2]))(torch.randn(B, 8, 4, D, device=device)),
     }[pair]()
     q, k, v = torch.randn(B, S, 7, D, device=device).split([3, 2, 2], 2)
@@ -632,8 +848,8 @@ def test_slices_of_one_packed_cache_are_apart(pair, device):
     assert torch.equal(k_cache[:, 1:7], k_rotated) and torch.equal(v_cache[:, 1:7], v)
 
 
-def test_parameters_in_the_gaps_of_what_is_written_are_apart(device):
-    """Weights, tables and integers between the rows of q and of the caches: what they share is looked at exactly."""
+def test_parameters_in_the_gaps_of_a_tensor_that_is_written_do_not_overlap(device):
+    """Weights, tables, positions and slots lie between the heads of q and of the caches, and share no element with them."""
     by_q, by_cache = torch.randn(B, S, 1, 3 * D, device=device), torch.randn(B, 20, 1, 5 * D, device=device)
     q, k_cache, v_cache = by_q[..., :D], by_cache[..., :D], by_cache[..., D : 2 * D]
     weights = {"q_norm_weight": by_q[0, 3, 0, D : 2 * D], "k_norm_weight": by_cache[1, 19, 0, 2 * D : 3 * D]}
@@ -649,8 +865,8 @@ def test_parameters_in_the_gaps_of_what_is_written_are_apart(device):
         assert torch.equal(cache.reshape(40, 1, D)[slots.long()], x)
 
 
-def test_unusual_strides_without_overlap(device):
-    """Strides 2 and 3 over two elements each: not nested, and still four elements."""
+def test_dimensions_that_are_not_nested_may_be_written(device):
+    """Two dimensions of size 2 with strides 2 and 3 are not nested, but their four elements are distinct."""
     storage = torch.randn(400, device=device)
     x = storage.as_strided((2, 2, 1, 2), (2, 3, 1, 100))
     expected = rope.rotate(x, inv_freq=torch.ones(1, device=device))
@@ -658,24 +874,24 @@ def test_unusual_strides_without_overlap(device):
     assert torch.equal(x, expected)
 
 
-def test_half_of_an_element_is_shared(device):
+def test_sharing_half_of_an_element_is_an_overlap(device):
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
     x = torch.zeros(1, S, 1, 4, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match="x is written in place and overlaps positions"):
+    with pytest.raises(ValueError, match="x overlaps positions but must have separate memory"):
         rope.rotate_(x, inv_freq=torch.ones(2, device=device), positions=x.view(torch.int32)[0, :, 0, 1])
 
 
 @pytest.mark.cpu
-def test_one_memory_in_two_storages():
+def test_two_storages_of_the_same_memory_overlap():
     memory = np.zeros((1, S, 1, 4), np.float32)
     q, k = torch.from_numpy(memory), torch.from_numpy(memory)
-    with pytest.raises(ValueError, match="q and k overlap and both are written in place"):
+    with pytest.raises(ValueError, match=both_written("q", "k")):
         rope.rotate_qk_(q, k, inv_freq=torch.ones(2))
 
 
 class RandomViews:
-    """Views of one storage with random strides, and the addresses of their elements."""
+    """Makes views of one storage with random strides, and compares the addresses of their elements."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -704,8 +920,8 @@ class RandomViews:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_overlap_is_exact(seed):
-    """Against the set of addresses, over random strides."""
+def test_an_overlap_is_found_exactly(seed):
+    """The sets of the elements' addresses say whether q and k overlap."""
     views = RandomViews(seed)
     batch, seq, heads = 1 + views.pick(3), 1 + views.pick(4), 1 + views.pick(3)
     q, k = views.view(batch, seq, heads, 2), views.view(batch, seq, 1 + views.pick(3), 2)
@@ -718,9 +934,9 @@ def test_overlap_is_exact(seed):
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_overlap_with_caches(seed):
-    """q, k and v against a cache by the range of addresses, all else exactly. They are put further apart, so that some
-    calls are legal."""
+def test_an_overlap_with_a_cache_is_found_by_address_ranges(seed):
+    """q, k and v are compared with a cache by address ranges, all other tensors exactly. The views lie further apart than
+    in the previous test, so that some calls are legal."""
     views = RandomViews(seed)
     batch, seq, heads = 1 + views.pick(2), 1 + views.pick(2), 1 + views.pick(2)
     q, k, v = (views.view(batch, seq, h, 2, apart=500) for h in (1 + views.pick(2), heads, heads))

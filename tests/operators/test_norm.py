@@ -1,5 +1,8 @@
-"""norm_rotate_qk: values against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the
-layout; what other implementations compute; gradients of q, k and both weights to any order, from one operator call."""
+"""Tests norm_rotate_qk.
+
+The values lie within the ulp limits of the float64 oracle, have the same bits in every layout, and agree with other
+implementations. q, k and both weights have gradients to any order, which one operator call computes.
+"""
 
 import importlib
 import itertools
@@ -35,7 +38,7 @@ import torch_rope
 rope = torch.ops.rope
 norm_rotate_qk = rope.norm_rotate_qk
 
-# How a weight is kept: in float32 or in x's own dtype, its elements side by side or not.
+# A weight is kept in float32 or in the dtype of x ("own"). Its elements are adjacent in memory unless it is strided.
 WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
 FACTORS = CALLS | {
     "q_weight": WEIGHTS,
@@ -46,20 +49,20 @@ FACTORS = CALLS | {
 
 
 def weight(kind, head_dim, dtype, device):
-    """From -0.5 to 1.5: of both signs, and most of them near one."""
+    """Returns [head_dim] weights between -0.5 and 1.5, of both signs."""
     dtype = torch.float32 if "float32" in kind else dtype
     step = {"float32 strided": 3, "own strided": 2}.get(kind, 1)
     return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
 
 
 def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32")):
-    """[q, k, q_norm_weight, k_norm_weight] and the arguments that say the angles."""
+    """Returns [q, k, q_norm_weight, k_norm_weight] and the arguments that give the angles."""
     q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype)
     return [q, k, *(weight(kind, size[-2], dtype, device) for kind in kinds)], angles
 
 
 def make_case(case, device):
-    """The same and the options, of a case of FACTORS."""
+    """Returns what make() returns for a case of FACTORS, and the options of the call."""
     where = [case[name] for name in ("size", "source", "q", "k", "dtype")]
     options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
     return *make(*where, device, (case["q_weight"], case["k_weight"])), options
@@ -81,7 +84,7 @@ def assert_same(a, b):
 
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
-def test_is_within_ulps_of_the_oracle(case, device):
+def test_the_result_is_within_ulps_of_the_oracle(case, device):
     tensors, angles, options = make_case(case, device)
     before = [t.clone() for t in tensors]
     outs = norm_rotate_qk(*tensors, **angles, **options)
@@ -94,8 +97,8 @@ def test_is_within_ulps_of_the_oracle(case, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_head_dim(dtype, interleaved, device):
-    """Odd ones too, and any part of them rotated."""
+def test_every_head_dim_is_accurate(dtype, interleaved, device):
+    """head_dim may be odd, and any number of pairs is rotated."""
     for head_dim in (*range(1, 132), 255, 256, 257, 1000):
         rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
         size = (1, 3, 2, 1, head_dim, rotary_dim)
@@ -107,8 +110,8 @@ def test_every_head_dim(dtype, interleaved, device):
 @pytest.mark.parametrize(
     "head_dim, dtype", [*itertools.product((768, 1024, 4096), DTYPES), (65536, torch.float32)], ids=str
 )
-def test_wide_heads_of_equal_values(head_dim, dtype, device):
-    """The sum of so many equal squares rounds the same way each time."""
+def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
+    """This is the worst case of a long sum: the roundings of many equal squares all have one sign and add up."""
     size = (1, 7, 4, 1, head_dim, head_dim)
     (q, k, *weights), angles = make(size, SOURCES[2], "bshd", "bshd", dtype, device)
     values = torch.tensor([1.2345, 0.7071, 1e-3, 77.7], device=device).to(dtype)[:, None]
@@ -119,8 +122,8 @@ def test_wide_heads_of_equal_values(head_dim, dtype, device):
 @pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_and_large_heads(dtype, size, norm_eps, device):
-    """Where eps decides, and where it is lost in the sum."""
+def test_small_and_large_heads_are_accurate(dtype, size, norm_eps, device):
+    """norm_eps dominates the sum for small heads and is lost in it for large ones."""
     (q, k, *weights), angles = make((2, 9, 4, 1, 96, 64), SOURCES[2], "bhsd", "bshd", dtype, device)
     tensors = [q * size, k * size, *weights]
     assert_right(norm_rotate_qk(*tensors, **angles, norm_eps=norm_eps), tensors, angles, norm_eps)
@@ -128,7 +131,7 @@ def test_small_and_large_heads(dtype, size, norm_eps, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tables_in_another_dtype(table_dtype, interleaved, device):
+def test_the_tables_of_half_precision_inputs_may_be_half_precision(table_dtype, interleaved, device):
     tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", table_dtype, device, ("own", "float32"))
     angles |= {name: angles[name].to(table_dtype) for name in ("cos", "sin")}
     outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved)
@@ -137,18 +140,21 @@ def test_tables_in_another_dtype(table_dtype, interleaved, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved, device):
-    """The same bits at any angle and with any attention_factor; on the CPU where nothing is rotated, too. (On CUDA
-    rotary_dim decides in which order a norm is summed.)"""
+def test_channels_past_rotary_dim_are_only_normalised(dtype, interleaved, device):
+    """They have the same bits at any angle and with any attention_factor.
+
+    On the CPU they have these bits also if nothing is rotated. On CUDA rotary_dim decides the order in which a norm is
+    summed.
+    """
     tensors, angles = make((2, 9, 4, 1, 96, 64), SOURCES[7], "bshd", "bshd", dtype, device)
-    nothing, no_turn = ({"inv_freq": f} for f in (angles["inv_freq"][:0], torch.zeros_like(angles["inv_freq"])))
+    nothing, zero_angle = ({"inv_freq": f} for f in (angles["inv_freq"][:0], torch.zeros_like(angles["inv_freq"])))
     norm = norm_rotate_qk(*tensors, **nothing)
-    turned_by_zero = norm_rotate_qk(*tensors, **no_turn, interleaved=interleaved)
+    rotated_by_zero = norm_rotate_qk(*tensors, **zero_angle, interleaved=interleaved)
     assert_right(norm, tensors, nothing, 1e-6)
     for attention_factor in (1.0, 1.3):
         outs = norm_rotate_qk(*tensors, **angles, attention_factor=attention_factor, interleaved=interleaved)
         assert_right(outs, tensors, angles, 1e-6, attention_factor=attention_factor, interleaved=interleaved)
-        for expected in [turned_by_zero] if on_gpu(device) else [turned_by_zero, norm]:
+        for expected in [rotated_by_zero] if on_gpu(device) else [rotated_by_zero, norm]:
             assert_same([t[..., 64:] for t in outs], [t[..., 64:] for t in expected])
 
 
@@ -158,8 +164,11 @@ def test_channels_past_rotary_dim_are_normalised_and_no_more(dtype, interleaved,
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim", [128, 80, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_head_has_the_same_bits_wherever_it_stands(dtype, head_dim, interleaved, device):
-    """In any layout, with a token and a head of its own or among others, in three dimensions or four."""
+def test_a_head_has_the_same_bits_in_any_layout_and_any_call(dtype, head_dim, interleaved, device):
+    """The result of a head does not depend on the layout, nor on the other tokens and heads of the call.
+
+    It is the same in tensors of three dimensions and of four.
+    """
     size = (2, 20, 6, 2, head_dim, head_dim // 2 * 2)
     (q, k, *weights), angles = make(size, Source("table", offset=2), "bshd", "bshd", dtype, device)
     tables, options = (angles["cos"], angles["sin"]), {"interleaved": interleaved}
@@ -172,14 +181,17 @@ def test_a_head_has_the_same_bits_wherever_it_stands(dtype, head_dim, interleave
         alone = norm_rotate_qk(q[here], k[here], *weights, *tables, offset=2 + token, **options)
         assert_same(alone, [t[here] for t in whole])
     assert_same(norm_rotate_qk(q[1], k[1], *weights, *tables, offset=2, **options), [t[1] for t in whole])
-    # Beside another k, or as k itself.
+    # q has the same bits with another k, and if it is passed as k.
     assert torch.equal(norm_rotate_qk(q, q, weights[0], weights[0], *tables, offset=2, **options)[1], whole[0])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_pair_has_the_same_bits_in_the_body_of_a_vector_and_in_its_tail(dtype, interleaved, device):
-    """The sum of squares of small integers is exact, so that a head may be put into another order."""
+def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interleaved, device):
+    """Fewer rotated pairs move the end of the vector loop.
+
+    The values are small integers, whose sum of squares is exact, so a head may be put into another order.
+    """
     tensors, angles = make((2, 9, 3, 1, 128, 128), SOURCES[0], "bshd", "bshd", dtype, device)
     tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors]
     whole = norm_rotate_qk(*tensors, **angles, interleaved=interleaved)
@@ -194,8 +206,8 @@ def test_a_pair_has_the_same_bits_in_the_body_of_a_vector_and_in_its_tail(dtype,
 
 @pytest.mark.parametrize("head_dim", [128, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_tokens_are_their_pieces(dtype, head_dim, device):
-    """And any number of threads."""
+def test_many_tokens_have_the_bits_of_shorter_calls(dtype, head_dim, device):
+    """The bits do not depend on the number of threads either."""
     seq = many(1500, device)
     size = (2, seq, 8, 2, head_dim, head_dim)
     (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device)
@@ -219,19 +231,19 @@ def test_tables_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_weight_may_be_kept_in_either_dtype_and_at_any_stride(dtype, device):
+def test_the_dtype_and_stride_of_a_weight_change_no_bit(dtype, device):
     (q, k, *_), angles = make((2, 9, 4, 1, 80, 80), SOURCES[0], "bshd", "bshd", dtype, device)
     w = weight("float32", 80, dtype, device).bfloat16().float()
     expected = norm_rotate_qk(q, k, w, w, **angles)
     strided = torch.stack([w, -w], -1)[:, 0]
     assert_same(norm_rotate_qk(q, k, strided, w.to(dtype), **angles), expected)
     assert_same(norm_rotate_qk(q, k, w.to(dtype), strided.to(dtype), **angles), expected)
-    one = w[:1].expand(80)
+    one = w[:1].expand(80)  # stride 0
     assert_same(norm_rotate_qk(q, k, one, one, **angles), norm_rotate_qk(q, k, one.clone(), one.clone(), **angles))
 
 
 def test_expanded_inputs_are_read(device):
-    """Stride 0 is legal for what is only read: k of one head seen as many."""
+    """A tensor that is only read may have stride 0: here one head is expanded to four."""
     one, w = torch.randn(2, 5, 1, 16, device=device), torch.rand(16, device=device)
     freq = torch_rope.inv_freq(16, device=device)
     many = one.expand(2, 5, 4, 16)
@@ -246,19 +258,19 @@ def test_expanded_inputs_are_read(device):
 @pytest.mark.parametrize(
     "shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (3, 0, 8), (2, 3, 2, 0)], ids=str
 )
-def test_empty_tensors(shape, device):
+def test_empty_tensors_are_accepted(shape, device):
     x, w = torch.randn(shape, device=device), torch.ones(shape[-1], device=device)
     freq = torch_rope.inv_freq(shape[-1], device=device)
     for angles in ((None, None, freq), torch_rope.cos_sin(torch.arange(4, device=device), freq)):
         a, b = norm_rotate_qk(x, x, w, w, *angles)
         assert a.shape == b.shape == shape
-    if shape[-2] == 0:  # heads of the other tensor
+    if shape[-2] == 0:  # the other tensor has heads
         y = torch.randn(*shape[:-2], 3, 8, device=device)
         assert_same(norm_rotate_qk(x, y, w, w, *angles), reversed(norm_rotate_qk(y, x, w, w, *angles)))
 
 
 def special_heads(head_dim, dtype):
-    """Name -> one head, in float64, made of numbers that dtype can hold."""
+    """Returns a dict from a name to one head in float64, made of numbers that dtype can hold."""
     info = torch.finfo(dtype)
     plain = torch.linspace(-2, 2, head_dim, dtype=torch.float64)
     heads = {"plain": plain, "zeros": 0 * plain, "largest": plain.sign() * info.max, "tiny": plain * info.tiny}
@@ -270,10 +282,13 @@ def special_heads(head_dim, dtype):
 @pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
 @pytest.mark.parametrize("head_dim", [64, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_special_values(dtype, head_dim, norm_eps, device):
-    """As torch's formula in float32: rsqrt of a sum that overflows (largest, inf) is 0, so finite numbers become 0 and
-    an infinity NaN, with its pair; rsqrt(0) is infinite, so zeros without eps become NaN; a NaN fills its head. Squares
-    that underflow count as zero. And whatever a head holds, it leaves the heads around it alone."""
+def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, device):
+    """The results are those of the formula in float32 in torch's operators.
+
+    rsqrt of a sum that overflows (largest, inf) is 0, so finite numbers become 0, and an infinity and its pair become
+    NaN. rsqrt(0) is infinite, so zeros without norm_eps become NaN. A NaN fills its head. Squares that underflow count
+    as zero. A head changes no other head, whatever it holds.
+    """
     heads = special_heads(head_dim, dtype)
     if device == "mps" and norm_eps == 0:
         del heads["tiny"]  # Metal may take subnormal numbers for zeros
@@ -295,8 +310,8 @@ def test_special_values(dtype, head_dim, norm_eps, device):
 @pytest.mark.parametrize("head_dim", [64, 80, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0], ids=str)
-def test_a_head_that_has_no_norm_leaves_the_others_alone(value, dtype, head_dim, device):
-    """A NaN, an infinity, or zeros without eps: in that head of the result and no other."""
+def test_a_head_that_has_no_norm_changes_no_other_head(value, dtype, head_dim, device):
+    """A head has no norm if it holds a NaN or an infinity, or only zeros without norm_eps."""
     size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
     (q, k, *weights), angles = make(size, Source("table"), "bshd", "bshd", dtype, device)
     expected = norm_rotate_qk(q, k, *weights, **angles, norm_eps=0.0)
@@ -308,7 +323,7 @@ def test_a_head_that_has_no_norm_leaves_the_others_alone(value, dtype, head_dim,
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_a_weight_that_is_no_number_reaches_its_pair_alone(value, device):
+def test_a_weight_that_is_nan_or_infinite_changes_only_its_pair(value, device):
     tensors, angles = make((1, 5, 3, 2, 80, 64), Source("inv_freq", offset=1), "bshd", "bshd", torch.float32, device)
     q_expected, k_expected = norm_rotate_qk(*tensors, **angles)
     tensors[2][3] = value
@@ -318,13 +333,13 @@ def test_a_weight_that_is_no_number_reaches_its_pair_alone(value, device):
     assert torch.equal(q_out.index_fill(-1, pair, 0), q_expected.index_fill(-1, pair, 0))
 
 
-# ---- what others compute ----
+# ---- other implementations ----
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm_eps", [1e-6, 0.1])
-def test_is_rms_norm_of_torch_and_then_rotate(norm_eps, interleaved, device):
-    """In float64: the limits of both sides, and the roundings of torch's norm, which are as many as ours."""
+def test_agrees_with_rms_norm_of_torch_followed_by_rotate(norm_eps, interleaved, device):
+    """The comparison is in float64. The limit is our 6 ulps and 6 more for torch's norm, which rounds as often."""
     size = (2, 9, 4, 1, 96, 64)
     tensors, angles = make(size, SOURCES[3], "bhsd", "packed", torch.float64, device, ("own", "own"))
     options = {"attention_factor": 1.3, "interleaved": interleaved}
@@ -336,8 +351,8 @@ def test_is_rms_norm_of_torch_and_then_rotate(norm_eps, interleaved, device):
 
 
 @pytest.mark.parametrize("model, norm", [("qwen3", "Qwen3RMSNorm"), ("gemma3", "Gemma3RMSNorm")])
-def test_is_the_query_and_key_of_transformers(model, norm, device):
-    """In float32, from the same tables. Gemma keeps a weight as its difference from one."""
+def test_agrees_with_the_query_and_key_of_transformers(model, norm, device):
+    """The comparison is in float32, with the same tables. Gemma stores a weight as its difference from one."""
     pytest.importorskip("transformers", minversion="5", reason="transformers 5 or later is not installed")
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     source = Source("inv_freq", "int64 [B,S]")
@@ -370,13 +385,13 @@ by_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["half", 
 
 
 def leaves(device, size=SIZE, source=SOURCES[1], dtype=torch.float64, requires_grad=True):
-    """[q, k, q_norm_weight, k_norm_weight] and the angles; float64, because finite differences need it."""
+    """Returns [q, k, q_norm_weight, k_norm_weight] and the angles, in float64 because finite differences need it."""
     tensors, angles = make(size, source, "bhsd", "packed", dtype, device, ("own strided", "own"))
     return [t.requires_grad_(requires_grad) for t in tensors], angles
 
 
 def like(outs):
-    """Gradients for these, whose values do not depend on strides."""
+    """Returns random dense gradients for outs, whose values do not depend on the strides of outs."""
     return [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in outs]
 
 
@@ -389,7 +404,7 @@ def definition(
     q, k, q_norm_weight, k_norm_weight, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, norm_eps=1e-6,
     attention_factor=1.0, interleaved=False,
 ):  # fmt: skip
-    """In torch's own operators, which torch differentiates by itself."""
+    """Computes norm_rotate_qk with torch's own operators, which torch differentiates by itself."""
     p = (torch.arange(q.shape[-3], device=q.device) if positions is None else positions) + offset
     if inv_freq is not None:
         angle = p.unsqueeze(-1) * inv_freq
@@ -414,7 +429,7 @@ def definition(
     covering({"source": ANGLES, "dims": [(6, 4), (4, 4), (3, 0)], "interleaved": [False, True]}),
     ids=name_of,
 )
-def test_gradcheck(case, device):
+def test_gradients_pass_gradcheck(case, device):
     inputs, angles = leaves(device, (2, 2, 2, 1, *case["dims"]), case["source"])
     function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=case["interleaved"])  # noqa: E731
     assert gradcheck(function, inputs, **EVERY_MODE)
@@ -423,8 +438,8 @@ def test_gradcheck(case, device):
 
 @pytest.mark.shared
 @by_pairing
-def test_gradcheck_of_the_backward(interleaved, device):
-    """It is an operator of its own, differentiable in all six inputs."""
+def test_gradients_of_the_backward_pass_gradcheck(interleaved, device):
+    """The backward is an operator of its own, which is differentiable in all six inputs."""
     inputs, angles = leaves(device, (1, 2, 2, 1, 3, 2))
     inputs = [g.requires_grad_() for g in like(inputs[:2])] + inputs
     function = lambda *t: rope._norm_rotate_qk_backward(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
@@ -434,8 +449,8 @@ def test_gradcheck_of_the_backward(interleaved, device):
 
 @by_pairing
 @by_source
-def test_derivatives_to_the_third_order(source, interleaved, device):
-    """Those that torch finds for the definition."""
+def test_derivatives_to_the_third_order_are_those_of_the_definition(source, interleaved, device):
+    """torch differentiates the definition by itself."""
     inputs, angles = leaves(device, source=source)
     derivatives = []
     for function in norm_rotate_qk, definition:
@@ -450,12 +465,14 @@ def test_derivatives_to_the_third_order(source, interleaved, device):
     same_gradients(*derivatives)
 
 
-# ---- how accurate they are ----
+# ---- how accurate the gradients are ----
 
 
 def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
-    """[(gradient, its size)] of x and of weight. The size is the same formula with every term positive: a rounding on
-    the way is an error of some part of it."""
+    """Returns (gradient, size) of x and of weight.
+
+    The size is the same formula with every term positive. The error of a rounding is a fraction of it.
+    """
     h, pair = rotate(gradient, **angles, **options, inverse=True)
     x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
     r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + h.dtype.type(norm_eps))
@@ -468,15 +485,18 @@ def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
 
 
 def assert_accurate(gradients, tensors, out_gradients, angles, **options):
-    """Within twelve roundings: of the pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last
-    product. Those of a sum over tokens even out, as those of its terms do. The dtype of the result adds one, and inv_freq
-    the error of cos and sin."""
+    """Checks that the gradients are within twelve roundings of the oracle.
+
+    The pair, its scaled cos and sin, the weight, 1 / rms, the two means and the last product are rounded. The roundings
+    of a sum over tokens even out, as those of its terms do. Rounding to the dtype of the result adds one more, and
+    inv_freq adds the error of cos and sin.
+    """
     wide = tensors[0].dtype == torch.float64
-    part = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
+    fraction = 12 * 2.0**-53 if wide else 12 * 2.0**-24 + (5e-7 if "inv_freq" in angles else 0)
     for i in (0, 1):
         expected = gradients_by_the_oracle(tensors[i], tensors[i + 2], out_gradients[i], angles, **options)
         for actual, (value, size) in zip(gradients[i::2], expected, strict=True):
-            limit = part * size
+            limit = fraction * size
             if actual.dtype != (torch.float64 if wide else torch.float32):
                 limit = limit + ulp(np.abs(value), actual.dtype)
             error = np.abs(numpy_of(actual, value.dtype.type) - value)
@@ -490,8 +510,8 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
     ),
     ids=name_of,
 )
-def test_gradients_are_near_the_oracle(case, device):
-    """And have the dtypes of what they are gradients of, the strides of a result."""
+def test_gradients_are_within_roundings_of_the_oracle(case, device):
+    """A gradient has the dtype and shape of its input. Those of q and k have the strides of torch.empty_like."""
     tensors, angles, options = make_case(case, device)
     inputs = [t.requires_grad_() for t in tensors]
     given = [
@@ -506,13 +526,13 @@ def test_gradients_are_near_the_oracle(case, device):
 
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device):
-    """Accurate, also where all terms have one sign; the same bits each time and from any number of threads."""
+def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, device):
+    """All terms of the sum may have one sign. The bits are the same each time and with any number of threads."""
     heads = (8, 2) if positive else (2, 8)
     size = (2, many(10000, device), *heads, 24, 16)
     tensors, angles = make(size, Source("table"), "bshd", "bhsd", dtype, device)
     outs = norm_rotate_qk(*tensors, **angles)
-    given = list(outs) if positive else like(outs)  # back from the result itself comes a square
+    given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
     gradients = run()
     assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
@@ -524,7 +544,7 @@ def test_gradients_of_weights_are_sums_over_many_tokens(dtype, positive, device)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 20])
 def test_gradients_have_the_same_bits_in_any_layout(head_dim, dtype, device):
-    """The order of a sum is that of tokens and heads, wherever they lie."""
+    """The order of a sum is the order of tokens and heads, not of their addresses."""
     tensors, angles = make((2, 9, 5, 2, head_dim, 20), Source("table"), "bshd", "bshd", dtype, device)
     given = like(tensors[:2])
     expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
@@ -534,8 +554,8 @@ def test_gradients_have_the_same_bits_in_any_layout(head_dim, dtype, device):
         assert_same(rope._norm_rotate_qk_backward(*laid[:2], *tensors, **angles), expected)
 
 
-def test_gradients_that_are_expanded(device):
-    """Stride 0, as out.sum() gives them."""
+def test_incoming_gradients_may_be_expanded(device):
+    """The backward of out.sum() passes a gradient with stride 0."""
     inputs, angles = leaves(device)
     by_sum = grad(sum(out.sum() for out in norm_rotate_qk(*inputs, **angles)), inputs)
     outs = norm_rotate_qk(*inputs, **angles)
@@ -543,10 +563,10 @@ def test_gradients_that_are_expanded(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
-def test_gradients_of_empty_tensors(shape, device):
+def test_gradients_of_empty_tensors_are_zero(shape, device):
     inputs = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[-1:], shape[-1:])]
     outs = norm_rotate_qk(*inputs, inv_freq=torch_rope.inv_freq(shape[-1], device=device))
-    for _ in range(3):  # in memory that had other numbers
+    for _ in range(3):  # the gradients are allocated in memory that held NaNs
         left = [torch.full_like(inputs[-1], torch.nan) for _ in range(5)]
         del left
         for x, g in zip(inputs, grad(outs, inputs, like(outs), retain_graph=True), strict=True):
@@ -555,7 +575,7 @@ def test_gradients_of_empty_tensors(shape, device):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 7])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0], ids=str)
-def test_a_head_that_has_no_norm_leaves_the_gradients_of_the_others_alone(value, head_dim, device):
+def test_a_head_that_has_no_norm_changes_no_gradient_of_another_head(value, head_dim, device):
     size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
     tensors, angles = make(size, Source("table"), "bshd", "bshd", torch.float32, device)
     given = like(tensors[:2])
@@ -567,9 +587,9 @@ def test_a_head_that_has_no_norm_leaves_the_gradients_of_the_others_alone(value,
     assert_same([g for i, g in enumerate(gradients) if i != 2], [g for i, g in enumerate(expected) if i != 2])
 
 
-@pytest.mark.parametrize("dtype, part", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_second_derivatives_in_the_dtypes_of_training(dtype, part, device):
-    """Within that part of the largest, of what torch finds for the definition in float64."""
+@pytest.mark.parametrize("dtype, fraction", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
+def test_second_derivatives_are_accurate_in_the_dtypes_of_training(dtype, fraction, device):
+    """The error is at most this fraction of the largest element that torch finds for the definition in float64."""
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
     tensors, angles = make((2, 9, 4, 2, 16, 12), SOURCES[2], "bhsd", "packed", dtype, device, ("float32", "own"))
@@ -583,10 +603,10 @@ def test_second_derivatives_in_the_dtypes_of_training(dtype, part, device):
         found.append(grad(first, [*inputs, *given], [torch.randn(t.shape, device=device).to(t.dtype) for t in first]))
     for actual, expected, t in zip(*found, [*tensors, *tensors[:2]], strict=True):
         assert actual.dtype == t.dtype
-        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=part * expected.abs().max().item())
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=fraction * expected.abs().max().item())
 
 
-# ---- what autograd asks for ----
+# ---- what autograd calls ----
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -603,8 +623,8 @@ def test_forward_and_backward_are_one_operator_call_each(create_graph, device):
 
 
 @pytest.mark.parametrize("needed", [c for n in range(1, 5) for c in itertools.combinations(NAMES, n)], ids="+".join)
-def test_frozen_inputs(needed, device):
-    """No gradient where none is asked for, and the others keep their bits."""
+def test_a_frozen_input_has_no_gradient_and_changes_no_other(needed, device):
+    """The gradients of the inputs that require grad have the same bits as if nothing were frozen."""
     inputs, angles = leaves(device, dtype=torch.float32)
     outs = norm_rotate_qk(*inputs, **angles, **OPTIONS)
     given = like(outs)
@@ -619,8 +639,8 @@ def test_frozen_inputs(needed, device):
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
-def test_an_output_that_is_not_used(used, device):
-    """Its input and weight get no gradient, not zeros; derivatives of the others are what they were."""
+def test_an_unused_output_gives_its_inputs_no_gradient(used, device):
+    """The gradient of its input and weight is None, not zeros, and the derivatives of the other ones do not change."""
     inputs, angles = leaves(device)
     of_both = norm_rotate_qk(*inputs, **angles, **OPTIONS)
     given = like(of_both)
@@ -636,7 +656,7 @@ def test_an_output_that_is_not_used(used, device):
     assert all(g is None or not g.any() for g in second[1 - used :: 2])
 
 
-def test_one_tensor_as_q_and_k(device):
+def test_one_tensor_as_q_and_k_gets_the_sum_of_both_gradients(device):
     (q, _, w, _), angles = leaves(device)
     outs = norm_rotate_qk(q, q, w, w, **angles)
     given = like(outs)
@@ -644,7 +664,7 @@ def test_one_tensor_as_q_and_k(device):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "cos", "sin", "inv_freq", "positions"])
-def test_backward_complains_if_what_it_saved_was_written(name, device):
+def test_backward_raises_if_a_saved_tensor_was_overwritten(name, device):
     source = SOURCES[8] if name in ("inv_freq", "positions") else SOURCES[3]
     inputs, angles = leaves(device, source=source, dtype=torch.float32)
     outs = norm_rotate_qk(*inputs, **angles)
@@ -655,7 +675,7 @@ def test_backward_complains_if_what_it_saved_was_written(name, device):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(use_reentrant, device):
+def test_gradient_checkpointing_gives_the_same_bits(use_reentrant, device):
     inputs, angles = leaves(device, dtype=torch.float32)
     function = lambda *t: sum(out.sin().sum() for out in norm_rotate_qk(*t, **angles))  # noqa: E731
     function(*inputs).backward()
@@ -672,8 +692,11 @@ def test_gradient_checkpointing(use_reentrant, device):
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
 @pytest.mark.parametrize("moved", [*((n,) for n in NAMES), ("q", "k_norm_weight"), tuple(NAMES)], ids="+".join)
 @by_source
-def test_tangents(source, moved, mode, device):
-    """Of each input and of all; an output that does not depend on it has none. Also without grad."""
+def test_tangents_are_those_of_the_definition(source, moved, mode, device):
+    """Some or all inputs have a tangent. An output that depends on none of them has no tangent.
+
+    This holds with grad off too.
+    """
     inputs, angles = leaves(device, source=source, requires_grad=mode == "grad")
     with fwAD.dual_level(), torch.set_grad_enabled(mode == "grad"):
         duals = [
@@ -699,7 +722,7 @@ EVERY = (0, 1, 2, 3)
 
 
 @pytest.mark.shared
-def test_torch_func_gradients(device):
+def test_torch_func_gives_the_gradients_of_the_definition(device):
     tensors, angles = leaves(device, requires_grad=False)
     loss, truth = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
     inputs = [t.clone().requires_grad_() for t in tensors]
@@ -714,8 +737,8 @@ def test_torch_func_gradients(device):
 
 @pytest.mark.shared
 @by_source
-def test_torch_func_jacobians_and_hessians(source, device):
-    """Every nesting of forward and reverse mode."""
+def test_torch_func_gives_the_jacobians_and_hessians_of_the_definition(source, device):
+    """Forward and reverse mode are nested in every way."""
     tensors, angles = leaves(device, (2, 2, 1, 1, 4, 4), source, requires_grad=False)
     function, truth = (lambda *t, f=f: f(*t, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
     loss, true_loss = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
@@ -726,11 +749,11 @@ def test_torch_func_jacobians_and_hessians(source, device):
     for outer, inner in itertools.product((jacfwd, jacrev), repeat=2):
         for ours, theirs in zip(outer(inner(loss, EVERY), EVERY)(*tensors), expected, strict=True):
             same_gradients(ours, theirs)
-    # Around plain autograd.
+    # A transform inside plain autograd.
     inputs = [t.clone().requires_grad_() for t in tensors]
     gradients = grad(sum(g.sum() for g in torch.func.grad(loss, EVERY)(*inputs)), inputs)
-    rows = zip(*expected, strict=True)
+    by_input = zip(*expected, strict=True)
     same_gradients(
         gradients,
-        [sum(h.sum(tuple(range(h.dim() - x.dim()))) for h in row) for x, row in zip(inputs, rows, strict=True)],
+        [sum(h.sum(tuple(range(h.dim() - x.dim()))) for h in hs) for x, hs in zip(inputs, by_input, strict=True)],
     )

@@ -1,15 +1,16 @@
-"""torch_rope.reference is what every operator is equivalent to: the operators agree with it, it agrees with the oracle, and
-the README quotes it. The functions of torch_rope have the operators' arguments, and pass them on."""
+"""Tests torch_rope.reference, which says in plain torch what every operator computes.
+
+The operators agree with the reference, and the reference agrees with the oracle. The functions of torch_rope have the
+same arguments as the operators, and pass them on.
+"""
 
 import inspect
-import re
-import textwrap
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from cases import CACHES, DTYPES, ROOT, SOURCES, set_apart, some_slots, supported
+from cases import CACHES, DTYPES, SOURCES, set_apart, some_slots, supported
 from oracle import assert_close, cos_sin, limits, rotate
 
 import torch_rope
@@ -18,12 +19,13 @@ from torch_rope import _signatures, reference
 rope = torch.ops.rope
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM = 2, 5, 3, 2, 24, 16
 FLAGS = [{}, {"interleaved": True}, {"attention_factor": 1.2, "inverse": True}]
-# Every source with every dtype, and both with every one of so many other things.
+# (source, dtype, number): every source with every dtype. The number selects the other options of a call, so that each
+# option occurs with many sources and dtypes.
 COVER = [(source, dtype, i + j) for i, source in enumerate(SOURCES) for j, dtype in enumerate(DTYPES)]
 
 
 def on_cpu(value, exact):
-    """A copy of tensors, floating ones in float64 if exact; the rest as it is."""
+    """Returns a copy of value, with its tensors on the CPU. If exact, floating-point tensors become float64."""
     if isinstance(value, dict):
         return {name: on_cpu(v, exact) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -35,15 +37,18 @@ def on_cpu(value, exact):
 
 
 def assert_near(actual, right, interleaved, ulps, plus):
-    """right: the reference on float64 copies. Of float64 it is itself off by as much as the operator may be."""
-    turned = right[..., :ROTARY_DIM].unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    size = turned.norm(dim=-1 if interleaved else -2, keepdim=True).expand(turned.shape).flatten(-2)
+    """Asserts that `actual` is close to `right`, the result of the reference on float64 copies of the arguments.
+
+    If `actual` is float64, the reference may be wrong by as much as the operator, so the limit is doubled.
+    """
+    rotated = right[..., :ROTARY_DIM].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    size = rotated.norm(dim=-1 if interleaved else -2, keepdim=True).expand(rotated.shape).flatten(-2)
     size = torch.cat([size, right[..., ROTARY_DIM:].abs()], -1)
     assert_close(actual, (right.numpy(), size.numpy()), 2 * ulps if actual.dtype == torch.float64 else ulps, plus)
 
 
 def arguments(source, dtype, device, batch=BATCH):
-    """[q, k, v], the weights, and what says the angles"""
+    """Returns [q, k, v], [q_norm_weight, k_norm_weight], and a dict of the arguments for the angles."""
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
     xs = [torch.randn(batch, SEQ, h, HEAD_DIM).to(dtype).to(device) for h in (HEADS, KV_HEADS, KV_HEADS)]
@@ -54,7 +59,7 @@ def arguments(source, dtype, device, batch=BATCH):
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
-def test_rotations(source, dtype, number, norm, device):
+def test_rotations_agree_with_the_reference(source, dtype, number, norm, device):
     xs, weights, angles = arguments(source, dtype, device)
     xs, weights, flags = xs[:2], weights if norm else [], dict(FLAGS[number % 3])
     if norm:
@@ -68,7 +73,7 @@ def test_rotations(source, dtype, number, norm, device):
     for actual, r in zip(found, right, strict=True):
         assert_near(actual, r, "interleaved" in flags, *limit)
 
-    # In x's own dtype the reference keeps the same limits, and rounds once.
+    # On arguments of the dtype of x the reference is within the same limits of the oracle, and rounds once.
     limit = (0.51, 0.0) if dtype in (torch.float16, torch.bfloat16) else limit
     own = getattr(reference, op)(*on_cpu([*xs, *weights], False), **on_cpu(angles, False), **flags)
     for x, weight, actual in zip(xs, weights or (None, None), own, strict=True):
@@ -79,7 +84,7 @@ def test_rotations(source, dtype, number, norm, device):
 
 
 @pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
-def test_rotate_into_cache(source, dtype, number, device):
+def test_rotate_into_cache_agrees_with_the_reference(source, dtype, number, device):
     cache, batch = [("sequence", 1), ("blocks", 2), ("blocks kv heads", 2)][number % 3]
     xs, weights, angles = arguments(source, dtype, device, batch)
     blocks, size = batch + 1, SEQ + 47
@@ -109,23 +114,23 @@ def test_rotate_into_cache(source, dtype, number, device):
 
 @pytest.mark.parametrize("attention_factor", [1.0, 1.3])
 @pytest.mark.parametrize("positions", [torch.tensor([0, 3, 2**24 - 1]), torch.rand(2, 3) * 100], ids=["int64", "float"])
-def test_tables(positions, attention_factor, device):
+def test_tables_and_their_reference_agree_with_the_oracle(positions, attention_factor, device):
     inv_freq = torch_rope.inv_freq(ROTARY_DIM)
     right = cos_sin(positions.numpy(), inv_freq.double().numpy(), np.longdouble)
     for dtype in (None, *DTYPES):
         if not supported(device, dtype):
             continue
         options = {"attention_factor": attention_factor, "dtype": dtype}
-        for of, at in (torch_rope, device), (reference, "cpu"):
-            p, f = positions.to(at), inv_freq.to(at)
-            for tables in of.cos_sin(p, f, **options), of.axial_cos_sin(p[None], f[None], **options):
+        for functions, where in (torch_rope, device), (reference, "cpu"):
+            p, f = positions.to(where), inv_freq.to(where)
+            for tables in functions.cos_sin(p, f, **options), functions.axial_cos_sin(p[None], f[None], **options):
                 for table, value in zip(tables, right, strict=True):
                     assert table.dtype == (dtype or torch.float32)
                     size = np.full(value.shape, attention_factor)
                     assert_close(table, (value * attention_factor, size), *limits(table.dtype, {"inv_freq": inv_freq}))
 
 
-def test_axes_are_summed(device):
+def test_the_angles_of_all_axes_are_added(device):
     positions, inv_freq = torch.randint(0, 99, (3, 2, SEQ)), torch.rand(3, 8)
     right = reference.axial_cos_sin(positions, inv_freq, dtype=torch.float64)
     for table, value in zip(torch_rope.axial_cos_sin(positions.to(device), inv_freq.to(device)), right, strict=True):
@@ -134,23 +139,10 @@ def test_axes_are_summed(device):
     torch.testing.assert_close(right, (angle.cos(), angle.sin()), rtol=0, atol=1e-12)
 
 
-# ---- one text ----
-
-
-def test_what_the_readme_quotes_is_the_reference():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"equivalent to[^`]*:\n\n```python\n(.*?)```", readme, re.S)
-    assert len(quoted) == 2
-    for name, block in zip(("rotate", "rotate_into_cache"), quoted, strict=True):
-        source = inspect.getsource(getattr(reference, name))
-        body = textwrap.dedent(source.split('"""\n', 1)[1])
-        assert block == body, f"README.md does not quote torch_rope.reference.{name}"
-
-
-# ---- one signature ----
+# ---- signatures ----
 
 NONE = inspect.Parameter.empty
-FUNCTIONS = {  # of every operator but the gradients
+FUNCTIONS = {  # operator -> function of torch_rope, for every operator except those for gradients
     s.name: {"rotate_into_cache_": "rotate_into_cache", "_axial_cos_sin": "axial_cos_sin"}.get(s.name, s.name)
     for s in _signatures.operators()
     if not s.name.endswith("_backward")
@@ -158,12 +150,13 @@ FUNCTIONS = {  # of every operator but the gradients
 
 
 def arguments_of(op):
-    """(name, whether by keyword alone, default)"""
+    """Returns (name, whether it is keyword-only, default) for each argument of an operator."""
     arguments = getattr(rope, op).default._schema.arguments
     return [(a.name, a.kwarg_only, a.default_value if a.has_default_value() else NONE) for a in arguments]
 
 
 def parameters_of(function):
+    """Returns the same as arguments_of for the parameters of a Python function, except *args and **kwargs."""
     found = [
         p for p in inspect.signature(function).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -172,7 +165,7 @@ def parameters_of(function):
 
 @pytest.mark.parametrize("op, function", FUNCTIONS.items())
 def test_the_functions_have_the_arguments_of_the_schemas(op, function):
-    """Those of the reference may pass some on."""
+    """A function of the reference may have fewer, because it passes the others on by *args and **kwargs."""
     assert parameters_of(getattr(torch_rope, function)) == arguments_of(op)
     assert set(parameters_of(getattr(reference, function.removesuffix("_")))) <= set(arguments_of(op))
 

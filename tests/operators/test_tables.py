@@ -1,4 +1,4 @@
-"""The gradients of cos and sin: learned frequencies. And cos_sin over several axes of positions."""
+"""Tests the gradients of cos and sin (learned tables and frequencies), and axial_cos_sin."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
 
 
 def make(size, source, layouts, with_k, dtype, device, table_dtype):
-    """(given, x, angles) for the operator"""
+    """Returns (the gradients of the results, x, the angle arguments) for a call of the operator. x is [q] or [q, k]."""
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
     angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
     shapes = [torch.Size((batch, seq, heads, head_dim)) for heads in (q_heads, k_heads)][: 1 + with_k]
@@ -32,14 +32,18 @@ def make(size, source, layouts, with_k, dtype, device, table_dtype):
 
 
 def call(given, x, angles, flags):
+    """Returns (the gradient of cos, the gradient of sin)."""
     pairs = [t for both in (given, x) for t in (*both, None)[:2]]
     cos, sin, positions, offset = (angles.get(name) for name in ("cos", "sin", "positions", "offset"))
     return torch.ops.rope._rotate_table_backward(*pairs, cos, sin, None, positions, offset or 0, **flags)
 
 
 def assert_sums(actual, expected, magnitudes, arithmetic, terms):
-    """Each product is rounded, each term, and the sum once to the dtype of the table. In float64 so is every partial
-    sum; in float32 the sums are compensated, or in double."""
+    """Asserts that sums are right within the roundings of the kernels.
+
+    Each product and each term is rounded, and the sum is rounded once to the dtype of the table. In float64 every
+    partial sum is rounded as well. In float32 the sums are compensated, or in double.
+    """
     unit = torch.finfo(arithmetic).eps / 2
     limit = ulp(abs(expected), actual.dtype) + magnitudes * unit * (4 if arithmetic == torch.float32 else terms + 4)
     assert (abs(numpy_of(actual, expected.dtype.type) - expected) <= limit).all()
@@ -64,7 +68,7 @@ def assert_sums(actual, expected, magnitudes, arithmetic, terms):
     ),
     ids=name_of,
 )
-def test_gradients_of_tables(case, device):
+def test_gradients_of_tables_agree_with_the_oracle(case, device):
     size, dtype = case["size"], case["dtype"]
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
@@ -84,8 +88,8 @@ def test_gradients_of_tables(case, device):
 
 @pytest.mark.parametrize("batch, seq", [(3, 700), (1051, 2)])
 @pytest.mark.parametrize("source", TABLES, ids=str)
-def test_many_tokens_on_one_row(source, batch, seq, device):
-    """Sums over thousands of heads, and rows that no token was turned by."""
+def test_many_tokens_may_use_the_same_row(source, batch, seq, device):
+    """Some rows have sums over thousands of heads. No token uses the other rows."""
     size = (batch, seq, 5, 2, 32, 16)
     given, x, angles = make(size, source, ["sbhd", "bhsd"] * 2, True, torch.float32, device, torch.float32)
     if "positions" in angles:
@@ -94,13 +98,13 @@ def test_many_tokens_on_one_row(source, batch, seq, device):
     cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles)
     for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
         assert_sums(out, expected, magnitude, torch.float32, 0)
-    for _ in each_number_of_threads():  # which share sequences
+    for _ in each_number_of_threads():  # threads may share a sequence
         for out, again in zip(outs, call(given, x, angles, {}), strict=True):
             assert torch.equal(out, again)
 
 
 def test_small_terms_of_a_sum_are_not_lost(device):
-    """Far more of them than threads, beside one that is large."""
+    """There are far more small terms than threads, and one large term."""
     given, x, positions = torch.ones(30000, 1, 8), torch.ones(30000, 1, 8), torch.ones(30000, dtype=torch.int32)
     given[0], given[..., 4:] = 2**25, 0
     given, x, positions, table = (t.to(device) for t in (given, x, positions, torch.rand(2, 4)))
@@ -109,8 +113,8 @@ def test_small_terms_of_a_sum_are_not_lost(device):
     assert torch.equal(sin_grad, -cos_grad) and not cos_grad[0].any()
 
 
-def test_positions_at_the_end_of_int64(device):
-    """With an offset back to the rows of the table."""
+def test_positions_at_the_end_of_int64_with_an_offset_are_right(device):
+    """The offset leads back to the rows of the table."""
     given, x, angles = make(
         (1, 3, 2, 1, 8, 8), Source("table"), ["bshd"] * 4, True, torch.float32, device, torch.float32
     )
@@ -124,10 +128,10 @@ def test_positions_at_the_end_of_int64(device):
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
 @pytest.mark.parametrize("by_token", [False, True], ids=["table", "token"])
-def test_empty(shape, by_token, device):
+def test_gradients_of_empty_tensors_are_zero(shape, by_token, device):
     x = torch.randn(shape, device="cpu").to(device)
     cos = torch.ones(*(shape[:2] if by_token else (9,)), shape[-1] // 2).to(device)
-    for _ in range(3):  # in memory that had other numbers
+    for _ in range(3):  # the results get memory that held NaN before
         left = [torch.full_like(cos, torch.nan) for _ in range(5)]
         del left
         for out in torch.ops.rope._rotate_table_backward(x, x, x, x, cos, cos):
@@ -137,23 +141,23 @@ def test_empty(shape, by_token, device):
 # ---- positions of several axes ----
 
 AXES = {
-    # name: (axes, function of pairs: the axis of each pair)
+    # name: (number of axes, function of the number of pairs -> the axis of each pair)
     "one": (1, lambda n: torch.zeros(n, dtype=torch.long)),
     "sections": (3, lambda n: torch.arange(n).clamp(max=2 * (n // 3) + 1) // (n // 3 + 1)),  # Qwen2-VL
-    "in turn": (3, lambda n: torch.arange(n) % 3),  # Qwen3-VL
-    "rows and columns": (2, lambda n: (torch.arange(n) >= n // 2).long()),  # axial
+    "alternating": (3, lambda n: torch.arange(n) % 3),  # Qwen3-VL
+    "halves": (2, lambda n: (torch.arange(n) >= n // 2).long()),  # vision's axial RoPE
 }
 
 
 def angle_of(positions, inv_freq):
-    """In float64: exact enough where the products are below 2^24 radians."""
+    """Returns the angles in float64, which is exact enough for products below 2^24 radians."""
     return torch.einsum("a...,aj->...j", positions.cpu().double(), inv_freq.cpu().double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("axes", AXES)
-def test_one_axis_for_each_pair(axes, dtype, device):
-    """To the bit what cos_sin gives for the position on that axis."""
+def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
+    """They are equal bit for bit to those of cos_sin for the position on that axis."""
     count, axis_of = AXES[axes]
     freq = torch.logspace(0, -5, 24)
     axis = axis_of(24)
@@ -167,7 +171,7 @@ def test_one_axis_for_each_pair(axes, dtype, device):
             assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
 
 
-def test_many_pairs_of_one_token(device):
+def test_one_token_may_have_thousands_of_pairs(device):
     positions, freq = torch.tensor([[3], [-5], [1]]).to(device), torch.rand(3, 3000).to(device)
     angle = angle_of(positions, freq)
     for out, exact in zip(torch.ops.rope._axial_cos_sin(positions, freq), (angle.cos(), angle.sin()), strict=True):
@@ -176,13 +180,13 @@ def test_many_pairs_of_one_token(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("axes", [0, 1, 2, 3, 40])
-def test_frequencies_on_every_axis(axes, dtype, device):
-    """RoPE-Mixed (Heo et al., arXiv:2403.13298): the angle is the sum over the axes."""
+def test_angles_are_sums_over_the_axes(axes, dtype, device):
+    """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis."""
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
     positions = torch.randint(-(2**20), 2**20, (axes, 2000)).to(device)
-    positions[:, 1000:] %= 50  # small turns are rounded where they are added
-    freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # of any strides
+    positions[:, 1000:] %= 50  # a sum of small angles has other roundings
+    freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # with other strides
     angle = (numpy_of(positions, np.longdouble)[..., None] * numpy_of(freq, np.longdouble)[:, None]).sum(0)
     for out, exact in zip(
         torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
@@ -195,7 +199,7 @@ def test_frequencies_on_every_axis(axes, dtype, device):
 
 
 def plain_cos_sin(positions, inv_freq, factor=1.0):
-    """In torch's float64, on the CPU."""
+    """Returns cos and sin, computed by plain torch in float64 on the CPU."""
     angle = angle_of(positions, inv_freq)
     return angle.cos() * factor, angle.sin() * factor
 
@@ -203,9 +207,9 @@ def plain_cos_sin(positions, inv_freq, factor=1.0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", [source for source in SOURCES if source.kind == "inv_freq"], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gradient_of_inv_freq(source, interleaved, dtype, device):
-    """The sum over tokens of position * (sin_grad cos - cos_grad sin), where cos_grad and sin_grad are those of a table
-    by token. In float32 cos and sin are right to 5e-7, and some ten numbers are rounded for each term."""
+def test_gradient_of_inv_freq_agrees_with_the_oracle(source, interleaved, dtype, device):
+    """The gradient is the sum over tokens of position * (sin_grad cos - cos_grad sin), with cos_grad and sin_grad of a
+    table by token. In float32 cos and sin are right to 5e-7, and about ten numbers are rounded for each term."""
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
     size = SIZES[2]
@@ -229,9 +233,10 @@ def test_gradient_of_inv_freq(source, interleaved, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("positions_dtype", [torch.int64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("axes", AXES)
-def test_gradients_of_cos_sin(axes, positions_dtype, dtype, device):
-    """Against torch's autograd in float64, for gradients of the results' dtype. A term is the product of a gradient, cos
-    or sin, and a position or a frequency; in float32 cos and sin are right to 5e-7, and some ten numbers are rounded."""
+def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype, dtype, device):
+    """Plain torch computes in float64, from gradients in the dtype of the results. A term is the product of a gradient,
+    cos or sin, and a position or a frequency. In float32 cos and sin are right to 5e-7, and about ten numbers are
+    rounded."""
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
     count, axis_of = AXES[axes]
@@ -265,7 +270,7 @@ def test_gradients_of_cos_sin(axes, positions_dtype, dtype, device):
 
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
 def test_learned_tables_agree_with_plain_torch(table_dtype, device):
-    """Values and all gradients of rotate_qk against the rotation written out, in float64."""
+    """The values and all gradients of rotate_qk are compared with a rotation in plain torch and float64."""
     x = [torch.randn(2, 6, heads, 16).to(torch.bfloat16) for heads in (3, 1)]
     tables = [torch.randn(9, 6).to(table_dtype) for _ in "cs"]
     positions = torch.randint(0, 9, (2, 6))
@@ -284,5 +289,5 @@ def test_learned_tables_agree_with_plain_torch(table_dtype, device):
     torch.autograd.backward(list(plain(*exact)), [g.double() for g in given])
     for leaf, e in zip(leaves, exact, strict=True):
         error = (leaf.grad.cpu().double() - e.grad).abs()
-        # x: each element rounded once, of sums that may cancel; tables: as test_gradients_of_tables says.
+        # Each element of x is rounded once, from sums that may cancel. For tables see assert_sums.
         assert (error <= torch.finfo(leaf.dtype).eps * e.grad.abs() + 1e-5).all()

@@ -1,4 +1,4 @@
-"""Values: every operator against the float64 oracle, within the ulp limits of its numerics; the same bits whatever the layout."""
+"""Tests that the values of every operator are close to the float64 oracle, and do not depend on the layout."""
 
 import itertools
 import struct
@@ -39,7 +39,7 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     assert torch.equal(q_out[..., rotary_dim:], q[..., rotary_dim:])
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
-    # The other operators: the same bits.
+    # The other operators give the same bits.
     assert torch.equal(torch.ops.rope.rotate(q, **angles, **options), q_out)
     assert torch.equal(torch.ops.rope.rotate(k, **angles, **options), k_out)
     torch.ops.rope.rotate_qk_(q, k, **angles, **options)
@@ -63,7 +63,7 @@ FLAGS = {"attention_factor": [1.0, 1.2079441541679836, -0.37], "inverse": [False
     ),
     ids=name_of,
 )
-def test_inverse_and_attention_factor(case, device):
+def test_inverse_and_attention_factor_agree_with_the_oracle(case, device):
     options = dict(zip(FLAGS, case["flags"], strict=True))
     q, k, angles = make_qk(device, (2, 9, 4, 1, 96, 64), q="bshd", k="packed", **case)
     for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, **options), strict=True):
@@ -76,8 +76,8 @@ def test_inverse_and_attention_factor(case, device):
     [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float32)],
     ids=str,
 )
-def test_tables_in_another_dtype(dtype, table_dtype, interleaved, device):
-    """A bfloat16 table is read exactly; the arithmetic stays float32, with one rounding at the end."""
+def test_a_table_may_have_another_dtype_than_float32(dtype, table_dtype, interleaved, device):
+    """A 16-bit table is read exactly. The arithmetic stays float32, and the result is rounded once."""
     q, k, angles = make_qk(device, (2, 9, 4, 1, 96, 64), SOURCES[3], "bhsd", "bshd", dtype, table_dtype)
     for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, **angles, interleaved=interleaved), strict=True):
         assert_close(out, rotate(x, **angles, interleaved=interleaved), *limits(dtype, angles))
@@ -85,8 +85,8 @@ def test_tables_in_another_dtype(dtype, table_dtype, interleaved, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, device):
-    """In a vector's body or its tail, in any layout, with a head of its own or among others."""
+def test_an_element_has_the_same_bits_in_any_call(dtype, interleaved, device):
+    """A result does not depend on the layout, on other heads and tokens, or on which lane of a vector computes it."""
     q, _, angles = make_qk(device, (2, 40, 6, 1, 128, 128), Source("table", offset=2), dtype=dtype)
     whole = torch.ops.rope.rotate(q, **angles, interleaved=interleaved)
     for name, layout in LAYOUTS.items():
@@ -97,7 +97,7 @@ def test_an_element_has_the_same_bits_wherever_it_stands(dtype, interleaved, dev
             q[:, token : token + 1, 3:4], angles["cos"], angles["sin"], offset=2 + token, interleaved=interleaved
         )
         assert torch.equal(one, whole[:, token : token + 1, 3:4])
-    for pairs in (1, 3, 13, 31):  # the first pairs alone: other vectors, and a tail
+    for pairs in (1, 3, 13, 31):  # the first pairs only, so that other pairs form vectors and some are left over
         if interleaved:
             x, expected = q[..., : 2 * pairs], whole[..., : 2 * pairs]
         else:
@@ -124,8 +124,8 @@ def test_a_table_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
         assert torch.equal(a, b)
 
 
-def test_expanded_inputs_are_read(device):
-    """Stride 0 is legal for what is only read: k of one head seen as many, one table row for all tokens."""
+def test_inputs_may_be_expanded(device):
+    """A tensor that is only read may have stride 0, such as one head seen as four, or one table row for all tokens."""
     x = torch.randn(2, 5, 1, 16, device=device)
     cos, sin = torch_rope.cos_sin(torch.tensor([3], device=device), torch_rope.inv_freq(16, device=device))
     many = x.expand(2, 5, 4, 16)
@@ -141,8 +141,8 @@ def test_expanded_inputs_are_read(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_nan_of_any_bits_stays_one(dtype, device):
-    """Memory full of ones is a NaN too; rounding to bfloat16 could carry it into a zero."""
+def test_a_nan_with_any_payload_stays_a_nan(dtype, device):
+    """A NaN may have all its bits set. Rounding that to bfloat16 by an addition would carry it into a zero."""
     nan = torch.full((4,), -1, dtype=torch.int32, device=device).view(torch.float32)
     nan_of_python = struct.unpack("d", b"\xff" * 8)[0]
     x = torch.ones(1, 1, 2, 8, device=device, dtype=dtype)
@@ -162,7 +162,7 @@ def test_a_nan_of_any_bits_stays_one(dtype, device):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
-def test_empty_tensors(shape, device):
+def test_empty_tensors_give_empty_results(shape, device):
     x = torch.randn(shape, device=device)
     freq = torch_rope.inv_freq(min(8, shape[-1]), device=device)
     assert torch_rope.rotate(x, inv_freq=freq).shape == shape
@@ -172,8 +172,8 @@ def test_empty_tensors(shape, device):
     torch_rope.rotate_(x, cos, sin)
 
 
-def test_nothing_rotated_is_a_copy(device):
-    """rotary_dim 0: proportional frequencies of a layer may leave none."""
+def test_rotary_dim_0_copies_x(device):
+    """The proportional frequencies of a model may leave a layer without any."""
     x = torch.randn(2, 3, 1, 8, device=device)
     out = torch_rope.rotate(x, inv_freq=torch.empty(0, device=device))
     assert torch.equal(out, x) and out.data_ptr() != x.data_ptr()
@@ -181,8 +181,8 @@ def test_nothing_rotated_is_a_copy(device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_special_values(dtype, interleaved, device):
-    """Infinities, NaNs, subnormals and the largest numbers round as torch rounds them; a NaN stays within its pair."""
+def test_special_values_round_as_in_torch(dtype, interleaved, device):
+    """Infinities, NaNs, subnormals and the largest numbers round as torch rounds them. A NaN changes only its pair."""
     info = torch.finfo(dtype)
     values = [
         0.0,
@@ -229,7 +229,7 @@ POSITIONS = torch.cat(
 
 @pytest.mark.parametrize("freq_dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0000001])
-def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
+def test_cos_and_sin_are_right_to_5e_7_up_to_position_2_24(base, freq_dtype, device):
     if not supported(device, freq_dtype):
         pytest.skip("Apple GPUs have no float64")
     freq = (base ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)).to(freq_dtype)
@@ -239,7 +239,7 @@ def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
         cos, sin = torch_rope.cos_sin(positions.to(device), freq.to(device))
         assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
         assert (sin.cpu().double() - sign * angle.sin()).abs().max() <= 5e-7
-    # The same inside rotate: the pair (1, 0) becomes (cos, sin).
+    # The angles inside rotate are the same: the pair (1, 0) becomes (cos, sin).
     x = torch.zeros(len(POSITIONS), 1, 128, device=device)
     x[..., :64] = 1
     out = torch_rope.rotate(x, inv_freq=freq.to(device), positions=POSITIONS.to(device)).cpu().double().squeeze(1)
@@ -247,19 +247,19 @@ def test_angles_hold_5e_7_up_to_position_2_24(base, freq_dtype, device):
 
 
 def test_positions_past_2_24_keep_their_low_bits(device):
-    """They have 48 bits; and the angles are as small as above."""
+    """A position is exact to 48 bits in float32 arithmetic. The frequencies keep the angles below 2^24."""
     positions = torch.tensor([2**24 + 1, 2**30 + 3, 2**40 + 5, -(2**40) - 7])
     freq = 1.37 * 2.0 ** -torch.arange(17, 49, dtype=torch.float64)
     angle = positions.double().unsqueeze(-1) * freq.float().double()
     cases = [torch_rope.cos_sin(positions.to(device), freq.float().to(device))]
-    two = (torch.stack([t, torch.zeros_like(t)]).to(device) for t in (positions, freq.float()))  # the second axis: 0
+    two = (torch.stack([t, torch.zeros_like(t)]).to(device) for t in (positions, freq.float()))  # the second axis is 0
     cases.append(torch.ops.rope._axial_cos_sin(*two))
     for cos, sin in cases:
         assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
         assert (sin.cpu().double() - angle.sin()).abs().max() <= 5e-7
 
 
-def test_attention_factor_is_rounded_with_its_product(device):
+def test_the_product_with_attention_factor_is_rounded_once(device):
     positions, freq = torch.arange(500, device=device), torch_rope.inv_freq(16, device=device)
     factor = 1 + 0.4999 * torch.finfo(torch.float32).eps  # half an ulp from a float32
     for scaled, plain in zip(
@@ -268,7 +268,7 @@ def test_attention_factor_is_rounded_with_its_product(device):
         assert torch.equal(scaled.cpu(), (plain.cpu().double() * factor).float())
 
 
-def test_float64_angles_are_float64(device):
+def test_float64_tables_have_float64_precision(device):
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
     positions = POSITIONS[::10]
@@ -278,7 +278,8 @@ def test_float64_angles_are_float64(device):
         for table, values in zip(tables, exact, strict=True):
             assert np.abs(numpy_of(table, np.longdouble) - values).max() <= 2.0**-52
     huge = torch_rope.cos_sin(torch.tensor([2**60 - 12345], device=device), freq.to(device), dtype=torch.float64)
-    assert max(t.abs().max() for t in huge) <= 1 + 1e-15  # past what a double can count, still a rotation
+    # A double does not hold this position exactly, but cos and sin are still those of a rotation.
+    assert max(t.abs().max() for t in huge) <= 1 + 1e-15
 
 
 @pytest.mark.parametrize("factor", [1e39, float("inf")])
@@ -328,7 +329,7 @@ def test_cos_sin_scales_and_rounds_once(dtype, device):
         assert (np.abs(numpy_of(t) - exact) <= 1.7 * 5e-7 + 0.5001 * ulp(np.abs(exact), dtype)).all()
 
 
-def test_inv_freq_is_float64_inside():
+def test_inv_freq_is_computed_in_float64():
     exact = [1e6 ** (-2 * i / 128) for i in range(64)]
     assert torch_rope.inv_freq(128, 1e6).tolist() == torch.tensor(exact, dtype=torch.float64).float().tolist()
     assert torch_rope.inv_freq(0).shape == (0,)

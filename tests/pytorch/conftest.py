@@ -3,7 +3,10 @@ import pytest
 
 @pytest.fixture
 def _nothing_compiled():
-    """Nothing compiled is taken from an earlier test, or from a cache on disk: its key knows nothing of this library."""
+    """Takes no compiled program from an earlier test or from the cache on disk.
+
+    The key of that cache does not depend on this library's code.
+    """
     import torch
 
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
-"""What the tests of this room share: the tensors of a call of any operator, and how a compiled program is read.
+"""Helpers of the tests in this folder: they make the tensors of a call, and read compiled programs.
 
-Arguments that could be mistaken for one another differ: q and k in heads and strides; cos and sin, the two weights of the
-norm and the two caches in strides.
+Arguments that could be mistaken for one another differ. q and k have different numbers of heads and different strides.
+cos and sin, the two weights of the norm, and the two caches have different strides.
 """
 
 import copy
@@ -18,14 +18,14 @@ import torch_rope
 rope = torch.ops.rope
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-ROWS = 64  # of a table, and of each block of a cache
+LENGTH = 64  # rows of a table, and cells in each block of a cache
 
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
 ROTATING = [op for op in OPERATORS if "offset" in [a.name for a in schema_of(op).arguments]]
 FUNCTIONAL = [op for op in ROTATING if op not in IN_PLACE]
 OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 
-# What is rotated or copied, and gradients of it -> (heads, layout).
+# Maps the name of a tensor that is rotated or copied, or of its gradient, to (heads, layout).
 ROTATED = {
     "x": (HEADS, LAYOUTS["packed"]),
     "q": (HEADS, LAYOUTS["bshd"]),
@@ -36,8 +36,8 @@ ROTATED = {
 }
 
 
-def tables(device, rotary_dim=DIM, rows=ROWS):
-    """cos, sin: [rows, rotary_dim / 2]."""
+def tables(device, rotary_dim=DIM, rows=LENGTH):
+    """Returns cos and sin, [rows, rotary_dim / 2]."""
     cos, sin = rope.cos_sin(torch.arange(rows, device=device), torch_rope.inv_freq(rotary_dim, device=device))
     return cos, torch.stack([sin, cos], -1)[..., 0]
 
@@ -47,7 +47,10 @@ def norm_weights(device):
 
 
 def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None):
-    """The tensors that op takes before its angles. layouts: functions as in LAYOUTS, which what is rotated has in turn."""
+    """Returns the tensors that op takes before its angles.
+
+    layouts: functions as in LAYOUTS; the tensors that are rotated or copied take one after the other.
+    """
     layouts = layouts and itertools.cycle(layouts)
     weights = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
 
@@ -55,9 +58,9 @@ def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None):
         if name in weights:
             return weights[name]
         if name == "k_cache":
-            t = torch.randn(batch, ROWS, KV_HEADS, DIM, device=device)
+            t = torch.randn(batch, LENGTH, KV_HEADS, DIM, device=device)
         elif name == "v_cache":
-            t = torch.randn(batch, KV_HEADS, ROWS, DIM, device=device).transpose(1, 2)
+            t = torch.randn(batch, KV_HEADS, LENGTH, DIM, device=device).transpose(1, 2)
         else:
             heads, layout = ROTATED[name]
             layout = next(layouts) if layouts else layout
@@ -73,7 +76,7 @@ def qk(device, seq=6, batch=2):
 
 
 def split(qkv):
-    """[batch, seq, width] -> q, k, v [batch, seq, heads, DIM]."""
+    """Returns q, k and v, each [batch, seq, heads, DIM], as views of qkv [batch, seq, width]."""
     return qkv.view(*qkv.shape[:2], -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 2)
 
 
@@ -81,7 +84,10 @@ def split(qkv):
 
 
 def copies(tensors):
-    """With the same strides, and views of one tensor stay views of one tensor; but on mps, where torch makes them dense."""
+    """Returns copies with the same strides. Views of one tensor become views of one copy.
+
+    On mps the copies are dense, because torch makes them so.
+    """
     return copy.deepcopy(list(tensors))
 
 
@@ -97,7 +103,7 @@ def assert_same_bits(actual, expected, what=""):
 
 
 def assert_same_call(function, other, *inputs):
-    """Same results, and the same left in the inputs."""
+    """Checks that both functions return the same results and leave the same values in their inputs."""
     a, b = copies(inputs), copies(inputs)
     assert_same_bits(other(*b), function(*a))
     for x, y in zip(a, b, strict=True):
@@ -106,14 +112,14 @@ def assert_same_call(function, other, *inputs):
 
 # ---- compiling ----
 
-COMPILING = [  # marks of a module of tests
+COMPILING = [  # marks of a test module that compiles
     pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
     pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
 ]
 
 
 def backend_of(device):
-    """Inductor compiles kernels of its own for Metal, which takes a Mac."""
+    """Returns the backend for torch.compile. It is not Inductor on mps, because its Metal kernels need a Mac."""
     return "aot_eager" if device == "mps" else "inductor"
 
 
@@ -122,23 +128,23 @@ def compiled(function, device, **options):
 
 
 def run_and_see_programs(device, run, *args):
-    """(what it returns, Inductor's programs); no programs where Inductor does not compile."""
+    """Returns (the result of run, the source of Inductor's programs). On mps there are none."""
     return (run(*args), []) if device == "mps" else run_and_get_code(run, *args)
 
 
 def body_of(code):
-    """The calls of the compiled program, without the kernels' source."""
+    """Returns the source of the function that calls the kernels and operators, without the source of the kernels."""
     body = code[code.index("def call(") :]
     return body[: body.index("return (")]
 
 
 def calls_in(code):
-    """Our operators in the compiled program, in order."""
+    """Returns the names of our operators in the compiled program, in the order of their calls."""
     return re.findall(r"rope\.(\w+)\.default\(", body_of(code))
 
 
 def assert_no_copy(code, operators, buffers=0, kernels=0):
-    """Beside the operators the compiled program has so many buffers and kernels of its own, and nothing else."""
+    """Checks that the compiled program has only these operators and this many buffers and kernels, and no copy."""
     body = body_of(code)
     assert calls_in(code) == operators, body
     assert len(re.findall(r"= empty_strided\w*\(", body)) == buffers, body

@@ -1,4 +1,4 @@
-"""Processes that run one function at a time together, each a rank of one process group."""
+"""A group of processes, each a rank, that all run the same function at the same time."""
 
 import datetime
 import os
@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SECONDS = 120  # for a collective that some rank does not come to
+SECONDS = 120  # the timeout of a collective that some rank does not join
 
 
 def _serve(rank, world, port, device, pipe):
+    """Runs the functions that come through the pipe, as one rank, until None comes."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     if device == "cuda":
@@ -31,15 +32,18 @@ def _serve(rank, world, port, device, pipe):
         except BaseException:
             pipe.send((None, traceback.format_exc()))
     dist.destroy_process_group()
-    os._exit(0)  # a thread of gloo may still hold a tensor: if it lets go while Python ends, torch (2.13) aborts
+    # A thread of gloo may still hold a tensor. If it releases the tensor while Python shuts down, torch (2.13) aborts.
+    os._exit(0)
 
 
 class Ranks:
+    """The processes of one process group. They start at the first call."""
+
     def __init__(self, world: int, device: str):
         self.world, self.device, self.processes = world, device, []
 
     def _start(self):
-        # The first process imports, and those of the ranks are forks of it.
+        # A server process imports the modules once, and the processes of the ranks are forks of it.
         method = mp.get_context("forkserver")
         method.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch_rope"])
         with socket.socket() as s:
@@ -53,7 +57,8 @@ class Ranks:
             self.processes.append((process, ours))
 
     def __call__(self, function, *args):
-        """function(device, *args) on every rank, which a test module has at its top level -> what each returns."""
+        """Calls function(device, *args) on every rank, and returns the list of results. function must be at the top
+        level of a module."""
         if not self.processes:
             self._start()
         for _, pipe in self.processes:
@@ -66,7 +71,7 @@ class Ranks:
                     results[rank], error = pipe.recv()
                 except EOFError:
                     error = "the process ended"
-                if error:  # the others may wait for this rank
+                if error:  # the other ranks may be waiting for this one
                     self.close(at_once=True)
                     raise AssertionError(f"rank {rank} of {self.world}:\n{error}")
         return [results[rank] for rank in range(self.world)]

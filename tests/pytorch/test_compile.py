@@ -1,4 +1,4 @@
-"""torch.compile gives eager's values, gradients and errors, and compiles once for all lengths, offsets and positions."""
+"""Tests that torch.compile keeps values, gradients and errors, with one program for all lengths, offsets, positions."""
 
 import copy
 import re
@@ -12,8 +12,8 @@ from programs import (
     HEADS,
     IN_PLACE,
     KV_HEADS,
+    LENGTH,
     OF_A_LAYER,
-    ROWS,
     assert_same_bits,
     assert_same_call,
     backend_of,
@@ -42,7 +42,7 @@ BACKENDS = ["eager", "aot_eager", "inductor"]
 
 @pytest.mark.heart
 def test_compiled_values_are_eager_values(device):
-    """The operators keep every bit: the compiled program calls the same kernels."""
+    """The operators keep every bit, because the compiled program calls the same kernels."""
     cos, sin = tables(device, rotary_dim=4)
     positions = torch.randint(0, 60, (3, 6, 2), device=device)[1:, :, 0]
     narrow = positions.int()
@@ -67,8 +67,8 @@ def test_compiled_values_are_eager_values(device):
 
 
 @pytest.mark.parametrize("unused", [0, 1])
-def test_a_compiled_backward_with_one_unused_output(unused, device):
-    """The backward of the other one alone."""
+def test_a_compiled_backward_accepts_an_unused_output(unused, device):
+    """The input of the output that is used has its gradient. The other input has none, or zeros."""
     cos, sin = tables(device)
     q, k = (t.requires_grad_() for t in qk(device))
     out = compiled(lambda q, k: rope.rotate_qk(q, k, cos, sin), device)(q, k)[1 - unused]
@@ -79,7 +79,10 @@ def test_a_compiled_backward_with_one_unused_output(unused, device):
 
 
 def outputs_and_gradients(function, inputs, seeds, *more):
-    """seeds: gradients of the outputs."""
+    """Returns the outputs and the gradients of inputs.
+
+    seeds: gradients of the outputs, None for an output that is not used.
+    """
     inputs = [t.detach().requires_grad_() for t in inputs]
     outs = function(*inputs, *more)
     used = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if seed is not None]
@@ -90,7 +93,7 @@ def outputs_and_gradients(function, inputs, seeds, *more):
 @pytest.mark.heart
 @pytest.mark.parametrize("unused", ["nothing", "q", "k"])
 def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, device):
-    """At every length and offset. And q, k, and their weights have the gradients of eager, bit for bit."""
+    """This holds at every length and offset. q, k and their weights have the gradients of eager, bit for bit."""
     cos, sin = tables(device, rotary_dim=4)
     options = {"norm_eps": 0.1, "attention_factor": 1.2, "interleaved": True}
 
@@ -107,8 +110,8 @@ def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, device):
     assert list(map(calls_in, programs)) == [["norm_rotate_qk"], ["_norm_rotate_qk_backward"]] or device == "mps"
 
 
-def test_a_compiled_checkpoint_of_the_norm(device):
-    """The backward calls the operator again, and then its backward."""
+def test_a_compiled_checkpoint_runs_the_norm_again_in_the_backward(device):
+    """The backward calls the forward operator again, and then the operator of its backward."""
     cos, sin = tables(device)
 
     def scores(*inputs):
@@ -128,7 +131,10 @@ def test_a_compiled_checkpoint_of_the_norm(device):
 
 
 class Counted:
-    """A compiled function that counts its compilations. What Dynamo guards on is the same for every backend."""
+    """Wraps a compiled function and counts its compilations.
+
+    Its backend is aot_eager, because Dynamo guards on the same things with every backend.
+    """
 
     def __init__(self, function, **options):
         self.counter = CompileCounterWithBackend("aot_eager")
@@ -145,7 +151,7 @@ class Counted:
 @pytest.mark.heart
 @pytest.mark.parametrize("op", OF_A_LAYER)
 def test_a_decode_loop_does_not_recompile_for_each_offset(op, device):
-    """Once for the first offset, once for all others (which Dynamo's automatic dynamic shapes make symbolic)."""
+    """It compiles once for the first offset, and once for all others, which Dynamo makes symbolic by itself."""
     cos, sin = tables(device)
     freq = torch_rope.inv_freq(DIM, device=device)
 
@@ -164,7 +170,7 @@ def test_a_decode_loop_does_not_recompile_for_each_offset(op, device):
 @pytest.mark.heart
 @pytest.mark.parametrize("op", OF_A_LAYER)
 def test_positions_in_a_tensor_never_recompile(op, device):
-    """Nor do slots, nor the offset that is added."""
+    """Slots in a tensor and an offset from .item() do not recompile either."""
     cos, sin = tables(device)
     more = {"slots"} if "cache" in op else set()
 
@@ -184,7 +190,7 @@ def test_positions_in_a_tensor_never_recompile(op, device):
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("op", OF_A_LAYER)
 def test_marked_dimensions_do_not_specialise(op, slots, device):
-    """mark_dynamic raises where a check of ours fixes the marked size: of the batch, the length, the caches."""
+    """No check of ours fixes the batch, the length or the sizes of the caches, or mark_dynamic would raise."""
     if slots and "cache" not in op:
         return
     cos, sin = tables(device)
@@ -193,7 +199,7 @@ def test_marked_dimensions_do_not_specialise(op, slots, device):
     for batch, seq in ((2, 5), (3, 7), (6, 4)):
         tensors = operands(op, device, seq, batch)
         positions = torch.stack([torch.randperm(60, device=device)[:seq] for _ in range(batch)])
-        rest = (0, torch.randperm(ROWS * batch, device=device)[: batch * seq].view(batch, seq).int()) if slots else ()
+        rest = (0, torch.randperm(LENGTH * batch, device=device)[: batch * seq].view(batch, seq).int()) if slots else ()
         a, b = copies(tensors), copies(tensors)
         for t in (positions, *rest[1:], *(t for t in b if t.dim() > 1)):
             torch._dynamo.mark_dynamic(t, 0)
@@ -204,8 +210,8 @@ def test_marked_dimensions_do_not_specialise(op, slots, device):
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_number_of_tokens_that_is_data(device):
-    """As many tokens as a mask keeps."""
+def test_a_number_of_tokens_that_is_data_compiles_once(device):
+    """A mask decides how many tokens there are."""
     cos, sin = tables(device)
     weights = norm_weights(device)
 
@@ -214,7 +220,7 @@ def test_a_number_of_tokens_that_is_data(device):
         results = (
             rope.rotate(x, cos, sin),
             rope.rotate(x, cos, sin, positions=mask.nonzero().flatten()),
-            rope.rotate(x[:, :2], cos, sin),  # whether this is dense depends on the data: the strides must not
+            rope.rotate(x[:, :2], cos, sin),  # whether this is dense depends on the data; its strides must not
             *rope.rotate_qk(x.expand(2, -1, -1, -1), x[:, :2].expand(2, -1, -1, -1), cos, sin),
             *rope.norm_rotate_qk(x, x[:, :2], *weights, cos, sin),
         )
@@ -235,8 +241,8 @@ def test_a_number_of_tokens_that_is_data(device):
 
 
 @pytest.mark.parametrize("op, mode", [("rotate_qk_", torch.inference_mode), ("rotate_into_cache_", torch.no_grad)])
-def test_compiled_without_grad(op, mode, device):
-    """What requires grad may be rotated in place, compiled as well as not."""
+def test_inputs_that_require_grad_may_be_rotated_in_place_without_grad(op, mode, device):
+    """Under no_grad and inference_mode the compiled program takes them, as eager does."""
     cos, sin = tables(device)
     norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True)) if "cache" in op else {}
     for weight in norm.values():
@@ -248,8 +254,8 @@ def test_compiled_without_grad(op, mode, device):
             assert_same_call(function, program, *(t.requires_grad_(requires_grad) for t in operands(op, device)))
 
 
-def test_compiled_under_autocast(device):
-    """float32 tables stay float32 where the linear layer before became bfloat16."""
+def test_compiled_under_autocast_gives_the_result_of_eager(device):
+    """The float32 tables stay float32, although the linear layer before returns bfloat16."""
     cos, sin = tables(device)
     w = torch.randn(HEADS * DIM, HEADS * DIM, device=device)
 
@@ -264,8 +270,8 @@ def test_compiled_under_autocast(device):
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_tensor_subclasses(op, device):
-    """A subclass that is made of two tensors: both are written."""
+def test_both_tensors_of_a_subclass_are_written(op, device):
+    """TwoTensor is a subclass that holds two tensors."""
     tensors, freq = operands(op, device), torch_rope.inv_freq(DIM, device=device)
     expected = copies(tensors)
     getattr(rope, op)(*expected, inv_freq=freq)
@@ -283,8 +289,8 @@ def test_tensor_subclasses(op, device):
 
 @pytest.mark.heart
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_error_has_eagers_message(backend, device):
-    """What the fake implementation raises is wrapped by Dynamo."""
+def test_a_compiled_error_has_the_message_of_eager(backend, device):
+    """Dynamo wraps the error of the fake implementation in its own TorchRuntimeError."""
     x, (cos, sin) = torch.randn(2, 6, HEADS, DIM, device=device), tables(device, rotary_dim=16)
     with pytest.raises(ValueError) as eager:
         rope.rotate(x, cos, sin)
@@ -293,15 +299,15 @@ def test_an_error_has_eagers_message(backend, device):
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_", "norm_rotate_qk", "rotate_into_cache_"])
-def test_an_error_of_the_kernel_keeps_its_type(op, device):
+def test_an_error_of_the_kernel_keeps_its_type_and_message(op, device):
     if not checks_ranges(device):
-        pytest.skip("positions and slots in a tensor are looked at by the kernel, without an exception here")
+        pytest.skip("on a GPU the kernel checks positions and slots in a tensor, and raises no exception here")
     tensors, (cos, sin) = operands(op, device, seq=3), tables(device)
     before = copies(tensors)
     function = lambda p, offset, slots, *t: getattr(rope, op)(*t, cos, sin, None, p, offset, **slots)  # noqa: E731
     program = compiled(function, device, backend="inductor" if op in ("rotate", "rotate_into_cache_") else "aot_eager")
     cases = [([1, 64, 2], 0, {}), ([1, -1, 2], 0, {}), ([1, 63, 2], 1, {})]
-    if op == "rotate_into_cache_":  # of 128 cells
+    if op == "rotate_into_cache_":  # the cache has 128 cells
         cases.append(([1, 3, 2], 1, {"slots": torch.tensor([[0, -1, 1], [9, 128, 8]])}))
     for positions, *rest in cases:
         positions = torch.tensor(positions)
@@ -312,8 +318,8 @@ def test_an_error_of_the_kernel_keeps_its_type(op, device):
     assert_same_bits(tuple(tensors), tuple(before))
 
 
-INSTEAD = "and the in-place operator has no gradient; use "
-OF_THE_CACHE = INSTEAD + "rope.rotate_qk or rope.norm_rotate_qk, and write the cache yourself, or torch.no_grad()"
+INSTEAD = "because the in-place operator has no gradient; use "
+OF_THE_CACHE = INSTEAD + "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself, or torch.no_grad()"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -321,16 +327,16 @@ OF_THE_CACHE = INSTEAD + "rope.rotate_qk or rope.norm_rotate_qk, and write the c
     "op, name, message",
     [
         ("rotate_qk_", "k", INSTEAD + "rope.rotate_qk, or torch.no_grad()"),
-        ("rotate_into_cache_", "k", OF_THE_CACHE),  # also of what is only read
+        ("rotate_into_cache_", "k", OF_THE_CACHE),  # k is only read
         ("rotate_into_cache_", "k_cache", OF_THE_CACHE),
-        ("norm_rotate_qk", "cos", "and its gradient is not"),
+        ("norm_rotate_qk", "cos", "because its gradient is not implemented"),
     ],
 )
-def test_what_requires_grad_and_has_no_gradient_is_an_error(op, name, message, backend, device):
+def test_requiring_a_gradient_that_does_not_exist_is_an_error(op, name, message, backend, device):
     tensors = [*operands(op, device), *tables(device)]
     tensors[[a.name for a in schema_of(op).arguments].index(name)].requires_grad_()
     function = lambda *t: getattr(rope, op)(*(x * 1 for x in t))  # noqa: E731
-    with pytest.raises(RuntimeError, match=re.escape(f"{name} requires grad, {message}")) as eager:
+    with pytest.raises(RuntimeError, match=re.escape(f"{name} requires grad but must not, {message}")) as eager:
         function(*tensors)
     with pytest.raises(RuntimeError, match=re.escape(str(eager.value))):
         compiled(function, device, backend=backend)(*tensors)
@@ -340,7 +346,7 @@ def test_what_requires_grad_and_has_no_gradient_is_an_error(op, name, message, b
 
 
 def learned(source, device):
-    """(what is learned, function of (q, k, what is learned..., offset) -> q, k)"""
+    """Returns the learned tensors, and a function of (q, k, the learned tensors..., offset) that rotates q and k."""
     freq = torch_rope.inv_freq(4, device=device)
     if source == "tables":
         return [*tables(device, rotary_dim=4)], lambda q, k, c, s, n: rope.rotate_qk(q, k, c, s, offset=n)
@@ -362,14 +368,15 @@ FROZEN = ["nothing", "q and k", "all but q and the last"]
 
 @pytest.mark.parametrize(
     "case",
-    # Where Inductor is asked, it makes kernels of the gradient of cos_sin, which is in torch's operators.
+    # Inductor compiles kernels for the gradient of cos_sin, which is in torch's operators. That is slow, so only the
+    # exhaustive run does it for all sources.
     covering(
         {"backend": BACKENDS, "source": LEARNED, "frozen": FROZEN},
         lambda backend, source, **_: EXHAUSTIVE or backend != "inductor" or source in ("tables", "axes"),
     ),
     ids=name_of,
 )
-def test_compiled_gradients_of_learned_angles(case, device):
+def test_compiled_gradients_of_learned_angles_are_those_of_eager(case, device):
     backend, source, frozen = case.values()
     angles, function = learned(source, device)
     inputs = [*qk(device), *angles]
@@ -404,16 +411,16 @@ def test_all_lengths_and_offsets_of_learned_angles_run_one_program(source, devic
 
 
 @pytest.mark.parametrize("op", OF_A_LAYER)
-def test_cuda_graphs(op, device):
-    """The caches are buffers of a module, whose address stays: they may be written by a graph."""
+def test_every_operator_of_a_layer_runs_in_a_cuda_graph(op, device):
+    """A graph may write the caches, because they are buffers of a module, whose addresses never change."""
     if device != "cuda":
-        pytest.skip("CUDA graphs are of CUDA")
+        pytest.skip("only CUDA has CUDA graphs")
     cos, sin = tables(device)
 
     class Module(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("kv", torch.zeros(2, 2, ROWS, KV_HEADS, DIM, device=device))
+            self.register_buffer("kv", torch.zeros(2, 2, LENGTH, KV_HEADS, DIM, device=device))
 
         def forward(self, positions, *tensors):
             tensors = [t * 1 for t in tensors]

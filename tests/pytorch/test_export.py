@@ -1,4 +1,4 @@
-"""torch.export, AOTInductor, and the other tracers keep the operators, and what they make of a module does the same."""
+"""Tests that torch.export, AOTInductor and the other tracers keep the operators, and that their programs are right."""
 
 import copy
 import io
@@ -11,8 +11,8 @@ from programs import (
     DIM,
     HEADS,
     KV_HEADS,
+    LENGTH,
     OF_A_LAYER,
-    ROWS,
     assert_same_bits,
     assert_same_call,
     norm_weights,
@@ -31,15 +31,16 @@ pytestmark = [*COMPILING, pytest.mark.shared]
 
 
 class Rotating(torch.nn.Module):
-    """q and k from one packed projection, rotated by one of the operators; and the cache, if there is one."""
+    """Rotates q and k of a packed projection by one of the operators. Returns q, k, v and the cache if there is one."""
 
     def __init__(self, op, device):
         super().__init__()
         self.op = op
         cos, sin = tables(device)
         self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin if device != "mps" else sin.contiguous())  # torch loads no others on mps
-        self.register_buffer("kv", torch.zeros(2, 6, ROWS, KV_HEADS, DIM, device=device) if "cache" in op else None)
+        # On mps torch loads only contiguous tensors.
+        self.register_buffer("sin", sin if device != "mps" else sin.contiguous())
+        self.register_buffer("kv", torch.zeros(2, 6, LENGTH, KV_HEADS, DIM, device=device) if "cache" in op else None)
         self.register_buffer("norm", torch.stack(norm_weights(device)) if "norm" in op else None)
 
     def forward(self, qkv, offset):
@@ -52,7 +53,7 @@ class Rotating(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """One of each, and an intermediate that is written where the offset in its storage depends on the shape."""
+    """Has a layer for each operator, and writes an intermediate at a storage offset that depends on the shape."""
 
     def __init__(self, device):
         super().__init__()
@@ -76,8 +77,8 @@ def packed_qkv(device, seq, batch=2):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_round_trip(strict, device):
-    """Saved and loaded, run at other lengths, batches and offsets; decomposed; copied."""
+def test_an_exported_program_survives_saving_decomposing_and_copying(strict, device):
+    """Each program runs at other lengths, batches and offsets than it was exported with."""
     module = Layers(device)
     exported = torch.export.export(
         module,
@@ -107,8 +108,8 @@ def test_export_round_trip(strict, device):
 
 
 @pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
-def test_export_of_an_input_that_is_written(op, device):
-    """An exported program writes to the caller's tensor, as the module does."""
+def test_an_exported_program_writes_to_the_tensor_of_the_caller(op, device):
+    """The module itself does so too."""
     cos, sin = tables(device)
 
     class Module(torch.nn.Module):
@@ -126,8 +127,8 @@ def test_export_of_an_input_that_is_written(op, device):
             assert_same_call(Module(), program.module(), qkv(n), kv(n + 5))
 
 
-def test_export_with_an_offset_that_is_data(device):
-    """No guard on it is needed: its range is checked by the kernel."""
+def test_an_exported_offset_may_be_data(device):
+    """Its value needs no guard, because the kernel checks its range."""
     cos, sin = tables(device)
 
     class Module(torch.nn.Module):
@@ -142,13 +143,15 @@ def test_export_with_an_offset_that_is_data(device):
         exported.module()(x, torch.tensor(59))
 
 
-# The backends of torch decompose what they are given; make exhaustive also gives them what is decomposed already.
+# torch's backends decompose the program that they get. make exhaustive also gives them one that is decomposed already.
 @pytest.mark.parametrize("decomposed", [False, True] if EXHAUSTIVE else [False])
-def test_aot_inductor_package(decomposed, device, tmp_path):
-    """Compiled ahead of time, with a dynamic batch and length; q and k written in place at an offset that depends on both, a
-    cache that the package keeps, at a position that is data."""
+def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, tmp_path):
+    """The batch and the length are dynamic, and the position is data.
+
+    The package writes q and k in place, at a storage offset that depends on batch and length, and keeps the cache.
+    """
     if device == "mps":
-        pytest.skip("an AOTInductor package for Metal is not what this library ships")
+        pytest.skip("AOTInductor packages for Metal are outside the scope of this library")
 
     class Module(Layers):
         def forward(self, qkv, offset):
@@ -160,7 +163,7 @@ def test_aot_inductor_package(decomposed, device, tmp_path):
     exported = torch.export.export(module, example, dynamic_shapes=({0: batch, 1: seq}, None))
     if decomposed:
         exported = exported.run_decompositions()
-    quick = {"aot_inductor.precompile_headers": False}  # to compile once
+    quick = {"aot_inductor.precompile_headers": False}  # shorter, because the package is compiled only once
     package = torch._inductor.aoti_compile_and_package(
         exported, package_path=str(tmp_path / "rope.pt2"), inductor_configs=quick
     )
@@ -175,7 +178,7 @@ def test_aot_inductor_package(decomposed, device, tmp_path):
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("op", OF_A_LAYER)
-def test_make_fx(op, tracing_mode, device):
+def test_make_fx_keeps_the_operator(op, tracing_mode, device):
     cos, sin = tables(device)
 
     def function(*tensors):
@@ -188,8 +191,8 @@ def test_make_fx(op, tracing_mode, device):
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_"])
-def test_functionalize(op, device):
-    """torch.func.functionalize takes the functional operators as they are, and refuses in-place ones that are not ATen's."""
+def test_functionalize_takes_only_functional_operators(op, device):
+    """torch.func.functionalize keeps them, and refuses every in-place operator that is not one of ATen."""
     cos, sin = tables(device)
 
     def function(x):
@@ -207,7 +210,7 @@ def test_functionalize(op, device):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("op", ["rotate_qk", "norm_rotate_qk"])
-def test_jit_trace(op, device):
+def test_jit_trace_gives_the_same_results_at_another_length(op, device):
     cos, sin = tables(device)
     function = lambda *tensors: getattr(torch_rope, op)(*tensors, cos, sin)  # noqa: E731
     traced = torch.jit.trace(function, tuple(operands(op, device, 6)))

@@ -1,4 +1,4 @@
-"""What torch's counter of floating-point operations says of every operator."""
+"""Tests the number of floating-point operations that torch's FlopCounterMode counts for every operator."""
 
 import pytest
 import torch
@@ -10,11 +10,12 @@ import torch_rope
 
 pytestmark = pytest.mark.shared
 TOKENS, ROTARY = 2 * 6, 4
-# For each rotated channel three: four multiplications and two additions a pair. For each channel of a norm four: squared,
-# summed, scaled, weighted. Of its backward eleven: these, two for the weight's gradient, five for the input's. For each
-# rotated channel of the gradients of tables four: for both tables two products, their sum, and one more addition, a pair.
+# A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
+# A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the
+# gradient of the weight and five for that of the input. The gradients of cos and sin take four for a rotated channel:
+# for a pair and each of the two tables two products, their sum, and one addition to the gradient.
 ROTATION, NORM = 3 * ROTARY, 4 * DIM
-FLOPS = {  # of a head; None: a table is made once, and costs what its cosines do
+FLOPS = {  # for one head; None: not counted, because a table is made once, and most of its cost is cos and sin
     "cos_sin": None,
     "_axial_cos_sin": None,
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotate_into_cache_"), ROTATION),
@@ -33,7 +34,7 @@ def flops_of(function, *args, **keywords):
 @pytest.mark.heart
 @pytest.mark.parametrize("source", ["table", "token", "inv_freq"])
 @pytest.mark.parametrize("op", OPERATORS)
-def test_flops(op, source, device):
+def test_flops_of_every_operator_are_counted(op, source, device):
     if FLOPS[op] is None:
         assert getattr(rope, op) not in flop_registry
         return
@@ -47,7 +48,7 @@ def test_flops(op, source, device):
     heads = TOKENS * (HEADS if "x" in [a.name for a in schema_of(op).arguments] else HEADS + KV_HEADS)
     if op == "_rotate_table_backward":
         if source == "inv_freq":
-            return  # it has tables alone
+            return  # the operator takes tables only
         without_k = [t if i % 2 == 0 else None for i, t in enumerate(tensors)]
         assert flops_of(getattr(rope, op), *without_k, **angles) == TOKENS * HEADS * FLOPS[op]
     if op == "rotate_into_cache_":
@@ -58,8 +59,8 @@ def test_flops(op, source, device):
 
 
 @pytest.mark.parametrize("op, channel", [("rotate_qk", 2 * 3), ("norm_rotate_qk", 2 * 3 + 4 + 11)])
-def test_flops_of_a_training_step(op, channel, device):
-    """The backward is a rotation as well."""
+def test_a_training_step_counts_the_backward(op, channel, device):
+    """The backward of a rotation is a rotation, which costs as much."""
     inputs = [t.requires_grad_() for t in operands(op, device)]
     step = lambda: sum(t.sum() for t in getattr(rope, op)(*inputs, *tables(device))).backward()  # noqa: E731
     assert flops_of(step) == channel * sum(t.numel() for t in qk(device))

@@ -1,7 +1,7 @@
-"""In-place operators under torch.compile write where eager writes, and nothing is copied.
+"""Tests that in-place operators under torch.compile write where eager writes, and that nothing is copied.
 
-Functionalised, an in-place operator becomes a functional one on clones; Inductor then takes the clones away again. That it
-does, for each way in which q and k and the caches come to be, is part of the contract. A copy of a cache would cost more
+Functionalization turns an in-place operator into a functional one on clones, and Inductor then removes them. That it
+removes them, however q, k and the caches are made, is part of our contract, because a copy of a cache would cost more
 than the operator.
 """
 
@@ -42,13 +42,17 @@ def _tables_of(device):
     tables_here = tables(device)
 
 
-# ---- ways in which what is written comes to be ----
+# ---- the ways in which the tensors that are written are made ----
 
 PROGRAMS = {}
 
 
 def program(inputs, *operators, buffers=0, kernels=0):
-    """Says of a function what its inputs are, by functions of (randn, seq, length of the cache), and what it compiles to."""
+    """Decorates a function that is compiled below, and says what its compiled program must be.
+
+    inputs: a function of (randn, seq, length of the cache) that returns the inputs. operators, buffers, kernels: the
+    operators that the program calls, and how many buffers and kernels of its own it has.
+    """
 
     def add(function):
         PROGRAMS[function] = (inputs, list(operators), buffers, kernels)
@@ -107,7 +111,7 @@ def on_a_split_intermediate(qkv):
     return qkv
 
 
-# Where the next ones start in their storage depends on the length.
+# The storage offsets of the views in the next functions depend on the length.
 
 
 @program(stacked, "rotate_qk_")
@@ -150,7 +154,7 @@ def on_halves_of_the_batch(x):
 
 
 def caches(*shapes):
-    """Inputs: q, k, v and tensors in whose shapes n is the length of the cache."""
+    """Returns a function that makes q, k, v and caches of these shapes, in which "n" is the length of the cache."""
 
     def inputs(randn, seq, n):
         memory = [randn(*(n if size == "n" else size for size in shape)) for shape in shapes]
@@ -169,7 +173,7 @@ def into_two_inputs(q, k, v, k_cache, v_cache):
 
 
 @program(caches((3, KV_HEADS, "n", DIM), (3, KV_HEADS, "n", DIM)), "rotate_into_cache_")
-def into_heads_first(q, k, v, k_cache, v_cache):  # StaticCache of transformers
+def into_heads_first(q, k, v, k_cache, v_cache):  # the layout of StaticCache in transformers
     into(q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2))
 
 
@@ -179,22 +183,22 @@ def without_batch(q, k, v, k_cache, v_cache):
 
 
 @program(caches((2, 3, "n", KV_HEADS, DIM)), "rotate_into_cache_")
-def into_halves_by_index(q, k, v, kv):  # vLLM's FlashAttention
+def into_halves_by_index(q, k, v, kv):  # the layout of vLLM's FlashAttention backend
     into(q, k, v, kv[0], kv[1])
 
 
 @program(caches((3, 2, "n", KV_HEADS, DIM)), "rotate_into_cache_")
-def into_halves_of_blocks(q, k, v, kv):  # FlashInfer's NHD
+def into_halves_of_blocks(q, k, v, kv):  # FlashInfer's layout NHD
     into(q, k, v, kv[:, 0], kv[:, 1])
 
 
 @program(caches((3, 2, KV_HEADS, "n", DIM)), "rotate_into_cache_")
-def into_halves_of_blocks_heads_first(q, k, v, kv):  # and its HND
+def into_halves_of_blocks_heads_first(q, k, v, kv):  # FlashInfer's layout HND
     into(q, k, v, *kv.transpose(2, 3).unbind(1))
 
 
 @program(caches((3, "n", KV_HEADS, 2 * DIM)), "rotate_into_cache_")
-def into_halves_of_a_row(q, k, v, kv):
+def into_halves_of_the_last_dimension(q, k, v, kv):
     into(q, k, v, *kv.chunk(2, -1))
 
 
@@ -221,13 +225,13 @@ def into_layers_that_are_inputs(q, k, v, *kv):
         into(q, k, v, *layer)
 
 
-def pages_and_slots(randn, seq, n):
+def blocks_and_slots(randn, seq, n):
     slots = torch.randperm(5 * n)[: 2 * seq].view(2, seq).int()
     return *caches(("n", 2, 5, KV_HEADS, DIM))(randn, seq, n), slots.to(randn(0).device)
 
 
-@program(pages_and_slots, "rotate_into_cache_")
-def into_pages(q, k, v, kv, slots):
+@program(blocks_and_slots, "rotate_into_cache_")
+def into_paged_blocks(q, k, v, kv, slots):
     norm = dict(zip(("q_norm_weight", "k_norm_weight"), (tables_here[0][:8, 0], tables_here[1][:8, 1]), strict=True))
     into(q, k, v, kv[:, 0], kv[:, 1], slots=slots, norm_eps=0.1, attention_factor=1.2, interleaved=True, **norm)
 
@@ -242,12 +246,12 @@ def projection_and_caches(randn, seq, n):
 
 
 @program(packed_and_caches, "rotate_into_cache_")
-def of_a_split_input(qkv, k_cache, v_cache):
+def from_a_split_input(qkv, k_cache, v_cache):
     into(*split(qkv), k_cache, v_cache.transpose(1, 2))
 
 
 @program(projection_and_caches, "rotate_into_cache_", buffers=1)
-def of_a_projection(x, w, k_cache, v_cache):
+def from_a_projection(x, w, k_cache, v_cache):
     q, k, v = split(x @ w)
     into(q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     return q
@@ -260,7 +264,7 @@ def attention_over_the_cache(x, w, k_cache, v_cache):
     return scaled_dot_product_attention(q[:, :, :KV_HEADS].transpose(1, 2), k_cache, v_cache)
 
 
-HEART = [on_a_split_input, on_an_unbound_input, into_halves_of_blocks, into_pages]
+HEART = [on_a_split_input, on_an_unbound_input, into_halves_of_blocks, into_paged_blocks]
 
 
 @pytest.mark.parametrize(
@@ -268,12 +272,14 @@ HEART = [on_a_split_input, on_an_unbound_input, into_halves_of_blocks, into_page
     [pytest.param(f, marks=pytest.mark.heart if f in HEART else ()) for f in PROGRAMS],
     ids=lambda f: f.__name__,
 )
-def test_it_is_written_where_it_is(function, device):
-    """With the first lengths, and with all others, which are symbols: so are the offsets at which views begin (Inductor must
-    not take the first one, nor 0, for all: pytorch#198068). Beside the operators the program has a buffer for what the
-    function itself computes, and nothing else."""
+def test_a_compiled_program_writes_without_a_copy(function, device):
+    """The first program is for the first lengths, the second for all others, which are symbols.
+
+    The storage offsets of views are then symbols too, and Inductor must use neither the first one nor 0 for all of them
+    (pytorch#198068). Besides the operators, the program has only the buffers and kernels that the function needs.
+    """
     if device == "mps" and "attention" in function.__name__:
-        pytest.skip("torch's attention for mps is not in its build for Linux")
+        pytest.skip("torch for Linux has no attention kernels for mps")
     inputs, operators, buffers, kernels = PROGRAMS[function]
     randn = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
 
@@ -288,14 +294,14 @@ def test_it_is_written_where_it_is(function, device):
         assert_no_copy(code, operators, buffers, kernels)
 
 
-# ---- storages that are shared, clones, what is read between ----
+# ---- shared storages, clones, and reads between writes ----
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_an_input_that_starts_inside_its_storage(dynamic, device):
-    """The offset of a graph input and that of a view of it add up."""
+def test_an_input_that_starts_inside_its_storage_is_written_correctly(dynamic, device):
+    """The storage offset of a graph input is added to that of its view."""
     if device == "mps":
-        pytest.skip("aot_eager (torch 2.13) keeps the offset of the first input, for any in-place custom operator")
+        pytest.skip("aot_eager in torch 2.13 reuses the first input's storage offset, for any in-place custom operator")
     function = lambda x: rope.rotate_(x[1], *tables_here)  # noqa: E731
     compiled_function = compiled(function, device, dynamic=dynamic)
     for i, seq in ((0, 4), (1, 4), (2, 6), (1, 7)):
@@ -307,8 +313,8 @@ def test_an_input_that_starts_inside_its_storage(dynamic, device):
 
 
 @pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
-def test_inputs_that_share_a_storage(op, device):
-    """kv[0] and kv[1] of one cache: the second starts at an offset that depends on the length."""
+def test_inputs_that_share_a_storage_are_written_correctly(op, device):
+    """The inputs are kv[0] and kv[1] of one tensor. The storage offset of the second depends on the length."""
     function = lambda *tensors: getattr(rope, op)(*tensors, *tables_here)  # noqa: E731
     compiled_function = compiled(function, device, **{"backend": "aot_eager"} if op == "rotate_qk_" else {})
     for seq in (4, 6, 9):
@@ -322,9 +328,12 @@ def test_inputs_that_share_a_storage(op, device):
     covering({"dynamic": [False, None, True], "op": ["rotate_qk_", "rotate_into_cache_"]}, strength=1),
     ids=name_of,
 )
-def test_inputs_that_are_slices_of_one_tensor(case, device):
-    """q and k, or the caches, split outside of the compiled function. torch makes one input of them, and where the length is
-    dynamic Inductor 2.13 then forgets to define a size: an error is all that we can ask for, but nothing may be half done."""
+def test_inputs_that_are_slices_of_one_tensor_are_written_or_left_alone(case, device):
+    """q and k, or the caches, are split outside of the compiled function, and torch makes one input of them.
+
+    If the length is dynamic, Inductor 2.13 then generates a program that lacks the definition of a size, and raises a
+    NameError. The error is accepted, but then nothing may have been written.
+    """
     dynamic, op = case.values()
     function = lambda *tensors: getattr(rope, op)(*tensors, *tables_here)  # noqa: E731
     compiled_function = compiled(function, device, dynamic=dynamic)
@@ -344,8 +353,8 @@ def test_inputs_that_are_slices_of_one_tensor(case, device):
         assert all(map(torch.equal, inputs, expected))
 
 
-def test_a_clone_that_is_written_beside_its_source_stays_a_clone(device):
-    """Without it, q and k would be one tensor, rotated twice."""
+def test_a_clone_that_is_written_together_with_its_source_stays_a_clone(device):
+    """If Inductor removed the clone, q and k would be one tensor, which is rotated twice."""
 
     def function(x):
         y = x.clone()
@@ -355,8 +364,8 @@ def test_a_clone_that_is_written_beside_its_source_stays_a_clone(device):
     assert_same_call(function, compiled(function, device), qk(device)[0])
 
 
-def test_written_twice_and_read_between(device):
-    """Rotated, read, and rotated back."""
+def test_a_read_between_two_writes_sees_the_first_write(device):
+    """x is rotated, read, and rotated back."""
 
     def function(x):
         before = x + 1
@@ -372,7 +381,7 @@ def test_written_twice_and_read_between(device):
 
 
 class Attention(torch.nn.Module):
-    """With a cache of its own, rotated and normalised."""
+    """Computes attention with QK-norm and rotation, and has a cache of its own."""
 
     def __init__(self, length, device):
         super().__init__()
@@ -393,10 +402,10 @@ class Attention(torch.nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
-def test_a_model_with_its_caches_as_buffers(device):
-    """Prompts of two lengths, then token by token: a program for the first prompt, one for others, one for tokens."""
+def test_a_model_with_its_caches_as_buffers_copies_no_cache(device):
+    """Two prompts and then single tokens make three programs: for the first prompt, for other prompts, for tokens."""
     if device == "mps":
-        pytest.skip("torch's attention for mps is not in its build for Linux")
+        pytest.skip("torch for Linux has no attention kernels for mps")
     length = 48
     model = torch.nn.ModuleList([Attention(length, device) for _ in range(2)])
     twin = copy.deepcopy(model)

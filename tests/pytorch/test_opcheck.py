@@ -1,4 +1,4 @@
-"""Every operator is what its schema and its fake implementation say, and is registered wherever torch asks."""
+"""Tests that every operator agrees with its schema and its fake implementation, and is registered for all of torch."""
 
 import pytest
 import torch
@@ -12,9 +12,12 @@ pytestmark = [pytest.mark.heart, pytest.mark.usefixtures("_memory_of_others")]
 
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator_is_registered_for_all_that_torch_asks(op):
-    """A kernel, a fake one, autograd, vmap, and what an in-place operator owes; rules for DTensor are of test_parallel.py,
-    flop formulas of test_flops.py."""
+def test_every_operator_is_registered_for_all_dispatch_keys_that_it_needs(op):
+    """An operator needs a kernel, a fake implementation, autograd and vmap.
+
+    An in-place operator needs ADInplaceOrView and Negative too.
+    test_parallel.py tests the rules for DTensor, and test_flops.py the flop formulas.
+    """
     keys = ["CPU", "Meta", "Autograd", "FuncTorchBatched"]
     keys += ["ADInplaceOrView", "Negative"] if op in IN_PLACE else []
     assert [key for key in keys if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rope::{op}", key)] == []
@@ -26,20 +29,20 @@ def test_every_operator_is_registered_for_all_that_torch_asks(op):
 
 def opcheck(op, args, keywords, device):
     tests = ["test_schema", "test_faketensor"]
-    if device != "mps":  # which torch's check says that it does not know
+    if device != "mps":  # torch says itself that this check does not support mps
         tests.append("test_autograd_registration")
-    if device != "mps" or EXHAUSTIVE:  # traces, with autograd and with symbols for sizes: the same for every device
+    if device != "mps" or EXHAUSTIVE:  # tracing with autograd and symbolic sizes is the same for every device
         tests.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(rope, op).default, args, keywords, test_utils=tests)
 
 
-EXPANDED = {  # stride 0, which may only be read
+EXPANDED = {  # layouts with stride 0, which may be read but not written
     "batch expanded": lambda shape, dtype, device: torch.randn(1, *shape[1:], device=device).expand(shape),
     "heads expanded": lambda shape, dtype, device: torch.randn(*shape[:2], 1, shape[3], device=device).expand(shape),
 }
 READ_LAYOUTS = LAYOUTS | EXPANDED
 
-NEEDS = {  # which operands require grad; of "angles" they themselves too
+NEEDS = {  # which operands require grad; with "angles" cos, sin and inv_freq do too
     "nothing": lambda i, x: False,
     "the first": lambda i, x: i == 0,
     "weights": lambda i, x: x.dim() == 1,
@@ -51,13 +54,17 @@ NEEDS_OF = {
     "rotate_qk": ["nothing", "the first", "all", "angles"],
     "_rotate_table_backward": ["nothing", "the first", "all", "angles"],
     "norm_rotate_qk": ["nothing", "the first", "weights", "all"],
-    "_norm_rotate_qk_backward": ["nothing", "all"],  # whose graph is of torch's own operators, and long
+    "_norm_rotate_qk_backward": ["nothing", "all"],  # its graph, of torch's own operators, is long
     **dict.fromkeys(IN_PLACE, ["nothing"]),
 }
 
 
 def cases_of(op):
-    """Every source of angles, need of a gradient and number of dimensions; in turn every layout and flag."""
+    """Yields the cases of an operator.
+
+    They have every source of angles, every need of a gradient and every number of dimensions. Layouts and flags change
+    from case to case.
+    """
     factors = {"source": SOURCES, "needs": NEEDS_OF[op], "dims": [4, 3]}
     if op == "rotate_into_cache_":
         factors |= {"cache": list(CACHES), "slots": [None, torch.int32, torch.int64], "norm": [False, True]}
@@ -79,7 +86,7 @@ def cases_of(op):
 @pytest.mark.parametrize(
     "op, case", [pytest.param(op, case, id=f"{op}-{name_of(case)}") for op in ROTATING for case in cases_of(op)]
 )
-def test_opcheck(op, case, device):
+def test_rotating_operators_pass_opcheck(op, case, device):
     source, dims, needs = case["source"], case["dims"], case["needs"]
     if not supported(device, torch.float32, source):
         pytest.skip("Apple GPUs have no float64")
@@ -105,16 +112,16 @@ def test_opcheck(op, case, device):
     opcheck(op, xs, keywords, device)
 
 
-def test_opcheck_of_the_gradient_of_tables_without_k(device):
+def test_the_gradient_of_tables_without_k_passes_opcheck(device):
     (q_grad, _, q, _), (cos, sin) = operands("_rotate_table_backward", device), tables(device)
     opcheck("_rotate_table_backward", (q_grad, None, q.requires_grad_(), None, cos, sin), {}, device)
 
 
-# Positions, of which the first dimension is of axes for _axial_cos_sin.
+# Positions. Their first dimension is that of the axes for _axial_cos_sin.
 POSITIONS = {
     "int64": lambda: torch.arange(6).view(2, 3),
     "float32 strided": lambda: torch.rand(3, 2).T,
-    "one row": lambda: torch.tensor([[3], [7]], dtype=torch.int32),
+    "one position": lambda: torch.tensor([[3], [7]], dtype=torch.int32),
 }
 
 
@@ -124,17 +131,17 @@ POSITIONS = {
     ids=name_of,
 )
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op not in ROTATING])
-def test_opcheck_of_tables(op, case, device):
+def test_operators_that_make_tables_pass_opcheck(op, case, device):
     positions, freq = POSITIONS[case["positions"]]().to(device), torch.rand(2, 8, device=device)[:, ::2]
     if op == "cos_sin":
-        positions, freq = (positions.T, freq[1]) if case["positions"] != "one row" else (positions[0, 0], freq[1])
+        positions, freq = (positions.T, freq[1]) if case["positions"] != "one position" else (positions[0, 0], freq[1])
     if case["needs"] != "nothing":
         freq.requires_grad_()
         positions.requires_grad_(case["needs"] == "both" and positions.is_floating_point())
     opcheck(op, (positions, freq), {"attention_factor": 1.5, "dtype": case["dtype"]}, device)
 
 
-# ---- fake tensors say the strides of the result ----
+# ---- fake tensors have the strides of real results ----
 
 STRIDES = {
     name: lambda d, make=make: make(torch.Size((2, 3, 4, 8)), torch.float32, d) for name, make in READ_LAYOUTS.items()
@@ -192,7 +199,7 @@ def test_fake_strides_of_cos_sin_are_contiguous(shape, device):
 
 
 def test_fake_caches_are_left_alone(device):
-    """Nothing is returned, and nothing is looked at: positions and slots have no values."""
+    """The operator returns nothing and checks no range, because fake positions and slots have no values."""
     tensors = [*operands("rotate_into_cache_", device), *tables(device)]
     before = copies(tensors)
     with FakeTensorMode() as mode:

@@ -1,6 +1,6 @@
-"""The operators on DTensors and in modules under PyTorch's parallelisms: on 2 and 4 processes, with gloo on a CPU and with
-nccl where there are as many GPUs. What comes out is compared with the same call in one process, bit for bit where nothing
-is summed over ranks."""
+"""Tests the operators on DTensors, and modules under PyTorch's parallelisms, on 2 and 4 processes: with gloo on a CPU,
+and with nccl if there are as many GPUs. Results are compared with those of the same call in one process, and must be
+equal bit for bit if nothing is summed over ranks."""
 
 import contextlib
 import functools
@@ -18,8 +18,8 @@ import torch_rope
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="this torch was built without distributed"),
-    pytest.mark.xdist_group("parallel"),  # the processes are started once
-    pytest.mark.cpu,  # or of real GPUs
+    pytest.mark.xdist_group("parallel"),  # one worker runs all these tests and starts the processes once
+    pytest.mark.cpu,  # runs on a CPU, or on real GPUs
 ]
 ops = torch.ops.rope
 
@@ -36,7 +36,7 @@ def processes():
 
 @pytest.fixture
 def ranks(request, device, processes):
-    """Runs a function on so many processes."""
+    """A callable that runs a function on this many processes."""
     world = request.param
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"nccl needs {world} GPUs")
@@ -46,11 +46,12 @@ def ranks(request, device, processes):
 
 
 def on(*worlds):
-    """On so many processes; where it makes no difference make exhaustive runs both."""
+    """Parametrizes a test by its numbers of processes. `make exhaustive` runs every test with 2 and with 4."""
     return pytest.mark.parametrize("ranks", [2, 4] if EXHAUSTIVE else worlds, indirect=True)
 
 
-@functools.cache  # a second mesh that is equal is more than torch 2.13 compiles the backward of anything for
+# The mesh is cached: once a process has made a second mesh that is equal, torch 2.13 cannot compile any backward.
+@functools.cache
 def mesh_of(device, *shape):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,10 +59,11 @@ def mesh_of(device, *shape):
     return init_device_mesh(device, shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
-# ---- every placement of every argument: taken as the specification says, or refused by name ----
+# ---- every placement of every argument is accepted, or raises an error that names the argument, as specified ----
 #
-# A letter for each argument: R whole on every rank, B split over batch, S over seq, H over heads, D over what is in a
-# head (head_dim, rotary_dim / 2) or the rows of a table, P a sum of what the ranks hold.
+# A placement is written as a letter:
+# R: whole on every rank. B: split along batch. S: split along seq. H: split along heads.
+# D: split along head_dim, rotary_dim / 2 or the rows of a table. P: a sum of what the ranks hold.
 
 DIMS = {
     **dict.fromkeys(("x", "q", "k", "v"), {"B": 0, "S": 1, "H": 2, "D": 3}),
@@ -74,13 +76,13 @@ DIMS = {
 
 
 def tensors(device):
-    """One of each argument, the same on every rank."""
+    """Returns name -> a plain tensor for each argument, the same on every rank."""
     inv_freq = torch_rope.inv_freq(HEAD_DIM, device=device)
     positions = torch.randint(0, 16, (BATCH, SEQ), device=device)
     cos, sin = torch_rope.cos_sin(torch.arange(16, device=device), inv_freq)
     made = {"inv_freq": inv_freq, "positions": positions, "cos": cos, "sin": sin}
     made |= {"cos by token": cos[positions], "sin by token": sin[positions]}
-    made |= {"positions of one": positions[0]}  # [seq], for all sequences
+    made |= {"positions of one": positions[0]}  # [seq], the same for all sequences
     made |= {"cos by token of one": cos[positions[:1]], "sin by token of one": sin[positions[:1]]}
     for name, heads in (("x", HEADS), ("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
         made[name] = torch.randn(BATCH, SEQ, heads, HEAD_DIM, device=device)
@@ -93,7 +95,7 @@ def tensors(device):
 
 
 def distributed(t, mesh, *placements):
-    """t as a DTensor; a sum of random parts where it is Partial."""
+    """Returns t as a DTensor. On a mesh dimension that is Partial, each rank holds a different share of the sum."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     sums = [m for m, p in enumerate(placements) if p.is_partial()]
@@ -101,7 +103,8 @@ def distributed(t, mesh, *placements):
         t.detach(), mesh, [Replicate() if m in sums else p for m, p in enumerate(placements)], src_data_rank=None
     )
     for m in sums:
-        share = 2 * (1 + mesh.get_local_rank(m)) / (mesh.size(m) * (mesh.size(m) + 1))  # 1 in all
+        # The shares of all ranks add up to 1.
+        share = 2 * (1 + mesh.get_local_rank(m)) / (mesh.size(m) * (mesh.size(m) + 1))
         result = DTensor.from_local((result.to_local() * share).to(t.dtype), mesh, placements, run_check=False)
     return result
 
@@ -112,7 +115,7 @@ def placement(name, letter):
     return {"R": Replicate(), "P": Partial()}.get(letter) or Shard(DIMS[name][letter])
 
 
-# What says the angles, as letters of their tensors.
+# The angle arguments of a call: name -> letter.
 ANGLES = [
     *({"inv_freq": "R", "positions": p} for p in "RBSP"),
     *({"cos by token": c, "sin by token": s} for c, s in ("RR", "BB", "SS", "DD", "BR", "SR", "BS")),
@@ -125,7 +128,7 @@ ANGLES = [
 
 
 def is_taken(xs, angles, written, linear):
-    """The specification. xs: letters of what is rotated."""
+    """Returns whether the specification accepts these placements. xs: the letters of the rotated arguments."""
     of_tokens = [a for name, a in angles.items() if name not in ("inv_freq", "cos", "sin")]
     letters = xs + list(angles.values())
     if "D" in letters or "P" in angles.values() or ("P" in xs and not linear):
@@ -133,15 +136,15 @@ def is_taken(xs, angles, written, linear):
     split = [s for s in "BS" if s in letters]
     if not split:
         return True
-    whole = "" if written else "R"  # is cut where the others are
+    whole = "" if written else "R"  # an argument that is whole and only read is cut like the others
     takes = split[0] + ("R" if split == ["B"] else "")
     follow = all(x in split[0] + whole for x in xs) and all(a in takes for a in of_tokens)
     return follow and (split == ["B"] or bool(of_tokens))
 
 
 def with_those_taken(factors, taken):
-    """(case, whether it is taken): any two values together, any two that are together in a call that is taken, and each
-    value where all else is whole."""
+    """Returns a list of (case, whether it is accepted). The cases contain each pair of values, each pair of values in
+    an accepted case if there is one, and each value with all other arguments whole."""
     given = covering(factors)
     given += [case for case in covering(factors, lambda **case: taken(case)) if case not in given]
     whole = {name: values[0] for name, values in factors.items()}
@@ -151,7 +154,7 @@ def with_those_taken(factors, taken):
 
 
 def cases(op):
-    """(letters by argument, whether the operator takes them)"""
+    """Yields (argument -> letter, whether the operator accepts them)."""
     names = {"rotate": ["x"], "rotate_": ["x"]}.get(op, ["q", "k"])
     written, linear = op.endswith("_"), not op.startswith("norm")
     norm = {} if linear else {"q_norm_weight": "R", "k_norm_weight": "R"}
@@ -165,11 +168,12 @@ def cases(op):
 
 
 def is_taken_with_a_cache(case):
+    """Returns whether the specification accepts a call of rotate_into_cache_."""
     letters = {letter for name, letter in case.items() if name != "slots"}
     read, caches = {case["k"], case["v"]}, (case["k_cache"], case["v_cache"])
     if letters & {"S", "D", "P"}:
         return False
-    if "B" in letters:  # row b writes block b
+    if "B" in letters:  # sequence b writes to block b
         return not case["slots"] and case["q"] == "B" and caches == ("B", "B") and read <= {"B", "R"}
     if "H" in caches:
         return caches == ("H", "H") and read <= {"H", "R"}
@@ -177,18 +181,20 @@ def is_taken_with_a_cache(case):
 
 
 def cache_cases():
+    """Yields (argument -> letter, whether rotate_into_cache_ accepts them)."""
     factors = {"q": "RBSHDP", "k": "RBSHD", "v": "RBSHD", "k_cache": "RBSHD", "v_cache": "RBSHD", "positions": "RB"}
     for case, is_so in with_those_taken(factors | {"slots": ["R", None]}, is_taken_with_a_cache):
         yield {name: letter for name, letter in case.items() if letter} | {"inv_freq": "R"}, is_so
 
 
 def call(op, arguments):
+    """Calls an operator. The name of an argument ends at the first space of the key."""
     arguments = {name.split()[0]: a for name, a in arguments.items()}
     return getattr(ops, op)(**arguments)
 
 
 def assert_same(result, expected, exact=True):
-    """A DTensor and what it is in one process."""
+    """Compares a DTensor with the result of the same call in one process."""
     if not exact:
         return torch.testing.assert_close(result.full_tensor(), expected)
     assert result.shape == expected.shape and result.stride() == expected.stride()
@@ -216,7 +222,8 @@ def check_placements(device, op, given):
         assert (refusal is None) == taken, (letters, refusal)
         assert communication.get_total_counts() == 0, letters
         if refusal is not None:
-            name, where = re.fullmatch(rf"rope\.{op}: (\w+) is (.*?\)) on mesh dimension 'tp', .*", refusal).groups()
+            form = rf"rope\.{op}: (\w+) is (.*?\)) on mesh dimension 'tp' but must .*"
+            name, where = re.fullmatch(form, refusal).groups()
             assert where == repr(next(t for n, t in placed.items() if n.split()[0] == name).placements[0]), refusal
             for name in written:
                 assert torch.equal(before[name], copies[name]), (letters, name)
@@ -234,15 +241,15 @@ def check_placements(device, op, given):
                 assert_same(result, value, exact="P" not in letters.values())
         except AssertionError as error:
             raise AssertionError(letters) from error
-        if not written:  # what is split stays so
+        if not written:  # a result is split like its argument
             for name, result in zip([n for n in ("x", "q", "k") if n in letters], results, strict=True):
                 assert letters[name] == "R" or result.placements == placed[name].placements
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"])
 @on(2, 4)
-def test_every_placement_is_taken_or_refused_by_name(ranks, op):
-    """On four processes, of which some get nothing, those that are taken."""
+def test_every_placement_is_accepted_or_raises_an_error_that_names_it(ranks, op):
+    """On four processes only accepted placements are tested, and some ranks have no elements."""
     given = list(cache_cases() if op == "rotate_into_cache_" else cases(op))
     given = [case for case in given if case[1] or ranks.world == 2 or EXHAUSTIVE]
     assert any(taken for _, taken in given)
@@ -250,7 +257,7 @@ def test_every_placement_is_taken_or_refused_by_name(ranks, op):
 
 
 def test_every_operator_has_a_rule():
-    """The backward operators' rules are of test_gradients, those of tables of test_cos_sin."""
+    """The rules of the backward operators, of cos_sin and of _axial_cos_sin are tested below."""
     from torch.distributed.tensor import DTensor
 
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
@@ -278,7 +285,8 @@ GRADIENTS = [
 
 
 def check_gradients(device, op, letters, incoming):
-    """incoming: letters of the gradients of the results, in place of the results' own."""
+    """Compares the gradients with those in one process. incoming: the letters of the gradients of the results, or None
+    for the placement of the result."""
     mesh, plain = mesh_of(device), tensors(device)
     plain = {name: plain[name] for name in letters}
     learned = [name for name in letters if name not in ("inv_freq", "positions")]
@@ -291,8 +299,10 @@ def check_gradients(device, op, letters, incoming):
     outs, wanted = call(op, placed), call(op, plain)
     outs, wanted = [(t,) if op == "rotate" else t for t in (outs, wanted)]
     grads = [torch.randn_like(t) for t in wanted]
-    lie = [out.placements[0] if to is None else placement("q", to) for out, to in zip(outs, incoming, strict=False)]
-    placed_grads = [distributed(g, mesh, p) for g, p in zip(grads, lie, strict=True)]
+    placements = [
+        out.placements[0] if to is None else placement("q", to) for out, to in zip(outs, incoming, strict=False)
+    ]
+    placed_grads = [distributed(g, mesh, p) for g, p in zip(grads, placements, strict=True)]
     results = torch.autograd.grad(outs, [placed[name] for name in learned], placed_grads)
     for name, result, value in zip(
         learned, results, torch.autograd.grad(wanted, [plain[name] for name in learned], grads), strict=True
@@ -304,10 +314,11 @@ def all_gradients(device):
     two = dist.get_world_size() == 2
     for op, letters in GRADIENTS:
         for incoming in [(None, None), ("R", "R"), ("P", "P"), ("R", None)] if two or EXHAUSTIVE else [(None, None)]:
-            # With norm or tables the backward takes x too.
+            # The backward of a norm, or of tables, also takes x. A gradient that is a sum must not meet a split
+            # argument.
             takes_x = op == "norm_rotate_qk" or "cos" in "".join(letters)
-            beside = {letter for name, letter in letters.items() if takes_x or name not in ("x", "q", "k")}
-            refused = "P" in incoming and beside & set("BSH")
+            others = {letter for name, letter in letters.items() if takes_x or name not in ("x", "q", "k")}
+            refused = "P" in incoming and others & set("BSH")
             try:
                 with pytest.raises(NotImplementedError, match="is Partial") if refused else contextlib.nullcontext():
                     check_gradients(device, op, letters, incoming)
@@ -316,14 +327,15 @@ def all_gradients(device):
 
 
 @on(2, 4)
-def test_gradients(ranks):
-    """With each gradient that comes in as the result lies, whole, or a sum, which where other things are split is refused."""
+def test_gradients_are_those_of_one_process(ranks):
+    """The gradients of the results are placed like the results, whole, or sums. A sum is an error if another argument
+    of the backward operator is split."""
     ranks(all_gradients)
 
 
-# ---- meshes of two dimensions: a letter for each ----
+# ---- meshes of two dimensions: one letter for each dimension ----
 
-MESHES = [  # q, k, positions, and whether they are taken
+MESHES = [  # q, k, positions, and whether they are accepted
     ("BH", "BH", "BR", True),
     ("BH", "BR", "RR", True),
     ("SH", "SR", "SR", True),
@@ -333,7 +345,7 @@ MESHES = [  # q, k, positions, and whether they are taken
     ("BS", "BS", "BS", True),
     ("BS", "RS", "RS", True),
     ("BB", "BB", "BR", True),
-    ("BB", "BB", "RB", False),  # the first cut is not of what a rank holds
+    ("BB", "BB", "RB", False),  # the second dimension splits positions, so a rank cannot cut them for the first
     ("HH", "HR", "RR", True),
     ("PH", "RP", "RR", True),
 ]
@@ -348,7 +360,9 @@ def check_meshes(device):
             for name, pair in letters.items()
         }
         if not taken:
-            with pytest.raises(NotImplementedError, match="on mesh dimension '(dp|tp)', where (q|positions) is "):
+            with pytest.raises(
+                NotImplementedError, match="on mesh dimension '(dp|tp)' but must be .*, because (q|positions) is "
+            ):
                 ops.rotate_qk(**placed)
             continue
         wanted = ops.rotate_qk(**{name: plain[name] for name in letters})
@@ -362,7 +376,7 @@ def check_meshes(device):
 
 
 @on(4)
-def test_meshes_of_two_dimensions(ranks):
+def test_placements_on_a_mesh_of_two_dimensions(ranks):
     ranks(check_meshes)
 
 
@@ -387,11 +401,11 @@ def check_tables(device):
             for result, value in zip(results, wanted, strict=True):
                 assert result.placements == (to if dim is None else Shard(dim - first),)
                 assert_same(result, value)
-        with pytest.raises(NotImplementedError, match=rf"rope\.{op}: inv_freq is Shard\(dim=0\) .* its (columns|axes)"):
+        with pytest.raises(NotImplementedError, match=rf"rope\.{op}: inv_freq is Shard\(dim=0\) .* its (pairs|axes)"):
             getattr(ops, op)(distributed(given, mesh, Replicate()), distributed(frequencies, mesh, Shard(0)))
     with pytest.raises(NotImplementedError, match=r"rope\._axial_cos_sin: positions is Shard\(dim=0\) .* its axes"):
         ops._axial_cos_sin(distributed(positions, mesh, Shard(0)), whole[1])
-    # Learned frequencies, through tables by token, of split tokens.
+    # Learned frequencies go through tables by token. The tokens are split along batch or seq, or whole.
     q = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM, device=device)
     learned = [inv_freq.clone().requires_grad_(), distributed(inv_freq, mesh, Replicate()).requires_grad_()]
     for split in (Shard(0), Shard(1), None):
@@ -410,7 +424,7 @@ def check_tables(device):
 
 
 @on(2)
-def test_cos_sin(ranks):
+def test_cos_sin_is_split_like_its_positions(ranks):
     ranks(check_tables)
 
 
@@ -434,17 +448,18 @@ def refusals(device):
 
 
 @on(2)
-def test_the_documented_errors(ranks):
+def test_the_errors_that_the_docs_quote_are_raised(ranks):
     text = (ROOT / "docs" / "parallel.md").read_text().replace("'cp'", "'tp'")
     for message in ranks(refusals)[0]:
         assert f"\n{message}\n" in text
 
 
-# ---- what is remembered of a decision ----
+# ---- the cache of sharding decisions ----
 
 
 def check_decisions(device):
-    """A step of decoding does not decide again; slots are not taken for positions, nor one dtype for another."""
+    """A decode step with a new offset makes no new decision. But slots are not taken for positions, nor one dtype for
+    another."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, plain = mesh_of(device), tensors(device)
@@ -456,16 +471,16 @@ def check_decisions(device):
     whole = {
         name: distributed(plain[name], mesh, Replicate()) for name in ("inv_freq", "q_norm_weight", "k_norm_weight")
     }
-    places = distributed(plain["positions"], mesh, Replicate())
+    positions = distributed(plain["positions"], mesh, Replicate())
     try:
         for offset in range(5):
             ops.rotate_into_cache_(**split, inv_freq=whole["inv_freq"], offset=offset)
         assert len(asked) <= 2  # an offset of 0 is not passed on
-        ops.rotate_into_cache_(**split, **whole, positions=places)
-        with pytest.raises(NotImplementedError, match="its blocks"):
-            ops.rotate_into_cache_(**split, **whole, slots=places)
+        ops.rotate_into_cache_(**split, **whole, positions=positions)
+        with pytest.raises(NotImplementedError, match="must not be split along its blocks"):
+            ops.rotate_into_cache_(**split, **whole, slots=positions)
         for dtype in (torch.float64, None, torch.bfloat16):
-            cos, _ = ops.cos_sin(places, whole["inv_freq"], dtype=dtype)
+            cos, _ = ops.cos_sin(positions, whole["inv_freq"], dtype=dtype)
             assert cos.dtype == cos.to_local().dtype == (dtype or torch.float32)
             assert (cos * 2).dtype == cos.dtype
     finally:
@@ -473,13 +488,14 @@ def check_decisions(device):
 
 
 @on(2)
-def test_a_decision_is_remembered(ranks):
+def test_a_decision_is_cached(ranks):
     ranks(check_decisions)
 
 
 @pytest.mark.parametrize("first", ["torch_rope", "torch.distributed.tensor"])
-def test_the_rules_come_with_dtensor(first):
-    """In either order of imports; and torch_rope alone does not import torch.distributed.tensor, which takes its time."""
+def test_the_rules_are_registered_when_dtensor_is_imported(first):
+    """The order of the imports does not matter. torch_rope itself does not import torch.distributed.tensor, which is
+    slow."""
     second = {"torch_rope": "torch.distributed.tensor", "torch.distributed.tensor": "torch_rope"}[first]
     code = f"""
 import sys, torch, {first}
@@ -492,7 +508,7 @@ assert not any("torch_rope" in type(finder).__module__ for finder in sys.meta_pa
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_a_torch_that_has_changed_costs_the_rules_and_not_the_import():
+def test_if_the_rules_cannot_be_registered_the_import_only_warns():
     code = """
 import sys, warnings, torch_rope
 sys.modules["torch_rope._sharding"] = None  # its import fails
@@ -521,7 +537,8 @@ def compiled(device, backend):
         return q.square(), k.square()
 
     names = ["q", "k", "q_norm_weight", "k_norm_weight", "cos", "sin", "positions"]
-    # Inductor sees the operators of one rank, as it does without DTensor; here only what is written in place.
+    # Inductor compiles the operators of one rank as it does without DTensors, so only in-place operators are tested
+    # with it.
     for q, k, positions in ("HHR", "HRR", "BBR", "SSS") if backend == "aot_eager" or EXHAUSTIVE else ():
         torch._dynamo.reset()
         letters = {"q": q, "k": k, "positions": positions}
@@ -564,13 +581,13 @@ def compiled(device, backend):
         close(result, value)
 
     split = distributed(plain["x"], mesh, placement("x", "D"))
-    with pytest.raises(Exception, match=r"rope\.rotate: x is Shard\(dim=3\) on mesh dimension 'tp', its head_dim"):
+    with pytest.raises(Exception, match=r"rope\.rotate: x is Shard\(dim=3\) .* must not be split along its head_dim"):
         torch.compile(lambda x, inv_freq: ops.rotate(x, inv_freq=inv_freq), **once)(split, inv_freq)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @on(2)
-def test_compiled(ranks, backend):
+def test_compiled_programs_of_dtensors(ranks, backend):
     ranks(compiled, backend)
 
 
@@ -603,7 +620,8 @@ def check_modules(device):
     for arguments in kinds:
         rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device, **arguments)
         wanted = rope(q, k, positions)
-        # Heads beside plain positions; tokens and their positions, of which no rank knows the highest; buffers replicated.
+        # Heads are split, with plain positions. Tokens and their positions are split, so that no rank knows the
+        # highest. In the end the buffers are replicated DTensors.
         for to, given in (
             (Shard(2), positions),
             (Shard(1), distributed(positions, mesh, Shard(1))),
@@ -615,9 +633,9 @@ def check_modules(device):
         if not arguments:
             with pytest.raises(NotImplementedError, match="positions is Replicate"):
                 rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions)
-            with pytest.raises(NotImplementedError, match="its seq, without positions"):
+            with pytest.raises(NotImplementedError, match="must not be split along its seq, because positions is None"):
                 rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)))
-            with pytest.raises(ValueError, match="needs the positions of all tokens, or a DTensor"):
+            with pytest.raises(ValueError, match="must have the positions of all 6 tokens of the DTensor q"):
                 rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions[:, :3])
         distribute_module(rope, mesh)
         rope.reset_parameters()
@@ -637,7 +655,7 @@ def check_modules(device):
             q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
             return torch.cat(self.rope(q, q[..., :1, :], positions), dim=-2)
 
-    # FSDP of a model that has been on the meta device.
+    # FSDP shards a model that has been on the meta device.
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, 16, device=device)
     model = Attention().to(device)
@@ -655,18 +673,18 @@ def check_modules(device):
     torch.testing.assert_close(out, distributed(wanted, mesh, Shard(0)).to_local())
     out.square().sum().backward()
     wanted.square().sum().backward()
-    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):  # the mean over ranks
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):  # FSDP takes the mean over ranks
         torch.testing.assert_close(mine.grad.full_tensor() * dist.get_world_size(), theirs.grad)
 
 
 @on(2)
-def test_modules(ranks):
+def test_rotary_embedding_with_dtensors_and_fsdp(ranks):
     ranks(check_modules)
 
 
 @pytest.mark.parametrize("world", [2, 4] if EXHAUSTIVE else [4])
 def test_the_example_has_the_losses_of_one_process(world):
-    """By tensor parallel, FSDP and context parallel; on GPUs by nccl, where there are as many."""
+    """The example trains with tensor parallel, FSDP and context parallel, and uses nccl if there are as many GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += [str(ROOT / "examples" / "parallel.py"), "--steps", "2"]
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)

@@ -1,4 +1,4 @@
-"""vmap of every operator is a loop over samples, in one launch where there can be one."""
+"""Tests that vmap of every operator gives what a loop over the samples gives, in one launch if that is possible."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ REFUSED = ["rotate_into_cache_"]
 
 @pytest.fixture
 def no_vmap_fallback():
-    """torch's slow path would give right values as well, with a warning: here it is an error."""
+    """Makes torch's slow fallback an error. It would give the right values, with a warning."""
     torch._C._functorch._set_vmap_fallback_enabled(False)
     yield
     torch._C._functorch._set_vmap_fallback_enabled(True)
 
 
 def loop(function, in_dims, *args):
-    """What vmap means."""
+    """Returns what vmap is defined to return, by a loop over the samples."""
     samples = [
         tensors_of(function(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))))
         for i in range(N)
@@ -59,12 +59,12 @@ def assert_vmap(function, in_dims, *args, close=torch.equal):
 
 
 def mapped(make, dim):
-    """N samples, stacked along dim."""
+    """Returns N samples, stacked along dim."""
     return torch.stack([make() for _ in range(N)], dim)
 
 
 class Launches(TorchDispatchMode, list):
-    """The calls of our operators that reach a back end."""
+    """Lists the calls of our operators that reach a back end."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "rope":
@@ -76,7 +76,7 @@ class Launches(TorchDispatchMode, list):
 
 
 def a_call_of(op, device):
-    """The tensors of a call, by name: of a table, and where there is none of frequencies."""
+    """Returns the tensors of a call, by name. The angles are a table, or frequencies if the operator takes no table."""
     if op not in ROTATING:
         axes = (2,) if "axial" in op else ()
         return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": torch.rand(*axes, 4, device=device)}
@@ -90,7 +90,7 @@ def a_call_of(op, device):
 
 
 def with_samples(call, names):
-    """in_dims and arguments, where these have a dimension of samples, in front or last."""
+    """Returns in_dims and the arguments. Those in names get a dimension of samples, which is the first or the last."""
     dims = {name: None if name not in names else 0 if i % 2 else -1 for i, name in enumerate(call)}
     samples = {
         name: t if dims[name] is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dims[name])
@@ -104,7 +104,11 @@ def written_by(op):
 
 
 def mapped_of(op):
-    """Each argument alone, beside what is written in place; what is rotated, whose gradients all samples share; everything."""
+    """Returns lists of the arguments that are mapped together.
+
+    Each argument is mapped alone, or with those that the operator writes in place; the arguments that are rotated are
+    mapped together, and so are all arguments.
+    """
     call, written = list(a_call_of(op, "cpu")), written_by(op)
     alone = [[name, *written] for name in call if name not in written]
     rotated = [name for name in call if name in ("x", "q", "k", *written)]
@@ -114,8 +118,8 @@ def mapped_of(op):
 @pytest.mark.parametrize(
     "op, names", [pytest.param(op, names, id=f"{op}-{'+'.join(names)}") for op in OPERATORS for names in mapped_of(op)]
 )
-def test_each_argument_can_be_mapped(op, names, device):
-    """Or an error says what to do instead."""
+def test_each_argument_can_be_mapped_or_is_an_error(op, names, device):
+    """The error says what to do instead."""
     call, written = a_call_of(op, device), written_by(op)
     in_dims, args = with_samples(call, names)
 
@@ -128,24 +132,27 @@ def test_each_argument_can_be_mapped(op, names, device):
     if op not in REFUSED:
         return assert_vmap(function, in_dims, *args)
     before = copies(args)
-    with pytest.raises(RuntimeError, match=f"{op} cannot be mapped; pass the mapped dimension as the batch"):
+    with pytest.raises(RuntimeError, match="is mapped by vmap but must not be; pass the mapped dimension"):
         vmap(function, in_dims)(*args)
     assert all(map(torch.equal, args, before))
 
 
-LOSSES = {"mapped": lambda out: out.square().sin().sum(), "the same for all": torch.sum}  # the gradient that comes in
+LOSSES = {"mapped": lambda out: out.square().sin().sum(), "the same for all": torch.sum}  # the incoming gradient
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("which", ["the first", "what is rotated", "angles", "all"])
 @pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
-def test_gradients_of_each_sample_and_of_all(op, which, loss, device):
-    """vmap of gradients is a loop, and gradients of vmap are their sums where an argument is shared."""
+def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, loss, device):
+    """vmap of gradients gives what a loop gives.
+
+    The gradient of vmap is the same for a mapped argument, and the sum over the samples for a shared one.
+    """
     call, of_result = a_call_of(op, device), LOSSES[loss]
     angles = ("cos", "sin") if op in ROTATING else ("inv_freq",)
     rotated = [name for name in call if name in ("x", "q", "k", "q_out_grad", "k_out_grad")]
     names = {"the first": list(call)[:1], "what is rotated": rotated, "angles": angles[:1], "all": call}[which]
-    if not names:  # tables are made of positions and frequencies
+    if not names:  # the operator makes a table, and rotates nothing
         return
     in_dims, args = with_samples(call, names)
     without = angles if "norm" in op or "backward" in op else ()
@@ -165,13 +172,13 @@ def test_gradients_of_each_sample_and_of_all(op, which, loss, device):
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if schema_of(op).is_mutable and op not in REFUSED])
-def test_what_is_written_must_be_mapped(op, device):
-    """As for torch's own in-place operators."""
+def test_a_tensor_that_is_written_must_be_mapped(op, device):
+    """torch's own in-place operators raise an error too."""
     xs, before = operands(op, device), operands(op, device)
     for x, y in zip(xs, before, strict=True):
         y.copy_(x)
     positions = torch.randint(0, 60, (N, 6), device=device)
-    with pytest.raises(RuntimeError, match="writes in place to a tensor that is not mapped over"):
+    with pytest.raises(RuntimeError, match=f"rope.{op}: (x|q) is not mapped by vmap but must be"):
         vmap(lambda p: getattr(rope, op)(*xs, *tables(device), positions=p))(positions)
     assert all(map(torch.equal, xs, before))
 
@@ -180,11 +187,11 @@ def test_what_is_written_must_be_mapped(op, device):
 
 
 def vmap_angles(device):
-    """name -> ((cos, sin, inv_freq, positions), in_dims)"""
+    """Returns a dict from a name to ((cos, sin, inv_freq, positions), in_dims)."""
     freq = torch_rope.inv_freq(DIM, device=device)
     cos, sin = tables(device)
     token = lambda: torch.rand(2, 6, DIM // 2, device=device)  # noqa: E731
-    one_row = lambda: torch.rand(1, 6, DIM // 2, device=device)  # noqa: E731
+    single = lambda: torch.rand(1, 6, DIM // 2, device=device)  # noqa: E731
     table = lambda: torch.rand(64, DIM // 2, device=device)  # noqa: E731
     positions = lambda *shape: lambda: torch.randint(0, 60, shape, device=device)  # noqa: E731
     nothing = (None,) * 4
@@ -198,17 +205,17 @@ def vmap_angles(device):
         "shared token table": ((token(), token(), None, None), nothing),
         "token tables": ((mapped(token, 0), mapped(token, 1), None, None), (0, 1, None, None)),
         "token tables, cos alone": ((mapped(token, 0), token(), None, None), (0, None, None, None)),
-        "token tables of one, sin alone": ((one_row(), mapped(one_row, 3), None, None), (None, 3, None, None)),
+        "token tables of one, sin alone": ((single(), mapped(single, 3), None, None), (None, 3, None, None)),
         "tables": ((mapped(table, 0), mapped(table, 2), None, None), (0, 2, None, None)),
         "inv_freq": ((None, None, mapped(lambda: torch.rand(DIM // 2, device=device), 1), None), (None, None, 1, None)),
     }
 
 
 MAPPED = [op for op in ROTATING if "_backward" not in op and op not in REFUSED]
-A_LOOP = ["tables", "inv_freq"]  # each sample has its own
+A_LOOP = ["tables", "inv_freq"]  # if each sample has its own, vmap is a loop
 CASES = covering(
     {"op": MAPPED, "angles": list(vmap_angles("cpu")), "q": range(5), "k": range(5), "dims": [4, 3]},
-    # Of three dimensions the samples have no batch.
+    # Samples of three dimensions have no batch.
     lambda q, k, dims, angles, **_: (
         dims == 4
         or (max(q, k) < 4 and "token" not in angles and angles not in ("positions [B, S]", "shared positions"))
@@ -217,8 +224,11 @@ CASES = covering(
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_vmap_is_a_loop(case, device):
-    """Wherever the dimension of samples is. In one launch, unless each sample has a table by position or frequencies."""
+def test_vmap_gives_what_a_loop_gives(case, device):
+    """The dimension of samples may be any dimension.
+
+    There is one launch, unless each sample has a table by position or frequencies of its own.
+    """
     op = case["op"]
     angles, angle_dims = vmap_angles(device)[case["angles"]]
     given = [i for i, a in enumerate(angles) if a is not None]
@@ -238,7 +248,8 @@ def test_vmap_is_a_loop(case, device):
     in_dims = (*(case[name] for name in names), *(angle_dims[i] for i in given))
     args = (*xs, *(angles[i] for i in given))
     assert_vmap(function, in_dims, *args)
-    if case["angles"] not in A_LOOP and (case["dims"] == 3 or not op.endswith("_")):  # or what is written may not join
+    # The samples of four dimensions that an in-place operator writes may not form one batch without a copy.
+    if case["angles"] not in A_LOOP and (case["dims"] == 3 or not op.endswith("_")):
         with Launches() as launches:
             vmap(function, in_dims)(*args)
         assert launches == [op]
@@ -247,7 +258,7 @@ def test_vmap_is_a_loop(case, device):
 # ---- corners ----
 
 
-def test_vmap_over_nothing(device):
+def test_vmap_over_no_samples_gives_an_empty_result(device):
     freq = torch_rope.inv_freq(8, device=device)
     assert vmap(lambda x: rope.rotate(x, inv_freq=freq))(torch.ones(0, 2, 3, 8, device=device)).shape == (0, 2, 3, 8)
     x = torch.ones(2, 3, 8, device=device)
@@ -257,10 +268,10 @@ def test_vmap_over_nothing(device):
 
 def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
     x, freq = torch.randn(2, 5, 3, 2, 8, device=device), torch_rope.inv_freq(8, device=device)
-    with pytest.raises(ValueError, match="rope.rotate: positions has batch 10, x has batch 5"):
+    with pytest.raises(ValueError, match="rope.rotate: positions has batch 10 but must have batch 5, as x has"):
         vmap(lambda x: rope.rotate(x, inv_freq=freq, positions=torch.zeros(10, 3, dtype=torch.int64, device=device)))(x)
     if not checks_ranges(device):
-        return  # they are looked at by the kernel, without an exception here
+        return  # on a GPU the kernel checks the range, and raises no exception here
     before, cos = x.clone(), torch.randn(2, 5, 4)
     positions = torch.tensor([[0, 1, 2], [0, 1, 9]])
     with pytest.raises(IndexError):
@@ -269,7 +280,7 @@ def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
 
 
 @pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
-def test_nested_vmap(op, device):
+def test_nested_vmap_gives_what_nested_loops_give(op, device):
     cos, sin = tables(device)
     q, k = (torch.randn(N, 2, 6, N, heads, DIM, device=device) for heads in (4, 2))
     positions = torch.randint(0, 60, (N, 6), device=device)
@@ -288,8 +299,8 @@ def test_nested_vmap(op, device):
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
-def test_compiled_vmap(op, device):
-    """At every length."""
+def test_compiled_vmap_gives_what_eager_gives(op, device):
+    """This holds at every length."""
     cos, sin = tables(device)
 
     def function(q, k, positions):

@@ -1,4 +1,4 @@
-"""The CPU back end's builds of the kernels: one binary, an instruction set chosen at run time, the same bits from each."""
+"""Tests that the CPU kernels give the same bits with every instruction set and with every way to write results."""
 
 import platform
 
@@ -8,7 +8,7 @@ from cases import python
 
 pytestmark = pytest.mark.cpu
 
-# torch honours this variable, and the kernels follow torch.
+# The values of ATEN_CPU_CAPABILITY, by which torch chooses an instruction set, and the build of the kernels for each.
 CAPABILITIES = {"default": "plain", "avx2": "avx2", "avx512": "avx512"}
 
 PROGRAM = """
@@ -53,6 +53,7 @@ print(torch_rope._C.cpu_instruction_set(), digest.hexdigest())
 
 
 def run(capability):
+    """Runs PROGRAM in a new process. Returns the instruction set that it used, and a digest of its results."""
     result = python(PROGRAM, ATEN_CPU_CAPABILITY=capability)
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
@@ -73,12 +74,13 @@ def test_every_instruction_set_gives_the_same_bits():
     "head_dim, rotary_dim, start, gap",
     [(128, 128, 0, 0), (128, 64, 0, 0), (128, 100, 0, 0), (130, 128, 0, 30), (128, 128, 1, 0)],
 )
-def test_results_past_the_caches(head_dim, rotary_dim, start, gap, dtype, layout):
-    """Large results are streamed past the caches where they are aligned; the bits are those of small ones."""
+def test_results_written_past_the_caches_have_the_same_bits(head_dim, rotary_dim, start, gap, dtype, layout):
+    """Large results are written past the caches if they are aligned. Their bits are those of small results."""
     seq, heads = 5000, 16
     shape = (1, seq, heads, head_dim + gap) if layout == "bshd" else (1, heads, seq, head_dim + gap)
     storage = torch.randn(torch.Size(shape).numel() + start).to(dtype)
-    x = storage[start:].view(shape)[..., :head_dim]  # with a gap only the result is not aligned
+    # With a gap, the heads of x are aligned and only those of the result are not.
+    x = storage[start:].view(shape)[..., :head_dim]
     x = x if layout == "bshd" else x.transpose(1, 2)
     freq = torch.ones(rotary_dim // 2)
     for interleaved in (False, True):

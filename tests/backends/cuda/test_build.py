@@ -1,4 +1,4 @@
-"""The CUDA back end compiles without a warning, with or without a CUDA build of torch."""
+"""Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch."""
 
 import hashlib
 import os
@@ -10,22 +10,24 @@ import pytest
 from cases import EXHAUSTIVE, ROOT
 from torch.utils import cpp_extension
 
-# The oldest, which lacks what an instruction of a newer one needs; no kernel asks which one it is compiled for.
+# The oldest architecture is enough for a quick run: no kernel asks for which one it is compiled, so an instruction that only newer ones
+# have is an error there.
 ARCHITECTURES = (80, 90, 100, 120) if EXHAUSTIVE else (80,)
 
 
 def cuda_home() -> Path | None:
-    """With nvcc and the headers. The test requirements have both, for a machine without CUDA."""
+    """Returns a folder with nvcc and CUDA's headers, if there is one. The test requirements install both, also on a machine
+    without CUDA."""
     nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+    folders = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
     try:
         import nvidia.cu13
 
-        places += nvidia.cu13.__path__
+        folders += nvidia.cu13.__path__
     except ImportError:
         pass
     return next(
-        (Path(p) for p in places if p and Path(p, "bin/nvcc").exists() and Path(p, "include/nv").exists()), None
+        (Path(p) for p in folders if p and Path(p, "bin/nvcc").exists() and Path(p, "include/nv").exists()), None
     )
 
 
@@ -33,8 +35,8 @@ pytestmark = pytest.mark.cpu
 needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found")
 
 
-def compile(*command, out=()):
-    """Fails on a warning. What has compiled is not compiled again before a file of csrc or the command has changed."""
+def compile_without_warnings(*command, out=()):
+    """Runs a compiler and fails on a warning. A command that has succeeded is skipped until it or a file of csrc changes."""
     known = hashlib.sha256(repr(command).encode())
     for path in sorted(p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cuh") or p.parent.name == "cuda"):
         known.update(path.read_bytes())
@@ -51,8 +53,8 @@ def compile(*command, out=()):
 
 @needs_nvcc
 @pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cuda/*.cu")), ids=lambda p: p.name)
-def test_kernels(source, tmp_path):
-    compile(
+def test_kernels_compile_without_warnings(source, tmp_path):
+    compile_without_warnings(
         f"{cuda_home()}/bin/nvcc",
         *("-c", source, "-std=c++20", "-O3", "--fmad=false"),
         *("--Werror=all-warnings", "-Xcompiler=-Wall", "--threads=2"),
@@ -62,8 +64,10 @@ def test_kernels(source, tmp_path):
 
 
 @needs_nvcc
-def test_host_code():
-    """The CPU build of torch has the headers and no configuration of CUDA."""
+def test_host_code_compiles_without_warnings():
+    """Needs no CUDA build of torch: the CPU build has the headers too, only without a configuration of CUDA."""
     includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), cuda_home() / "include")]
     define = "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
-    compile("g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp")
+    compile_without_warnings(
+        "g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp"
+    )

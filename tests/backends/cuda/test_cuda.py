@@ -1,6 +1,6 @@
-"""What only the CUDA back end has: asserts in its kernels, its grid, streams, graphs, tensors of any size.
+"""Tests of what only the CUDA back end has: assertions in its kernels, its grid, streams, graphs, tensors of any size.
 
-On the emulator (--emulate) tensors of the CPU go through the same kernels; what needs the CUDA runtime needs a GPU.
+On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CUDA runtime need a GPU.
 """
 
 import functools
@@ -35,6 +35,7 @@ rope = torch.ops.rope
 
 @pytest.fixture(autouse=True)
 def _kernels_of_cuda(request):
+    """Skips a test whose device does not run the kernels of CUDA."""
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None
     if device is not None and not on_cuda(device):
         pytest.skip("needs the kernels of CUDA: an NVIDIA GPU, or --emulate")
@@ -53,9 +54,11 @@ def same(a, b):
         assert torch.equal(x, y)
 
 
-# ---- positions and slots outside ----
+# ---- positions and slots out of range ----
 
-B, S, D, ROWS, PLACES = 2, 5, 16, 12, 9
+B, S, D = 2, 5, 16
+ROWS, CELLS = 12, 9  # of the tables, and of a block of the caches
+# Calls with a position or slot out of range: tensors, and other arguments
 OUTSIDE = {
     "rotate": (["q"], {"positions": [0, 1, ROWS, 3, 4]}),
     "rotate_": (["q"], {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]]}),
@@ -67,11 +70,11 @@ OUTSIDE = {
     "_rotate_table_backward": (["q", "k", "q", "k"], {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
     "_rotate_table_backward far away": (["q", "k", "q", "k"], {"positions": [0, 1, 2**32 + 3, 3, 4]}),
     "_rotate_table_backward before the table": (["q", "k", "q", "k"], {"positions": [0, 1, 2, 3, 4], "offset": -1}),
-    "rotate_into_cache_ at a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, PLACES, 3, 4]}),
-    "rotate_into_cache_ before a place": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
-    "rotate_into_cache_ in a slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * PLACES, 8]]}),
-    "rotate_into_cache_ in a slot far away": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
-    "rotate_into_cache_ not written": (
+    "rotate_into_cache_ past the block": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, CELLS, 3, 4]}),
+    "rotate_into_cache_ before the block": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
+    "rotate_into_cache_ past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * CELLS, 8]]}),
+    "rotate_into_cache_ far past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
+    "rotate_into_cache_ at a token that is not written": (
         ["q", "k", "v", "k_cache", "v_cache"],
         {"slots": [[0, 1, 2, -1, 4], [5, 6, 7, 8, 9]], "positions": [0, 1, 2, ROWS, 4]},
     ),
@@ -79,11 +82,11 @@ OUTSIDE = {
 
 
 class Inside:
-    """Tensors of a call, each in the middle of a larger one."""
+    """The tensors of a call, each in the middle of a larger tensor."""
 
     def __init__(self, device):
         cos, sin = torch_rope.cos_sin(torch.arange(ROWS, device=device), torch_rope.inv_freq(D, device=device))
-        shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, PLACES, 2, D)}
+        shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, CELLS, 2, D)}
         shapes |= {"v_cache": shapes["k_cache"], "weight": (D,), "cos": cos.shape, "sin": sin.shape}
         self.larger = {name: torch.rand([n + 2 for n in shape], device=device) for name, shape in shapes.items()}
         self.tensors = {name: t[(slice(1, -1),) * t.dim()] for name, t in self.larger.items()}
@@ -91,7 +94,7 @@ class Inside:
         self.tensors["sin"].copy_(sin)
 
     def around(self):
-        """What the call may not write: all but the tensors."""
+        """Returns the larger tensors with zeros for the tensors of the call: everything that the call may not write."""
         kept = {name: t.clone() for name, t in self.larger.items()}
         for t in kept.values():
             t[(slice(1, -1),) * t.dim()] = 0
@@ -100,7 +103,7 @@ class Inside:
     def call(self, name, norm):
         names, integers = OUTSIDE[name]
         keywords = {"cos": self.tensors["cos"], "sin": self.tensors["sin"]}
-        if "place" in name:  # of the cache alone
+        if "the block" in name:  # without tables, so that only the cache limits positions
             freq = torch_rope.inv_freq(D, device=keywords["cos"].device)
             keywords = {"inv_freq": freq}
         if norm:
@@ -111,8 +114,9 @@ class Inside:
         return getattr(rope, name.split()[0])(*(self.tensors[n] for n in names), **keywords)
 
 
-def outside_on_a_gpu(name, norm):
-    """In a process of its own, which no other kernel of CUDA runs in after that."""
+def call_on_a_gpu(name, norm):
+    """Runs a call out of range and prints the error. It needs a process of its own, because the assertion makes CUDA
+    unusable there."""
     inside = Inside("cuda")
     torch.cuda.synchronize()
     try:
@@ -125,10 +129,10 @@ def outside_on_a_gpu(name, norm):
 @pytest.mark.parametrize(
     "name, norm", [(n, norm) for n in OUTSIDE for norm in (False, True) if not norm or "cache" in n]
 )
-def test_a_position_or_slot_outside_is_asserted_on_the_device(name, norm, device):
-    """And nothing outside the tensors is read or written."""
+def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(name, norm, device):
+    """Nothing outside the tensors is read or written."""
     if device == "cuda":
-        done = python(f"import test_cuda; test_cuda.outside_on_a_gpu({name!r}, {norm})")
+        done = python(f"import test_cuda; test_cuda.call_on_a_gpu({name!r}, {norm})")
         assert "device-side assert" in done.stdout, done.stdout + done.stderr
         return
     inside = Inside(device)
@@ -148,11 +152,11 @@ SHAPES = [
     (1, 1, 1, 1, 2, 2),
     (2, 300, 1, 1, 2, 2),
     (1, 3, 70, 3, 2, 2),
-    (1, 129, 2, 1, 6, 4),  # tokens past the last block
+    (1, 129, 2, 1, 6, 4),  # the last thread block has threads without a token
     (3, 65, 3, 2, 24, 24),
     (1, 2, 200, 3, 8, 8),
-    (1, 1030, 5, 3, 40, 40),  # rows of tables that share a block, each with threads of its own
-    (2, 3, 3, 2, 2032, 2032),  # the widest head of vectors
+    (1, 1030, 5, 3, 40, 40),  # in the gradients of tables several rows share a thread block, each with its own threads
+    (2, 3, 3, 2, 2032, 2032),  # the widest head that is cut into vectors
     (1, 3, 3, 1, 2048, 2048),
     (1, 2, 3, 2, 4098, 4098),
     (1, 2, 3, 2, 4098, 66),
@@ -162,7 +166,7 @@ SHAPES = [
     (5, 7, 1, 9, 128, 64),
 ]
 MANY = [
-    (70000, 2, 1, 1, 2, 2),  # sequences that are not one, in two launches
+    (70000, 2, 1, 1, 2, 2),  # sequences that cannot be merged into one and need two launches
     (70000, 1, 1, 1, 2, 2),
     (1, 1, 70000, 3, 2, 2),
     (1, 70000, 1, 1, 2, 2),
@@ -170,7 +174,7 @@ MANY = [
 
 
 def rotated_by_all(q, k, angles, **options):
-    """By each operator, the same bits. -> q and k rotated"""
+    """Returns q and k rotated. Checks that all operators give the same bits."""
     q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
     same([rope.rotate(x, **angles, **options) for x in (q, k)], [q_out, k_out])
     q, k = q.clone(), k.clone()
@@ -203,7 +207,7 @@ def assert_gradients_of_tables(gradients, x, angles, **options):
     ),
     ids=name_of,
 )
-def test_shapes(case, device):
+def test_every_operator_is_right_for_a_shape(case, device):
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = case["shape"]
     q, k, v = (
         LAYOUTS[layout](torch.Size((batch, seq, h, head_dim)), case["dtype"], device)
@@ -241,8 +245,7 @@ def test_shapes(case, device):
 
 
 @pytest.mark.parametrize("shape", MANY, ids=str)
-def test_more_than_65535(shape, device):
-    """Of sequences, heads or tokens: what they are alone."""
+def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, device):
     batch, seq, q_heads, k_heads, head_dim, _ = shape
     q, k = (torch.randn(batch, seq, h, head_dim, device=device) for h in (q_heads, k_heads))
     freq, weight = torch.ones(1, device=device), torch.rand(head_dim, device=device)
@@ -258,7 +261,7 @@ def test_more_than_65535(shape, device):
     assert_gradients_of_tables([q, k], [q, k], {"cos": cos, "sin": sin} | tokens)
 
 
-def test_no_heads_with_strides_that_overflow(device):
+def test_a_tensor_without_heads_may_have_strides_that_overflow(device):
     q = torch.randn(1, 70000, 1, 2, device=device).transpose(0, 1)
     freq = torch.ones(1, device=device)
     out, none = rope.rotate_qk(q, q[:, :, :0], inv_freq=freq, offset=3)
@@ -267,8 +270,8 @@ def test_no_heads_with_strides_that_overflow(device):
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
-    """Of heads, tokens and sequences far apart."""
+def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
+    """The tensor is small, but its heads, tokens and sequences are far apart in memory."""
     strides = [2**30 + 2**20, 2**30, 2**28, 1]
     if heads_first:
         strides[:3] = strides[2::-1]
@@ -289,8 +292,8 @@ def test_offsets_past_2_31_of_few_elements(heads_first, untouched, device):
     assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
 
 
-def test_slots_past_2_32(untouched, device):
-    """Three blocks of `size` places: few of them are touched."""
+def test_slots_may_pass_2_32(untouched, device):
+    """The cache has three blocks of `size` cells, of which few are touched."""
     size = 2**31 + 8
     k_cache, v_cache = untouched(12 * size, torch.bfloat16).view(3, size, 2, 1, 2).unbind(2)
     slots = torch.tensor([2**32 + 5, 3, size + 7, 2 * size + 9], device=device)
@@ -298,13 +301,13 @@ def test_slots_past_2_32(untouched, device):
     freq = torch.ones(1, device=device)
     expected = rope.rotate(k, inv_freq=freq)
     rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, slots=slots)
-    blocks, places = slots // size, slots % size
-    same([k_cache[blocks, places], v_cache[blocks, places]], [expected, v])
+    blocks, in_block = slots // size, slots % size
+    same([k_cache[blocks, in_block], v_cache[blocks, in_block]], [expected, v])
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("heads", [8, 1])
-def test_more_than_2_31_elements(heads, gpu):
+def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free memory")
@@ -349,7 +352,7 @@ def test_more_than_2_31_elements(heads, gpu):
 
 
 def bits(device):
-    """Tensors that CPU and CUDA compute the same way: all but sums over a head, and angles in double."""
+    """Yields results that have the same bits on CPU and CUDA: all but sums over a head, and angles in double."""
     for i, case in enumerate(covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)):
         if case["dtype"] == torch.float64 and case["source"].kind == "inv_freq":
             continue
@@ -362,8 +365,8 @@ def bits(device):
         yield from rope.cos_sin(positions, torch_rope.inv_freq(128, device=device), dtype=dtype, attention_factor=1.1)
 
 
-def test_the_bits_of_the_cpu(device, tmp_path):
-    if EMULATED:  # whose process has no kernels of the CPU
+def test_results_have_the_bits_of_the_cpu(device, tmp_path):
+    if EMULATED:  # then this process has no CPU kernels
         saved = str(tmp_path / "bits")
         done = python(f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {saved!r})")
         assert done.returncode == 0, done.stderr
@@ -374,12 +377,12 @@ def test_the_bits_of_the_cpu(device, tmp_path):
         assert torch.equal(actual.cpu(), there)
 
 
-# ---- what a kernel reads and writes ----
+# ---- the loads and stores of a kernel ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
-    """What is read, too, but for frequencies; in place nothing but the channels that are rotated."""
+def test_results_are_written_once_in_16_byte_stores(dtype, device, request):
+    """Loads have 16 bytes too, except those of frequencies. A rotation in place writes only the rotated channels."""
     if request.config.getoption("--emulate") != "checked":
         pytest.skip("needs an emulator that counts accesses: --emulate")
     per_head, freq = 2 * 50 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
@@ -402,7 +405,7 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles) == {16: 12 * per_head}
         assert launched(rope.rotate_into_cache_, q, k, v, *caches, **angles, **norm) == {16: 12 * per_head}
     assert launched(rope.rotate_qk_, q, k, inv_freq=freq[:32]) == {16: 10 * per_head // 2}
-    for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # an odd vector, or channel, at a head's end
+    for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # the last chunk has only one vector
         x = torch.randn(2, 50, 3, 64 + more, device=device).to(dtype)
         torch_rope._C.last_launches()
         rope.rotate(x, inv_freq=freq[:32])
@@ -410,8 +413,8 @@ def test_everything_is_written_once_and_in_16_bytes(dtype, device, request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_tables_read_everything_once_and_in_16_bytes(dtype, device, request):
-    """The gradients and what they belong to; and write each row once."""
+def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device, request):
+    """The gradients and the tensors that were rotated are read once, and each row is written once."""
     if request.config.getoption("--emulate") != "checked":
         pytest.skip("needs an emulator that counts accesses: --emulate")
     (g, g_k), (q, k) = (torch.randn(2, 50, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
@@ -423,11 +426,11 @@ def test_gradients_of_tables_read_everything_once_and_in_16_bytes(dtype, device,
         (launch,) = torch_rope._C.last_launches()
         loads = launch["loads"]
         assert loads.pop(16) == 2 * 2 * 50 * 10 * 128 * dtype.itemsize // 16
-        assert loads.keys() == ({8} if "positions" in angles else set())  # where the tokens of each row are
+        assert loads.keys() == ({8} if "positions" in angles else set())  # the list of the tokens of each row
         assert launch["stores"] == {4: 2 * cos.numel()}
 
 
-def test_no_layout_changes_a_bit_of_a_gradient_of_tables(device):
+def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
     for dtype in (torch.float32, torch.bfloat16):
         g, x = (torch.randn(3, 70, 5, 64, device=device).to(dtype) for _ in "gx")
         table = torch.rand(70, 32, device=device)
@@ -442,7 +445,7 @@ def test_no_layout_changes_a_bit_of_a_gradient_of_tables(device):
 
 
 def calls(device, dtype=torch.bfloat16):
-    """name -> (tensors that may change between two runs, function of them that writes to some or returns others)."""
+    """Returns the input tensors, and a dict of functions by name that make a call with them. Each returns its results."""
     q, k, v = torch.randn(3, 7, 8, 64, device=device).to(dtype).split([4, 2, 2], 2)
     positions, slots = (
         torch.randint(0, 90, (3, 7), device=device),
@@ -503,15 +506,14 @@ OPS = [
 ]  # fmt: skip
 
 
-def changed(inputs):
-    """Other values in the same memory."""
+def change(inputs):
+    """Writes other values to the memory of the inputs."""
     for name, t in inputs.items():
         t.copy_(t.flip(0) if name in ("positions", "slots") else torch.randn_like(t))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_host_does_not_wait(op, gpu):
-    """For the GPU, whatever is in positions and slots."""
+def test_the_host_does_not_wait_for_the_gpu(op, gpu):
     inputs, functions = calls(gpu)
     expected = functions[op](inputs)
     torch.cuda.synchronize()
@@ -524,28 +526,28 @@ def test_the_host_does_not_wait(op, gpu):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_graph_replays_with_other_values(op, gpu):
+def test_a_cuda_graph_replays_with_other_values(op, gpu):
     inputs, functions = calls(gpu)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        functions[op](inputs)  # before it is captured: kernels are loaded when they first run
+        functions[op](inputs)  # loads the kernels: a graph cannot capture their first run
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = functions[op](inputs)
     for _ in range(3):
-        changed(inputs)
+        change(inputs)
         graph.replay()
         same(results, functions[op](inputs))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_current_stream_is_used(op, gpu):
-    """What the stream has not yet written is waited for."""
+def test_a_call_runs_on_the_current_stream(op, gpu):
+    """The call waits for the copies that come before it on that stream."""
     inputs, functions = calls(gpu)
     late = {name: t.clone() for name, t in inputs.items()}
-    changed(late)
+    change(late)
     expected = functions[op](late)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -559,7 +561,7 @@ def test_the_current_stream_is_used(op, gpu):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_another_device_than_the_current_one(op, gpu):
+def test_a_call_runs_on_the_device_of_its_tensors(op, gpu):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     inputs, functions = calls("cuda:1")
@@ -571,7 +573,7 @@ def test_another_device_than_the_current_one(op, gpu):
     assert all(t.device == torch.device("cuda:1") for t in actual)
 
 
-def test_two_host_threads_with_streams_of_their_own(gpu):
+def test_two_host_threads_may_use_streams_of_their_own(gpu):
     failures = []
 
     def work():
@@ -592,8 +594,8 @@ def test_two_host_threads_with_streams_of_their_own(gpu):
     assert not failures, failures
 
 
-def test_gradients_on_a_side_stream(gpu):
-    """autograd runs a backward on the stream of its forward."""
+def test_gradients_are_right_on_a_side_stream(gpu):
+    """Autograd runs the backward on the stream of the forward."""
     q = torch.randn(2, 300, 4, 64, device=gpu, requires_grad=True)
     weight, freq = torch.rand(64, device=gpu, requires_grad=True), torch_rope.inv_freq(64, device=gpu)
 
@@ -611,7 +613,9 @@ def test_gradients_on_a_side_stream(gpu):
     same(actual, expected)
 
 
-def test_a_head_of_2_31_channels(device):
+def test_a_head_of_2_31_channels_is_refused(device):
     x = torch.empty(1, 1, 0, 2**31 + 2, device=device)
-    with pytest.raises(NotImplementedError, match="rope.rotate: head_dim 2147483650 is too large for CUDA"):
+    with pytest.raises(
+        NotImplementedError, match="rope.rotate: head_dim is 2147483650 but must be at most 2147483647 on CUDA"
+    ):
         torch.ops.rope.rotate(x, inv_freq=torch.ones(4, device=device))

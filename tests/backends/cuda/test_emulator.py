@@ -1,5 +1,5 @@
-"""The grid emulator itself: right kernels give right results in every order of threads, and each mistake is told.
-Needs --emulate."""
+"""Tests of the grid emulator itself: correct kernels give correct results in every order of threads, and each mistake is
+reported. They need --emulate."""
 
 import ctypes
 import os
@@ -36,11 +36,11 @@ def run(library, kernel, blocks, threads, x, out, n=None, dynamic=0):
 
 
 def fresh(*shape):
-    """Memory that the emulator knows, as torch may have had other tensors before."""
+    """Returns an input and an output in memory that the emulator knows. Tensors from before it was loaded are not."""
     return torch.randn(shape), torch.empty(shape)
 
 
-def test_a_copy_and_what_it_loads(any_order):
+def test_a_copy_is_right_and_its_accesses_are_counted(any_order):
     x, out = fresh(1000)
     any_order.last_launches()
     assert torch.equal(run(any_order, "copy<float>", 4, 256, x, out), x)
@@ -56,14 +56,14 @@ def test_a_copy_and_what_it_loads(any_order):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("blocks", [1, 7])
-def test_block_sum(any_order, blocks, dynamic):
+def test_a_sum_in_shared_memory_is_right(any_order, blocks, dynamic):
     x = torch.randint(-9, 9, (blocks, 256)).float()
     out = torch.empty(blocks)
     kernel = "block_sum dynamic" if dynamic else "block_sum"
     assert torch.equal(run(any_order, kernel, blocks, 256, x, out, dynamic=1024), x.sum(1))
 
 
-def test_threads_of_the_host(library):
+def test_several_host_threads_may_launch_kernels(library):
     def sums(seed):
         x = torch.full((5, 256), float(seed))
         for _ in range(20):
@@ -74,13 +74,13 @@ def test_threads_of_the_host(library):
         assert all(pool.map(sums, range(8)))
 
 
-def test_warp_functions(any_order):
+def test_shuffles_and_warp_barriers_are_right(any_order):
     x = torch.randint(-9, 9, (6, 32)).float()
     assert torch.equal(run(any_order, "warp_sum", 2, 96, x, torch.empty(6, 32)), x.sum(1, True).expand(6, 32))
 
     out = run(any_order, "part_of_a_warp", 1, 9, x, torch.zeros(9))
     lane = torch.arange(8)
-    below = torch.where(lane % 4 + 2 < 4, lane + 2, lane)  # the value of its own where the group ends
+    below = torch.where(lane % 4 + 2 < 4, lane + 2, lane)  # past the end of its group, a lane gets its own value
     assert torch.equal(out[:8], x[0, below] + lane // 4 * 4 + 1)
 
     lane = torch.arange(32)
@@ -91,18 +91,18 @@ def test_warp_functions(any_order):
     assert torch.equal(out, x[:, lane ^ 1])
 
 
-def test_arithmetic(library):
+def test_arithmetic_functions_are_right(library):
     x, out = fresh(64)
     assert torch.allclose(run(library, "angle", 1, 64, x, out), torch.ones(64), rtol=1e-6)
 
 
-def test_shared_memory_is_new_in_every_block(any_order):
+def test_shared_memory_is_new_in_every_thread_block(any_order):
     out = run(any_order, "shared_at_first", 5, 4, torch.empty(0), torch.empty(40), dynamic=16)
     assert out.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_conversions(library, dtype):
+def test_conversions_round_as_torch_does(library, dtype):
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     numbers = bits.view(dtype).float()
     finite = numbers[numbers.isfinite()].unique()
@@ -121,7 +121,7 @@ def test_conversions(library, dtype):
 
 
 MEMORY = "of an allocation of 1024 bytes"
-# kernel, threads, what is told
+# kernel, threads, regular expression of the message; None: no mistake
 MISTAKES = [
     ("past_the_end", 1, f"read of 4 bytes, 0 bytes past the end {MEMORY}.*selftest.cu"),
     ("before_the_start", 1, f"write of 4 bytes, .*8 bytes before the start {MEMORY}"),
@@ -162,21 +162,21 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("kernel, threads, told", MISTAKES, ids=[m[0] for m in MISTAKES])
-def test_mistakes_are_told(any_order, kernel, threads, told):
+@pytest.mark.parametrize("kernel, threads, message", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_reported(any_order, kernel, threads, message):
     x, out = fresh(256)
-    for _ in range(2):  # a launch that failed leaves nothing behind
-        if told is None:
+    for _ in range(2):  # a failed launch does not change the next one
+        if message is None:
             run(any_order, kernel, 1, threads, x, out, dynamic=256)
             continue
         with pytest.raises(RuntimeError) as error:
             run(any_order, kernel, 1, threads, x, out, dynamic=256)
-        assert re.search(told, str(error.value)), error.value
+        assert re.search(message, str(error.value)), error.value
         assert kernel.split()[0] in str(error.value)
     run(any_order, "warp_sum", 4, 64, x, out)
 
 
-def test_a_race_of_two_blocks(any_order):
+def test_a_race_of_two_thread_blocks_is_reported(any_order):
     x, out = fresh(256)
     with pytest.raises(RuntimeError, match=r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"):
         run(any_order, "two_writes", 5, 1, x, out)
@@ -184,10 +184,10 @@ def test_a_race_of_two_blocks(any_order):
     run(any_order, "two_writes", 5, 1, x, out)
     any_order.check_races(True)
     run(any_order, "two_writes", 1, 1, x, out)
-    run(any_order, "two_writes", 1, 1, x, out)  # launches follow each other
+    run(any_order, "two_writes", 1, 1, x, out)  # two launches are no race: one follows the other
 
 
-def test_freed_and_foreign_memory(library):
+def test_freed_and_foreign_memory_must_not_be_touched(library):
     x, out = fresh(256)
     freed = out.data_ptr()
     del out
@@ -205,20 +205,20 @@ def test_freed_and_foreign_memory(library):
 
 
 @pytest.mark.parametrize("distance", [-1, 0, 63], ids=["before", "after", "far"])
-def test_writes_of_the_host_beside_an_allocation(library, distance):
-    told = "1 bytes before the start" if distance < 0 else f"{distance} bytes past the end"
-    told += " of an allocation of 1024 bytes"
+def test_a_write_of_the_host_next_to_an_allocation_is_reported(library, distance):
+    message = "1 bytes before the start" if distance < 0 else f"{distance} bytes past the end"
+    message += " of an allocation of 1024 bytes"
     x, out = fresh(256)
-    beside = ctypes.c_char.from_address(out.data_ptr() + (1024 if distance >= 0 else 0) + distance)
-    beside.value = b"x"
-    with pytest.raises(RuntimeError, match=told):
+    neighbour = ctypes.c_char.from_address(out.data_ptr() + (1024 if distance >= 0 else 0) + distance)
+    neighbour.value = b"x"
+    with pytest.raises(RuntimeError, match=message):
         run(library, "copy<float>", 1, 256, x, out)
-    beside.value = b"x"
-    with pytest.raises(RuntimeError, match=told):
+    neighbour.value = b"x"
+    with pytest.raises(RuntimeError, match=message):
         library.check_guards()
-    beside.value = b"x"
-    del out, beside
-    with pytest.raises(RuntimeError, match=told):
+    neighbour.value = b"x"
+    del out, neighbour
+    with pytest.raises(RuntimeError, match=message):
         library.check_guards()
     library.check_guards()
 
@@ -226,14 +226,14 @@ def test_writes_of_the_host_beside_an_allocation(library, distance):
 @pytest.mark.parametrize(
     "blocks, threads, dynamic", [(0, 1, 0), (1, 0, 0), (1, 1025, 0), (1, 1, 48 * 1024 + 1), (2**31, 1, 0)]
 )
-def test_launches_that_no_gpu_takes(library, blocks, threads, dynamic):
+def test_a_launch_past_the_limits_of_gpus_is_refused(library, blocks, threads, dynamic):
     x, out = fresh(4)
     assert library.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4, dynamic) == (
         "invalid configuration argument"
     )
 
 
-def test_under_address_sanitizer(library):
+def test_a_build_with_address_sanitizer_reports_mistakes(library):
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(emulator.__file__).parent)!r})

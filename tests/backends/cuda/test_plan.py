@@ -1,5 +1,5 @@
-"""How a call is laid out on a GPU (csrc/cuda/plan.h): the width of accesses and of offsets, and the grid, from sizes, strides and
-addresses alone. What the kernels do with a plan is repeated here in Python."""
+"""Tests of the launch plans of csrc/cuda/plan.h: the width of accesses and of element offsets, and the grid, which follow
+from sizes, strides and addresses alone. The loops that the kernels run over a plan are repeated here in Python."""
 
 import importlib.machinery
 import importlib.util
@@ -16,7 +16,7 @@ import torch
 from cases import DTYPES, LAYOUTS, ROOT
 
 SOURCE = ROOT / "tests/backends/cuda/emulator/plan.cpp"
-ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # of DType in csrc/args.h
+ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
 
@@ -45,11 +45,11 @@ def library():
     return module
 
 
-# ---- calls, of tensors without memory ----
+# ---- calls with tensors that have no memory ----
 
 
 def meta(*shape, dtype=torch.float32, layout="bshd", start=0):
-    """[batch, seq, heads, head_dim]; start: elements from an aligned address."""
+    """Returns a tensor [batch, seq, heads, head_dim] without memory, `start` elements after an aligned address."""
     t = LAYOUTS[layout](torch.Size(shape), dtype, "meta")
     return t.as_strided(t.shape, t.stride(), t.storage_offset() + start)
 
@@ -58,8 +58,9 @@ def arguments(
     q, k=None, v=None, outputs=None, *, in_place=False, rotary_dim=None, positions=None, slots=None, tables=None,
     by_token=False, inv_freq=None, norm=False,
 ):  # fmt: skip
-    """What a plan is made of. outputs: as the inputs lie if not given; with a v the two caches, and q is in place."""
-    addresses = itertools.count(2**40, 2**36)  # 16 bytes divide them
+    """Returns the arguments of the plan functions for a call. outputs: the results, which have the strides of the inputs if
+    not given; with a v they are the two caches, and q is in place."""
+    addresses = itertools.count(2**40, 2**36)  # multiples of 16
 
     def given(t, address, dims):
         if t is None:
@@ -100,7 +101,7 @@ def plan_backward(library):
 
 @pytest.fixture
 def plan_tables(library):
-    """The gradients of tables of so many rows; outputs: what the gradients belong to."""
+    """Plans the gradients of tables with this many rows. outputs: the tensors that were rotated."""
 
     def plan(*tensors, rows, copies=1, entries=None, listed=False, **options):
         tokens = rows, copies, rows if entries is None else entries, listed
@@ -110,7 +111,7 @@ def plan_tables(library):
 
 
 def width(plan, dtype):
-    """Bytes of an access."""
+    """Returns the bytes of an access."""
     return plan["vector"] * dtype.itemsize if plan["vectors"] else dtype.itemsize
 
 
@@ -119,7 +120,7 @@ def width(plan, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "packed"])
-def test_16_bytes_where_memory_allows_it(layout, dtype, plan):
+def test_accesses_have_16_bytes_if_memory_allows_it(layout, dtype, plan):
     for head_dim, rotary_dim in (64, 64), (128, 128), (128, 64), (96, 32), (256, 256):
         q, k = (meta(2, 5, heads, head_dim, dtype=dtype, layout=layout) for heads in (8, 2))
         for in_place in (False, True):
@@ -127,7 +128,7 @@ def test_16_bytes_where_memory_allows_it(layout, dtype, plan):
                 assert width(plan(*tensors, rotary_dim=rotary_dim, in_place=in_place), dtype) == 16
 
 
-# (dtype, head_dim, rotary_dim) -> bytes. Both halves of the rotated channels, and what is past them, are cut into vectors.
+# The bytes of an access for sizes: both halves of the rotated channels, and the channels past them, are cut into vectors.
 @pytest.mark.parametrize(
     "dtype, head_dim, rotary_dim, expected",
     [
@@ -148,18 +149,18 @@ def test_16_bytes_where_memory_allows_it(layout, dtype, plan):
         (torch.float64, 66, 64, 16),
     ],
 )
-def test_a_width_that_sizes_allow(dtype, head_dim, rotary_dim, expected, plan):
+def test_sizes_limit_the_width_of_accesses(dtype, head_dim, rotary_dim, expected, plan):
     q = meta(1, 3, 4, head_dim, dtype=dtype)
     assert width(plan(q, rotary_dim=rotary_dim), dtype) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_width_that_every_address_and_stride_allows(dtype, plan):
-    """Of q, k, v, and where each goes to. Channels are side by side, or taken one by one."""
+def test_addresses_and_strides_limit_the_width_of_accesses(dtype, plan):
+    """Addresses and strides of q, k, v and their results count. Channels that are not adjacent are accessed one by one."""
     item, full = dtype.itemsize, 16 // dtype.itemsize
 
     def narrowed(steps):
-        """Bytes, of what is off by so many elements from 16 bytes."""
+        """Returns the widest access to memory that is this many elements away from a multiple of 16 bytes."""
         return next(b for b in (16, 8, item) if b >= max(8, item) and steps * item % b == 0 or b == item)
 
     def good(heads=2):
@@ -172,13 +173,13 @@ def test_a_width_that_every_address_and_stride_allows(dtype, plan):
         assert width(plan(good(), good(), outputs=[good(), off]), dtype) == narrowed(steps)
         assert width(plan(good(), good(), off, outputs=[good(), good()]), dtype) == narrowed(steps)
         assert width(plan(good(), good(), good(), outputs=[good(), off]), dtype) == narrowed(steps)
-        for dimension in range(3):  # rows, tokens or heads that much further apart
+        for dimension in range(3):  # sequences, tokens or heads are further apart
             stride = list(good().stride())
             stride[dimension] += steps
             off = good().as_strided((2, 5, 2, 64), stride)
             assert width(plan(off, good()), dtype) == narrowed(steps)
             assert width(plan(good(), good(), good(), outputs=[off, good()]), dtype) == narrowed(steps)
-            once = off.narrow(dimension, 0, 1)  # a stride that leads nowhere
+            once = off.narrow(dimension, 0, 1)  # the stride of one element does not matter
             assert width(plan(once), dtype) == 16
     apart = meta(2, 5, 2, 128, dtype=dtype)[..., ::2]
     assert width(plan(apart), dtype) == width(plan(good(), apart), dtype) == item
@@ -188,8 +189,8 @@ def test_a_width_that_every_address_and_stride_allows(dtype, plan):
 @pytest.mark.parametrize(
     "head_dim, rotary_dim", [(128, 128), (128, 64), (80, 32), (66, 66), (7, 6), (24, 24), (4096, 4096)]
 )
-def test_the_order_of_a_norm_follows_from_sizes(head_dim, rotary_dim, dtype, plan, plan_backward):
-    """Vectors, chunks and lanes are the same wherever tensors lie; only how wide accesses are is not."""
+def test_the_order_of_a_norms_sums_follows_from_sizes(head_dim, rotary_dim, dtype, plan, plan_backward):
+    """Vectors, chunks and lanes are the same for every layout; only the width of accesses differs."""
     expected = None
     for layout, (batch, seq) in itertools.product(LAYOUTS, [(1, 1), (2, 9), (3, 4000)]):
         q, k = (meta(batch, seq, h, head_dim, dtype=dtype, layout=layout) for h in (6, 2))
@@ -212,7 +213,7 @@ def test_the_order_of_a_norm_follows_from_sizes(head_dim, rotary_dim, dtype, pla
 @pytest.mark.parametrize(
     "columns, start, step, expected", [(64, 0, 1, True), (62, 0, 1, False), (64, 2, 1, False), (64, 0, 2, False)]
 )
-def test_rows_of_a_table_are_read_in_vectors(columns, start, step, expected, plan):
+def test_aligned_table_rows_are_read_in_vectors(columns, start, step, expected, plan):
     good = torch.empty(100, columns, device="meta")
     table = torch.empty(100, columns * step, device="meta")[:, ::step]
     table = table.as_strided(table.shape, table.stride(), start)
@@ -221,7 +222,7 @@ def test_rows_of_a_table_are_read_in_vectors(columns, start, step, expected, pla
 
 
 @pytest.mark.parametrize("gap, expected", [(8, True), (2, False)])
-def test_a_table_of_each_sequence_is_read_in_vectors(gap, expected, plan):
+def test_tables_of_several_sequences_are_read_in_vectors_if_aligned(gap, expected, plan):
     good = torch.empty(2, 5, 64, device="meta")
     table = good.as_strided(good.shape, (5 * 64 + gap, 64, 1))
     for tables in (table, table), (good, table), (table, good):
@@ -229,8 +230,8 @@ def test_a_table_of_each_sequence_is_read_in_vectors(gap, expected, plan):
 
 
 @pytest.mark.parametrize("axis", ["address", 0, 1, 2])
-def test_every_tensor_is_looked_at(axis, plan, plan_backward, plan_tables):
-    """One of them is not aligned: where it begins, or along an axis; the other axes have one element."""
+def test_one_tensor_that_is_not_aligned_narrows_the_accesses(axis, plan, plan_backward, plan_tables):
+    """Its start is not aligned, or its stride along one axis; the other axes have one element."""
     shape = [2 if d == axis else 1 for d in range(3)] + [64]
     good = meta(*shape)
     odd = (
@@ -248,12 +249,12 @@ def test_every_tensor_is_looked_at(axis, plan, plan_backward, plan_tables):
             assert width(p, torch.float32) == 4
 
 
-# ---- the width of offsets ----
+# ---- the width of element offsets ----
 
 
 @pytest.mark.parametrize("dimension", range(3))
-def test_offsets_have_64_bits_where_one_passes_2_31(dimension, plan):
-    """Of q, k, v, and where each goes to."""
+def test_element_offsets_have_64_bits_if_one_passes_2_31(dimension, plan):
+    """The element offsets in q, k, v and their results count."""
     shape, good, one_head = (3, 5, 3, 64), meta(3, 5, 3, 64), meta(3, 5, 1, 64)
     for last, wide in (2**31 - 1, False), (2**31 + 3, True), (2**40, True):
         stride = list(good.stride())
@@ -274,8 +275,7 @@ def test_offsets_have_64_bits_where_one_passes_2_31(dimension, plan):
 
 
 @pytest.mark.parametrize("last, wide", [(2**31 - 1, False), (2**31, True)])
-def test_the_first_offset_that_needs_64_bits(last, wide, plan):
-    """Channels and heads of one element more or less."""
+def test_an_element_offset_of_2_31_is_the_first_that_needs_64_bits(last, wide, plan):
     q = torch.empty(0, device="meta").as_strided((1, 1, 2, 2), (0, 0, last - 1, 1))
     assert plan(q)["wide_index"] == wide
     cache = torch.empty(0, device="meta").as_strided((2, 1, 2, 2), (last - 3, 0, 2, 1))
@@ -284,7 +284,7 @@ def test_the_first_offset_that_needs_64_bits(last, wide, plan):
 
 
 @pytest.mark.parametrize("last, wide", [(2**31 - 1, False), (2**31, True)])
-def test_offsets_of_what_is_read_beside_q_and_k(last, wide, plan):
+def test_element_offsets_of_positions_slots_tables_and_frequencies_count(last, wide, plan):
     def of(*strides):
         return torch.empty(0, device="meta").as_strided((2,) * len(strides), strides)
 
@@ -304,7 +304,7 @@ def test_offsets_of_what_is_read_beside_q_and_k(last, wide, plan):
 
 
 @pytest.mark.parametrize("last, wide", [(2**31 - 64, False), (2**31 + 64, True)])
-def test_offsets_along_each_axis_of_what_is_read_beside_q_and_k(last, wide, plan):
+def test_element_offsets_along_each_axis_of_positions_slots_and_tables_count(last, wide, plan):
     def of(*sizes, axis):
         strides = [last // (sizes[axis] - 1) if d == axis else 1 for d in range(len(sizes))]
         return torch.empty(0, device="meta").as_strided(sizes, strides)
@@ -326,74 +326,74 @@ def test_offsets_along_each_axis_of_what_is_read_beside_q_and_k(last, wide, plan
 @pytest.mark.parametrize(
     "blocks, block_size, narrow", [(2**20, 2**11 - 1, True), (2**20, 2**11, False), (2**33, 16, False)]
 )
-def test_slots_have_32_bits_where_those_hold_them(blocks, block_size, narrow, plan):
+def test_slots_have_32_bits_if_all_of_them_fit(blocks, block_size, narrow, plan):
     cache = torch.empty(0, device="meta").as_strided((blocks, block_size, 1, 2), (0, 0, 0, 1))
     q = meta(1, 5, 1, 2)
     slots = torch.empty(1, 5, device="meta")
     assert plan(q, q, q, outputs=[cache, cache], slots=slots)["narrow_slots"] == narrow
 
 
-# ---- places: position + offset ----
+# ---- the range of position + offset ----
 
 
-def test_places_are_within_the_table_and_the_cache(plan):
-    any_place = (-(2**63), 2**63 - 1)
+def test_positions_are_within_the_table_and_the_cache(plan):
+    every_position = (-(2**63), 2**63 - 1)
     q = meta(2, 5, 1, 8)
     table, cache = meta(1, 30, 1, 4)[0, :, 0], meta(3, 20, 1, 8)
     slots = positions = torch.empty(2, 5, device="meta")
     by_token = [meta(1, 5, 1, 4)[:, :, 0]] * 2
-    assert plan(q)["places"] == any_place
-    assert plan(q, positions=positions)["places"] == any_place
-    assert plan(q, tables=by_token, by_token=True)["places"] == any_place
-    assert plan(q, tables=[table] * 2)["places"] == (0, 29)
+    assert plan(q)["position_range"] == every_position
+    assert plan(q, positions=positions)["position_range"] == every_position
+    assert plan(q, tables=by_token, by_token=True)["position_range"] == every_position
+    assert plan(q, tables=[table] * 2)["position_range"] == (0, 29)
     for tables, last in (None, 19), ([table[:7]] * 2, 6), ([table] * 2, 19):
-        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["places"] == (0, last)
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["places"] == any_place
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["places"] == (0, 29)
+        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["position_range"] == (0, last)
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["position_range"] == every_position
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["position_range"] == (0, 29)
 
 
 # ---- the grid ----
 
 
 def heads_of(plan, heads):
-    """How often each head of q, k and v is taken, as Heads in device.cuh goes through them."""
-    _, rows, _ = plan["block"]
+    """Returns how often each head of q, k and v is taken by the loop of Heads in device.cuh."""
+    _, teams, _ = plan["block"]
     counts = [[0] * n for n in heads]
     for block in range(plan["grid"][1]):
         for tensor, (n, start) in enumerate(zip(heads, plan["starts"], strict=True)):
             first = block * plan["heads_per_block"] - start
             begin, end = max(first, 0), min(first + plan["heads_per_block"], n)
-            for thread in range(rows):
-                for head in range(begin + thread, end, rows):
+            for team in range(teams):
+                for head in range(begin + team, end, teams):
                     counts[tensor][head] += 1
     return counts
 
 
 def channels_of(plan, head_dim, rotary_dim, norm):
-    """How often each channel of a head is written, as Chunk in device.cuh says where a chunk is."""
+    """Returns how often each channel of a head is written, with the channels of Chunk in device.cuh."""
     vector, chunks, rotated, threads = plan["vector"], plan["chunks"], plan["rotated"], plan["block"][0]
     counts = [0] * head_dim
     for thread in range(threads):
         step = threads if norm or vector == 1 else chunks
         for chunk in range(thread, chunks, step):
             if chunk < rotated:
-                parts = [chunk * vector, chunk * vector + rotary_dim // 2]
+                starts = [chunk * vector, chunk * vector + rotary_dim // 2]
             else:
-                parts = [rotary_dim + (chunk - rotated) * vector]
-                parts.append(parts[0] + (chunks - rotated) * vector)
-            for part in parts:
-                if part < head_dim:
-                    assert part + vector <= head_dim
-                    for channel in range(part, part + vector):
+                starts = [rotary_dim + (chunk - rotated) * vector]
+                starts.append(starts[0] + (chunks - rotated) * vector)
+            for start in starts:
+                if start < head_dim:
+                    assert start + vector <= head_dim
+                    for channel in range(start, start + vector):
                         counts[channel] += 1
     return counts
 
 
-def within_limits(plan, norm=False):
+def assert_within_limits(plan, norm=False):
     x, y, z = plan["block"]
     assert 1 <= x * y * z <= THREADS and z <= MOST_Z
     assert plan["grid"][0] < 2**31 and max(plan["grid"][1:]) <= MOST_GRID and min(plan["grid"]) > 0
-    if norm:  # lanes of a head in one warp, and no warp with lanes that do not exist
+    if norm:  # the lanes of a head are in one warp, and every warp is full
         assert x & (x - 1) == 0 and x <= WARP and x * y * z % WARP == 0
 
 
@@ -428,7 +428,7 @@ def test_every_head_token_and_channel_is_taken_once(seed, plan):
     if written == 0:
         assert p["grid"] == (0, 0, 0)
         return
-    within_limits(p, norm)
+    assert_within_limits(p, norm)
     assert p["batch"] * p["seq"] == batch * seq and p["grid"][2] == p["batch"]
     assert (p["grid"][0] - 1) * p["block"][2] < p["seq"] <= p["grid"][0] * p["block"][2]
     assert heads_of(p, heads) == [[1] * n for n in heads]
@@ -449,11 +449,11 @@ def test_every_head_token_and_channel_is_taken_once(seed, plan):
     ],
 )
 def test_sizes_past_what_a_grid_has(batch, seq, q_heads, k_heads, head_dim, layout, norm, plan):
-    """Sequences past 65535 take another launch, heads another turn of a thread."""
+    """Sequences past 65535 take another launch; if there are too many heads, each team takes more of them."""
     q, k = (meta(batch, seq, h, head_dim, layout=layout) for h in (q_heads, k_heads))
     for tensors, outputs in (([q, k], None), ([q, k, k], [meta(3, 7, k_heads, head_dim)] * 2)):
         p = plan(*tensors, outputs=outputs, norm=norm, processors=2**20)
-        within_limits(p, norm)
+        assert_within_limits(p, norm)
         assert p["grid"][2] == min(p["batch"], MOST_GRID)
         assert p["grid"][0] * p["block"][2] >= p["seq"]
         last_start, last_heads = p["starts"][len(tensors) - 1], tensors[-1].shape[2]
@@ -464,7 +464,8 @@ def test_sizes_past_what_a_grid_has(batch, seq, q_heads, k_heads, head_dim, layo
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
-    """One token: q, k and v in blocks of their own, and a thread takes one head. Many: a block takes all heads of a token."""
+    """With one token, q, k and v are in thread blocks of their own, and a thread takes one head. With many tokens, a thread
+    block takes all heads of a token."""
     for q_heads, k_heads in (32, 8), (64, 8), (8, 8):
         cache = meta(1, 2**20, k_heads, 128, dtype=dtype)
 
@@ -480,13 +481,13 @@ def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
         many = plan(*(meta(1, 2**20, h, 128, dtype=dtype) for h in (q_heads, k_heads)), norm=norm)
         assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + k_heads
         assert many["starts"][1:] == (q_heads, q_heads + k_heads)
-    few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # as many as fit at once is what counts
+    few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # the number of multiprocessors counts
     assert math.prod(more["grid"]) < math.prod(few["grid"])
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_neighbours_in_memory_are_neighbours_in_a_block(norm, plan):
-    """Heads of a token, or tokens of a head."""
+def test_neighbours_in_memory_are_neighbours_in_a_thread_block(norm, plan):
+    """The neighbours are the heads of a token, or the tokens of a head."""
     for dtype in DTYPES:
         _, heads, tokens = plan(meta(1, 500, 32, 128, dtype=dtype), norm=norm)["block"]
         assert heads > tokens
@@ -496,7 +497,7 @@ def test_neighbours_in_memory_are_neighbours_in_a_block(norm, plan):
     assert one[1] > one[2]
 
 
-# ---- many sequences as one ----
+# ---- sequences that are merged into one ----
 
 
 def merged(plan):
@@ -505,28 +506,28 @@ def merged(plan):
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "packed", "every second channel"])
 def test_a_decode_step_is_one_sequence(layout, plan):
-    """[batch, 1, heads, head_dim] is batch tokens, whatever says where they are."""
+    """[batch, 1, heads, head_dim] is one sequence of `batch` tokens, wherever their positions come from."""
     q, k = (meta(300, 1, h, 64, layout=layout) for h in (8, 2))
-    row, rows = torch.empty(1, device="meta"), torch.empty(300, 1, device="meta")
+    one, each = torch.empty(1, device="meta"), torch.empty(300, 1, device="meta")
     table, tokens = torch.empty(500, 32, device="meta"), torch.empty(300, 1, 32, device="meta")
     for options in (
         {},
         {"tables": (table, table)},
-        {"positions": row, "tables": (table, table)},
-        {"positions": rows},
+        {"positions": one, "tables": (table, table)},
+        {"positions": each},
         {"tables": (tokens, tokens), "by_token": True},
         {"tables": (tokens[0], tokens[0]), "by_token": True},
     ):
         for p in (plan(q, k, **options), plan(q, in_place=True, **options)):
             assert merged(p) and p["seq"] == 300 and p["position_step"] == ("positions" in options)
             assert p["strides"][0] == q.stride(0)
-        assert p["strides"][5] == (options.get("positions") is rows)
-    # Tokens of one position, none of which needs more than one block of threads.
+        assert p["strides"][5] == (options.get("positions") is each)
+    # A thread block takes several heads or several tokens.
     assert plan(q)["block"][2] > 1 or plan(q)["block"][1] > 1
 
 
-def test_sequences_that_follow_each_other_are_one(plan):
-    """Where positions, or rows of a table by token, do too."""
+def test_sequences_that_follow_each_other_in_memory_are_merged(plan):
+    """Their positions, or the rows of a table by token, must follow each other too."""
     q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64, layout="packed")
     positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
     for options in ({"positions": positions}, {"tables": (tokens, tokens), "by_token": True}):
@@ -537,14 +538,14 @@ def test_sequences_that_follow_each_other_are_one(plan):
     assert merged(plan(q, k, k, outputs=[cache, cache], slots=slots, positions=positions))
 
 
-def test_sequences_stay_apart_where_they_differ(plan):
+def test_sequences_are_not_merged_if_strides_or_positions_differ(plan):
     q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64)
     positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
     other = tokens.transpose(0, 1).contiguous().transpose(0, 1)
     cache, slots = meta(9, 16, 2, 64), torch.empty(3, 7, device="meta")
     for p in (
-        plan(q, k),  # each begins at position 0
-        plan(q, k, positions=positions[:1].squeeze(0)),  # and these positions again
+        plan(q, k),  # each sequence begins at position 0
+        plan(q, k, positions=positions[:1].squeeze(0)),  # each sequence has these positions
         plan(q, k, positions=positions.mT.contiguous().mT),
         plan(meta(3, 7, 8, 64, layout="bhsd"), k, positions=positions),
         plan(q, meta(3, 7, 2, 64, layout="sbhd"), positions=positions),
@@ -553,7 +554,7 @@ def test_sequences_stay_apart_where_they_differ(plan):
         plan(q, k, tables=(tokens[0], tokens[0]), by_token=True),
         plan(q, k, tables=(tokens, other), by_token=True),
         plan(q, k, tables=(other, tokens), by_token=True),
-        plan(q, k, k, outputs=[cache, cache], positions=positions),  # row b writes block b
+        plan(q, k, k, outputs=[cache, cache], positions=positions),  # sequence b is written to block b
         plan(q[:, :1], k[:, :1], k[:, :1], outputs=[cache, cache], positions=positions[:, :1]),
         plan(q, k, k, outputs=[cache, cache], slots=slots),  # without positions
         plan(q, k, k, outputs=[cache, cache], slots=slots.mT.contiguous().mT, positions=positions),
@@ -572,27 +573,28 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
     dtype = draw.choice(DTYPES)
     q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
     p = plan_backward(q, k, rotary_dim=rotary_dim)
-    within_limits(p, norm=True)
-    (lanes, rows, one), (parts, tensors, _) = p["block"], p["grid"]
-    assert lanes * rows == THREADS and one == 1 and tensors == 2
+    assert_within_limits(p, norm=True)
+    (lanes, teams, one), (parts, tensors, _) = p["block"], p["grid"]
+    assert lanes * teams == THREADS and one == 1 and tensors == 2
     tokens = batch * seq
-    assert p["sums"] == parts * THREADS // WARP  # a row for each warp
+    assert p["sums"] == parts * THREADS // WARP  # one vector of sums for each warp
     assert (parts - 1) * p["tokens"] < tokens <= parts * p["tokens"]
-    for heads, head_rows in zip((q_heads, k_heads), p["rows"], strict=True):
-        assert head_rows & (head_rows - 1) == 0 and rows % head_rows == 0 and head_rows < 2 * max(heads, 1)
-        token_rows = rows // head_rows
+    for heads, head_teams in zip((q_heads, k_heads), p["teams"], strict=True):
+        assert head_teams & (head_teams - 1) == 0 and teams % head_teams == 0 and head_teams < 2 * max(heads, 1)
+        token_teams = teams // head_teams
         counts = [0] * min(p["tokens"], tokens)
-        for first, row in itertools.product(range(0, len(counts), token_rows), range(token_rows)):
-            if first + row < len(counts):
-                counts[first + row] += 1
+        for first, team in itertools.product(range(0, len(counts), token_teams), range(token_teams)):
+            if first + team < len(counts):
+                counts[first + team] += 1
         assert set(counts) == {1}
-        taken = [first + row for first in range(0, heads, head_rows) for row in range(head_rows) if first + row < heads]
+        firsts = range(0, heads, head_teams)
+        taken = [first + team for first in firsts for team in range(head_teams) if first + team < heads]
         assert taken == list(range(heads))
     assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
 
 
-def test_the_parts_of_a_sum_follow_from_sizes(plan_backward):
-    """So that no layout changes a bit of a weight's gradient."""
+def test_the_parts_of_a_weights_gradient_follow_from_sizes(plan_backward):
+    """Otherwise a layout could change the bits of a weight's gradient."""
     plans = []
     for layout in LAYOUTS:
         q, k = (meta(2, 999, h, 80, dtype=torch.bfloat16, layout=layout) for h in (6, 2))
@@ -604,18 +606,17 @@ def test_the_parts_of_a_sum_follow_from_sizes(plan_backward):
 # ---- the gradients of tables ----
 
 
-def taken(heads, items, copies, rows):
-    """How often the heads of each token of a row are taken by so many rows of threads, as table_backward_kernel goes
-    through them. items: (entry, copy)"""
-    counts = [0] * (items * copies * heads)
-    head_rows = min(-(-heads // 2), rows)  # a thread has two under way
-    token_rows = rows // head_rows
-    for token_row, head_row in itertools.product(range(token_rows), range(head_rows)):
-        entry, copy = divmod(token_row, copies)
-        while entry < items:
-            for head in range(head_row, heads, head_rows):
+def taken(heads, entries, copies, teams):
+    """Returns how often each head of each token of a table row is taken by the loop of table_backward_kernel."""
+    counts = [0] * (entries * copies * heads)
+    head_teams = min(-(-heads // 2), teams)  # a thread loads two heads at a time
+    token_teams = teams // head_teams
+    for token_team, head_team in itertools.product(range(token_teams), range(head_teams)):
+        entry, copy = divmod(token_team, copies)
+        while entry < entries:
+            for head in range(head_team, heads, head_teams):
                 counts[(entry * copies + copy) * heads + head] += 1
-            entry, copy = entry + token_rows // copies, copy + token_rows % copies
+            entry, copy = entry + token_teams // copies, copy + token_teams % copies
             if copy >= copies:
                 entry, copy = entry + 1, copy - copies
     return counts
@@ -638,20 +639,23 @@ def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_t
     if rotary_dim == 0:
         assert p["grid"] == (0, 0, 0)
         return
-    (x, y, z), blocks, parts = p["block"], p["grid"][0], p["parts"]
+    (x, y, z), blocks, per_row = p["block"], p["grid"][0], p["blocks_per_row"]
     assert p["grid"][1:] == (1, 1) and 1 <= x * y * z <= 256 and z <= MOST_Z
-    assert p["chunks"] == p["rotated"] == rotary_dim // 2 // p["vector"] and (parts - 1) * x < p["chunks"] <= parts * x
-    assert (blocks // parts - 1) * z < rows <= blocks // parts * z and blocks % parts == 0
+    assert (
+        p["chunks"] == p["rotated"] == rotary_dim // 2 // p["vector"] and (per_row - 1) * x < p["chunks"] <= per_row * x
+    )
+    assert (blocks // per_row - 1) * z < rows <= blocks // per_row * z and blocks % per_row == 0
     for h in (h for h in (q_heads, k_heads) if h):
-        for items in {0, 1, 3} | {entries // rows} if listed else {1}:
-            if items * copies * h < 20000:
-                assert set(taken(h, items, copies, y)) <= {1}
+        for of_row in {0, 1, 3} | {entries // rows} if listed else {1}:
+            if of_row * copies * h < 20000:
+                assert set(taken(h, of_row, copies, y)) <= {1}
 
 
 @pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (128, 64), (80, 32), (66, 66), (7, 6), (24, 24)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_a_thread_sums_follows_from_sizes(dtype, head_dim, rotary_dim, plan_tables):
-    """So that no layout changes a bit of the gradient of a table; only how wide accesses are, and where each block is."""
+def test_the_terms_that_a_thread_sums_follow_from_sizes(dtype, head_dim, rotary_dim, plan_tables):
+    """Otherwise a layout could change the bits of a table's gradient. It may change only the width of accesses and the
+    assignment of rows and chunks to thread blocks."""
     for batch, seq, rows in ((8, 999, 999), (1, 5, 5), (600, 7, 7)):
         threads = set()
         for layout, x_layout in itertools.product(LAYOUTS, LAYOUTS):
@@ -679,12 +683,12 @@ FILLING = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FILLING)
 def test_gradients_of_tables_fill_the_gpu(name, dtype, plan_tables):
-    """Two blocks of 256 threads on each multiprocessor, for small tables at least 128 in all; and a thread has more than
-    one head to add before threads add up what they have."""
+    """There are two thread blocks of 256 threads for each multiprocessor, or for small tables at least 128 in all, and a
+    thread sums more than one head before the threads add up their sums."""
     (batch, seq, q_heads, k_heads, head_dim), (rows, copies, entries) = FILLING[name]
     q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
     p = plan_tables(q, k, rows=rows, copies=copies, entries=entries, listed=entries != rows)
     x, y, z = p["block"]
-    assert p["vectors"] and x * p["vector"] * dtype.itemsize >= 32  # bytes side by side
+    assert p["vectors"] and x * p["vector"] * dtype.itemsize >= 32  # adjacent bytes
     assert math.prod(p["grid"]) * x * y * z >= 256 * (128 if rows == 64 else 2 * H200)
     assert y <= max(1, copies * -(-entries // rows) * (q_heads + k_heads) // 2)

@@ -1,8 +1,12 @@
 """Compiles the library for macOS (arm64) on Linux and links it with the macOS releases of torch.
 
-zig brings Clang, the C and C++ headers and libSystem; tests/backends/metal/simulator/frameworks has the few declarations of Foundation
-and Metal; torch's macOS wheels are downloaded once. tests/backends/metal/macos_symbols.txt lists what is taken from torch, so that it
-is looked at without a network too:  python tests/backends/metal/macos.py --update  writes it anew.
+zig brings Clang, the C and C++ headers and libSystem. tests/backends/metal/simulator/frameworks has the few declarations
+of Foundation and Metal. torch's macOS wheels are downloaded once. tests/backends/metal/macos_symbols.txt lists the symbols
+that the library uses of torch, so that they are checked without a network too.
+
+    python tests/backends/metal/macos.py --update
+
+writes that list again.
 """
 
 import fcntl
@@ -24,13 +28,14 @@ BUILD = ROOT / "build/macos"
 SYMBOLS = ROOT / "tests/backends/metal/macos_symbols.txt"
 HOST = "csrc/mps/mps.mm"
 
-# The oldest supported release and the newest: what their wheels call macOS, and the C++ that they compile extensions as.
+# The oldest supported release of torch and the newest: the platform in the name of their macOS wheels, and the version of
+# C++ that their headers need.
 RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.13.0": ("macosx_14_0_arm64", "c++20")}
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
 FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
 
-# What is not torch's: libc++, libobjc, Foundation, Metal. The rest of what C has is in zig's libSystem.
+# The symbols that are not torch's: those of libc++, libobjc, Foundation and Metal. zig's libSystem has the C library.
 APPLE = re.compile(
     r"__Z(T[ISTV])?N?K?(St|10__cxxabiv1)|__Z(nw|na|dl|da)|___cxa_|___gxx_personality_v0$|_objc_\w+$"
     r"|_OBJC_CLASS_\$_(NSString|MTLCompileOptions|MTLFunctionConstantValues)$"
@@ -38,10 +43,11 @@ APPLE = re.compile(
 
 
 class Unavailable(Exception):
-    """There is no network, and no headers of this release."""
+    """The macOS release was not downloaded, for example because there is no network."""
 
 
 def _run(*command) -> str:
+    """Runs a command and returns its output. Raises RuntimeError with the output if it fails."""
     here = {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")} | {"TORCH_ROPE_METALLIB": "0"}
     made = subprocess.run(
         command, cwd=ROOT, env=os.environ | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -53,11 +59,11 @@ def _run(*command) -> str:
 
 @functools.cache
 def _download(release: str) -> str | None:
-    """Unpacks headers and libraries of the macOS release; the reason where that cannot be."""
+    """Downloads and unpacks the headers and libraries of a macOS release. Returns why that failed, or None."""
     folder = BUILD / f"torch-{release}"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / f"torch-{release}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading it
         if folder.exists():
             return None
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download", "-q", "--no-deps"]
@@ -69,11 +75,11 @@ def _download(release: str) -> str | None:
         archive = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
         parts = ("torch/include/", "torch/lib/libc10.dylib", "torch/lib/libtorch_cpu.dylib")
         archive.extractall(f"{scratch}/all", [name for name in archive.namelist() if name.startswith(parts)])
-        Path(scratch, "all").rename(folder)  # whole or not there
+        Path(scratch, "all").rename(folder)  # so that the folder is complete if it exists
 
 
 def wheel(release: str) -> Path:
-    """The folder torch of the release's wheel for macOS."""
+    """Returns the folder `torch` of the release's wheel for macOS. Raises Unavailable if it was not downloaded."""
     reason = _download(release)
     if reason:
         raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}")
@@ -81,7 +87,10 @@ def wheel(release: str) -> Path:
 
 
 def headers(release: str) -> Path:
-    """Of the macOS release; without a network those of the installed torch, where it is the same release."""
+    """Returns the folder of the release's headers.
+
+    Without a network these are the headers of the installed torch, if it is the same release.
+    """
     try:
         return wheel(release) / "include"
     except Unavailable:
@@ -91,7 +100,10 @@ def headers(release: str) -> Path:
 
 
 def _sources() -> list[str]:
-    """All but module.cpp: Python's headers are not those of macOS, and it takes nothing from torch."""
+    """Returns all sources except module.cpp.
+
+    module.cpp needs Python's headers, and those here are not for macOS. It uses nothing of torch.
+    """
     found = [
         p for pattern in ("*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")
     ]
@@ -99,7 +111,10 @@ def _sources() -> list[str]:
 
 
 def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
-    """Objects of these sources, or of the whole library, against the headers of this release."""
+    """Compiles these sources, or the whole library, with the headers of this release. Returns the objects.
+
+    misspelt: a name that is changed wherever it occurs, by an s at its end.
+    """
     include, folder = headers(release), BUILD / f"objects-{release}"
     folder.mkdir(parents=True, exist_ok=True)
     if sources is None:
@@ -115,8 +130,8 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
-        # Most of the time goes to torch's headers, so they are read once: first these, then what autograd has on top. All
-        # sources are taken as Objective-C++, as a precompiled header is of one language.
+        # Compiling torch's headers takes most of the time, so they are precompiled: first those of ops.h, then those that
+        # autograd.h adds. All sources are compiled as Objective-C++, because a precompiled header has one language.
         "header = -x objective-c++-header -fpch-instantiate-templates",
         f"build {folder}/ops.pch: compile csrc/ops.h",
         "  flags = $header",
@@ -136,24 +151,25 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
 
 
 def link(release: str, objects: list[Path]) -> Path:
-    """A library from these objects and the libraries of this release. RuntimeError says what was not found."""
+    """Links these objects with the libraries of this release. Raises RuntimeError, with the symbols that are missing."""
     libraries = [wheel(release) / f"lib/{name}.dylib" for name in ("libtorch_cpu", "libc10")]
     names = ", ".join(f"'{name}'" for name in sorted(undefined(objects)) if APPLE.match(name))
     folder = objects[0].parent
-    (folder / "apple.tbd").write_text(  # stands for Apple's libraries
+    (folder / "apple.tbd").write_text(  # stands in for Apple's libraries
         "--- !tapi-tbd\ntbd-version: 4\ntargets: [ arm64-macos ]\ninstall-name: apple\n"
         f"exports:\n  - targets: [ arm64-macos ]\n    symbols: [ {names} ]\n...\n"
     )
-    own = ["-lc", "-fno-compiler-rt", "-fno-ubsan-rt"]  # zig would compile the other two, for half a minute
+    own = ["-lc", "-fno-compiler-rt", "-fno-ubsan-rt"]  # zig would need half a minute to compile the other two
     made = ["--name", "torch_rope", f"-femit-bin={folder}/_C.so"]
     _run(*ZIG, "build-lib", "-dynamic", *TARGET, *own, *made, *objects, folder / "apple.tbd", *libraries)
     return folder / "_C.so"
 
 
-# ---- what a Mach-O file says ----
+# ---- reading Mach-O files ----
 
 
 def _load_commands(image, wanted: int):
+    """Yields where each load command of the wanted kind begins in the file."""
     magic, _, _, _, count = struct.unpack_from("<5I", image)
     assert magic == 0xFEEDFACF  # 64 bits
     at = 32
@@ -170,30 +186,31 @@ def _open(path: Path):
 
 
 def symbols(path: Path) -> tuple[set[str], set[str]]:
-    """Defined for others, and undefined."""
+    """Returns the external symbols that an object defines, and those that it uses but does not define."""
     image = _open(path)
     defined, missing = set(), set()
     for at in _load_commands(image, 0x2):  # LC_SYMTAB
         first, count, strings, _ = struct.unpack_from("<4I", image, at + 8)
         for name, kind, *_ in struct.iter_unpack("<IBBHQ", image[first : first + 16 * count]):
-            if kind & 0xE1 == 1:  # external, and not of a debugger
+            if kind & 0xE1 == 1:  # external, and no debugging symbol
                 text = image[strings + name : image.find(b"\0", strings + name)].decode()
                 (defined if kind & 0x0E else missing).add(text)
     return defined, missing
 
 
 def undefined(objects: list[Path]) -> set[str]:
-    """What they take from elsewhere."""
+    """Returns the symbols that these objects use and none of them defines."""
     found = [symbols(path) for path in objects]
     return set().union(*(missing for _, missing in found)) - set().union(*(defined for defined, _ in found))
 
 
 def from_torch(objects: list[Path]) -> set[str]:
+    """Returns the symbols of torch that these objects use."""
     return {name for name in undefined(objects) if name.startswith("__Z") and not APPLE.match(name)}
 
 
 def selectors(path: Path) -> set[str]:
-    """Of all messages that an object sends."""
+    """Returns the selectors of all messages that an object sends."""
     image = _open(path)
     names = b""
     for at in _load_commands(image, 0x19):  # LC_SEGMENT_64
@@ -205,29 +222,32 @@ def selectors(path: Path) -> set[str]:
     return set(names.decode().split("\0")) - {""}
 
 
-# ---- the list ----
+# ---- the list of symbols ----
 
 
 def listed(release: str) -> set[str]:
+    """Returns the symbols that the list has for this release."""
     lines = [line.split() for line in SYMBOLS.read_text().splitlines() if not line.startswith("#")]
     return {name for name, *only in lines if not only or release in only}
 
 
 def update() -> None:
-    takers = {}
+    """Writes the list. Fails if the library uses a symbol that a release does not export."""
+    users = {}
     for release in RELEASES:
         names = from_torch(compile(release))
         exported = set().union(*(symbols(path)[0] for path in wheel(release).glob("lib/*.dylib")))
         if names - exported:
-            sys.exit(f"torch {release} for macOS does not have: {sorted(names - exported)}")
+            sys.exit(f"torch {release} for macOS does not export: {sorted(names - exported)}")
         for name in names:
-            takers.setdefault(name, []).append(release)
+            users.setdefault(name, []).append(release)
     SYMBOLS.write_text(
-        f"# What the library takes from torch on macOS, as exported by the wheels of {' and '.join(RELEASES)}.\n"
-        "# A release after a name: only when built against that one. Written by: python tests/backends/metal/macos.py --update\n"
+        f"# The symbols that the library uses of torch on macOS. The wheels of {' and '.join(RELEASES)} export them.\n"
+        "# A release after a name means that only a build for this release uses it.\n"
+        "# This file is written by: python tests/backends/metal/macos.py --update\n"
         + "".join(
             " ".join([name, *(releases if len(releases) < len(RELEASES) else [])]) + "\n"
-            for name, releases in sorted(takers.items())
+            for name, releases in sorted(users.items())
         )
     )
 

@@ -1,4 +1,4 @@
-"""The library compiles for macOS (arm64), and links with the oldest and the newest release of torch for it."""
+"""Tests that the library compiles for macOS (arm64) and links with the oldest and the newest release of torch for it."""
 
 import importlib.util
 import sys
@@ -7,14 +7,14 @@ import macos
 import pytest
 from cases import missing
 
-# In one group, as a second worker would wait for the first one's compiler.
+# These tests are one group for pytest-xdist, because a second worker would only wait for the compiler of the first.
 pytestmark = [pytest.mark.cpu, pytest.mark.xdist_group("macos")]
 
 
 @pytest.fixture(autouse=True)
 def _tools():
     if sys.platform != "linux":
-        pytest.skip("macOS has the real thing")
+        pytest.skip("macOS compiles the library itself")
     if not importlib.util.find_spec("ziglang"):
         missing("ziglang is not installed")
 
@@ -45,26 +45,26 @@ def libraries(release):
         missing(str(error))
 
 
-def test_only_known_symbols_are_taken_from_torch(release, objects):
+def test_the_library_uses_only_known_symbols_of_torch(release, objects):
     unknown = macos.from_torch(objects) - macos.listed(release)
-    assert not unknown, "not known to be in torch for macOS; look with: python tests/backends/metal/macos.py --update"
+    assert not unknown, "torch for macOS may lack these symbols; check: python tests/backends/metal/macos.py --update"
 
 
-def test_links(release, objects, libraries):
+def test_the_library_links(release, objects, libraries):
     macos.link(release, objects)
 
 
 @pytest.mark.parametrize("release", [max(macos.RELEASES)])
-def test_misspelt_symbol_is_refused(release, objects, host, libraries):
-    """Declared and used under a wrong name it compiles, and must not link."""
+def test_a_misspelt_symbol_does_not_link(release, objects, host, libraries):
+    """A function that is declared and called under a wrong name compiles, but must not link."""
     (misspelt,) = macos.compile(release, [macos.HOST], misspelt="getCurrentMPSStream")
     others = [path for path in objects if path != host]
     with pytest.raises(RuntimeError, match="undefined symbol: .*getCurrentMPSStreams"):
         macos.link(release, [misspelt, *others])
 
 
-def test_little_of_mps_is_used(objects):
-    """Nothing whose layout or namespace differs between releases."""
+def test_only_three_functions_of_at_mps_are_used(objects):
+    """The library uses nothing of at::mps whose layout or namespace differs between releases."""
     assert {name for name in macos.from_torch(objects) if "3mps" in name} == {
         "__ZN2at3mps19getCurrentMPSStreamEv",
         "__ZN2at3mps9MPSDevice11getInstanceEv",
@@ -72,7 +72,7 @@ def test_little_of_mps_is_used(objects):
     }
 
 
-# All that torch records when it captures a graph, and nothing that ends its encoder or waits.
+# The messages that torch records when it captures a graph. None of them ends the encoder or waits.
 ENCODER = {
     "setComputePipelineState:",
     "setBuffer:offset:atIndex:",
@@ -101,5 +101,5 @@ OTHERS = {
 }
 
 
-def test_messages(host):
+def test_the_host_code_sends_only_known_messages(host):
     assert macos.selectors(host) <= ENCODER | OTHERS

@@ -1,6 +1,6 @@
-"""The Metal back end beyond what every device has to give: what it costs, where it stops, and how it is launched.
+"""Tests of what is special to the Metal back end: its loads and stores, its limits, and how the host launches kernels.
 
-On a Mac these run on the GPU; what counts loads and stores, or makes limits smaller, takes the simulator.
+On a Mac these tests run on the GPU. Tests that count loads and stores, or that make limits smaller, need the simulator.
 """
 
 import math
@@ -35,17 +35,17 @@ HALVES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def _metal_alone(request):
+def _only_on_metal(request):
     if "device" in request.fixturenames and request.getfixturevalue("device") != "mps":
-        pytest.skip("of Metal alone")
+        pytest.skip("this test is for Metal only")
 
 
 @pytest.fixture
 def simulated(device):
-    """The simulator's own functions."""
-    simulator = pytest.importorskip("simulator", reason="counted by the simulator")
+    """Returns the module with the simulator's own functions. Skips the test if the device is not simulated."""
+    simulator = pytest.importorskip("simulator", reason="only the simulator counts accesses")
     if not hasattr(torch.ops.simulator, "last_dispatches"):
-        pytest.skip("counted by the simulator")
+        pytest.skip("only the simulator counts accesses")
     torch.mps.synchronize()
     simulator.last_dispatches()
     yield simulator
@@ -67,20 +67,21 @@ def table_backward(given, x, cos, sin, positions=None, offset=0, **flags):
 
 
 def one_dispatch(simulator, names=BUFFERS):
+    """Checks that one kernel ran. Returns (bytes read, bytes written) of each buffer by name, and the whole record."""
     (dispatch,) = simulator.last_dispatches()
     return {names[i]: (b["bytes_read"], b["bytes_written"]) for i, b in dispatch["buffers"].items()}, dispatch
 
 
 # ---- what a call costs ----
 
-# batch, seq, heads of q and k, head_dim, rotary_dim
+# (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
 COSTS = [(1, 1, 32, 8, 128, 128), (2, 7, 3, 1, 64, 64), (1, 33, 9, 3, 64, 32), (1, 5, 4, 4, 80, 20), (2, 3, 6, 5, 7, 6)]
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", COSTS, ids=str)
-def test_everything_is_read_once_and_written_once(size, dtype, interleaved, device, simulated):
+def test_each_element_is_read_once_and_written_once(size, dtype, interleaved, device, simulated):
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
     q, k, v = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
     k_cache, v_cache = (randn(batch, seq + 3, k_heads, head_dim, dtype=dtype) for _ in "kv")
@@ -113,23 +114,22 @@ def test_everything_is_read_once_and_written_once(size, dtype, interleaved, devi
     buffers, _ = one_dispatch(simulated)
     check(buffers, q_in=(q.nbytes, 0), q_out=(0, q.nbytes))
 
-    # In place what is not rotated is left alone.
+    # A call in place leaves the channels past rotary_dim alone.
     torch.ops.rope.rotate_qk_(q, k, cos, sin, **options)
     buffers, _ = one_dispatch(simulated)
-    turned_q, turned_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
-    check(buffers, q_in=(turned_q,) * 2, k_in=(turned_k,) * 2)
+    rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
+    check(buffers, q_in=(rotated_q,) * 2, k_in=(rotated_k,) * 2)
 
     torch.ops.rope.rotate_qk(q, k, inv_freq=torch_rope.inv_freq(rotary_dim).to("mps"), **options)
-    assert (
-        one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares * rotary_dim // 2
-    )  # a cos and a sin for each pair, for 4 heads
+    # cos and sin of a pair are computed once for 4 heads, with 4 calls of rint.
+    assert one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares * rotary_dim // 2
 
     copies = dict(k_in=(k.nbytes, 0), k_out=(0, k.nbytes), v_in=(v.nbytes, 0), v_out=(0, v.nbytes))
     torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, cos, sin, **options)
-    check(one_dispatch(simulated)[0], q_in=(turned_q,) * 2, **copies)
+    check(one_dispatch(simulated)[0], q_in=(rotated_q,) * 2, **copies)
 
     if head_dim == 80:
-        return  # of wide heads, see below
+        return  # this head is wide; the next test is about wide heads
     torch.ops.rope.norm_rotate_qk(q, k, *weights, cos, sin, **options)
     check(one_dispatch(simulated)[0], q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
     torch.ops.rope.rotate_into_cache_(
@@ -168,17 +168,17 @@ def test_heads_too_wide_for_a_simd_group_are_read_twice(q_heads, k_heads, device
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", COSTS, ids=str)
 def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, simulated):
-    """That reads everything once and writes each row once, also where no token was turned by it."""
+    """The dispatch reads each element once and writes each table row once, even a row that rotated no token."""
     batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
     q, k = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
     positions = torch.randint(0, seq + 3, (batch, seq)).to("mps")
     by_position, by_token = tables(seq + 3, rotary_dim), [randn(batch, seq, rotary_dim // 2, dtype=dtype) for _ in "cs"]
-    turned_q, turned_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
+    rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
     for angles in (by_position, by_token, [*by_position, positions], [*by_position, positions[0] - 2, 2]):
         cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, interleaved=interleaved)
         buffers, dispatch = one_dispatch(simulated, TABLE_BUFFERS)
-        assert buffers["q_given"] == buffers["q"] == (turned_q, 0)
-        assert buffers["k_given"] == buffers["k"] == (turned_k, 0)
+        assert buffers["q_given"] == buffers["q"] == (rotated_q, 0)
+        assert buffers["k_given"] == buffers["k"] == (rotated_k, 0)
         assert buffers["cos_grad"] == buffers["sin_grad"] == (0, cos_grad.nbytes)
         tokens_of_a_row = 1 if angles is by_token else batch
         assert dispatch["threads"][1] == tokens_of_a_row * math.ceil((q_heads + k_heads) / 4)
@@ -193,7 +193,7 @@ def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, 
     ids=str,
 )
 def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
-    """That takes positions by their strides."""
+    """The dispatch reads positions of any strides without a copy."""
     positions = torch.arange(10).to("mps").as_strided(shape, stride)
     freq = torch_rope.inv_freq(64).to("mps").expand(shape[0], 32)
     cos, sin = torch.ops.rope._axial_cos_sin(positions, freq)
@@ -211,12 +211,12 @@ def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
         assert dispatch["rints"] == 4 * cos.numel()
 
 
-# ---- positions and slots outside ----
+# ---- positions and slots that are out of range ----
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_a_position_outside_is_nan_and_nothing_is_cached(dtype, norm, device):
+def test_a_position_out_of_range_gives_nan_and_writes_no_cell(dtype, norm, device):
     far = 2**31 - 1 if dtype == torch.int32 else 2**40
     positions = torch.tensor([3, 8, -1, far, -far, 7], dtype=dtype).to("mps")
     wrong, right = [1, 2, 3, 4], [0, 5]
@@ -234,9 +234,9 @@ def test_a_position_outside_is_nan_and_nothing_is_cached(dtype, norm, device):
     named = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False))
     slots = torch.tensor([[1, 2, 4, 0, 3, -1]]).to("mps")
     for angles in dict(cos=cos, sin=sin), dict(inv_freq=torch_rope.inv_freq(32).to("mps")):
-        for where in dict(slots=slots[0]), {}:  # without slots either table or cache ends at position 7
+        for where in dict(slots=slots[0]), {}:  # without slots the table or the cache ends after position 7
             if "cos" not in angles and where:
-                continue  # no position is wrong then
+                continue  # then every position is valid
             caches = [torch.zeros(12 if "cos" in angles else 8, 2, 48, device="mps") for _ in "kv"]
             x = q.clone()
             torch.ops.rope.rotate_into_cache_(x, k, v, *caches, **angles, positions=positions, **where, **named)
@@ -249,7 +249,7 @@ def test_a_position_outside_is_nan_and_nothing_is_cached(dtype, norm, device):
 
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_a_slot_outside_is_nan_in_q_and_nothing_is_cached(dtype, norm, device):
+def test_a_slot_past_the_cache_gives_nan_in_q_and_writes_no_cell(dtype, norm, device):
     far = 2**31 - 1 if dtype == torch.int32 else 2**33 + 1
     slots = torch.tensor([5, 12, far, -far, 0], dtype=dtype).to("mps")
     q, k, v = randn(5, 4, 64), randn(5, 2, 64), randn(5, 2, 64)
@@ -261,7 +261,7 @@ def test_a_slot_outside_is_nan_in_q_and_nothing_is_cached(dtype, norm, device):
     assert all(cache.count_nonzero() == 2 * 2 * 64 for cache in caches)
 
 
-def test_a_position_that_overflows_is_outside(device):
+def test_a_position_that_overflows_is_out_of_range(device):
     positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
     q, k, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
     for offset, inside in (5, [2]), (-(2**63), []):
@@ -275,7 +275,7 @@ def test_a_position_that_overflows_is_outside(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_a_position_outside_adds_nothing_to_a_gradient(dtype, device):
+def test_a_position_out_of_range_adds_nothing_to_a_gradient(dtype, device):
     far = 2**31 - 1 if dtype == torch.int32 else 2**63 - 1
     positions = torch.tensor([3, 8, -1, far, -far, 7], dtype=dtype).to("mps")
     right = [0, 5]
@@ -285,7 +285,7 @@ def test_a_position_outside_adds_nothing_to_a_gradient(dtype, device):
         assert torch.equal(out, e) and out.any(-1).nonzero().flatten().tolist() == [3, 7]
 
 
-def test_the_gradient_at_a_position_that_overflows(device):
+def test_a_position_that_overflows_adds_nothing_to_a_gradient(device):
     positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
     given, x, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
     for offset, rows in (5, [5]), (-(2**63), []), (-(2**63) + 5, [2]), (2**63 - 1, [2]):
@@ -296,9 +296,11 @@ def test_the_gradient_at_a_position_that_overflows(device):
 # ---- bits ----
 
 
-def test_the_bits_of_the_cpu(device):
-    """The rotation in every layout, and angles: the same files are compiled for both. (Sums of a norm have another
-    order.)"""
+def test_the_bits_are_those_of_the_cpu(device):
+    """The rotation in every layout and the angles have the same bits, because both compile the same files.
+
+    A norm is left out: the order of its sum differs.
+    """
     for case in covering(CALLS | {"dtype": HALVES}, interacting=KERNELS, exhaustive=ALL_CALLS):
         if case["source"].freq_dtype == torch.float64:
             continue
@@ -311,7 +313,7 @@ def test_the_bits_of_the_cpu(device):
         ):
             assert torch.equal(x.cpu(), e)
     positions = torch.randint(-(2**40), 2**40, (3, 500))
-    positions[:, 250:] %= 7  # small turns of several axes are rounded where they are added
+    positions[:, 250:] %= 7  # the sum over axes rounds small angles
     for kind in (torch.int64, torch.float32):
         for op, given in (("cos_sin", positions[0]), ("_axial_cos_sin", positions)):
             freq = torch_rope.inv_freq(64) * torch.rand(*given.shape[:-1], 32)
@@ -322,38 +324,38 @@ def test_the_bits_of_the_cpu(device):
 
 @pytest.mark.parametrize("head_dim", [128, 300, 1024])
 @pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
-def test_sums_that_overflow(value, head_dim, device):
-    """As on the CPU: what is too large for a sum makes it infinite, and no more."""
+def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, device):
+    """A value that is too large for a sum makes this sum infinite and changes nothing else."""
     x, weight = torch.ones(1, 3, 2, head_dim), torch.ones(head_dim)
     x[0, 1, 0, 3] = value
     freq = torch_rope.inv_freq(head_dim)
     results = []
-    for place in "cpu", "mps":
-        leaves = [t.to(place).requires_grad_() for t in (x, x.clone(), weight, weight.clone())]
-        outs = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq.to(place), norm_eps=0.5)
+    for where in "cpu", "mps":
+        leaves = [t.to(where).requires_grad_() for t in (x, x.clone(), weight, weight.clone())]
+        outs = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq.to(where), norm_eps=0.5)
         results.append([t.cpu() for t in (*outs, *torch.autograd.grad(outs, leaves, [o.detach() for o in outs]))])
     for name, a, b in zip(["q", "k", "dq", "dk", "dw", "dw"], *results, strict=True):
         torch.testing.assert_close(b, a, equal_nan=True, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_gradients_of_weights_over_many_wide_heads(device):
-    """So many that the one SIMD group of a part goes over its sums more than once."""
+def test_gradients_of_weights_sum_over_many_wide_heads(device):
+    """There are so many heads that the SIMD group of a part adds to its sums more than once."""
     x, weight, freq = torch.randn(1, 8300, 4, 67), torch.randn(67), torch_rope.inv_freq(66)
     seed = torch.randn(1, 8300, 4, 67)
     results = []
-    for place in "cpu", "mps":
-        leaves = [t.to(place) for t in (x, x[:, :1, :1], weight, weight)]
-        given = seed.to(place), seed[:, :1, :1].to(place)
+    for where in "cpu", "mps":
+        leaves = [t.to(where) for t in (x, x[:, :1, :1], weight, weight)]
+        given = seed.to(where), seed[:, :1, :1].to(where)
         k, k_seed = leaves[1].expand(1, 8300, 1, 67), given[1].expand(1, 8300, 1, 67)
         backward = torch.ops.rope._norm_rotate_qk_backward
-        results.append(backward(given[0], k_seed, leaves[0], k, *leaves[2:], inv_freq=freq.to(place)))
+        results.append(backward(given[0], k_seed, leaves[0], k, *leaves[2:], inv_freq=freq.to(where)))
     for expected, found in zip(*results, strict=True):
         size = expected.abs().max().item()
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
 
 
-def test_gradients_of_tables_that_overflow(device):
-    """Infinite where the sum is, without a NaN; a NaN stays in its pair."""
+def test_a_gradient_of_a_table_that_overflows_is_infinite(device):
+    """The gradient is infinite where its sum is, and no NaN appears. A NaN stays in its pair."""
     x = torch.ones(3, 2, 8)
     x[0, 0, 0], x[2, 1, 1] = 1e30, float("nan")
     cos_grad, sin_grad = (t.cpu() for t in table_backward(x.to("mps"), x.to("mps"), *tables(4, 8)))
@@ -367,8 +369,8 @@ def test_gradients_of_tables_that_overflow(device):
 
 @pytest.mark.parametrize("threads", [32, 96, 1024])
 @pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (96, 40), (1024, 64), (512, 512), (7, 6)])
-def test_pipelines_with_few_threads(head_dim, rotary_dim, threads, device, simulated):
-    """A kernel with many registers may run in smaller threadgroups."""
+def test_small_threadgroups_give_the_same_results(head_dim, rotary_dim, threads, device, simulated):
+    """A pipeline allows only small threadgroups if its kernel needs many registers."""
     simulated.max_threads(threads)
     q, k = randn(2, 9, 5, head_dim), randn(2, 9, 2, head_dim)
     freq = torch_rope.inv_freq(rotary_dim).to("mps")
@@ -391,7 +393,7 @@ def test_pipelines_with_few_threads(head_dim, rotary_dim, threads, device, simul
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize("where", ["start", "heads"])
 def test_one_tensor_that_is_not_aligned_is_enough(where, norm, device):
-    """Each by itself begins, or has its second head, 4 bytes past an aligned address."""
+    """One tensor at a time begins, or has its second head, 4 bytes past an aligned address. No result changes."""
     shapes = dict(q=(3, 2, 16), k=(3, 2, 16), v=(3, 2, 16), k_cache=(5, 2, 16), v_cache=(5, 2, 16))
     values = {name: randn(*shape) for name, shape in shapes.items()}
     values["cos"], values["sin"] = tables(9, 16)
@@ -407,8 +409,8 @@ def test_one_tensor_that_is_not_aligned_is_enough(where, norm, device):
         assert all(torch.equal(tensors[name], expected[name]) for name in ("q", "k_cache", "v_cache")), odd
 
 
-def test_the_kernel_that_strides_allow(untouched, device, simulated):
-    """A dimension of one element has no stride; and the last element says how wide offsets are."""
+def test_strides_choose_the_kernel(untouched, device, simulated):
+    """The stride of a dimension of size 1 does not count. The last element decides how wide element offsets must be."""
     for x, kernel in (
         (randn(16 * 2).as_strided((1, 1, 2, 16), (3, 5, 16, 1)), "v4_u32"),
         (untouched(2**31 + 16, torch.float16).as_strided((2, 1, 16), (2**31, 16, 1)).zero_(), "v4_u32"),
@@ -420,7 +422,7 @@ def test_the_kernel_that_strides_allow(untouched, device, simulated):
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, device):
+def test_element_offsets_may_exceed_2_31_and_2_32(heads_first, untouched, device):
     for far in (2**31 + 8, 2**32 + 16):
         shape, strides = (2, 3, 2, 16), (far, 64, 16, 1)
         if heads_first:
@@ -441,8 +443,8 @@ def test_offsets_past_2_31_and_2_32_of_few_elements(heads_first, untouched, devi
         assert torch.equal(q, expected)
 
 
-def test_parameters_past_2_32(untouched, device):
-    """Each by itself, its second element far from the first."""
+def test_element_offsets_of_parameters_may_exceed_2_32(untouched, device):
+    """In each case the second element of one parameter is far from its first."""
     far = 2**32 + 16
     q, k = randn(2, 1, 2, dtype=torch.float16), randn(2, 1, 2, dtype=torch.float16)
     near = {name: randn(2, dtype=torch.float16) for name in ("q_norm_weight", "k_norm_weight")}
@@ -455,8 +457,7 @@ def test_parameters_past_2_32(untouched, device):
         assert all(map(torch.equal, outs, expected)), name
 
 
-def test_nothing_at_the_end_of_a_buffer(device):
-    """An empty tensor may begin past the end of its storage."""
+def test_an_empty_tensor_may_begin_past_the_end_of_its_storage(device):
     x = randn(2, 2, 16)
     empty = x.as_strided((2, 0, 16), (32, 16, 1), 300)
     freq = torch_rope.inv_freq(16).to("mps")
@@ -464,7 +465,7 @@ def test_nothing_at_the_end_of_a_buffer(device):
     assert none.shape == empty.shape and torch.equal(out, torch.ops.rope.rotate(x, inv_freq=freq))
 
 
-def test_blocks_of_2_32_cells_of_nothing(device):
+def test_a_cache_of_2_32_blocks_may_have_no_heads(device):
     cache = torch.empty(2**32, 0, 16, device="mps")
     q, k = randn(2, 3, 16), randn(2, 0, 16)
     expected = torch.ops.rope.rotate(q, inv_freq=torch_rope.inv_freq(16).to("mps"))
@@ -477,17 +478,17 @@ def test_blocks_of_2_32_cells_of_nothing(device):
 
 @pytest.mark.parametrize("size", [(2**31, 1, 1, 2), (1, 2**31, 1, 2), (1, 1, 2**31, 2), (1, 1, 1, 2**31)], ids=str)
 def test_sizes_past_2_31_are_refused(size, device):
-    """Without memory for them: q has no heads, k is expanded, and the caches have no blocks."""
+    """The tensors need no memory: q has no heads, k is expanded, and the caches have no blocks."""
     batch, seq, heads, head_dim = size
     q, k = torch.empty(batch, seq, 0, head_dim, device="mps"), randn(1, 1, 1, 1).expand(size)
     cache = torch.empty(0, 16, heads, head_dim, device="mps")
     slots = torch.tensor([[-1]]).to("mps").expand(batch, seq)
-    with pytest.raises(NotImplementedError, match=r"rope.rotate_into_cache_: a size of \d+ is too large for Metal"):
+    with pytest.raises(NotImplementedError, match=r"rope.rotate_into_cache_: .* is \d+ but .*; .* too large for Metal"):
         torch.ops.rope.rotate_into_cache_(q, k, k, cache, cache.clone(), inv_freq=randn(1), slots=slots)
 
 
-def test_many_of_everything(device):
-    """More sequences, tokens or heads than a GPU's grid has in some directions elsewhere."""
+def test_70000_sequences_tokens_or_heads(device):
+    """In CUDA some axes of a grid end at 65535. Metal has no such limit, so nothing has to be split."""
     freq = torch_rope.inv_freq(2).to("mps")
     for shape in (70000, 1, 1, 2), (1, 70000, 1, 2), (1, 1, 70000, 2):
         x = randn(*shape)
@@ -508,8 +509,8 @@ def test_many_of_everything(device):
 # ---- the host ----
 
 
-def test_every_operator_has_a_kernel_of_its_own():
-    """Or it would fall back to the CPU unnoticed, with PYTORCH_ENABLE_MPS_FALLBACK."""
+def test_every_operator_has_a_metal_kernel():
+    """An operator without one would run on the CPU unnoticed if PYTORCH_ENABLE_MPS_FALLBACK is set."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rope::")]
     assert len(names) == 10
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("MPS")
@@ -523,24 +524,23 @@ def test_float64_is_refused(device):
     try:
         freq = bits.view(torch.float64)
     except TypeError:
-        pytest.skip("no tensor of mps can be float64")
-    with pytest.raises(NotImplementedError, match="rope.rotate: inv_freq is float64, which Metal does not have"):
+        pytest.skip("torch makes no float64 tensor on mps")
+    with pytest.raises(NotImplementedError, match="rope.rotate: inv_freq is float64 .*, because Metal has no float64"):
         torch.ops.rope.rotate(x, inv_freq=freq)
-    with pytest.raises(NotImplementedError, match="rope.cos_sin: Metal has no float64"):
+    with pytest.raises(NotImplementedError, match="rope.cos_sin: inv_freq is float64 .*, because Metal has no float64"):
         torch.ops.rope.cos_sin(bits, freq)
 
 
-def test_an_error_while_it_is_encoded(simulated):
-    """An exception inside the stream's queue reaches the caller. The simulator makes one here: it allows threadgroups of
-    16 threads, fewer than this kernel needs."""
+def test_an_error_inside_the_queue_reaches_the_caller(simulated):
+    """The simulator raises an error there: it allows threadgroups of 16 threads, and this kernel needs 32."""
     x, weight = randn(1, 1, 67), randn(67)
     simulated.max_threads(16)
-    with pytest.raises(RuntimeError, match="threadgroups of 32 threads, at most 16"):
+    with pytest.raises(RuntimeError, match="a threadgroup has 32 threads but must have at most 16"):
         torch.ops.rope._norm_rotate_qk_backward(x, x, x, x, weight, weight, inv_freq=torch_rope.inv_freq(66).to("mps"))
 
 
-def test_threads_of_the_host(device):
-    """The first calls with new constants come at once from many threads: pipelines are made under a lock."""
+def test_threads_of_the_host_may_call_at_the_same_time(device):
+    """Many threads make the first calls with new function constants, so they all want new pipelines."""
     q, k = randn(2, 6, 4, 64), randn(2, 6, 2, 64)
     cos, sin = tables(300, 64)
 
@@ -557,8 +557,8 @@ def test_threads_of_the_host(device):
             assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
 
 
-def test_a_call_leaves_nothing_for_the_next(device):
-    """Buffers stay bound in the encoder that all operators share."""
+def test_a_call_does_not_see_the_buffers_of_the_call_before(device):
+    """A buffer stays bound in the encoder, which all operators share, until another one is bound."""
     q, k, v = randn(2, 4, 64), randn(2, 1, 64), randn(2, 1, 64)
     freq, caches = torch_rope.inv_freq(64).to("mps"), [randn(4, 1, 64) for _ in "kv"]
     positions, weight = torch.tensor([3, 1]).to("mps"), randn(64)

@@ -1,5 +1,8 @@
-"""The simulated mps device itself: right shaders give right results in every order of threads, and each mistake of a
-shader or of host code is told. Needs --simulate."""
+"""Tests of the simulated mps device itself.
+
+Right shaders give right results in every order of threads, and the simulator reports each mistake of a shader or of host
+code. These tests need --simulate.
+"""
 
 import subprocess
 import sys
@@ -27,7 +30,10 @@ START = "#include <metal_stdlib>\nusing namespace metal;\n"
 
 
 def kernel(body, parameters=""):
-    """x: 64 floats, n: how many, i: of the thread in the grid, l: in the threadgroup."""
+    """Returns the source of a kernel k with this body.
+
+    The body sees the floats x, their number n, and the index of the thread: i in the grid, l in the threadgroup.
+    """
     return (
         f"{START}kernel void k(device float* x [[buffer(0)]], constant int& n [[buffer(1)]], uint i [[thread_position_in_grid]],"
         f" uint l [[thread_position_in_threadgroup]]{', ' * bool(parameters)}{parameters}) {{\n{body}\n}}"
@@ -35,6 +41,7 @@ def kernel(body, parameters=""):
 
 
 def launch(source, *tensors, bound=None, n=None, grid=(64, 1, 1), group=(32, 1, 1), shared=0, constants=()):
+    """Runs the kernel k of the source and returns the first tensor on the CPU."""
     bound = len(tensors) if bound is None else bound
     n = tensors[0].numel() if n is None else n
     torch.ops.simulator_test.launch(source, tensors, bound, n, grid, group, shared, constants)
@@ -48,7 +55,7 @@ def numbers(n=64):
 SHARED = "threadgroup float* t [[threadgroup(0)]]"
 
 
-def test_a_kernel(_any_order):
+def test_a_kernel_gives_its_result_and_is_recorded(_any_order):
     source = kernel("if (int(i) < n) x[i] = 2 * x[i] + float(kTwo);").replace(
         "kernel", "constant int kOne [[function_constant(0)]];\nconstant int kTwo [[function_constant(1)]];\nkernel", 1
     )
@@ -63,13 +70,13 @@ def test_a_kernel(_any_order):
     simulator.check_guards()
 
 
-def test_a_compiled_library():
+def test_a_compiled_library_is_loaded():
     assert torch.equal(launch("SIMULATED" + kernel("x[i] = 1;"), numbers()), torch.ones(64))
     with pytest.raises(RuntimeError, match="library: .*no Metal library"):
         launch("SIMULATEx", numbers())
 
 
-def test_shaders_compiled_with_the_extension_are_taken():
+def test_shaders_that_were_compiled_with_the_extension_are_used():
     program = f"""
 import re, sys
 from pathlib import Path
@@ -85,12 +92,12 @@ assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-def test_a_reversal_in_threadgroup_memory(_any_order):
+def test_threads_exchange_values_through_threadgroup_memory(_any_order):
     source = kernel("t[l] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup); x[i] = t[31 - l];", SHARED)
     assert torch.equal(launch(source, numbers(), shared=128), torch.arange(64.0).view(2, 32).flip(1).flatten())
 
 
-def test_partial_threadgroups_and_simd_functions(_any_order):
+def test_simd_functions_work_in_a_threadgroup_that_is_not_full(_any_order):
     source = kernel(
         """  const float sum = simd_sum(x[i]), most = simd_max(x[i]), other = simd_shuffle_xor(x[i], 1);
              x[i] = sum + 1000 * most + (lane == 0 ? 100000 * other : 0) + 0.25 * (size == 6) + (lane != l % 32);""",
@@ -104,8 +111,8 @@ def test_partial_threadgroups_and_simd_functions(_any_order):
     assert torch.equal(launch(source, numbers(70), grid=(70, 1, 1), group=(64, 1, 1)), expected)
 
 
-def test_positions_in_three_dimensions(_any_order):
-    """Where no axis of the grid is a multiple of the threadgroup."""
+def test_a_thread_knows_its_index_in_a_grid_of_three_dimensions(_any_order):
+    """No axis of the grid is a multiple of the threadgroup here."""
     source = START + (
         "kernel void k(device int* x [[buffer(0)]], constant int& n [[buffer(1)]], uint3 at [[thread_position_in_grid]],"
         " uint3 of [[threads_per_grid]], uint3 l [[thread_position_in_threadgroup]], uint i [[thread_index_in_threadgroup]],"
@@ -120,7 +127,7 @@ def test_positions_in_three_dimensions(_any_order):
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.float32, "float"), (torch.float16, "half"), (torch.bfloat16, "bfloat")])
-def test_vectors(dtype, name):
+def test_vectors_are_one_access_and_must_be_aligned(dtype, name):
     source = f"""{START}
         template <typename T> [[kernel]] void k(device T* x [[buffer(0)]], constant int& n [[buffer(1)]],
                                                 uint i [[thread_position_in_grid]]) {{
@@ -144,7 +151,7 @@ def test_vectors(dtype, name):
         launch(source, x.to("mps")[1:], grid=(15, 1, 1), group=(8, 1, 1))
 
 
-def test_numbers_of_a_gpu():
+def test_denormals_become_zero_and_constants_are_float():
     x = torch.full((64,), 1e-40).to("mps")
     assert (launch(kernel("x[i] = x[i] * 1.5;"), x) == 0).all()  # denormals
     source = kernel("x[i] = isnan(NAN) + 10 * select(1.0, 2.0, INFINITY > x[i]) + as_type<float>(0x40000000);")
@@ -155,17 +162,17 @@ ALIASED = f"""{START}kernel void k(device const float* x [[buffer(0)]], device f
     uint i [[thread_position_in_grid]]) {{ const float a = x[i]; y[i] = a + 1; }}"""
 
 
-def test_in_place(_any_order):
+def test_a_kernel_may_work_in_place(_any_order):
     x = numbers()
     assert torch.equal(launch(ALIASED, x, x), torch.arange(64.0) + 1)
 
 
-def test_what_is_bound_to_be_read_is_not_written():
+def test_writing_a_buffer_that_is_bound_as_const_is_an_error():
     with pytest.raises(RuntimeError, match="bound to be read"):
         launch(ALIASED.replace("y[i] = a + 1", "((device float*)x)[i] = a + 1"), numbers(), numbers())
 
 
-def test_nothing_is_bound_where_nothing_is_read():
+def test_nil_may_be_bound_for_a_buffer_that_is_not_read():
     source = kernel("x[i] = y ? y[i] : 3;", "device const float* y [[buffer(2)]]").replace("buffer(1)", "buffer(9)")
     source = source.replace("constant int& n [[buffer(9)]], ", "").replace("buffer(2)", "buffer(1)")
     assert (launch(source, numbers(), numbers(0), n=-1) == 3).all()
@@ -198,14 +205,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_mistakes_of_a_shader(what, _any_order):
+def test_a_mistake_of_a_shader_is_reported(what, _any_order):
     body, message = BAD[what]
     with pytest.raises(RuntimeError, match=message):
         launch(kernel(body, SHARED), numbers(), shared=128)
-    assert torch.equal(launch(kernel("x[i] = 1;"), numbers()), torch.ones(64))  # nothing is left of it
+    # The mistake has no effect on the next kernel.
+    assert torch.equal(launch(kernel("x[i] = 1;"), numbers()), torch.ones(64))
 
 
-def test_another_tensor_is_out_of_reach():
+def test_reaching_another_tensor_is_an_error():
     x, other = numbers(), numbers()
     assert other.sum() == 2016
     source = kernel("device float* p = x; for (ulong at = 0; at < 100000; at++) if (p[at] == -5) p[at] = 0; x[i] = 1;")
@@ -223,10 +231,10 @@ NOT_METAL = {
     "typo": (kernel("x[i] = sinn(x[i]);"), "program_source:4.*sinn"),
     "a float becomes a bfloat": (kernel("bfloat b = x[i]; x[i] = float(b);"), "implicit conversion"),
     "writes constant memory": (kernel("n = 1;"), "const"),
-    "no attribute": (kernel("x[i] = 1;", "device float* y"), "what is `device float[*] y`"),
-    "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "what is"),
+    "no attribute": (kernel("x[i] = 1;", "device float* y"), "`device float[*] y` has no attribute"),
+    "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "has no attribute that the simulator knows"),
     "a kernel's pointer": (kernel("x[i] = 1;", "float* y [[buffer(2)]]"), "`float[*] y.*` has no address space"),
-    "a variable in threadgroup memory": (kernel("threadgroup float t[32]; x[i] = 1;"), r"by a parameter \[\[threadgroup\(0\)\]\] alone"),
+    "a variable in threadgroup memory": (kernel("threadgroup float t[32]; x[i] = 1;"), r"must be a parameter \[\[threadgroup\(0\)\]\]"),
     **{
         f"a helper's {name}": (kernel("x[i] = g(x + i);").replace("kernel", helper + "\nkernel", 1), message)
         for name, helper, message in [
@@ -241,7 +249,7 @@ NOT_METAL = {
 
 
 @pytest.mark.parametrize("what", NOT_METAL)
-def test_not_metal(what):
+def test_a_shader_that_is_not_metal_does_not_compile(what):
     source, message = NOT_METAL[what]
     with pytest.raises(RuntimeError, match=f"library: (?s:.*){message}"):
         launch(source, numbers())
@@ -250,42 +258,42 @@ def test_not_metal(what):
 CONSTANT = kernel("x[i] = k0;").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1)
 TYPED = kernel("x[i] = 1;", "device const float4* y [[buffer(2)]]").replace("buffer(1)", "buffer(3)")
 LIMITS = {
-    "empty grid": (dict(grid=(64, 0, 1)), "an empty grid"),
-    "empty threadgroup": (dict(group=(0, 1, 1)), "an empty threadgroup"),
-    "threadgroup": (dict(group=(64, 4, 8)), "threadgroups of 2048 threads, at most 1024"),
+    "empty grid": (dict(grid=(64, 0, 1)), "the grid is empty"),
+    "empty threadgroup": (dict(group=(0, 1, 1)), "the threadgroup is empty"),
+    "threadgroup": (dict(group=(64, 4, 8)), "a threadgroup has 2048 threads but must have at most 1024"),
     "axis": (dict(grid=(2**32, 1, 1)), "4294967296 threads on an axis"),
     "unbound": (dict(source=kernel("x[i] = 1;", "device float* y [[buffer(2)]]")), "buffer 2 is not bound"),
-    "type of setBytes": (dict(source=kernel("x[i] = n;").replace("int&", "long&")), "buffer 1 has 4 bytes, the parameter 8"),
+    "type of setBytes": (dict(source=kernel("x[i] = n;").replace("int&", "long&")), "buffer 1 has 4 bytes but must have 8"),
     "offset": (dict(source=TYPED.replace("(0)", "(5)").replace("(2)", "(0)").replace("(3)", "(1)").replace("(5)", "(0)"), x=slice(1, 63)), "offset 4 of buffer 0 is misaligned"),
-    "no threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED)), "no length for threadgroup memory 0"),
-    "threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED), shared=32784), "32784 bytes of threadgroup memory"),
-    "part of 16 bytes": (dict(source=kernel("t[l] = 1;", SHARED), shared=24), "not a multiple of 16"),
+    "no threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED)), "threadgroup memory 0 has no length"),
+    "threadgroup memory": (dict(source=kernel("t[l] = 1;", SHARED), shared=32784), "threadgroup memory has 32784 bytes"),
+    "part of 16 bytes": (dict(source=kernel("t[l] = 1;", SHARED), shared=24), "must have a multiple of 16"),
     "constant": (dict(source=CONSTANT), "function: .*function constant k0 has no value"),
     "type of a constant": (dict(source=CONSTANT.replace("constant int k0", "constant float k0"), constants=[1]), "function constant k0 has another type"),
-    "name": (dict(source=kernel("x[i] = 1;").replace("void k(", "void other(")), "no function k in the library"),
+    "name": (dict(source=kernel("x[i] = 1;").replace("void k(", "void other(")), "the library has no function k"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LIMITS)
-def test_what_metal_does_not_take(what):
+def test_a_launch_beyond_a_limit_of_metal_is_refused(what):
     arguments, message = LIMITS[what]
     arguments = dict(source=kernel("x[i] = 1;"), x=slice(None)) | arguments
     with pytest.raises(RuntimeError, match=message):
         launch(arguments.pop("source"), numbers()[arguments.pop("x")], **arguments)
 
 
-def test_small_limits():
+def test_the_largest_threadgroup_can_be_made_smaller():
     simulator.max_threads(48)
     try:
-        with pytest.raises(RuntimeError, match="threadgroups of 64 threads, at most 48"):
+        with pytest.raises(RuntimeError, match="a threadgroup has 64 threads but must have at most 48"):
             launch(kernel("x[i] = 1;"), numbers(), group=(64, 1, 1))
     finally:
         simulator.max_threads(1024)
 
 
-def test_a_binding_of_an_earlier_kernel():
+def test_a_binding_of_an_earlier_kernel_does_not_count():
     x, y = numbers(), numbers()
-    torch.mps.synchronize()  # ends the encoder, and with it the bindings; as a copy to the host does
+    torch.mps.synchronize()  # ends the encoder and with it all bindings, as a copy to the host does
     torch.ops.simulator_test.launch(ALIASED, [x, y], 2, 64, [64, 1, 1], [32, 1, 1], 0, [])
     with pytest.raises(RuntimeError, match="buffer 2 is left over from an earlier pipeline"):
         torch.ops.simulator_test.launch(ALIASED, [x, y], 2, -1, [64, 1, 1], [32, 1, 1], 0, [])
@@ -295,29 +303,29 @@ def test_a_binding_of_an_earlier_kernel():
 
 
 MISUSES = [
-    "commandEncoder.. outside of the stream's queue",
+    "commandEncoder.. is used outside of the stream's queue",
     "a deadlock",
     "an exception left a block of dispatch_sync.*boom",
     "endEncoding",
     "commits or waits",
-    "commit of a command buffer",
-    "setBytes of 5000 bytes",
-    "setBytes of 0 bytes",
+    "commit was sent to the command buffer",
+    "setBytes got 5000 bytes",
+    "setBytes got 0 bytes",
     "offset 20 is past the end of buffer 0",
-    "threadgroup memory of 24 bytes",
-    "a command encoder outside of the stream's queue",
+    "threadgroup memory has 24 bytes",
+    "a command encoder is used outside of the stream's queue",
     "rethrown",
 ]
 
 
 @pytest.mark.parametrize("which", range(len(MISUSES)), ids=MISUSES)
-def test_misuses_by_the_host(which):
+def test_a_misuse_of_metal_by_the_host_is_reported(which):
     with pytest.raises(RuntimeError, match=MISUSES[which]):
         torch.ops.simulator_test.misuse(numbers(4), which)
     assert torch.equal(launch(kernel("x[i] = 1;"), numbers()), torch.ones(64))
 
 
-def test_the_device():
+def test_torch_uses_the_simulated_device():
     x = numbers()
     assert x.device.type == "mps" and torch.backends.mps.is_available()
     assert torch.equal(x.view(8, 8).t().contiguous().cpu(), torch.arange(64.0).view(8, 8).t())
@@ -334,6 +342,7 @@ def test_the_device():
 
 
 def test_large_buffers_are_sparse(_memory_of_others):
+    """A buffer of 4 GiB needs almost no memory."""
     x = torch.empty(2**31, dtype=torch.float16, device="mps")
     source = kernel("x[ulong(i) << 30] = as_type<float>(i);")
     launch_on = torch.ops.simulator_test.launch
@@ -342,7 +351,10 @@ def test_large_buffers_are_sparse(_memory_of_others):
 
 
 def test_the_rotation_does_not_depend_on_contraction():
-    """Nothing that the compiler may fuse changes a bit; it does fuse what it may."""
+    """The results have the same bits whether the compiler fuses multiplications and additions or not.
+
+    A small kernel shows first that the compiler does fuse when it may.
+    """
     code = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -14,10 +14,10 @@
 #include <numeric>
 #include <stdexcept>
 
-#ifdef __SANITIZE_ADDRESS__  // it watches the loads and stores then
+#ifdef __SANITIZE_ADDRESS__  // AddressSanitizer then watches the loads and stores
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
-constexpr size_t kStack = 512 * 1024;  // of a fiber
+constexpr size_t kStack = 512 * 1024;  // bytes of a fiber's stack
 #else
 #define ASAN_POISON_MEMORY_REGION(...)
 #define ASAN_UNPOISON_MEMORY_REGION(...)
@@ -27,7 +27,8 @@ constexpr size_t kStack = 64 * 1024;
 #include <ucontext.h>
 #endif
 
-// All other thread_locals of this object would be taken for shared variables, too, if they were linked before this one.
+// The end of the shared variables. Every thread_local that is linked before this one is taken for a shared variable, so
+// this must be the first thread_local of the file.
 alignas(128) thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
 
 namespace emulator {
@@ -67,7 +68,7 @@ struct Context {
   void* top = nullptr;
   void start(char* stack, void (*f)()) {
     void** p = reinterpret_cast<void**>(stack + kStack);
-    *--p = nullptr;  // where f would return to, and what aligns its frame
+    *--p = nullptr;  // the return address of f, which never returns; it also aligns the frame of f
     *--p = reinterpret_cast<void*>(f);
     top = p - 6;
   }
@@ -95,22 +96,23 @@ struct Fiber {
 
 // ---- memory ----
 
-// Who touched some bytes last. A thread is a number that no other thread of any launch has; a time counts the barriers
-// of its block.
+// The last accesses to some bytes. writer and reader are threads, by numbers that are unique among the threads of all
+// launches. A time is the number of barriers that the thread's block has passed.
 struct Access {
   uint32_t writer, reader, write_time, read_time : 29, readers : 3;
 };
-// Readers since the last write, as far as no barrier lies between them and the last one.
+// The number of threads that have read since the last write. Readers before the last barrier of the last reader do not
+// count.
 enum Readers : uint32_t { kOneThread, kOneWarp, kOneBlock, kManyBlocks };
 
 struct Memory {
   uintptr_t begin = 0, end = 0;
   bool shared = false;
-  // An Access for every `granule` bytes: 16, or less as soon as a smaller access is seen.
+  // One Access for every `granule` bytes: 16, or fewer as soon as there is a smaller access.
   Access* shadow = nullptr;
   size_t granule = 0;
-  uint32_t era = 0;  // of the thread numbers in it
-  // Of the launch:
+  uint32_t era = 0;  // the era of the thread numbers in shadow, see Run
+  // The rest is of the current launch.
   bool writable = true;
   Accesses loads{}, stores{};
 
@@ -118,12 +120,13 @@ struct Memory {
   bool holds(uintptr_t a, size_t n) const { return a >= begin && a + n <= end; }
 };
 
-constexpr size_t kGuard = 64, kKept = 8 << 20;  // bytes on each side; freed ones that are not given out again yet
+constexpr size_t kGuard = 64;      // bytes of the guard on each side of an allocation
+constexpr size_t kKept = 8 << 20;  // bytes of freed memory that are kept, to notice accesses to them
 constexpr unsigned char kPattern = 0xcb;
 
 size_t padded(size_t bytes) { return (bytes + kGuard - 1) / kGuard * kGuard; }
 
-// Never destroyed: tensors are freed after it would be.
+// The allocations. The registry is never destroyed, because tensors are freed even after static objects are destroyed.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, Memory> live;
@@ -140,7 +143,7 @@ struct Thread {
   Fiber* fiber = nullptr;
   Wait wait = kNowhere;
   bool done = false;
-  // At a barrier or exchange of its warp:
+  // Set while the thread is at a barrier or exchange of its warp:
   bool barrier = false;
   Memories memories = kNoMemory;
   unsigned mask = 0, source = 0;
@@ -149,24 +152,25 @@ struct Thread {
 };
 
 struct Run {
-  std::mutex mutex;  // one launch at a time
+  std::mutex mutex;  // held during a launch: there is one at a time
   const Launch* launch = nullptr;
-  Fiber host;                  // which called launch()
-  std::vector<Fiber*> fibers;  // all that were ever made
+  Fiber host;                  // the code that called launch()
+  std::vector<Fiber*> fibers;  // all fibers ever made
   std::vector<Fiber*> idle;
   std::deque<Fiber*> ready;
-  Fiber* fiber = nullptr;  // that runs
-  uintptr_t stack = 0;     // its stack; 0 where no kernel runs
+  Fiber* fiber = nullptr;  // the running fiber
+  uintptr_t stack = 0;     // the stack of the running fiber; 0 while no kernel runs
 
   std::vector<Thread> threads;  // of the block
-  uint32_t thread = 0;          // that runs
+  uint32_t thread = 0;          // the running thread
   uint32_t begun = 0, done = 0, at_barrier = 0, at_warp = 0;
   Site barrier{};
 
-  uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;  // numbers of threads
-  uint32_t time = 0;                                                            // now
+  // Unique numbers of threads. A new era begins when 32 bits have no more of them.
+  uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;
+  uint32_t time = 0;  // barriers that the block has passed
   struct Times {
-    uint32_t of[2] = {};  // at the last barrier that orders other memory, and shared memory
+    uint32_t of[2] = {};  // of the last barrier that orders other memory, and of the last that orders shared memory
     void set(Memories m, uint32_t time) {
       for (int shared : {0, 1}) of[shared] = m >> shared & 1 ? time : of[shared];
     }
@@ -174,14 +178,14 @@ struct Run {
   std::vector<Times> warp_time;
 
   Memory shared, dynamic;
-  uintptr_t dirty_begin = 0, dirty_end = 0;  // of `shared`
-  uint32_t block_threads = 0;                // of a full one
-  std::vector<Memory*> touched;              // from allocate()
-  Memory* last = nullptr;
-  uintptr_t image_begin = 0, image_end = 0;  // the library of the kernel, with its constants
+  uintptr_t dirty_begin = 0, dirty_end = 0;  // the bytes of `shared` that kernels have accessed
+  uint32_t block_threads = 0;                // threads of a full block
+  std::vector<Memory*> touched;              // memory from allocate() that the launch has accessed
+  Memory* last = nullptr;                    // the memory of the last access, which is looked up first
+  uintptr_t image_begin = 0, image_end = 0;  // the loaded library of the kernel, which has its constants
 
   std::string finding;
-  const void* where = nullptr;  // a return address in the kernel
+  const void* where = nullptr;  // the return address of the finding in the kernel
   Record record{};
   std::deque<Record> records;
 };
@@ -198,10 +202,10 @@ std::string join(const T&... parts) {
   return (std::string() + ... + text(parts));
 }
 
-// The thread does not run again, nor any of its launch: control goes back to launch().
+// Ends the launch with a finding: control goes back to launch(), and no thread of the launch runs again.
 template <typename... T>
 [[noreturn, gnu::noinline]] void stop(const void* where, const T&... what) {
-  run.stack = 0;  // join() may be code that the kernels' object files have too, instrumented
+  run.stack = 0;  // ignore accesses: the linker may take the instrumented copy of join() from a kernel's object file
   run.finding = join(what...);
   run.where = where;
 #ifdef __SANITIZE_ADDRESS__
@@ -211,10 +215,12 @@ template <typename... T>
   abort();
 }
 
-Size3 position(uint64_t i, const Size3& size) {
+// Returns the index on three axes of the i-th element of a grid of this size.
+Size3 index_of(uint64_t i, const Size3& size) {
   return {unsigned(i % size.x), unsigned(i / size.x % size.y), unsigned(i / size.x / size.y)};
 }
 
+// Returns the size of the block with this index, which may be smaller at the edge of the grid.
 Size3 size_of(const Size3& block) {
   const auto axis = [](unsigned at, unsigned full, unsigned threads) {
     return threads ? std::min(full, threads - at * full) : full;
@@ -223,16 +229,19 @@ Size3 size_of(const Size3& block) {
   return {axis(block.x, full.x, threads.x), axis(block.y, full.y, threads.y), axis(block.z, full.z, threads.z)};
 }
 
-// ---- every load and store ----
+// ---- checks of every load and store ----
 
-// Whether `thread` has the block, and the warp, of the thread that runs.
+// Return whether `thread` is in the same block, or in the same warp, as the running thread.
 bool in_block(uint32_t thread) { return thread - run.first_of_block < run.threads.size(); }
 bool in_warp(uint32_t thread) { return in_block(thread) && (thread - run.first_of_block) / 32 == run.thread / 32; }
+// Returns whether a barrier that orders this kind of memory lies between an access of `thread` at `time` and the
+// running thread.
 bool before_barrier(uint32_t thread, uint32_t time, bool shared) {
   return in_block(thread) &&
          (time < run.block_time.of[shared] || (in_warp(thread) && time < run.warp_time[run.thread / 32].of[shared]));
 }
 
+// Makes the shadow finer, or begins a new one if the old one is of an earlier era.
 void make_shadow(Memory& m, size_t granule) {
   const size_t count = (m.bytes() + granule - 1) / granule;
   auto* const shadow = static_cast<Access*>(calloc(count, sizeof(Access)));
@@ -244,19 +253,20 @@ void make_shadow(Memory& m, size_t granule) {
   m.era = run.era;
 }
 
+// Checks that no other thread may access the same bytes at the same time, and records the access.
 void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where) {
   const size_t bits = (a - m.begin) | n | 16, granule = bits & -bits;
   if (m.era != run.era || m.granule > granule) make_shadow(m, granule);
   const uint32_t me = run.first_of_block + run.thread;
-  // Shared memory is new in each block; other memory does not know earlier launches.
+  // Only accesses of the same block to shared memory count, and only those of the same launch to other memory.
   const auto known = [&](uint32_t thread) {
     return thread && (m.shared ? in_block(thread) : thread >= run.first_of_launch);
   };
   const auto race = [&](const char* kind, uint32_t thread) {
     const uint64_t other = thread - run.first_of_launch;
-    const Size3 block = position(other / run.block_threads, grid_size);
+    const Size3 block = index_of(other / run.block_threads, grid_size);
     stop(where, "race, ", kind, m.shared ? " of shared memory" : " of memory", " at byte ", a - m.begin, " of ",
-         m.bytes(), ", with block ", block, ", thread ", position(other % run.block_threads, size_of(block)));
+         m.bytes(), ", with block ", block, ", thread ", index_of(other % run.block_threads, size_of(block)));
   };
   const size_t end = (a + n - 1 - m.begin) / m.granule;
   for (size_t i = (a - m.begin) / m.granule; i <= end; i++) {
@@ -287,7 +297,8 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
   }
 }
 
-// What a kernel may not touch: told by what is beside it.
+// Ends the launch because of an access to memory that the kernel may not touch. The message names what is nearest to
+// it.
 [[noreturn, gnu::noinline]] void outside(uintptr_t a, size_t n, bool write, const void* where) {
   run.stack = 0;
   std::string what = join(write ? "write of " : "read of ", n, " bytes");
@@ -318,6 +329,8 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
   stop(where, what, inside.text + below.text + above.text == "" ? " of memory that is not a tensor's" : "");
 }
 
+// Returns the memory that an access is in. Returns null if it is foreign memory that kernels may touch, and ends the
+// launch if they may not.
 Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
   if (run.shared.holds(a, n)) return &run.shared;
   if (run.dynamic.holds(a, n)) return &run.dynamic;
@@ -350,13 +363,13 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
 }
 
 [[maybe_unused]] inline void access(void* pointer, size_t n, bool write, int width, const void* where) {
-  // Instrumented code runs on the host, too: then not on the stack of the fiber.
+  // The host runs instrumented code too, but not on the stack of a fiber.
   const uintptr_t a = uintptr_t(pointer), here = uintptr_t(__builtin_frame_address(0));
   if (here - run.stack >= kStack) return;
-  if (a - run.stack < kStack) return;  // its own variables
+  if (a - run.stack < kStack) return;  // local variables of the thread
   Memory* m = run.last;
   if (!m->holds(a, n)) {
-    if (a >= run.image_begin && a < run.image_end) {  // constants, thread_index and the like
+    if (a >= run.image_begin && a < run.image_end) {  // a constant, thread_index or similar
       if (write) stop(where, "write of a constant or of a variable of the host");
       return;
     }
@@ -384,9 +397,9 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
   abort();
 }
 
-// ---- threads that wait ----
+// ---- fibers that run threads and wait ----
 
-// The i-th of n in the order that is asked for.
+// The order in which n blocks or threads run, as options.order asks for: the i-th to run is operator()(i).
 struct Permutation {
   uint64_t n, first = 0, step = 1;
   explicit Permutation(uint64_t n) : n(n) {
@@ -413,18 +426,19 @@ Fiber* new_fiber() {
   }
   Fiber* const fiber = run.idle.back();
   run.idle.pop_back();
-  ASAN_UNPOISON_MEMORY_REGION(fiber->stack, kStack);  // of frames that were abandoned
+  ASAN_UNPOISON_MEMORY_REGION(fiber->stack, kStack);  // an earlier launch may have abandoned frames there
   fiber->context.start(static_cast<char*>(const_cast<void*>(fiber->stack)), run_threads);
   fiber->thread = -1;
   return fiber;
 }
 
+// Makes `thread` the running thread.
 void become(uint32_t thread) {
   run.thread = thread;
-  thread_index = position(thread, block_size);
+  thread_index = index_of(thread, block_size);
 }
 
-// On to a thread that no longer waits, or one that has not begun; to the host where there is none.
+// Switches to a thread that no longer waits, else to one that has not begun, else to the host.
 void switch_from(Fiber& from) {
   Fiber* to = &run.host;
   if (!run.ready.empty()) {
@@ -459,7 +473,7 @@ void end_wait(Thread& t) {
 uint32_t warp_begin() { return run.thread / 32 * 32; }
 uint32_t warp_end() { return std::min<uint32_t>(warp_begin() + 32, uint32_t(run.threads.size())); }
 
-// Whether the lanes of the mask are all here; then they go on.
+// Returns whether all lanes of the mask have come. If so, exchanges their values and lets them continue.
 bool finish_warp(unsigned mask, bool barrier, Memories memories) {
   const uint32_t begin = warp_begin(), end = warp_end();
   const auto named = [&](uint32_t i) { return mask >> (i - begin) & 1; };
@@ -479,7 +493,8 @@ bool finish_warp(unsigned mask, bool barrier, Memories memories) {
   return true;
 }
 
-// The thread goes to a barrier of its block, or leaves the kernel: no lane may wait for it.
+// Checks that no lane of the warp waits for the running thread, which is at a barrier of its block, or leaves the
+// kernel if barrier is null.
 void check_not_awaited(const Site* barrier, const void* where) {
   if (!run.at_warp) return;
   const uint32_t begin = warp_begin(), end = warp_end();
@@ -492,13 +507,14 @@ void check_not_awaited(const Site* barrier, const void* where) {
   }
 }
 
-// What a fiber does: one thread after another. A thread that waits keeps it, and a new one begins with the next thread.
+// The function that a fiber runs: it runs one thread after another. A thread that waits keeps its fiber, and a new
+// fiber continues with the next thread.
 void run_threads() {
 #ifdef __SANITIZE_ADDRESS__
   const void* stack;
   size_t size;
   __sanitizer_finish_switch_fiber(nullptr, &stack, &size);
-  if (!run.host.stack) run.host.stack = stack, run.host.stack_size = size;  // from the host, the first time
+  if (!run.host.stack) run.host.stack = stack, run.host.stack_size = size;  // the first switch came from the host
 #endif
   const Permutation order(run.threads.size());
   Fiber* const me = run.fiber;
@@ -517,11 +533,12 @@ void run_threads() {
   me->thread = -1;
   run.idle.push_back(me);
   switch_from(*me);
-  abort();  // new_fiber() lets it begin anew
+  abort();  // not reached: new_fiber() starts the fiber from the beginning
 }
 
 bool same(const Site& a, const Site& b) { return a.line == b.line && !strcmp(a.file, b.file); }
 
+// Waits for the other lanes of the mask at a barrier or an exchange of the warp. Returns the value of the source lane.
 uint64_t meet(unsigned mask, bool barrier, Memories memories, unsigned source, uint64_t value, const Site& site,
               const void* where) {
   const uint32_t begin = warp_begin(), lane = run.thread - begin;
@@ -555,6 +572,7 @@ uint64_t meet(unsigned mask, bool barrier, Memories memories, unsigned source, u
   return me.result;
 }
 
+// Runs all threads of the block block_index.
 void run_block() {
   block_size = size_of(block_index);
   run.threads.assign(block_size.count(), Thread{});
@@ -573,11 +591,11 @@ void run_block() {
   if (run.finding.empty() && run.done < run.threads.size()) run.finding = "the threads of a block wait for each other";
 }
 
-// ---- where things are ----
+// ---- addresses of libraries and their source lines ----
 
-// The shared variables of this thread of the host, and the library of the kernel.
+// Finds the shared variables, which are thread_local and so different in each host thread, and the kernel's library.
 void find_images() {
-  dynamic_shared[0] = 0xff;  // they are made at the first use
+  dynamic_shared[0] = 0xff;  // the first use makes the thread_local variables of this host thread
   const auto look = [](dl_phdr_info* info, size_t, void*) {
     uintptr_t begin = UINTPTR_MAX, end = 0, variables = 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {
@@ -597,7 +615,7 @@ void find_images() {
   dl_iterate_phdr(look, nullptr);
 }
 
-// What addr2line says of an address in this library.
+// Returns the lines that addr2line prints for an address of a loaded library.
 std::vector<std::string> describe(const void* address, const char* option) {
   Dl_info info;
   if (!dladdr(address, &info)) return {};
@@ -612,7 +630,8 @@ std::vector<std::string> describe(const void* address, const char* option) {
   return lines;
 }
 
-// Whether something beside it was written; repaired, so that it is told once.
+// Returns a finding if a guard of this memory was written, else an empty string. Repairs the guard, so that each
+// finding is reported once.
 std::string check_guard(const Memory& m) {
   std::string finding;
   const auto check = [&](uintptr_t begin, uintptr_t end) {
@@ -687,20 +706,20 @@ void launch(const Launch& l) {
   run.where = nullptr;
   run.record = {l.kernel, l.grid, l.block, {}, {}, {}};
   run.host.stack = nullptr;
-  // Another thread of the host, or a kernel of another library.
+  // The launch is from another host thread, or the kernel is in another library.
   if (run.dynamic.begin != uintptr_t(dynamic_shared) ||
       uintptr_t(l.kernel) - run.image_begin >= run.image_end - run.image_begin)
     find_images();
   run.dynamic.end = run.dynamic.begin + l.dynamic_shared;
-  run.dynamic.era = 0;  // another size
+  run.dynamic.era = 0;  // its size may have changed
 #ifdef __SANITIZE_ADDRESS__
-  run.dirty_begin = run.shared.begin, run.dirty_end = run.shared.end;  // what kernels have written is not known
+  run.dirty_begin = run.shared.begin, run.dirty_end = run.shared.end;  // accesses are not seen: clear everything
 #endif
   grid_size = l.grid;
   const Permutation order(blocks);
   for (uint64_t i = 0; i < blocks && run.finding.empty(); i++) {
     const uint64_t block = order(i);
-    block_index = position(block, grid_size);
+    block_index = index_of(block, grid_size);
     run.first_of_block = uint32_t(run.first_of_launch + block * threads);
     run_block();
   }
@@ -793,7 +812,8 @@ std::string name_of(const void* kernel) {
 
 }  // namespace emulator
 
-// What -fsanitize=thread and others call in the kernels' code, whose own libraries are not linked.
+// The functions that -fsanitize=thread and the other sanitizers call in the kernels' code. They are defined here
+// because the sanitizers' own libraries are not linked.
 #ifndef __SANITIZE_ADDRESS__
 extern "C" {
 #define WHERE __builtin_return_address(0)
@@ -810,7 +830,7 @@ ACCESS(16, 4)
 void __tsan_read_range(void* p, size_t n) { emulator::access(p, n, false, 5, WHERE); }
 void __tsan_write_range(void* p, size_t n) { emulator::access(p, n, true, 5, WHERE); }
 void __tsan_init() {}
-// clang's
+// clang calls these.
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
   if (n) emulator::access(const_cast<void*>(from), n, false, 5, WHERE), emulator::access(to, n, true, 5, WHERE);
   return memcpy(to, from, n);
@@ -834,7 +854,8 @@ UNDEFINED(shift_out_of_bounds, "shift out of range")
 UNDEFINED(out_of_bounds, "array index out of range")
 UNDEFINED(float_cast_overflow, "a float that the integer type does not hold")
 
-// Also of unsigned integers where clang is asked for it: those of 32 bits, which may be offsets that do not fit.
+// clang can check unsigned integers too. Only overflows of 32 bits are mistakes: those may be element offsets that do
+// not fit.
 struct Overflow {
   const char* file;
   unsigned line, column;

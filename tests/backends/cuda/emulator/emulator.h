@@ -1,10 +1,12 @@
-// Runs compute kernels that were compiled as C++: the threads of a grid one after another, as fibers where they wait
-// for each other, with every load and store looked at. A block is CUDA's thread block or Metal's threadgroup, a warp 32
-// threads of it. What is wrong is a std::runtime_error, thrown by launch().
+// Runs compute kernels that were compiled as C++, and checks every load and store. The threads of a grid run one after
+// another; those that wait for each other are fibers. "Block" is short for CUDA's thread block or Metal's threadgroup,
+// and a warp is 32 threads of it. If a kernel makes a mistake, launch() throws a std::runtime_error that describes it.
 //
-// Not seen: with g++ memcpy, unless of 1, 2, 4, 8 or 16 bytes (copies of structs are), which of two shared
-// variables side by side was meant, how many there are for one kernel, and races between the lanes of a warp barrier
-// and the other lanes of the warp.
+// Some mistakes are not noticed:
+// - accesses by memcpy in code compiled with g++, unless of 1, 2, 4, 8 or 16 bytes (copies of structs are noticed);
+// - an access to one shared variable that hits its neighbour;
+// - more shared variables than one kernel may have;
+// - races between the lanes of a warp barrier and the other lanes of the warp.
 #pragma once
 
 #include <string>
@@ -21,34 +23,35 @@ struct Bound {
 struct Launch {
   Size3 grid, block;
   size_t dynamic_shared;                // bytes
-  const void* kernel;                   // its address: for its name, and for the constants beside it
-  void (*call)(const void* arguments);  // runs it for one thread
+  const void* kernel;                   // its address, from which its name and its library's constants are found
+  void (*call)(const void* arguments);  // runs the kernel for one thread
   const void* arguments;
-  Size3 threads = {0, 0, 0};                  // on each axis, where the last block is not full
-  const std::vector<Bound>* bound = nullptr;  // all that the kernel may touch of what is from allocate()
+  Size3 threads = {0, 0, 0};                  // of the grid on each axis, if the last block is not full; else 0
+  const std::vector<Bound>* bound = nullptr;  // if given, the only memory from allocate() that the kernel may touch
 };
 void launch(const Launch&);
 
-// Shared variables are the thread_local ones of the kernels' object files, which are linked before emulator.o. This
-// much is there for a launch to give.
+// The shared variables are the thread_local variables of the kernels' object files, which must be linked before
+// emulator.o. Launch::dynamic_shared can be this many bytes.
 constexpr size_t kDynamicShared = 48 * 1024;
 
-// Memory that kernels may touch: guarded on both sides, and every byte 0xff at first.
+// Allocates memory that kernels may touch. It has guards on both sides, and every byte is 0xff at first.
 void* allocate(size_t bytes);
-void release(void*);  // where a guard was written, check_guards() or the next launch tells
+// Frees memory from allocate(). If a guard was written, check_guards() or the next launch throws an error.
+void release(void*);
 void check_guards();
 
 enum class Order { kForward, kBackward, kScrambled };
 struct Options {
-  bool races = true;              // look for races on what is from allocate(); always on shared memory
+  bool races = true;              // check memory from allocate() for races; shared memory is always checked
   bool foreign = false;           // kernels may touch memory that is not from allocate()
-  Order order = Order::kForward;  // of the blocks, and of the threads in each
+  Order order = Order::kForward;  // of the blocks, and of the threads in each block
 };
 extern Options options;
 
-// What a launch did with memory from allocate(), where loads and stores are instrumented.
+// The accesses of a launch to memory from allocate(). Only code whose loads and stores are instrumented is counted.
 struct Accesses {
-  uint64_t bytes, count[6];  // accesses of 1, 2, 4, 8 and 16 bytes, and others
+  uint64_t bytes, count[6];  // counts of accesses of 1, 2, 4, 8 and 16 bytes, and of others
 };
 struct Record {
   const void* kernel;
@@ -58,9 +61,9 @@ struct Record {
     const void* data;
     Accesses loads, stores;
   };
-  std::vector<Allocation> allocations;  // that were touched
+  std::vector<Allocation> allocations;  // those that the kernel touched
 };
-std::vector<Record> last_launches(bool clear);  // at most 1000
+std::vector<Record> last_launches(bool clear);  // at most the last 1000
 std::string name_of(const void* kernel);
 
 }  // namespace emulator

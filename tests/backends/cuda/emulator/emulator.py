@@ -1,6 +1,7 @@
-"""Builds the CUDA back end with the grid emulator: torch_rope._C for CPU tensors, compiled by g++.
+"""Builds and loads torch_rope._C with the CUDA back end on the grid emulator, for CPU tensors. g++ compiles the kernels.
 
-What is built with AddressSanitizer loads in:  env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
+A build with AddressSanitizer needs an environment of its own:
+env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
 """
 
 import fcntl
@@ -20,18 +21,20 @@ ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/cuda/emulator"
 
 COMMON = "-std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"
-# -fno-tree-sra: a vector that is loaded at once stays one load.
+# -fno-tree-sra keeps the load of a vector as one load.
 KERNEL = f"-fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
 WATCHED = (
     "-O1 -finline-small-functions"
     " -fsanitize=thread,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds,float-cast-overflow"
     " --param tsan-instrument-func-entry-exit=0"
 )
-OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # pybind11 takes long to optimise
+OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # to optimise pybind11's templates takes long
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 
 def _ninja(folder: Path, sanitize: bool) -> str:
+    """Returns the text of build.ninja."""
+
     def sources_of(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
@@ -55,7 +58,7 @@ def _ninja(folder: Path, sanitize: bool) -> str:
         "rule link",
         f"  command = g++ -shared $in -o $out {host} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
-    # In this order, as emulator.cpp asks for: what is thread_local before it is shared memory.
+    # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared memory.
     sources = [*kernels, f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", *hosts]
     objects = {source: folder / (source.replace("/", "_") + ".o") for source in sources}
     for source, made in objects.items():
@@ -66,6 +69,7 @@ def _ninja(folder: Path, sanitize: bool) -> str:
 
 
 def build(sanitize: bool = False) -> Path:
+    """Builds the module if its sources have changed, and returns its path."""
     configuration = f"emulator-{'asan' if sanitize else 'checked'}"
     folder = Path("build", f"{configuration}-{sys.implementation.cache_tag}-torch-{torch.__version__}")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
@@ -76,7 +80,9 @@ def build(sanitize: bool = False) -> Path:
         made = subprocess.run(
             [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
             cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # not for the compiler
+            env={
+                name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
+            },  # the compiler must not load the sanitizer
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -87,7 +93,7 @@ def build(sanitize: bool = False) -> Path:
 
 
 def load(path: Path):
-    """As torch_rope._C, before torch_rope is imported."""
+    """Loads the module as torch_rope._C. Call it before torch_rope is imported."""
     loader = importlib.machinery.ExtensionFileLoader("torch_rope._C", str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("torch_rope._C", loader))
     loader.exec_module(module)
@@ -97,7 +103,7 @@ def load(path: Path):
 
 
 def environment() -> dict[str, str]:
-    """Of a Python that loads what was built with sanitize."""
+    """Returns the environment variables of a Python process that can load a build with sanitize=True."""
 
     def library(name: str) -> str:
         return subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()

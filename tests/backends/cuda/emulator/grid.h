@@ -1,4 +1,4 @@
-// What kernels ask of the emulator.
+// The part of the emulator that kernels use: their index in the grid, barriers and exchanges between threads.
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,25 @@ struct Size3 {
   constexpr uint64_t count() const { return uint64_t(x) * y * z; }
 };
 
-// Of the thread that runs. A block at the edge of the grid may be smaller than others, see Launch.
+// The index of the running thread in its thread block, that of the thread block in the grid, and the sizes of both. A
+// thread block at the edge of the grid may be smaller than the others, see Launch.
 extern Size3 thread_index, block_index, block_size, grid_size;
 unsigned lane_index();
-unsigned lanes();  // a mask of those that exist in its warp
+unsigned lanes();  // a mask of the lanes that exist in the thread's warp
 
-// Where threads wait for each other: all at the same place.
+// The call in the source at which threads wait for each other. All of them must wait at the same one.
 struct Site {
   const char *what, *file;
   int line;
 };
-// A barrier may order accesses to shared memory alone, to other memory alone, or none.
+// The memories whose accesses a barrier orders.
 enum Memories : unsigned { kNoMemory = 0, kOtherMemory = 1, kSharedMemory = 2, kAllMemory = 3 };
 void block_barrier(const Site&, Memories = kAllMemory);
-// The lanes named in the mask wait for each other. A barrier orders their accesses, an exchange does not. Lanes that
-// have left the kernel, or do not exist, may be named at a barrier only.
+// The lanes that the mask names wait for each other. A barrier orders their accesses, an exchange does not. Only the
+// mask of a barrier may name lanes that have left the kernel or do not exist. An exchange replaces the value, which has
+// at most 8 bytes, by that of the source lane.
 void warp_barrier(unsigned mask, const Site&, Memories = kAllMemory);
-void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site&);  // at most 8 bytes
+void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site&);
 
 [[noreturn]] void fail(const char* what);  // ends the launch
 

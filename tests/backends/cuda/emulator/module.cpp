@@ -1,4 +1,4 @@
-// torch_rope._C of the CUDA back end on the emulator: its operators are those of CPU tensors.
+// The module torch_rope._C with the CUDA back end on the emulator. It registers the CUDA operators for CPU tensors.
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 namespace {
 
-// All of torch's memory on the CPU.
+// The allocator of all CPU memory of torch: memory that the emulator guards.
 struct GuardedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* const data = bytes ? emulator::allocate(bytes) : nullptr;
@@ -53,7 +53,7 @@ py::list last_launches(bool clear) {
 
 }  // namespace
 
-// Of selftest.cu.
+// Launches a kernel of selftest.cu, see there.
 std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
                       size_t dynamic);
 
@@ -62,17 +62,18 @@ PYBIND11_MODULE(_C, m) {
   m.attr("devices") = py::make_tuple("cuda emulated");
   m.def(
       "install_allocator", [] { c10::SetCPUAllocator(new GuardedAllocator, 255); },
-      "Guards all of torch's CPU memory.");
+      "Makes torch allocate all CPU memory with guards, which the emulator checks.");
   m.def(
       "check_races", [](bool check) { emulator::options.races = check; },
-      "Whether races on tensors are errors; those on shared memory always are.");
+      "Sets whether races on tensors are errors; races on shared memory always are.");
   m.def(
       "allow_foreign", [](bool allow) { emulator::options.foreign = allow; },
-      "Whether kernels may touch memory that torch did not allocate.");
-  m.def("check_guards", &emulator::check_guards, "Raises where memory beside a tensor was written.");
-  m.def("last_launches", &last_launches, py::arg("clear") = true, "What the last launches, at most 1000, did.");
+      "Sets whether kernels may touch memory that torch did not allocate.");
+  m.def("check_guards", &emulator::check_guards, "Raises RuntimeError if memory next to a tensor was written.");
+  m.def("last_launches", &last_launches, py::arg("clear") = true,
+        "Returns what at most the last 1000 launches did, as dicts; clear: forgets them.");
   m.def(
       "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
-      "Of blocks and the threads in each: 0 forward, 1 backward, 2 scrambled.");
+      "Sets the order of thread blocks, and of the threads in each: 0 forward, 1 backward, 2 scrambled.");
   m.def("run", &self_test, py::call_guard<py::gil_scoped_release>(), "Launches a kernel of selftest.cu.");
 }

@@ -1,4 +1,4 @@
-// csrc/cuda/plan.h for Python: plain C++, without torch and without CUDA.
+// The Python module rope_plan: the functions of csrc/cuda/plan.h for test_plan.py. Plain C++, without torch or CUDA.
 #include "../../../../csrc/cuda/plan.h"
 
 #include <pybind11/pybind11.h>
@@ -15,9 +15,10 @@ namespace {
 template <size_t n>
 using Strides = std::array<rope_int, n>;
 template <size_t n>
-using Given = std::optional<std::tuple<uintptr_t, Strides<n>>>;  // address and strides
-using Side = std::tuple<Given<4>, Given<4>>;                     // what is read, what is written
+using Given = std::optional<std::tuple<uintptr_t, Strides<n>>>;  // the address and strides of a tensor, if it is given
+using Side = std::tuple<Given<4>, Given<4>>;                     // q, k or v: the tensor that is read, and its result
 
+// Copies the strides of a tensor and returns its address, or null if it is not given.
 template <size_t n>
 void* set(const Given<n>& given, rope_int* strides) {
   if (!given) return nullptr;
@@ -28,7 +29,7 @@ void* set(const Given<n>& given, rope_int* strides) {
 
 RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
                 const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<3>& cos,
-                const Given<3>& sin, int source, rope_int rows, rope_int inv_freq, bool norm) {
+                const Given<3>& sin, int source, rope_int table_rows, rope_int inv_freq, bool norm) {
   RotateArgs a{};
   RopeParams& p = a.params;
   a.x_dtype = DType(dtype);
@@ -42,7 +43,7 @@ RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, con
   p.has_positions = bool(positions), a.positions = set(positions, p.positions);
   p.has_slots = bool(slots), a.slots = set(slots, p.slots);
   a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
-  p.source = source, p.rows = rows, p.inv_freq = inv_freq;
+  p.source = source, p.table_rows = table_rows, p.inv_freq = inv_freq;
   p.has_norm = norm;
   return a;
 }
@@ -51,7 +52,7 @@ py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); 
 
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
-  d["places"] = py::make_tuple(t.first_place, t.last_place);
+  d["position_range"] = py::make_tuple(t.first_position, t.last_position);
   d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
 }
 
@@ -76,18 +77,18 @@ template <typename... Call>
 py::dict plan_backward(Call... call) {
   NormBackwardArgs n{args(call...), nullptr, nullptr, {}, {}};
   const RotateArgs& a = n.rotate;
-  n.q_in = a.q_in, n.k_in = a.k_in;  // x where the gradients are
+  n.q_in = a.q_in, n.k_in = a.k_in;  // x has the address and strides of its gradient
   std::copy(a.params.q.in, a.params.q.in + 4, n.q);
   std::copy(a.params.k.in, a.params.k.in + 4, n.k);
   const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
   py::dict d;
   add(d, plan.tiling.tiling);
-  d["tokens"] = plan.tiling.tokens, d["rows"] = py::make_tuple(plan.tiling.q_rows, plan.tiling.k_rows);
+  d["tokens"] = plan.tiling.tokens, d["teams"] = py::make_tuple(plan.tiling.q_teams, plan.tiling.k_teams);
   d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid), d["sums"] = plan.sums;
   return d;
 }
 
-// What the gradients belong to is where a result of the call would be.
+// The call has the gradients as its inputs, and as its results the q and k that were rotated.
 using Tokens = std::tuple<rope_int, rope_int, rope_int, bool>;  // rows, copies, entries, listed
 template <typename... Call>
 py::dict plan_tables(const Tokens& tokens, Call... call) {
@@ -104,7 +105,7 @@ py::dict plan_tables(const Tokens& tokens, Call... call) {
   const cuda::TablePlan plan = cuda::plan_table_backward(t);
   py::dict d;
   add(d, plan.tiling.tiling);
-  d["parts"] = plan.tiling.parts, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["blocks_per_row"] = plan.tiling.blocks_per_row, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 

@@ -1,4 +1,4 @@
-// Kernels for test_emulator.py: right ones, and one for each mistake that the emulator tells.
+// Kernels for test_emulator.py: correct ones, and one for each mistake that the emulator must report.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -15,20 +15,20 @@ namespace {
 using Kernel = void (*)(const float* in, float* out, int n);
 
 __device__ unsigned me() { return blockIdx.x * blockDim.x + threadIdx.x; }
-// Not known to the compiler, which would warn of what these kernels do.
+// Returns n in a way that the compiler cannot see through. Otherwise it would warn about the mistakes below.
 __device__ __noinline__ int opaque(int n) {
   asm volatile("" : "+r"(n));
   return n;
 }
 
-// ---- right ----
+// ---- correct kernels ----
 
 template <typename T>
 __global__ void copy(const float* in, float* out, int n) {
   if (int(me() * sizeof(T)) < n * 4) reinterpret_cast<T*>(out)[me()] = __ldg(reinterpret_cast<const T*>(in) + me());
 }
 
-// barrier: whether each round waits for the one before.
+// barrier: each round waits for the one before; without it there is a race.
 template <bool barrier, bool dynamic>
 __global__ void block_sum(const float* in, float* out, int) {
   __shared__ float fixed[256];
@@ -47,14 +47,14 @@ __global__ void warp_sum(const float* in, float* out, int) {
   out[me()] = x;
 }
 
-// The last warp is not a full one, and one lane has left.
+// The warp is not full, and one of its lanes has left the kernel.
 __global__ void part_of_a_warp(const float* in, float* out, int) {
   if (threadIdx.x == 8) return;
   const double from_below = __shfl_down_sync(0xff, double(in[threadIdx.x]), 2, 4);
   out[threadIdx.x] = float(from_below) + float(__shfl_sync(0xff, (long long)(threadIdx.x), 5, 4));
 }
 
-// Two parts of a warp at different shuffles.
+// The even and the odd lanes of a warp are at different shuffles.
 __global__ void two_masks(const float* in, float* out, int) {
   const float x = in[me()];
   if (threadIdx.x & 1)
@@ -87,14 +87,15 @@ __global__ void shared_at_first(const float*, float* out, int) {
   fixed[threadIdx.x] = reinterpret_cast<float*>(dynamic_shared)[threadIdx.x] = 1.0f;
 }
 
+// Writes all 65536 values of T as floats, and after them n numbers rounded to T and back.
 template <typename T, float (*widen)(T), T (*round)(float)>
-__global__ void through(const float* in, float* out, int n) {  // widened bits, and n numbers there and back
+__global__ void through(const float* in, float* out, int n) {
   const unsigned i = me();
   if (i < 65536) out[i] = widen(T{static_cast<unsigned short>(i)});
   if (i < unsigned(n)) out[65536 + i] = widen(round(in[i]));
 }
 
-// ---- wrong ----
+// ---- kernels with mistakes ----
 
 __global__ void past_the_end(const float* in, float* out, int n) { out[0] = in[n]; }
 __global__ void before_the_start(const float*, float* out, int) { out[opaque(-2)] = 1.0f; }
@@ -184,7 +185,7 @@ const std::map<std::string, Kernel> kernels = {
 
 }  // namespace
 
-// -> what the launch returned
+// Launches a kernel of this file by name and returns the text of the launch's error code.
 std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
                       size_t dynamic) {
   const cudaLaunchConfig_t config{blocks, threads, dynamic, nullptr};

@@ -1,5 +1,5 @@
-// The device "mps" of torch where there is none. As on macOS, what a storage points to is a buffer object, no memory.
-// Operators of aten that are not here run on the CPU.
+// Gives torch a device "mps" on a machine that has none. As on macOS, the data pointer of a storage is a buffer object,
+// not the address of memory. Operators of aten that this file does not register run on the CPU.
 #include "device.h"
 
 #include <ATen/ATen.h>
@@ -33,7 +33,7 @@ struct BufferAllocator final : c10::Allocator {
   }
 };
 BufferAllocator& allocator() {
-  static auto* const made = new BufferAllocator;  // tensors may be freed late
+  static auto* const made = new BufferAllocator;  // never destroyed, because tensors may be freed late
   return *made;
 }
 
@@ -68,7 +68,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, &allocator(), keys, checked(dtype));
 }
 
-// A tensor of the CPU in the same memory.
+// Returns a CPU tensor in the memory of t.
 at::Tensor on_host(const at::Tensor& t) {
   if (t.is_cpu()) return t;
   simulated_synchronize();
@@ -155,7 +155,7 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("_local_scalar_dense", &item);
 }
 
-// For simulator.py.
+// The functions behind simulator.py.
 TORCH_LIBRARY(simulator, m) {
   m.def("synchronize() -> ()", [] { simulated_synchronize(); });
   m.def("last_dispatches(bool clear) -> str", &simulator::last_dispatches);
@@ -172,10 +172,10 @@ TORCH_LIBRARY(simulator, m) {
 
 namespace at {
 
-// Looked for by this name.
+// torch looks for the hooks by this name.
 struct MPSHooks final : MPSHooksInterface {
   template <typename... Args>
-  explicit MPSHooks(Args...) {}  // before torch 2.12 there is one
+  explicit MPSHooks(Args...) {}  // torch before 2.12 passes an argument
   void init() const override {}
   bool hasMPS() const override { return true; }
   bool isBuilt() const override { return true; }

@@ -1,9 +1,9 @@
-// What the device "mps" (device.cpp) needs of the simulated Metal (runtime.mm).
+// The functions of the simulated Metal (runtime.mm) that the device "mps" (device.cpp) uses.
 #pragma once
 
 #include <cstddef>
 
-void* simulated_buffer(size_t bytes);  // an id<MTLBuffer>
+void* simulated_buffer(size_t bytes);  // returns an id<MTLBuffer>
 void simulated_release(void* buffer);
-void* simulated_contents(const void* buffer);  // null for no buffer
-void simulated_synchronize();                  // on the stream's queue, as everything that reads on the host does
+void* simulated_contents(const void* buffer);  // null if there is no buffer
+void simulated_synchronize();                  // enters the stream's queue, as every read by the host does

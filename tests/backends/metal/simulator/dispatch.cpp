@@ -23,15 +23,16 @@ size_t max_threads = 1024;
 
 namespace {
 
-constexpr size_t kSparse = size_t(256) << 20;
+constexpr size_t kSparse = size_t(256) << 20;  // buffers of more bytes are sparse
 
-uint64_t rints = 0;  // of the dispatch that runs
-std::mutex mutex;    // one dispatch at a time: function constants are variables of the library
+uint64_t rints = 0;  // calls of rint by the dispatch that runs
+// Held by the dispatch that runs. Only one may run at a time, because function constants are variables of the library.
+std::mutex mutex;
 std::deque<std::string> records;
 
 std::string output_of(const std::string& command) {
   FILE* const out = popen(command.c_str(), "r");
-  if (!out) fail("metal.py does not start");
+  if (!out) fail("metal.py cannot be started");
   std::string text;
   for (char part[4096]; const size_t n = fread(part, 1, sizeof part, out);) text.append(part, n);
   if (pclose(out)) fail(text);
@@ -57,7 +58,7 @@ std::string json(const size_t (&size)[3]) {
   return out.str();
 }
 
-// Of the emulator's last launch. A buffer that is bound twice has the same numbers twice.
+// Records the emulator's last launch. A buffer that is bound twice is recorded twice, with the same numbers.
 void record(const Dispatch& d) {
   const auto launches = emulator::last_launches(true);
   std::ostringstream out;
@@ -90,7 +91,7 @@ void record(const Dispatch& d) {
   if (records.size() > 1000) records.pop_front();
 }
 
-// Denormals become zero, as on a GPU.
+// Makes denormals zero, as a GPU does.
 struct FlushDenormals {
 #ifdef __SSE__
   const unsigned before = _mm_getcsr();
@@ -132,7 +133,7 @@ const Library* compile(const std::string& source, bool fast_math) {
 }
 
 std::string problem(const Library& library, const std::string& kernel, const Values& constants) {
-  if (!library.kernels.count(kernel)) return "no function " + kernel + " in the library";
+  if (!library.kernels.count(kernel)) return "the library has no function " + kernel;
   for (const Constant& c : library.constants) {
     const auto value = constants.find(size_t(c.index));
     if (value == constants.end()) return std::string("function constant ") + c.name + " has no value";
@@ -155,7 +156,7 @@ Buffer::~Buffer() { bytes > kSparse ? void(munmap(data, bytes)) : emulator::rele
 // ---- dispatches ----
 
 void validate(const Dispatch& d) {
-  if (!d.pipeline.kernel) fail("a dispatch without a pipeline");
+  if (!d.pipeline.kernel) fail("no pipeline was set before the dispatch");
   const Kernel& k = *d.pipeline.kernel;
   const auto wrong = [&](const auto&... what) {
     std::ostringstream out;
@@ -164,11 +165,11 @@ void validate(const Dispatch& d) {
     fail(out.str());
   };
   const size_t group = d.group[0] * d.group[1] * d.group[2];
-  if (!group) wrong("an empty threadgroup");
-  if (group > max_threads) wrong("threadgroups of ", group, " threads, at most ", max_threads);
+  if (!group) wrong("the threadgroup is empty");
+  if (group > max_threads) wrong("a threadgroup has ", group, " threads but must have at most ", max_threads);
   for (const size_t threads : d.threads) {
-    if (!threads) wrong("an empty grid");
-    if (threads > UINT32_MAX) wrong(threads, " threads on an axis of the grid");
+    if (!threads) wrong("the grid is empty");
+    if (threads > UINT32_MAX) wrong("the grid has ", threads, " threads on an axis but must have at most ", UINT32_MAX);
   }
   size_t shared = 0;
   for (int i = 0; i < k.count; i++) {
@@ -176,22 +177,23 @@ void validate(const Dispatch& d) {
     const Type& type = k.types[i];
     if (attribute == kthreadgroup) {
       const size_t bytes = d.threadgroup_memory[index];
-      if (!bytes) wrong("no length for threadgroup memory ", index);
+      if (!bytes) wrong("threadgroup memory ", index, " has no length");
       shared += bytes;
     }
     if (attribute != kbuffer) continue;
     const Binding& b = d.buffers[index];
     if (b.what == Binding::kUnset) wrong("buffer ", index, " is not bound");
     if (b.pipeline != d.pipelines) wrong("buffer ", index, " is left over from an earlier pipeline");
-    if (b.what == Binding::kNil) continue;  // right unless the kernel touches it
+    if (b.what == Binding::kNil) continue;  // allowed, unless the kernel touches it
     const size_t bytes = b.memory->bytes - b.offset;
-    if (b.offset % type.alignment) wrong("offset ", b.offset, " of buffer ", index, " is misaligned");
+    if (b.offset % type.alignment) wrong("byte offset ", b.offset, " of buffer ", index, " is misaligned");
     if (type.reference && (b.what == Binding::kBytes ? bytes != type.size : bytes < type.size))
-      wrong("buffer ", index, " has ", bytes, " bytes, the parameter ", type.size);
+      wrong("buffer ", index, " has ", bytes, " bytes but must have ", type.size, ", the size of the parameter");
     if (b.what == Binding::kBytes && type.writable)
-      wrong("setBytes for buffer ", index, ", which the kernel may write");
+      wrong("buffer ", index, " was set by setBytes but must be a real buffer, because the kernel may write it");
   }
-  if (shared > kThreadgroupMemory) wrong(shared, " bytes of threadgroup memory");
+  if (shared > kThreadgroupMemory)
+    wrong("threadgroup memory has ", shared, " bytes but must have at most ", kThreadgroupMemory);
 }
 
 void run(const Dispatch& d) {
@@ -263,7 +265,7 @@ unsigned value(const Call& c, Attribute attribute, int axis) {
     case kthreads_per_simdgroup:
       return 32;
     default:
-      emulator::fail("a parameter with the attribute of a pointer");
+      emulator::fail("a parameter that is no pointer has the attribute of a pointer");
   }
 }
 
@@ -282,15 +284,15 @@ std::string last_dispatches(bool clear) {
 
 }  // namespace simulator
 
-// A float as a bfloat, rounded to nearest even: what clang calls, and older compiler libraries do not have. The result
-// is the lower half of a register for floats, and has that type here because clang would call this very function for
-// it.
+// Converts a float to a bfloat, rounded to nearest even. clang calls this function, and older compiler libraries do not
+// have it. The result is the lower half of a floating-point register. Its type here is float, because clang would call
+// this very function to make a bfloat.
 extern "C" float __truncsfbf2(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   if (x == x) bits += 0x7fff + (bits >> 16 & 1);
-  bits =
-      x != x && !(bits & 0x7f0000) ? 0x7fc0 : bits >> 16;  // a NaN keeps its bits: clang may copy a bfloat as a float
+  // A NaN keeps its bits, because clang may copy a bfloat as a float.
+  bits = x != x && !(bits & 0x7f0000) ? 0x7fc0 : bits >> 16;
   memcpy(&x, &bits, sizeof bits);
   return x;
 }

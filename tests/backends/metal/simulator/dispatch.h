@@ -1,6 +1,6 @@
-// What a GPU does with the commands that runtime.mm has encoded: a shader library is compiled by metal.py, and a
-// dispatch is checked as Metal's own validation would, and run by the grid emulator. What is wrong is a
-// std::runtime_error.
+// Stands in for the GPU, which executes the commands that runtime.mm has encoded: metal.py compiles a shader library;
+// a dispatch is checked as Metal's own validation would check it, and the grid emulator runs it. Every mistake is
+// thrown as a std::runtime_error.
 #pragma once
 
 #include <map>
@@ -23,16 +23,16 @@ struct Value {
   int type;  // MTLDataType
   std::string bytes;
 };
-using Values = std::map<size_t, Value>;  // of function constants
+using Values = std::map<size_t, Value>;  // of function constants, by index
 struct Pipeline {
   const Library* library = nullptr;
   const Kernel* kernel = nullptr;
   Values constants;
 };
-// Why there is no such function; empty: there is.
+// Returns why the library cannot make this function with these constants, or an empty string if it can.
 std::string problem(const Library&, const std::string& kernel, const Values& constants);
 
-// Memory that a kernel may be given. Large ones are sparse, and unknown to the emulator.
+// Memory that can be bound for a kernel. Large buffers are sparse, and the emulator does not know them.
 class Buffer {
  public:
   explicit Buffer(size_t bytes);
@@ -46,12 +46,12 @@ struct Binding {
   enum { kUnset, kNil, kBuffer, kBytes } what = kUnset;
   std::shared_ptr<Buffer> memory;
   size_t offset = 0;
-  int pipeline = 0;  // how many had been set before it was
+  int pipeline = 0;  // how many pipelines had been set before this binding was made
 };
 constexpr int kBindings = 31;
 struct Dispatch {
   Pipeline pipeline;
-  int pipelines = 0;  // that were set
+  int pipelines = 0;  // how many pipelines were set in this encoder
   Binding buffers[kBindings];
   size_t threadgroup_memory[kBindings] = {};
   size_t threads[3], group[3];
@@ -60,8 +60,8 @@ void validate(const Dispatch&);
 void run(const Dispatch&);
 
 constexpr size_t kThreadgroupMemory = 32 * 1024;
-extern size_t max_threads;                // of a threadgroup
-std::string last_dispatches(bool clear);  // a list, in JSON
+extern size_t max_threads;                // the largest threadgroup that a pipeline allows
+std::string last_dispatches(bool clear);  // a list in JSON
 
 [[noreturn]] void fail(const std::string&);
 

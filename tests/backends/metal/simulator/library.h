@@ -1,4 +1,4 @@
-// What a shader library, compiled as C++14, and the simulator say to each other.
+// The interface between the simulator and a shader library, which is compiled as C++14.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace simulator {
 
-// [[buffer(0)]], [[thread_position_in_grid]] and so on, by name with a k before it.
+// The attributes of parameters, such as [[buffer(0)]] and [[thread_position_in_grid]]: k and the name of the attribute.
 enum Attribute {
   kbuffer,
   kthreadgroup,
@@ -30,13 +30,13 @@ struct Parameter {
   int index;
 };
 struct Type {
-  unsigned size, alignment;  // of what it points or refers to
+  unsigned size, alignment;  // of the object that the parameter points or refers to
   bool pointer, reference, writable;
 };
 
 struct Call;
 struct Kernel {
-  static const int kMost = 31;  // parameters
+  static const int kMost = 31;  // the largest number of parameters
   const char* name;
   void (*function)();
   void (*call)(const Call&);
@@ -47,9 +47,10 @@ struct Kernel {
 struct Call {
   const Kernel* kernel;
   emulator::Size3 group, threads;  // the size of a full threadgroup, and of the grid
-  void* data[Kernel::kMost];       // what parameters point or refer to
+  void* data[Kernel::kMost];       // the addresses that the parameters point or refer to
 };
-unsigned value(const Call&, Attribute, int axis);  // of the thread that runs
+// Returns the value that a parameter with this attribute has in the thread that runs.
+unsigned value(const Call&, Attribute, int axis);
 
 struct Constant {
   const char* name;
@@ -58,6 +59,6 @@ struct Constant {
   size_t size;
 };
 
-float rint(float);  // counts
+float rint(float);  // counts its calls
 
 }  // namespace simulator

@@ -1,9 +1,12 @@
-"""Compiles the Metal Shading Language 3.1 as C++ for the emulator:  python metal.py FOLDER LIBRARY [--fast-math] < SOURCE
+"""Compiles shaders in the Metal Shading Language 3.1 as C++, for the grid emulator.
 
-Prints where in FOLDER the result is, which uses the emulator in LIBRARY; or what is wrong, and fails. Only what C++ cannot
-express is rewritten: attributes of kernels, instantiations with a host_name, function constants, copies of structs to
-another address space, vector constructors.
-TORCH_ROPE_SIMULATOR_CONTRACT=1: multiplications and additions become fused where the compiler likes, as on a GPU.
+    python metal.py FOLDER LIBRARY [--fast-math] < SOURCE
+
+Prints the path of the compiled library, which is in FOLDER and uses the emulator in LIBRARY. If the source is wrong, it
+says what is wrong and fails. It rewrites only what C++ cannot express: attributes of kernels, instantiations with a
+host_name, function constants, copies of structs to another address space, and vector constructors.
+
+If TORCH_ROPE_SIMULATOR_CONTRACT is 1, the compiler may fuse multiplications and additions, as a GPU's compiler does.
 """
 
 import contextlib
@@ -21,7 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ATTRIBUTES = set(re.findall(r"^  k(\w+),$", (HERE / "library.h").read_text(), re.M))
 VECTOR = r"\b(?:metal::)?((?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]|vec<\s*\w+\s*,\s*\w+\s*>)\s*\("
-NOT_METAL = {  # that C++14 has, or clang in spite of it
+# Features that Metal lacks. C++14 has them, or clang accepts them although C++14 has not.
+NOT_METAL = {
     **{word: rf"\b{word}\b" for word in ("double", "new", "delete", "virtual", "throw", "try", "goto", "thread_local")},
     "std::": r"\bstd::",
     "if constexpr": r"\bif\s+constexpr\b",
@@ -30,22 +34,22 @@ NOT_METAL = {  # that C++14 has, or clang in spite of it
 
 
 class NotMetal(Exception):
-    pass
+    """The source is not a shader that Metal accepts; the message says why."""
 
 
 def closing(text: str, at: int) -> int:
-    """Where the bracket at this place closes."""
+    """Returns the index of the bracket that closes the bracket at text[at]."""
     pairs = {"(": ")", "{": "}"}
     opening, depth = text[at], 0
     for i in range(at, len(text)):
         depth += (text[i] == opening) - (text[i] == pairs[opening])
         if not depth:
             return i
-    raise NotMetal(f"a {opening} is not closed")
+    raise NotMetal(f"a {opening} has no closing bracket")
 
 
 def arguments(text: str) -> list[str]:
-    """Between commas, outside of brackets."""
+    """Splits the text at the commas that are outside of brackets."""
     parts, depth = [""], 0
     for c in text:
         depth += (c in "(<[{") - (c in ")>]}")
@@ -57,14 +61,15 @@ def arguments(text: str) -> list[str]:
 
 
 def check(text: str) -> None:
-    """`text` is preprocessed."""
+    """Raises NotMetal if the preprocessed text uses what Metal lacks."""
     for name, pattern in NOT_METAL.items():
         if found := re.search(pattern, text):
             before = text[: found.start()].split("\n")
-            marker = max(i for i, line in enumerate(before) if line.startswith("# "))  # says which line the next one is
+            marker = max(i for i, line in enumerate(before) if line.startswith("# "))  # has the number of the next line
             line = int(before[marker].split()[1]) + len(before) - marker - 2
             raise NotMetal(f"program_source:{line}: Metal has no {name}")
-    # C++ would take a pointer in any address space for a parameter `const T*`; and one without a template for private.
+    # C++ would accept a pointer in any address space for a template's parameter `const T*`, and would take a plain
+    # parameter `const T*` for a pointer to private memory.
     plain = re.sub(r"^#.*$", "", text, flags=re.M)
     for name, parameters in re.findall(
         r"\b(\w+)\s*\(([^(){};]*)\)\s*(?:const\s*)?(?:(?:device|constant|thread)\s*)?\{", plain
@@ -75,9 +80,9 @@ def check(text: str) -> None:
 
 
 def translated(text: str) -> str:
-    """C++ from preprocessed Metal."""
+    """Returns preprocessed Metal as C++."""
     check(text)
-    # What a library has is registered where it stands, so that its names are known there.
+    # Constants and kernels are registered right after their definition, where their names are known.
     constant = r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\w+)\)\s*\]\]\s*;"
     text = re.sub(constant, r"static \1 \2; CONSTANT(\2, \3);", text)
 
@@ -88,12 +93,12 @@ def translated(text: str) -> str:
         for i, parameter in enumerate(parameters):
             attribute = re.search(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", parameter)
             if not attribute or attribute[1] not in ATTRIBUTES:
-                raise NotMetal(f"kernel {name}: what is `{parameter}`?")
+                raise NotMetal(f"kernel {name}: `{parameter}` has no attribute that the simulator knows")
             space = re.search(r"\b(device|constant|threadgroup)\b", parameter[: attribute.start()])
             if attribute[1] in ("buffer", "threadgroup") and not space:
                 raise NotMetal(f"kernel {name}: `{parameter}` has no address space")
             attributes.append(f"{{simulator::k{attribute[1]}, {attribute[2] or 0}}}")
-            # Metal takes it that buffers do not overlap, and so may the optimiser here.
+            # Metal's compiler assumes that buffers do not overlap, so the optimiser may assume it here.
             parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", parameter.replace(attribute[0], ""))
         attributes_of[name] = f"LIST({', '.join(attributes)})"
         after = closing(text, text.index("{", end)) + 1
@@ -114,7 +119,7 @@ def translated(text: str) -> str:
     body = re.sub(r"\bthreadgroup\s+[\w:<>, ]+\s\w+\s*(?:\[[^;]*)?;", lambda m: f"\0{m[0]}", text)
     if "\0" in body:
         variable = body.split("\0")[1].split("\n")[0]
-        raise NotMetal(f"the simulator takes threadgroup memory by a parameter [[threadgroup(0)]] alone: {variable}")
+        raise NotMetal(f"threadgroup memory must be a parameter [[threadgroup(0)]] in the simulator: {variable}")
     if structs := "|".join(set(re.findall(r"\bstruct\s+(\w+)", text))):
         text = re.sub(rf"\b((?:{structs})\b[^;(){{}}=&*]*\s\w+\s*=\s*)([^;={{}}]+);", r"\1COPY_OF(\2);", text)
     text = re.sub(VECTOR, r"simulator::vector<\1>(", text)
@@ -123,6 +128,7 @@ def translated(text: str) -> str:
 
 
 def run(*command, text: str | None = None) -> str:
+    """Runs a compiler and returns its output. Raises NotMetal with its messages if it fails."""
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise NotMetal(done.stderr)
@@ -131,7 +137,7 @@ def run(*command, text: str | None = None) -> str:
 
 @functools.cache
 def compiler() -> str | None:
-    """A clang whose __bf16 is a number."""
+    """Returns the name of a clang whose __bf16 is an arithmetic type, or None."""
     for name in [*(f"clang++-{version}" for version in (19, 20, 21, 22, 18, 17)), "clang++"]:
         if path := shutil.which(name):
             version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True).stdout
@@ -141,20 +147,21 @@ def compiler() -> str | None:
 
 
 def processor() -> list[str]:
+    """Returns the compiler flags for the extensions that this processor has and half types need."""
     info = Path("/proc/cpuinfo")
     there = info.read_text().split() if info.exists() else []
     return [f"-m{feature}" for feature in ("fma", "f16c") if feature in there]
 
 
 LANGUAGE = ["-x", "c++", "-std=c++14", "-Wno-everything", "-Xclang", "-cl-single-precision-constant"]
-# A float becomes a bfloat, or a float a double, only where it says so.
+# A float becomes a bfloat or a double only if the source says so.
 STRICT = [
     "-Werror=c++17-extensions",
     "-Werror=double-promotion",
     "-Werror=implicit-float-conversion",
     "-Wno-implicit-int-float-conversion",
 ]
-# An unsigned integer of 32 bits that wraps is found too: it may be an offset that does not fit.
+# A wrap of an unsigned 32-bit integer is an error too: it may be an element offset that does not fit.
 CHECKS = "thread,signed-integer-overflow,unsigned-integer-overflow,shift-base,shift-exponent,integer-divide-by-zero,array-bounds,float-cast-overflow,alignment"
 FLAGS = (
     "-O2 -g1 -fPIC -shared -fno-vectorize -fno-slp-vectorize -fno-strict-aliasing"
@@ -164,8 +171,9 @@ FLAGS = (
 
 
 def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
+    """Returns the library that is compiled from the source. It is compiled once and kept in the folder."""
     if not source.isascii():
-        raise NotMetal("program_source: not ASCII")
+        raise NotMetal("program_source: the source is not ASCII")
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
     flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
     parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../../cuda/emulator/grid.h"]
@@ -178,12 +186,12 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
         )
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
-            cpp = Path(own, "program_source")  # so is it called in messages
+            cpp = Path(own, "program_source")  # messages of Metal's compiler call the source by this name
             cpp.write_text(translated(text))
             base = [compiler(), *LANGUAGE, f"-I{HERE}", cpp]
             run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES")
             run(*base, *flags, "-o", Path(own, "library.so"), "-x", "none", library)
-            with contextlib.suppress(OSError):  # another process has made it
+            with contextlib.suppress(OSError):  # another process has compiled it meanwhile
                 Path(own).rename(made)
             Path(own).mkdir(exist_ok=True)
     return made / "library.so"

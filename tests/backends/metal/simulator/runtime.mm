@@ -1,4 +1,5 @@
-// What csrc/mps asks of macOS: Foundation, libdispatch, Metal, and the part of torch that is only built there.
+// Stands in for what csrc/mps uses of macOS: Foundation, libdispatch, Metal, and the part of torch that is built only
+// there.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 #include <objc/runtime.h>
@@ -12,7 +13,8 @@
 
 using simulator::fail;
 
-// C++ exceptions go through Objective-C++ as through C++: the runtime's own function does not know their types.
+// Lets C++ exceptions pass through Objective-C++ code as through C++ code. The GNU runtime's own function does not know
+// the types of C++ exceptions.
 extern "C" int __gxx_personality_v0(int, int, unsigned long, void*, void*);
 extern "C" int __gnu_objc_personality_v0(int version, int actions, unsigned long kind, void* exception, void* context) {
   return __gxx_personality_v0(version, actions, kind, exception, context);
@@ -53,7 +55,7 @@ thread_local NSAutoreleasePool* pool;
   return NSUInteger(references(self));
 }
 - (id)autorelease {
-  if (pool) static_cast<std::vector<id>*>(pool->objects_)->push_back(self);  // without a pool it leaks
+  if (pool) static_cast<std::vector<id>*>(pool->objects_)->push_back(self);  // leaks if there is no pool
   return self;
 }
 - (void)dealloc {
@@ -81,7 +83,7 @@ thread_local NSAutoreleasePool* pool;
 
 @implementation NSString
 + (NSString*)stringWithUTF8String:(const char*)text {
-  if (!text) fail("stringWithUTF8String: NULL");
+  if (!text) fail("stringWithUTF8String got NULL");
   return [[[self alloc] initWithBytes:text length:strlen(text) encoding:NSUTF8StringEncoding] autorelease];
 }
 - (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding {
@@ -142,9 +144,9 @@ void run_encoded();
 dispatch_queue_t dispatch_get_main_queue() { return &main_queue; }
 
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
-  if (!queue) fail("dispatch_sync on no queue");
+  if (!queue) fail("dispatch_sync got no queue");
   if (queue->is_mine())
-    fail("dispatch_sync on the queue that runs this block: a deadlock. A call of ATen in the block does that too");
+    fail("dispatch_sync on the queue that runs this block is a deadlock. A call of ATen in the block does that too");
   const std::lock_guard<std::mutex> lock(queue->mutex);
   struct Owner {
     simulated_queue* queue;
@@ -154,9 +156,9 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
   try {
     block();
   } catch (const std::exception& error) {
-    fail(std::string("an exception left a block of dispatch_sync, on macOS std::terminate: ") + error.what());
+    fail(std::string("an exception left a block of dispatch_sync, which ends the process on macOS: ") + error.what());
   }
-  if (queue == &stream_queue) run_encoded();  // at once, so that an error is raised by the call that made it
+  if (queue == &stream_queue) run_encoded();  // at once, so that the call that made an error raises it
 }
 
 dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t, dispatch_block_t) {
@@ -262,7 +264,7 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 @end
 
 namespace {
-// Runs what may fail; then the error is told, and there is no result.
+// Returns what make() returns. If it throws, stores the message in *error and returns nil.
 template <typename F>
 id made_by(NSError** error, F make) {
   try {
@@ -306,17 +308,18 @@ id made_by(NSError** error, F make) {
 @implementation SimulatedDevice
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   return made_by(error, [&] {
-    if (options && options->version_ < MTLLanguageVersion3_1) fail("the shaders have bfloat: Metal 3.1");
+    if (options && options->version_ < MTLLanguageVersion3_1)
+      fail("the language version must be at least Metal 3.1, because the shaders use bfloat");
     const bool fast = !options || options->math_ != MTLMathModeSafe;
     SimulatedLibrary* const library = [SimulatedLibrary new];
     library->library_ = simulator::compile([source UTF8String], fast);
     return library;
   });
 }
-// A compiled library is here "SIMULATED", and the source.
+// A compiled library is the word SIMULATED and the source.
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error {
   return made_by(error, [&] {
-    if (data->bytes.rfind("SIMULATED", 0) != 0) fail("this is no Metal library");
+    if (data->bytes.rfind("SIMULATED", 0) != 0) fail("the data is no Metal library");
     SimulatedLibrary* const library = [SimulatedLibrary new];
     library->library_ = simulator::compile(data->bytes.substr(9), false);
     return library;
@@ -324,7 +327,7 @@ id made_by(NSError** error, F make) {
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
   return made_by(error, [&] {
-    if (!function) fail("a pipeline of no function");
+    if (!function) fail("a pipeline must have a function");
     SimulatedPipeline* const pipeline = [SimulatedPipeline new];
     pipeline->pipeline_ = new simulator::Pipeline(*((SimulatedPipeline*)function)->pipeline_);
     return pipeline;
@@ -336,7 +339,7 @@ id made_by(NSError** error, F make) {
 @end
 
 namespace {
-// Encoded, not run yet. Buffers stay alive until then.
+// The dispatches that are encoded and have not run. They keep their buffers alive.
 std::vector<simulator::Dispatch> encoded;
 
 void run_encoded() {
@@ -346,7 +349,7 @@ void run_encoded() {
 }
 
 void check_on_queue(const char* what) {
-  if (!stream_queue.is_mine()) fail(std::string(what) + " outside of the stream's queue");
+  if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
 }
 }  // namespace
 
@@ -366,33 +369,34 @@ void check_on_queue(const char* what) {
 }
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
   check_on_queue("setComputePipelineState");
-  if (!state) fail("setComputePipelineState: nil");
+  if (!state) fail("setComputePipelineState got nil");
   now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
   now_->pipelines++;
 }
 - (void)bind:(simulator::Binding)binding at:(NSUInteger)index {
   check_on_queue("a command encoder");
-  if (index >= simulator::kBindings) fail("there is no buffer " + std::to_string(index));
+  if (index >= simulator::kBindings) fail("buffer " + std::to_string(index) + " does not exist");
   if (binding.memory && binding.offset > binding.memory->bytes)
-    fail("offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
+    fail("byte offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
   binding.pipeline = now_->pipelines;
   now_->buffers[index] = binding;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
   if (!buffer) return [self bind:{simulator::Binding::kNil} at:index];
-  if (object_getClass(buffer) != [SimulatedBuffer class]) fail("setBuffer takes a buffer");
+  if (object_getClass(buffer) != [SimulatedBuffer class]) fail("the argument of setBuffer is no buffer");
   [self bind:{simulator::Binding::kBuffer, *((SimulatedBuffer*)buffer)->memory_, offset} at:index];
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
-  if (length == 0 || length > 4096) fail("setBytes of " + std::to_string(length) + " bytes");
+  if (length == 0 || length > 4096)
+    fail("setBytes got " + std::to_string(length) + " bytes but takes between 1 and 4096");
   const auto memory = std::make_shared<simulator::Buffer>(length);
   memcpy(memory->data, bytes, length);
   [self bind:{simulator::Binding::kBytes, memory} at:index];
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   check_on_queue("setThreadgroupMemoryLength");
-  if (index >= simulator::kBindings) fail("there is no threadgroup memory " + std::to_string(index));
-  if (length % 16) fail("threadgroup memory of " + std::to_string(length) + " bytes: not a multiple of 16");
+  if (index >= simulator::kBindings) fail("threadgroup memory " + std::to_string(index) + " does not exist");
+  if (length % 16) fail("threadgroup memory has " + std::to_string(length) + " bytes but must have a multiple of 16");
   now_->threadgroup_memory[index] = length;
 }
 - (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
@@ -409,16 +413,16 @@ void check_on_queue(const char* what) {
       threadsPerThreadgroup:group];
 }
 - (void)endEncoding {
-  fail("endEncoding of an encoder that PyTorch shares among operators");
+  fail("endEncoding was sent to the encoder that PyTorch shares among operators");
 }
 @end
 
 @implementation MPSCommandBuffer
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  fail("an encoder while PyTorch's own is open");
+  fail("a second encoder was made while PyTorch's own is open");
 }
 - (void)commit {
-  fail("commit of a command buffer that PyTorch shares among operators");
+  fail("commit was sent to the command buffer that PyTorch shares among operators");
 }
 @end
 
@@ -443,8 +447,8 @@ void MPSStream::endKernelCoalescing() {
   [_commandEncoder release];
   _commandEncoder = nil;
 }
-// PyTorch commits when it needs to, see simulated_synchronize().
-void MPSStream::synchronize(SyncType) { fail("an operator that commits or waits"); }
+// An operator must not call this. PyTorch itself commits when it needs to; see simulated_synchronize().
+void MPSStream::synchronize(SyncType) { fail("an operator commits or waits"); }
 MTLDevice_t MPSStream::device() const { return MPSDevice::getInstance()->device(); }
 MPSStream* getDefaultMPSStream() {
   static auto* const stream = new MPSStream(Stream(Stream::UNSAFE, Device(DeviceType::MPS, 0), 0));

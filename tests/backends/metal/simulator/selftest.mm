@@ -1,4 +1,4 @@
-// Host code for test_simulator.py: runs any shader, and misuses Metal.
+// Host code for test_simulator.py, which runs any shader and misuses Metal in every way that the simulator must find.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
@@ -45,7 +45,8 @@ id<MTLComputePipelineState> pipeline(const std::string& source, at::IntArrayRef 
   return made;
 }
 
-// Buffers from 0 on, `bound` of them; then, unless it is negative, n by setBytes.
+// Runs the kernel k of the source. The first `bound` tensors are buffers 0, 1 ...; n follows them by setBytes, unless
+// it is negative. `shared` is the size of threadgroup memory 0 in bytes.
 void launch(const std::string& source, at::TensorList tensors, int64_t bound, int64_t n, at::IntArrayRef grid,
             at::IntArrayRef group, int64_t shared, at::IntArrayRef constants) {
   id<MTLComputePipelineState> made = pipeline(source, constants);

@@ -1,4 +1,4 @@
-"""Gives torch a simulated device "mps" on Linux: load(), and tensors can be on it."""
+"""Gives torch a simulated device "mps" on Linux. After load() tensors can be on it."""
 
 import json
 
@@ -7,11 +7,14 @@ import torch
 
 
 def load(compiled: bool = False) -> None:
-    """compiled: with shaders that were compiled ahead."""
-    import torch_rope  # the operators that get kernels
+    """Loads the simulated device.
+
+    compiled: True if the library must hold shaders that were compiled ahead, and not only their source.
+    """
+    import torch_rope  # defines the operators whose kernels the library registers
 
     torch.ops.load_library(simulator_build.build(compiled))
-    # What a build for macOS has here.
+    # A build of torch and torch_rope for macOS has these.
     torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True
     torch._C._mps_is_available = lambda: True
@@ -26,8 +29,13 @@ def load(compiled: bool = False) -> None:
 
 
 def last_dispatches(clear: bool = True) -> list[dict]:
-    """What kernels ran, at most 1000: kernel, threads (of the grid), group, rints, constants, and buffers by their index:
-    bytes, bytes_read, bytes_written, loads and stores by their size. A buffer bound twice has the same numbers twice."""
+    """Returns records of the kernels that ran, at most the last 1000, and forgets them if `clear`.
+
+    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), rints (the number
+    of calls of rint), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
+    bytes_written, loads and stores; these two map the size of an access in bytes to the number of accesses. A buffer that
+    is bound twice has the same numbers twice.
+    """
     dispatches = json.loads(torch.ops.simulator.last_dispatches(clear))
     for d in dispatches:
         d["buffers"] = {int(index): buffer for index, buffer in d["buffers"].items()}
@@ -35,25 +43,25 @@ def last_dispatches(clear: bool = True) -> list[dict]:
 
 
 def check_guards() -> None:
-    """Raises where memory beside a buffer was written."""
+    """Raises RuntimeError if memory next to a buffer was written."""
     torch.ops.simulator.check_guards()
 
 
 def check_races(check: bool) -> None:
-    """Whether races on buffers are errors; those on threadgroup memory always are."""
+    """Sets whether races on buffers are errors. Races on threadgroup memory always are."""
     torch.ops.simulator.check_races(check)
 
 
 def allow_foreign(allow: bool) -> None:
-    """Whether kernels may touch buffers of more than 256 MiB, which are sparse."""
+    """Sets whether kernels may touch buffers of more than 256 MiB, which are sparse and have no guards."""
     torch.ops.simulator.allow_foreign(allow)
 
 
 def thread_order(order: int) -> None:
-    """Of threadgroups and the threads in each: 0 forward, 1 backward, 2 scrambled."""
+    """Sets the order in which threadgroups, and the threads in each, run: 0 forward, 1 backward, 2 scrambled."""
     torch.ops.simulator.thread_order(order)
 
 
 def max_threads(threads: int) -> None:
-    """maxTotalThreadsPerThreadgroup of every pipeline."""
+    """Sets maxTotalThreadsPerThreadgroup of every pipeline."""
     torch.ops.simulator.max_threads(threads)

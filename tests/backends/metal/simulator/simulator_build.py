@@ -1,6 +1,8 @@
-"""Builds what gives torch a simulated device "mps" on Linux, with the Metal back end as it is: csrc/mps and the shaders.
+"""Builds the library that gives torch a simulated device "mps" on Linux. It holds csrc/mps and the shaders unchanged.
 
-python tests/backends/metal/simulator/simulator_build.py --missing  says what it lacks; nothing where it can be built.
+    python tests/backends/metal/simulator/simulator_build.py --missing
+
+prints which packages the build lacks, and fails; it prints nothing if the library can be built.
 """
 
 import fcntl
@@ -25,7 +27,7 @@ LIBRARIES = ["libtorch_rope_simulator.so", "libtorch_rope_simulator_compiled.so"
 
 
 def _objc() -> Path | None:
-    """GCC's folder that has libobjc and its headers."""
+    """Returns the folder of GCC that has libobjc and its headers, or None."""
     there = [
         p.parent for p in Path("/usr/lib/gcc").glob("*/*/libobjc.so") if (p.parent / "include/objc/objc.h").exists()
     ]
@@ -33,20 +35,20 @@ def _objc() -> Path | None:
 
 
 def problem() -> str:
-    """Why the simulator cannot be built; empty where it can."""
+    """Returns why the simulator cannot be built, or an empty string if it can be."""
     blocks = Path("/usr/include/Block.h").exists()
-    packages = {  # of Debian
+    packages = {  # names of Debian packages
         "clang-19": metal.compiler(),
         "gobjc": _objc(),
         "libblocksruntime-dev": blocks and any(Path("/usr/lib").rglob("libBlocksRuntime.so")),
     }
     if missing := [package for package, there in packages.items() if not there]:
-        return f"the simulated mps device needs: apt-get install {' '.join(missing)}"
+        return f"packages are missing for the simulated mps device: apt-get install {' '.join(missing)}"
     if importlib.util.find_spec("torch"):
         import torch
 
-        if torch.version.cuda:  # its autograd asks for the one accelerator that torch was built for
-            return "the simulated mps device needs a build of torch without CUDA"
+        if torch.version.cuda:  # autograd asks for the one accelerator that torch was built for
+            return "torch is a build with CUDA but must be one without CUDA for the simulated mps device"
     return ""
 
 
@@ -80,7 +82,8 @@ def _ninja(folder: Path) -> str:
         for p in sorted(ROOT.glob(f))
         if p.is_file()
     )
-    # emulator.cpp comes first: what is thread_local before it would be shared memory. Shader libraries see it.
+    # emulator.cpp comes first, because the emulator takes the thread_local variables that are linked before it for shared
+    # memory. Shader libraries see its symbols, so it is built without -fvisibility=hidden.
     sources = [
         "tests/backends/cuda/emulator/emulator.cpp",
         *(f"{HERE}/{name}" for name in ("dispatch.cpp", "device.cpp", "runtime.mm", "selftest.mm")),
@@ -106,11 +109,14 @@ def _ninja(folder: Path) -> str:
 
 
 def build(compiled: bool = False) -> Path:
-    """compiled: with the shaders as a library that was compiled ahead, beside their source."""
+    """Builds the library and returns its path.
+
+    compiled: True if the library must also hold the shaders compiled ahead, and not only their source.
+    """
     import torch
 
-    if told := problem():
-        raise RuntimeError(told)
+    if reason := problem():
+        raise RuntimeError(reason)
     folder = Path("build", f"simulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
     library = LIBRARIES[compiled]
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
@@ -132,7 +138,7 @@ def build(compiled: bool = False) -> Path:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--missing"]:
-        told = problem()
-        print(told, end="\n" if told else "")
-        sys.exit(bool(told))
+        reason = problem()
+        print(reason, end="\n" if reason else "")
+        sys.exit(bool(reason))
     print(build())

@@ -11,17 +11,17 @@ struct alignas(4) __half2 {
 
 inline float __half2float(__half h) {
   const unsigned sign = (h.bits & 0x8000u) << 16, rest = h.bits & 0x7fffu;
-  if (rest < 0x0400) return __uint_as_float(__float_as_uint(float(rest) * 0x1p-24f) | sign);  // zero, subnormal
+  if (rest < 0x0400) return __uint_as_float(__float_as_uint(float(rest) * 0x1p-24f) | sign);  // zero or subnormal
   return __uint_as_float(((rest << 13) + (rest < 0x7c00 ? 0x38000000u : 0x70000000u)) | sign);
 }
 inline __half __float2half_rn(float f) {
   const unsigned all = __float_as_uint(f), sign = all >> 16 & 0x8000u, rest = all & 0x7fffffffu;
   unsigned bits;
-  if (rest > 0x7f800000) return {0x7fff};  // the NaN of CUDA
+  if (rest > 0x7f800000) return {0x7fff};  // CUDA's NaN
   if (rest >= 0x47800000)
-    bits = 0x7c00;  // 65536
+    bits = 0x7c00;  // at least 65536: infinity
   else if (rest < 0x38800000)
-    bits = unsigned(rintf(std::fabs(f) * 0x1p24f));  // below 2^-14: subnormal, or the first normal
+    bits = unsigned(rintf(std::fabs(f) * 0x1p24f));  // below 2^-14: subnormal, or rounded up to the first normal
   else
     bits = (rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13;
   return {static_cast<unsigned short>(sign | bits)};

@@ -1,4 +1,4 @@
-// The part of the CUDA runtime and language that the kernels use, on the emulator.
+// The part of the CUDA language and runtime that the kernels use, implemented with the emulator.
 #pragma once
 
 #include <cmath>
@@ -16,10 +16,11 @@
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
-// thread_local, as it may stand alone in a function and after extern, and lies in a segment of its own. Dynamic shared
-// memory is outside of any namespace, and has this name:  extern __shared__ unsigned char dynamic_shared[];
+// thread_local is allowed where __shared__ is, alone in a function and after extern, and its variables are in a segment
+// of their own, which the emulator can find. Dynamic shared memory must be declared outside of all namespaces and with
+// this name:  extern __shared__ unsigned char dynamic_shared[];
 #define __shared__ thread_local
-#ifdef __CUDACC__  // libstdc++ has it as the name of an attribute
+#ifdef __CUDACC__  // in kernel files only: libstdc++ uses __noinline__ as the name of an attribute
 #define __noinline__ __attribute__((noinline))
 #endif
 
@@ -32,7 +33,7 @@ struct alignas(16) float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// ---- threads that wait for each other ----
+// ---- barriers and shuffles ----
 
 #define EMULATED_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -42,11 +43,12 @@ __forceinline__ void __syncwarp(unsigned mask = 0xffffffff, EMULATED_SITE) {
 }
 
 namespace emulator {
-// from(lane, last): the lane that is read, or one after `last`, the last of the lane's own group: its own value then.
+// Returns the value that lane from(lane, last) gives. `last` is the last lane of this lane's group of `width` lanes; if
+// from() names a lane after it, the result is this lane's own value.
 template <typename T, typename F>
 __forceinline__ T shuffle(unsigned mask, T value, int width, const Site& site, F&& from) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
-  if (width < 1 || width > 32 || (width & (width - 1))) fail("a shuffle whose width is not 1, 2, 4, 8, 16 or 32");
+  if (width < 1 || width > 32 || (width & (width - 1))) fail("the width of a shuffle must be 1, 2, 4, 8, 16 or 32");
   const unsigned lane = lane_index(), last = lane | unsigned(width - 1), source = from(lane, last);
   warp_exchange(mask, source > last ? lane : source, &value, sizeof value, site);
   return value;
@@ -74,7 +76,7 @@ __forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int w
 
 template <typename T>
 __forceinline__ const T& __ldg(const T* from) {
-  return *from;  // loaded where it is used
+  return *from;  // a reference: the code that uses it loads it
 }
 template <typename T>
 constexpr T min(T a, T b) {
@@ -101,7 +103,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 using cudaStream_t = struct CUstream_st*;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*device*/) {
-  *value = 1;  // a small GPU: calls of the tests' size fill it
+  *value = 1;  // one multiprocessor, so that the small calls of the tests fill the GPU
   return cudaSuccess;
 }
 struct cudaLaunchConfig_t {
@@ -111,7 +113,7 @@ struct cudaLaunchConfig_t {
 };
 
 namespace emulator {
-// The limits of every GPU there is.
+// Returns whether a launch respects the limits that all GPUs share.
 inline bool fits(const cudaLaunchConfig_t& c) {
   return c.gridDim.count() && c.blockDim.count() && c.gridDim.x <= 0x7fffffff && c.gridDim.y <= 65535 &&
          c.gridDim.z <= 65535 && c.blockDim.count() <= 1024 && c.blockDim.x <= 1024 && c.blockDim.y <= 1024 &&
@@ -123,7 +125,7 @@ struct Call {
   void (*kernel)(P...);
   std::tuple<P...> arguments;
 
-  // For each thread. Its copies of the arguments are not loads of the kernel.
+  // Runs the kernel for one thread. Not instrumented, because copying the arguments is not a load of the kernel.
   template <size_t... I>
   __attribute__((no_sanitize("thread"))) void operator()(std::index_sequence<I...>) const {
     kernel(std::get<I>(arguments)...);

@@ -1,4 +1,4 @@
-// assert of a kernel: it ends the launch. Never compiled out.
+// assert() of kernels. A failure ends the launch with an error; NDEBUG does not remove it.
 #pragma once
 
 #include "../emulator.h"

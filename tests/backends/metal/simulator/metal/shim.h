@@ -1,10 +1,10 @@
-// metal_stdlib for shaders that metal.py has translated to C++14. Address spaces vanish, and -fsanitize=thread shows
-// the emulator every load and store; or with SIMULATOR_ADDRESS_SPACES they are clang's, to compile the text and no
-// more.
+// Stands in for metal_stdlib in shaders that metal.py has translated to C++14. Address spaces vanish, and
+// -fsanitize=thread shows the emulator every load and store. With SIMULATOR_ADDRESS_SPACES they are clang's address
+// spaces instead, which serves to check the source; that build never runs.
 #pragma once
 #pragma clang system_header
 
-// No <cmath>: its functions of doubles would compete with those of metal.
+// <cmath> is not included, because its functions of doubles would compete with those of the namespace metal.
 #include <initializer_list>
 #include <limits>
 #include <type_traits>
@@ -31,7 +31,7 @@ typedef __bf16 bfloat;
 #define thread
 #define NAN __builtin_nanf("")
 #define INFINITY __builtin_inff()
-#define UNWATCHED __attribute__((no_sanitize("thread")))  // it may look at variables of the host
+#define UNWATCHED __attribute__((no_sanitize("thread")))  // for functions that read variables of the host
 
 namespace metal {
 
@@ -60,7 +60,7 @@ using std::enable_if;
 using std::is_same;
 using std::numeric_limits;
 
-// Of float alone, and each at full precision.
+// These functions exist for float only, and all have full precision.
 #define FUNCTIONS                                                                 \
   inline float sqrt(float x) { return __builtin_sqrtf(x); }                       \
   inline float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }               \
@@ -116,7 +116,7 @@ T select(T no, T yes, bool which) {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 
-// Default arguments give the place of the caller.
+// The default arguments are the file and line of the caller.
 #define WHERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 inline void threadgroup_barrier(mem_flags flags, WHERE) {
   emulator::block_barrier({"threadgroup_barrier", file, line}, emulator::Memories(flags));
@@ -130,7 +130,8 @@ namespace simulator {
 
 inline bool has_lane(uint lane) { return lane < 32 && emulator::lanes() >> lane & 1; }
 
-// What another lane has. That of a lane that is not there is undefined in Metal, here a NaN.
+// Returns the x of another lane. If that lane does not exist, the result is undefined in Metal and all ones here, which
+// is a NaN in the floating types.
 template <typename T>
 T of_lane(T x, uint lane, const emulator::Site& site) {
   const bool there = has_lane(lane);
@@ -201,7 +202,7 @@ T as_type(F from) {
 
 namespace simulator {
 
-// A copy constructor of C++ takes its own address space alone.
+// C++'s copy constructor takes an object in its own address space only. These functions copy from the others.
 #ifdef SIMULATOR_ADDRESS_SPACES
 #define COPY_OF(...) simulator::copy_of(__VA_ARGS__)
 template <typename T>
@@ -216,7 +217,7 @@ T copy_of(const threadgroup T&);
 #define COPY_OF(...) __VA_ARGS__
 #endif
 
-// float4(a, b, c, d), float4(a) and float4(v)
+// The vector constructors: float4(a, b, c, d), float4(a) and float4(v).
 template <typename V>
 struct Elements;
 template <typename T, int N>
@@ -247,7 +248,7 @@ struct Pointee<void> {
 template <>
 struct Pointee<const void> : Pointee<void> {};
 
-// How a parameter of a kernel gets its value.
+// Gets the value of a kernel's parameter of type P.
 template <typename P>
 struct Passed {
   static constexpr Type type() { return {0, 0, false, false, false}; }
@@ -314,7 +315,7 @@ struct DataType<bool> {
 #define KERNEL(...)
 #define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
 #else
-// Behind the last there is one without a name.
+// The list ends before the first element without a name.
 extern "C" simulator::Constant simulator_constants[100] = {};
 extern "C" simulator::Kernel simulator_kernels[1000] = {};
 
@@ -323,18 +324,18 @@ namespace simulator {
 struct Registered {
   template <typename T>
   UNWATCHED Registered(const char* name, int index, T* data) {
-    *place_in(simulator_constants) = {name, index, DataType<T>::value, data, sizeof(T)};
+    *first_free(simulator_constants) = {name, index, DataType<T>::value, data, sizeof(T)};
   }
   template <typename... P>
   UNWATCHED Registered(const char* name, void (*function)(P...), std::initializer_list<Parameter> parameters) {
-    static_assert(sizeof...(P) <= Kernel::kMost, "so many parameters are not foreseen");
-    Kernel* const k = place_in(simulator_kernels);
+    static_assert(sizeof...(P) <= Kernel::kMost, "the simulator does not support this many parameters");
+    Kernel* const k = first_free(simulator_kernels);
     *k = {
         name, reinterpret_cast<void (*)()>(function), Signature<P...>::call, sizeof...(P), {}, {Passed<P>::type()...}};
     for (const Parameter& p : parameters) k->parameters[&p - parameters.begin()] = p;
   }
   template <typename T>
-  UNWATCHED static T* place_in(T* all) {
+  UNWATCHED static T* first_free(T* all) {
     while (all->name) all++;
     return all;
   }

@@ -1,5 +1,6 @@
-// The part of Foundation that csrc/mps and torch's headers name: declarations for two compilers, clang with the GNU
-// runtime on Linux, where runtime.mm defines them, and a cross compiler for macOS, which has objc/NSObject.h.
+// The part of Foundation that csrc/mps and torch's headers name. Two compilers read these declarations: clang with the
+// GNU runtime on Linux, where runtime.mm defines the classes, and a cross-compiler for macOS, which has
+// objc/NSObject.h.
 #pragma once
 
 #include <objc/objc.h>
@@ -14,9 +15,9 @@
   {                             \
    @public                      \
     __VA_ARGS__                 \
-  }  // part of the interface in this runtime
+  }  // in the GNU runtime they are part of the interface
 #undef nil
-#define nil nullptr  // not (id)0, which does not convert to NSError**
+#define nil nullptr  // (id)0 would not convert to NSError**
 typedef unsigned long NSUInteger;
 typedef long NSInteger;
 @protocol NSObject
@@ -28,7 +29,7 @@ typedef long NSInteger;
 @end
 __attribute__((objc_root_class))
 @interface NSObject<NSObject> {
-  Class isa;  // and nothing else: a constant string is {isa, bytes, length}
+  Class isa;  // the only member, because the compiler lays out a constant string as {isa, bytes, length}
 }
 + (id)alloc;
 + (id)new;

@@ -4,7 +4,7 @@
 #include <Foundation/Foundation.h>
 
 #ifndef __APPLE__
-#define __MAC_OS_X_VERSION_MAX_ALLOWED 150000  // of the SDK that these declarations stand for
+#define __MAC_OS_X_VERSION_MAX_ALLOWED 150000  // the SDK that these declarations stand for
 #endif
 
 typedef struct {
