@@ -103,14 +103,15 @@ template <typename Call>
 void check_type_of_inv_freq(const Call& call, const Tensor& inv_freq) {
   const at::ScalarType type = inv_freq.scalar_type();
   ROPE_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "inv_freq is ", name_of(type),
-                  " but must be float32 or float64");
+                  " but must be float32 or float64",
+                  at::isReducedFloatingType(type) ? "; compute it again, because a cast back does not restore it" : "");
 }
 
 // ---- the arguments of a rotation ----
 
 void check_x(const RotateCall& call, const Named& x) {
   check_dims(call, x, 3, 4, "[seq, heads, head_dim] or [batch, seq, heads, head_dim]",
-             "; add a missing head axis with ", x.name, ".unsqueeze(-2)");
+             "; if the head axis is missing, pass ", x.name, ".unsqueeze(-2)");
   ROPE_CHECK_TYPE(is_rotatable(x->scalar_type()), x.name, " is ", name_of(x->scalar_type()),
                   " but must be float16, bfloat16, float32 or float64");
 }
@@ -124,16 +125,18 @@ void check_like_q(const RotateCall& call, const Named& k) {
                    ", as q has");
   const char* advice = "; only the heads may differ";
   if (q->dim() == 4) check_same(call, kBatch, k, q, advice);
-  check_same(call, kSeq, k, q, advice);
+  check_same(call, kSeq, k, q, advice, "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)");
   check_same(call, kHeadDim, k, q, advice);
 }
 
-// Checks the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last dimension counts.
-void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit) {
+// Checks the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last dimension counts. advice:
+// ends the message.
+void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit,
+                      const char* advice = "") {
   const c10::SymInt &half = size(source, -1), &head_dim = size(*call.q, -1);
   ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), name, " has ", half, " ", unit, " but must have at most ", head_dim / 2,
                    ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
-                   " is larger than head_dim");
+                   " is larger than head_dim", advice);
 }
 
 // Checks the batch of a table or of positions.
@@ -154,7 +157,7 @@ void check_tables(const RotateCall& call) {
                   name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type));
   check_dims(call, cos, 2, 3, "[max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]");
   check_same_shape(call, sin, cos);
-  check_rotary_dim(call, "cos", *cos, "columns");
+  check_rotary_dim(call, "cos", *cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
   if (cos->dim() == 2) return;
   const c10::SymInt& seq = size(*call.q, -3);
   const char* advice = ": a 3-D table has a row per token; pass a 2-D table to select rows by position";
@@ -167,10 +170,11 @@ void check_tables(const RotateCall& call) {
   check_batch(call, cos);
 }
 
-// Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed.
-void check_tokens(const RotateCall& call, const Named& t, const char* shapes) {
+// Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
+// the message about a dtype.
+void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice = "") {
   ROPE_CHECK_TYPE(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t.name, " is ",
-                  name_of(t->scalar_type()), " but must be int32 or int64");
+                  name_of(t->scalar_type()), " but must be int32 or int64", advice);
   check_dims(call, t, 1, 2, shapes);
   const c10::SymInt& seq = size(*call.q, -3);
   ROPE_CHECK_VALUE(equal(size(*t, -1), seq), t.name, " has shape ", t->sym_sizes(), " but must have shape ", shapes,
@@ -326,12 +330,14 @@ void check(const RotateCall& call, bool in_place) {
   if (call.cos) check_tables(call);
   if (call.inv_freq) {
     check_type_of_inv_freq(call, *call.inv_freq);
-    check_dims(call, {"inv_freq", &*call.inv_freq}, 1, 1, "[rotary_dim / 2]");
+    check_dims(call, {"inv_freq", &*call.inv_freq}, 1, 1, "[rotary_dim / 2]",
+               "; for several axes, make tables with axial_cos_sin");
     check_rotary_dim(call, "inv_freq", *call.inv_freq, "frequencies");
   }
   if (call.positions) {
     const Named positions{"positions", &*call.positions};
-    check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]");
+    check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]",
+                 at::isFloatingType(positions->scalar_type()) ? "; make tables of other positions with cos_sin" : "");
     if (positions->dim() == 2) check_batch(call, positions);
   }
   check_norm(call);
@@ -386,7 +392,7 @@ void check_position_range(const RotateCall& call, const RopeParams& p, int64_t l
                       name);
   };
   if (p.source == kTableByPosition) check(p.table_rows, "the number of rows of cos");
-  if (call.v && !call.slots) check(p.block_size, "the block_size of k_cache");
+  if (call.v && !call.slots) check(p.block_size, "the block_size (or max_seq) of k_cache");
 }
 
 }  // namespace rope

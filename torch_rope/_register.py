@@ -19,7 +19,7 @@ _ops = torch.ops.rope
 #
 # If only x (or q and k) is mapped, or positions and tables by token are mapped with it, the mapped dimension joins the
 # batch and the whole call is one launch. All other calls loop over the samples: those with a table or an inv_freq for
-# each sample, the backward operators that sum over the tokens of a sample, and calls that the operator will refuse.
+# each sample, the backward operators that sum over the tokens of a sample, and calls that are errors.
 
 
 def _in_front(t: Tensor, dim: int | None, size: int) -> Tensor:
@@ -96,6 +96,7 @@ def _loop(op, size: int, dims: dict, given: dict):
 
 
 def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
+    """Runs a mapped call of an operator, and returns (results, mapped dimensions), as register_vmap expects."""
     name, size = signature.name, info.batch_size
     dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
     if "k_cache" in given:
@@ -132,6 +133,7 @@ for _signature in operators():
 
 
 def _register_sharding() -> None:
+    """Registers the rules for DTensor, or warns if this release of torch does not let them be registered."""
     try:
         import torch_rope._sharding  # noqa: F401
     except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
@@ -175,6 +177,7 @@ elif torch.distributed.is_available():
 
 @functools.cache
 def _teach_inductor_storage_offsets() -> None:
+    """Registers the lowering for storage offsets, unless Inductor has one."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 
@@ -188,6 +191,8 @@ def _teach_inductor_storage_offsets() -> None:
 
 
 def _watch_functionalization(op: torch._ops.OpOverload) -> None:
+    """Registers the lowering when `op` is functionalized with a tensor whose storage offset is a symbol."""
+
     @op.py_impl(FunctionalTensorMode)
     def functionalize(mode, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -206,6 +211,7 @@ for _signature in operators():
 
 
 def _flops(signature: Signature, *args, out_shape=None, **kwargs) -> int:
+    """Returns the floating-point operations of a call, given the shapes of its tensors."""
     shapes = signature.by_name(args) | kwargs
     rotary_dim = 2 * (shapes.get("cos") or shapes["inv_freq"])[-1]
     # 6 for each pair of a rotation, so 3 for each rotated channel. A gradient of tables takes 8 for each pair: two

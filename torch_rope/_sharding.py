@@ -171,11 +171,12 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
     grads = [call[f"{name}_out_grad"] for name in names]
     if all(grad.axis(m) is None for grad in grads):
         return [Replicate()] * 2
-    for grad in grads:  # the results are sums over ranks, so a gradient that is whole on every rank counts only once
+    for grad in grads:
+        # The results are sums over ranks. A gradient that is whole becomes Partial, so that the sums count it once.
         if grad.axis(m) is None:
             grad.placements[m] = Partial()
         elif grad.placements[m] == Partial("avg"):
-            grad.refuse(m, "which has to be reduced before")
+            grad.refuse(m, "be reduced first; call its redistribute method")
     return [Partial()] * 2
 
 
@@ -210,9 +211,9 @@ _RULES = {
     "rotate_into_cache_": _rotate_into_cache,
 }
 
-# The public register_sharding does not fit. It caches a decision for every value of offset, and so one more at each
-# step of decoding. And it takes a list of placements: if those of a call are not in the list, DTensor redistributes to
-# the nearest.
+# The public register_sharding is not used, for two reasons. It caches a decision for every value of offset, so one more
+# at each step of decoding. And it takes a list of placements: for a call whose placements are not in the list, DTensor
+# redistributes to the nearest ones.
 for _signature in operators():
     _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
     _names = _signature.arguments

@@ -1,9 +1,11 @@
-"""Which model families of transformers pair the channels of q and k as (2i, 2i + 1). All others are half-split:
-pairs (i, i + rotary_dim / 2).
+"""Lists the model families of transformers whose pairing is interleaved: channels 2i and 2i + 1 form a pair.
+
+All other families are half-split: channels i and i + rotary_dim / 2 form a pair.
 """
 
-# ``model_type`` of the config that describes the attention: of a multimodal model the text's or the vision tower's, not
-# the outer one. From the functions of every modeling file of transformers 5.23.0; tests/integrations/test_families.py looks again.
+# Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config of
+# the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling file of
+# transformers 5.23.0; tests/integrations/test_families.py compares it with the installed release.
 INTERLEAVED = frozenset(
     {
         "axk1",
@@ -56,5 +58,5 @@ INTERLEAVED = frozenset(
     }
 )
 
-# Of these, the ones whose config can say otherwise: ``config.rope_interleave = False`` is half-split.
+# The families of INTERLEAVED whose config can choose: ``config.rope_interleave = False`` makes them half-split.
 ROPE_INTERLEAVE = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"})

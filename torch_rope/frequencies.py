@@ -462,6 +462,7 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the
     length of the sequence yourself: the keyword arguments do not include seq_len and long.
     """
+    _require(not isinstance(config, str), "from_config", "config", config, "a dict, or a config object of transformers")
     config = _get(config, "text_config") or config  # of a multimodal model
     if isinstance(config, Mapping):
         present = {name: value for name, value in config.items() if value is not None}

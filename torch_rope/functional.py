@@ -38,7 +38,7 @@ def _norm_flags(norm_eps: float, attention_factor: float, interleaved: bool) -> 
 def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
     """Returns the usual frequencies of RoPE, ``base ** (-2 i / rotary_dim)`` for i = 0 .. rotary_dim / 2 - 1.
 
-    :mod:`torch_rope.frequencies` has those of models with a longer context (YaRN, LongRoPE, Llama 3.1, ...).
+    :mod:`torch_rope.frequencies` has the frequencies of models with a longer context (YaRN, LongRoPE, Llama 3.1, ...).
 
     Args:
         rotary_dim: how many channels of a head are rotated. It must be even.

@@ -3,11 +3,12 @@
 A token of an image has a position on several axes (time, height, width), and each pair of channels follows one of them.
 The functions below describe this by a matrix, inv_freq ``[axes, rotary_dim / 2]``, which is 0 if a pair does not follow
 an axis. The angle of a pair is then the sum over all axes of position times frequency. :func:`torch_rope.axial_cos_sin`
-makes the tables in one step::
+makes the tables in one launch::
 
     inv_freq = torch_rope.multimodal.sections(torch_rope.inv_freq(128, 1e6), [16, 24, 24])  # Qwen2-VL
     inv_freq, attention_factor = torch_rope.multimodal.from_config(config)  # or the same from a config
-    cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
+    # positions [3, batch, seq] -> cos and sin [batch, seq, 64]
+    cos, sin = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=attention_factor)
     q, k = torch_rope.rotate_qk(q, k, cos, sin)  # in every layer
 
 axial_cos_sin is differentiable in inv_freq, and in positions if they are floating-point. RoPE-Mixed (Heo et al.,
@@ -48,12 +49,13 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
     return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq, 0.0)
 
 
-def _check(inv_freq: Tensor, sections: Sequence[int]) -> None:
+def _check(function: str, inv_freq: Tensor, sections: Sequence[int]) -> None:
     """Raises ValueError unless sections are three counts of pairs that add up to the number of frequencies."""
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != inv_freq.shape[-1]:
         raise ValueError(
-            f"torch_rope.multimodal: sections is {list(sections)} but must be three counts of pairs with the sum "
-            f"{inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}"
+            f"torch_rope.multimodal.{function}: sections is {list(sections)} but must be three counts of pairs with "
+            f"the sum {inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}; for other axes use by_axis "
+            "or axial"
         )
 
 
@@ -71,7 +73,7 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
 
     Raises ValueError if sections does not fit inv_freq.
     """
-    _check(inv_freq, sections)
+    _check("sections", inv_freq, sections)
     return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)])
 
 
@@ -81,7 +83,7 @@ def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     The pairs follow time, height, width, time, height, width and so on, as long as an axis has pairs left in its
     section. All other pairs follow time. Arguments, result and errors are those of :func:`sections`.
     """
-    _check(inv_freq, sections)
+    _check("interleaved", inv_freq, sections)
     return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(len(inv_freq))])
 
 
@@ -92,7 +94,7 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     sections is [height, width, time], and the first two must be equal. In all else arguments, result and errors are
     those of :func:`sections`.
     """
-    _check(inv_freq, sections)
+    _check("height_width_time", inv_freq, sections)
     if sections[0] != sections[1]:
         raise ValueError(
             f"torch_rope.multimodal.height_width_time: sections is {list(sections)} but must have as many pairs of "

@@ -1,5 +1,6 @@
 """The rotary embedding of a model, as a module."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,7 +49,8 @@ class RotaryEmbedding(nn.Module):
 
     Raises:
         ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it. A call
-            raises what :func:`torch_rope.rotate_qk` does.
+            raises the errors of :func:`torch_rope.rotate_qk`.
+        TypeError: a keyword argument is none of this kind.
     """
 
     def __init__(
@@ -76,12 +78,16 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"torch_rope.RotaryEmbedding: max_position is {max_position} but must be at least 1")
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         function = frequencies.KINDS[kind]
+        names = list(inspect.signature(function).parameters)[1:]  # without rotary_dim
+        if unknown := [name for name in arguments if name not in names]:
+            raise TypeError(
+                f"torch_rope.RotaryEmbedding: {unknown[0]} is given but must not be, because kind {kind!r} takes only "
+                f"{', '.join(names)}"
+            )
         inv_freq, self.attention_factor = function(rotary_dim, base, **arguments)
         if 2 * len(inv_freq) > head_dim:
-            raise ValueError(
-                f"torch_rope.RotaryEmbedding: rotary_dim is {rotary_dim} but must be at most head_dim, which is "
-                f"{head_dim}"
-            )
+            needs = "even" if rotary_dim == head_dim else f"at most head_dim, which is {head_dim}"
+            raise ValueError(f"torch_rope.RotaryEmbedding: rotary_dim is {rotary_dim} but must be {needs}")
         self.head_dim, self.rotary_dim, self.base, self.kind = head_dim, 2 * len(inv_freq), base, kind
         self.arguments, self.interleaved, self.max_position = arguments, interleaved, max_position
         # The length of the sequence above which the angles change; None if they never do.
@@ -118,7 +124,7 @@ class RotaryEmbedding(nn.Module):
 
         The head_dim of the result is the number of rotated channels. The heads of q and k may have more channels.
 
-        Raises what :func:`torch_rope.frequencies.from_config` and the constructor do.
+        Raises the errors of :func:`torch_rope.frequencies.from_config` and of the constructor.
         """
         kind, arguments = frequencies.parse(config, layer_type)
         rotary_dim = arguments.pop("head_dim" if kind == "proportional" else "rotary_dim")

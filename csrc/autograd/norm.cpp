@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_backward(const Tensor& a_narrow
   const Tensor r = inverse_rms(x, eps), r2 = r.square(), u = h * w;
   const Tensor ux = mean_product(u, x), ax = mean_product(a, x);
   const Tensor du = r * (a - r2 * ax * x);
-  const Tensor dr = mean_product(a, u) - 3 * r2 * ux * ax + mean_product(b * h, x);  // divided by head_dim
+  const Tensor dr = mean_product(a, u) - 3 * r2 * ux * ax + mean_product(b * h, x);  // the gradient of r / head_dim
   const Tensor dx = r * (b * h - r2 * (ux * a + ax * u + dr * x));
   const Tensor dh = du * w + b * x * r;
   return {dh.to(gradient.scalar_type()), dx.to(x_narrow.scalar_type()), sum_of_heads(h * du).to(weight.scalar_type())};

@@ -24,8 +24,8 @@ variable_list rotated(const Angles& angles, const Tensor& q, const OptTensor& k)
   return {std::move(q_out), std::move(k_out)};
 }
 
-// Writes the gradient of q to result[first] and that of k to result[first + 1], if they are needed: the gradients of
-// the results, rotated back.
+// Rotates the gradients of the results back, and writes those of q and k, if they are needed, to result[first] and
+// result[first + 1].
 void rotate_back(AutogradContext* ctx, const Angles& angles, const variable_list& grads, size_t first,
                  variable_list& result) {
   const auto wanted = [&](size_t i) {

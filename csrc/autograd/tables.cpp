@@ -110,7 +110,7 @@ TwoTensors rotate_table_backward(const Angles& given, c10::DispatchKeySet keys, 
   const Angles angles = shapes.in(given);
   variable_list out = apply<TableBackwardFunction>(p[0], p[1], optional(p[2]), optional(p[3]), angles, &in.own);
   Tensor cos_tangent, sin_tangent;
-  for (int varied : {0, 1}) {  // the gradients, then x
+  for (int varied : {0, 1}) {  // 0: the gradients vary, 1: x varies
     if (!has_tangent(in.own[varied]) && !has_tangent(in.own[varied + 2])) continue;
     const auto at = [&](int i) { return i % 2 == varied ? tangent_or_zeros(in.own[i]) : p[i]; };
     const auto [c, s] = table_backward_op()(angles, at(0), optional(at(2)), at(1), optional(at(3)));

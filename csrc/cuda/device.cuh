@@ -420,7 +420,7 @@ struct Heads {
   const RotateArgs& a;
   const Tiling& tiling;
   const Token<I>& token;
-  const bool skip_in_place;         // skip tensors that are rotated in place: this chunk of theirs does not change
+  const bool skip_in_place;         // this chunk is not rotated, so tensors that are changed in place keep it
   int tensor;                       // 0 q, 1 k, 2 v
   int located = -1;                 // the tensor that out points into
   I first_head = 0;                 // the head of team 0

@@ -1,15 +1,15 @@
-"""Run by test_transformers.py: transformers with the kernels package, and torch_rope under its "rotary_pos_emb"."""
+"""Kernelizes models with kernel_mapping() and prints how the results differ. test_transformers.py runs this program."""
 
 import json
 import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-logging.disable(logging.WARNING)  # kernels says which layers it has no kernel for
+logging.disable(logging.WARNING)  # kernels warns about layers that it has no kernel for
 
 import transformers.utils.import_utils  # noqa: E402
 
-# transformers takes one minor release of kernels only; what is used here is the same in others.
+# transformers accepts only one minor release of kernels. The parts that are used here are the same in other releases.
 transformers.utils.import_utils.is_kernels_available = lambda *args, **kwargs: True
 
 import test_transformers as tests  # noqa: E402
@@ -40,7 +40,7 @@ for family in ("llama", "gpt_oss", "nanochat", "openai_privacy_filter"):
             kernelize(model, mode=mode, device="cpu")
         torch._dynamo.reset()
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if Mode.TORCH_COMPILE in mode else model
-        actual = step(run)  # the first call looks at the function, and compiles
+        actual = step(run)  # the first call examines the function, and compiles
         with torch.profiler.profile() as profile:
             run(tests.tokens())
         with use_kernel_mapping({}, inherit_mapping=False):

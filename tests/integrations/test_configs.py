@@ -1,4 +1,4 @@
-"""Frequencies, modules and positions that torch_rope makes of a config: those of transformers' own models."""
+"""Compares frequencies, modules and positions that torch_rope makes from a config with those of transformers' models."""
 
 import importlib
 import json
@@ -36,12 +36,15 @@ FAMILIES = [
 
 
 def transformers_config(config: dict):
-    """Of a config.json. A copy goes in: transformers writes into the nested dicts."""
+    """Returns transformers' config object for the contents of a config.json.
+
+    transformers gets a copy, because it writes into the nested dicts.
+    """
     return AutoConfig.for_model(**json.loads(json.dumps(config)))
 
 
-def of_module(config):
-    """(layer_type, inv_freq, attention_factor) of each table that the rotary module of a transformers model builds."""
+def tables_of_module(config):
+    """Yields (layer_type, inv_freq, attention_factor) for each table that the rotary module of transformers makes."""
     package = type(config).__module__.rpartition(".")[0]
     module = importlib.import_module(f"{package}.modeling_{package.rpartition('.')[2]}")
     (rotary,) = (
@@ -66,28 +69,29 @@ def assert_near(
 
 
 @pytest.mark.parametrize("config, layer_type, seq_len", [case[:3] for case in REAL.values()], ids=REAL)
-def test_a_real_model(config, layer_type, seq_len):
+def test_a_real_config_gives_the_frequencies_of_transformers(config, layer_type, seq_len):
     theirs = transformers_config(config)
     ours = frequencies.from_config(config, layer_type, seq_len)
     assert_same(frequencies.from_config(theirs, layer_type, seq_len), ours)
-    if seq_len is None:  # which a module learns later
-        tables = {layer_type: rest for layer_type, *rest in of_module(theirs)}
+    if seq_len is None:  # a module of transformers does not know the length when it is built
+        tables = {layer_type: rest for layer_type, *rest in tables_of_module(theirs)}
         assert_near(ours, *tables[layer_type], *frequencies.parse(config, layer_type))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(family):
-    """Its default config as an object and as the config.json that it saves, against its own module."""
+def test_a_default_config_gives_the_frequencies_of_transformers(family):
+    """The config is given as an object, and as the config.json that the object saves."""
     config = AutoConfig.for_model(family)
     saved = json.loads(config.to_json_string(use_diff=False))
-    if family == "gptj":  # has no module: sin and cos of its frequencies times the position
+    if family == "gptj":  # gptj has no rotary module, but a function that makes sin and cos of position times frequency
         theirs = create_sinusoidal_positions(2, config.rotary_dim)[1, : config.rotary_dim // 2].asin()
         ours = frequencies.from_config(config).inv_freq
-        # 1 rad is off by the rounding of its sine divided by its cosine, 2 at most, besides the frequency itself.
+        # The frequency comes from asin of a rounded sine. At 1 rad the rounding is divided by the cosine, which makes the
+        # error at most twice as large. The rounding of the frequency itself is added.
         assert (theirs.double() / ours - 1).abs().max() <= U32 * (4 + math.log(10000) + 4)
         assert_same(frequencies.from_config(saved), frequencies.from_config(config))
         return
-    tables = list(of_module(config))
+    tables = list(tables_of_module(config))
     assert tables
     for layer_type, inv_freq, attention_factor in tables:
         kind, arguments = frequencies.parse(config, layer_type)
@@ -97,8 +101,8 @@ def test_a_family(family):
 
 
 @pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, "llama", "mistral", "phi3", "olmo2", "exaone4"}))
-def test_what_a_config_leaves_out(model_type):
-    """A config.json with sizes alone means what transformers makes of it."""
+def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type):
+    """The config.json has only sizes."""
     sizes = {"hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 8192}
     if model_type in ("gptj", "codegen"):
         sizes = {"n_embd": 384, "n_head": 4, "n_positions": 8192}
@@ -110,10 +114,10 @@ def test_what_a_config_leaves_out(model_type):
 
 
 def draw(kind: str, rng: random.Random) -> tuple[dict, dict, dict]:
-    """Random arguments of a kind's function, and the same as a config's sizes and rope_parameters."""
+    """Returns random arguments of a kind's function, and the sizes and rope_parameters of a config that mean the same."""
     head_dim = 2 * rng.randint(8, 128)
     part = rng.choice([1.0, 0.25, 0.5, rng.uniform(0.25, 1)])
-    if kind == "yarn":  # where an odd rotary_dim fails in transformers: its ramp is one short
+    if kind == "yarn":  # transformers fails if rotary_dim is odd, because its ramp has one element too few
         part = 2 * rng.randint(2, head_dim // 2) / head_dim
         part += 1e-9 if int(head_dim * part) % 2 else 0
     rotary_dim, original = int(head_dim * part), rng.randint(128, 2**18)
@@ -149,7 +153,7 @@ def draw(kind: str, rng: random.Random) -> tuple[dict, dict, dict]:
 
 
 @pytest.mark.parametrize("kind", ROPE_INIT_FUNCTIONS)
-def test_random_parameters(kind):
+def test_random_parameters_give_the_frequencies_of_transformers(kind):
     rng = random.Random(kind)
     for _ in range(60):
         arguments, sizes, rope = draw(kind, rng)
@@ -160,16 +164,19 @@ def test_random_parameters(kind):
 
         by_length = {"seq_len": seq_len} if kind in ("dynamic", "longrope") else {}
         assert_same(frequencies.KINDS[kind](**arguments, **by_length), ours)
-        # The same said as before rope_parameters, and by layer type.
+        # The same parameters in the older form rope_scaling, and by layer type.
         scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
-        beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
-        assert_same(frequencies.from_config({**sizes, **beside, "rope_scaling": scaling}, seq_len=seq_len), ours)
+        outer = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
+        assert_same(frequencies.from_config({**sizes, **outer, "rope_scaling": scaling}, seq_len=seq_len), ours)
         layers = {"a": rope, "b": {"rope_type": "default", "rope_theta": 7.0}}
         assert_same(frequencies.from_config({**sizes, "rope_parameters": layers}, "a", seq_len), ours)
 
 
-def test_random_partial_rotary():
-    """default, whose formula is each model's own: Llama's for all of a head, GLM's for a part, odd parts too."""
+def test_a_random_part_of_a_head_gives_the_frequencies_of_transformers():
+    """Tests the kind default, whose formula each model has for itself.
+
+    Llama's formula serves whole heads and GLM's serves parts of heads, also with an odd rotary_dim.
+    """
     rng, odd = random.Random(0), 0
     for _ in range(60):
         arguments, sizes, rope = draw("default", rng)
@@ -183,21 +190,21 @@ def test_random_partial_rotary():
     assert odd
 
 
-def test_all_kinds_are_known():
+def test_torch_rope_has_all_kinds_of_transformers():
     assert {*ROPE_INIT_FUNCTIONS, "default", "ntk"} == {*frequencies.KINDS}
 
 
-def test_layers_that_share_frequencies_may_be_asked_for():
+def test_a_layer_type_may_be_given_if_all_layers_share_the_frequencies():
     config = AutoConfig.for_model("gemma2")
     assert_same(frequencies.from_config(config, "sliding_attention"), frequencies.from_config(config))
 
 
-def test_a_config_object_without_a_layer_type_is_refused():
+def test_from_config_raises_if_a_needed_layer_type_is_missing():
     with pytest.raises(ValueError, match="layer_type is None but must be one of 'full_attention', 'sliding_attention'"):
         frequencies.from_config(AutoConfig.for_model("gemma4"))
 
 
-# ---- modules ----
+# ---- Modules ----
 
 MODELS = {
     "llama": {},
@@ -211,8 +218,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_module(name):
-    """Frequencies, pairing and rotated part, from the config alone."""
+def test_a_module_rotates_as_the_model_of_transformers(name):
+    """The frequencies, the pairing and the number of rotated channels come from the config."""
     config = AutoConfig.for_model(name, hidden_size=128, num_attention_heads=4, head_dim=32, **MODELS[name])
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     (theirs,) = (c for n, c in vars(modeling).items() if n.endswith("RotaryEmbedding"))
@@ -224,12 +231,13 @@ def test_a_module(name):
     assert rope.rotary_dim == part
     expected = modeling.apply_rotary_pos_emb(*(x[..., :part] for x in (q, k)), cos, sin, unsqueeze_dim=2)
     for x, out, rotated in zip((q, k), rope(q, k, positions), expected, strict=True):
-        # Their angle is a float32 product: 100 * 2^-24 of a turn's radians, and the roundings of a few operations.
+        # transformers' angle is a float32 product of up to 100 rad, so it is off by up to 100 * 2^-24 rad. The roundings of a
+        # few operations are added.
         assert (out[..., :part] - rotated).abs().max() < 2e-5 * rotated.abs().max()
         assert torch.equal(out[..., part:], x[..., part:])
 
 
-def test_a_module_of_a_layer_type():
+def test_a_module_uses_the_frequencies_of_its_layer_type():
     config = transformers.Gemma3TextConfig()
     sliding, full = (
         RotaryEmbedding.from_config(config, kind, max_position=9) for kind in ("sliding_attention", "full_attention")
@@ -240,8 +248,8 @@ def test_a_module_of_a_layer_type():
 
 
 @pytest.mark.parametrize("max_position", [None, 50])
-def test_a_module_that_is_loaded(max_position, tmp_path):
-    """transformers gives buffers that are not saved memory without values."""
+def test_from_pretrained_restores_the_buffers_of_a_module(max_position, tmp_path):
+    """transformers gives buffers that are not saved uninitialised memory."""
 
     class Model(transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig
@@ -258,11 +266,11 @@ def test_a_module_that_is_loaded(max_position, tmp_path):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-# ---- multimodal ----
+# ---- Several axes ----
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "glm_ocr", "qwen3_5"])
-def test_multimodal_positions(name):
+def test_positions_of_text_and_images_give_the_tables_of_transformers(name):
     config = transformers.CONFIG_MAPPING[name]().text_config
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     theirs = [
@@ -275,10 +283,10 @@ def test_multimodal_positions(name):
     outs = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=factor)
     for out, t in zip(outs, theirs[0](config)(torch.zeros(1), positions), strict=True):
         half = t.view(*t.shape[:-1], -1, 2)[..., 0] if torch.equal(t[..., 0], t[..., 1]) else t[..., : t.shape[-1] // 2]
-        assert (out - half).abs().max() < 2e-5  # their angle is a float32 product
+        assert (out - half).abs().max() < 2e-5  # transformers' angle is a float32 product
 
 
-def test_positions_of_a_vision_tower():
+def test_positions_of_a_vision_tower_give_the_tables_of_transformers():
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
 

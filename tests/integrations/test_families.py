@@ -1,5 +1,7 @@
-"""torch_rope under tiny random models of every family: logits, and in a training step all gradients, are those of the
-unpatched model. The families are the rows of docs/families.md."""
+"""Compares a patched model of every family with the unpatched model: the logits, and all gradients of a training step.
+
+The models are tiny and random. docs/families.md has a table of the families.
+"""
 
 import functools
 import importlib
@@ -20,17 +22,18 @@ from torch_rope.integrations import transformers as integration  # noqa: E402
 pytestmark = pytest.mark.cpu
 DOC = (ROOT / "docs" / "families.md").read_text()
 
-# Both sides round q and k to float32, in another order; scores of up to 60 make that 60 * 2^-24 = 4e-6 of a probability.
-# A model with q and k not rotated differs by 0.08 and more.
-LOGITS, GRADIENTS, BROKEN = 4e-6, 1.5e-5, 0.05  # of the largest logit, and of the largest gradient
+# The differences are parts of the largest logit, and of the largest gradient. LOGITS and GRADIENTS are the largest allowed.
+# Both models round q and k to float32, but in another order; with scores of up to 60 that changes a probability by
+# 60 * 2^-24 = 4e-6. A model whose q and k are not rotated differs by 0.08 or more, which is at least BROKEN.
+LOGITS, GRADIENTS, BROKEN = 4e-6, 1.5e-5, 0.05
 
-# initializer_range is ten times the usual, for attention that depends on the positions.
+# initializer_range is ten times the usual value, so that attention depends on the positions.
 SMALL = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0,
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-# Fixed seeds, so that no token is so near to the edge between two experts that rounding decides.
+# The seeds are fixed, so that no token is so near to the boundary between two experts that rounding decides.
 MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 MLA = dict(
     q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1,
@@ -77,7 +80,7 @@ def openai_privacy_filter():
 
 
 def qwen_vl(model_type, section, vision, **rope):
-    """Text and an image of 4 x 4 patches, so the positions of an image's tokens have three parts."""
+    """Returns a model and its inputs: text and an image of 4 x 4 patches, whose tokens have positions on three axes."""
     rope |= {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
     text = SMALL | {"rope_parameters": rope}
     config = transformers.AutoConfig.for_model(
@@ -111,7 +114,7 @@ def pixtral():
     return bare("pixtral", inputs, image_size=16, patch_size=4)
 
 
-# By model_type.
+# Functions that return a model and its inputs, by model_type.
 CASES = {
     **{
         name: lambda name=name: causal(name)
@@ -145,37 +148,37 @@ CASES = {
 
 
 def train_step(model, inputs):
-    """(logits or hidden states, all gradients)."""
+    """Does a training step and returns (logits or hidden states, all gradients)."""
     model.zero_grad()
     out = model(**inputs)
     out = out.logits if "logits" in out else out[0]
-    weights = torch.linspace(-1, 1, out.numel()).view_as(out)  # gradients that differ from output to output
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)  # each output gets another gradient
     (out * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return out.detach(), gradients
 
 
 def difference(actual, expected):
-    """The largest, of the largest expected."""
+    """Returns the largest difference, as a part of the largest expected value. For dicts it is that of all values together."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         actual, expected = (torch.cat([d[n].flatten() for n in expected]) for d in (actual, expected))
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-def rows(heading):
-    """The rows of the table below a heading of the documentation, by their first column."""
-    table = re.search(rf"## {heading}.*?\n\n(\|.*?)\n\n", DOC, re.DOTALL)[1]
-    rows = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return {row[0]: row[1:] for row in rows[2:]}
+def table(heading):
+    """Returns the table below a heading of docs/families.md, as a dict from the first column to the other columns."""
+    text = re.search(rf"## {heading}.*?\n\n(\|.*?)\n\n", DOC, re.DOTALL)[1]
+    lines = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {first: rest for first, *rest in lines[2:]}
 
 
-def test_the_table_lists_what_is_tested():
-    assert sorted(rows("Tested")) == sorted(CASES)
+def test_the_documentation_lists_the_tested_families():
+    assert sorted(table("Tested families")) == sorted(CASES)
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_family(family, monkeypatch):
+def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(family, monkeypatch):
     model, inputs = CASES[family]()
     model.eval()
     expected, expected_gradients = train_step(model, inputs)
@@ -185,12 +188,12 @@ def test_family(family, monkeypatch):
         count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
         monkeypatch.setattr(integration, name, count)
     handle = integration.patch(model)
-    calls.clear()  # of patch itself
+    calls.clear()  # patch itself calls the operators too
     actual, gradients = train_step(model, inputs)
     assert difference(actual, expected) < LOGITS
     assert difference(gradients, expected_gradients) < GRADIENTS
 
-    pairing, _, _, call = rows("Tested")[family]
+    pairing, _, _, call = table("Tested families")[family]
     assert {call} == calls
     assert f", {pairing}" in str(handle)
     assert (pairing.startswith("interleaved")) == (family in INTERLEAVED)
@@ -206,6 +209,7 @@ def test_family(family, monkeypatch):
 
 
 def modeling_files():
+    """Yields the modules of transformers that mention a rotation."""
     for package in pkgutil.iter_modules(transformers.models.__path__):
         folder = Path(transformers.models.__path__[0]) / package.name
         for file in sorted(folder.glob("modeling_*.py")):
@@ -213,13 +217,13 @@ def modeling_files():
                 yield importlib.import_module(f"transformers.models.{package.name}.{file.stem}")
 
 
-# Interleaved by functions that torch_rope does not know.
+# Families that are interleaved, but whose functions torch_rope does not support.
 ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
 
 
-def test_all_modeling_files():
-    """Which of their functions are rotations that torch_rope knows, found without a model."""
-    # hunyuan_vl's function is a rotation, but not with its table: see test_transformers.py.
+def test_the_documentation_lists_all_modeling_files():
+    """Finds out, without building a model, which functions of the modeling files are rotations that torch_rope supports."""
+    # hunyuan_vl's function is a rotation, but its table has different angles for a pair; see test_transformers.py.
     served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():
         family, rebuilder = file.__name__.split(".")[-2], integration._Rebuilder()
@@ -240,9 +244,9 @@ def test_all_modeling_files():
             elif re.match("_?apply_(rotary|rope)", method):
                 refused.add(family)
     assert {call: sorted(families - refused) for call, families in served.items()} == {
-        call: families.split(", ") for call, (families,) in rows("All that are known").items()
+        call: families.split(", ") for call, (families,) in table("Supported modeling files").items()
     }
-    assert refused == set(rows("Refused"))
+    assert refused == set(table("Refused modeling files"))
 
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call))
     assert all(types[family] & INTERLEAVED for family in interleaved)

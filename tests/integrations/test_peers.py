@@ -1,11 +1,12 @@
-"""Other implementations compute the same rotation, and so does the definition itself.
+"""Compares torch_rope with other implementations (peers) of the rotation, and with its mathematical definition.
 
-How far two results may be apart is derived, not tuned. u is the unit roundoff of a dtype.
-- x cos - y sin, as two rounded products and one rounded sum, is off by at most 2 u of the pair's magnitude, since
-  |x cos| + |y sin| <= hypot(x, y). Two results from the same cos and sin are therefore within 4 u.
+The largest allowed difference of two results is derived, not tuned. u is the unit roundoff of a dtype.
+- x cos - y sin is computed as two rounded products and one rounded sum. The result is off by at most 2 u of the pair's
+  magnitude, because |x cos| + |y sin| <= hypot(x, y). Two results from the same cos and sin therefore differ by at most 4 u.
 - A peer that rounds cos and sin to the dtype adds 1 u.
-- Each rounding of a float32 angle turns it by up to u |angle|, which moves the result by as much of the magnitude.
-- Channels past rotary_dim are equal bit for bit.
+- Each rounding of a float32 angle changes it by up to u |angle|, which changes the result by as much, as a part of the
+  magnitude.
+- Channels from rotary_dim on are equal bit for bit.
 """
 
 import importlib
@@ -21,8 +22,8 @@ import torch_rope
 from torch_rope import rotate, rotate_qk
 
 F32 = 2.0**-24  # unit roundoff of float32
-OUR_ANGLE = 5e-7  # of the pair's magnitude: what cos and sin from inv_freq may add to an element's error
-LAST = 2048  # where the peer's angles are float32, positions are below this: 1 u of an angle is then at most 1.2e-4
+OUR_ANGLE = 5e-7  # the error that cos and sin from inv_freq may add to an element, as a part of the pair's magnitude
+LAST = 2048  # positions are below this if the peer's angles are float32; then 1 u of an angle is at most 1.2e-4
 
 # (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
 SIZES = [
@@ -41,8 +42,8 @@ def name_of(parameter):
     return getattr(parameter, "__name__", str(parameter).removeprefix("torch."))
 
 
-def of_each_two(**factors):
-    """Cases in which any two values stand together."""
+def every_two(**factors):
+    """Parametrizes a test with cases in which every two values of different factors occur together."""
     found = covering(factors)
     return pytest.mark.parametrize(",".join(factors), [tuple(c.values()) for c in found], ids=map(case_name, found))
 
@@ -56,27 +57,31 @@ def needs(dtype, device):
 
 
 def q_and_k(size, dtype):
-    """On the CPU, [batch, seq, heads, head_dim] over memory in the peers' order, which x.transpose(1, 2) gives them."""
+    """Returns random q and k [batch, seq, heads, head_dim] on the CPU.
+
+    In memory they are [batch, heads, seq, head_dim], the layout of the peers, which x.transpose(1, 2) restores.
+    """
     batch, seq, q_heads, k_heads, head_dim, _ = size
     q, k = (torch.randn(batch, h, seq, head_dim, dtype=torch.float64).to(dtype) for h in (q_heads, k_heads))
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def pairs_of(x, rotary_dim, interleaved):
-    """The first and the second members of the pairs of x: [..., rotary_dim / 2] each."""
+    """Returns the first channels and the second channels of the pairs of x, [..., rotary_dim / 2] each."""
     x = x[..., :rotary_dim]
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 
 def angles(positions, inv_freq):
-    """[batch or 1, seq, rotary_dim / 2] in float64, on the CPU."""
+    """Returns the angles [batch or 1, seq, rotary_dim / 2] in float64, on the CPU."""
     return torch.atleast_2d(positions).double().unsqueeze(-1) * inv_freq.double()
 
 
 def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle=0.0):
-    """Both are x [batch, seq, heads, head_dim] rotated, and within (roundings u + angle) of a pair's magnitude.
+    """Asserts that two results of rotating x [batch, seq, heads, head_dim] agree.
 
-    angle: a number, or a tensor [batch or 1, seq, rotary_dim / 2].
+    They may differ by (roundings u + angle), as a part of a pair's magnitude. angle is a number, or a tensor
+    [batch or 1, seq, rotary_dim / 2].
     """
     assert ours.shape == theirs.shape == x.shape
     assert ours.dtype == theirs.dtype == x.dtype
@@ -84,7 +89,7 @@ def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle
     assert torch.equal(ours[..., rotary_dim:], theirs[..., rotary_dim:])
     assert torch.equal(ours[..., rotary_dim:], x[..., rotary_dim:])
     info = torch.finfo(x.dtype)
-    # Below the smallest normal number a rounding no longer shrinks with what is rounded.
+    # Below the smallest normal number, the error of a rounding no longer shrinks with the rounded number.
     magnitude = torch.hypot(*pairs_of(x.double(), rotary_dim, interleaved)).clamp(min=info.smallest_normal)
     angle = angle.unsqueeze(-2) if torch.is_tensor(angle) else angle
     difference = torch.stack(pairs_of((ours.double() - theirs.double()).abs(), rotary_dim, interleaved))
@@ -113,8 +118,8 @@ ONNX = [(onnx_reference, d) for d in (torch.float32, torch.float16, torch.float6
 ONNX += [(torch_onnx, d) for d in SINGLE_OR_HALF]
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, rank=[3, 4], by_position=[True, False], of=ONNX)
-def test_onnx(size, interleaved, rank, by_position, of, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, rank=[3, 4], by_position=[True, False], of=ONNX)
+def test_rotate_agrees_with_onnx(size, interleaved, rank, by_position, of, device):
     peer, dtype = of
     needs(dtype, device)
     call = peer()
@@ -131,7 +136,7 @@ def test_onnx(size, interleaved, rank, by_position, of, device):
     attributes = {
         "interleaved": int(interleaved),
         "num_heads": heads if rank == 3 else 0,
-        "rotary_embedding_dim": rotary_dim if rotary_dim < head_dim else 0,  # 0, its default, is all of head_dim
+        "rotary_embedding_dim": rotary_dim if rotary_dim < head_dim else 0,  # the default 0 means head_dim
     }
     theirs = call(given, cos, sin, positions, **attributes)
     theirs = theirs.transpose(1, 2) if rank == 4 else theirs.unflatten(-1, (heads, head_dim))
@@ -145,37 +150,38 @@ def test_onnx(size, interleaved, rank, by_position, of, device):
 
 def mlx_rope(x, rotary_dim, interleaved, *, freqs=None, offset=0, **options):
     mx = needed("mlx.core")
-    # By way of float32, which is exact: numpy has no bfloat16.
+    # The values are converted through float32, because numpy has no bfloat16. This is exact.
     there = mx.array(x.transpose(1, 2).float().numpy()).astype(getattr(mx, name_of(x.dtype)))
     freqs = freqs if freqs is None else mx.array(freqs.numpy())
     offset = mx.array(offset.numpy()) if torch.is_tensor(offset) else offset
     options = {"base": None, "scale": 1.0, **options, "freqs": freqs, "offset": offset}
-    # On the CPU: the limits below are those of its cos and sin, not of the fast ones of a GPU.
+    # MLX runs on the CPU: the limits below are for its cos and sin there, not for the fast ones of a GPU.
     out = mx.fast.rope(there, rotary_dim, traditional=interleaved, stream=mx.cpu, **options)
     return torch.from_numpy(np.array(out.astype(mx.float32))).to(x.dtype).transpose(1, 2)
 
 
 def mlx_limits(dtype, angle, angle_roundings):
-    # float32: MLX's polynomials for cos and sin are right to about 2 u. Otherwise it rounds them to the dtype, 1 u.
+    # In float32 MLX's polynomials for cos and sin have errors of about 2 u. In other dtypes MLX rounds cos and sin to the
+    # dtype, which adds 1 u.
     return {"roundings": 6 if dtype == torch.float32 else 5, "angle": OUR_ANGLE + angle.abs() * angle_roundings * F32}
 
 
-@of_each_two(
+@every_two(
     size=SIZES,
     interleaved=PAIRINGS,
     dtype=SINGLE_OR_HALF,
     angles_of=[(1e4, 1.0, 0), (5e5, 1.0, 1900), (1e4, 0.25, 37), (5e5, 1.5, 1001)],
 )
-def test_mlx_base(size, interleaved, dtype, angles_of, device):
+def test_rotate_agrees_with_mlx(size, interleaved, dtype, angles_of, device):
     base, scale, offset = angles_of
     seq, rotary_dim = size[1], size[-1]
     x, _ = q_and_k(size, dtype)
     theirs = mlx_rope(x, rotary_dim, interleaved, base=base, scale=scale, offset=offset)
-    # MLX scales the position, and that is to scale the frequency.
+    # MLX scales the position, which has the same effect as scaling the frequency.
     inv_freq = torch_rope.inv_freq(rotary_dim, base) * scale
-    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))): 4 roundings of the exponent, and each
-    # is u |log(frequency)| of the frequency. 8 more: exp2's polynomial (4), position * scale, that times the frequency,
-    # our frequency and its scale.
+    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))). These are 4 roundings of the exponent, and
+    # each changes the frequency by a part u |log(frequency)| of it. 8 more roundings: exp2's polynomial (4),
+    # position * scale, the product of that and the frequency, our frequency, and our frequency times scale.
     angle = angles(torch.arange(seq) + offset, inv_freq)
     limits = mlx_limits(dtype, angle, 8 + 4 * (inv_freq / scale).double().log().abs())
 
@@ -187,8 +193,8 @@ def test_mlx_base(size, interleaved, dtype, angles_of, device):
     assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=SINGLE_OR_HALF)
-def test_mlx_freqs_and_an_offset_per_row(size, interleaved, dtype, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, dtype=SINGLE_OR_HALF)
+def test_rotate_agrees_with_mlx_with_freqs_and_an_offset_per_sequence(size, interleaved, dtype, device):
     batch, seq, rotary_dim = size[0], size[1], size[-1]
     x, _ = q_and_k(size, dtype)
     freqs = torch.empty(rotary_dim // 2).uniform_(1, 1000)
@@ -198,7 +204,7 @@ def test_mlx_freqs_and_an_offset_per_row(size, interleaved, dtype, device):
     positions = offsets.unsqueeze(1) + torch.arange(seq, dtype=torch.int32)
     angle = {"inv_freq": inv_freq.to(device), "positions": positions.to(device)}
     ours = rotate(x.to(device), **angle, interleaved=interleaved)
-    # 3 roundings of an angle: its reciprocal and ours, and its product.
+    # The angle is rounded 3 times: MLX's reciprocal, our reciprocal, and MLX's product.
     limits = mlx_limits(dtype, angles(positions, inv_freq), 3)
     assert_agree(ours, theirs, x, rotary_dim, interleaved, **limits)
 
@@ -212,18 +218,18 @@ def rotary_embedding_torch(rotary_dim, **options):
 
 
 def product_in_float32(positions, inv_freq):
-    """The angle of a peer that multiplies in float32 and takes torch's cos and sin, right to 1 u."""
+    """Returns the error of a peer that multiplies angles in float32 and uses torch's cos and sin, which are right to 1 u."""
     return OUR_ANGLE + F32 + angles(positions, inv_freq) * F32
 
 
-# It counts positions in x's dtype: in bfloat16 its integers end at 256, in float16 at 2048.
+# rotary-embedding-torch counts positions in x's dtype. bfloat16 has all integers up to 256, and float16 up to 2048.
 COUNTED = [(d, offset) for d in SINGLE_OR_HALF for offset in (0, 5, 200)] + [
     (d, LAST - 40) for d in (torch.float32, torch.float16)
 ]
 
 
-@of_each_two(size=SIZES, counted=COUNTED)
-def test_rotary_embedding_torch(size, counted, device):
+@every_two(size=SIZES, counted=COUNTED)
+def test_rotate_agrees_with_rotary_embedding_torch(size, counted, device):
     dtype, offset = counted
     seq, rotary_dim = size[1], size[-1]
     peer = rotary_embedding_torch(rotary_dim, theta=5e5)
@@ -235,8 +241,11 @@ def test_rotary_embedding_torch(size, counted, device):
         assert_agree(ours, theirs, x, rotary_dim, True, angle=angle)
 
 
-def test_rotary_embedding_torch_with_cached_keys(device):
-    """The last queries against all keys. (Its rotate_queries_and_keys is for xPos alone, which is not a rotation.)"""
+def test_rotate_agrees_with_rotary_embedding_torch_with_cached_keys(device):
+    """q has only the last tokens, and k has all tokens.
+
+    The peer's rotate_queries_and_keys is not tested: it is only for xPos, which is not a rotation.
+    """
     peer = rotary_embedding_torch(64)
     inv_freq = peer.freqs.detach()
     q, k = torch.randn(2, 4, 3, 64), torch.randn(2, 300, 3, 64)
@@ -247,7 +256,7 @@ def test_rotary_embedding_torch_with_cached_keys(device):
         assert_agree(ours, rotated.transpose(1, 2), x, 64, True, angle=angle)
 
 
-# --- Hugging Face Transformers: each model's own function, with cos and sin from its own module -----------------------
+# --- Hugging Face Transformers: the function and the rotary module of each model --------------------------------------
 
 
 def first_half(table):
@@ -258,9 +267,10 @@ def every_second(table):
     return table[..., ::2]
 
 
-# model: (class prefix, interleaved, may rotate less than head_dim, its table of full width -> ours of half the width).
-# llama, gpt_neox and glm repeat the half, [f0, f1, .., f0, f1, ..]; glm's function takes the first half of that and
-# interleaves it itself. cohere repeats each column, [f0, f0, f1, f1, ..].
+# model: (prefix of the class names, interleaved, True if it can rotate less than head_dim, the function that makes our
+# table of half the width from its table of full width).
+# llama, gpt_neox and glm repeat the half: [f0, f1, .., f0, f1, ..]. glm's function takes the first half of the table and
+# interleaves it itself. cohere repeats each column: [f0, f0, f1, f1, ..].
 MODELS = {
     "llama": ("Llama", False, False, first_half),
     "gpt_neox": ("GPTNeoX", False, True, first_half),
@@ -275,7 +285,7 @@ models = pytest.mark.parametrize(
 
 
 def hugging_face(model, size):
-    """(apply_rotary_pos_emb, rotary module, interleaved, table -> ours) of a model of this size."""
+    """Returns (apply_rotary_pos_emb, rotary module, interleaved, function that makes our table) of a model of this size."""
     needed("transformers", "5")
     *_, q_heads, k_heads, head_dim, rotary_dim = size
     prefix, interleaved, _, to_ours = MODELS[model]
@@ -298,13 +308,13 @@ def hugging_face(model, size):
 
 @models
 @pytest.mark.parametrize("dtype", SINGLE_OR_HALF, ids=name_of)
-def test_hugging_face_values_and_gradients(size, dtype, model, device):
-    """On the same tables; the gradient is a rotation too."""
+def test_rotate_qk_agrees_with_hugging_face_in_values_and_gradients(size, dtype, model, device):
+    """Both use the same tables. The gradient is a rotation too."""
     apply, rotary, interleaved, to_ours = hugging_face(model, size)
     batch, seq, *_, rotary_dim = size
     here = [x.requires_grad_() for x in q_and_k(size, dtype)]
     there = [x.detach().to(device).requires_grad_() for x in here]
-    # Positions may be large: both take the cos and sin that the module makes of them, in the dtype.
+    # Positions may be large, because both use the cos and sin that the module makes, in this dtype.
     cos, sin = rotary(here[0], torch.randint(0, 131072, (batch, seq)))
     assert cos.dtype == dtype and cos.shape == (batch, seq, rotary_dim)
 
@@ -321,7 +331,7 @@ def test_hugging_face_values_and_gradients(size, dtype, model, device):
 
 
 @models
-def test_hugging_face_with_angles_computed_in_the_op(size, model, device):
+def test_rotate_qk_with_inv_freq_agrees_with_hugging_face(size, model, device):
     apply, rotary, interleaved, _ = hugging_face(model, size)
     batch, seq, *_, rotary_dim = size
     here = q_and_k(size, torch.float32)
@@ -335,11 +345,11 @@ def test_hugging_face_with_angles_computed_in_the_op(size, model, device):
 
 
 @models
-def test_hugging_face_frequencies(size, model):
+def test_inv_freq_agrees_with_hugging_face(size, model):
     _, rotary, *_ = hugging_face(model, size)
     ours = torch_rope.inv_freq(size[-1], 5e5).double()
-    # Theirs: the exponent is rounded, u |log(frequency)| of the frequency, then the power (2) and its reciprocal (1).
-    # Ours: 1.
+    # Their exponent is rounded, which changes the frequency by a part u |log(frequency)| of it; then the power (2 u) and its
+    # reciprocal (1 u) are rounded. Ours is rounded once (1 u).
     limit = (4 + ours.log().abs()) * F32
     assert ((rotary.inv_freq.double() / ours - 1).abs() <= limit).all()
 
@@ -348,7 +358,10 @@ def test_hugging_face_frequencies(size, model):
 
 
 def rotation_matrix(angle, head_dim, interleaved):
-    """[..., head_dim, head_dim] from angles [..., pairs]: 2 x 2 rotations, and the identity past the last pair."""
+    """Returns matrices [..., head_dim, head_dim] from angles [..., pairs].
+
+    They are 2 x 2 rotations of the pairs, and the identity for the channels after the last pair.
+    """
     pairs = angle.shape[-1]
     matrix = torch.eye(head_dim, dtype=torch.float64).repeat(*angle.shape[:-1], 1, 1)
     for i in range(pairs):
@@ -360,12 +373,12 @@ def rotation_matrix(angle, head_dim, interleaved):
 
 
 def our_angle(dtype, angle):
-    """What the angle adds to an element's error. float64: its product is right to 1 u, its cos and sin too."""
+    """Returns the error that the angle adds to an element. In float64 the product, cos and sin are right to 1 u each."""
     return OUR_ANGLE if dtype != torch.float64 else (abs(angle) + 1) * torch.finfo(dtype).eps / 2
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
-def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
+def test_rotate_multiplies_by_the_block_diagonal_matrix(size, interleaved, dtype, device):
     needs(dtype, device)
     batch, seq, *_, head_dim, rotary_dim = size
     x, _ = q_and_k(size, dtype)
@@ -373,14 +386,14 @@ def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
     positions = torch.randint(1 - 2**24, 2**24, (batch, seq))
     angle = angles(positions, inv_freq)
     matrix = rotation_matrix(angle, head_dim, interleaved)
-    expected = torch.einsum("bsij,bshj->bshi", matrix, x.double()).to(dtype)  # all other terms of a sum are exact zeros
+    expected = torch.einsum("bsij,bshj->bshi", matrix, x.double()).to(dtype)  # the other terms of a sum are exactly 0
 
     arguments = {"inv_freq": inv_freq.to(device), "positions": positions.to(device), "interleaved": interleaved}
     ours = rotate(x.to(device), **arguments)
-    # float64: the angle and its cos and sin are rounded here as well, hence twice.
+    # Twice, because in float64 the expected angle, cos and sin are rounded as well.
     assert_agree(ours, expected, x, rotary_dim, interleaved, angle=2 * our_angle(dtype, angle))
 
-    # The same from a table of a row per token. A table of float32 adds 1 u of float32.
+    # The same with a table by token. A float32 table adds 1 u of float32.
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     cos, sin = (t.to(table_dtype).to(device) for t in (angle.cos(), angle.sin()))
     ours = rotate(x.to(device), cos, sin, interleaved=interleaved)
@@ -390,8 +403,8 @@ def test_is_the_block_diagonal_matrix(size, interleaved, dtype, device):
 SHIFTS = [1, 7, 1000, 131071, 2**20 + 3, 2**24 - 64, -1, -131071, 64 - 2**24]
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=[torch.float32, torch.float64], shift=SHIFTS)
-def test_scores_depend_on_the_distance_alone(size, interleaved, dtype, shift, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, dtype=[torch.float32, torch.float64], shift=SHIFTS)
+def test_scores_depend_only_on_the_distance(size, interleaved, dtype, shift, device):
     """<R_m q, R_n k> is the same for (m, n) and (m + shift, n + shift)."""
     needs(dtype, device)
     seq, q_heads, k_heads, _, rotary_dim = size[1:]
@@ -407,14 +420,14 @@ def test_scores_depend_on_the_distance_alone(size, interleaved, dtype, shift, de
         return q_heads_first @ k_heads_first.mT
 
     q_length, k_length = (t.norm(dim=-1) for t in heads_first(q.double(), k.double()))
-    # Each of the four rotated vectors is off by sqrt(2) (2 u + angle) of its length, which moves a score by as much of
-    # |q| |k|. 1e-14 for the sums over head_dim in float64.
+    # Each of the four rotated vectors is off by a part sqrt(2) (2 u + angle) of its length, which changes a score by the
+    # same part of |q| |k|. 1e-14 is for the sums over head_dim in float64.
     limit = 4 * 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, abs(shift) + seq)) + 1e-14
     assert ((scores(shift) - scores(0)).abs() <= limit * q_length.unsqueeze(-1) * k_length.unsqueeze(-2)).all()
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
-def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
+def test_rotate_preserves_lengths_and_inverse_undoes_it(size, interleaved, dtype, device):
     needs(dtype, device)
     batch, seq, *_, rotary_dim = size
     x, _ = q_and_k(size, dtype)
@@ -423,17 +436,18 @@ def test_preserves_length_and_is_undone_by_its_inverse(size, interleaved, dtype,
         "positions": torch.randint(0, 2**24, (batch, seq), device=device),
         "interleaved": interleaved,
     }
-    turned = rotate(x.to(device), **arguments)
-    # A wrong angle changes no length and is undone; wrong cos and sin and rounding do. sqrt(2): a pair is two elements.
+    rotated = rotate(x.to(device), **arguments)
+    # A wrong angle does not change the length, and inverse undoes it. Errors of cos and sin, and rounding, do change the
+    # length. sqrt(2), because a pair has two elements.
     error = 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, 0))
-    before, after = (torch.hypot(*pairs_of(t.cpu().double(), rotary_dim, interleaved)) for t in (x, turned))
+    before, after = (torch.hypot(*pairs_of(t.cpu().double(), rotary_dim, interleaved)) for t in (x, rotated))
     assert ((after - before).abs() <= error * before).all()
-    back = rotate(turned, **arguments, inverse=True)
+    back = rotate(rotated, **arguments, inverse=True)
     assert_agree(back, x, x, rotary_dim, interleaved, roundings=0, angle=2 * error)
 
 
-@of_each_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
-def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device):
+@every_two(size=SIZES, interleaved=PAIRINGS, dtype=ALL)
+def test_rotate_at_position_0_returns_the_same_bits(size, interleaved, dtype, device):
     needs(dtype, device)
     x = q_and_k(size, dtype)[0].to(device)
     inv_freq = torch_rope.inv_freq(size[-1]).to(device)
@@ -444,11 +458,11 @@ def test_position_0_is_the_identity_bit_for_bit(size, interleaved, dtype, device
         assert torch.equal(rotate(x, **arguments)[:, 0], x[:, 0])
 
 
-# ---- a CUDA inference engine (mini-vLLM): tables once, then q and k in place, pairs (2i, 2i + 1), int32 positions ----
+# --- A CUDA inference engine (mini-vLLM): one table, q and k in place, interleaved pairs, int32 positions -------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)
-def test_an_engine_with_tables(dtype, device):
+def test_rotate_qk_in_place_does_what_an_inference_engine_needs(dtype, device):
     tokens, q_heads, k_heads, head_dim, max_seq_len, theta = 128, 32, 8, 128, 8192, 10000.0
     cos, sin = torch_rope.cos_sin(
         torch.arange(max_seq_len, device=device), torch_rope.inv_freq(head_dim, base=theta).to(device)
@@ -469,5 +483,6 @@ def test_an_engine_with_tables(dtype, device):
         magnitude = torch.hypot(even, odd).repeat_interleave(2, -1)
         unit = F32 if dtype == torch.float32 else 2.0**-11
         assert torch.all(
-            (out.cpu().double() - expected).abs() <= (unit + 2 * F32) * magnitude + 2.0**-24
-        )  # float16's smallest
+            (out.cpu().double() - expected).abs()
+            <= (unit + 2 * F32) * magnitude + 2.0**-24  # float16's smallest number
+        )

@@ -1,5 +1,7 @@
-"""patch and kernelize of models of transformers: what changes, what does not, what is refused, and the ways to run a
-model. That it is right for every family is in test_families.py."""
+"""Tests of patch and kernel_mapping: what they change, what they leave alone, what they refuse, and ways to run a model.
+
+test_families.py tests that the results are right for every family.
+"""
 
 import copy
 import functools
@@ -22,7 +24,7 @@ from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
-# Of the largest logit, and of the largest gradient; why, is said in test_families.py.
+# The largest allowed differences, as parts of the largest logit and of the largest gradient. test_families.py derives them.
 LOGITS, GRADIENTS = 4e-6, 1.5e-5
 SMALL = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -42,12 +44,13 @@ def tokens(batch=2, seq=12):
 
 
 def difference(actual, expected):
+    """Returns the largest difference, as a part of the largest expected value."""
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of torch_rope's operators, by the replacements."""
+    """A list of the operators of torch_rope that patched models call."""
     counted = []
     for name in ("_rotate", "_rotate_qk"):
         operator = getattr(integration, name)
@@ -58,7 +61,7 @@ def calls(monkeypatch):
 
 
 def pair(**options):
-    """(unpatched, patched), of the same weights."""
+    """Returns (an unpatched model, a patched model) with the same weights."""
     stock = make(**options)
     model = copy.deepcopy(stock)
     patch(model)
@@ -68,24 +71,24 @@ def pair(**options):
 # ---- What patch changes ----
 
 
-def test_only_this_model_changes(calls):
+def test_patch_and_undo_change_only_this_model(calls):
     model, other = make(), make()
     expected = model(tokens()).logits
     before = dict(vars(sys.modules[type(model).__module__]))
     handle = patch(model)
     calls.clear()
-    for stock in (other, make()):  # one from before, one from after
+    for stock in (other, make()):  # one was made before the patch, one after
         assert torch.equal(stock(tokens()).logits, expected)
     assert not calls and vars(sys.modules[type(model).__module__]) == before
     assert difference(model(tokens()).logits, expected) < LOGITS
-    assert len(calls) == 2  # layers
+    assert len(calls) == 2  # one for each layer
     handle.undo()
     assert torch.equal(model(tokens()).logits, expected)
     assert len(calls) == 2
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_handle_says_what_it_replaced():
+def test_the_handle_lists_what_it_replaced():
     handle = patch(make())
     assert str(handle).splitlines() == [
         "torch_rope in LlamaForCausalLM:",
@@ -97,7 +100,7 @@ def test_handle_says_what_it_replaced():
     assert str(handle) == "torch_rope is not in LlamaForCausalLM any more"
 
 
-def test_context_manager_and_undo_twice(calls):
+def test_patch_is_a_context_manager_and_undo_may_be_called_twice(calls):
     model = make()
     with patch(model) as handle:
         calls.clear()
@@ -106,23 +109,23 @@ def test_context_manager_and_undo_twice(calls):
     model(tokens())
     handle.undo()
     assert len(calls) == 2
-    with patch(model), pytest.raises(ValueError, match="calls torch_rope already"):
+    with patch(model), pytest.raises(ValueError, match="already calls torch_rope"):
         patch(model)
 
 
-def test_undo_says_what_is_in_its_way():
+def test_undo_names_the_method_that_was_replaced_since():
     model = make()
     handle = patch(model)
     attention = model.model.layers[1].self_attn
     ours, attention.forward = attention.forward, lambda *args, **kwargs: ours(*args, **kwargs)
-    with pytest.raises(RuntimeError, match="model.layers.1.self_attn.forward was replaced since"):
+    with pytest.raises(RuntimeError, match="model.layers.1.self_attn.forward was replaced after"):
         handle.undo()
-    assert "rotate_qk" in str(handle)  # of both layers still
+    assert "rotate_qk" in str(handle)  # both layers are still patched
     attention.forward = ours
     handle.undo()
 
 
-def test_what_patch_leaves_alone(calls):
+def test_patch_leaves_weights_and_the_random_state_alone_and_a_copy_stays_patched(calls):
     model = make()
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     handle = patch(model)
@@ -135,14 +138,14 @@ def test_what_patch_leaves_alone(calls):
     assert torch.equal(copied(tokens()).logits, expected)
     assert len(calls) == 2
     handle.undo()
-    with pytest.raises(ValueError, match="what it was copied from"):
+    with pytest.raises(ValueError, match="the model that it was copied from"):
         patch(copied)
 
 
-def test_pickle(calls):
+def test_a_pickled_model_is_not_patched_and_can_be_patched(calls):
     model = make()
     if hasattr(model.model.layers[0].self_attn, "_kernel_funcs"):
-        pytest.skip("with kernels no model can be pickled")
+        pytest.skip("if kernels is installed, no model can be pickled")
     handle, file = patch(model), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -158,7 +161,7 @@ def test_pickle(calls):
     handle.undo()
 
 
-def test_save_pretrained(tmp_path):
+def test_a_patched_model_can_be_saved_and_loaded(tmp_path):
     model = make()
     patch(model)
     model.save_pretrained(tmp_path)
@@ -166,8 +169,7 @@ def test_save_pretrained(tmp_path):
     assert difference(loaded(tokens()).logits, model(tokens()).logits) < LOGITS
 
 
-def test_data_parallel(calls):
-    """Its replicas compute with their own weights."""
+def test_replicas_of_data_parallel_compute_with_their_own_weights(calls):
     model = make()
     handle = patch(model)
     attention = model.model.layers[0].self_attn
@@ -180,7 +182,7 @@ def test_data_parallel(calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_default_dtype(dtype, calls):
+def test_patch_works_with_any_default_dtype(dtype, calls):
     model = make()
     torch.set_default_dtype(dtype)
     try:
@@ -194,7 +196,7 @@ def test_default_dtype(dtype, calls):
 
 @pytest.mark.parametrize("undo_first", [True, False], ids=["undo first", "remove hooks first"])
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch first", "hooks first"])
-def test_hooks_of_accelerate(patch_first, undo_first, calls):
+def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, undo_first, calls):
     hooks = needed("accelerate.hooks")
     model = make()
     expected = model(tokens()).logits
@@ -225,7 +227,7 @@ def test_hooks_of_accelerate(patch_first, undo_first, calls):
     assert calls == []
 
 
-# ---- What it refuses ----
+# ---- What patch refuses ----
 
 
 def rotate_half(x):
@@ -238,7 +240,7 @@ def pairwise(x):
 
 
 def apply_rotary_vjepa2(q, k, cos, sin, unsqueeze_dim=1):
-    """Pairs (2i, 2i + 1), but a table for pairs (i, i + rotary_dim / 2)."""
+    """Rotates pairs (2i, 2i + 1) by a table that is made for pairs (i, i + rotary_dim / 2)."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half].repeat(1, 1, 1, 2), sin[..., :half].repeat(1, 1, 1, 2)
@@ -249,11 +251,11 @@ def apply_rotary_of_last_channels(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     n = cos.shape[-1]
 
-    def turn(x):
+    def rotate(x):
         rest, x = x[..., : x.shape[-1] - n], x[..., x.shape[-1] - n :]
         return torch.cat([rest, x * cos + rotate_half(x) * sin], -1)
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)
 
 
 def apply_rotary_of_a_longer_k(q, k, cos, sin, unsqueeze_dim=1):
@@ -288,8 +290,8 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("function", [*UNKNOWN, rotate_half], ids=lambda f: f.__name__)
-def test_unknown_function_is_refused(function, monkeypatch):
-    """With a llama beside it, which stays as it is too."""
+def test_an_unknown_function_is_refused(function, monkeypatch):
+    """The model also contains a Llama, which must not be patched either."""
     monkeypatch.setitem(globals(), "rotary_of_the_test", function)
     model = nn.ModuleDict({"llama": make(), "attention": Attention()})
     with pytest.raises(NotImplementedError, match=r"Attention.forward of attention calls rotary_of_the_test: "):
@@ -310,7 +312,7 @@ def test_a_method_that_calls_super_is_refused():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_models_that_are_refused():
+def test_a_refused_model_is_unchanged_and_the_error_says_why():
     vjepa2 = transformers.VJEPA2Config(
         hidden_size=48, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=1.0, crop_size=16, patch_size=8,
         frames_per_clip=2, pred_hidden_size=48, pred_num_hidden_layers=1, pred_num_attention_heads=2,
@@ -321,9 +323,9 @@ def test_models_that_are_refused():
     for config, message in [
         (
             vjepa2,
-            r"VJEPA2RopeAttention.apply_rotary_embeddings of .* calls rotate_queries_or_keys: of unknown arguments",
+            r"VJEPA2RopeAttention.apply_rotary_embeddings of .* calls rotate_queries_or_keys: the function has the arguments",
         ),
-        (hunyuan_vl, r"rotary_emb has two angles for the channels of a pair"),
+        (hunyuan_vl, r"rotary_emb has different angles for the two channels of a pair"),
     ]:
         model = transformers.AutoModel.from_config(config)
         with pytest.raises(NotImplementedError, match=message):
@@ -343,21 +345,21 @@ def test_models_that_are_refused():
 
 
 @pytest.mark.parametrize("model_type, attention", [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa")])
-def test_left_padding(model_type, attention):
+def test_left_padding_gives_the_logits_of_the_sequence_alone(model_type, attention):
     stock, model = pair(model_type=model_type, attention=attention)
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[1, :5] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     inputs = dict(input_ids=tokens() * mask, attention_mask=mask, position_ids=positions)
-    expected = stock(**inputs).logits[mask == 1]  # what stands at the padding is no one's
+    expected = stock(**inputs).logits[mask == 1]  # the logits at the padding have no meaning
     assert difference(model(**inputs).logits[mask == 1], expected) < LOGITS
     alone = stock(tokens()[1:, 5:]).logits
     assert difference(model(**inputs).logits[1:, 5:], alone) < LOGITS
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_sequences(attention):
-    """One row of two sequences is, by its position_ids, as each alone."""
+def test_packed_sequences_give_the_logits_of_each_sequence_alone(attention):
+    """Two sequences are packed into one. position_ids begins again at 0 for the second one."""
     stock, model = pair(attention=attention)
     ids, positions = tokens(1, 12), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
     packed = model(ids, position_ids=positions, use_cache=False).logits
@@ -368,8 +370,8 @@ def test_packed_sequences(attention):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "cohere2"])
-def test_generate(model_type, cache, calls):
-    """Greedy, with left padding: the same tokens, from the same logits, over more tokens than a window."""
+def test_generate_gives_the_same_tokens(model_type, cache, calls):
+    """Decoding is greedy, with left padding. There are more tokens than fit the attention window."""
     window = {} if model_type == "llama" else {"sliding_window": 4}
     stock, model = pair(model_type=model_type, attention="eager" if model_type == "gemma2" else "sdpa", **window)
     mask = torch.ones(2, 6, dtype=torch.int64)
@@ -387,8 +389,8 @@ def test_generate(model_type, cache, calls):
     assert len(calls) == 12 * layers_that_rotate
 
 
-def test_lengths_of_longrope():
-    """The rotary module goes on to choose the frequencies by the length: here short ones up to 8 tokens."""
+def test_longrope_still_chooses_its_frequencies_by_the_length():
+    """The rotary module uses short_factor up to 8 tokens, and long_factor for more."""
     factors = dict(short_factor=[1.0] * 8, long_factor=[2.0 + i for i in range(8)])
     rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=8, **factors)
     stock, model = pair(model_type="phi3", rope_parameters=rope)
@@ -397,7 +399,7 @@ def test_lengths_of_longrope():
 
 
 def train(model, **options):
-    """(loss, all gradients)."""
+    """Does a training step and returns (loss, all gradients)."""
     model.train()
     with torch.autocast("cpu", torch.bfloat16, **options):
         loss = model(tokens(), labels=tokens()).loss
@@ -406,20 +408,23 @@ def train(model, **options):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant, calls):
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, calls):
     stock, model = pair()
     loss, expected = train(stock, enabled=False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     calls.clear()
     checkpointed, gradients = train(model, enabled=False)
-    assert len(calls) == 4  # each layer twice
+    assert len(calls) == 4  # two for each layer, because the forward is computed twice
     assert difference(checkpointed, loss) < LOGITS and difference(gradients, expected) < GRADIENTS
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_autocast(attention):
-    """q and k stay bfloat16, where the unpatched model has them in float32 until attention rounds them: what is rounded
-    differs by float32 rounding, so one number in some hundreds by an ulp of bfloat16, 2^-8."""
+def test_autocast_differs_by_the_rounding_of_bfloat16(attention):
+    """A patched model keeps q and k in bfloat16. An unpatched model has them in float32 until attention rounds them.
+
+    The numbers that are rounded to bfloat16 differ by float32 rounding. So about one in several hundred results differs by
+    an ulp of bfloat16, 2^-8.
+    """
     stock, model = pair(attention=attention)
     exact, _ = train(copy.deepcopy(stock), enabled=False)
     (loss, expected), (ours, gradients) = train(stock), train(model)
@@ -427,7 +432,7 @@ def test_autocast(attention):
     assert abs(ours - exact) < 2 * abs(loss - exact) + 2**-8 * exact
 
 
-def test_autocast_keeps_the_dtype(calls):
+def test_the_cache_is_bfloat16_under_autocast(calls):
     _, model = pair()
     cache = transformers.DynamicCache(config=model.config)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -438,8 +443,8 @@ def test_autocast_keeps_the_dtype(calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes_of_weights(dtype):
-    """Both are near to the float64 model; transformers rounds five times where torch_rope rounds once."""
+def test_a_patched_model_is_about_as_near_to_a_float64_model_as_an_unpatched_one(dtype):
+    """transformers rounds five times and torch_rope once."""
     exact = make().double()
     expected = exact(tokens()).logits
     stock, model = (m.to(dtype) for m in pair())
@@ -450,7 +455,7 @@ def test_dtypes_of_weights(dtype):
 
 
 def counting(graphs):
-    """A backend that notes how often each graph calls torch_rope."""
+    """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
 
     def backend(module, inputs, **options):
         graphs.append(sum("rope.rotate" in str(node.target) for node in module.graph.nodes))
@@ -460,8 +465,8 @@ def counting(graphs):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "cohere", "gptj"])
-def test_compile(model_type):
-    """In one graph, to train too; patching and undoing compile it again."""
+def test_a_patched_model_compiles_to_one_graph(model_type):
+    """This holds for training too. torch.compile compiles again after undo()."""
     options = dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8) if model_type == "gptj" else {}
     model = make(model_type, attention="eager", **options)
     expected, gradients = model(tokens()).logits, train(copy.deepcopy(model), enabled=False)[1]
@@ -484,13 +489,13 @@ def test_compiled_decoding_with_a_static_cache():
     torch._dynamo.reset()
     graphs = []
     compiled = transformers.CompileConfig(backend=counting(graphs), fullgraph=True)
-    compiled._compile_all_devices = True  # else not on the CPU
+    compiled._compile_all_devices = True  # without this, generate() does not compile on the CPU
     assert torch.equal(model.generate(tokens(1, 6), compile_config=compiled, **options), expected)
-    assert graphs == [2]  # layers
+    assert graphs == [2]  # one call for each layer
 
 
-def test_k_may_be_none_where_it_may_be():
-    """Qwen4's indexer rotates q alone."""
+def test_k_may_be_none_if_the_original_function_accepts_none():
+    """Qwen4's indexer rotates only q."""
 
     def apply_rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -509,15 +514,15 @@ def test_k_may_be_none_where_it_may_be():
 apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
 
 
-def test_tables_of_another_dtype_than_q():
-    """A norm in float32 may stand between a rotary module in bfloat16 and its function."""
+def test_tables_may_have_another_dtype_than_q():
+    """This happens if the rotary module computes in bfloat16 and a norm of q computes in float32."""
     new = integration._RotaryFunction(apply_rotary_pos_emb).replacement("apply_rotary_pos_emb")
     q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
     tables = angle.cos().bfloat16(), angle.sin().bfloat16()
     torch.testing.assert_close(new(q, k, *tables), apply_rotary_pos_emb(q, k, *tables))
 
 
-def test_a_decorator_stays():
+def test_a_rebuilt_function_keeps_its_decorator():
     def doubling(function):
         return functools.wraps(function)(lambda *args: [2 * x for x in function(*args)])
 
@@ -535,24 +540,25 @@ def test_a_decorator_stays():
 KERNELIZE = Path(__file__).with_name("kernelize.py")
 
 
-def test_a_release_of_kernels_that_transformers_does_not_use(monkeypatch):
+def test_kernel_mapping_raises_if_transformers_does_not_use_kernels(monkeypatch):
     needed("kernels")
     monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
-    with pytest.raises(ImportError, match="kernelize would change nothing; it needs kernels"):
+    with pytest.raises(ImportError, match="kernelize would change nothing; install a release of kernels"):
         integration.kernel_mapping()
 
 
-def test_kernelize():
-    """In a process of its own, as transformers makes modules of functions when it is imported."""
+def test_kernelize_gives_the_results_of_the_unpatched_model():
+    """Runs in a new process, because transformers makes modules of its functions when it is imported."""
     needed("kernels")
     result = python(KERNELIZE.read_text())
     assert result.returncode == 0, result.stderr
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    # Half-split with each angle twice and once, by the negative angle, and interleaved.
+    # llama: half-split, each angle twice in the table. gpt_oss: half-split, each angle once. nanochat: rotates by the
+    # negative angle. openai_privacy_filter: interleaved.
     families, modes = ["llama", "gpt_oss", "nanochat", "openai_privacy_filter"], ["INFERENCE", "TRAINING"]
     modes_of = {"llama": modes + [f"{mode}|TORCH_COMPILE" for mode in modes]}
     assert [(f["family"], f["mode"]) for f in found] == [(f, mode) for f in families for mode in modes_of.get(f, modes)]
     for f in found:
-        assert f["calls"] == 2, f  # layers
+        assert f["calls"] == 2, f  # one for each layer
         assert f["logits"] < LOGITS and f["gradients"] < GRADIENTS, f
         assert f["undone"] == 0, f

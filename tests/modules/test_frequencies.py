@@ -529,6 +529,7 @@ def test_wrong_lists_of_longrope_raise_an_error():
         (GEMMA_3, None, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
         (GEMMA_3, "local", "layer_type is 'local' but must be one of 'full_attention', 'sliding_attention'"),
         (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
+        ("config.json", None, "config is 'config.json' but must be a dict, or a config object of transformers"),
         ({"num_attention_heads": 4}, None, "hidden_size is None but must be a number unless head_dim is given"),
         ({"hidden_size": 256}, None, "num_attention_heads is None but must be a number unless head_dim is given"),
         (

@@ -72,7 +72,9 @@ def test_gradients_of_learned_frequencies_agree_with_plain_torch(device):
 def test_wrong_axes_and_sections_raise_an_error():
     inv_freq = torch_rope.inv_freq(16)
     for order, wrong in itertools.product(ORDERS, ([4, 4], [4, 4, 1], [9, -1, 0], [1, 2, 5, 0])):
-        with pytest.raises(ValueError, match="sections is .* but must be three counts of pairs with the sum 8"):
+        with pytest.raises(
+            ValueError, match=f"multimodal.{order}: sections is .* but must be three counts of pairs with the sum 8"
+        ):
             getattr(multimodal, order)(inv_freq, wrong)
     with pytest.raises(ValueError, match="but must have as many pairs of height as of width"):
         multimodal.height_width_time(inv_freq, [3, 4, 1])

@@ -294,6 +294,8 @@ def test_wrong_arguments_raise_an_error():
         RotaryEmbedding(64, kind="yarns")
     with pytest.raises(ValueError, match="rotary_dim is 66 but must be at most head_dim, which is 64"):
         RotaryEmbedding(64, rotary_dim=66)
+    with pytest.raises(ValueError, match="rotary_dim is 63 but must be even"):
+        RotaryEmbedding(63)
     with pytest.raises(ValueError, match="max_position is 100 but must be None for kind 'dynamic'"):
         module("dynamic", 100)
     with pytest.raises(ValueError, match="max_position is 0 but must be at least 1"):
@@ -302,5 +304,7 @@ def test_wrong_arguments_raise_an_error():
         RotaryEmbedding(64, kind="yarn", factor=0.5, original_max_position=9)
     with pytest.raises(TypeError, match="factor"):
         RotaryEmbedding(64, kind="linear")
-    with pytest.raises(TypeError, match="truncate"):
+    with pytest.raises(
+        TypeError, match="truncate is given but must not be, because kind 'linear' takes only base, factor"
+    ):
         RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True)

@@ -347,7 +347,9 @@ def test_a_negated_view_is_read_correctly_and_never_written(op, device):
     for name in good:
         a = {n: t.clone() for n, t in good.items()}
         if name in IN_PLACE[op]:
-            with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} is a negated view but must not be one, .* resolve_neg"):
+            with pytest.raises(
+                NotImplementedError, match=rf"rope.{op}: {name} is a negated view but must not be one, .* resolve_neg"
+            ):
                 getattr(rope, op)(**a | {name: negated(a[name])})
             assert all(torch.equal(t, good[n]) and t._version == 0 for n, t in a.items())
         else:

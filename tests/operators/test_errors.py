@@ -109,7 +109,7 @@ CASES = [
     # x, q and k
     bad(
         "{q} has shape [6, 16] but must have shape [seq, heads, head_dim] or [batch, seq, heads, head_dim]"
-        "; add a missing head axis with {q}.unsqueeze(-2)",
+        "; if the head axis is missing, pass {q}.unsqueeze(-2)",
         q=ones(S, D),
     ),
     bad("{q} has shape [1, 2, 6, 3, 16] but must have shape [seq", q=ones(1, B, S, H, D)),
@@ -433,8 +433,8 @@ CASES = [
         ops="cache",
         k_cache=lambda a: a["v_cache"].as_strided((B, 20, 1, D), (40 * D, D, D, 1), 19 * D),
     ),
-    # k and v are compared with a cache by address ranges. In the second and third case, they lie between two blocks of
-    # the cache and share no element with it.
+    # k and v are compared with a cache by address ranges. In the second and third case, the ranges overlap, although
+    # the tensors share no element.
     bad(
         overlaps("k_cache", "k"),
         ops="cache",
@@ -519,7 +519,7 @@ RANGES = [
     # Without slots, a position is also the index of a cell in a block. These calls have no table, or one with more rows
     # than the block has cells.
     bad(
-        out_of_range(0, 5, 15, "20, the block_size of k_cache"),
+        out_of_range(0, 5, 15, "20, the block_size (or max_seq) of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -528,7 +528,7 @@ RANGES = [
         offset=15,
     ),
     bad(
-        out_of_range(-1, 3, 0, "20, the block_size of k_cache"),
+        out_of_range(-1, 3, 0, "20, the block_size (or max_seq) of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -537,7 +537,7 @@ RANGES = [
         positions=values([0, 1, 2, -1, 3, 3]),
     ),
     bad(
-        out_of_range(0, 5, 2**63 - 5, "20, the block_size of k_cache"),
+        out_of_range(0, 5, 2**63 - 5, "20, the block_size (or max_seq) of k_cache"),
         IndexError,
         "cache",
         cos=None,
@@ -546,7 +546,7 @@ RANGES = [
         offset=2**63 - 5,
     ),
     bad(
-        out_of_range(0, 5, 7, "12, the block_size of k_cache"),
+        out_of_range(0, 5, 7, "12, the block_size (or max_seq) of k_cache"),
         IndexError,
         "cache",
         k_cache=ones(B, 12, 1, D),
@@ -779,6 +779,12 @@ CASES_OF_BOTH_BACKWARDS = [
             ValueError,
             "k_norm_weight has shape [8] but must have shape [head_dim]",
             {"k_norm_weight": ones(R)},
+        ),
+        (
+            "rotate_table",
+            ValueError,
+            "inv_freq is given but must be None, because this operator computes the gradients of cos and sin",
+            {"cos": None, "sin": None, "inv_freq": freq()},
         ),
         ("rotate_table", ValueError, "k is None but must be given together with k_out_grad", {"k": None}),
         ("rotate_table", ValueError, "k_out_grad is None but must be given together with k", {"k_out_grad": None}),

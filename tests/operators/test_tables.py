@@ -185,7 +185,7 @@ def test_angles_are_sums_over_the_axes(axes, dtype, device):
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
     positions = torch.randint(-(2**20), 2**20, (axes, 2000)).to(device)
-    positions[:, 1000:] %= 50  # a sum of small angles has other roundings
+    positions[:, 1000:] %= 50  # few turns, so that the rounding of the sum over axes matters
     freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # with other strides
     angle = (numpy_of(positions, np.longdouble)[..., None] * numpy_of(freq, np.longdouble)[:, None]).sum(0)
     for out, exact in zip(

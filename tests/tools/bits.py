@@ -1,17 +1,19 @@
-"""The bits of many random calls of every operator: a digest for each, the same as long as no result and no message changes.
+"""Prints a digest of the results of many random calls of every operator, and a digest of many error messages.
 
-For a change that shall change nothing, build the tree before it and the tree after it, and compare:
+A digest changes if any bit of a result, or any message, changes. To check that a change of the code changes no result, build
+the tree before it and the tree after it, and compare:
 
     PYTHONPATH=before python tests/tools/bits.py > before.txt
     PYTHONPATH=after python tests/tools/bits.py > after.txt
     diff before.txt after.txt
 
---each prints a line for each call, so that diff names the first that differs. --emulate takes the CUDA kernels on the CPU
-emulator, and --simulate the Metal back end on the simulated device mps, of the tree that PYTHONPATH names; both are slow, so
-ask for fewer calls. ATEN_CPU_CAPABILITY=default and =avx2 choose the other kernels of the CPU.
+--each prints a line for each call, so that diff shows the first call that differs. --emulate runs the CUDA kernels on the CPU
+emulator, and --simulate runs the Metal back end on the simulated device mps; both come from the tree that PYTHONPATH names.
+Both are slow, so ask for fewer calls with --calls. ATEN_CPU_CAPABILITY=default and ATEN_CPU_CAPABILITY=avx2 select the other
+kernels of the CPU.
 
-The operators come from the schemas. A new argument that has a default is left at it; any other is an error until it is made
-here.
+The operators and their arguments come from the schemas. A new argument with a default keeps its default. A new argument
+without a default is an error until this file makes values for it.
 """
 
 import argparse
@@ -29,7 +31,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 class Draw(random.Random):
-    """Random arguments of one call."""
+    """A random generator with functions that make the arguments of one call."""
 
     def __init__(self, seed: str, device: str):
         super().__init__(seed)
@@ -43,7 +45,10 @@ class Draw(random.Random):
         return self.random() < chance
 
     def lay_out(self, values: torch.Tensor) -> torch.Tensor:
-        """The values on the device, their dimensions in some order in memory, some with gaps, not always from its begin."""
+        """Returns the values on the device, in a random layout.
+
+        The order of the dimensions in memory is random, some dimensions have gaps, and the storage offset may be above 0.
+        """
         dims = range(values.dim())
         order = self.sample(dims, len(dims)) if self.maybe() else list(dims)
         steps = [self.one(1, 1, 1, 2, 3) for _ in dims] if self.maybe() else [1] * len(dims)
@@ -64,8 +69,8 @@ class Draw(random.Random):
         return self.choice(FLOATS[: 3 if self.device == "mps" else 4])
 
 
-def of_tables(draw: Draw, op) -> dict:
-    """Arguments of cos_sin and its kind."""
+def arguments_of_tables(draw: Draw, op) -> dict:
+    """Returns random arguments of an operator that makes tables."""
     pairs, shape = draw.randint(0, 20), [draw.randint(0, 5) for _ in range(draw.randint(0, 3))]
     axes = [draw.randint(1, 3)] if "axial" in op._schema.name else []
     integers = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -79,8 +84,8 @@ def of_tables(draw: Draw, op) -> dict:
     }
 
 
-def of_heads(draw: Draw, op) -> dict:
-    """Arguments of all others."""
+def arguments_of_rotation(draw: Draw, op) -> dict:
+    """Returns random arguments of an operator that rotates, or of its backward."""
     names = [a.name for a in op._schema.arguments]
     cache, backward, dtype = "k_cache" in names, "q_out_grad" in names, draw.float_type()
     batch, seq = draw.one(0, 1, 1, 2, 3), draw.one(0, 1, 1, 2, 5, 9, 40)
@@ -107,7 +112,7 @@ def of_heads(draw: Draw, op) -> dict:
     kind = draw.one("position", "position", "token", *([] if tables_alone else ["inv_freq"]))
     call["offset"] = 0 if kind == "token" else draw.one(0, 0, 1, 7)
     slots = kind == "token" or draw.maybe()
-    rows = seq + 20  # of a table by position, and of a block
+    rows = seq + 20  # the number of rows of a table by position, and the number of cells of a block
 
     if kind == "inv_freq":
         frequency = draw.one(torch.float32, torch.float32 if draw.device == "mps" else torch.float64)
@@ -120,7 +125,7 @@ def of_heads(draw: Draw, op) -> dict:
         low = -call["offset"]
         if kind == "inv_freq" and (slots or not cache):
             low = draw.one(-100, low, 10**5)
-        # Each row has different ones: without slots they are the cells of a cache.
+        # The positions of a sequence are all different, because without slots they select the cells of a cache.
         positions = low + torch.rand(draw.one(1, batch), rows).argsort(-1)[:, :seq]
         call["positions"] = draw.integers(positions[0] if len(positions) == 1 and draw.maybe() else positions)
 
@@ -143,10 +148,11 @@ def of_heads(draw: Draw, op) -> dict:
 
 
 def make(draw: Draw, op) -> dict:
-    return (of_heads if "cos" in [a.name for a in op._schema.arguments] else of_tables)(draw, op)
+    rotates = "cos" in [a.name for a in op._schema.arguments]
+    return (arguments_of_rotation if rotates else arguments_of_tables)(draw, op)
 
 
-# ---- derivatives ----
+# ---- Derivatives ----
 
 
 def tuple_of(outs) -> tuple:
@@ -154,7 +160,7 @@ def tuple_of(outs) -> tuple:
 
 
 def derivatives(draw: Draw, op, call: dict):
-    """Results, and derivatives in some of the arguments: backward, twice backward, or forward."""
+    """Yields the results, and derivatives with respect to some arguments: backward, backward of backward, or forward mode."""
     names = [name for name, t in call.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if "q_norm_weight" in call or "q_out_grad" in call:
         names = [name for name in names if name not in ("cos", "sin", "inv_freq")]
@@ -181,11 +187,11 @@ def derivatives(draw: Draw, op, call: dict):
 
 
 def results(draw: Draw, op, call: dict):
-    """All that a call makes or writes."""
+    """Yields everything that a call returns or writes."""
     if op._schema.is_mutable:
         with draw.one(torch.no_grad, torch.inference_mode)():
             op(**call)
-        # What is only read too: nothing but what the schema says is written.
+        # All tensors are compared, because an operator must write only the tensors that its schema names.
         yield from (t for t in call.values() if isinstance(t, torch.Tensor))
     elif draw.maybe():
         with draw.one(torch.no_grad, torch.inference_mode)():
@@ -206,11 +212,11 @@ def digest(tensors) -> str:
     return all_of_them.hexdigest()[:16]
 
 
-# ---- messages ----
+# ---- Messages ----
 
 
 def spoil(draw: Draw, call: dict) -> None:
-    """Makes one argument another: mostly a wrong one."""
+    """Replaces one argument by another value, which is usually wrong."""
     tensors = [name for name, t in call.items() if isinstance(t, torch.Tensor)]
     name = draw.choice(tensors)
     t = call[name]
@@ -232,13 +238,14 @@ def spoil(draw: Draw, call: dict) -> None:
         wrong += [lambda: forward_ad.make_dual(t, torch.ones_like(t))]
     try:
         call[name] = draw.choice(wrong)()
-    except (RuntimeError, IndexError):  # another dtype or shape than that
+    except (RuntimeError, IndexError):  # the change is not possible for this dtype or shape
         call[name] = None
     if "offset" in call and draw.maybe(0.1):
         call["offset"] = draw.one(-1, 100, 2**63 - 1)
 
 
 def message(draw: Draw, op) -> str:
+    """Returns the error message of a call with a wrong argument, or the digest of its results if no error is raised."""
     call = make(draw, op)
     with forward_ad.dual_level():
         spoil(draw, call)
@@ -249,11 +256,11 @@ def message(draw: Draw, op) -> str:
         return digest(forward_ad.unpack_dual(out).primal for out in outs if not out.is_meta)
 
 
-# ---- which build ----
+# ---- The build ----
 
 
 def load(emulate: bool, simulate: bool) -> str:
-    """-> the device."""
+    """Loads torch_rope, or the emulator or simulator, and returns the device."""
     tree = Path(importlib.util.find_spec("torch_rope").origin).parents[1]
     sys.path[:0] = [str(tree / "tests/backends" / part) for part in ("cuda/emulator", "metal/simulator")]
     if emulate:
@@ -271,11 +278,11 @@ def load(emulate: bool, simulate: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=2000, help="of each operator")
-    parser.add_argument("--each", action="store_true", help="a line for each call")
+    parser.add_argument("--calls", type=int, default=2000, help="calls of each operator (default: %(default)s)")
+    parser.add_argument("--each", action="store_true", help="print a line for each call")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--emulate", action="store_true", help="the CUDA kernels on the CPU emulator")
-    kind.add_argument("--simulate", action="store_true", help="the Metal back end on the simulated device mps")
+    kind.add_argument("--emulate", action="store_true", help="run the CUDA kernels on the CPU emulator")
+    kind.add_argument("--simulate", action="store_true", help="run the Metal back end on the simulated device mps")
     arguments = parser.parse_args()
     device = load(arguments.emulate, arguments.simulate)
 
@@ -292,7 +299,7 @@ def main() -> None:
     for op in ops:
         draws = (Draw(f"{op} {i}", device) for i in range(arguments.calls))
         report(op._schema.name, (digest(results(draw, op, make(draw, op))) for draw in draws))
-    if device == "cpu" and not arguments.emulate:  # the checks are the same for all
+    if device == "cpu" and not arguments.emulate:  # all devices have the same checks
         wrong = itertools.product(ops, range(arguments.calls // 4))
         report("messages", (message(Draw(f"wrong {op} {i}", device), op) for op, i in wrong))
 

@@ -1,5 +1,4 @@
-"""The program benchmarks/: every implementation on small cases, what it does with wrong ones, its files, tables and
-pictures."""
+"""Tests of the program benchmarks/: every implementation on small cases, wrong implementations, files, tables, pictures."""
 
 import dataclasses
 import json
@@ -28,7 +27,7 @@ SMALL = {c.name: c for c in map(small, cases.cases("cpu")) if c.op != "model"}
 
 @pytest.fixture
 def measured(monkeypatch):
-    """measure in this process, without its hold on memory and without waiting."""
+    """A function that measures a case in this process, without limiting memory and without waiting."""
     monkeypatch.setattr(measure.resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(measure, "REST", 0)
     monkeypatch.setattr(measure, "BLOCK", 0)
@@ -36,9 +35,9 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_implementation_is_right_or_does_not_do_it(name, measured):
+def test_every_implementation_is_right_or_skipped_with_a_reason(name, measured):
     case = SMALL[name]
-    names = [n for op, n in implementations.ADAPTERS if op == case.op and "compiled" not in n]  # that takes long
+    names = [n for op, n in implementations.ADAPTERS if op == case.op and "compiled" not in n]  # compiling takes long
     found = measured(case, names)
     assert set(found) == set(names)
     for x in found.values():
@@ -47,7 +46,7 @@ def test_every_implementation_is_right_or_does_not_do_it(name, measured):
     assert found["torch_rope"]["status"] == "timed"
 
 
-def test_what_torch_compile_makes_is_right(measured):
+def test_a_compiled_implementation_is_right(measured):
     case = small(cases.Case("x"))
     assert measured(case, ["transformers compiled"])["transformers compiled"]["status"] == "timed"
 
@@ -62,7 +61,7 @@ def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
     def pair_of_neighbours(case, data):
         return right(dataclasses.replace(case, interleaved=True), data)
 
-    def stale(case, data):  # does nothing
+    def stale(case, data):  # returns its inputs unchanged
         run = right(case, data)
         return dataclasses.replace(run, call=lambda: data.q if op == "cache" else [data.q, data.k])
 
@@ -75,8 +74,8 @@ def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
     assert found["torch_rope"]["status"] == "timed"
 
 
-def test_facts_of_a_call(measured):
-    """q and k are read and written once by ours, with one operator; eager makes the same size several times."""
+def test_launches_memory_and_bytes_of_a_call_are_counted(measured):
+    """torch_rope reads and writes q and k once, with one operator. transformers moves the same size several times."""
     case = cases.Case("x", 64)
     size = case.rotated * case.itemsize
     found = measured(case, ["copy", "torch_rope", "torch_rope in place", "transformers"])
@@ -89,20 +88,20 @@ def test_facts_of_a_call(measured):
     assert found["copy"]["moved_bytes"] >= 2 * size and found["copy"]["peak_bytes"] == 0
 
 
-def test_a_crash_and_a_lack_of_memory_are_lines():
+def test_a_crash_and_a_lack_of_memory_are_reported_as_lines():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**50)
     assert measure.why(error.value) == ("skipped", "not enough memory")
     assert [x["status"] for x in results.in_process("no case", "cpu", None, 1)] == ["failed"]
 
 
-def test_names_are_unique():
+def test_names_of_cases_are_unique():
     for device in ("cpu", "cuda"):
         names = [case.name for case in cases.cases(device)]
         assert len(names) == len(set(names))
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
+def test_an_interrupted_run_continues(tmp_path):
     case, out = cases.Case("decode", 1), tmp_path / "a.jsonl"
 
     def lines(*us):
@@ -127,12 +126,12 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert not results.Journal(out, MACHINE).done()
 
 
-def test_a_run_of_other_versions_starts_anew(tmp_path):
+def test_a_run_with_other_versions_starts_from_the_beginning(tmp_path):
     results.Journal(tmp_path / "a.jsonl", MACHINE).add("a case", 0, [])
     assert not results.Journal(tmp_path / "a.jsonl", MACHINE | {"torch": "another"}).done()
 
 
-def test_compare_tells_what_lies_outside():
+def test_compare_lists_medians_outside_the_widened_quartiles():
     def sample(us):
         return {"case": "a", "implementation": "b", "status": "timed", "median_us": us, "q1_us": 90.0, "q3_us": 110.0}
 
@@ -141,7 +140,7 @@ def test_compare_tells_what_lies_outside():
         assert len(results.compare([sample(us)], [sample(100)])[1]) == 1 - inside
 
 
-def test_a_peer_that_is_faster_is_listed_with_a_reason(monkeypatch):
+def test_a_faster_peer_is_listed_with_a_reason(monkeypatch):
     def sample(name, us, spread):
         return {
             "kind": "sample",
@@ -154,15 +153,15 @@ def test_a_peer_that_is_faster_is_listed_with_a_reason(monkeypatch):
         }
 
     lines = [MACHINE, sample("torch_rope", 100, 5), sample("copy", 50, 1), sample("peer", 92, 4)]
-    assert report.wins(lines).startswith("None")  # within the noise
+    assert report.wins(lines).startswith("None")  # the peer is faster, but within noise
     lines[-1] = sample("peer", 80, 4)
-    with pytest.raises(SystemExit, match="no reason is given"):
+    with pytest.raises(SystemExit, match="REASONS in report.py has no reason"):
         report.wins(lines)
     monkeypatch.setitem(report.REASONS, ("a case", "peer"), "it cheats")
     assert "| a case | peer | torch_rope | 0.80 | it cheats |" in report.wins(lines)
 
 
-def test_a_table_of_a_case_that_ours_could_not_do():
+def test_a_table_shows_the_peers_if_torch_rope_was_not_timed():
     sample = {"kind": "sample", "group": "sweep", "case": "sweep: a case"}
     timed = {"status": "timed", "median_us": 2.0, "q1_us": 1.0, "q3_us": 3.0}
     ours = {"status": "skipped", "reason": "not enough memory"}
@@ -171,7 +170,7 @@ def test_a_table_of_a_case_that_ours_could_not_do():
         assert "| a case |" in report.group("sweep")(lines) and "2 µs |" in report.group("sweep")(lines)
 
 
-def test_the_tables_are_what_the_results_say():
+def test_the_tables_in_the_pages_are_those_of_the_results():
     assert report.write_all(check=True) == [], "run: make figures"
     for page in report.PAGES:
         assert set(report.BLOCK.findall(page.read_text()))
@@ -179,19 +178,19 @@ def test_the_tables_are_what_the_results_say():
     assert set(shown) == set(report.BLOCKS)
 
 
-def test_the_pictures_are_what_the_results_say(tmp_path):
+def test_the_pictures_in_docs_are_those_of_the_results(tmp_path):
     drawn = (ROOT / "docs" / "bandwidth.svg").read_text()
     version = re.search(r"matplotlib ([\d.]+)", drawn)[1]
     if version != matplotlib.__version__:
-        pytest.skip(f"drawn by matplotlib {version}: {matplotlib.__version__} may put things elsewhere")
+        pytest.skip(f"matplotlib {version} drew the pictures, and {matplotlib.__version__} may draw them differently")
     files = plots.plot(report.cpu_results(), tmp_path)
     assert [f.name for f in files] == ["bandwidth.svg", "decode.svg", "accuracy.svg", "memory.svg"]
     for file in files:
         assert file.read_bytes() == (ROOT / "docs" / file.name).read_bytes(), "run: make figures"
 
 
-def test_the_committed_results_are_whole():
-    """Every case of the program is there, with every implementation, and nothing failed."""
+def test_the_committed_results_are_complete():
+    """They have every case of the program with every implementation, and no measurement failed."""
     lines = report.cpu_results()
     assert lines[0]["kind"] == "machine" and lines[0]["device"] == "cpu"
     found = {}
@@ -205,7 +204,7 @@ def test_the_committed_results_are_whole():
     assert not found
 
 
-def test_the_program_from_end_to_end(tmp_path):
+def test_the_program_runs_from_end_to_end(tmp_path):
     def program(*arguments):
         command = [sys.executable, "-m", "benchmarks", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
@@ -221,4 +220,4 @@ def test_the_program_from_end_to_end(tmp_path):
     same = program("compare", str(out), str(out))
     assert same.returncode == 0 and "3 of 3 medians" in same.stdout
     unknown = program("run", "nonsense")
-    assert unknown.returncode and "no case nonsense" in unknown.stderr
+    assert unknown.returncode and "nonsense must be a group" in unknown.stderr

@@ -12,7 +12,7 @@ EXAMPLES = ROOT / "examples"
 
 pytestmark = [
     pytest.mark.cpu,
-    pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}: make demo installs them"),
+    pytest.mark.skipif(bool(MISSING), reason=f"the demo needs {', '.join(MISSING)}; make demo installs them"),
 ]
 
 
@@ -27,8 +27,8 @@ def test_every_variant_generates_the_same_tokens_as_transformers():
     lines = run("generate.py", "--half-split", "--compile", "--tokens", "12", "--prompt", "Count from one to twenty.")
     table = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
     assert table[""] == ["transformers", "torch_rope", "half-split", "compiled"]
-    assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # layers
-    assert "Tokens are equal: 12 of 12." in lines
+    assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # the model has 30 layers
+    assert "All 12 tokens are equal." in lines
     assert "Graphs compiled for 11 positions: 1." in lines
 
 
@@ -37,8 +37,8 @@ def test_qwen3_has_the_logits_of_transformers():
     assert float(line.split()[4]) < 1e-5
 
 
-def test_smollm2_generates_the_same_tokens_patched():
-    """Greedily, in float32, where two tokens are never as near as rounding."""
+def test_a_patched_smollm2_generates_the_same_tokens():
+    """Decoding is greedy, in float32. The logits of two tokens are never so near that rounding decides."""
     import torch
     import transformers
 

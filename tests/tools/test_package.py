@@ -1,4 +1,4 @@
-"""The package itself: what it was built for, and that it says so when that does not fit."""
+"""Tests of the package: the release of torch that it is built for, its public names, and the operators' schemas."""
 
 import inspect
 from importlib import metadata, resources
@@ -11,7 +11,7 @@ import torch_rope
 from torch_rope import _C
 
 
-def test_another_torch_is_refused_in_one_line_before_the_library_loads():
+def test_another_torch_release_raises_before_the_library_is_loaded():
     result = python("import torch; torch.__version__ = '2.9.1'; import torch_rope")
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
@@ -28,33 +28,33 @@ def test_a_patch_release_of_the_same_torch_is_accepted():
 
 
 @pytest.mark.cpu
-def test_what_was_built():
+def test_the_build_names_its_devices_and_its_instruction_set():
     assert _C.devices in (("cpu",), ("cpu", "cuda"))
     assert _C.cpu_instruction_set() in ("plain", "avx2", "avx512")
 
 
-def test_what_is_installed():
+def test_the_installed_package_has_its_version_and_type_marker():
     try:
         version = metadata.version("torch-rope")
     except metadata.PackageNotFoundError:
-        pytest.skip("torch_rope was built in its folder and not installed")
+        pytest.skip("torch_rope was built in its folder and is not installed")
     assert torch_rope.__version__ == version
     assert resources.files(torch_rope).joinpath("py.typed").is_file()
 
 
-# What is public beside the operators.
-BESIDE = {"RotaryEmbedding", "axial_cos_sin", "frequencies", "inv_freq", "multimodal", "positions_from_cu_seqlens"}
+# The public names that are not operators.
+OTHER_NAMES = {"RotaryEmbedding", "axial_cos_sin", "frequencies", "inv_freq", "multimodal", "positions_from_cu_seqlens"}
 
 
-def test_every_public_name_has_a_docstring_and_a_function_says_its_equivalent():
+def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():
     for name in torch_rope.__all__:
         value = getattr(torch_rope, name)
-        is_function = inspect.isfunction(value) and name != "inv_freq"  # which is a formula
+        is_function = inspect.isfunction(value) and name != "inv_freq"  # its docstring has a formula
         assert value.__doc__ and ("Equivalent to" in value.__doc__ or not is_function), name
 
 
-def test_schemas():
-    """The contract: users' graphs hold these."""
+def test_schemas_do_not_change():
+    """Graphs that users have exported contain these schemas."""
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
     angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False"
     norm = "*, float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
@@ -73,5 +73,6 @@ def test_schemas():
     assert {name: str(getattr(torch.ops.rope, name).default._schema) for name in schemas} == {
         name: f"rope::{name}{schema}" for name, schema in schemas.items()
     }
-    # The functions are the operators; the one that writes to a cache has no functional namesake to be told from.
-    assert {*schemas} | BESIDE == {*torch_rope.__all__} - {"rotate_into_cache"} | {"rotate_into_cache_"}
+    # A function has the name of its operator, except rotate_into_cache: no functional operator has that name, so the
+    # function needs no underscore.
+    assert {*schemas} | OTHER_NAMES == {*torch_rope.__all__} - {"rotate_into_cache"} | {"rotate_into_cache_"}

@@ -1,4 +1,4 @@
-"""python -m torch_rope.selfcheck: a sound build passes, a broken operator is found, and it says so by its exit status."""
+"""Tests of python -m torch_rope.selfcheck: a correct build passes, a broken operator is found, the exit status tells."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from cases import EMULATED, python
 from torch_rope import selfcheck
 
 pytestmark = [
-    pytest.mark.skipif(EMULATED, reason="an emulated device is none that a user has"),
+    pytest.mark.skipif(EMULATED, reason="users have no emulated device"),
     pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec"),
 ]
 rope = torch.ops.rope
 
 
-def test_a_quick_run_is_all_right(device, capsys):
+def test_a_quick_run_passes(device, capsys):
     assert selfcheck.main(["--device", device, "--quick"]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("\nall right\n") and "FAILED" not in out
+    assert out.endswith("\nAll checks passed.\n") and "FAILED" not in out
     assert f"torch {torch.__version__}" in out and f"device {device}" in out
 
 
@@ -33,19 +33,19 @@ def raising(*args, **kwargs):
 
 
 @pytest.mark.parametrize("broken", [swapped_sign, an_ulp_off, raising])
-def test_a_broken_operator_is_found_and_the_run_goes_on(broken, device, monkeypatch, capsys):
+def test_a_broken_operator_is_found_and_later_checks_still_run(broken, device, monkeypatch, capsys):
     broken.default = rope.rotate.default
     monkeypatch.setattr(rope, "rotate", broken)
     assert selfcheck.main(["--device", device, "--quick", "--only", "rotate float16"]) == 1
     out = capsys.readouterr().out
     assert out.endswith(" checks failed\n")
-    assert "rope.rotate(float16[" in out and "interleaved=" in out  # how to repeat it
+    assert "rope.rotate(float16[" in out and "interleaved=" in out  # the call, to repeat it
     if broken is raising:
         assert "RuntimeError: no such kernel" in out
     assert out.index("gradient, rotate float16") > out.index("FAILED")
 
 
-def test_a_cell_too_many_is_found(device, monkeypatch, capsys):
+def test_a_cell_that_must_not_be_written_is_found(device, monkeypatch, capsys):
     write = rope.rotate_into_cache_
 
     def broken(q, k, v, k_cache, v_cache, *args, **kwargs):
@@ -59,13 +59,13 @@ def test_a_cell_too_many_is_found(device, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["meta", "tpu", "nonsense:3", "cpu:"])
-def test_a_device_that_is_not_there_is_one_line(name, capsys):
+def test_a_missing_device_is_reported_in_one_line(name, capsys):
     assert selfcheck.main(["--device", name]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith(f"torch_rope.selfcheck: no device {name}") and err.count("\n") == 1
+    assert not out and err.startswith(f"torch_rope.selfcheck: device {name} cannot be used: ") and err.count("\n") == 1
 
 
-def test_speed(device, monkeypatch, capsys):
+def test_speed_is_printed_for_each_operator(device, monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "HALF", (torch.float16,))
     check = selfcheck.Check(torch.device(device))
     medians = check.medians
@@ -75,7 +75,7 @@ def test_speed(device, monkeypatch, capsys):
     assert check.failed == 0 and all("float16 [" in line for line in lines[-6:])
 
 
-def test_it_needs_neither_numpy_nor_pytest():
+def test_selfcheck_needs_neither_numpy_nor_pytest():
     result = python(
         "import sys\nsys.modules['numpy'] = sys.modules['pytest'] = None\n"
         "from torch_rope.selfcheck import main\nsys.exit(main(['--device', 'cpu', '--quick', '--only', 'opcheck']))"

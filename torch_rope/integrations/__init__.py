@@ -1,1 +1,1 @@
-"""torch_rope under models that others wrote."""
+"""Lets models of other libraries rotate with torch_rope."""

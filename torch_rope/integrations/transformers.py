@@ -1,9 +1,9 @@
-"""torch_rope under a loaded model of Hugging Face transformers.
+"""Lets a loaded model of Hugging Face transformers rotate with torch_rope.
 
-Such a model makes cos and sin once per forward, in a rotary module, and in each layer a function of its modeling file
-rotates q and k with them. :func:`patch` lets torch_rope do the work of that function, in one model;
-:func:`kernel_mapping` does it by transformers' own mechanism, the kernels package. The rotary module stays as it is, and
-with it every kind of frequencies and positions that transformers knows.
+A model of transformers makes cos and sin once per forward, in its rotary module. In each layer, a function of the model's
+modeling file rotates q and k by them: the rotary function. :func:`patch` replaces the rotary function in one model by
+torch_rope. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package. The rotary module
+is not changed, so every kind of frequencies and positions that transformers supports still works.
 """
 
 import copy
@@ -25,35 +25,44 @@ _rotate_qk = torch.ops.rope.rotate_qk.default
 
 
 def patch(model: nn.Module) -> "Patch":
-    """Routes the rotary step of a model of transformers through torch_rope, at once, in this model alone, for inference
-    and training, until ``undo()`` of what is returned or the end of its ``with``::
+    """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
+
+    The change takes effect at once and concerns this model only. The returned handle restores the model, either by its
+    ``undo()`` method or at the end of a ``with`` block::
 
         handle = patch(model)
-        print(handle)  # what calls torch_rope now, and how
+        print(handle)  # lists the methods that call torch_rope now
         handle.undo()
 
-    What a rotary function does is found by calling it on random numbers, not by its name. Weights, hooks and caches are
-    not touched, and other models of the same class do not change. A deepcopy of a patched model is patched; one that was
-    pickled is not.
+    ``patch`` finds out what a rotary function does by calling it on random numbers, not by its name. Weights, hooks and
+    caches are not touched, and other models of the same class do not change. A deepcopy of a patched model is patched; a
+    model that was pickled and loaded is not.
 
-    q and k come back in their own dtype, where transformers promotes bfloat16 and float16 ones to float32 if cos and sin
-    are float32 (under autocast): attention would round them to it next.
+    The rotated q and k have the dtype of q and k. transformers returns float32 if q and k are bfloat16 or float16 and cos
+    and sin are float32, as under autocast; attention then rounds q and k back to their dtype.
 
-    Raises, with the model as it was:
-        NotImplementedError: the model rotates in a way that torch_rope does not know.
-        ValueError: nothing in the model rotates, or the model is patched already.
+    Args:
+        model: a model of transformers, or any module that contains one.
+
+    Returns:
+        A :class:`Patch`.
+
+    Raises:
+        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged.
+        ValueError: no module of the model rotates, or the model is already patched. The model is unchanged.
     """
     name, rebuilder, replaced = type(model).__name__, _Rebuilder(), []
     for path, module in model.named_modules():
         for method, (function, *inherited) in rebuilder.methods(type(module)):
             where = f"{name} is not patched: {type(module).__name__}.{method} of {path or 'the model itself'}"
-            slot = "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method  # accelerate's
-            current = vars(module).get(slot)
+            # The hooks of accelerate keep the module's own forward in this attribute, and call it.
+            attribute = "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
+            current = vars(module).get(attribute)
             bound = getattr(current, "__self__", None) is module
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
                 raise ValueError(
-                    f"{where} calls torch_rope already: the model, or what it was copied from, was patched"
+                    f"{where} already calls torch_rope, because this model, or the model that it was copied from, is patched"
                 )
             try:
                 new = rebuilder.rebuild(function)
@@ -61,27 +70,36 @@ def patch(model: nn.Module) -> "Patch":
                 raise NotImplementedError(f"{where} {error}") from None
             if new is not function:
                 if current is not None and not bound:
-                    raise NotImplementedError(f"{where} was replaced by {current!r}")
-                replaced.append(_Replaced(path, module, slot, current, types.MethodType(new, module)))
+                    raise NotImplementedError(
+                        f"{where} was replaced by {current!r} but must be a method of the module; patch the model before "
+                        "the method is replaced"
+                    )
+                replaced.append(_Replaced(path, module, attribute, current, types.MethodType(new, module)))
             elif re.match("_?apply_(rotary|rope)", method):
-                raise NotImplementedError(f"{where} rotates by no function that could be replaced")
+                raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
             elif "super" in _names(inspect.unwrap(function).__code__) and any(map(rebuilder.calls_rotary, inherited)):
-                raise NotImplementedError(f"{where} calls super(), whose rotary function could not be replaced")
+                raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
     if not replaced:
         raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
     calls = {call for r in replaced for call in r.method.__func__._torch_rope}
     for path, module in model.named_modules():
         for tables in _sample_tables(module):
             if not any(call.of_parts or _has_form(call.rotation.tables, *tables) for call in calls):
-                raise NotImplementedError(f"{name} is not patched: {path} has two angles for the channels of a pair")
+                raise NotImplementedError(
+                    f"{name} is not patched: {path} has different angles for the two channels of a pair but must have one"
+                )
     for r in replaced:
-        vars(r.module)[r.slot] = r.method
+        vars(r.module)[r.attribute] = r.method
         vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
     return Patch(model, replaced)
 
 
 def _replicate(self: nn.Module) -> nn.Module:
-    """nn.DataParallel copies a module's attributes; these methods have to be the copy's own."""
+    """Returns a replica for nn.DataParallel whose replaced methods belong to the replica.
+
+    nn.DataParallel copies the attributes of a module. The copied methods would still be bound to the original module, and
+    so compute with its weights.
+    """
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in vars(replica).items():
         if isinstance(value, types.MethodType) and value.__self__ is self:
@@ -89,38 +107,52 @@ def _replicate(self: nn.Module) -> nn.Module:
     return replica
 
 
-_replicate.__name__ = "_replicate_for_data_parallel"  # by which it is found, and pickled as the class's own
+_replicate.__name__ = (
+    "_replicate_for_data_parallel"  # nn.DataParallel calls this name, and pickle looks it up in the class
+)
 
 
 @dataclass
 class _Replaced:
+    """A method of one module that :func:`patch` replaced."""
+
     path: str
     module: nn.Module
-    slot: str  # the attribute of the module
-    before: Any  # what it was, None: that of the class
+    attribute: str  # the module's attribute that holds the method
+    before: (
+        Any  # the value of the attribute before; None if the module had none, so that the method of its class counted
+    )
     method: types.MethodType
 
 
 class Patch:
-    """What :func:`patch` did; str() tells it."""
+    """The handle that :func:`patch` returns. ``str()`` of it lists the replaced methods."""
 
     def __init__(self, model: nn.Module, replaced: list[_Replaced]):
         self._model, self._replaced = model, replaced
 
     def undo(self) -> None:
-        """The model as it was. A second time it does nothing. RuntimeError, with nothing changed, if somebody put another
-        method in the place of a patched one since, which may call it: undo that first."""
-        slots = [(r, [slot for slot, value in vars(r.module).items() if value is r.method]) for r in self._replaced]
-        for r, found in slots:
+        """Restores the model. If the model is restored already, this does nothing.
+
+        Raises:
+            RuntimeError: a patched method was replaced after ``patch``. The new method may call the patched one, so
+                nothing is changed; restore the patched method first.
+        """
+        attributes = [
+            (r, [name for name, value in vars(r.module).items() if value is r.method]) for r in self._replaced
+        ]
+        for r, found in attributes:
             if not found:
-                raise RuntimeError(f"torch_rope: {r.path}.{r.slot} was replaced since it was patched: undo that first")
-        for r, (slot,) in slots:
+                raise RuntimeError(
+                    f"torch_rope: {r.path}.{r.attribute} was replaced after it was patched; undo that replacement first"
+                )
+        for r, (name,) in attributes:
             vars(r.module).pop(_replicate.__name__, None)
-            if r.before is not None or slot != r.slot:
-                # As accelerate has it: the method that its hook calls.
-                vars(r.module)[slot] = r.before or getattr(type(r.module), r.slot).__get__(r.module)
+            if r.before is not None or name != r.attribute:
+                # A hook of accelerate calls the method in this attribute, so the attribute must not be deleted.
+                vars(r.module)[name] = r.before or getattr(type(r.module), r.attribute).__get__(r.module)
             else:
-                del vars(r.module)[slot]
+                del vars(r.module)[name]
         self._replaced = []
 
     def __enter__(self) -> "Patch":
@@ -144,10 +176,11 @@ class Patch:
         return "\n  ".join([f"torch_rope in {type(self._model).__name__}:", *(k % n for k, n in lines.items())])
 
 
-# ---- What a rotary function does ----
+# ---- Finding out what a rotary function does ----
 
-# How a function takes cos and sin of angles a, b: made from [.., rotary_dim / 2], and read back. Most rotary modules make
-# the first; the last is of llama 4's images, a table that has a dimension for the heads.
+# The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions: the
+# first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables. Most
+# rotary modules make the first form. The last form, with a dimension for the heads, is that of Llama 4's images.
 _TABLES = {
     "a, b, a, b": (
         lambda cos, sin: (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)),
@@ -167,23 +200,28 @@ _TABLES = {
         lambda table: torch.view_as_real(table.squeeze(1)).unbind(-1),
     ),
 }
-# The last is DeepSeek V3's: of pair i, channels 2i and 2i + 1, the result goes to channels i and i + rotary_dim / 2.
+# The last is DeepSeek V3's: it reads pair i from channels 2i and 2i + 1, and writes the result to channels i and
+# i + rotary_dim / 2.
 _PAIRINGS = ["half-split", "interleaved", "interleaved in, half-split out"]
 
 
 def _has_form(form: str, *tables: Tensor) -> bool:
+    """Returns whether tables are cos and sin in this form of _TABLES."""
     make, read = _TABLES[form]
     return len(tables) == 2 and all(map(torch.equal, make(*read(*tables)), tables))
 
 
 def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a rotary module makes of positions, along one axis or more, in all shapes that it takes. A function may be a
-    rotation, and turn the channels of a pair by different angles nevertheless, if the table says so."""
+    """Yields the tables that a rotary module makes from positions of several shapes, along one axis or several axes.
+
+    The tables must be examined as well as the function: even if the function is a rotation, a table may contain different
+    angles for the two channels of a pair. Yields nothing if the module is no rotary module.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     arguments = code.co_varnames[1 : code.co_argcount] if code else ()
     if arguments[:2] != ("x", "position_ids"):
         return
-    module = copy.deepcopy(module)  # frequencies may change by length
+    module = copy.deepcopy(module)  # the call may change the frequencies, if they depend on the length
     x = torch.zeros(1, 5, 1, device=next((t.device for t in module.buffers()), None))
     if x.is_meta:
         return
@@ -193,33 +231,38 @@ def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         for layer_type in [(t,) for t in layer_types] if layer_types else [()]:
             try:
                 tables = module(x, positions, *layer_type)
-            except Exception:  # not for such positions
+            except Exception:  # the module does not take positions of this shape
                 continue
             if isinstance(tables, tuple):
                 yield tables
 
 
 def _seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
-    """Whether a table [.., seq, rotary_dim], unsqueezed so, is for x [.., seq, heads, head_dim], and not for
-    [.., heads, seq, head_dim]."""
+    """Returns True if a table [.., seq, rotary_dim], unsqueezed at unsqueeze_dim, broadcasts over x
+    [.., seq, heads, head_dim], and False if it broadcasts over x [.., heads, seq, head_dim]."""
     from_the_end = unsqueeze_dim - table.dim() - 1 if unsqueeze_dim >= 0 else unsqueeze_dim
     if from_the_end != -2 and from_the_end != -3:
         raise ValueError(
-            f"torch_rope: tables of shape {list(table.shape)} and unsqueeze_dim {unsqueeze_dim} are neither for "
-            "[.., seq, heads, head_dim] nor for [.., heads, seq, head_dim]"
+            f"torch_rope: unsqueeze_dim is {unsqueeze_dim} but must be {table.dim() - 1} for x [.., seq, heads, head_dim] "
+            f"or {table.dim() - 2} for x [.., heads, seq, head_dim], because the tables have shape {list(table.shape)}"
         )
     return from_the_end == -2
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    tables: str
-    pairing: str
+    """A description of what a rotary function does."""
+
+    tables: str  # a key of _TABLES
+    pairing: str  # one of _PAIRINGS
     inverse: bool
-    unsqueeze_dim: int | None  # None: the function has an argument of that name
+    unsqueeze_dim: int | None  # None if the function has an argument of this name
 
     def functions(self) -> tuple[Callable, Callable]:
-        """One for a tensor and one for q and k, whose other arguments are a tuple of tables and unsqueeze_dim."""
+        """Returns two functions that do this rotation with torch_rope: one of x, and one of q and k.
+
+        Their other arguments are a tuple of tables, and unsqueeze_dim.
+        """
         read = _TABLES[self.tables][1]
         flags = {"interleaved": True} if self.pairing != "half-split" else {}
         if self.inverse:
@@ -235,33 +278,35 @@ class _Rotation:
         def reorder(x):
             return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
-        def one(x, tables, unsqueeze_dim):
+        def rotate_x(x, tables, unsqueeze_dim):
             cos, sin = angles(x, tables)
-            as_it_is = _seq_is_before_heads(cos, unsqueeze_dim)
-            x = _rotate(x if as_it_is else x.transpose(-3, -2), cos, sin, **flags)
+            seq_first = _seq_is_before_heads(cos, unsqueeze_dim)
+            x = _rotate(x if seq_first else x.transpose(-3, -2), cos, sin, **flags)
             if reordered:
                 x = reorder(x)
-            return x if as_it_is else x.transpose(-3, -2)
+            return x if seq_first else x.transpose(-3, -2)
 
-        def two(q, k, tables, unsqueeze_dim):
+        def rotate_q_and_k(q, k, tables, unsqueeze_dim):
             cos, sin = angles(q, tables)
-            as_it_is = _seq_is_before_heads(cos, unsqueeze_dim)
-            if not as_it_is:
+            seq_first = _seq_is_before_heads(cos, unsqueeze_dim)
+            if not seq_first:
                 q, k = q.transpose(-3, -2), k.transpose(-3, -2)
             q, k = _rotate_qk(q, k, cos, sin, **flags)
             if reordered:
                 q, k = reorder(q), reorder(k)
-            return (q, k) if as_it_is else (q.transpose(-3, -2), k.transpose(-3, -2))
+            return (q, k) if seq_first else (q.transpose(-3, -2), k.transpose(-3, -2))
 
-        return one, two
+        return rotate_x, rotate_q_and_k
 
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of torch_rope that stands for a call of a rotary function."""
+
     function: str
     operator: str
     rotation: _Rotation
-    of_parts: bool = False  # called by another rotary function, with parts of x and of the tables
+    of_parts: bool = False  # True if another rotary function calls it with parts of x and of the tables
 
     def __str__(self):
         inverse = ", inverse" if self.rotation.inverse else ""
@@ -269,38 +314,52 @@ class _Call:
 
 
 class _RotaryFunction:
-    """A function of one tensor, or q and k, and cos and sin, or one complex table. NotImplementedError if it is none, or
-    does not rotate."""
+    """A rotary function, and the rotation that it was found to do.
+
+    The function takes one tensor or q and k, and cos and sin or one complex table. The constructor raises
+    NotImplementedError if the function has other arguments, or does something other than rotate.
+    """
 
     def __init__(self, function: Callable):
         self.function = function
-        # kernels makes a module of a function; its forward has the signature.
+        # The kernels package turns a function into a module whose forward has the signature.
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
         self.parameters = signature.parameters
         self.tables = [n for n in ("cos", "sin") if n in self.parameters]
         self.tables = self.tables or [n for n in self.parameters if n.startswith("freqs")]
         self.tensors = [n for n in self.parameters if n not in (*self.tables, "unsqueeze_dim", "position_ids")]
         if len(self.tables) not in (1, 2) or len(self.tensors) not in (1, 2):
-            raise NotImplementedError(f"of unknown arguments, {signature}")
+            raise NotImplementedError(
+                f"the function has the arguments {signature} but must have one or two tensors, and cos and sin or freqs"
+            )
         choices = [_Rotation(*c) for c in product(_TABLES, _PAIRINGS, [False, True], [None, 1, -2]) if self._may_be(*c)]
-        # A function without unsqueeze_dim may agree with two of them on single sequences: it is what agrees on batches too.
+        # A function without unsqueeze_dim may agree with two choices on single sequences. The right choice is the one that
+        # agrees on batches too.
         agreed = [self._samples_that_agree(rotation) for rotation in choices]
         if not any(agreed) or agreed.count(max(agreed)) > 1:
-            raise NotImplementedError("not a rotation of pairs of channels by the angles of cos and sin")
+            raise NotImplementedError(
+                "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
+            )
         self.rotation = choices[agreed.index(max(agreed))]
         for fewer in ({"q_seq": 4}, {"table_seq": 4}):
             if any(self._call(self.function, sample) for sample in self._samples(self.rotation, **fewer)):
-                raise NotImplementedError("of q, k and tables that may differ in length")
+                raise NotImplementedError(
+                    "the function accepts q, k and tables of different lengths but must accept only one length"
+                )
 
     def _may_be(self, tables: str, pairing: str, inverse: bool, unsqueeze_dim: int | None) -> bool:
+        """Returns whether the function's arguments allow this rotation."""
         if tables == "complex, with heads" and unsqueeze_dim != -2:
             return False
         is_complex = tables.startswith("complex")
         return is_complex == (len(self.tables) == 1) and (unsqueeze_dim is None) == ("unsqueeze_dim" in self.parameters)
 
     def _samples(self, rotation: _Rotation, head_dim=16, q_seq=5, k_seq=5, table_seq=5) -> Iterator[dict[str, Any]]:
-        """Arguments in the layouts that the function may be called with: a batch with a table row per token of each, and
-        one sequence without a batch (images); or a batch that shares its rows."""
+        """Yields random arguments in the layouts that models use.
+
+        Without a dimension for the heads in the tables: a batch with a table row for each token of each sequence, and one
+        sequence without a batch dimension (images). With it: a batch whose sequences share their table rows.
+        """
         plain = {"dtype": torch.float32, "device": "cpu"}
         dims = [(4, 2)] if rotation.tables == "complex, with heads" else [(4, 3), (3, 2)]
         unsqueeze_dims = [1, 2] if rotation.unsqueeze_dim is None else [rotation.unsqueeze_dim]
@@ -308,7 +367,7 @@ class _RotaryFunction:
             g = torch.Generator().manual_seed(0)
             shape = (2, table_seq, 8)[-table_dim:]
             cos, sin = torch.randn(2, *shape, generator=g, **plain)
-            if unsqueeze_dim > table_dim - 1:  # behind seq
+            if unsqueeze_dim > table_dim - 1:  # the new dimension would be after rotary_dim
                 continue
             sample = dict(zip(self.tables, _TABLES[rotation.tables][0](cos, sin), strict=True))
             for name, seq, heads in zip(self.tensors, (q_seq, k_seq), (4, 3), strict=False):
@@ -316,12 +375,12 @@ class _RotaryFunction:
                 sample[name] = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, **plain)
             if "unsqueeze_dim" in self.parameters:
                 sample["unsqueeze_dim"] = unsqueeze_dim
-            if "position_ids" in self.parameters:  # functions that have it do nothing with it
+            if "position_ids" in self.parameters:  # functions that have this argument ignore it
                 sample["position_ids"] = torch.zeros(2, table_seq, dtype=torch.int64, device="cpu")
             yield sample
 
     def _call(self, function: Callable, sample: dict[str, Any]) -> list[Tensor] | None:
-        """What it returns, or None if it is not for such arguments."""
+        """Returns the function's results as a list, or None if the function does not take these arguments."""
         try:
             with torch.no_grad():
                 results = function(**sample)
@@ -332,7 +391,8 @@ class _RotaryFunction:
         return results if [r.shape for r in results] == shapes else None
 
     def _samples_that_agree(self, rotation: _Rotation) -> int:
-        """0 if any does not. rotary_dim is 16."""
+        """Returns the number of samples for which the function and this rotation by torch_rope give the same results, or 0
+        if they differ for any sample. rotary_dim is 16."""
         ours, agree = self._calling(rotation), 0
         for sample in (*self._samples(rotation, head_dim=16), *self._samples(rotation, head_dim=24)):
             expected = self._call(self.function, sample)
@@ -344,19 +404,21 @@ class _RotaryFunction:
         return agree
 
     def _calling(self, rotation: _Rotation, k_may_be_none: bool = False) -> Callable:
-        one, two = rotation.functions()
+        """Returns a function with the arguments of this one that does the rotation with torch_rope."""
+        rotate_x, rotate_q_and_k = rotation.functions()
         unsqueeze_dim = "unsqueeze_dim" if rotation.unsqueeze_dim is None else rotation.unsqueeze_dim
         arguments = [n if p.default is p.empty else f"{n}={p.default!r}" for n, p in self.parameters.items()]
-        # Written out: to bind *args and **kwargs takes longer than to rotate a token.
+        # The arguments are written out in source code, because binding *args and **kwargs takes longer than rotating a
+        # token.
         source = f"rotate({', '.join(self.tensors)}, ({', '.join(self.tables)},), {unsqueeze_dim})"
         if k_may_be_none:
             call = ", ".join(f"{n}={n}" for n in self.parameters)
             source += f" if {self.tensors[1]} is not None else original({call})"
         make = eval(f"lambda rotate, original: lambda {', '.join(arguments)}: {source}")
-        return make(one if len(self.tensors) == 1 else two, self.function)
+        return make(rotate_x if len(self.tensors) == 1 else rotate_q_and_k, self.function)
 
     def replacement(self, name: str) -> Callable:
-        """A function with the same arguments that calls torch_rope."""
+        """Returns a function of this name, with the arguments of this one, that calls torch_rope."""
         without_k = [s | {n: None} for s in self._samples(self.rotation) for n in self.tensors[1:]]
         new = self._calling(self.rotation, any(self._call(self.function, sample) for sample in without_k))
         new.__name__ = new.__qualname__ = name
@@ -364,12 +426,13 @@ class _RotaryFunction:
         return new
 
 
-# ---- Methods that call one ----
+# ---- Rebuilding the methods that call a rotary function ----
 
 _ROTARY = re.compile("(^|_)(rotary|rope|rotate)(_|$)")
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of the globals and attributes that code and its nested functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -377,8 +440,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class _Rebuilder:
-    """Copies of functions, that call torch_rope where the original calls a global rotary function. A function's globals
-    are those of its module, so the copy has its own."""
+    """Copies functions so that they call torch_rope instead of a global rotary function.
+
+    A function shares its globals with its module, so each copy gets globals of its own. Nothing else in the module changes.
+    """
 
     def __init__(self):
         self._rebuilt: dict[Callable, Callable] = {}
@@ -386,13 +451,15 @@ class _Rebuilder:
         self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
 
     def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
-        """The methods of a class by name, each before those that it overrides, without those of torch and of
-        transformers' own base classes."""
+        """Returns the methods of a class: for each name a list of functions, each before the functions that it overrides.
+
+        Methods of torch and of transformers' own base classes are left out.
+        """
         if module_class not in self._methods:
             found = {}
             for base in module_class.__mro__:
-                place = base.__module__.split(".")
-                if place[0] != "torch" and (place[0] != "transformers" or place[1] == "models"):
+                package = base.__module__.split(".")
+                if package[0] != "torch" and (package[0] != "transformers" or package[1] == "models"):
                     for name, value in vars(base).items():
                         found.setdefault(name, []).append(value)
             self._methods[module_class] = [
@@ -403,27 +470,33 @@ class _Rebuilder:
         return self._methods[module_class]
 
     def calls_rotary(self, function: Callable) -> bool:
+        """Returns whether a function calls a rotary function, known or not."""
         try:
             return self.rebuild(function) is not function
         except NotImplementedError:
             return True
 
     def rebuild(self, function: Callable) -> Callable:
-        """function itself if it calls no rotary function; NotImplementedError if it calls one that is not known."""
+        """Returns a copy of function that calls torch_rope, or function itself if it calls no rotary function.
+
+        Raises NotImplementedError if it calls a rotary function that torch_rope does not support.
+        """
         if function not in self._rebuilt:
-            self._rebuilt[function] = function  # for functions that call each other
+            self._rebuilt[function] = function  # ends the recursion of functions that call each other
             self._rebuilt[function] = self._rebuild(function)
         return self._rebuilt[function]
 
     def _rebuild(self, function: Callable) -> Callable:
         inner = getattr(function, "__wrapped__", None)
-        if isinstance(inner, types.FunctionType):  # function is a decorator's, inner is in its closure
+        if isinstance(inner, types.FunctionType):  # a decorator made function, and holds inner in the closure
             new = self.rebuild(inner)
             if new is inner:
                 return function
             closure = tuple(types.CellType(new) if c.cell_contents is inner else c for c in function.__closure__ or ())
             if closure == function.__closure__:
-                raise NotImplementedError(f"has a decorator that is not known, {function.__code__.co_name}")
+                raise NotImplementedError(
+                    f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
+                )
             return self._copy(function, function.__globals__, closure, new._torch_rope)
         new = {}
         for name in dict.fromkeys(_names(function.__code__)):
@@ -436,7 +509,7 @@ class _Rebuilder:
                     new[name] = rebuilt
         if not new:
             return function
-        # torch.compile would look for the names in the module that __name__ says.
+        # __name__ is left out, because torch.compile would look for the names in the module that __name__ names.
         own = {name: value for name, value in function.__globals__.items() if name != "__name__"} | new
         return self._copy(function, own, function.__closure__, sum((f._torch_rope for f in new.values()), ()))
 
@@ -444,7 +517,7 @@ class _Rebuilder:
     def _copy(function: Callable, own_globals: dict, closure: tuple | None, calls: tuple[_Call, ...]) -> Callable:
         new = types.FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
         functools.update_wrapper(new, function)
-        del new.__wrapped__  # else inspect and torch.compile take function itself
+        del new.__wrapped__  # otherwise inspect and torch.compile would use function itself
         new.__kwdefaults__ = function.__kwdefaults__
         new._torch_rope = calls
         return new
@@ -454,7 +527,7 @@ class _Rebuilder:
             try:
                 self._replacements[function] = _RotaryFunction(function).replacement(name)
             except NotImplementedError as error:
-                # One that calls others for parts of the channels?
+                # The function may call other rotary functions for parts of the channels.
                 try:
                     new = self.rebuild(function) if isinstance(function, types.FunctionType) else function
                 except NotImplementedError:
@@ -470,24 +543,28 @@ class _Rebuilder:
 
 
 def kernel_mapping() -> dict:
-    """What ``kernels.use_kernel_mapping`` takes, to let torch_rope do the work of the functions that transformers names
-    "rotary_pos_emb"::
+    """Returns a mapping for ``kernels.use_kernel_mapping`` that replaces rotary functions by torch_rope.
+
+    It replaces the functions that transformers names "rotary_pos_emb", for every mode, on "cpu", "cuda" and "mps"::
 
         with kernels.use_kernel_mapping(kernel_mapping()):
             kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
 
-    for every mode, on "cpu", "cuda" and "mps". It downloads nothing. kernels replaces a function for all models of its
-    modeling file, until the next ``kernelize`` of one of them. Functions without that name stay: :func:`patch` knows them,
-    and looks at the tables of the rotary module too, which a kernel does not see.
+    Nothing is downloaded. The kernels package replaces a function for all models of its modeling file, until the next
+    ``kernelize`` of one of them. Functions without that name stay as they are; :func:`patch` replaces them too.
+    :func:`patch` also examines the tables of the rotary module, which a kernel does not see.
+
+    Raises:
+        ImportError: kernels is not installed, or transformers does not use the installed release of it.
     """
     from kernels import LocalLayerRepository, Mode
     from transformers.utils import import_utils
 
     if not import_utils.is_kernels_available():
         raise ImportError(
-            "kernel_mapping: this transformers does not use the kernels that is installed, so kernelize would change "
-            f"nothing; it needs kernels {import_utils.KERNELS_MIN_VERSION} or later, below "
-            f"{import_utils.KERNELS_MAX_VERSION}"
+            "torch_rope.integrations.transformers.kernel_mapping: transformers does not use the installed release of "
+            "kernels, so kernelize would change nothing; install a release of kernels from "
+            f"{import_utils.KERNELS_MIN_VERSION} on, below {import_utils.KERNELS_MAX_VERSION}"
         )
     layer = LocalLayerRepository(Path(__file__).with_name("kernel"), layer_name=apply_rotary_transformers.__name__)
     modes = (Mode.INFERENCE, Mode.TRAINING)
@@ -495,9 +572,13 @@ def kernel_mapping() -> dict:
     return {"rotary_pos_emb": {device: dict.fromkeys(modes, layer) for device in ("cpu", "cuda", "mps")}}
 
 
-class apply_rotary_transformers(nn.Module):  # noqa: N801  the name that transformers gives it in its own mapping
-    """The layer that kernels puts under a function: it takes forward, and gives it the module that it made of the
-    function, so that forward finds what that function does. NotImplementedError if it is no rotation."""
+class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
+    """The layer that the kernels package substitutes for a rotary function.
+
+    kernels makes a module from the rotary function and gives it this forward. So ``type(self)`` in forward is the module's
+    class, by which forward finds out what the original function does. forward raises NotImplementedError if the function
+    is not a rotation that torch_rope supports.
+    """
 
     can_torch_compile = True
     has_backward = True
@@ -510,11 +591,13 @@ _kernels: list[type[nn.Module]] = []
 _under_kernels: list[Callable] = []
 
 
-@torch.compiler.assume_constant_result  # a number, as a function cannot be one
+@torch.compiler.assume_constant_result  # the constant is an index, because a function cannot be a constant
 def _under_kernel(kernel: type[nn.Module]) -> int:
-    """Where the replacement is of the function that kernels made this module of."""
+    """Returns the index in _under_kernels of the replacement for the function that kernels made this module class from."""
     if kernel not in _kernels:
-        function = _RotaryFunction(functools.partial(kernel.forward, None))  # it has no state
+        function = _RotaryFunction(
+            functools.partial(kernel.forward, None)
+        )  # the module has no state, so self may be None
         _under_kernels.append(function.replacement(kernel.kernel_layer_name))
         _kernels.append(kernel)
     return _kernels.index(kernel)

@@ -97,7 +97,7 @@ struct Fiber {
 // ---- memory ----
 
 // The last accesses to some bytes. writer and reader are threads, by numbers that are unique among the threads of all
-// launches. A time is the number of barriers that the thread's block has passed.
+// launches. A time is the number of barriers that the thread's block and its warps have passed so far.
 struct Access {
   uint32_t writer, reader, write_time, read_time : 29, readers : 3;
 };
@@ -168,7 +168,7 @@ struct Run {
 
   // Unique numbers of threads. A new era begins when 32 bits have no more of them.
   uint32_t era = 1, numbers_used = 1, first_of_launch = 0, first_of_block = 0;
-  uint32_t time = 0;  // barriers that the block has passed
+  uint32_t time = 0;  // barriers that the block and its warps have passed
   struct Times {
     uint32_t of[2] = {};  // of the last barrier that orders other memory, and of the last that orders shared memory
     void set(Memories m, uint32_t time) {
