@@ -1,1 +1,1 @@
-"""torch_rope against every other implementation: python -m benchmarks run | table | plot | compare."""
+"""Compares torch_rope with other implementations of rotary position embedding: python -m benchmarks --help."""

@@ -1,9 +1,9 @@
-"""torch_rope against every other implementation of rotary position embedding.
+"""Compares torch_rope with other implementations of rotary position embedding.
 
-run      measures this machine into benchmarks/results/<its name>.jsonl; goes on where an interrupted run stopped
-table    writes the tables of README.md and docs/benchmarks.md anew from the committed results
-plot     draws the pictures in docs/ anew from the committed results
-compare  tells which medians of a second run lie outside of the quartiles of the first, widened by a quarter
+run      measures this machine and writes benchmarks/results/<its name>.jsonl; continues an interrupted run
+table    writes the tables in README.md and docs/benchmarks.md, from the committed results
+plot     draws the pictures in docs/, from the committed results
+compare  lists the medians of a second run that lie outside the quartiles of the first run, widened by 25%
 """
 
 import argparse
@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-# Fresh pages cost a large result more than the rotation does: the allocator keeps what it has. Compilation in the
-# process itself: helpers would compete with what is timed.
+# The allocator must keep its memory, because fresh pages for a large result take longer than the rotation. Inductor
+# must compile in the process itself, because helper processes would compete with the timed code.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1099511627776",
     "MALLOC_TRIM_THRESHOLD_": "1099511627776",
@@ -36,11 +36,11 @@ def run(args) -> int:
     every = cases(args.device)
     groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
     wanted = args.cases or groups
-    of_part = {part: [case for case in every if part == case.group or part in case.name] for part in wanted}
+    matching = {part: [case for case in every if part == case.group or part in case.name] for part in wanted}
     for part in wanted:
-        if part != "accuracy" and not of_part[part]:
-            sys.exit(f"no case {part}; there are the groups {', '.join(groups)}, and cases of each")
-    chosen = [case for case in every if any(case in found for found in of_part.values())]
+        if part != "accuracy" and not matching[part]:
+            sys.exit(f"{part} must be a group or a part of a case's name; the groups are {', '.join(groups)}")
+    chosen = [case for case in every if any(case in found for found in matching.values())]
     found = machine(args.device)
     out = args.out or file_of(found["name"])
     journal = Journal(out, found)
@@ -63,7 +63,7 @@ def run(args) -> int:
             journal.add("accuracy", 0, list(accuracy.study(args.device)))
             progress.advance(task)
     journal.close(chosen, whole=not args.cases)
-    console.print(f"written to {out}")
+    console.print(f"The results are in {out}.")
     return 0
 
 
@@ -84,7 +84,7 @@ def table(args) -> int:
 
     stale = report.write_all(check=args.check)
     for path in stale:
-        print(f"{path.relative_to(ROOT)} {'is not what the results say' if args.check else 'written'}")
+        print(f"{path.relative_to(ROOT)} {'does not show the current results' if args.check else 'is written'}")
     return int(args.check and bool(stale))
 
 
@@ -104,10 +104,10 @@ def compare(args) -> int:
     new = read(args.new)
     old_path = args.old or file_of(new[0]["name"])
     if not old_path.exists():
-        sys.exit(f"{old_path} is not there: this is another machine, name a file to compare with")
+        sys.exit(f"{old_path} does not exist; pass the file of another machine to compare with")
     inside, outside = compare(new, read(old_path))
     print("\n".join(outside))
-    print(f"{inside} of {inside + len(outside)} medians lie inside of the quartiles of {old_path.name}, widened by 25%")
+    print(f"{inside} of {inside + len(outside)} medians lie inside the quartiles of {old_path.name}, widened by 25%.")
     return int(bool(outside))
 
 
@@ -117,21 +117,23 @@ def main() -> int:
     )
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="measure this machine")
-    running.add_argument("cases", nargs="*", metavar="case", help="a group, or a part of a case's name; all by default")
+    running.add_argument("cases", nargs="*", metavar="case", help="a group, or a part of a case's name (default: all)")
     running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    running.add_argument("--only", action="append", metavar="IMPLEMENTATION", help="this one, and others named so")
     running.add_argument(
-        "--passes", type=int, default=PASSES, help="how often all is measured, each time in new processes"
+        "--only", action="append", metavar="IMPLEMENTATION", help="measure only this implementation; may be repeated"
     )
-    running.add_argument("--rounds", type=int, default=11, help="turns of a contender in a pass, at most")
-    running.add_argument("--out", type=Path, metavar="FILE.jsonl")
-    tabling = commands.add_parser("table", help="write the tables of README.md and docs/ anew")
-    tabling.add_argument("--check", action="store_true", help="write nothing; exit code 1 where they are stale")
-    plotting = commands.add_parser("plot", help="draw the pictures of docs/ anew")
-    plotting.add_argument("--out", type=Path, metavar="FOLDER")
-    comparing = commands.add_parser("compare", help="a second run with the first")
-    comparing.add_argument("new", type=Path)
-    comparing.add_argument("old", type=Path, nargs="?", help="the committed file of this machine by default")
+    running.add_argument(
+        "--passes", type=int, default=PASSES, help="how often every case is measured, each time in new processes"
+    )
+    running.add_argument("--rounds", type=int, default=11, help="the largest number of samples of a pass")
+    running.add_argument("--out", type=Path, metavar="FILE.jsonl", help="file of the results")
+    tabling = commands.add_parser("table", help="write the tables in README.md and docs/")
+    tabling.add_argument("--check", action="store_true", help="write nothing; the exit status is 1 if a table is stale")
+    plotting = commands.add_parser("plot", help="draw the pictures in docs/")
+    plotting.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the pictures")
+    comparing = commands.add_parser("compare", help="compare a second run with the first")
+    comparing.add_argument("new", type=Path, help="file of the second run")
+    comparing.add_argument("old", type=Path, nargs="?", help="file of the first run (default: this machine's)")
     for command, function in ((running, run), (tabling, table), (plotting, plot), (comparing, compare)):
         command.set_defaults(function=function)
     args = parser.parse_args()

@@ -1,27 +1,31 @@
-"""How far each implementation is from the exact rotation, from position 1 to 2^24, and what that does to attention.
+"""Measures the error of each implementation from position 1 to 2^24, and its effect on attention.
 
-Every implementation is taken end to end, as its users have it: it makes its own angles from positions with its own code,
-and rotates. The oracle has the frequencies of torch_rope.frequencies, which are float64 and count as exact, and computes
-in float64 (long double for float64): the angle is cut in two, whose products with a position are exact.
+Every implementation is used end to end, as its users use it: its own code makes the angles from positions, and rotates.
+The exact result is computed from the frequencies of torch_rope.frequencies, which are float64 and count as exact. It is
+computed in float64 (in long double for float64 results). Each frequency is split into two parts whose products with a
+position are exact.
 
-Lines of kind "accuracy", one for an octave of positions, 2^octave to 2^(octave + 1) - 1 (octave 24 is position 2^24
-alone): max_ulp and mean_ulp, the error in distances of neighbouring numbers of the dtype at the magnitude of the rotated
-pair; and max_relative, as a part of that magnitude. An element is half an ulp off at most where it is rounded just once:
-that is the implementation "one rounding", and there is nothing better.
+A line of kind "accuracy" has the errors for one octave of positions, from 2^octave to 2^(octave + 1) - 1 (octave 24 is
+only position 2^24). max_ulp and mean_ulp are errors in ulps: an ulp is the distance between neighbouring numbers of the
+dtype at the magnitude of the rotated pair. max_relative is the error as a part of that magnitude. If the exact result
+is rounded once, an element is off by at most half an ulp. This is the implementation "one rounding", and no other can
+be better.
 
-Lines of kind "scores", one for a number of tokens: q at the last position and keys at random ones, normal, and
-score = q.k / sqrt(head_dim) from the rotated vectors, in float64: max_error and mean_error, of scores whose standard
-deviation is 1. moved_weight is the part of a softmax that lands on other keys, half the sum of all differences; it is of
-the scores times SHARPNESS, since the softmax of normal q and k is flat, and trained heads look at few keys: so the 4096
-keys weigh as 5 to 60 equal ones would (1 / the sum of the squares), and the largest has 0.07 to 0.4 of the weight.
+A line of kind "scores" has the errors for one number of tokens. q is at the last position and keys are at random
+positions; both have normally distributed elements. score = q.k / sqrt(head_dim) is computed in float64 from the rotated
+vectors. max_error and mean_error are errors of scores, whose standard deviation is 1. moved_weight is the part of a
+softmax that moves to other keys: half of the sum of all differences. The softmax is that of the scores times SHARPNESS,
+because the softmax of random q and k is flat and trained heads attend to few keys. With this factor, the 4096 keys
+count as 5 to 60 keys of equal weight would (1 / the sum of the squares of the weights), and the largest weight is 0.07
+to 0.4.
 
-Frequencies that are rounded to float32 are still those of a rotary embedding, and a score still depends on the distance
-alone: what "torch_rope float32 inv_freq" is off by is the distance to the formula. Angles that are rounded to float32, as
-most peers' are, are not proportional to the position any more.
+Frequencies that are rounded to float32 still make a rotary embedding, in which a score depends only on the distance. So
+the error of "torch_rope float32 inv_freq" is a distance from the formula. Angles that are rounded to float32, as in
+most peers, are no longer proportional to the position.
 
-Peers whose users pass tables or frequencies get what those pass: float32 arithmetic, and tables in x's dtype. Where that
-is not the default kind, the frequencies are the exact ones rounded once, which is in favour of the peer. The random
-numbers have fixed seeds: on one machine the lines are the same each time.
+If users of a peer pass tables or frequencies to it, the peer gets what its users pass: tables computed in float32, in
+x's dtype. For kinds other than default, the frequencies are the exact frequencies rounded once, which favours the peer.
+The random numbers have fixed seeds, so one machine gives the same lines each time.
 """
 
 import functools
@@ -39,9 +43,9 @@ from torch_rope import frequencies
 HEAD_DIM, HEADS, TOKENS, KEYS, SHARPNESS = 128, 4, 32, 4096, 3.0
 SINGLE_OR_HALF = (torch.float32, torch.bfloat16, torch.float16)
 ALL = (*SINGLE_OR_HALF, torch.float64)
-FEW = {0, 10, 17, 20, 24}  # octaves of the kinds that are not the default
+FEW = {0, 10, 17, 20, 24}  # the octaves that are measured for kinds other than default
 
-# As in the config of a model of transformers, which torch_rope.frequencies reads too.
+# The rope_parameters of a config of transformers, which torch_rope.frequencies reads too.
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "default, base 500000": {"rope_type": "default", "rope_theta": 5e5},
@@ -69,41 +73,45 @@ SCALINGS = {
 
 
 class Scaling:
+    """One of SCALINGS, and its frequencies."""
+
     def __init__(self, name: str):
-        self.name, self.said = name, SCALINGS[name]
-        self.kind, self.base, self.factor = self.said["rope_type"], self.said["rope_theta"], self.said.get("factor")
-        self.config = {"head_dim": HEAD_DIM, "max_position_embeddings": 131072, "rope_parameters": self.said}
+        self.name, self.parameters = name, SCALINGS[name]
+        self.kind, self.base = self.parameters["rope_type"], self.parameters["rope_theta"]
+        self.factor = self.parameters.get("factor")
+        self.config = {"head_dim": HEAD_DIM, "max_position_embeddings": 131072, "rope_parameters": self.parameters}
 
     def exact(self, positions: Tensor) -> frequencies.Frequencies:
-        """Of a sequence that ends with the highest of them, which two kinds depend on."""
+        """Returns the exact frequencies of a sequence that ends at the highest position. Two kinds use its length."""
         return frequencies.from_config(self.config, seq_len=int(positions.max()) + 1)
 
     def usual(self, positions: Tensor) -> frequencies.Frequencies:
-        """float32, on the device of positions."""
+        """Returns the frequencies that users of peers have: in float32, on the device of positions."""
         inv_freq, attention_factor = self.exact(positions)
         if self.kind == "default":
             inv_freq = 1.0 / self.base ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
         return frequencies.Frequencies(inv_freq.float().to(positions.device), attention_factor)
 
     def usual_tables(self, positions: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Returns cos and sin that users of peers have: computed in float32, then rounded to dtype."""
         inv_freq, attention_factor = self.usual(positions)
         angle = torch.outer(positions.float(), inv_freq)
         return [(table * attention_factor).to(dtype) for table in (angle.cos(), angle.sin())]
 
 
-# -- exact --
+# ---- The exact result ----
 
 
 def rotated(x: Tensor, positions: Tensor, scaling: Scaling) -> tuple[np.ndarray, np.ndarray]:
-    """(the exact result, the magnitude of each element's pair)"""
-    # Not torch_rope.reference: at position 2^24 its float64 angle is off by 2e-9, 3 % of a float32 ulp.
+    """Returns (the exact result, the magnitude of each element's pair)."""
+    # torch_rope.reference is not exact enough: at position 2^24 its float64 angle is off by 2e-9, 3% of a float32 ulp.
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     inv_freq, attention_factor = scaling.exact(positions)
     inv_freq, p = inv_freq.numpy(), positions.cpu().numpy()[:, None, None].astype(kind)
     high = inv_freq.astype(np.float32).astype(np.float64)
-    turn = np.exp(1j * (p * high)) * np.exp(1j * (p * (inv_freq - high))) * kind(attention_factor)
+    rotation = np.exp(1j * (p * high)) * np.exp(1j * (p * (inv_freq - high))) * kind(attention_factor)
     first, second = np.split(numpy_of(x).astype(kind), 2, -1)
-    pairs = (first + 1j * second) * turn
+    pairs = (first + 1j * second) * rotation
     return np.concatenate([pairs.real, pairs.imag], -1), np.tile(np.abs(pairs), 2)
 
 
@@ -111,7 +119,9 @@ def numpy_of(x: Tensor) -> np.ndarray:
     return x.cpu().double().numpy()
 
 
-# -- the implementations: (scaling, dtype) -> function of x [tokens, heads, HEAD_DIM], paired half-split, and positions
+# ---- The implementations ----
+# Each function returns, for (scaling, dtype), a function of x [tokens, heads, HEAD_DIM] and positions, which returns x
+# rotated. The pairs of x are half-split.
 
 
 def one_rounding(scaling, dtype):
@@ -143,18 +153,18 @@ def ours_float32(scaling, dtype):
 
 
 def heads_first(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """call with x as [1, heads, tokens, HEAD_DIM], and its result as x is."""
+    """Calls a function with x as [1, heads, tokens, HEAD_DIM], and returns the result in the shape of x."""
     return call(x.transpose(0, 1)[None])[0].transpose(0, 1)
 
 
 def interleaved(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """call with x in pairs of neighbours, and its result as x is."""
+    """Calls a function with x permuted to interleaved pairs, and returns the result with half-split pairs."""
     x = call(torch.stack(x.chunk(2, -1), -1).flatten(-2))
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
 
 
 def transformers(scaling, dtype):
-    """The rotary module of a model loaded in that dtype: float32 frequencies and angles, cos and sin in x's dtype."""
+    """Uses the rotary module of a model: frequencies and angles are float32, cos and sin have x's dtype."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     module = LlamaRotaryEmbedding(LlamaConfig(**scaling.config))
@@ -167,18 +177,18 @@ def transformers(scaling, dtype):
 
 
 def torchtune(scaling, dtype):
-    """Its formula: a float32 cache, of which only the rows needed are made, and x in float32."""
+    """Uses torchtune's formula: tables and arithmetic in float32. Only the table rows that are needed are made."""
 
     def call(x, p):
         cos, sin = (table[:, None] for table in scaling.usual_tables(p, torch.float32))
-        even, odd = x.float().chunk(2, -1)  # its pairs of neighbours, with the same arithmetic
+        even, odd = x.float().chunk(2, -1)  # torchtune has interleaved pairs; the arithmetic is the same
         return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1).type_as(x)
 
     return call
 
 
 def rotary_embedding_torch(scaling, dtype):
-    """What its rotate_queries_or_keys does for a token at an offset: it counts positions in x's dtype."""
+    """Does what rotate_queries_or_keys does for a token at an offset. It counts positions in x's dtype."""
     from rotary_embedding_torch import RotaryEmbedding, apply_rotary_emb
 
     def call(x, p):
@@ -193,7 +203,7 @@ def rotary_embedding_torch(scaling, dtype):
 
 
 def mlx(scaling, dtype):
-    """On the CPU. mx.fast.rope knows no attention factor: x is multiplied by it before, as mlx_lm does."""
+    """Uses mx.fast.rope on the CPU. It has no attention factor, so x is multiplied first, as in mlx_lm."""
     import mlx.core as mx
 
     def call(x, p):
@@ -202,10 +212,11 @@ def mlx(scaling, dtype):
         if scaling.kind not in ("default", "linear"):
             how = {"base": None, "scale": 1.0, "freqs": mx.array((1 / inv_freq).numpy())}
         with mx.stream(mx.cpu):
-            # By way of float32, which is exact: numpy has no bfloat16. A batch of sequences of one token.
-            there = mx.array(x[:, :, None].float().numpy()).astype(getattr(mx, str(dtype)[6:]))
-            there = there if attention_factor == 1 else attention_factor * there
-            out = mx.fast.rope(there, HEAD_DIM, traditional=False, offset=mx.array(p.int().numpy()), **how)
+            # x is a batch of sequences of one token. It is converted through float32, because numpy has no bfloat16;
+            # this is exact.
+            array = mx.array(x[:, :, None].float().numpy()).astype(getattr(mx, str(dtype)[6:]))
+            array = array if attention_factor == 1 else attention_factor * array
+            out = mx.fast.rope(array, HEAD_DIM, traditional=False, offset=mx.array(p.int().numpy()), **how)
             return torch.from_numpy(np.array(out.astype(mx.float32)))[:, :, 0].to(dtype)
 
     return call
@@ -251,10 +262,10 @@ def xformers(scaling, dtype):
     if scaling.kind == "llama3":
         how |= {
             "use_dynamic_scaling": True,
-            "dynamic_old_context_len": scaling.said["original_max_position_embeddings"],
+            "dynamic_old_context_len": scaling.parameters["original_max_position_embeddings"],
             "dynamic_scale_factor": scaling.factor,
-            "dynamic_low_freq_factor": scaling.said["low_freq_factor"],
-            "dynamic_high_freq_factor": scaling.said["high_freq_factor"],
+            "dynamic_low_freq_factor": scaling.parameters["low_freq_factor"],
+            "dynamic_high_freq_factor": scaling.parameters["high_freq_factor"],
         }
 
     def call(x, p):
@@ -277,14 +288,14 @@ def liger(scaling, dtype):
 
     def call(x, p):
         tables = [torch.cat([table, table], -1)[None] for table in scaling.usual_tables(p, dtype)]
-        # It works in place.
+        # Liger's function works in place, so it gets copies.
         return heads_first(lambda x: LigerRopeFunction.apply(x.clone(), x.clone(), *tables)[0], x)
 
     return call
 
 
 def flashinfer(scaling, dtype):
-    """Angles in its kernel, where it knows the kind; else its kernel for float32 tables."""
+    """Uses the kernel that computes angles if it supports the kind, and otherwise the kernel for float32 tables."""
     from flashinfer import rope
 
     def call(x, p):
@@ -292,8 +303,8 @@ def flashinfer(scaling, dtype):
         if scaling.kind in ("default", "linear"):
             return rope.apply_rope_pos_ids(x, x, p.int(), **how)[0]
         if scaling.kind == "llama3":
-            how |= {name: scaling.said[name] for name in ("low_freq_factor", "high_freq_factor")}
-            how["old_context_len"] = scaling.said["original_max_position_embeddings"]
+            how |= {name: scaling.parameters[name] for name in ("low_freq_factor", "high_freq_factor")}
+            how["old_context_len"] = scaling.parameters["original_max_position_embeddings"]
             return rope.apply_llama31_rope_pos_ids(x, x, p.int(), **how)[0]
         table = torch.cat(scaling.usual_tables(p, torch.float32), -1)
         rows, flat = torch.arange(len(p), device=p.device), x.flatten(1)
@@ -303,10 +314,12 @@ def flashinfer(scaling, dtype):
 
 
 class Implementation(NamedTuple):
+    """A function that makes an implementation, and what the implementation supports."""
+
     make: Callable
     dtypes: tuple = SINGLE_OR_HALF
     kinds: Collection[str] = frequencies.KINDS
-    device: str = ""  # that it runs on alone
+    device: str = ""  # the only device that it runs on; empty if it runs on all
 
 
 IMPLEMENTATIONS = {
@@ -327,7 +340,7 @@ IMPLEMENTATIONS = {
 }
 
 
-# -- what is measured --
+# ---- The measurements ----
 
 
 class Sample:
@@ -388,29 +401,35 @@ def study(
     dtypes: Collection[torch.dtype] = ALL,
     tokens: Collection[int] = (131072, 1048576),
 ) -> Iterator[dict]:
-    """The lines, implementation by implementation in the order of IMPLEMENTATIONS.
+    """Yields the lines, implementation by implementation in the order of IMPLEMENTATIONS.
 
-    implementations: keys of IMPLEMENTATIONS, all by default. octaves: 0 to 24; the kinds that are not the default have
-    those in FEW alone. tokens: of the scores, which are of the default kind and not of float64. A line with a "status"
-    has no figures but a "reason": of a whole implementation, of one dtype or kind of it, or of a single figure.
+    A line with a "status" has no figures but a "reason". It concerns a whole implementation, one dtype or kind of it,
+    or one measurement.
+
+    Args:
+        device: the device of the tensors.
+        implementations: keys of IMPLEMENTATIONS; None means all.
+        octaves: octaves of positions, from 0 to 24. For kinds other than default, only the octaves in FEW are measured.
+        dtypes: dtypes of x.
+        tokens: numbers of tokens for the scores. Scores are measured for the kind default, and not in float64.
     """
     octave_sample, score_samples = functools.cache(octave_of), functools.cache(q_and_keys)
     scalings = [Scaling(name) for name in SCALINGS]
     for name in IMPLEMENTATIONS if implementations is None else implementations:
         implementation, line = IMPLEMENTATIONS[name], {"kind": "accuracy", "implementation": name}
         if implementation.device not in ("", torch.device(device).type):
-            yield line | skipped(f"runs on {implementation.device} alone")
+            yield line | skipped(f"it runs only on {implementation.device}")
             continue
         try:
             implementation.make(scalings[0], torch.float32 if torch.float32 in implementation.dtypes else torch.float16)
-        except Exception as error:  # not always an ImportError: packages for another torch fail in many ways
-            yield line | skipped(f"cannot be imported: {reason(error)}")
+        except Exception as error:  # any exception, because packages that do not fit this torch fail in many ways
+            yield line | skipped(f"it cannot be imported: {reason(error)}")
             continue
         for dtype in (d for d in dtypes if d not in implementation.dtypes):
-            yield line | {"dtype": str(dtype)[6:]} | skipped("does not have it")
+            yield line | {"dtype": str(dtype)[6:]} | skipped("it does not support this dtype")
         for scaling in scalings:
             if scaling.kind not in implementation.kinds:
-                yield line | {"scaling": scaling.name} | skipped("does not have it")
+                yield line | {"scaling": scaling.name} | skipped("it does not support this kind of frequencies")
                 continue
             for dtype in (d for d in dtypes if d in implementation.dtypes):
                 which = {"implementation": name, "dtype": str(dtype)[6:], "scaling": scaling.name}
@@ -441,5 +460,5 @@ def figures(measure: Callable, samples, call: Callable) -> dict:
         return {name: float(f"{value:.4g}") for name, value in measure(samples, call).items()}
     except ArithmeticError as error:
         return {"status": "wrong", "reason": str(error)}
-    except Exception as error:  # of a peer: the others can still be asked
+    except Exception as error:  # an implementation that fails must not prevent the others
         return {"status": "failed", "reason": reason(error)}

@@ -1,4 +1,4 @@
-"""What is measured: the cases, their data, and the right answer in float64."""
+"""Defines the cases that are measured, their data, and the expected results in float64."""
 
 import math
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import torch_rope
 from torch_rope import reference
 
 BASE, EPS = 10000.0, 1e-6
-CACHE = 8192  # tokens of a static cache, at least; rows of the tables where positions are given
-PAGE = 16  # tokens
+CACHE = 8192  # tokens of a static cache; the smallest number of table rows if positions are given
+PAGE = 16  # tokens of a page of a paged cache
 
 
 @dataclass(frozen=True)
 class Case:
-    """q: [batch, seq, heads, head_dim], k: [batch, seq, kv_heads, head_dim] and what is done with them."""
+    """A case: q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim], and what is done with them."""
 
     group: str
     seq: int = 2048
@@ -25,13 +25,15 @@ class Case:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    rotary_dim: int = 0  # head_dim
+    rotary_dim: int = 0  # 0 means head_dim
     dtype: str = "bfloat16"
-    layout: str = "bshd"  # in memory; "packed": q and k (and v) of a token together
+    layout: str = "bshd"  # the order in memory: "bshd", "bhsd", or "packed": q, k (and v) of a token together
     interleaved: bool = False
-    op: str = "rotate"  # or "norm": QK-norm and rotation, "cache", "norm cache", "learned": gradients of the tables ...
-    mode: str = "inference"  # inference_mode; or "no_grad", "grad": forward alone, "training": forward and backward
-    positions: str = ""  # dtype of given positions, each token's its own; "" is 0, 1, 2 ...
+    # "rotate", "norm" (QK-norm and rotation), "cache" (rotation and the write to a KV cache), "norm cache", "learned"
+    # (rotation with gradients of the tables), "tables" (cos_sin) or "model" (a whole model)
+    op: str = "rotate"
+    mode: str = "inference"  # "inference" (inference_mode), "no_grad", "grad" (forward only), "training" (and backward)
+    positions: str = ""  # the dtype of given positions, one for each token; if it is "", positions are 0, 1, 2 ...
 
     def __post_init__(self):
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -60,7 +62,7 @@ class Case:
 
     @property
     def rotated(self) -> int:
-        """Elements of q and k."""
+        """Returns the number of elements of q and k."""
         return self.tokens * (self.heads + self.kv_heads) * self.head_dim
 
     @property
@@ -68,13 +70,15 @@ class Case:
         return getattr(torch, self.dtype).itemsize
 
     def needed_bytes(self, in_place: bool = False) -> int:
-        """What has to be read and written at least, each byte once. Training reads gradients and writes gradients too,
-        that of a norm or of learned tables reads q and k again."""
+        """Returns the number of bytes that must be read and written, each byte once.
+
+        Training also reads and writes gradients. If it has a norm or learned tables, it reads q and k again.
+        """
         if self.op == "tables":
             return self.seq * self.rotary_dim * 4
         passes = {"training": 4 if self.op == "rotate" else 5}.get(self.mode, 2)
         size = passes * self.rotated * self.itemsize
-        if in_place:  # the other channels stay where they are
+        if in_place:  # the channels from rotary_dim on are not moved
             size = size * self.rotary_dim // self.head_dim if "norm" not in self.op else size
         if "cache" in self.op:
             size += 2 * self.tokens * self.kv_heads * self.head_dim * self.itemsize
@@ -83,11 +87,14 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Of the tables, that are read."""
+        """Returns the number of table rows that are read."""
         return self.tokens if self.positions else self.seq
 
     def flops_of(self, norm: bool) -> int:
-        """Four products and two sums a pair; for a norm a square, a sum and two products a channel."""
+        """Returns the number of floating-point operations.
+
+        A pair needs four products and two sums. With a norm, each channel needs a square, a sum and two products.
+        """
         return self.rotated // self.head_dim * (3 * self.rotary_dim + 4 * self.head_dim * norm)
 
 
@@ -96,10 +103,13 @@ def count(n: int) -> str:
 
 
 def cases(device: str) -> list[Case]:
-    """All, the groups one after the other. On a GPU the sweep has every form, because there it is what is bounded."""
+    """Returns all cases of a device, group by group.
+
+    On a GPU the sweep has more forms of calls, because report.LIMITS has limits for the sweep there.
+    """
     cuda = device == "cuda"
     result = [Case("sweep", 4**i) for i in range(9)]
-    few = {} if cuda else {"heads": 4, "kv_heads": 1}  # for the memory of a small machine
+    few = {} if cuda else {"heads": 4, "kv_heads": 1}  # so that the case fits the memory of a small machine
     result += [Case("sweep", 4**i, **few) for i in (9, 10)]
     if cuda:
         for seq in (2**14, 2**16, 2**18, 2**20):
@@ -136,7 +146,7 @@ HALF_AND_FULL = "bfloat16", "float32"
 
 
 class Data:
-    """The tensors of a case, views [batch, seq, heads, head_dim] of what lies in memory as its layout says."""
+    """The tensors of a case. q, k and v are views [batch, seq, heads, head_dim] of memory in the layout of the case."""
 
     def __init__(self, case: Case, device: str):
         self.case, self.device, self.dtype = case, device, getattr(torch, case.dtype)
@@ -148,10 +158,10 @@ class Data:
             return
         self.q, self.k, self.v = self._heads(with_v="cache" in case.op)
         rows = max(case.seq, CACHE) if case.positions else case.seq
-        # cos, sin: [rows, rotary_dim / 2], right to 5e-7 at any position
+        # cos and sin are [rows, rotary_dim / 2] and right to 5e-7 at any position.
         self.cos, self.sin = torch_rope.cos_sin(torch.arange(rows, device=device), self.inv_freq)
         self.positions = self.slots = None
-        if case.positions:  # of a prompt, or one of each sequence
+        if case.positions:  # consecutive positions, which begin at a random position in each sequence
             first = torch.randint(rows - case.seq + 1, (case.batch, 1), device=device)
             self.positions = (first + torch.arange(case.seq, device=device)).to(getattr(torch, case.positions))
         if "norm" in case.op:
@@ -177,19 +187,22 @@ class Data:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """cos, sin: [batch or 1, seq, rotary_dim / 2], a row for each token"""
+        """cos and sin [batch or 1, seq, rotary_dim / 2]: tables by token."""
         at = slice(None) if self.positions is None else self.positions.long()
         return tuple(t[at] if self.positions is not None else t[None] for t in (self.cos, self.sin))
 
     @cached_property
     def wide_rows(self) -> list[Tensor]:
-        """cos, sin: [batch or 1, seq, rotary_dim] in q's dtype, as transformers has them"""
+        """cos and sin [batch or 1, seq, rotary_dim] in q's dtype: the tables of transformers."""
         return [torch.cat([t, t], -1).to(self.dtype) for t in self.rows]
 
     @cached_property
     def caches(self) -> list[Tensor]:
-        """One sequence: static, [1, kv_heads, tokens, head_dim], as in transformers; more: paged, [pages, PAGE,
-        kv_heads, head_dim], with slots."""
+        """k_cache and v_cache.
+
+        For one sequence they are static caches [1, kv_heads, tokens, head_dim], as in transformers. For several
+        sequences they are paged caches [pages, PAGE, kv_heads, head_dim], with slots.
+        """
         case = self.case
         if case.batch == 1:
             shape = 1, case.kv_heads, CACHE, case.head_dim
@@ -199,14 +212,17 @@ class Data:
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv"]
 
     def written(self) -> list[Tensor]:
-        """k and v as they are in the caches."""
+        """Returns k and v as they were written to the caches."""
         if self.case.batch == 1:
             return [cache.transpose(1, 2)[:, self.positions[0].long()] for cache in self.caches]
         return [cache.flatten(0, 1)[self.slots] for cache in self.caches]
 
 
 def noise(shape: tuple, dtype: torch.dtype, device: str) -> Tensor:
-    """Normal numbers, which repeat after a prime number of elements: to draw many takes longer than to rotate them."""
+    """Returns normally distributed numbers, which repeat after a prime number of elements.
+
+    They repeat because drawing many random numbers takes longer than rotating them.
+    """
     drawn = torch.randn(min(math.prod(shape), 1000003), device=device).to(dtype)
     if drawn.numel() == math.prod(shape):
         return drawn.view(shape)
@@ -218,11 +234,11 @@ def noise(shape: tuple, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
-    """What an implementation has to return, by torch_rope.reference in float64; and the tokens, of all that there are,
-    for which it was computed: some hundred, or all where they are summed over.
+    """Returns the expected results, and the indices of the tokens for which they were computed.
 
-    Tensors [batch, tokens, heads, head_dim]: the rotated q and k (of a cache, v too), or in training the gradients of
-    the inputs.
+    torch_rope.reference computes the results in float64, for some hundred tokens, or for all tokens if a result is a
+    sum over tokens. The results are tensors [batch, tokens, heads, head_dim]: the rotated q and k, and v if there is a
+    cache. In training they are the gradients of the inputs.
     """
     if case.op == "tables":
         positions = torch.arange(case.seq, device=data.device)
@@ -258,18 +274,22 @@ def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
 
 
 def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> str:
-    """What is wrong with results, those of the same tokens, if anything: off by more than rounding can explain, of each
-    number on the way, or of an angle of some thousand radians in float32."""
+    """Returns why results are wrong, or an empty string if they are right. Both arguments are for the same tokens.
+
+    A result is wrong if its error is larger than rounding explains: the rounding of each intermediate number, and of an
+    angle of several thousand radians in float32.
+    """
     if len(results) != len(expected):
-        return f"{len(results)} results, not {len(expected)}"
+        return f"the number of results is {len(results)} but must be {len(expected)}"
     info = torch.finfo(getattr(torch, case.dtype))
     for got, want in zip(results, expected, strict=True):
         got = got if got.ndim == 4 else got.reshape(want.shape)
         if got.shape != want.shape:
-            return f"a shape of {tuple(got.shape)}, not {tuple(want.shape)}"
-        # Heads have the size of what they are made of; sums over tokens are larger, and so are their errors.
+            return f"a result has shape {tuple(got.shape)} but must have {tuple(want.shape)}"
+        # Rotated heads are as large as the inputs. Sums over tokens are larger, and have larger errors.
         size = want.abs().amax().clamp(min=1.0)
         error = (got.double() - want).abs().max() / size
-        if not error <= max(8 * info.eps, 8e-4 if case.seq <= 8192 else 1e-7 * case.seq):  # so is NaN
-            return f"off by {error * size:.2g} where numbers are up to {size:.2g}"
+        # The condition is negated, so that NaN is wrong too.
+        if not error <= max(8 * info.eps, 8e-4 if case.seq <= 8192 else 1e-7 * case.seq):
+            return f"the error is {error * size:.2g} and the largest expected number is {size:.2g}"
     return ""

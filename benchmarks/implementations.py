@@ -1,8 +1,8 @@
-"""Everything that is compared: small adapters, each of which makes a call of one implementation for one case.
+"""Adapters: functions that prepare a call of one implementation for one case.
 
-An adapter prepares what a model prepares once (tables in its own form, sessions, compiled functions), so that the call is
-what a layer does. It raises NotImplementedError with the reason where the implementation does not do what the case asks,
-ImportError where it is not installed.
+An adapter prepares everything that a model prepares once (tables in the implementation's form, sessions, compiled
+functions), so that the call does what a layer does. An adapter raises NotImplementedError with a reason if the
+implementation cannot do the case, and ImportError if the implementation is not installed.
 """
 
 import ctypes
@@ -32,21 +32,26 @@ EVERY_CACHE = "cache", "norm cache"
 
 @dataclass
 class Run:
-    call: Callable[[], Any]
-    results: Callable[[Any], list[Tensor]]  # of what call returns: in the form of right_answer, untimed
+    """A call of one implementation, and how to interpret it."""
+
+    call: Callable[[], Any]  # the function that is timed
+    results: Callable[[Any], list[Tensor]]  # makes results in the form of right_answer from the value that call returns
     in_place: bool = False
     compiled: bool = False
-    counted: bool = True  # its operators and its memory are torch's
-    loops: int = 0  # of what was compiled
-    limit: bool = False  # moves the data and does not rotate it
+    counted: bool = True  # True if the implementation uses torch's operators and memory, which can be counted
+    loops: int = 0  # the number of loops of a compiled function
+    limit: bool = False  # True if it only moves the data and does not rotate
     context: Callable = field(default=torch.no_grad)
 
 
-ADAPTERS: dict[tuple[str, str], Callable[[Case, Data], Run]] = {}  # (op, name) -> adapter: copy, ours, peers
+ADAPTERS: dict[tuple[str, str], Callable[[Case, Data], Run]] = {}  # (op, name) -> adapter
 
 
 def adapter(name: str, *ops: str, **options):
-    """Registers a function under name for these ops of a case; "rotate" by default. The lowest of several comes first."""
+    """Returns a decorator that registers an adapter under this name for these values of Case.op.
+
+    The default is "rotate". Of several decorators of a function, the lowest registers first.
+    """
 
     def register(function):
         for op in ops or ("rotate",):
@@ -56,12 +61,15 @@ def adapter(name: str, *ops: str, **options):
     return register
 
 
-# How a function of torch becomes a Run.
+# ---- From a function of torch to a Run ----
 
 
 def run_of(case: Case, data: Data, forward: Callable, heads_first=False, more=(), after=(), **options) -> Run:
-    """forward(q, k, *more, *after) -> (q, k), where q and k are [batch, heads, seq, head_dim] if heads_first. more: what
-    has gradients too."""
+    """Returns a Run of forward(q, k, *more, *after), which returns the rotated q and k.
+
+    If heads_first is True, forward takes and returns [batch, heads, seq, head_dim]. The tensors in more have gradients
+    too.
+    """
 
     def native(tensors):
         return [x.transpose(1, 2) if heads_first and x.ndim == 4 else x for x in tensors]
@@ -73,36 +81,36 @@ def run_of(case: Case, data: Data, forward: Callable, heads_first=False, more=()
         context = torch.enable_grad
     if case.mode == "training":
         if options.get("in_place"):
-            raise NotImplementedError("no gradient in place")
+            raise NotImplementedError("an in-place operator has no gradient")
         gradients = native(data.gradients)
 
         def call():
             return torch.autograd.grad(forward(*inputs, *after), inputs, gradients)
 
     elif case.mode == "grad" and options.get("in_place"):
-        raise NotImplementedError("no gradient in place")
+        raise NotImplementedError("an in-place operator has no gradient")
     else:
         call = partial(forward, *inputs, *after)
     return Run(call, native, context=context, **options)
 
 
-@functools.cache  # a process has one case: what is compiled serves all of its sets of data
+@functools.cache  # a process has one case, so one compiled function serves all of its sets of data
 def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
 def check_cuda(data: Data, module: str) -> None:
     if data.device != "cuda":
-        raise NotImplementedError("it runs on NVIDIA GPUs alone")
+        raise NotImplementedError("it runs only on NVIDIA GPUs")
     importlib.import_module(module)
 
 
-# Rotation.
+# ---- Rotation ----
 
 
 @adapter("copy", "rotate", "norm", "learned")
 def copy(case: Case, data: Data) -> Run:
-    """The limit: q and k read once and written once, twice in training, into memory that is there."""
+    """The limit: reads and writes q and k once (in training twice), into existing memory."""
     pairs = [(torch.empty_like(x), x) for x in (data.q, data.k)] * (2 if case.mode == "training" else 1)
 
     def call():
@@ -113,7 +121,7 @@ def copy(case: Case, data: Data) -> Run:
 
 
 def our_angles(data: Data, source: str) -> tuple:
-    """cos, sin, inv_freq, positions"""
+    """Returns (cos, sin, inv_freq, positions)."""
     tables = (data.cos, data.sin, None) if source == "tables" else (None, None, data.inv_freq)
     return *tables, data.positions
 
@@ -145,7 +153,7 @@ def rotate_qk_learned(case: Case, data: Data) -> Run:
 @adapter("transformers compiled", compile=True)
 @adapter("transformers")
 def transformers(case: Case, data: Data, compile=False) -> Run:
-    """The function of a model that rotates so, on [batch, seq, heads, head_dim] where that is how q lies."""
+    """The function of a model with this pairing. q has the layout that it has in memory."""
     model = "glm" if case.interleaved else "gpt_neox" if case.rotary_dim < case.head_dim else "llama"
     function = importlib.import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
     heads_first = case.layout == "bhsd"
@@ -170,18 +178,18 @@ def transformers_learned(case: Case, data: Data, compile=False) -> Run:
 
 @adapter("torchtune")
 def torchtune(case: Case, data: Data) -> Run:
-    """Its formula: pairs of neighbours in float32, a cache of cos and sin indexed by position."""
+    """torchtune's formula: interleaved pairs, float32 arithmetic, a table of cos and sin indexed by position."""
     if not case.interleaved or case.rotary_dim < case.head_dim:
-        raise NotImplementedError("all channels, interleaved, alone")
+        raise NotImplementedError("it rotates only whole heads with interleaved pairs")
     cache = torch.stack([data.cos, data.sin], -1)  # [rows, rotary_dim / 2, 2]
 
-    def turn(x):
+    def rotate(x):
         angles = cache[: x.shape[1]] if data.positions is None else cache[data.positions]
         cos, sin = angles.unsqueeze(-3).unbind(-1)
         a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).type_as(x)
 
-    return run_of(case, data, lambda q, k: (turn(q), turn(k)))
+    return run_of(case, data, lambda q, k: (rotate(q), rotate(k)))
 
 
 @adapter("rotary-embedding-torch")
@@ -189,45 +197,45 @@ def rotary_embedding_torch(case: Case, data: Data) -> Run:
     from rotary_embedding_torch import RotaryEmbedding
 
     if not case.interleaved:
-        raise NotImplementedError("interleaved alone")
+        raise NotImplementedError("it rotates only interleaved pairs")
     if data.positions is not None:
-        raise NotImplementedError("an offset for all sequences, no positions")
+        raise NotImplementedError("it takes one offset for all sequences, and no positions")
     if case.head_dim % 2 or case.layout == "packed":
-        raise NotImplementedError("no packed tensors")
+        raise NotImplementedError("it takes no packed tensors")
     module = RotaryEmbedding(case.rotary_dim, theta=BASE, cache_max_seq_len=max(8192, case.seq)).to(data.device)
-    turn = partial(module.rotate_queries_or_keys, seq_dim=-2 if case.layout == "bhsd" else -3)
-    return run_of(case, data, lambda q, k: (turn(q), turn(k)), heads_first=case.layout == "bhsd")
+    rotate = partial(module.rotate_queries_or_keys, seq_dim=-2 if case.layout == "bhsd" else -3)
+    return run_of(case, data, lambda q, k: (rotate(q), rotate(k)), heads_first=case.layout == "bhsd")
 
 
 @adapter("torch.onnx.ops")
 def onnx_ops(case: Case, data: Data) -> Run:
     if case.mode == "training":
-        raise NotImplementedError("no gradient")
+        raise NotImplementedError("it has no gradient")
     tables = [t.to(data.dtype) for t in ((data.cos, data.sin) if data.positions is not None else data.rows)]
     if data.positions is None:
         tables = [t.expand(case.batch, -1, -1) for t in tables]
     partly = case.rotary_dim if case.rotary_dim < case.head_dim else 0
     options = {"interleaved": case.interleaved, "rotary_embedding_dim": partly}
 
-    def turn(x, heads):
+    def rotate(x, heads):
         return torch.onnx.ops.rotary_embedding(x, *tables, data.positions, num_heads=heads, **options)
 
-    return run_of(case, data, lambda q, k: (turn(q, case.heads), turn(k, case.kv_heads)), heads_first=True)
+    return run_of(case, data, lambda q, k: (rotate(q, case.heads), rotate(k, case.kv_heads)), heads_first=True)
 
 
 @adapter("onnxruntime")
 def onnxruntime(case: Case, data: Data) -> Run:
-    """Its kernel for the operator of ONNX, for q and k in one session, from and to memory that is bound."""
+    """The kernel of ONNX's operator, for q and k in one session, with inputs and outputs in bound memory."""
     import numpy
     import onnx
     import onnxruntime as ort
     from onnx import TensorProto, helper
 
     if data.device != "cpu" or case.mode in ("grad", "training") or case.dtype not in ("float32", "float16"):
-        raise NotImplementedError("inference on the CPU in float32 and float16 alone")
+        raise NotImplementedError("it does only inference on the CPU, in float32 and float16")
     if case.layout == "packed":
-        raise NotImplementedError("no packed tensors")
-    heads_first = case.layout == "bhsd"  # else [batch, seq, heads * head_dim]
+        raise NotImplementedError("it takes no packed tensors")
+    heads_first = case.layout == "bhsd"  # otherwise x is [batch, seq, heads * head_dim]
     kind = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}[case.dtype]
     partly = case.rotary_dim if case.rotary_dim < case.head_dim else 0
     positions = torch.arange(case.seq).expand(case.batch, -1) if data.positions is None else data.positions
@@ -266,16 +274,16 @@ def onnxruntime(case: Case, data: Data) -> Run:
 
 @adapter("mlx")
 def mlx(case: Case, data: Data) -> Run:
-    """mx.fast.rope of q and k, compiled and evaluated together; its gradient by mx.vjp."""
+    """mx.fast.rope of q and k, compiled and evaluated together. mx.vjp makes the gradient."""
     import mlx.core as mx
     import numpy
 
     if data.device == "cuda" or case.dtype == "float64":
         raise NotImplementedError(
-            "float64" if case.dtype == "float64" else "measured beside other libraries of the CPU"
+            "it is not measured in float64" if case.dtype == "float64" else "it is measured on the CPU"
         )
     if case.layout == "packed":
-        raise NotImplementedError("no packed tensors")
+        raise NotImplementedError("it takes no packed tensors")
     mx.set_default_device(mx.cpu)
     heads_first = case.layout == "bhsd"
     kinds = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -287,23 +295,23 @@ def mlx(case: Case, data: Data) -> Run:
     offset = 0 if data.positions is None else mx.array(data.positions[:, 0].int().numpy())
     options = {"traditional": case.interleaved, "base": BASE, "scale": 1.0, "offset": offset}
 
-    def turn(x):
+    def rotate(x):
         x = mx.fast.rope(x if heads_first else mx.swapaxes(x, 1, 2), case.rotary_dim, **options)
         return x if heads_first else mx.swapaxes(x, 1, 2)
 
     def forward(q, k):
-        return [turn(q), turn(k)]
+        return [rotate(q), rotate(k)]
 
     def backward(q, k, q_grad, k_grad):
         return mx.vjp(forward, [q, k], [q_grad, k_grad])[1]
 
     inputs = [to_mlx(data.q), to_mlx(data.k)]
     if case.mode == "grad":
-        raise NotImplementedError("it builds no graph while it computes")
+        raise NotImplementedError("its forward records no graph for gradients")
     if case.mode == "training":
         inputs += [to_mlx(g) for g in data.gradients]
     mx.eval(*inputs)
-    function = mx.compile(backward if case.mode == "training" else forward)  # it is never slower
+    function = mx.compile(backward if case.mode == "training" else forward)  # compiling never makes it slower
 
     def call():
         result = function(*inputs)
@@ -319,15 +327,15 @@ def mlx(case: Case, data: Data) -> Run:
 
 @adapter("liger")
 def liger(case: Case, data: Data) -> Run:
-    """Always in place, with tables of q's dtype, as a model passes them."""
+    """Liger's function. It always works in place. Its tables have q's dtype, as in a model."""
     check_cuda(data, "liger_kernel.ops.rope")
     from liger_kernel.ops.rope import LigerRopeFunction
 
     if case.interleaved or case.rotary_dim < case.head_dim:
-        raise NotImplementedError("all channels, half-split, alone")
+        raise NotImplementedError("it rotates only whole heads with half-split pairs")
     cos, sin = data.wide_rows
     run = run_of(case, data, lambda q, k: LigerRopeFunction.apply(q, k, cos, sin), heads_first=True)
-    run.in_place = True  # its gradient too
+    run.in_place = True  # the gradient is computed in place too
     return run
 
 
@@ -339,7 +347,7 @@ def flash_attn(case: Case, data: Data, in_place=False) -> Run:
 
     cos, sin = (t.to(data.dtype) for t in (data.cos, data.sin))
     options = {"interleaved": case.interleaved, "inplace": in_place}
-    if data.positions is not None:  # of the first token of each sequence
+    if data.positions is not None:  # flash-attn takes the position of the first token of each sequence
         options["seqlen_offsets"] = data.positions[:, 0]
 
     def forward(q, k):
@@ -355,11 +363,11 @@ def flashinfer(case: Case, data: Data, in_place=False) -> Run:
     from flashinfer.rope import apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace
 
     if case.mode in ("grad", "training"):
-        raise NotImplementedError("no gradient")
-    if case.rotary_dim % 32 and not case.interleaved:  # it would read past the end of memory
-        raise NotImplementedError("its vectors of 16 channels straddle the two halves")
+        raise NotImplementedError("it has no gradient")
+    if case.rotary_dim % 32 and not case.interleaved:  # flashinfer would read past the end of memory
+        raise NotImplementedError("its vectors of 16 channels would cross the boundary of the two halves")
     if case.layout != "bshd":
-        raise NotImplementedError("tokens one after the other alone")
+        raise NotImplementedError("it takes only the layout bshd")
     table = torch.cat([data.cos, data.sin], -1)
     positions = torch.arange(case.tokens, device="cuda") % case.seq if data.positions is None else data.positions
     positions = positions.flatten().int()
@@ -376,12 +384,12 @@ def flashinfer(case: Case, data: Data, in_place=False) -> Run:
     return run_of(case, data, forward, in_place=in_place)
 
 
-# A decode step's limit on a GPU.
+# ---- The limit of a decode step on a GPU ----
 
 
 @functools.cache
 def limit_kernel() -> Callable:
-    """limit.cu as a function of (positions, cos, sin, out, threads)."""
+    """Compiles limit.cu and returns it as a function of (positions, cos, sin, out, threads)."""
     library = Path(tempfile.mkdtemp()) / "limit.so"
     nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
     arch = "-arch=sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -395,7 +403,7 @@ def limit_kernel() -> Callable:
         sizes = cos.stride(0) * 4 // 16, out.nbytes // tokens // 16, tokens, threads
         pointers = (t.data_ptr() for t in (positions, cos, sin, out))
         if error := function(*pointers, *sizes, torch.cuda.current_stream().cuda_stream):
-            raise RuntimeError(f"limit kernel: CUDA error {error}")
+            raise RuntimeError(f"the kernel of limit.cu failed with CUDA error {error}")
 
     return call
 
@@ -404,17 +412,17 @@ def limit_kernel() -> Callable:
 @adapter("least, blocks of 128", *EVERY_CACHE, "rotate", threads=128)
 @adapter("least, blocks of 64", *EVERY_CACHE, "rotate", threads=64)
 def least(case: Case, data: Data, threads: int) -> Run:
-    """The limit of a decode step: one launch that follows each position to its table row and writes the heads."""
+    """The limit of a decode step: one launch that reads each position and its table row, and writes the heads."""
     check_cuda(data, "torch")
     if case.seq > 1 or case.positions != "int64":
-        raise NotImplementedError("a decode step alone")
+        raise NotImplementedError("it is only for decode steps")
     heads = case.heads + case.kv_heads * (2 if "cache" in case.op else 1)
     out = torch.empty(case.tokens, heads, case.head_dim, device="cuda", dtype=data.dtype)
     arguments = data.positions.flatten(), data.cos, data.sin, out, threads
     return Run(partial(limit_kernel(), *arguments), lambda _: [], limit=True)
 
 
-# QK-norm and rotation.
+# ---- QK-norm and rotation ----
 
 
 def rms_norms(tensors, weights) -> list[Tensor]:
@@ -436,7 +444,7 @@ def rms_norm_rotate_qk(case: Case, data: Data) -> Run:
 
 @functools.cache
 def qwen3(head_dim: int, device: str, dtype: torch.dtype) -> tuple[list[torch.nn.Module], Callable]:
-    """Its norms, and the function of q, k, their weights, cos and sin."""
+    """Returns Qwen3's norms of q and k, and a function of q, k, the norms' weights, cos and sin."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
     norms = [Qwen3RMSNorm(head_dim, EPS).to(device, dtype) for _ in "qk"]
@@ -450,7 +458,7 @@ def qwen3(head_dim: int, device: str, dtype: torch.dtype) -> tuple[list[torch.nn
 @adapter("transformers compiled", "norm", compile=True)
 @adapter("transformers", "norm")
 def transformers_norm(case: Case, data: Data, compile=False) -> Run:
-    """Qwen3's modules and function; the weights are the modules' parameters."""
+    """Qwen3's norms and its rotary function. The weights are the parameters of the norms."""
     norms, forward = qwen3(case.head_dim, data.device, data.dtype)
     for norm, weight in zip(norms, data.weights, strict=True):
         norm.weight.data.copy_(weight)
@@ -459,37 +467,37 @@ def transformers_norm(case: Case, data: Data, compile=False) -> Run:
     return run_of(case, data, forward, more=weights, after=data.wide_rows, compiled=compile)
 
 
-# QK-norm or not, rotation, and k and v into a cache.
+# ---- Rotation and the write of k and v to a cache, with and without QK-norm ----
 
 
 @adapter("copy", *EVERY_CACHE)
 def copy_into_cache(case: Case, data: Data) -> Run:
-    """The limit: q, k and v read once and written once."""
-    caches, into = data.caches, torch.empty_like(data.q)
+    """The limit: reads and writes q, k and v once."""
+    caches, q_copy = data.caches, torch.empty_like(data.q)
     if case.batch == 1:
-        places = [cache.transpose(1, 2)[:, : case.seq] for cache in caches]
+        targets = [cache.transpose(1, 2)[:, : case.seq] for cache in caches]
     else:
-        places = [cache.flatten(0, 1)[: case.tokens].unsqueeze(1) for cache in caches]
+        targets = [cache.flatten(0, 1)[: case.tokens].unsqueeze(1) for cache in caches]
 
     def call():
-        into.copy_(data.q)
-        for place, x in zip(places, (data.k, data.v), strict=True):
-            place.copy_(x)
+        q_copy.copy_(data.q)
+        for target, x in zip(targets, (data.k, data.v), strict=True):
+            target.copy_(x)
 
     return Run(call, lambda _: [], context=torch.inference_mode, limit=True)
 
 
 def cache_run(case: Case, data: Data, call: Callable, **options) -> Run:
-    """call() -> q, and writes the caches"""
-    data.caches  # noqa: B018  made now
+    """Returns a Run of a function that writes the caches and returns the rotated q."""
+    data.caches  # noqa: B018  makes the caches now, because this property is cached
     return Run(call, lambda q: [q, *data.written()], context=torch.inference_mode, **options)
 
 
 @adapter(OURS, *EVERY_CACHE)
 def rotate_into_cache(case: Case, data: Data) -> Run:
-    places = [cache.transpose(1, 2) if case.batch == 1 else cache for cache in data.caches]
+    caches = [cache.transpose(1, 2) if case.batch == 1 else cache for cache in data.caches]
     weights = getattr(data, "weights", ())
-    arguments = data.q, data.k, data.v, *places, data.cos, data.sin, None, data.positions, 0, data.slots, *weights
+    arguments = data.q, data.k, data.v, *caches, data.cos, data.sin, None, data.positions, 0, data.slots, *weights
 
     def call():
         rope.rotate_into_cache_(*arguments)
@@ -498,56 +506,59 @@ def rotate_into_cache(case: Case, data: Data) -> Run:
     return cache_run(case, data, call, in_place=True)
 
 
-def into(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor]:
-    """For write: the caches by tokens, the dimension of these, and each token's place."""
+def targets_of(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor]:
+    """Returns the arguments of write: the caches, their dimension of tokens, and the index of each token there."""
     if case.batch == 1:
         return [cache.transpose(1, 2) for cache in data.caches], 1, data.positions[0]
     return [cache.flatten(0, 1) for cache in data.caches], 0, data.slots.flatten()
 
 
-def write(kv: tuple, places: list[Tensor], dim: int, index: Tensor) -> None:
-    """k and v by index_copy_, as transformers' StaticCache does it."""
-    for place, x in zip(places, kv, strict=True):
-        place.index_copy_(dim, index, x if dim else x[:, 0])
+def write(kv: tuple, caches: list[Tensor], dim: int, index: Tensor) -> None:
+    """Writes k and v to the caches by index_copy_, as transformers' StaticCache does."""
+    for cache, x in zip(caches, kv, strict=True):
+        cache.index_copy_(dim, index, x if dim else x[:, 0])
 
 
 @adapter(OURS + ", then index_copy_", *EVERY_CACHE)
 def rotate_then_write(case: Case, data: Data) -> Run:
-    """The best that several operators of ours do."""
-    places, angles = into(case, data), (data.cos, data.sin, None, data.positions)
+    """torch_rope with separate operators, which rotate and then write."""
+    targets, angles = targets_of(case, data), (data.cos, data.sin, None, data.positions)
 
     def call():
         if "norm" in case.op:
             q, k = rope.norm_rotate_qk(data.q, data.k, *data.weights, *angles)
         else:
             q, k = rope.rotate_qk(data.q, data.k, *angles)
-        write((k, data.v), *places)
+        write((k, data.v), *targets)
         return q
 
     return cache_run(case, data, call)
 
 
-def layer(q, k, v, weights, cos, sin, *places) -> Tensor:
-    """What a layer of transformers does to q, k and v: torch's norm, its function, index_copy_."""
+def layer(q, k, v, weights, cos, sin, *targets) -> Tensor:
+    """Does what a layer of transformers does to q, k and v: torch's norm, transformers' function, index_copy_."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k = rms_norms((q, k), weights) if weights else (q, k)
     q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    write((k, v), *places)
+    write((k, v), *targets)
     return q
 
 
 @adapter("transformers compiled", *EVERY_CACHE, compile=True)
 @adapter("transformers", *EVERY_CACHE)
 def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
-    """Compiled: all of it in one graph."""
-    arguments = data.q, data.k, data.v, getattr(data, "weights", None), *data.wide_rows, *into(case, data)
+    """A layer of transformers. If it is compiled, it is one graph."""
+    arguments = data.q, data.k, data.v, getattr(data, "weights", None), *data.wide_rows, *targets_of(case, data)
     return cache_run(case, data, partial(compiled(layer) if compile else layer, *arguments), compiled=compile)
 
 
 @adapter("xformers", *EVERY_CACHE)
 def xformers(case: Case, data: Data) -> Run:
-    """rope_padded: angles from the base in the kernel, a cache for each sequence. With norm: torch's before it."""
+    """rope_padded, which computes angles from the base in the kernel and has a cache for each sequence.
+
+    The norm, if there is one, is torch's, before the call.
+    """
     check_cuda(data, "xformers.ops")
     from xformers.ops import rope_padded
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
@@ -571,14 +582,14 @@ def xformers(case: Case, data: Data) -> Run:
 
 @adapter("flashinfer", *EVERY_CACHE)
 def flashinfer_into_cache(case: Case, data: Data) -> Run:
-    """Its rotation in place, its norm, its append to pages, which a server's scheduler has prepared."""
+    """flashinfer's norm, its rotation in place, and its append to pages. A server's scheduler prepares the pages."""
     check_cuda(data, "flashinfer.rope")
     from flashinfer.norm import rmsnorm
     from flashinfer.page import append_paged_kv_cache
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
     if case.batch == 1:
-        raise NotImplementedError("no static cache of heads first")
+        raise NotImplementedError("it takes no static cache with the heads first")
     caches, table = tuple(data.caches), torch.cat([data.cos, data.sin], -1)
     each = torch.arange(case.batch + 1, device="cuda").int()
     slots = data.slots.flatten().int()
@@ -601,19 +612,19 @@ def flash_attn_into_cache(case: Case, data: Data) -> Run:
     check_cuda(data, "flash_attn.ops.triton.rotary")
     from flash_attn.ops.triton.rotary import apply_rotary
 
-    places = into(case, data)
+    targets = targets_of(case, data)
 
     def call():
         pair = rms_norms((data.q, data.k), data.weights) if "norm" in case.op else (data.q, data.k)
         for x in pair:
             apply_rotary(x, data.cos, data.sin, data.positions[:, 0], inplace=True)
-        write((pair[1], data.v), *places)
+        write((pair[1], data.v), *targets)
         return pair[0]
 
     return cache_run(case, data, call, in_place=True)
 
 
-# Tables, and a whole model.
+# ---- Tables, and a whole model ----
 
 
 @adapter(OURS, "tables")
@@ -636,7 +647,7 @@ def torch_tables(case: Case, data: Data, compile=False) -> Run:
 @adapter(OURS, "model", patched=True)
 @adapter("transformers", "model")
 def model(case: Case, data: Data, patched=False) -> Run:
-    """A model of SmolLM2-135M's shape, random weights, as it is and patched. results: its logits, or its loss."""
+    """A model of SmolLM2-135M's shape with random weights, patched or not. The results are its logits or its loss."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     from torch_rope.integrations.transformers import patch

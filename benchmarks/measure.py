@@ -1,4 +1,4 @@
-"""One case, measured in a process of its own: every implementation first checked, then timed in turns with the others."""
+"""Measures one case in a process of its own: checks every implementation, then times all of them alternately."""
 
 import gc
 import math
@@ -16,22 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .cases import Case, Data, right_answer, what_is_wrong
 from .implementations import ADAPTERS, EVERY_CACHE, Run
 
-ROUNDS, SECONDS = 11, 2.0  # of a case in a pass: at most, and about
-LONG = 4.0  # seconds: a call that takes as long is timed once
-BLOCK = 1e-3  # seconds: a call that is shorter is repeated
-PAGES = 16  # a call that gets as many new ones of the system is not timed
-REST = 5e-3  # seconds between contenders, until the threads of the one before have stopped to spin
+ROUNDS, SECONDS = 11, 2.0  # the largest number of rounds of a case in a pass, and their approximate time
+LONG = 4.0  # seconds; a call that takes longer is timed once
+BLOCK = 1e-3  # seconds; a shorter call is repeated, and the time of all repetitions is divided
+PAGES = 16  # a call that gets this many new pages from the system is timed again
+REST = 5e-3  # seconds between contenders, so that the threads of the previous contender stop spinning
 
 
 def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_facts: bool = True) -> Iterator[dict]:
-    """A dict for each implementation: its status, and its samples in microseconds. names: these alone."""
+    """Yields a dict for each implementation, with its status and its samples in microseconds.
+
+    names selects implementations; None means all.
+    """
     makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
     clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
-    if device == "cpu":  # memory that is not there is then an error, not the end of the process
+    if device == "cpu":  # with this limit, a lack of memory raises an error instead of ending the process
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # on macOS
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.95 * available), resource.RLIM_INFINITY))
-        # Touched, and kept by the allocator: wherever it finds room for a result, the pages are there.
+        # This memory is touched, and the allocator keeps it. So the pages of later results exist already.
         torch.ones(min(available // 2, 2**26 + 8 * case.rotated * case.itemsize), dtype=torch.uint8)
     sets, runs, facts = [], {}, {}
     try:
@@ -45,7 +48,7 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
             with torch.enable_grad():
                 of_sets = [make(case, data) for data in sets]
             results = first_results(case, sets[0], of_sets[0], tokens)
-            expected = expected or results  # of a model: that of the first
+            expected = expected or results  # for a model, the first implementation gives the expected results
             if not of_sets[0].limit and (error := what_is_wrong(case, results, expected)):
                 yield line(name, "wrong", error)
                 continue
@@ -54,7 +57,7 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
         except Exception as error:
             yield line(name, *why(error))
         finally:
-            if case.op in ("rotate", *EVERY_CACHE):  # some work in place: the next one finds q and k as they were
+            if case.op in ("rotate", *EVERY_CACHE):  # some implementations work in place, so q and k are restored
                 fresh = Data(case, device)
                 sets[0].q.copy_(fresh.q)
                 sets[0].k.copy_(fresh.k)
@@ -73,6 +76,7 @@ def line(name: str, status: str, reason: str = "") -> dict:
 
 
 def why(error: Exception) -> tuple[str, str]:
+    """Returns the status and the reason of an implementation that raised this error."""
     message = str(error).strip().partition("\n")[0][:160]
     if isinstance(error, ImportError):
         return "skipped", f"not installed ({message})"
@@ -84,7 +88,7 @@ def why(error: Exception) -> tuple[str, str]:
 
 
 def first_results(case: Case, data: Data, run: Run, tokens) -> list[torch.Tensor]:
-    """The results of the first call, on data as they were; of these tokens."""
+    """Returns the results of the first call for these tokens. The call gets unchanged data and empty caches."""
     for cache in data.__dict__.get("caches", ()):
         cache.zero_()
     with run.context():
@@ -97,7 +101,7 @@ def first_results(case: Case, data: Data, run: Run, tokens) -> list[torch.Tensor
 
 
 def facts_of(case: Case, run: Run, device: str) -> dict:
-    """What is known of a call without timing it."""
+    """Returns the figures of a call that need no timing."""
     with run.context():
         facts = {"launches": run.loops} if run.loops else {}
         if run.counted:
@@ -106,8 +110,11 @@ def facts_of(case: Case, run: Run, device: str) -> dict:
 
 
 def cpu_facts(case: Case, run: Run) -> dict:
-    """Memory that a call allocates at the highest point, and, of torch's operators, how many compute, what they read and
-    write, and their floating-point operations. Of a compiled function the loops were counted as it was compiled."""
+    """Returns the peak of the memory that a call allocates, and figures of the operators of torch that it runs.
+
+    The figures are the number of operators that compute, the bytes that they read and write, and their floating-point
+    operations. For a compiled function only the memory is returned, because its loops were counted during compilation.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         returned = run.call()
         del returned
@@ -140,11 +147,11 @@ def cuda_facts(run: Run) -> dict:
 
 
 ARITHMETIC = {"mul", "mul_", "add", "add_", "sub", "neg", "div", "pow", "rsqrt", "mean", "sum", "cos", "sin", "addcmul"}
-SPARSE = {"index", "index_copy_", "index_put_", "index_select"}  # touch as much as the smaller of their tensors has
+SPARSE = {"index", "index_copy_", "index_put_", "index_select"}  # they move the bytes of their smallest tensor
 
 
 class Counter(TorchDispatchMode):
-    """What torch's operators do: views are free, every other reads its tensors and writes its results once."""
+    """Counts the work of torch's operators. Views cost nothing; others read their tensors and write results once."""
 
     def __init__(self, case: Case):
         super().__init__()
@@ -171,7 +178,10 @@ class Counter(TorchDispatchMode):
         return result
 
     def ours(self, func, args) -> tuple[int, int]:
-        """Of tables and caches only the rows of the call's tokens; heads are read and written once."""
+        """Returns the bytes and the floating-point operations of an operator of torch_rope.
+
+        Heads are read and written once. Only the table rows and the cells of the call's tokens count.
+        """
         case, by_name = self.case, dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         heads = [
             x for name, x in by_name.items() if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name
@@ -188,13 +198,16 @@ def tensors(tree) -> list[torch.Tensor]:
 
 
 def size(t: torch.Tensor) -> int:
-    """Bytes; what is expanded is read once."""
+    """Returns the size of a tensor in bytes. An expanded dimension counts once."""
     return t.itemsize * math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
 
 
 class Cpu:
-    """Contenders take turns. Each is called once untimed before its turn: then it finds its own data in the caches of the
-    processor, not its neighbour's."""
+    """Times contenders on the CPU, alternately.
+
+    Before each timed block, the contender is called once untimed, so that the caches of the processor hold its own data
+    and not the data of the previous contender.
+    """
 
     def __init__(self, case: Case, rounds: int):
         self.case, self.rounds = case, rounds
@@ -215,10 +228,10 @@ class Cpu:
                 samples[name] = [once * 1e6]
             else:
                 calls[name] = max(1, round(BLOCK / once)), once
-        a_round = sum((n + 1) * once + REST for n, once in calls.values())
+        round_seconds = sum((n + 1) * once + REST for n, once in calls.values())
         gc.collect()
         gc.disable()
-        for _ in range(max(3, min(self.rounds, round(SECONDS / max(a_round, REST))))):
+        for _ in range(max(3, min(self.rounds, round(SECONDS / max(round_seconds, REST))))):
             for name, (repeat, _) in calls.items():
                 run = runs[name][0]
                 time.sleep(REST)
@@ -230,7 +243,7 @@ class Cpu:
 
 
 def warm_duration(call, calls: int) -> float:
-    """duration, again where the allocator had to ask the system for memory meanwhile; but not for ever."""
+    """Returns the duration of a call. Measures up to four times if the allocator had to get memory from the system."""
     for _ in range(4):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         seconds = duration(call, calls)
@@ -240,27 +253,31 @@ def warm_duration(call, calls: int) -> float:
 
 
 def duration(call, calls: int) -> float:
-    """Seconds a call."""
+    """Returns the mean time of a call in seconds."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) / calls
 
 
-LAUNCHES = 50  # in a graph, at most; and sets of data, at most
+LAUNCHES = 50  # the largest number of calls in a CUDA graph, and the largest number of sets of data
 
 
 class Cuda:
-    """Replays of a CUDA graph of many calls, so that no time of the host is in it, or, where that is what is asked, time of
-    the host alone. Calls go round several sets of data, together larger than the L2 cache, so that memory is timed; only
-    a few tokens stay in the cache, as they do in a decode step."""
+    """Times contenders on a CUDA device.
+
+    A CUDA graph of many calls is replayed, so that the time of the host does not count. In the group "host", only the
+    time of the host counts. The calls cycle through several sets of data, which together are larger than the L2 cache,
+    so that memory is timed. The sets of a few tokens remain in the cache, as they do in a decode step.
+    """
 
     def __init__(self, case: Case, rounds: int):
         self.case, self.rounds = case, rounds
-        # Everything on one stream: a backward runs on that of its forward, and is captured there.
+        # Everything runs on one stream, because a backward runs on the stream of its forward and must be captured
+        # there.
         self.stream = torch.cuda.Stream()
         torch.cuda.set_stream(self.stream)
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of timing what is not compiled
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise eager code would be timed
 
     def sets(self) -> int:
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
@@ -270,13 +287,13 @@ class Cuda:
         calls = {name: [partial(in_context, run) for run in of_sets] for name, of_sets in runs.items()}
         if self.case.group == "host":
             return {name: {"samples_us": self.of_host(of_sets[0])} for name, of_sets in calls.items()}
-        pool = torch.cuda.graph_pool_handle()  # one for all: results are not looked at
+        pool = torch.cuda.graph_pool_handle()  # all graphs share the pool, because nobody reads their results
         launches = {name: self.launches(of_sets) for name, of_sets in calls.items()}
         replays, graphs = {}, {}
         for name, of_sets in calls.items():
             try:
                 replays[name], graphs[name] = self.graph(of_sets, launches[name], pool), True
-            except RuntimeError:  # it does what a graph cannot hold
+            except RuntimeError:  # a graph cannot capture what this contender does
                 torch.cuda.synchronize()
                 replays[name], graphs[name] = partial(go_round, of_sets, launches[name]), False
         events = {name: [] for name in calls}
@@ -293,7 +310,7 @@ class Cuda:
         }
 
     def of_host(self, call) -> list[float]:
-        """Batches are small enough that the device's queue does not fill."""
+        """Returns samples of the host's time of a call. Batches are so small that the device's queue does not fill."""
         samples = []
         for _ in range(10 * self.rounds):
             torch.cuda.synchronize()
@@ -308,7 +325,7 @@ class Cuda:
         return start, end
 
     def launches(self, calls: list) -> int:
-        """Enough for some milliseconds, after a first round that compiles what there is to compile."""
+        """Returns the number of calls that takes several milliseconds. A first round compiles what needs compiling."""
         go_round(calls, len(calls))
         start, end = self.between(partial(go_round, calls, len(calls)))
         torch.cuda.synchronize()
@@ -328,7 +345,11 @@ def in_context(run: Run):
 
 
 def go_round(calls: list, launches: int) -> None:
-    """The result of a set lives until the set's turn comes again: else all sets would write to the same memory."""
+    """Calls the functions cyclically, this many times in all.
+
+    The result of a set of data is kept until the next call with this set. Otherwise all sets would write to the same
+    memory.
+    """
     kept = [None] * len(calls)
     for i in range(launches):
         kept[i % len(calls)] = None

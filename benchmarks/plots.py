@@ -1,7 +1,8 @@
-"""Pictures of one result file: achieved bandwidth, latency of decode, accuracy and memory, as SVG.
+"""Draws the pictures of one result file as SVG: bandwidth, latency of a decode step, accuracy and memory.
 
-Each paints its own background, and changes that and its ink together where the reader's system is dark; the colours of
-the implementations stand out from both by 3:1 and more. The same lines give the same bytes.
+Each picture has its own background. If the reader's system is dark, the background and the ink change together. The
+colours of the implementations have a contrast of at least 3:1 with both backgrounds. The same lines give the same
+bytes.
 """
 
 from collections import defaultdict
@@ -17,7 +18,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
 DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
 
-# Colour and marker of each implementation, in the order of bars and of what covers what. Some never meet in a picture.
+# The colour and the marker of each implementation. Bars have this order, and an earlier curve covers a later one. Two
+# implementations may have the same colour if they are never in the same picture.
 STYLES = {
     "torch_rope": ("#e03131", "o"),
     "torch_rope in place": ("#c2255c", "s"),
@@ -41,12 +43,12 @@ STYLES = {
     "copy": (MUTED, ""),
 }
 UNKNOWN = (MUTED, ".")
-LIMITS = {"one rounding": "one rounding: the limit", "copy": "copy: the limit"}  # dashed, and their labels
+LIMITS = {"one rounding": "one rounding: the limit", "copy": "copy: the limit"}  # the labels of dashed curves
 
 SETTINGS = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torch_rope",  # the same names of elements every time
-    "font.size": 9,  # 12 pixels where the picture is as wide as GitHub shows it
+    "svg.fonttype": "none",  # text remains text and does not become outlines
+    "svg.hashsalt": "torch_rope",  # gives elements the same names every time
+    "font.size": 9,  # 12 pixels at the width of GitHub's pages
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": GRID,
@@ -64,21 +66,21 @@ SETTINGS = {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
 }
-WIDTH, HEIGHT = 622.5, 345  # points: 830 and 460 pixels
+WIDTH, HEIGHT = 622.5, 345  # points; 830 and 460 pixels
 
-Curves = dict[str, list[tuple[float, ...]]]  # implementation: (x, y) or (x, y, low, high), by x
+Curves = dict[str, list[tuple[float, ...]]]  # implementation -> (x, y) or (x, y, low, high), sorted by x
 
 
 def plot(lines: list[dict], folder: Path, suffix: str = "") -> list[Path]:
     """Draws bandwidth, decode, accuracy and memory from the lines of one result file.
 
     Args:
-        lines: of the kinds machine, sample and accuracy. What was not timed or not measured is not drawn.
-        folder: where to; made if absent.
-        suffix: of the files' names: "-h200" for bandwidth-h200.svg.
+        lines: lines of the kinds machine, sample and accuracy. Cases without figures are not drawn.
+        folder: the folder of the pictures, which is made if it does not exist.
+        suffix: the end of the files' names, such as "-h200" for bandwidth-h200.svg.
 
     Returns:
-        The files. A picture of which lines has no figures is not made.
+        The paths of the files. If lines has no figures for a picture, the picture is not made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -91,7 +93,7 @@ def plot(lines: list[dict], folder: Path, suffix: str = "") -> list[Path]:
 
 
 def bandwidth(lines: list[dict]) -> Figure | None:
-    """needed_bytes / time against tokens, with the band between the quartiles."""
+    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles."""
     if not (samples := _timed(lines, "sweep")):
         return None
     figure = _figure("Bandwidth against tokens", _subtitle(lines, samples))
@@ -107,7 +109,7 @@ def bandwidth(lines: list[dict]) -> Figure | None:
 
 
 def decode(lines: list[dict]) -> Figure | None:
-    """Time of a decode step against batch, with the band between the quartiles."""
+    """Draws the time of a decode step against the batch, with a band between the quartiles."""
     if not (samples := _timed(lines, "decode")):
         return None
     figure = _figure("Latency of a decode step against batch", _subtitle(lines, samples))
@@ -119,7 +121,7 @@ def decode(lines: list[dict]) -> Figure | None:
 
 
 def accuracy(lines: list[dict]) -> Figure | None:
-    """Largest error of a pair, relative to its magnitude, against position: a panel for each dtype."""
+    """Draws the largest error of a pair, relative to its magnitude, against the position, in a panel for each dtype."""
     measured = [x for x in lines if x["kind"] == "accuracy" and x.get("scaling") == "default" and x.get("max_relative")]
     dtypes = [dtype for dtype in ("float32", "bfloat16") if any(x["dtype"] == dtype for x in measured)]
     if not dtypes:
@@ -136,9 +138,9 @@ def accuracy(lines: list[dict]) -> Figure | None:
         points = ((x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in measured if x["dtype"] == dtype)
         drawn |= _draw(axes, _curves(points))
         for j, line in enumerate(axes.lines):
-            line.set_markevery((j % 5, 5))  # many of these curves coincide: each shows its markers elsewhere
+            line.set_markevery((j % 5, 5))  # many curves coincide, so each has its markers elsewhere
     figure.axes[0].set_ylabel("error / magnitude of the pair")
-    # The ends coincide too: a legend instead of labels.
+    # The ends of the curves coincide too, so there is a legend instead of labels.
     names = _ordered(drawn)
     legend = figure.legend([drawn[x] for x in names], [LIMITS.get(x, x) for x in names], ncols=4, loc="lower left")
     for text in legend.get_texts():
@@ -147,7 +149,11 @@ def accuracy(lines: list[dict]) -> Figure | None:
 
 
 def memory(lines: list[dict]) -> Figure | None:
-    """peak_bytes / bytes of q and k: bars at 4096 tokens, or at the most tokens that all (or most) have figures for."""
+    """Draws bars of peak_bytes / bytes of q and k.
+
+    The number of tokens is the one for which most implementations have figures. If several numbers have equally many,
+    it is 4096, or else the largest of them.
+    """
     sizes = defaultdict(dict)
     for x in _timed(lines, "sweep"):
         if x.get("peak_bytes") is not None:
@@ -160,11 +166,11 @@ def memory(lines: list[dict]) -> Figure | None:
     subtitle = _subtitle(lines, samples, f"{tokens} tokens")
     figure = _figure("Memory allocated by a call", subtitle, 95 + 17 * len(names))
     axes = _axes(figure, 165, 415, xlabel="peak bytes above the inputs / bytes of q and k")
-    for place, (name, x) in enumerate(zip(names, samples, strict=True)):
+    for y, (name, x) in enumerate(zip(names, samples, strict=True)):
         itemsize = {"float32": 4, "float64": 8}.get(x["dtype"], 2)
         ratio = x["peak_bytes"] / (tokens * (x["heads"] + x["kv_heads"]) * x["head_dim"] * itemsize)
-        axes.barh(place, ratio, 0.62, color=STYLES.get(name, UNKNOWN)[0])
-        axes.annotate(f"{ratio:.2f}", (ratio, place), (4, 0), textcoords="offset points", va="center")
+        axes.barh(y, ratio, 0.62, color=STYLES.get(name, UNKNOWN)[0])
+        axes.annotate(f"{ratio:.2f}", (ratio, y), (4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(names)), names, color=INK)
     for label in axes.get_yticklabels():
         label.set_fontweight(_weight(label.get_text()))
@@ -175,7 +181,7 @@ def memory(lines: list[dict]) -> Figure | None:
 
 
 def _timed(lines: list[dict], group: str) -> list[dict]:
-    """Of the group's cases those which differ from its first in size alone."""
+    """Returns the timed lines of the cases that differ from the first case of the group only in size."""
     samples = [x for x in lines if x["kind"] == "sample" and x["group"] == group]
     form = ("op", "head_dim", "rotary_dim", "dtype", "layout", "interleaved", "mode")
     return [x for x in samples if x["status"] == "timed" and all(x[key] == samples[0][key] for key in form)]
@@ -191,7 +197,7 @@ def _weight(name: str) -> str:
 
 
 def _curves(points: Iterable[tuple]) -> Curves:
-    """Points (implementation, x, y, ...) as curves; of several at one x the first counts."""
+    """Returns curves from points (implementation, x, y, ...). Of several points at one x, the first counts."""
     curves = defaultdict(dict)
     for name, x, *rest in points:
         curves[name].setdefault(x, (x, *rest))
@@ -201,7 +207,7 @@ def _curves(points: Iterable[tuple]) -> Curves:
 def _subtitle(lines: list[dict], samples: list[dict], end: str = "") -> str:
     machine = next((x for x in lines if x["kind"] == "machine"), {})
     words = [machine.get("name"), f"torch {machine['torch']}" if "torch" in machine else ""]
-    heads = {}  # the sizes that do not fit the machine have fewer
+    heads = {}  # large sizes may have fewer heads, to fit the memory of the machine
     for x in samples:
         heads.setdefault(f"{x['heads']}/{x['kv_heads']}", f"{_binary(x['batch'] * x['seq'])} tokens")
     if samples:
@@ -212,25 +218,25 @@ def _subtitle(lines: list[dict], samples: list[dict], end: str = "") -> str:
 
 
 def _figure(title: str, subtitle: str, height: float = HEIGHT) -> Figure:
-    figure = Figure((WIDTH / 72, height / 72), dpi=72, facecolor=PAPER)  # a pixel is a point
+    figure = Figure((WIDTH / 72, height / 72), dpi=72, facecolor=PAPER)  # at 72 dpi a pixel is a point
     figure.text(10 / WIDTH, 1 - 20 / height, title, fontsize=12, fontweight="bold")
     figure.text(10 / WIDTH, 1 - 36 / height, subtitle, color=MUTED)
     return figure
 
 
 def _axes(figure: Figure, left: float, width: float, below: float = 38, **options) -> Axes:
-    """Axes under the titles. left, width, below: points."""
+    """Adds axes under the titles. left, width and below are in points."""
     height = figure.bbox.height
     box = (left / WIDTH, below / height, width / WIDTH, (height - below - 58) / height)
     return figure.add_axes(box, facecolor="none", **options)
 
 
 def _draw(axes: Axes, curves: Curves) -> dict[str, Line2D]:
-    """Curves on logarithmic axes: the line of each."""
+    """Draws curves on logarithmic axes and returns their lines."""
     axes.set(xscale="log", yscale="log")
     axes.margins(x=0.02)
     lines = {}
-    for name in _ordered(curves)[::-1]:  # the first on top
+    for name in _ordered(curves)[::-1]:  # the first curve is drawn last, on top of the others
         colour, marker = STYLES.get(name, UNKNOWN)
         x, y, *band = zip(*curves[name], strict=True)
         width, size = (2.4, 5) if name.startswith("torch_rope") else (1.3, 4)
@@ -251,26 +257,26 @@ def _draw(axes: Axes, curves: Curves) -> dict[str, Line2D]:
 
 
 def _binary(x: float) -> str:
-    """65536 as 64k."""
+    """Returns a number as text in units of 1024, such as 64k for 65536."""
     return next((f"{x / size:g}{unit}" for size, unit in ((2**20, "M"), (2**10, "k")) if x >= size), f"{x:g}")
 
 
 def _label(axes: Axes, curves: Curves) -> None:
-    """Names right of the axes, each led to by dots from the end of its curve."""
+    """Writes names at the right of the axes, each with a dotted line from the end of its curve."""
     to_axes = axes.transData - axes.transAxes
     ends = {name: to_axes.transform(curves[name][-1][:2]) for name in _ordered(curves)[::-1]}
     names = sorted(ends, key=lambda name: ends[name][1])
-    places = _spread([ends[name][1] for name in names], 13 / axes.bbox.height)
+    heights = _spread([ends[name][1] for name in names], 13 / axes.bbox.height)
     point = 1 / axes.bbox.width
-    for name, place in zip(names, places, strict=True):
+    for name, height in zip(names, heights, strict=True):
         colour, marker = STYLES.get(name, UNKNOWN)
         (x, y), edge = ends[name], 1 + 16 * point
         line = {"color": colour, "transform": axes.transAxes, "clip_on": False, "linewidth": 0.8}
-        axes.plot([x, 1 + 2 * point, edge], [y, place, place], ":", **line)
-        axes.plot([edge], [place], marker, **line, markersize=5, markeredgewidth=0)
+        axes.plot([x, 1 + 2 * point, edge], [y, height, height], ":", **line)
+        axes.plot([edge], [height], marker, **line, markersize=5, markeredgewidth=0)
         axes.text(
             edge + 6 * point,
-            place,
+            height,
             LIMITS.get(name, name),
             transform=axes.transAxes,
             va="center",
@@ -279,11 +285,14 @@ def _label(axes: Axes, curves: Curves) -> None:
 
 
 def _spread(wanted: list[float], gap: float) -> list[float]:
-    """Places in 0 .. 1, at least a gap apart, with the least sum of squared distances from those wanted, which ascend."""
+    """Returns heights from 0 to 1, at least a gap apart, as near as possible to the wanted heights.
+
+    The sum of the squared distances is least. The wanted heights must be in ascending order.
+    """
     gap = min(gap, 1 / max(len(wanted) - 1, 1))
-    groups = []  # neighbours that touch: their mean, less the gaps below them, and their number
-    for i, place in enumerate(wanted):
-        mean, count = place - i * gap, 1
+    groups = []  # groups of neighbours that touch: (the mean of their heights minus the gaps below them, their number)
+    for i, height in enumerate(wanted):
+        mean, count = height - i * gap, 1
         while groups and groups[-1][0] > mean:
             other, others = groups.pop()
             mean, count = (mean * count + other * others) / (count + others), count + others
@@ -294,7 +303,7 @@ def _spread(wanted: list[float], gap: float) -> list[float]:
 
 def _save(figure: Figure, file: Path) -> None:
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": f"matplotlib {matplotlib.__version__}"})
-    # Colours are written into each element: a rule that asks for the colour itself overrides them.
+    # Each element contains its colour, so the rules select elements by their colour and override it.
     rules = "".join(
         f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
         for light, dark in DARK.items()

@@ -1,7 +1,7 @@
-"""The tables of README.md and docs/benchmarks.md, made from the result files: no figure there is typed.
+"""Makes the tables of README.md and docs/benchmarks.md from the result files, so that no figure is typed by hand.
 
-A block between <!-- table: NAME --> and <!-- end --> is what the function of that name returns. Other machines' files get a
-page of their own beside them.
+The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. The result file of
+each other machine gets a page of its own in the same folder.
 """
 
 import json
@@ -15,11 +15,11 @@ from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
-REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # what the pages and pictures are made from
+REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
 PEER = "transformers"
 
-# Where a peer is faster, why: (what the case's name has in it, the peer's name) -> reason. Each such case has to be here.
+# Each case in which a peer is faster must have a reason: (a part of the case's name, the peer's name) -> reason.
 REASONS: dict[tuple[str, str], str] = {}
 
 
@@ -34,7 +34,7 @@ def timed(lines: list[dict], **fields) -> list[dict]:
 
 
 def one(lines: list[dict], implementation: str, **fields) -> dict | None:
-    """The sample of an implementation; the rest of the case as in cases.py where it is not named."""
+    """Returns the line of an implementation for a case, or None. Fields that are not given have their usual values."""
     usual = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotary_dim": 128, "layout": "bshd", "interleaved": False}
     usual |= {"batch": 1, "mode": "inference", "op": "rotate"}
     found = timed(lines, implementation=implementation, **(usual | fields))
@@ -66,19 +66,20 @@ def qk_bytes(x: dict) -> int:
 
 
 def implementations(lines: list[dict]) -> list[str]:
-    """Those that there are, in the order of the program: the copy, ours, the peers."""
-    there = {x["implementation"] for x in lines if x["kind"] == "sample"}
-    return [name for name in dict.fromkeys(name for _, name in ADAPTERS) if name in there]
+    """Returns the names of the implementations in lines, in the order of ADAPTERS: the copy, torch_rope, the peers."""
+    found = {x["implementation"] for x in lines if x["kind"] == "sample"}
+    return [name for name in dict.fromkeys(name for _, name in ADAPTERS) if name in found]
 
 
 def label(x: dict) -> str:
     return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16") or x["case"]
 
 
-# ---- the blocks: lines -> text ----
+# ---- The blocks. Each function returns the text of a block from the lines of a result file. ----
 
 
 def machine(lines: list[dict]) -> str:
+    """Returns a sentence about the machine, the date and the versions."""
     found = lines[0]
     versions = [f"{k} {v}" for k, v in found.items() if k in ("python", "torch", "transformers", "mlx", "onnxruntime")]
     threads = (
@@ -88,24 +89,24 @@ def machine(lines: list[dict]) -> str:
 
 
 def group(name: str) -> Callable[[list[dict]], str]:
-    """Times of the copy and of ours, and how many times longer the peers take than torch_rope."""
+    """Makes a block of the times of the copy and of torch_rope, and the ratios of the peers' times to torch_rope's."""
 
     def block(lines: list[dict]) -> str:
-        of = [x for x in lines if x.get("group") == name]
-        shown = {x["implementation"] for x in of if x["status"] in ("timed", "wrong")}
+        of_group = [x for x in lines if x.get("group") == name]
+        shown = {x["implementation"] for x in of_group if x["status"] in ("timed", "wrong")}
         names = [n for n in implementations(lines) if n in shown]
         first = [n for n in ("copy", *OURS) if n in names]
         peers = [n for n in names if n not in first]
-        header = [""] + first + [f"{n}, times" for n in peers]
+        header = [""] + first + [f"{n}, ratio" for n in peers]
         rows = []
-        for case in dict.fromkeys(x["case"] for x in of):
-            by_name = {x["implementation"]: x for x in of if x["case"] == case}
+        for case in dict.fromkeys(x["case"] for x in of_group):
+            by_name = {x["implementation"]: x for x in of_group if x["case"] == case}
             times = {n: x["median_us"] for n, x in by_name.items() if x["status"] == "timed"}
             cells = [time(times.get(n)) for n in first]
             for n in peers:
                 status = by_name.get(n, {}).get("status")
                 cell = status if status in ("wrong", "failed") else ""
-                if n in times:  # ours may be too large for the machine
+                if n in times:  # torch_rope has no time if its results do not fit the memory of the machine
                     cell = ratio(times[n] / times[OURS[0]]) if OURS[0] in times else time(times[n])
                     cell = f"**{cell}**" if OURS[0] in times and faster(by_name[n], by_name[OURS[0]]) else cell
                 cells.append(cell)
@@ -116,7 +117,7 @@ def group(name: str) -> Callable[[list[dict]], str]:
 
 
 def details(**fields) -> Callable[[list[dict]], str]:
-    """Everything that is known of one case."""
+    """Makes a block with all figures of one case."""
 
     def block(lines: list[dict]) -> str:
         rows = []
@@ -138,14 +139,14 @@ def details(**fields) -> Callable[[list[dict]], str]:
                     f"{flops / moved:.2f}" if flops and moved else "",
                 ]
             )
-        header = ["", "median (quartiles)", "to copy", "GB/s", "million tokens/s", "peak memory", "launches"]
-        return markdown([*header, "bytes moved", "FLOPs a byte"], rows)
+        header = ["", "median (quartiles)", "time / copy", "GB/s", "million tokens/s", "peak memory", "launches"]
+        return markdown([*header, "bytes moved", "FLOPs per byte"], rows)
 
     return block
 
 
 def speed(lines: list[dict]) -> str:
-    """The ratios of the README, in float32 and bfloat16."""
+    """Returns a summary: ratios of times, in float32 and bfloat16."""
 
     def row(text: str, a: str, b: str, **fields) -> list[str]:
         kinds = ("float32", "bfloat16")
@@ -160,19 +161,24 @@ def speed(lines: list[dict]) -> str:
     rows = [
         row("`rotate_qk_` / a copy of q and k", OURS[2], "copy", **prefill),
         row("`rotate_qk` / a copy of q and k", OURS[0], "copy", **prefill),
-        row("the same, interleaved", OURS[0], "copy", **other),
-        row("the same with `inv_freq`", OURS[1], "copy", **prefill),
-        row("`rotate_into_cache_` / copies of q, and of k and v into the cache", OURS[0], "copy", **cache),
-        row("the same with norm", OURS[0], "copy", **normed),
-        row("transformers, eager / `rotate_qk`", "transformers", OURS[0], **prefill),
-        row("transformers under `torch.compile` / `rotate_qk`", "transformers compiled", OURS[0], **prefill),
+        row("`rotate_qk`, interleaved / a copy of q and k", OURS[0], "copy", **other),
+        row("`rotate_qk` with `inv_freq` / a copy of q and k", OURS[1], "copy", **prefill),
+        row("`rotate_into_cache` / copies of q, and of k and v into the cache", OURS[0], "copy", **cache),
+        row("`rotate_into_cache` with QK-norm / copies of q, and of k and v into the cache", OURS[0], "copy", **normed),
+        row("transformers / `rotate_qk`", "transformers", OURS[0], **prefill),
+        row("transformers, compiled / `rotate_qk`", "transformers compiled", OURS[0], **prefill),
         row("MLX's `mx.fast.rope` / `rotate_qk`", "mlx", OURS[0], **prefill),
         row("ONNX Runtime / `rotate_qk`", "onnxruntime", OURS[0], **prefill),
         row("torchtune's formula / `rotate_qk`, interleaved", "torchtune", OURS[0], **other),
-        row("forward and backward: transformers compiled / `rotate_qk`", "transformers compiled", OURS[0], **training),
-        row("the same with learned cos and sin", "transformers compiled", OURS[0], **learned),
+        row("forward and backward: transformers, compiled / `rotate_qk`", "transformers compiled", OURS[0], **training),
         row(
-            "Qwen3's norm and rotation, forward and backward, compiled / `norm_rotate_qk`",
+            "forward and backward with learned cos and sin: transformers, compiled / `rotate_qk`",
+            "transformers compiled",
+            OURS[0],
+            **learned,
+        ),
+        row(
+            "forward and backward with QK-norm: transformers' Qwen3, compiled / `norm_rotate_qk`",
             "transformers compiled",
             OURS[0],
             **norm,
@@ -226,15 +232,15 @@ def reasons(lines: list[dict]) -> str:
     prompt, cache = {"group": "shapes", "seq": 2048}, {"group": "cache", "op": "norm cache", "seq": 1}
     return "\n".join(
         [
-            f"1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes "
+            "1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes "
             f"{times(PEER, **prompt)} times as long, and {times(PEER + ' compiled', **prompt)} times when compiled.",
-            f"2. **Accurate.** From position 131,072 on, the largest error is {number(error('torch_rope', 'float32'))} units in "
-            f"the last place (ulps) in float32 and {number(error('torch_rope', 'bfloat16'))} in bfloat16. In implementations "
-            f"that multiply position and frequency in float32 it is {error(PEER, 'float32'):,.0f} and "
-            f"{number(error(PEER, 'bfloat16'))}.",
-            f"3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. "
-            f"`rotate_into_cache` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate "
-            f"functions take {times(PEER, **cache)} times as long, our own {times('torch_rope, then index_copy_', **cache)}.",
+            "2. **Accurate.** At positions from 131,072 to 262,143 the largest error is "
+            f"{number(error('torch_rope', 'float32'))} ulps (units in the last place) in float32, and "
+            f"{number(error('torch_rope', 'bfloat16'))} in bfloat16. Implementations that multiply position and frequency in "
+            f"float32 reach {error(PEER, 'float32'):,.0f} and {number(error(PEER, 'bfloat16'))}.",
+            "3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. "
+            "`rotate_into_cache` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions "
+            f"take {times(PEER, **cache)} times as long, our own {times('torch_rope, then index_copy_', **cache)}.",
         ]
     )
 
@@ -248,16 +254,17 @@ def whole_model(lines: list[dict]) -> str:
             noise = "no" if faster(stock, ours) or faster(ours, stock) else "yes"
             times = [time(x["median_us"]) for x in (stock, ours)]
             rows.append([label(ours), *times, f"{over(stock, ours):.2f}", noise])
-    return markdown(["SmolLM2-135M's shape", "transformers", "patched", "times as fast", "within noise"], rows)
+    header = ["a model of SmolLM2-135M's shape", "transformers", "patched", "transformers / patched", "within noise"]
+    return markdown(header, rows)
 
 
 def faster(peer: dict, ours: dict) -> bool:
-    """By more than noise: the quartiles do not meet."""
+    """Returns whether a peer is faster by more than noise: its upper quartile is below the lower quartile of ours."""
     return peer["q3_us"] < ours["q1_us"]
 
 
 def wins(lines: list[dict]) -> str:
-    """Every case in which a peer is faster than one of ours that does the same, and the reason."""
+    """Returns the cases in which a peer is faster than an operator of torch_rope for the same task, and the reasons."""
     rows = []
     for peer in timed(lines):
         if peer["implementation"] in ("copy", *OURS) or peer["implementation"] in LEAST:
@@ -270,18 +277,19 @@ def wins(lines: list[dict]) -> str:
                     ]
                     if not known:
                         raise SystemExit(
-                            f"no reason is given in report.py: {peer['implementation']} is faster than {name} in {peer['case']}"
+                            f"REASONS in report.py has no reason why {peer['implementation']} is faster than {name} in "
+                            f"{peer['case']}; add a reason"
                         )
                     rows.append([peer["case"], peer["implementation"], name, ratio(over(peer, ours)), known[0]])
     if not rows:
         cases = len({x["case"] for x in timed(lines)})
         return f"None, in {cases} cases."
-    return markdown(["case", "faster", "than", "time / time", "reason"], rows)
+    return markdown(["case", "faster implementation", "slower operator", "time / time", "reason"], rows)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """ours takes at most `most` times as long as the fastest of others, in all cases of a group that fit."""
+    """A requirement: in all cases of a group that fit, `ours` takes at most `most` times as long as any of `others`."""
 
     device: str
     group: str
@@ -315,7 +323,7 @@ LIMITS = [
 
 
 def limits(lines: list[dict]) -> str:
-    """What is asked of ours, and the worst case of it."""
+    """Returns the limits that torch_rope must keep, and the worst case of each limit."""
     rows = []
     for limit in LIMITS:
         if limit.device != lines[0]["device"]:
@@ -327,39 +335,39 @@ def limits(lines: list[dict]) -> str:
                 found.append((max(over(ours, x) for x in others), ours))
         if found:
             worst, where = max(found, key=lambda pair: pair[0])
-            holds = "" if worst <= limit.most else " **missed**"
+            holds = "" if worst <= limit.most else " **exceeded**"
             name = limit.others[0] if len(limit.others) == 1 else "the fastest of " + ", ".join(limit.others)
             rows.append(
                 [f"{limit.group}: {limit.ours} / {name}", f"{limit.most:g}", ratio(worst) + holds, label(where)]
             )
-    return markdown(["time / time", "at most", "worst", "case"], rows)
+    return markdown(["time / time", "limit", "worst", "worst case"], rows)
 
 
 def not_timed(lines: list[dict]) -> str:
-    """Reasons, and in how many cases."""
+    """Returns the reasons why implementations were not timed, and the number of cases for each reason."""
     counts: dict[tuple, list] = {}
     for x in lines:
         if x["kind"] == "sample" and x["status"] != "timed":
-            reason = re.sub(r" of [\d.]+", "", x["reason"]) if x["status"] == "wrong" else x["reason"]
-            reason = "off by more than rounding explains" if x["status"] == "wrong" else reason
+            reason = "the error is larger than rounding explains" if x["status"] == "wrong" else x["reason"]
             counts.setdefault((x["implementation"], x["status"], reason), []).append(x)
     order = implementations(lines)
     rows = [
         [name, status, reason, str(len(found))]
         for (name, status, reason), found in sorted(counts.items(), key=lambda item: order.index(item[0][0]))
     ]
-    return markdown(["", "", "why", "cases"], rows)
+    return markdown(["implementation", "status", "reason", "cases"], rows)
 
 
 def accuracy(dtype: str, figure: str) -> Callable[[list[dict]], str]:
-    """A figure of the default kind at some octaves of positions."""
+    """Makes a block with one figure, in some octaves of positions, for frequencies of the kind default."""
     octaves = (0, 10, 14, 17, 20, 24)
 
     def block(lines: list[dict]) -> str:
-        of = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == dtype and x.get("scaling") == "default"]
+        fields = {"kind": "accuracy", "dtype": dtype, "scaling": "default"}
+        measured = [x for x in lines if fields.items() <= x.items() and figure in x]
         rows = []
-        for name in dict.fromkeys(x["implementation"] for x in of if figure in x):
-            found = {x["octave"]: x[figure] for x in of if x["implementation"] == name and figure in x}
+        for name in dict.fromkeys(x["implementation"] for x in measured):
+            found = {x["octave"]: x[figure] for x in measured if x["implementation"] == name}
             rows.append([name, *(number(found[o]) if o in found else "not finite" for o in octaves)])
         return markdown([f"{dtype}, positions from"] + [f"{2**o}" for o in octaves], rows)
 
@@ -371,31 +379,31 @@ def number(x: float) -> str:
 
 
 def scalings(lines: list[dict]) -> str:
-    """The largest error in ulps, of float32, at position 131072 and some."""
-    of = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == "float32" and x.get("octave") == 17]
-    kinds = [*dict.fromkeys(x["scaling"] for x in of)]
+    """Returns the largest float32 errors, in ulps, at positions from 131072 to 262143, for each kind of frequencies."""
+    lines = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == "float32" and x.get("octave") == 17]
+    kinds = [*dict.fromkeys(x["scaling"] for x in lines)]
     rows = []
-    for name in dict.fromkeys(x["implementation"] for x in of):
-        found = {x["scaling"]: x["max_ulp"] for x in of if x["implementation"] == name and "max_ulp" in x}
+    for name in dict.fromkeys(x["implementation"] for x in lines):
+        found = {x["scaling"]: x["max_ulp"] for x in lines if x["implementation"] == name and "max_ulp" in x}
         rows.append([name, *(number(found[k]) if k in found else "" for k in kinds)])
     return markdown(["", *kinds], rows)
 
 
 def scores(lines: list[dict]) -> str:
-    """What attention sees: mean error of a score, and the weight that moves to other keys."""
-    of = [x for x in lines if x["kind"] == "scores" and x.get("scaling") == "default" and "mean_error" in x]
+    """Returns the effect on attention: the mean error of a score, and the weight that moves to other keys."""
+    lines = [x for x in lines if x["kind"] == "scores" and x.get("scaling") == "default" and "mean_error" in x]
     columns = [(t, n) for t in ("float32", "bfloat16") for n in (131072, 1048576)]
     rows = []
-    for name in dict.fromkeys(x["implementation"] for x in of):
-        found = {(x["dtype"], x["tokens"]): x for x in of if x["implementation"] == name}
+    for name in dict.fromkeys(x["implementation"] for x in lines):
+        found = {(x["dtype"], x["tokens"]): x for x in lines if x["implementation"] == name}
         cells = [f"{c['mean_error']:.1e}, {c['moved_weight']:.2%}" if (c := found.get(key)) else "" for key in columns]
         rows.append([name, *cells])
     names = [f"{t}, {n >> 10}k" if n < 2**20 else f"{t}, {n >> 20}M" for t, n in columns]
-    return markdown(["mean error of a score, weight that moves", *names], rows)
+    return markdown(["mean error of a score, moved weight", *names], rows)
 
 
 def cuda_kernels(_: list[dict]) -> str:
-    """What the compiler tells of the kernels in bfloat16 for sm_90; kernels.py wrote it."""
+    """Returns what the compiler reports about the kernels in bfloat16 for sm_90. kernels.py collects it."""
     rows = json.loads((FOLDER / "kernels.json").read_text())
     known = {x["kernel"]: x for x in rows if x["arch"] == "sm_90"}
     names = {
@@ -411,7 +419,7 @@ def cuda_kernels(_: list[dict]) -> str:
         spills = half["spill_stores"] + half["spill_loads"]
         widest = max(int(re.sub(r"\D", "", width)) for width in half["loads"])
         cells.append([what, f"{half['registers']} ({interleaved['registers']})", str(spills), f"{widest // 8} bytes"])
-    return markdown(["bfloat16, sm_90", "registers a thread (interleaved)", "spills", "widest load"], cells)
+    return markdown(["bfloat16, sm_90", "registers per thread (interleaved)", "spills", "widest load"], cells)
 
 
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
@@ -438,11 +446,12 @@ BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def filled(text: str, lines: list[dict]) -> str:
+    """Returns the text of a page with its blocks made from lines."""
     return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}", text)
 
 
 def write_all(check: bool) -> list[Path]:
-    """The pages that are not what the results say; written anew unless check."""
+    """Returns the pages whose tables do not show the current results. Writes these pages, unless check is True."""
     wanted = {page: filled(page.read_text(), cpu_results()) for page in PAGES}
     for path in sorted(FOLDER.glob("*.jsonl")):
         if path != REFERENCE:

@@ -1,4 +1,8 @@
-"""Result files: JSON lines, first the machine, then a line for every implementation of every case."""
+"""Reads and writes result files.
+
+A result file has JSON lines. The first line describes the machine. The others are one line for every implementation of
+every case.
+"""
 
 import datetime
 import importlib.metadata
@@ -20,15 +24,16 @@ from .measure import line, measure, quartiles
 
 FOLDER = Path(__file__).parent / "results"
 PACKAGES = "numpy transformers rotary-embedding-torch mlx onnxruntime triton liger-kernel flash-attn flashinfer-python xformers"
-# What a process would else import anew for each case.
+# Modules that are imported once. Otherwise the process of each case would import them again.
 PRELOAD = ["torch._inductor.compile_fx"] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt_neox", "glm", "qwen3")
 ]
 
 
 def machine(device: str) -> dict:
-    """The first line of a file: what was measured on, with what."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a process that may touch the GPU
+    """Returns the first line of a result file: the machine, and the versions of the packages."""
+    # A new process finds the name of the device, because this process must not initialise the GPU.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         name = pool.apply(device_name, (device,))
     versions = {}
     for package in PACKAGES.split():
@@ -61,21 +66,24 @@ def read(path: Path) -> list[dict]:
 
 
 def write(path: Path, lines: Iterable[dict]) -> None:
-    """All or nothing."""
+    """Writes a result file. If the program is interrupted, the file keeps its old contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    beside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    temporary.replace(path)
 
 
 class Journal:
-    """What a run has measured so far, beside the file that it will become: an interrupted run goes on from there."""
+    """A file of everything that a run has measured so far. An interrupted run continues from it.
+
+    The journal is in the folder of the result file, which close() makes from it.
+    """
 
     def __init__(self, out: Path, machine: dict):
         self.path, self.out, self.machine = out.with_suffix(".journal"), out, machine
         self.entries = read(self.path)
         undated = [{k: v for k, v in m.items() if k != "date"} for m in (machine, *self.entries[:1])]
-        if undated[0] != undated[-1] or not self.entries:  # of another machine, or of other versions
+        if undated[0] != undated[-1] or not self.entries:  # the machine or a version has changed, or the journal is new
             self.entries = [machine]
             write(self.path, self.entries)
 
@@ -88,7 +96,10 @@ class Journal:
             file.write(json.dumps(self.entries[-1]) + "\n")
 
     def close(self, ran: list[Case], whole: bool) -> None:
-        """Makes the file: all samples of a case are one. Cases that were not run keep their lines."""
+        """Makes the result file, in which the samples of all passes of a case are one line.
+
+        If whole is False, the cases that were not run keep their lines.
+        """
         made = [result for case in ran for result in self.pooled(case)]
         accuracy = [x for entry in self.entries[1:] if entry["case"] == "accuracy" for x in entry["lines"]]
         kept = [] if whole else read(self.out)[1:]
@@ -101,12 +112,13 @@ class Journal:
         self.path.unlink()
 
     def pooled(self, case: Case) -> Iterator[dict]:
+        """Yields the lines of a case, with the median and the quartiles of the samples of all passes."""
         passes = [entry["lines"] for entry in self.entries[1:] if entry["case"] == case.name]
         medians = {}
         for name in dict.fromkeys(x["implementation"] for lines in passes for x in lines):
-            of_name = [x for lines in passes for x in lines if x["implementation"] == name]
-            timed = [x for x in of_name if x["status"] == "timed"]
-            result = {"kind": "sample", "case": case.name} | asdict(case) | (timed or of_name)[0]
+            found = [x for lines in passes for x in lines if x["implementation"] == name]
+            timed = [x for x in found if x["status"] == "timed"]
+            result = {"kind": "sample", "case": case.name} | asdict(case) | (timed or found)[0]
             if timed:
                 del result["samples_us"]
                 result |= quartiles([us for x in timed for us in x["samples_us"]])
@@ -117,7 +129,7 @@ class Journal:
 
 
 def in_process(*arguments) -> list[dict]:
-    """measure(*arguments), in a process of its own, whose end leaves nothing behind, not even if it is a crash."""
+    """Returns the lines of measure(*arguments), which runs in a new process. A crash of that process becomes a line."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.measure", *PRELOAD])
     receiving, sending = context.Pipe(duplex=False)
@@ -131,7 +143,8 @@ def in_process(*arguments) -> list[dict]:
     except EOFError:
         process.join()
     if process.exitcode:
-        lines.append(line("all that are missing", "failed", f"the process ended with {process.exitcode}"))
+        reason = f"the process ended with exit code {process.exitcode}"
+        lines.append(line("all missing implementations", "failed", reason))
     return lines
 
 
@@ -142,7 +155,10 @@ def send_all(sending, *arguments) -> None:
 
 
 def compare(new: list[dict], old: list[dict], widen: float = 0.25) -> tuple[int, list[str]]:
-    """(how many medians of new lie inside the quartiles of old, widened by that part; a line for each that does not)."""
+    """Compares the medians of a new run with the quartiles of an old run, which are widened by this part.
+
+    Returns the number of medians that lie inside, and a line of text for each median that lies outside.
+    """
 
     def timed(lines):
         return {(x["case"], x["implementation"]): x for x in lines if x.get("status") == "timed"}

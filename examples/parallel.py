@@ -1,14 +1,15 @@
-"""Trains a small llama on several processes, with torch_rope in tensor parallel, FSDP and context parallel.
+"""Trains a small Llama on several processes with torch_rope, by tensor parallel, FSDP and context parallel.
 
-    torchrun --nproc-per-node 2 examples/parallel.py    # or 1, 4, 8; on GPUs if there is one for each, else on the CPU
+    torchrun --nproc-per-node 2 examples/parallel.py    # or 1, 4 or 8 processes
 
-One model learns the same tokens in one process, by tensor parallel x data parallel for every split of the processes,
-and by context parallel over all of them. The exit code is 1 if a loss differs from that of one process by more than
-float32 rounding, or if it does not fall. PyTorch does all communication, and a rotation needs none.
+It runs on GPUs if there is one for each process, and on the CPU otherwise. The same model learns the same tokens in
+several ways: in one process, by tensor parallel x data parallel for every way to split the processes, and by context
+parallel over all processes. The exit status is 1 if a loss differs from the loss in one process by more than float32
+rounding explains, or if the loss does not fall. PyTorch does all communication; a rotation needs none.
 
-For your own model, copy `TENSOR_PARALLEL` or `CONTEXT_PARALLEL` and the functions below it. In both, the layers for q,
-k and v return DTensors, which say what is split. So RotaryEmbedding rotates the heads or tokens that a process has, and
-raises an error if the tokens are split and positions are not.
+For your own model, copy `TENSOR_PARALLEL` or `CONTEXT_PARALLEL` and the functions below it. In both, the linear layers
+for q, k and v return DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are on
+this process, and raises an error if the tokens are split but the positions are not.
 """
 
 import argparse
@@ -36,14 +37,18 @@ from torch_rope import RotaryEmbedding
 
 VOCABULARY, DIM, HEADS, KV_HEADS, LAYERS = 256, 128, 8, 4, 2
 BATCH, SEQ = 8, 64
-# Relative: float32 sums in another order. 2e-7 was seen on CPUs, 3e-4 where positions were not permuted as the tokens.
+# The largest relative difference of losses. float32 sums in another order differ by 2e-7 on CPUs. If the positions are
+# not permuted as the tokens are, losses differ by 3e-4.
 TOLERANCE = 1e-5
 
-# ---- The model: it knows nothing of processes. ----
+# ---- The model, which does not depend on the number of processes ----
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """Causal by position, since tokens need not be in order. q, k, v, result: [batch, seq, heads, head_dim]."""
+    """Returns causal attention. q, k, v and the result are [batch, seq, heads, head_dim].
+
+    The mask is computed from the positions, because the tokens may be in any order.
+    """
     mask = q_positions[:, None] >= k_positions
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
@@ -97,7 +102,7 @@ class Model(nn.Module):
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        """The mean loss. tokens, labels: [batch, seq], positions: [seq]."""
+        """Returns the mean loss. tokens and labels are [batch, seq], positions is [seq]."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, positions)
@@ -105,20 +110,21 @@ class Model(nn.Module):
 
 
 def apply_fsdp(model: Model, mesh: DeviceMesh) -> None:
-    """mesh: over which the tokens are split, by batch or by seq."""
+    """Applies FSDP. mesh is the mesh over which the tokens are split, by batch or by seq."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-# ---- Tensor parallel x data parallel: a process has some heads of some sequences. ----
+# ---- Tensor parallel x data parallel: a process has some heads of some sequences ----
 
 TENSOR_PARALLEL = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    # Between attention and feed-forward tokens are split, and norms work on some tokens each ("sequence parallel").
+    # Between attention and feed-forward the tokens are split, so each norm computes only some tokens ("sequence
+    # parallel").
     "layers.*.attention_norm": SequenceParallel(),
     "layers.*.attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-    # DTensors: q and k are split by heads, and positions remain a plain tensor, the same in all processes.
+    # q and k are DTensors that are split by heads. positions remains a plain tensor, the same in all processes.
     "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
     "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
     "layers.*.feed_forward_norm": SequenceParallel(),
@@ -132,19 +138,19 @@ TENSOR_PARALLEL = {
 
 
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """mesh: with dimensions "dp" and "tp"."""
+    """Applies tensor parallel and FSDP. mesh has the dimensions "dp" and "tp"."""
     parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
-    heads = [Shard(2)]  # of [batch, seq, heads, head_dim]
-    for layer in model.layers:  # each process attends with its own heads; DTensor has no rule for that on CPUs
+    heads = [Shard(2)]  # splits the heads of [batch, seq, heads, head_dim]
+    for layer in model.layers:  # local_map, because on CPUs DTensor has no rule for attention with split heads
         layer.attention.attend = local_map(attend, heads, in_placements=(heads, heads, heads, None, None))
     apply_fsdp(model, mesh["dp"])
 
 
-# ---- Context parallel: a process has some tokens of all sequences. ----
+# ---- Context parallel: a process has some tokens of all sequences ----
 
-TOKENS = Shard(1)  # of [batch, seq, ...]; of positions Shard(0)
+TOKENS = Shard(1)  # splits the tokens of [batch, seq, ...]; Shard(0) splits the positions
 CONTEXT_PARALLEL = {
-    # DTensors: q and k are split by tokens, and so must positions be.
+    # q and k are DTensors that are split by tokens. positions must be split in the same way.
     "layers.*.attention.w[qkv]": PrepareModuleOutput(
         output_layouts=TOKENS, desired_output_layouts=TOKENS, use_local_output=False
     ),
@@ -155,39 +161,50 @@ CONTEXT_PARALLEL = {
 
 
 def split_tokens(mesh: DeviceMesh, tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What this process has of them. With a causal mask later tokens are more work, so it gets a piece of the beginning
-    and one of the end: of 8 tokens 0, 1, 6, 7 or 2, 3, 4, 5. That is why positions go with the tokens."""
+    """Returns the tokens, labels and positions of this process.
+
+    With a causal mask, later tokens need more work. So each process gets a piece from the beginning and a piece from
+    the end: of 8 tokens, one process gets 0, 1, 6, 7 and the other gets 2, 3, 4, 5. The tokens of a process are
+    therefore not neighbours, and their positions must be split with them.
+    """
     buffers = [tokens.clone(), labels.clone(), positions.clone()]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)):
-        tokens, labels, positions = buffers  # changed in place, and they stay so
+        tokens, labels, positions = buffers  # context_parallel changed them in place, and does not restore them
     return tokens, labels, DTensor.from_local(positions, mesh, [Shard(0)])
 
 
 def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """mesh: of one dimension. Each process attends with its own q to all k and v, gathered, as Llama 3 was trained
-    (arXiv:2407.21783, section 3.3.2). That serves CPUs too; the ring attention inside context_parallel does not."""
+    """Applies context parallel and FSDP. mesh has one dimension.
+
+    Each process gathers all k and v, and computes attention of its own q. Llama 3 was trained in this way
+    (arXiv:2407.21783, section 3.3.2). It works on CPUs too, unlike the ring attention of context_parallel.
+    """
     parallelize_module(model, mesh, CONTEXT_PARALLEL)
     for layer in model.layers:
         layer.attention.attend = local_map(
             attend,
             out_placements=[TOKENS],
             in_placements=([TOKENS], [Replicate()], [Replicate()], [Shard(0)], [Replicate()]),
-            # Each process has the gradients of all k and v that come from its own q: their sum goes back to the owners.
+            # Each process has gradients of all k and v, but only the part from its own q. Partial() adds these parts.
             in_grad_placements=([TOKENS], [Partial()], [Partial()], [Shard(0)], [Replicate()]),
             redistribute_inputs=True,
         )
     apply_fsdp(model, mesh)
 
 
-# ---- Training, and the comparison. ----
+# ---- Training and comparison ----
 
 
 def train(
     model: Model, tokens: Tensor, labels: Tensor, positions: Tensor, steps: int, mesh: DeviceMesh | None = None
 ) -> list[float]:
-    """Losses of the steps. mesh: over which the tokens are split, evenly. So the loss of all is the mean of the losses,
-    and its gradient the mean of the gradients, which fully_shard takes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # AdamW takes the same steps by gradients of a wrong scale
+    """Trains the model and returns the loss of each step.
+
+    mesh is the mesh over which the tokens are split evenly. Because the split is even, the loss of all tokens is the
+    mean of the losses of the processes. Its gradient is the mean of their gradients, which fully_shard computes.
+    """
+    # SGD, because the steps of AdamW do not show a wrong scale of the gradients.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(steps):
         loss = model(tokens, labels, positions)
@@ -201,7 +218,9 @@ def train(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="of the optimizer, at least 2 (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps of the optimizer, at least 2 (default: %(default)s)"
+    )
     steps = parser.parse_args().steps
 
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -211,8 +230,10 @@ def main() -> int:
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if gpu else "gloo", **alone)
     world, first = dist.get_world_size(), dist.get_rank() == 0
-    if BATCH % world or steps < 2:
-        sys.exit(f"{world} processes, {steps} steps; needs 1, 2, 4 or 8 processes and at least 2 steps")
+    if BATCH % world:
+        sys.exit(f"The number of processes is {world} but must be 1, 2, 4 or 8.")
+    if steps < 2:
+        sys.exit(f"--steps is {steps} but must be at least 2.")
 
     def new_model() -> Model:
         torch.manual_seed(0)
@@ -238,18 +259,19 @@ def main() -> int:
     differences = {
         way: float((torch.tensor(got, dtype=torch.float64) / expected - 1).abs().max()) for way, got in losses.items()
     }
-    equal = all(difference <= TOLERANCE for difference in differences.values())  # not if it is not a number
+    equal = all(difference <= TOLERANCE for difference in differences.values())  # False for NaN
     falls = bool(expected[-1] < expected[0])
     if first:
-        print(f"{world} x {device.type}, {BATCH} x {SEQ} tokens, float32. Losses of the steps, largest difference:")
+        print(f"Losses of each step, and the largest relative difference from one process ({world} x {device.type}):")
         for way, got in losses.items():
             print(f"{way:12}", *(f"{loss:.6f}" for loss in got), f" {differences[way]:.1e}")
-        print(f"All are equal (to {TOLERANCE:.0e}, relative): {equal}. They fall: {falls}.")
+        print(f"The losses are equal (relative tolerance {TOLERANCE:.0e}): {equal}. The losses fall: {falls}.")
     return 0 if equal and falls else 1
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Not sys.exit: a thread of gloo may still hold a tensor. If it lets go while Python ends, torch (2.13) aborts.
+    # os._exit instead of sys.exit, because a thread of gloo may still hold a tensor. If the thread releases the tensor
+    # while Python ends, torch (2.13) aborts.
     os._exit(code)

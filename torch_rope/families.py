@@ -3,9 +3,9 @@
 All other families are half-split: channels i and i + rotary_dim / 2 form a pair.
 """
 
-# Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config of
-# the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling file of
-# transformers 5.23.0; tests/integrations/test_families.py compares it with the installed release.
+# Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config
+# of the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling
+# file of transformers 5.23.0; tests/integrations/test_families.py compares it with the installed release.
 INTERLEAVED = frozenset(
     {
         "axk1",

@@ -2,12 +2,12 @@
 
     python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT]
 
-It takes about a minute. The output is short enough to be pasted into an issue. The exit status is 0 if all checks pass, 1 if
-a check fails, and 2 if the device cannot be used.
+It takes about a minute. The output is short enough to be pasted into an issue. The exit status is 0 if all checks pass,
+1 if a check fails, and 2 if the device cannot be used.
 
-Only torch is needed. The expected results come from torch_rope.reference, in float64 on the CPU. Errors are given in ulps: an
-ulp (unit in the last place) is the distance between neighbouring numbers of the result's dtype, here at the magnitude of a
-pair of channels.
+Only torch is needed. The expected results come from torch_rope.reference, in float64 on the CPU. Errors are given in
+ulps: an ulp (unit in the last place) is the distance between neighbouring numbers of the result's dtype, here at the
+magnitude of a pair of channels.
 """
 
 import argparse
@@ -122,8 +122,8 @@ class Check:
     def group(self, name: str, cases: dict) -> None:
         """Runs the cases of a group and prints a line.
 
-        cases maps a name to a function, which raises an error if a result is wrong. A group ends after a second, so a slow
-        device runs fewer cases.
+        cases maps a name to a function, which raises an error if a result is wrong. A group ends after a second, so a
+        slow device runs fewer cases.
         """
         if self.only not in name:
             return
@@ -335,8 +335,8 @@ class Check:
     def out_of_range(self) -> None:
         """Checks what happens if a position or a slot is out of range.
 
-        The CPU raises IndexError. Metal writes NaN to the token's rotated channels, and no cell of the cache. CUDA is not
-        checked, because a kernel assertion would end this process.
+        The CPU raises IndexError. Metal writes NaN to the token's rotated channels, and no cell of the cache. CUDA is
+        not checked, because a kernel assertion would end this process.
         """
         cos, sin = (t[:8, :8] for t in self.layer()[2:])
         q, k, v = (self.make(4, 2, 32) for _ in "qkv")
@@ -420,9 +420,10 @@ class Check:
     def speed(self) -> None:
         """Prints the times of operators, of a copy of the same number of bytes, and of plain torch."""
         print(
-            "\nMedian time of a call. q has 32 heads, k and v have 8 heads, head_dim is 128. The copy is out.copy_(x) of\n"
-            "the same number of bytes. Plain torch is torch_rope.reference. rotate_qk allocates new tensors; on the CPU a\n"
-            "large tensor gets fresh pages of memory, which may take longer than the rotation."
+            "\nMedian time of a call. q has 32 heads, k and v have 8 heads, head_dim is 128.\n"
+            "The copy is out.copy_(x) of the same number of bytes. Plain torch is torch_rope.reference.\n"
+            "rotate_qk allocates new tensors. On the CPU a large tensor gets fresh pages of memory, which may take\n"
+            "longer than the rotation."
         )
         print(
             f"{'[batch, seq]':<37}{'us':>9}{'GB/s':>8}{'copy us':>10}{'/ copy':>8}{'plain torch us':>16}{'/ ours':>8}"

@@ -1,4 +1,4 @@
-"""Compares frequencies, modules and positions that torch_rope makes from a config with those of transformers' models."""
+"""Compares frequencies, modules and positions that torch_rope makes from a config with those of transformers."""
 
 import importlib
 import json
@@ -86,8 +86,8 @@ def test_a_default_config_gives_the_frequencies_of_transformers(family):
     if family == "gptj":  # gptj has no rotary module, but a function that makes sin and cos of position times frequency
         theirs = create_sinusoidal_positions(2, config.rotary_dim)[1, : config.rotary_dim // 2].asin()
         ours = frequencies.from_config(config).inv_freq
-        # The frequency comes from asin of a rounded sine. At 1 rad the rounding is divided by the cosine, which makes the
-        # error at most twice as large. The rounding of the frequency itself is added.
+        # The frequency comes from asin of a rounded sine. At 1 rad the rounding is divided by the cosine, which makes
+        # the error at most twice as large. The rounding of the frequency itself is added.
         assert (theirs.double() / ours - 1).abs().max() <= U32 * (4 + math.log(10000) + 4)
         assert_same(frequencies.from_config(saved), frequencies.from_config(config))
         return
@@ -114,7 +114,7 @@ def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type
 
 
 def draw(kind: str, rng: random.Random) -> tuple[dict, dict, dict]:
-    """Returns random arguments of a kind's function, and the sizes and rope_parameters of a config that mean the same."""
+    """Returns random arguments of a kind's function, and sizes and rope_parameters of an equivalent config."""
     head_dim = 2 * rng.randint(8, 128)
     part = rng.choice([1.0, 0.25, 0.5, rng.uniform(0.25, 1)])
     if kind == "yarn":  # transformers fails if rotary_dim is odd, because its ramp has one element too few
@@ -231,8 +231,8 @@ def test_a_module_rotates_as_the_model_of_transformers(name):
     assert rope.rotary_dim == part
     expected = modeling.apply_rotary_pos_emb(*(x[..., :part] for x in (q, k)), cos, sin, unsqueeze_dim=2)
     for x, out, rotated in zip((q, k), rope(q, k, positions), expected, strict=True):
-        # transformers' angle is a float32 product of up to 100 rad, so it is off by up to 100 * 2^-24 rad. The roundings of a
-        # few operations are added.
+        # transformers' angle is a float32 product of up to 100 rad, so it is off by up to 100 * 2^-24 rad. The
+        # roundings of a few operations are added.
         assert (out[..., :part] - rotated).abs().max() < 2e-5 * rotated.abs().max()
         assert torch.equal(out[..., part:], x[..., part:])
 

@@ -22,9 +22,10 @@ from torch_rope.integrations import transformers as integration  # noqa: E402
 pytestmark = pytest.mark.cpu
 DOC = (ROOT / "docs" / "families.md").read_text()
 
-# The differences are parts of the largest logit, and of the largest gradient. LOGITS and GRADIENTS are the largest allowed.
-# Both models round q and k to float32, but in another order; with scores of up to 60 that changes a probability by
-# 60 * 2^-24 = 4e-6. A model whose q and k are not rotated differs by 0.08 or more, which is at least BROKEN.
+# The differences are parts of the largest logit, and of the largest gradient. LOGITS and GRADIENTS are the largest
+# allowed. Both models round q and k to float32, but in another order; with scores of up to 60 that changes a
+# probability by 60 * 2^-24 = 4e-6. A model whose q and k are not rotated differs by 0.08 or more, which is at least
+# BROKEN.
 LOGITS, GRADIENTS, BROKEN = 4e-6, 1.5e-5, 0.05
 
 # initializer_range is ten times the usual value, so that attention depends on the positions.
@@ -159,7 +160,7 @@ def train_step(model, inputs):
 
 
 def difference(actual, expected):
-    """Returns the largest difference, as a part of the largest expected value. For dicts it is that of all values together."""
+    """Returns the largest difference, as a part of the largest expected value. A dict is one long vector."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         actual, expected = (torch.cat([d[n].flatten() for n in expected]) for d in (actual, expected))
@@ -222,7 +223,7 @@ ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tra
 
 
 def test_the_documentation_lists_all_modeling_files():
-    """Finds out, without building a model, which functions of the modeling files are rotations that torch_rope supports."""
+    """Finds out, without building models, which functions are rotations that torch_rope supports."""
     # hunyuan_vl's function is a rotation, but its table has different angles for a pair; see test_transformers.py.
     served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():

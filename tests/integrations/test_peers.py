@@ -2,7 +2,8 @@
 
 The largest allowed difference of two results is derived, not tuned. u is the unit roundoff of a dtype.
 - x cos - y sin is computed as two rounded products and one rounded sum. The result is off by at most 2 u of the pair's
-  magnitude, because |x cos| + |y sin| <= hypot(x, y). Two results from the same cos and sin therefore differ by at most 4 u.
+  magnitude, because |x cos| + |y sin| <= hypot(x, y). Two results from the same cos and sin therefore differ by at most
+  4 u.
 - A peer that rounds cos and sin to the dtype adds 1 u.
 - Each rounding of a float32 angle changes it by up to u |angle|, which changes the result by as much, as a part of the
   magnitude.
@@ -161,8 +162,8 @@ def mlx_rope(x, rotary_dim, interleaved, *, freqs=None, offset=0, **options):
 
 
 def mlx_limits(dtype, angle, angle_roundings):
-    # In float32 MLX's polynomials for cos and sin have errors of about 2 u. In other dtypes MLX rounds cos and sin to the
-    # dtype, which adds 1 u.
+    # In float32 MLX's polynomials for cos and sin have errors of about 2 u. In other dtypes MLX rounds cos and sin to
+    # the dtype, which adds 1 u.
     return {"roundings": 6 if dtype == torch.float32 else 5, "angle": OUR_ANGLE + angle.abs() * angle_roundings * F32}
 
 
@@ -179,8 +180,8 @@ def test_rotate_agrees_with_mlx(size, interleaved, dtype, angles_of, device):
     theirs = mlx_rope(x, rotary_dim, interleaved, base=base, scale=scale, offset=offset)
     # MLX scales the position, which has the same effect as scaling the frequency.
     inv_freq = torch_rope.inv_freq(rotary_dim, base) * scale
-    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))). These are 4 roundings of the exponent, and
-    # each changes the frequency by a part u |log(frequency)| of it. 8 more roundings: exp2's polynomial (4),
+    # MLX's frequency is exp2(i * float32(log(base) / half) * float32(log2(e))). These are 4 roundings of the exponent,
+    # and each changes the frequency by a part u |log(frequency)| of it. 8 more roundings: exp2's polynomial (4),
     # position * scale, the product of that and the frequency, our frequency, and our frequency times scale.
     angle = angles(torch.arange(seq) + offset, inv_freq)
     limits = mlx_limits(dtype, angle, 8 + 4 * (inv_freq / scale).double().log().abs())
@@ -218,7 +219,7 @@ def rotary_embedding_torch(rotary_dim, **options):
 
 
 def product_in_float32(positions, inv_freq):
-    """Returns the error of a peer that multiplies angles in float32 and uses torch's cos and sin, which are right to 1 u."""
+    """Returns the error of a peer that multiplies angles in float32 and uses torch's cos and sin (right to 1 u)."""
     return OUR_ANGLE + F32 + angles(positions, inv_freq) * F32
 
 
@@ -269,8 +270,8 @@ def every_second(table):
 
 # model: (prefix of the class names, interleaved, True if it can rotate less than head_dim, the function that makes our
 # table of half the width from its table of full width).
-# llama, gpt_neox and glm repeat the half: [f0, f1, .., f0, f1, ..]. glm's function takes the first half of the table and
-# interleaves it itself. cohere repeats each column: [f0, f0, f1, f1, ..].
+# llama, gpt_neox and glm repeat the half: [f0, f1, .., f0, f1, ..]. glm's function takes the first half of the table
+# and interleaves it itself. cohere repeats each column: [f0, f0, f1, f1, ..].
 MODELS = {
     "llama": ("Llama", False, False, first_half),
     "gpt_neox": ("GPTNeoX", False, True, first_half),
@@ -285,7 +286,7 @@ models = pytest.mark.parametrize(
 
 
 def hugging_face(model, size):
-    """Returns (apply_rotary_pos_emb, rotary module, interleaved, function that makes our table) of a model of this size."""
+    """Returns (apply_rotary_pos_emb, rotary module, interleaved, function that makes our table) for a model."""
     needed("transformers", "5")
     *_, q_heads, k_heads, head_dim, rotary_dim = size
     prefix, interleaved, _, to_ours = MODELS[model]
@@ -348,8 +349,8 @@ def test_rotate_qk_with_inv_freq_agrees_with_hugging_face(size, model, device):
 def test_inv_freq_agrees_with_hugging_face(size, model):
     _, rotary, *_ = hugging_face(model, size)
     ours = torch_rope.inv_freq(size[-1], 5e5).double()
-    # Their exponent is rounded, which changes the frequency by a part u |log(frequency)| of it; then the power (2 u) and its
-    # reciprocal (1 u) are rounded. Ours is rounded once (1 u).
+    # Their exponent is rounded, which changes the frequency by a part u |log(frequency)| of it; then the power (2 u)
+    # and its reciprocal (1 u) are rounded. Ours is rounded once (1 u).
     limit = (4 + ours.log().abs()) * F32
     assert ((rotary.inv_freq.double() / ours - 1).abs() <= limit).all()
 
@@ -373,7 +374,7 @@ def rotation_matrix(angle, head_dim, interleaved):
 
 
 def our_angle(dtype, angle):
-    """Returns the error that the angle adds to an element. In float64 the product, cos and sin are right to 1 u each."""
+    """Returns the error that the angle adds to an element. In float64 its product, cos and sin have errors of 1 u."""
     return OUR_ANGLE if dtype != torch.float64 else (abs(angle) + 1) * torch.finfo(dtype).eps / 2
 
 
@@ -420,8 +421,8 @@ def test_scores_depend_only_on_the_distance(size, interleaved, dtype, shift, dev
         return q_heads_first @ k_heads_first.mT
 
     q_length, k_length = (t.norm(dim=-1) for t in heads_first(q.double(), k.double()))
-    # Each of the four rotated vectors is off by a part sqrt(2) (2 u + angle) of its length, which changes a score by the
-    # same part of |q| |k|. 1e-14 is for the sums over head_dim in float64.
+    # Each of the four rotated vectors is off by a part sqrt(2) (2 u + angle) of its length, which changes a score by
+    # the same part of |q| |k|. 1e-14 is for the sums over head_dim in float64.
     limit = 4 * 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, abs(shift) + seq)) + 1e-14
     assert ((scores(shift) - scores(0)).abs() <= limit * q_length.unsqueeze(-1) * k_length.unsqueeze(-2)).all()
 
@@ -437,8 +438,8 @@ def test_rotate_preserves_lengths_and_inverse_undoes_it(size, interleaved, dtype
         "interleaved": interleaved,
     }
     rotated = rotate(x.to(device), **arguments)
-    # A wrong angle does not change the length, and inverse undoes it. Errors of cos and sin, and rounding, do change the
-    # length. sqrt(2), because a pair has two elements.
+    # A wrong angle does not change the length, and inverse undoes it. Errors of cos and sin, and rounding, do change
+    # the length. sqrt(2), because a pair has two elements.
     error = 2**0.5 * (torch.finfo(dtype).eps + our_angle(dtype, 0))
     before, after = (torch.hypot(*pairs_of(t.cpu().double(), rotary_dim, interleaved)) for t in (x, rotated))
     assert ((after - before).abs() <= error * before).all()
@@ -482,7 +483,5 @@ def test_rotate_qk_in_place_does_what_an_inference_engine_needs(dtype, device):
         expected = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
         magnitude = torch.hypot(even, odd).repeat_interleave(2, -1)
         unit = F32 if dtype == torch.float32 else 2.0**-11
-        assert torch.all(
-            (out.cpu().double() - expected).abs()
-            <= (unit + 2 * F32) * magnitude + 2.0**-24  # float16's smallest number
-        )
+        smallest = 2.0**-24  # float16's smallest number
+        assert torch.all((out.cpu().double() - expected).abs() <= (unit + 2 * F32) * magnitude + smallest)

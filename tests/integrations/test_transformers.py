@@ -1,4 +1,4 @@
-"""Tests of patch and kernel_mapping: what they change, what they leave alone, what they refuse, and ways to run a model.
+"""Tests of patch and kernel_mapping: what they change, leave alone and refuse, and ways to run a patched model.
 
 test_families.py tests that the results are right for every family.
 """
@@ -24,7 +24,8 @@ from torch_rope.integrations.transformers import patch  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
-# The largest allowed differences, as parts of the largest logit and of the largest gradient. test_families.py derives them.
+# The largest allowed differences, as parts of the largest logit and of the largest gradient. test_families.py derives
+# them.
 LOGITS, GRADIENTS = 4e-6, 1.5e-5
 SMALL = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -323,7 +324,7 @@ def test_a_refused_model_is_unchanged_and_the_error_says_why():
     for config, message in [
         (
             vjepa2,
-            r"VJEPA2RopeAttention.apply_rotary_embeddings of .* calls rotate_queries_or_keys: the function has the arguments",
+            r"VJEPA2RopeAttention.apply_rotary_embeddings of .* calls rotate_queries_or_keys: the function has the arg",
         ),
         (hunyuan_vl, r"rotary_emb has different angles for the two channels of a pair"),
     ]:
@@ -422,8 +423,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, calls):
 def test_autocast_differs_by_the_rounding_of_bfloat16(attention):
     """A patched model keeps q and k in bfloat16. An unpatched model has them in float32 until attention rounds them.
 
-    The numbers that are rounded to bfloat16 differ by float32 rounding. So about one in several hundred results differs by
-    an ulp of bfloat16, 2^-8.
+    The numbers that are rounded to bfloat16 differ by float32 rounding. So about one in several hundred results differs
+    by an ulp of bfloat16, 2^-8.
     """
     stock, model = pair(attention=attention)
     exact, _ = train(copy.deepcopy(stock), enabled=False)

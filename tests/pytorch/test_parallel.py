@@ -694,4 +694,4 @@ def test_the_example_has_the_losses_of_one_process(world):
         *(f"dp {world // tp} x tp {tp}" for tp in (1, 2, 4) if tp <= world),
         f"cp {world}",
     ]
-    assert "All are equal" in result.stdout and ": True. They fall: True." in result.stdout
+    assert "The losses are equal" in result.stdout and ": True. The losses fall: True." in result.stdout

@@ -1,16 +1,16 @@
 """Prints a digest of the results of many random calls of every operator, and a digest of many error messages.
 
-A digest changes if any bit of a result, or any message, changes. To check that a change of the code changes no result, build
-the tree before it and the tree after it, and compare:
+A digest changes if any bit of a result, or any message, changes. To check that a change of the code changes no result,
+build the tree before it and the tree after it, and compare:
 
     PYTHONPATH=before python tests/tools/bits.py > before.txt
     PYTHONPATH=after python tests/tools/bits.py > after.txt
     diff before.txt after.txt
 
---each prints a line for each call, so that diff shows the first call that differs. --emulate runs the CUDA kernels on the CPU
-emulator, and --simulate runs the Metal back end on the simulated device mps; both come from the tree that PYTHONPATH names.
-Both are slow, so ask for fewer calls with --calls. ATEN_CPU_CAPABILITY=default and ATEN_CPU_CAPABILITY=avx2 select the other
-kernels of the CPU.
+--each prints a line for each call, so that diff shows the first call that differs. --emulate runs the CUDA kernels on
+the CPU emulator, and --simulate runs the Metal back end on the simulated device mps; both come from the tree that
+PYTHONPATH names. Both are slow, so ask for fewer calls with --calls. ATEN_CPU_CAPABILITY=default and
+ATEN_CPU_CAPABILITY=avx2 select the other kernels of the CPU.
 
 The operators and their arguments come from the schemas. A new argument with a default keeps its default. A new argument
 without a default is an error until this file makes values for it.
@@ -47,7 +47,8 @@ class Draw(random.Random):
     def lay_out(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the values on the device, in a random layout.
 
-        The order of the dimensions in memory is random, some dimensions have gaps, and the storage offset may be above 0.
+        The order of the dimensions in memory is random, some dimensions have gaps, and the storage offset may be above
+        0.
         """
         dims = range(values.dim())
         order = self.sample(dims, len(dims)) if self.maybe() else list(dims)
@@ -160,7 +161,7 @@ def tuple_of(outs) -> tuple:
 
 
 def derivatives(draw: Draw, op, call: dict):
-    """Yields the results, and derivatives with respect to some arguments: backward, backward of backward, or forward mode."""
+    """Yields the results, and derivatives with respect to some arguments: backward, double backward or forward mode."""
     names = [name for name, t in call.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if "q_norm_weight" in call or "q_out_grad" in call:
         names = [name for name in names if name not in ("cos", "sin", "inv_freq")]

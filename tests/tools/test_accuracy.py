@@ -51,9 +51,8 @@ def test_the_study_gives_the_same_lines_each_time(lines):
 
 def test_one_rounding_is_off_by_half_an_ulp(lines):
     for line in figures(lines, implementation="one rounding"):
-        assert (
-            0.4 < line["max_ulp"] <= 0.5001
-        )  # more than 0.5, because torch rounds float64 to float32 first and then to bfloat16
+        # The limit is above 0.5, because torch rounds float64 first to float32 and then to bfloat16.
+        assert 0.4 < line["max_ulp"] <= 0.5001
 
 
 @pytest.mark.parametrize("name", ["torch_rope", "torch_rope tables"])
@@ -72,8 +71,8 @@ def test_torch_rope_is_as_accurate_as_it_promises(lines, name):
 def test_all_implementations_are_right_up_to_rounding(lines):
     """A wrong frequency or factor would give far larger errors than these limits.
 
-    At position 1 only the arithmetic rounds. Below position 2^18, an angle in float32 is off by at most four roundings: of
-    the frequency, of its logarithm or power, and of the product.
+    At position 1 only the arithmetic rounds. Below position 2^18, an angle in float32 is off by at most four roundings:
+    of the frequency, of its logarithm or power, and of the product.
     """
     for line in figures(lines, dtype="float32", octave=0):
         assert line["max_relative"] <= 4 * EPS, line

@@ -1,4 +1,4 @@
-"""Tests of the program benchmarks/: every implementation on small cases, wrong implementations, files, tables, pictures."""
+"""Tests of the program benchmarks/: implementations on small cases, wrong implementations, files, tables, pictures."""
 
 import dataclasses
 import json

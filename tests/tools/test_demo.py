@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,17 +24,23 @@ def run(example: str, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_every_variant_generates_the_same_tokens_as_transformers():
-    lines = run("generate.py", "--half-split", "--compile", "--tokens", "12", "--prompt", "Count from one to twenty.")
+def test_make_demo_generates_the_tokens_of_transformers_and_the_logits_of_qwen3():
+    """Runs the command of the README, if the tree is built: it must not build the extension that other tests use."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    built = subprocess.run(["make", "--question", ".venv/demo", ".venv/built"], cwd=ROOT, capture_output=True)
+    if built.returncode or sys.prefix != str(ROOT / ".venv"):
+        pytest.skip("the tree is not built in .venv; make demo builds it")
+    result = subprocess.run(
+        ["make", "demo"], cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
     table = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
     assert table[""] == ["transformers", "torch_rope", "half-split", "compiled"]
     assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # the model has 30 layers
-    assert "All 12 tokens are equal." in lines
-    assert "Graphs compiled for 11 positions: 1." in lines
-
-
-def test_qwen3_has_the_logits_of_transformers():
-    (line,) = [line for line in run("generate.py", "--qwen3") if line.startswith("Largest difference of logits: ")]
+    assert "All 64 tokens are equal." in lines
+    assert "Graphs compiled for 63 positions: 1." in lines
+    (line,) = [line for line in lines if line.startswith("Largest difference of logits: ")]
     assert float(line.split()[4]) < 1e-5
 
 

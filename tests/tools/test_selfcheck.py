@@ -1,4 +1,4 @@
-"""Tests of python -m torch_rope.selfcheck: a correct build passes, a broken operator is found, the exit status tells."""
+"""Tests of python -m torch_rope.selfcheck: a correct build passes, and a broken operator is found."""
 
 import pytest
 import torch

@@ -1,9 +1,9 @@
 """Lets a loaded model of Hugging Face transformers rotate with torch_rope.
 
-A model of transformers makes cos and sin once per forward, in its rotary module. In each layer, a function of the model's
-modeling file rotates q and k by them: the rotary function. :func:`patch` replaces the rotary function in one model by
-torch_rope. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package. The rotary module
-is not changed, so every kind of frequencies and positions that transformers supports still works.
+A model of transformers makes cos and sin once per forward, in its rotary module. In each layer, a function of the
+model's modeling file rotates q and k by them: the rotary function. :func:`patch` replaces the rotary function in one
+model by torch_rope. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package. The
+rotary module is not changed, so every kind of frequencies and positions that transformers supports still works.
 """
 
 import copy
@@ -35,11 +35,11 @@ def patch(model: nn.Module) -> "Patch":
         handle.undo()
 
     ``patch`` finds out what a rotary function does by calling it on random numbers, not by its name. Weights, hooks and
-    caches are not touched, and other models of the same class do not change. A deepcopy of a patched model is patched; a
-    model that was pickled and loaded is not.
+    caches are not touched, and other models of the same class do not change. A deepcopy of a patched model is patched;
+    a model that was pickled and loaded is not.
 
-    The rotated q and k have the dtype of q and k. transformers returns float32 if q and k are bfloat16 or float16 and cos
-    and sin are float32, as under autocast; attention then rounds q and k back to their dtype.
+    The rotated q and k have the dtype of q and k. transformers returns float32 if q and k are bfloat16 or float16 and
+    cos and sin are float32, as under autocast; attention then rounds q and k back to their dtype.
 
     Args:
         model: a model of transformers, or any module that contains one.
@@ -62,7 +62,8 @@ def patch(model: nn.Module) -> "Patch":
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
                 raise ValueError(
-                    f"{where} already calls torch_rope, because this model, or the model that it was copied from, is patched"
+                    f"{where} already calls torch_rope, because this model, or the model that it was copied from, "
+                    "is patched"
                 )
             try:
                 new = rebuilder.rebuild(function)
@@ -71,8 +72,8 @@ def patch(model: nn.Module) -> "Patch":
             if new is not function:
                 if current is not None and not bound:
                     raise NotImplementedError(
-                        f"{where} was replaced by {current!r} but must be a method of the module; patch the model before "
-                        "the method is replaced"
+                        f"{where} was replaced by {current!r} but must be a method of the module; patch the model "
+                        "before the method is replaced"
                     )
                 replaced.append(_Replaced(path, module, attribute, current, types.MethodType(new, module)))
             elif re.match("_?apply_(rotary|rope)", method):
@@ -86,7 +87,8 @@ def patch(model: nn.Module) -> "Patch":
         for tables in _sample_tables(module):
             if not any(call.of_parts or _has_form(call.rotation.tables, *tables) for call in calls):
                 raise NotImplementedError(
-                    f"{name} is not patched: {path} has different angles for the two channels of a pair but must have one"
+                    f"{name} is not patched: {path} has different angles for the two channels of a pair but must have "
+                    "the same angle"
                 )
     for r in replaced:
         vars(r.module)[r.attribute] = r.method
@@ -97,8 +99,8 @@ def patch(model: nn.Module) -> "Patch":
 def _replicate(self: nn.Module) -> nn.Module:
     """Returns a replica for nn.DataParallel whose replaced methods belong to the replica.
 
-    nn.DataParallel copies the attributes of a module. The copied methods would still be bound to the original module, and
-    so compute with its weights.
+    nn.DataParallel copies the attributes of a module. The copied methods would still be bound to the original module,
+    and so compute with its weights.
     """
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in vars(replica).items():
@@ -107,9 +109,8 @@ def _replicate(self: nn.Module) -> nn.Module:
     return replica
 
 
-_replicate.__name__ = (
-    "_replicate_for_data_parallel"  # nn.DataParallel calls this name, and pickle looks it up in the class
-)
+# nn.DataParallel calls the method of this name, and pickle looks the name up in the class.
+_replicate.__name__ = "_replicate_for_data_parallel"
 
 
 @dataclass
@@ -119,9 +120,7 @@ class _Replaced:
     path: str
     module: nn.Module
     attribute: str  # the module's attribute that holds the method
-    before: (
-        Any  # the value of the attribute before; None if the module had none, so that the method of its class counted
-    )
+    before: Any  # the value of the attribute before the patch; None if the module itself had no such attribute
     method: types.MethodType
 
 
@@ -178,9 +177,9 @@ class Patch:
 
 # ---- Finding out what a rotary function does ----
 
-# The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions: the
-# first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables. Most
-# rotary modules make the first form. The last form, with a dimension for the heads, is that of Llama 4's images.
+# The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions:
+# the first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables.
+# Most rotary modules make the first form. The last form, with a dimension for the heads, is that of Llama 4's images.
 _TABLES = {
     "a, b, a, b": (
         lambda cos, sin: (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)),
@@ -214,8 +213,8 @@ def _has_form(form: str, *tables: Tensor) -> bool:
 def _sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the tables that a rotary module makes from positions of several shapes, along one axis or several axes.
 
-    The tables must be examined as well as the function: even if the function is a rotation, a table may contain different
-    angles for the two channels of a pair. Yields nothing if the module is no rotary module.
+    The tables must be examined as well as the function: even if the function is a rotation, a table may contain
+    different angles for the two channels of a pair. Yields nothing if the module is no rotary module.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     arguments = code.co_varnames[1 : code.co_argcount] if code else ()
@@ -243,8 +242,9 @@ def _seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
     from_the_end = unsqueeze_dim - table.dim() - 1 if unsqueeze_dim >= 0 else unsqueeze_dim
     if from_the_end != -2 and from_the_end != -3:
         raise ValueError(
-            f"torch_rope: unsqueeze_dim is {unsqueeze_dim} but must be {table.dim() - 1} for x [.., seq, heads, head_dim] "
-            f"or {table.dim() - 2} for x [.., heads, seq, head_dim], because the tables have shape {list(table.shape)}"
+            f"torch_rope: unsqueeze_dim is {unsqueeze_dim} but must be {table.dim() - 1} for x [.., seq, heads, "
+            f"head_dim] or {table.dim() - 2} for x [.., heads, seq, head_dim], because the tables have shape "
+            f"{list(table.shape)}"
         )
     return from_the_end == -2
 
@@ -333,8 +333,8 @@ class _RotaryFunction:
                 f"the function has the arguments {signature} but must have one or two tensors, and cos and sin or freqs"
             )
         choices = [_Rotation(*c) for c in product(_TABLES, _PAIRINGS, [False, True], [None, 1, -2]) if self._may_be(*c)]
-        # A function without unsqueeze_dim may agree with two choices on single sequences. The right choice is the one that
-        # agrees on batches too.
+        # A function without unsqueeze_dim may agree with two choices on single sequences. The right choice is the one
+        # that agrees on batches too.
         agreed = [self._samples_that_agree(rotation) for rotation in choices]
         if not any(agreed) or agreed.count(max(agreed)) > 1:
             raise NotImplementedError(
@@ -357,8 +357,8 @@ class _RotaryFunction:
     def _samples(self, rotation: _Rotation, head_dim=16, q_seq=5, k_seq=5, table_seq=5) -> Iterator[dict[str, Any]]:
         """Yields random arguments in the layouts that models use.
 
-        Without a dimension for the heads in the tables: a batch with a table row for each token of each sequence, and one
-        sequence without a batch dimension (images). With it: a batch whose sequences share their table rows.
+        Without a dimension for the heads in the tables: a batch with a table row for each token of each sequence, and
+        one sequence without a batch dimension (images). With it: a batch whose sequences share their table rows.
         """
         plain = {"dtype": torch.float32, "device": "cpu"}
         dims = [(4, 2)] if rotation.tables == "complex, with heads" else [(4, 3), (3, 2)]
@@ -391,8 +391,10 @@ class _RotaryFunction:
         return results if [r.shape for r in results] == shapes else None
 
     def _samples_that_agree(self, rotation: _Rotation) -> int:
-        """Returns the number of samples for which the function and this rotation by torch_rope give the same results, or 0
-        if they differ for any sample. rotary_dim is 16."""
+        """Returns for how many samples this rotation by torch_rope gives the results of the function.
+
+        Returns 0 if the results differ for any sample. rotary_dim is 16.
+        """
         ours, agree = self._calling(rotation), 0
         for sample in (*self._samples(rotation, head_dim=16), *self._samples(rotation, head_dim=24)):
             expected = self._call(self.function, sample)
@@ -442,7 +444,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
 class _Rebuilder:
     """Copies functions so that they call torch_rope instead of a global rotary function.
 
-    A function shares its globals with its module, so each copy gets globals of its own. Nothing else in the module changes.
+    A function shares its globals with its module, so each copy gets globals of its own. Nothing else in the module
+    changes.
     """
 
     def __init__(self):
@@ -451,7 +454,7 @@ class _Rebuilder:
         self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
 
     def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
-        """Returns the methods of a class: for each name a list of functions, each before the functions that it overrides.
+        """Returns the methods of a class: for each name a list of functions, in which overriding functions come first.
 
         Methods of torch and of transformers' own base classes are left out.
         """
@@ -575,9 +578,9 @@ def kernel_mapping() -> dict:
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
     """The layer that the kernels package substitutes for a rotary function.
 
-    kernels makes a module from the rotary function and gives it this forward. So ``type(self)`` in forward is the module's
-    class, by which forward finds out what the original function does. forward raises NotImplementedError if the function
-    is not a rotation that torch_rope supports.
+    kernels makes a module from the rotary function and gives it this forward. So ``type(self)`` in forward is the
+    module's class, by which forward finds out what the original function does. forward raises NotImplementedError if
+    the function is not a rotation that torch_rope supports.
     """
 
     can_torch_compile = True
@@ -593,11 +596,10 @@ _under_kernels: list[Callable] = []
 
 @torch.compiler.assume_constant_result  # the constant is an index, because a function cannot be a constant
 def _under_kernel(kernel: type[nn.Module]) -> int:
-    """Returns the index in _under_kernels of the replacement for the function that kernels made this module class from."""
+    """Returns the index in _under_kernels of the replacement for the function that this module class was made from."""
     if kernel not in _kernels:
-        function = _RotaryFunction(
-            functools.partial(kernel.forward, None)
-        )  # the module has no state, so self may be None
+        # The module has no state, so self may be None.
+        function = _RotaryFunction(functools.partial(kernel.forward, None))
         _under_kernels.append(function.replacement(kernel.kernel_layer_name))
         _kernels.append(kernel)
     return _kernels.index(kernel)
