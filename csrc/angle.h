@@ -1,5 +1,5 @@
-// cos and sin of position * inv_freq with an error of at most 5e-7, computed in float32 alone. C++, CUDA and Metal
-// share this code.
+// cos and sin of position * inv_freq, computed in float32 alone. C++, CUDA and Metal share this code. The error is at
+// most 5e-7 below position 2^24. Beyond, it grows with the position: it is about 3e-6 near 2^29 and 4e-5 near 2^32.
 //
 // A float32 product of a position near 2^17 and a frequency near 1 is already wrong by 4e-3 radians. Therefore the
 // angle is measured in turns (1 turn = 2 pi radians), and the frequency in turns is a sum of two floats, hi + lo. The
@@ -8,10 +8,14 @@
 // double: Metal has none, and consumer GPUs compute doubles at 1/64 of the speed of floats. Doubles are used only if
 // the result is double.
 //
-// No result depends on whether a compiler contracts a product and a sum to an fma: Metal's compiler cannot be told
-// everywhere not to do it, and the bits must be the same on every back end. The including file provides fma(T, T, T)
-// and rint(T), and, if it has doubles, cosine_and_sine(double, double&, double&). T is float, or a vector of floats
-// that can be constructed from one float.
+// No result of this file depends on whether a compiler contracts a product and a sum to an fma, because the bits must
+// be the same on every back end. C++ and CUDA are compiled without contraction, and a pragma in shaders/device.h
+// switches it off for Metal. But the pragma is the only means when Metal compiles the shaders on the user's machine
+// (MTLCompileOptions has no option for contraction), and it is not known whether every release of that compiler obeys
+// it.
+//
+// The including file provides fma(T, T, T) and rint(T), and, if it has doubles, cosine_and_sine(double, double&,
+// double&). T is float, or a vector of floats that can be constructed from one float.
 #ifndef ROPE_ANGLE_H
 #define ROPE_ANGLE_H
 
@@ -109,6 +113,8 @@ ROPE_FN void add_angle(double more, double more_lost, double& angle, double& los
 ROPE_FN void cos_sin_of_angle(double angle, double lost, double& cos, double& sin) {
   double c, s, lost_cos = 1.0, lost_sin = lost;
   cosine_and_sine(angle, c, s);
+  // If |lost| < 1e-8, 1 and lost are already the doubles nearest to its cos and sin: the terms that follow in their
+  // series, lost^2 / 2 and lost^3 / 6, are less than half an ulp.
   if (!(lost < 1e-8 && lost > -1e-8)) cosine_and_sine(lost, lost_cos, lost_sin);
   cos = rotated(c, s, lost_cos, -lost_sin);
   sin = rotated(s, c, lost_cos, lost_sin);

@@ -14,7 +14,7 @@ static inline int size_of(DType t) { return t == DType::kDouble ? 8 : t == DType
 struct RotateArgs {
   RopeParams params;
   double attention_factor, norm_eps;           // for float64 arithmetic; params has them for float32
-  DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype is that of cos and sin
+  DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype: of cos and sin, x_dtype or float32
   DType q_norm_dtype, k_norm_dtype;
   bool wide_positions, wide_slots;  // true: int64, false: int32
   const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim], with the strides in params
@@ -22,8 +22,13 @@ struct RotateArgs {
   const void *cos, *sin, *inv_freq, *positions, *slots, *q_norm_weight, *k_norm_weight;
 };
 
+// The arguments of the backward of norm and rotation. Let x be a head before the norm and w the weights. The normalised
+// and weighted head is scale x w. Let g be its gradient: the gradient of the result, rotated back. Then
+//   scale = 1 / sqrt(mean(x^2) + norm_eps)
+//   gradient of x = scale * (g w + common x), where common = -scale^2 * mean(g w x)
+//   gradient of w = sum of scale g x over all heads of all tokens
 struct NormBackwardArgs {
-  RotateArgs rotate;        // rotates the gradients of the results back
+  RotateArgs rotate;        // rotates the gradients of the results back: they are its q_in and k_in
   const void *q_in, *k_in;  // the tensors that the forward call normalised
   rope_int q[4], k[4];      // their strides
 };
@@ -39,7 +44,7 @@ struct TableBackwardArgs {
   rope_int q[4], k[4];      // their strides
   TokensOfRows tokens;
   const rope_int *order, *starts;  // [tokens or seq], [rows + 1]; null unless listed
-  void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; each row is written once
+  void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; zeros for a row without tokens
 };
 
 struct CosSinArgs {

@@ -100,8 +100,8 @@ struct TableBackwardCall {
   // These need real tensors and a call that passed the checks. Every back end uses the first two.
   TokensOfRows tokens() const;
   // Returns, if tokens().listed, the tokens in the order of their table rows, and the index in this order where each
-  // row begins. If all sequences have the same positions, only the tokens of the first are listed. int64, [tokens] and
-  // [rows + 1].
+  // row begins. int64, [tokens or seq] and [rows + 1]: if all sequences have the same positions, only the tokens of
+  // the first are listed.
   std::pair<Tensor, Tensor> order_and_starts() const;
   TableBackwardArgs args(const Tensor& order, const Tensor& starts) const;  // both are undefined unless listed
 };
@@ -129,8 +129,8 @@ void strides_of(const Tensor& t, rope_int* strides);
 void check(const RotateCall& call, bool in_place);
 // Checks that q and k (or null) match their gradients, which are the q and k of the call.
 void check_gradients(const RotateCall& gradients, const Tensor& q, const Tensor* k);
-// Raises an IndexError if a position is out of range. low and high are the smallest and largest position before the
-// offset is added.
+// Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
+// without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
 // Checks the arguments of cos_sin and returns the dtype of the results. axes: the first dimension of positions and
 // inv_freq is that of the axes.

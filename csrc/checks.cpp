@@ -381,8 +381,8 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   return result;
 }
 
-// A table by position is read in row position + offset. Without slots, a cache is written in cell position + offset of
-// the sequence's block.
+// A position selects a row of a table by position. Without slots, it also selects a cell of the sequence's block. The
+// message spells a position out as position + offset, because the caller passes the two separately.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high) {
   int64_t first = 0, last = 0;
   const bool overflow = __builtin_add_overflow(low, p.offset, &first) || __builtin_add_overflow(high, p.offset, &last);

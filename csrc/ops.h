@@ -1,9 +1,16 @@
-// The operators, for any back end. A back end is a struct with the functions
+// The operators, for any back end. A back end is a struct with four functions. Each gets a call that has passed the
+// checks of its arguments, and writes the results into the tensors of the call. The values of positions and slots are
+// not checked yet, because that needs the data of a tensor.
 //   static void rotate(const RotateCall&);
+//     Rotates q and k into q_out and k_out, after the norm if there is one. Copies v into v_out if there is a v.
 //   static void norm_backward(const NormBackwardCall&);
+//     Writes the gradients of q, k and both weights for a rotation with a norm.
 //   static void table_backward(const TableBackwardCall&);
+//     Writes the gradients of cos and sin for a rotation without a norm.
 //   static void cos_sin(const CosSinCall&);
-// and one line: TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
+//     Writes the tables of cos and sin for positions and frequencies.
+// Besides the struct, a back end needs one line:
+//   TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
 
 #include <ATen/ops/empty.h>

@@ -2,21 +2,21 @@
 // an element offset can become, and which positions are allowed. It is plain arithmetic on sizes, strides and
 // addresses, so that it is tested without a GPU.
 //
-// A vector is a run of `vector` neighbouring channels. A chunk is two vectors of one head: the channels that one thread
-// takes. The chunks of a head are numbered, and neighbouring threads take neighbouring chunks, so that they access
-// neighbouring memory.
+// A vector is a run of `vector` neighbouring channels; it may be a single channel. A chunk is two vectors of one head:
+// the channels that one thread takes. The chunks of a head are numbered, and neighbouring threads take neighbouring
+// chunks, so that they access neighbouring memory.
 //
 //   The rotated channels, 0 to rotary_dim - 1, are rotary_dim / 2 / vector chunks of `vector` pairs each. Both channels
 //   of a pair are in the same chunk, so that a thread rotates its chunk without the data of other threads. Half-split
 //   pairing: chunk c is vector c of the first half of the rotated channels and vector c of the second half. Interleaved
-//   pairing, vectors of one channel: chunk c is pair c, two neighbouring channels. Interleaved pairing, longer vectors:
-//   their length is even, so each holds whole pairs and any two will do. CUDA takes one from each half, Metal takes two
-//   neighbouring ones.
+//   pairing, vectors of a single channel: chunk c is pair c, two neighbouring channels. Interleaved pairing, longer
+//   vectors: their length is even, so each holds whole pairs and any two vectors form a chunk. CUDA takes one from each
+//   half, Metal takes two neighbouring ones.
 //
 //   The channels past rotary_dim are not rotated. If they have to be written nevertheless (see copies()), they are the
 //   chunks that follow. The last chunk has only one vector if the number of vectors is odd.
 //
-// struct Chunk in csrc/cuda/device.cuh and in shaders/device.h computes the channels of a chunk from its number.
+// Chunk::at in csrc/cuda/device.cuh and chunk_at in shaders/device.h compute the channels of a chunk from its number.
 #pragma once
 
 #include <algorithm>
@@ -76,14 +76,14 @@ inline rope_int last_offset(const rope_int* strides, const rope_int* sizes, int 
   return offset;
 }
 
-// The range that position + offset must lie in.
+// The range that a position must lie in.
 struct PositionRange {
   bool limited;   // false: every position is allowed
   rope_int last;  // the allowed positions are 0 to last
 };
 // Returns the range that a table by position and a cache leave. A table by position has a row for each allowed
 // position. cache_by_position: k and v go to a cache without slots. Sequence b is then written to block b, and each
-// token to cell position + offset of that block, which has block_size cells.
+// token to the cell of that block whose index is the position; the block has block_size cells.
 inline PositionRange position_range(const RopeParams& p, bool cache_by_position) {
   const bool table = p.source == kTableByPosition;
   return {table || cache_by_position,

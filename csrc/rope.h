@@ -32,7 +32,7 @@ struct Operand {
 struct RopeParams {
   rope_int batch, seq, head_dim, rotary_dim;
   Operand q, k, v;          // if there is a v, rotated k and a copy of v are written to caches
-  rope_int cos[3], sin[3];  // strides: batch, row, column; a row belongs to a position or a token
+  rope_int cos[3], sin[3];  // strides: batch, row, column; batch stride 0: one table for all sequences
   rope_int table_rows;      // the number of rows of a table by position
   rope_int inv_freq;        // stride
   rope_int positions[2];    // strides: batch, seq
@@ -52,7 +52,7 @@ struct RopeParams {
 
 static_assert(sizeof(RopeParams) == 424, "RopeParams must have the same layout on host and device");
 
-// Tells which tokens each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
+// Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
 //
 // The tokens of a row are given by entries. An entry is the number of a token, and stands for `copies` tokens that have

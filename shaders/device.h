@@ -6,13 +6,18 @@
 // the part of a head that belongs to one thread. It has 2V channels, where V is 4 or 1 and is a template parameter of
 // the kernels; they are two vectors of V channels, which begin at channel `first` and at channel `second`.
 //
-// Metal's compiler assumes that buffers do not overlap. The input and the output of a call in place do overlap. This is
-// right all the same, because a thread reads a pair before it writes that pair, and no other thread touches it.
+// Metal's compiler marks each buffer argument of a kernel as air-buffer-no-alias: it may assume that memory which is
+// written through one argument is not accessed through another. In a call in place, the input and the output are the
+// same memory, which breaks this rule. But no reordering that the rule allows changes a result. A thread computes what
+// it writes to a pair, or to a channel that is not rotated, from what it read there, so the reads come before the
+// write. It does not read the channels again afterwards, and no other thread touches them.
 #include <metal_stdlib>
 using namespace metal;
 
-// Safe math is set by an option of the compiler, not here: a pragma for it may be an error in a compiler whose newest
-// language version is Metal 3.1.
+// Safe math allows contraction within a statement, so contraction is switched off here: when Metal compiles this text
+// on the user's machine, no option does it. csrc/angle.h explains why its results do not depend on the pragma even so.
+// Safe math itself is set by an option of the compiler, not here: a pragma for it may be an error in a compiler whose
+// newest language version is Metal 3.1.
 #pragma METAL fp contract(off)
 
 #include "../csrc/angle.h"
@@ -77,17 +82,17 @@ inline Token<I> token_at(constant TiledParams& r, device const void* positions, 
   const long position = long(ulong(given_position) + ulong(p.offset));
   const bool wrapped = (position < given_position) != (p.offset < 0);
   bool valid = !r.has_range || (position >= 0 && position <= r.last_position && !wrapped);
-  long cell = 0;
+  long slot = 0;
   if (k_slot_bytes) {
-    cell = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
-    valid = valid && cell < p.blocks * p.block_size;
+    slot = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
+    valid = valid && slot < p.blocks * p.block_size;
   }
-  const bool cached = valid && cell >= 0;
+  const bool cached = valid && slot >= 0;
   // Without slots the cache has a block for each sequence, and the position is the index in it.
   Token<I> token = {b, s, position, valid, cached, b, I(position)};
   if (k_slot_bytes && cached) {
-    token.block = I(cell) / I(p.block_size);
-    token.in_block = I(cell) - token.block * I(p.block_size);
+    token.block = I(slot) / I(p.block_size);
+    token.in_block = I(slot) - token.block * I(p.block_size);
   }
   return token;
 }
@@ -143,6 +148,8 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
       angle_of(token.position, x.inv_freq[(column + I(i)) * I(p.inv_freq)], a.cos[i], a.sin[i]);
   } else {
     const I row = k_source == kTableByPosition ? I(token.position) : token.s;
+    // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos and p.sin their strides, and a.cos
+    // and a.sin the values that are read.
     const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[2]);
     const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[2]);
     if (k_native_tables) {

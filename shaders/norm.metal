@@ -1,9 +1,9 @@
-// The RMS norm of every head together with the rotation, whose result may go into a cache; and the backward of both.
+// Kernels that normalise and rotate heads, and their backward. The results may go into a cache.
 //
 // A team of k_lanes threads, which are part of one SIMD group or all of it, shares a head and sums over its channels.
-// Every thread of a SIMD group must take part in every sum. So all threads follow the same control flow, and a thread
-// without a chunk, a head or a token takes part with zeros and writes nothing. Heads of more chunks than a
-// SIMD group has threads have their own kernels, norm_rotate_wide and norm_backward_wide, which read a head twice.
+// Every thread of a SIMD group must take part in every sum. So all threads reach every sum, and a thread without a
+// chunk, a head or a token takes part with zeros and writes nothing. Heads of more chunks than a SIMD group has threads
+// have their own kernels, norm_rotate_wide and norm_backward_wide, which read a head twice.
 #include "device.h"
 
 namespace rope {
@@ -142,10 +142,8 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
   return head;
 }
 
-// The formulas of the backward. x is a head before the norm, w the weights, scale the factor of scale_of, and g the
-// gradient of the normalised and weighted head, which is the gradient of the result, rotated back:
-//   gradient of x = scale * (g w + common x),   common = -scale^2 * mean(g w x)
-//   gradient of w = sum over all heads of g x scale
+// The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
+// formulas.
 struct Factors {
   float scale, common;
 };

@@ -7,8 +7,11 @@ namespace mps {
 // at: the rotated chunk; the share of the work; the table row. The threads with the same chunk and row are in one
 // threadgroup. Their work is a list of items; an item is one head group of one token. Each thread takes every size.y-th
 // item and sums over its items, which are its share. After the barrier these threads divide the 2V sums, V of cos and V
-// of sin, among themselves, and each thread adds up its sums over all shares, in the order of the shares. csrc/rope.h
-// explains the entries of a row.
+// of sin, among themselves, and each thread adds up its sums over all shares, in the order of the shares.
+//
+// csrc/rope.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. `given`, q_given
+// and k_given hold the gradients of the results, (g, h) in the formulas. x, q and k hold the heads before the rotation,
+// (a, b).
 template <typename T, int V, typename I>
 [[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
                                device const T* q_given [[buffer(kTableQGiven)]],
@@ -47,8 +50,7 @@ template <typename T, int V, typename I>
       const Numbers<V> given =
           numbers_of(read(head_of(of_k ? k_given : q_given, given_strides, b, s, own), I(given_strides[3]), chunk));
       const Numbers<V> x = numbers_of(read(head_of(of_k ? k : q, strides, b, s, own), I(strides[3]), chunk));
-      // If (x, y) is a pair and (gx, gy) the gradient of the rotated pair, the gradient of cos is gx x + gy y, and that
-      // of sin is gy x - gx y.
+      // one and other: the two channels of pair i. The terms are g a + h b for cos, and h a - g b for sin.
       for (int i = 0; i < V; i++) {
         const int one = first_channel(i, k_interleaved), other = one + partner_distance(V, k_interleaved);
         cos[i].add(rotated(given.of[one], given.of[other], x.of[one], x.of[other]));

@@ -103,6 +103,7 @@ struct Cpu {
     const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
                   bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
+    // The loops of the norm have no streaming stores.
     r.stream = r.q_in != r.q_out && !p.has_norm && bytes >= kStreamBytes;
     const Kernels& k = kernels();
     parallel(p.batch * p.seq, per_token, k.rotate_scratch(r),
@@ -117,21 +118,22 @@ struct Cpu {
       call.k_norm_weight_grad.zero_();
       return;
     }
-    // The gradients of the weights are sums over all tokens. The tokens are divided into parts whose size follows from
-    // the shapes alone, one thread sums each part, and the sums of the parts are then added in their order. So the
-    // number of threads does not change a bit of the result.
+    // The gradients of the weights are sums over all tokens. The tokens are cut into slices whose size follows from the
+    // shapes alone, one thread sums each slice, and the sums of the slices are then added in their order. So the number
+    // of threads does not change a bit of the result. A slice has at least about kGrain elements, and there are at most
+    // 256 slices, which limits `sums`.
     const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
-                  part = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
-                  parts = (tokens + part - 1) / part;
+                  slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
+                  slices = (tokens + slice - 1) / slice;
     const int64_t both_weights = 2 * p.head_dim;
-    const Tensor sums = at::empty({parts, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
+    const Tensor sums = at::empty({slices, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
     double* const sum = sums.mutable_data_ptr<double>();
     const Kernels& k = kernels();
-    parallel(parts, part * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
+    parallel(slices, slice * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
       for (int64_t i = begin; i < end; i++)
-        k.norm_backward(n, i * part, std::min(tokens, (i + 1) * part), sum + i * both_weights, scratch);
+        k.norm_backward(n, i * slice, std::min(tokens, (i + 1) * slice), sum + i * both_weights, scratch);
     });
-    for (int64_t i = 1; i < parts; i++) {
+    for (int64_t i = 1; i < slices; i++) {
       for (int64_t d = 0; d < both_weights; d++) sum[d] += sum[i * both_weights + d];
     }
     call.q_norm_weight_grad.copy_(sums[0][0]);
@@ -162,6 +164,7 @@ struct Cpu {
     const CosSinParams& p = c.params;
     if (p.pairs == 0) return;
     const Kernels& k = kernels();
+    // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
     parallel(p.tokens, 8 * p.axes * p.pairs, k.cos_sin_scratch(c),
              [&](int64_t begin, int64_t end, void* scratch) { k.cos_sin(c, begin, end, scratch); });
   }

@@ -26,8 +26,9 @@ struct Kernels {
   // add to the gradients of both weights.
   void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*table_backward_scratch)(const TableBackwardArgs&);
-  // Writes the gradients of the table rows whose first entry is in [begin, end), see TokensOfRows. Does not write a row
-  // that has no entries.
+  // Writes the gradients of the table rows whose first entry has an index in [begin, end), see TokensOfRows. The index
+  // of an entry is its index in `order` if entries are listed, otherwise the entry itself. Does not write a row that
+  // has no entries.
   void (*table_backward)(const TableBackwardArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*cos_sin_scratch)(const CosSinArgs&);
   // Writes the rows [begin, end) of cos and sin. positions and inv_freq must be double and contiguous.

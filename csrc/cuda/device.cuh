@@ -132,7 +132,8 @@ struct Token {
   }
 
   // Waits for both loads. Call it before the loads of heads and table rows start: a later wait would be for those loads
-  // too, because the compiler lets loads that are used in other branches share one counter.
+  // too. The reason is that the compiler (nvcc 13.0) gives each load a scoreboard to wait on, and loads that are used
+  // in other branches may share one.
   ROPE_FN void arrive() {
     position = int64_t(uint64_t(given_position.value()) + uint64_t(p.offset));
     slot = given_slot.value();
@@ -199,9 +200,9 @@ struct Angle {
   A angle, rest;
 };
 
-// Computes the angle of a position and frequency `at`. Doubles cost each thread four conversions and a subtraction for
-// its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on GPUs with slow
-// doubles this is little compared with the rest, which is all float32.
+// Computes an angle: the product of position and inv_freq[at]. Doubles cost each thread four conversions and a
+// subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
+// GPUs with slow doubles this is little compared with the rest, which is all float32.
 ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<float>& angle) {
   float freq, rest = 0.0f;
   if (is_double) {
@@ -288,8 +289,8 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>
 // ---- a chunk of a head ----
 
 // The channels of a chunk. If the vectors have several channels, the two vectors of a rotated chunk are one from each
-// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. I is an integer type that
-// holds every element offset of the call.
+// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. Past rotary_dim, second
+// is (chunks - rotated) vectors after first. I is an integer type that holds every element offset of the call.
 template <typename I>
 struct Chunk {
   I first, second;  // the first channels of its two vectors
@@ -421,7 +422,7 @@ struct Heads {
   const Tiling& tiling;
   const Token<I>& token;
   const bool skip_in_place;         // this chunk is not rotated, so tensors that are changed in place keep it
-  int tensor;                       // 0 q, 1 k, 2 v
+  int tensor;                       // 0 q, 1 k, 2 v; -1 before q
   int located = -1;                 // the tensor that out points into
   I first_head = 0;                 // the head of team 0
   I end = 0;                        // end of the thread block's share of this tensor
@@ -433,8 +434,9 @@ struct Heads {
 
   ROPE_FN Heads(const RotateArgs& a, const Token<I>& token, bool skip_in_place)
       : a(a), tiling(token.tiling), token(token), skip_in_place(skip_in_place) {
-    const rope_int begin = rope_int(blockIdx.y) * tiling.heads_per_block;
-    tensor = begin < tiling.k_start ? -1 : begin < tiling.v_start ? 0 : 1;  // the one before the share; next() goes on
+    const rope_int begin = rope_int(blockIdx.y) * tiling.heads_per_thread_block;
+    // The tensor before the share: the first call of next() enters the share.
+    tensor = begin < tiling.k_start ? -1 : begin < tiling.v_start ? 0 : 1;
   }
 
   // Returns whether the tensor is rotated: v is only copied.
@@ -455,7 +457,7 @@ struct Heads {
     return true;
   }
 
-  // Sets out. Call it after reading and before writing, so that no read waits for the slot.
+  // Points `out` at this tensor's result. Call it after reading and before writing, so that no read waits for the slot.
   ROPE_FN void locate() {
     if (located == tensor) return;
     located = tensor;
@@ -481,9 +483,9 @@ struct Heads {
   ROPE_FN void enter() {
     const Operand& o = operand();
     const I start = I(tensor == 0 ? 0 : tensor == 1 ? tiling.k_start : tiling.v_start);
-    const I begin = I(blockIdx.y) * I(tiling.heads_per_block) - start;
+    const I begin = I(blockIdx.y) * I(tiling.heads_per_thread_block) - start;
     first_head = max(begin, I(0));
-    end = out_end = min(begin + I(tiling.heads_per_block), I(o.heads));
+    end = out_end = min(begin + I(tiling.heads_per_thread_block), I(o.heads));
     if (skip_in_place && (tensor == 0 ? tiling.q_in_place : tensor == 1 && tiling.k_in_place)) end = 0;
     in = static_cast<const T*>(tensor == 0 ? a.q_in : tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);

@@ -2,8 +2,12 @@
 // write k and v to a cache.
 //
 // A team has a power of two of threads, at most a warp, which sum over their head with shuffles. Every lane of a warp
-// takes part in every shuffle: control flow is the same for all of them, and a lane past the last token, head or chunk
-// goes along but writes nothing.
+// takes part in every shuffle: a lane past the last token, head or chunk reaches it too, but writes nothing. ../args.h
+// has the formulas of the backward, see NormBackwardArgs.
+//
+// The launch bounds (see rotate.cu) limit a thread to 128 registers in norm_kernel, with 4 thread blocks on a
+// multiprocessor, and to 168 in norm_backward_kernel, with 3. Only a few variants of norm_backward_kernel spill
+// (benchmarks/results/kernels.md).
 #include "device.cuh"
 #include "kernels.h"
 
@@ -20,9 +24,9 @@ ROPE_FN A sum_over_lanes(A sum) {
 ROPE_FN float root(float a) { return ::sqrtf(a); }
 ROPE_FN double root(double a) { return ::sqrt(a); }
 
-// Returns this lane's share of the dot product of two heads: four sums of its chunk, added up. The caller adds up the
-// lanes of the team with sum_over_lanes(). If a head takes several steps of its team, the caller first adds up the
-// steps of a lane, in double.
+// Returns this lane's share of the dot product of two heads: that of its chunk, computed in four accumulators. The
+// caller adds up the lanes of the team with sum_over_lanes(). If a head takes several steps of its team, the caller
+// first adds up the steps of a lane, in double.
 template <typename A, int V>
 ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
   A sum[4] = {A(0), A(0), A(0), A(0)};
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
   using I = int64_t;
-  constexpr int kHeads = once ? 2 : 1;  // heads that a thread loads at a time
+  constexpr int kHeadsAtOnce = once ? 2 : 1;  // heads that a thread loads at a time
   const RopeParams& p = a.params;
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   const bool inside = s < p.seq;
@@ -92,13 +96,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
   Heads<T, I, true, true> heads(a, token, false);
-  // A lane that writes nothing reads nothing either: another thread may be about to write there.
+  // A lane without a chunk, head or token reads nothing: another thread may be about to write there.
   const bool active = inside && lane < tiling.chunks;
-  Elements<T, V> x[kHeads] = {};
+  Elements<T, V> x[kHeadsAtOnce] = {};
   const auto read_heads = [&] {
     if (!active || heads.head(0) >= heads.end) return;
 #pragma unroll
-    for (int i = 0; i < kHeads; i++) {
+    for (int i = 0; i < kHeadsAtOnce; i++) {
       const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
       read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
     }
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (;;) {
     heads.locate();
 #pragma unroll
-    for (int i = 0; i < kHeads; i++) {
+    for (int i = 0; i < kHeadsAtOnce; i++) {
       const bool present = active && heads.head(i) < heads.end, written = active && heads.head(i) < heads.out_end;
       A scale = A(0);
       Numbers<A, V> numbers;
@@ -163,14 +167,14 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
       }
     }
-    if (!heads.next(kHeads)) break;
+    if (!heads.next(kHeadsAtOnce)) break;
     read_heads();
     read_weights();
   }
 }
 
 // Writes the gradients of q and k. A thread block takes one part of the tokens, for q (blockIdx.y is 0) or for k (1).
-// sums: [2, parts * warps, head_dim]; each warp writes one vector of sums, its share of the gradient of a weight.
+// sums: [2, parts * warps, head_dim]; each warp writes head_dim sums, its share of the gradient of a weight.
 template <typename T, int V, bool vectors, bool once, bool interleaved>
 __global__ void __launch_bounds__(kThreads, 3)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
@@ -213,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int64_t first = 0; first < o.heads; first += head_teams) {
       const bool written = inside && first + head_team < o.heads;
       const int64_t h = min(first + head_team, o.heads - 1);
-      // Reads x and computes the gradient of the normalised and weighted x: the gradient of the result, rotated back.
+      // Reads x, and the gradient of the result, which it rotates back. `back` is g in the formulas of ../args.h.
       const auto get = [&](const Chunk<I>& c, const Angles<A, V>& chunk_angles, Numbers<A, V>& x, Numbers<A, V>& back) {
         Elements<T, V> x_read, g_read;
         read<vectors>(gradients + h * o.in[2], I(o.in[3]), c, g_read);

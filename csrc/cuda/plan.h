@@ -7,9 +7,9 @@
 // backward kernels cut their work in their own ways, see the end of this file.)
 //
 // Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
-// shares of heads_per_block heads of that list, and z for the sequences of the batch. Inside a thread block, teams are
-// assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are adjacent
-// ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]).
+// shares of heads_per_thread_block heads of that list, and z for the sequences of the batch. Inside a thread block,
+// teams are assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are
+// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]).
 #pragma once
 
 #include "../args.h"
@@ -17,8 +17,10 @@
 
 namespace rope::cuda {
 
-constexpr int kThreads = 128;   // the most threads of a thread block
-constexpr int kFilling = 2048;  // threads that fill a multiprocessor; beyond that a thread takes more than one head
+constexpr int kThreads = 128;  // the most threads of a thread block
+// The number of threads that fill a multiprocessor: 2048 on sm_80, sm_90 and sm_100; others hold fewer (sm_120: 1536).
+// If a call has more threads than that, a thread takes more than one head.
+constexpr int kFilling = 2048;
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
 constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
@@ -29,13 +31,13 @@ struct Dim3 {
 
 // The numbers that the kernels need besides the arguments of the call.
 struct Tiling {
-  int vector;                 // channels of a vector
-  int chunks, rotated;        // of a head; the rotated chunks come first
-  rope_int heads_per_block;   // a thread block's share of the list of heads; team y takes every block.y-th
-  rope_int k_start, v_start;  // where the heads of k and v begin in that list
-  rope_int first_sequence;    // the sequence of blockIdx.z == 0
-  int position_step;          // a token without positions has position s * position_step, see merge_batch()
-  rope_int first_position, last_position;  // the kernel asserts that position + offset is in this range
+  int vector;                       // channels of a vector
+  int chunks, rotated;              // of a head; the rotated chunks come first
+  rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
+  rope_int k_start, v_start;        // where the heads of k and v begin in that list
+  rope_int first_sequence;          // the sequence of blockIdx.z == 0
+  int position_step;                // a token without positions has position s * position_step, see merge_batch()
+  rope_int first_position, last_position;  // the kernel asserts that a position is in this range
   bool q_in_place, k_in_place;             // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
   bool table_vectors;                      // rows of cos and sin are read in vectors
@@ -77,7 +79,7 @@ inline rope_int last_parameter(const RopeParams& p) {
                    b * p.sin[0] + row * p.sin[1] + columns * p.sin[2], columns * p.inv_freq});
 }
 
-// Turns the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
+// Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
 // of one token, then fills thread blocks with tokens of different sequences. Returns position_step: 0 if the tokens
 // were sequences of one token each and all have position 0, otherwise 1.
 inline int merge_batch(RotateArgs& a) {
@@ -118,10 +120,9 @@ template <typename Sides>
 Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
-  // Returns whether a head can be cut into vectors of v channels. Without a norm, the kernels of vectors take one chunk
-  // for each thread and no second one, so that a head must also fit into a thread block: it has at most
-  // head_dim / (2 * v) + 1 chunks.
-  const auto in_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
+  // Returns whether a head can be cut into vectors of v channels. Without a norm, a vector kernel gives each thread one
+  // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * v) + 1 chunks.
+  const auto fits_thread_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
   const auto reaches = [&](int v) {
     return all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
       return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
@@ -131,11 +132,11 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   Tiling& t = plan.tiling;
   t.vector = 1;
   if (norm) {  // the order of the sums of a norm follows from sizes alone, never from strides or addresses
-    if (full > 1 && in_block(full)) t.vector = full;
+    if (full > 1 && fits_thread_block(full)) t.vector = full;
     t.vectors = t.vector > 1 && reaches(full);
   } else {  // 16 bytes, or 8, or one channel
     for (int v = full; v > 1 && v >= full / 2 && !t.vectors; v /= 2) {
-      t.vectors = in_block(v) && reaches(v);
+      t.vectors = fits_thread_block(v) && reaches(v);
       if (t.vectors) t.vector = v;
     }
   }
@@ -144,8 +145,9 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
-  // With 32 bits, the numbers of heads and channels stay below a quarter of the range, because the list of all heads
-  // has those of q, k and v, and a kernel counts past the last head or channel before it stops.
+  // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
+  // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
+  // it stops.
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
   }) || last_parameter(p) > INT32_MAX;
@@ -199,28 +201,28 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   // The number of heads that a team takes if its thread block takes all heads of a token.
   const rope_int all_steps = ceil_div(p.q.heads, y) + ceil_div(p.k.heads, y) + ceil_div(p.v.heads, y);
   if (filling >= all_steps) {
-    t.heads_per_block = heads;
+    t.heads_per_thread_block = heads;
     t.k_start = p.q.heads;
     t.v_start = p.q.heads + p.k.heads;
   } else {
     // gridDim.y is at most heads / (y * n) + 3, because the heads of q, k and v are each rounded up to whole shares.
     n = std::max(n, ceil_div(heads, y * (kMaxGrid - 3)));
     n = ceil_div(most_heads, y * ceil_div(most_heads, y * n));  // as many thread blocks, with equal shares
-    t.heads_per_block = y * n;
-    const auto padded = [&](rope_int n) { return ceil_div(n, t.heads_per_block) * t.heads_per_block; };
+    t.heads_per_thread_block = y * n;
+    const auto padded = [&](rope_int n) { return ceil_div(n, t.heads_per_thread_block) * t.heads_per_thread_block; };
     t.k_start = padded(p.q.heads);
     t.v_start = t.k_start + padded(p.k.heads);
   }
   plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(ceil_div(t.v_start + p.v.heads, t.heads_per_block)),
+  plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(ceil_div(t.v_start + p.v.heads, t.heads_per_thread_block)),
                unsigned(std::min(p.batch, kMaxGrid))};
   return plan;
 }
 
 // The backward of norm and rotation writes a gradient for every channel. The gradients of the weights are sums over all
 // tokens and heads: a thread block computes one part of such a sum, for consecutive tokens of q or of k. Each of its
-// warps writes a vector of head_dim sums, and torch adds up the vectors of all warps and parts. The parts follow from
-// sizes alone, so that every launch of a call gives the same bits.
+// warps writes head_dim sums, and torch adds up the sums of all warps and parts. The parts follow from sizes alone, so
+// that every launch of a call gives the same bits.
 struct BackwardTiling {
   Tiling tiling;
   rope_int tokens;       // of a part
@@ -231,7 +233,7 @@ struct BackwardPlan {
   BackwardTiling tiling;
   Dim3 block;     // chunks, teams
   Dim3 grid;      // parts, q and k
-  rope_int sums;  // vectors of sums for each of q and k: one for each warp of each part
+  rope_int sums;  // sets of head_dim sums for each of q and k: one set for each warp of each part
 };
 
 // Calls f as all_sides() does, for the gradients and for the q and k that they belong to.

@@ -5,8 +5,11 @@
 namespace rope::cuda {
 namespace {
 
-constexpr int kHeads = 2;  // heads that a thread loads at a time
+constexpr int kHeadsAtOnce = 2;  // heads that a thread loads at a time
 
+// The second of the launch bounds is the number of thread blocks that a multiprocessor must hold, so it limits the
+// registers of a thread: 6 thread blocks of 128 threads leave it 80 registers, 5 leave 96, and 4 leave 128. A cache and
+// element offsets of 64 bits need more registers. With these bounds no kernel spills (benchmarks/results/kernels.md).
 template <typename T, int V, bool cache, bool interleaved, typename I>
 __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
@@ -20,13 +23,13 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     token.arrive();
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
     Heads<T, I, cache, false> heads(a, token, !chunk.rotated);
-    Elements<T, V> x[kHeads];
+    Elements<T, V> x[kHeadsAtOnce];
     // Starts all loads at once. Instead of a head past the last one, the first head of these is read again. A branch
     // around the load would make one load wait for the other; and to read the head of another team is not safe, because
     // that team may be about to write it.
     const auto read_heads = [&] {
 #pragma unroll
-      for (int i = 0; i < kHeads; i++) {
+      for (int i = 0; i < kHeadsAtOnce; i++) {
         const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
         read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
       }
@@ -38,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
     for (;;) {
       heads.locate();
 #pragma unroll
-      for (int i = 0; i < kHeads; i++) {
+      for (int i = 0; i < kHeadsAtOnce; i++) {
         if (chunk.rotated && heads.rotates()) {
           auto numbers = numbers_of(x[i]);
           rotate<interleaved>(numbers, angles);
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
           write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, chunk);
         }
       }
-      if (!heads.next(kHeads)) break;
+      if (!heads.next(kHeadsAtOnce)) break;
       read_heads();
     }
   } while (!vectors &&

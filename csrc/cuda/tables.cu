@@ -1,7 +1,6 @@
-// The kernel that computes the gradients of cos and sin. Let a + ib be a pair of x as a complex number, and g + ih the
-// gradient of the rotated pair. Then the gradients of cos and sin are the real and the imaginary part of the sum of
-// (g + ih)(a - ib) over all heads and tokens that the table row rotated. Each product is computed by the function that
-// rotates a pair: it rotates g + ih by an "angle" whose cos is a and whose sin is -b.
+// The kernel that computes the gradients of cos and sin; see TableBackwardArgs in ../args.h. Written as complex
+// numbers, its two sums are the real and the imaginary part of one sum of (g + ih)(a - ib). Each product is computed by
+// the function that rotates a pair: it rotates (g, h) by an "angle" whose cos is a and whose sin is -b.
 #include "device.cuh"
 #include "kernels.h"
 
@@ -23,7 +22,7 @@ ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
 // First each thread sums the products of some heads of some tokens for the channels of its chunk. Then the threads of a
 // chunk share its channels: each adds up the sums of all of them for a channel, and writes the result. The first
 // channel of a pair is the real part, the gradient of cos, and the second one is the imaginary part, the gradient of
-// sin.
+// sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers (see rotate.cu).
 template <typename T, int V, bool interleaved>
 __global__ void __launch_bounds__(kTableThreads, 2)
     table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {

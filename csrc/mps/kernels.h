@@ -35,12 +35,12 @@ enum { kSimd = 32 };
 // of q, then those of k, then those of v.
 struct TiledParams {
   RopeParams params;
-  rope_int last_position;            // the largest valid position + offset, if there is a range
+  rope_int last_position;            // the largest valid position, if there is a range
   unsigned chunks, rotated;          // of a head: all chunks, and the rotated ones, which come first
   unsigned k_start, v_start, heads;  // in the list of heads: the first of k, the first of v, and the end
   unsigned head_groups;              // of a token
   int q_in_place, k_in_place;
-  int has_range;  // position + offset must lie in 0 .. last_position
+  int has_range;  // a position must lie in 0 .. last_position
 };
 
 // Parameters of the norm's backward. An item is the work that a team does at once: a head group of q or of k, or a
@@ -88,7 +88,7 @@ enum Buffer : int {
 
 // Buffer numbers of the kernel that computes the gradients of cos and sin. kBufferParams comes before them.
 enum TableBuffer : int {
-  kTableQGiven = 1,  // the gradient of the rotated q, which the caller gives
+  kTableQGiven = 1,  // the gradient of the rotated q
   kTableKGiven,
   kTableQ,  // q before the rotation
   kTableK,

@@ -4,7 +4,7 @@
 // How a call is cut into threads
 // ------------------------------
 // A head is cut into chunks, and a chunk belongs to one thread. A chunk is two vectors of V channels; V is 4 or 1, and
-// is called `width` below. Which channels these are depends on the pairing:
+// is called `vector` below. Which channels these are depends on the pairing:
 //   half-split    V neighbouring channels of the first half of the rotated channels, and their partners, which are the
 //                 same V channels of the second half;
 //   interleaved   2V neighbouring rotated channels, which are V whole pairs;
@@ -144,19 +144,19 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
 
   const rope_int heads = p.q.heads + p.k.heads + p.v.heads;
   const bool by_four = fits(p, 4), reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
-  // With a norm the width follows from sizes alone, never from strides or addresses, because it determines the order of
-  // the norm's sums: the layout of a tensor must not change a bit of the result.
-  int width = (p.has_norm ? by_four : reached) ? 4 : 1;
-  plan.wide_head = p.has_norm && chunks_of(p, width, true).all > kSimd;
-  if (plan.wide_head) width = 1;
-  c.vectors = width == 4 && reached;
-  c.parameter_vectors = width == 4;
+  // vector: V. With a norm it follows from sizes alone, never from strides or addresses, because it determines the
+  // order of the norm's sums: the layout of a tensor must not change a bit of the result.
+  int vector = (p.has_norm ? by_four : reached) ? 4 : 1;
+  plan.wide_head = p.has_norm && chunks_of(p, vector, true).all > kSimd;
+  if (plan.wide_head) vector = 1;
+  c.vectors = vector == 4 && reached;
+  c.parameter_vectors = vector == 4;
   for (const OptTensor* t : {&call.cos, &call.sin}) c.parameter_vectors &= !*t || in_vectors(**t);
   for (const Tensor* t : {call.q_norm_weight, call.k_norm_weight}) c.parameter_vectors &= !t || in_vectors(*t);
 
   r.q_in_place = call.q == call.q_out;
   r.k_in_place = call.k && call.k == call.k_out;
-  const Chunks chunks = chunks_of(p, width, copies(p, r.q_in_place, r.k_in_place));
+  const Chunks chunks = chunks_of(p, vector, copies(p, r.q_in_place, r.k_in_place));
   r.rotated = unsigned(chunks.rotated);
   r.chunks = unsigned(chunks.all);
   r.k_start = unsigned(p.q.heads);
@@ -182,7 +182,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   const bool narrow = std::max({teams, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX && all(tensors, fits_32) &&
                       all(parameters, fits_32);
   const char* const type = type_of(call.op, call.q_name(), *call.q);
-  const char* const variant = width == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
+  const char* const variant = vector == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
   if (!p.has_norm) {
     plan.kernel = {"rotate", type, variant};
     plan.grid = {r.chunks, p.seq, p.batch * r.head_groups};
@@ -192,7 +192,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   if (plan.wide_head) {
     plan.kernel = {backward ? "norm_backward_wide" : "norm_rotate_wide", type, ""};
   } else if (backward) {
-    plan.kernel = {"norm_backward", type, width == 4 ? "_v4" : "_v1"};
+    plan.kernel = {"norm_backward", type, vector == 4 ? "_v4" : "_v1"};
   } else {
     plan.kernel = {"norm_rotate", type, variant};
   }

@@ -8,7 +8,7 @@ TESTS = ["tests/operators", "tests/backends/cpu"]  # the quick ones first
 NEIGHBOURS_IN = [HOST, HEAD, LOOPS]
 NEIGHBOURS = ["call: q k"]
 
-# What is wrong; file; text of the file, with «» around what is replaced; the replacement.
+# For each mistake: its effect; the file; text of the file, with «» around the replaced part; the replacement.
 MUTANTS = [
     ("the range is that of the first sequence's positions", HOST, "b < «(strides[0] ? batch : 1)»; b++", "1"),
     ("the range leaves out the last token", HOST, "for (int64_t s = 0; «s < seq»; s++) {\n        const int64_t n = from", "s + 1 < seq"),
@@ -23,10 +23,10 @@ MUTANTS = [
     ("positions of an empty batch are checked", HOST, "if («p.batch == 0 || p.seq == 0») return false;", "false"),
     ("ranges are not checked", HOST, "  check_ranges(call, p);\n", ""),
     ("the weight gradients are not zeroed if there are no tokens", HOST, "      call.q_norm_weight_grad.zero_();\n", ""),
-    ("the parts of a sum depend on the number of threads", HOST, "(tokens + 255) / 256", "tokens / at::get_num_threads()"),
-    ("the last part of the tokens is left out", HOST, "(tokens + part - 1) / part", "std::max<int64_t>(1, tokens / part)"),
-    ("a part goes past the last token", HOST, "std::min(tokens, (i + 1) * part)", "(i + 1) * part"),
-    ("the last part is not added", HOST, "for (int64_t i = 1; «i < parts»; i++)", "i + 1 < parts"),
+    ("the slices of a sum depend on the number of threads", HOST, "(tokens + 255) / 256", "tokens / at::get_num_threads()"),
+    ("the last slice of the tokens is left out", HOST, "(tokens + slice - 1) / slice", "std::max<int64_t>(1, tokens / slice)"),
+    ("a slice goes past the last token", HOST, "std::min(tokens, (i + 1) * slice)", "(i + 1) * slice"),
+    ("the last slice is not added", HOST, "for (int64_t i = 1; «i < slices»; i++)", "i + 1 < slices"),
     ("the gradient of q's weight is used for both weights", HOST, "sums[0][1]", "sums[0][0]"),
     ("the gradients of rows without a token are not zeroed", HOST, "tokens.listed || «tokens.rows != tokens.entries»", "false"),
     ("the gradients of listed rows are not zeroed", HOST, "if («tokens.listed» || tokens.rows", "false"),
@@ -66,9 +66,9 @@ MUTANTS = [
     ("NaNs of parameters keep their payload", HEAD, "to[i] = «plain_nan(to[i])»;", "to[i]"),
     ("strided results are written as if adjacent", HEAD, "round_to(numbers[i], «y[i * stride]»)", "y[i]"),
     ("the squares of odd channels are left out", HEAD, "sum[count / 2 + j] = fma(v.odd, v.odd, sum[count / 2 + j]);", ""),
-    ("half of the lanes are not added", HEAD, "int64_t half = «count / 2»; half;", "count / 4"),
-    ("the parts of a wide head are added in float32", HEAD, "  double sum = 0;\n  for (int64_t i = 0; i < n; i += part) «sum += f(i, n - i < part ? n - i : part);»", "sum = A(sum + f(i, n - i < part ? n - i : part));"),
-    ("the last part of a wide head is left out", HEAD, "for (int64_t i = 0; «i < n»; i += part)", "i + part <= n"),
+    ("half of the accumulators are not added", HEAD, "int64_t half = «count / 2»; half;", "count / 4"),
+    ("the segments of a wide head are added in float32", HEAD, "  double sum = 0;\n  for (int64_t i = 0; i < n; i += segment) «sum += f(i, n - i < segment ? n - i : segment);»", "sum = A(sum + f(i, n - i < segment ? n - i : segment));"),
+    ("the last segment of a wide head is left out", HEAD, "for (int64_t i = 0; «i < n»; i += segment)", "i + segment <= n"),
     ("the numbers that vectors leave over are missing in a sum of squares", HEAD, "      std::memcpy(rest, x + i, size_t(first + n - i) * sizeof(T));\n", ""),
     ("the numbers that vectors leave over are missing in a dot product", HEAD, "      std::memcpy(rest[1], b + i, size_t(first + n - i) * sizeof(A));\n", ""),
     ("norm_eps is left out", HEAD, "/ A(head_dim)« + eps»", " + A(0)"),
@@ -78,8 +78,8 @@ MUTANTS = [
     ("the last channels of a normalised head are left out", HEAD, "if («d < head_dim») norm_rest", "false"),
     ("the norm reads a strided head as if adjacent", HEAD, "head[d] = «x[d * dx]»;", "x[d]"),
     ("the norm writes a strided head as if adjacent", HEAD, "«y[d * dy]» = head[d];", "y[d]"),
-    ("x is not scaled in the gradient of the weight", HEAD, "fma(h, «x * scale», sum)", "x"),
-    ("the weight is left out of a norm's gradient", HEAD, "return «h * w»; }, u, weight", "h"),
+    ("x is not scaled in the gradient of the weight", HEAD, "fma(g, «x * scale», sum)", "x"),
+    ("the weight is left out of a norm's gradient", HEAD, "return «g * w»; }, u, weight", "g"),
     ("the mean is a sum in a norm's gradient", HEAD, "(dot(u, values, n)« / A(n)»)", " / A(1)"),
     ("the common term of a norm's gradient has the wrong sign", HEAD, "const V common(«-(r * r * (dot(u, values, n) / A(n)))»)", "r * r * (dot(u, values, n) / A(n))"),
     ("the scale is left out of a norm's gradient", HEAD, "fma(x, common, u)« * scale»", " * V(A(1))"),
@@ -179,7 +179,7 @@ EQUIVALENT = [
     (HOST, "per_token = «(p.q.heads + p.k.heads + p.v.heads) * p.head_dim»,", "*", "it only decides how much work a thread gets"),
     (HOST, "bytes = «p.batch * p.seq * per_token * int64_t(call.q->element_size())»;", "*", "it only decides whether memory is prefetched"),
     (HOST, "r.stream = «r.q_in != r.q_out» && !p.has_norm", "*", "it only decides how results are written, not what"),
-    (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  part", "*", "parts of any size are right"),
+    (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  slice", "*", "slices of any size are right"),
     (HOST, "«call.q.options()».dtype", "*", "k is on the same device"),
     (HOST, "parallel(tokens.entries, «tokens.copies * (p.q.heads + p.k.heads) * p.head_dim»,", "*", "it only decides how much work a thread gets"),
     (HOST, "parallel(p.tokens, «8 * p.axes * p.pairs»,", "*", "it only decides how much work a thread gets"),

@@ -24,7 +24,7 @@ NEIGHBOURS = [
     "blockIdx threadIdx blockDim: x y z x",
 ]
 
-# What is wrong; file; text of the file, with «» around what is replaced; the replacement.
+# For each mistake: its effect; the file; text of the file, with «» around the replaced part; the replacement.
 MUTANTS = [
     ("the second of two rounded numbers is used for both", DEVICE, "y[i] = «two.x», y[i + 1] = two.y;\n      } else", "two.y"),
     ("float16 is rounded twice", DEVICE, "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
@@ -79,7 +79,7 @@ MUTANTS = [
     ("results go where the tensor before has them", DEVICE, "if («located == tensor») return;", "located >= 0"),
     ("tokens without a cell are written", DEVICE, "if («cell.block < 0») out_end = 0;", "false"),
     ("q is written to the cache", DEVICE, "if (cache && «tensor > 0» && a.params.v.heads)", "tensor >= 0"),
-    ("heads past the last are taken", DEVICE, "end = out_end = min(begin + I(tiling.heads_per_block), «I(o.heads)»);", "begin + I(tiling.heads_per_block)"),
+    ("heads past the last are taken", DEVICE, "end = out_end = min(begin + I(tiling.heads_per_thread_block), «I(o.heads)»);", "begin + I(tiling.heads_per_thread_block)"),
     ("the heads of earlier thread blocks are taken again", DEVICE, "first_head = «max(begin, I(0))»;", "I(0)"),
     ("results in other memory are taken for in place", DEVICE, "if («skip_in_place» && (tensor", "true"),
     ("later launches repeat the first 65535 sequences", DEVICE, "left > 0; left -= kMaxGrid, «tiling.first_sequence += kMaxGrid»)", "0"),
@@ -89,7 +89,7 @@ MUTANTS = [
     ("channels that are not rotated are rotated", ROTATE, "if («chunk.rotated && heads.rotates()») {\n          auto", "heads.rotates()"),
     ("k has no angles of its own", ROTATE, "if («chunk.rotated && heads.rotates()») angles", "chunk.rotated && heads.rotates() && heads.tensor == 0"),
     ("chunks past the width of a thread block are left out", ROTATE, "«(index += int(blockDim.x)) < tiling.chunks»);", "false"),
-    ("every third head is left out", ROTATE, "if (!heads.next(«kHeads»)) break;", "kHeads + 1"),
+    ("every third head is left out", ROTATE, "if (!heads.next(«kHeadsAtOnce»)) break;", "kHeadsAtOnce + 1"),
     ("offsets of 64 bits are computed in 32", ROTATE, "return «plan.wide_index» ? with_index(int64_t())", "false"),
     ("a sum over lanes leaves out a step", NORM, "for (unsigned lane = «1»; lane < blockDim.x", "2"),
     ("second vectors are not summed", NORM, "if («whole») {\n#pragma", "false"),
@@ -185,7 +185,7 @@ MUTANTS = [
     ("the lanes of a team are not a power of two", PLAN, "p.has_norm ? «power_of_two(std::min(t.chunks, kWarp))» :", "rope_int(std::min(t.chunks, kWarp))"),
     ("a thread block has too many threads", PLAN, "z = std::min(«teams / y», kMaxBlockZ);", "teams"),
     ("the last tokens have no thread block", PLAN, "plan.grid = {unsigned(«ceil_div(p.seq, z)»), unsigned", "p.seq / z"),
-    ("the heads of v have no thread block", PLAN, "ceil_div(t.v_start« + p.v.heads», t.heads_per_block)", " + 0"),
+    ("the heads of v have no thread block", PLAN, "ceil_div(t.v_start« + p.v.heads», t.heads_per_thread_block)", " + 0"),
     ("a grid has more sequences than it can have", PLAN, "unsigned(«std::min(p.batch, kMaxGrid)»)};\n  return plan", "p.batch"),
     ("the last tokens are in no part", PLAN, "plan.grid = {unsigned(«ceil_div(tokens, plan.tiling.tokens)»), 2, 1}", "tokens / plan.tiling.tokens"),
     ("parts follow from strides", PLAN, "clamp<rope_int>(«tokens * heads / (teams * 8)», 1", "tokens * heads / (teams * (t.vectors ? 8 : 16))"),

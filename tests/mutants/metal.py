@@ -24,7 +24,7 @@ NEIGHBOURS = [
     "q_weight k_weight",
 ]
 
-# What is wrong; file; text of the file, with «» around what is replaced; the replacement.
+# For each mistake: its effect; the file; text of the file, with «» around the replaced part; the replacement.
 MUTANTS = [
     ("the sign of sin is swapped", DEVICE, "rotated(x, y, angles.cos[i], «-angles.sin[i]»)", "angles.sin[i]"),
     ("the stride of channels is used for that of heads", DEVICE, "h * I(«strides[2]»)", "strides[3]"),
@@ -43,8 +43,8 @@ MUTANTS = [
     ("a position that overflows is valid", DEVICE, "&& «!wrapped»)", "true"),
     ("positions before the first are valid", DEVICE, "(«position >= 0» && position", "true"),
     ("positions past the last are valid", DEVICE, "&& «position <= r.last_position» &&", "true"),
-    ("padding is written into the cache", DEVICE, "const bool cached = valid && «cell >= 0»;", "true"),
-    ("slots past the cache are valid", DEVICE, "    valid = valid && cell < p.blocks * p.block_size;\n", ""),
+    ("padding is written into the cache", DEVICE, "const bool cached = valid && «slot >= 0»;", "true"),
+    ("slots past the cache are valid", DEVICE, "    valid = valid && slot < p.blocks * p.block_size;\n", ""),
     ("heads past the last are rotated", ROTATE, "end = «min(first + kHeads, r.heads)»;", "first + kHeads"),
     ("a step of the sum over lanes is missing", DEVICE, "for (int lane = «1»; lane < k_lanes; lane *= 2)", "2"),
     ("inactive lanes leave before the sum", NORM, "for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);", "if (!active) return;"),
@@ -139,8 +139,8 @@ MUTANTS = [
     ("the lower half of attention_factor does not count as a scale", PLAN, "return p.factor_hi != 1.0f || «p.factor_lo != 0.0f»;", "false"),
     ("tables that are not aligned are read as vectors", PLAN, "for (const OptTensor* t : {&call.cos, &call.sin}) c.parameter_vectors &= «!*t || in_vectors(**t)»;", "true"),
     ("weights that are not aligned are read as vectors", PLAN, "c.parameter_vectors &= «!t || in_vectors(*t)»;", "true"),
-    ("the order of a norm's sum follows from strides", PLAN, "int width = («p.has_norm ? by_four : reached») ? 4 : 1;", "reached"),
-    ("a team has more lanes than a SIMD group", PLAN, "plan.wide_head = p.has_norm && «chunks_of(p, width, true).all > kSimd»;", "false"),
+    ("the order of a norm's sum follows from strides", PLAN, "int vector = («p.has_norm ? by_four : reached») ? 4 : 1;", "reached"),
+    ("a team has more lanes than a SIMD group", PLAN, "plan.wide_head = p.has_norm && «chunks_of(p, vector, true).all > kSimd»;", "false"),
     ("the teams of one sequence are counted for all", PLAN, "const rope_int teams = «p.batch * p.seq» * r.head_groups;", "p.seq"),
     ("a part loses its last items", PLAN, "parts.count = «ceil_div(items, parts.part_items)»;", "std::max(items / parts.part_items, rope_int(1))"),
     ("blocks * block_size is computed in 32 bits", PLAN, "std::max({teams, p.table_rows, «p.blocks * p.block_size»}) <= INT32_MAX", "rope_int(int(unsigned(p.blocks) * unsigned(p.block_size)))"),

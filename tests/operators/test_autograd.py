@@ -323,7 +323,7 @@ IN_PLACE = {
     for op in OPERATORS
     if schema_of(op).is_mutable
 }
-# What the error message of each in-place operator recommends instead.
+# The operators that the error message of each in-place operator recommends instead.
 FUNCTIONAL = {
     "rotate_": "rope.rotate",
     "rotate_qk_": "rope.rotate_qk",

@@ -114,3 +114,19 @@ def test_every_link_leads_somewhere(page):
             titles = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.M)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{page} links to {path}#{anchor}"
+
+
+def test_comments_and_docstrings_begin_with_their_subject():
+    """A comment that begins with one of these words is a fragment, which only its author understands."""
+    fragment = re.compile(r'(?:^|\s)(?:(?://|#|/\*) |""")(?:Of|What|That|Whether|Those|Beside)\b')
+    folders = ["csrc", "shaders", "torch_rope", "tests", "benchmarks", "examples"]
+    suffixes = {".py", ".h", ".cpp", ".inc", ".cu", ".cuh", ".mm", ".metal"}
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    assert len(files) > 100
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if fragment.search(line)
+    ]
+    assert not found, "\n".join(found)

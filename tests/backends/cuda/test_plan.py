@@ -361,8 +361,8 @@ def heads_of(plan, heads):
     counts = [[0] * n for n in heads]
     for block in range(plan["grid"][1]):
         for tensor, (n, start) in enumerate(zip(heads, plan["starts"], strict=True)):
-            first = block * plan["heads_per_block"] - start
-            begin, end = max(first, 0), min(first + plan["heads_per_block"], n)
+            first = block * plan["heads_per_thread_block"] - start
+            begin, end = max(first, 0), min(first + plan["heads_per_thread_block"], n)
             for team in range(teams):
                 for head in range(begin + team, end, teams):
                     counts[tensor][head] += 1
@@ -457,7 +457,7 @@ def test_sizes_past_what_a_grid_has(batch, seq, q_heads, k_heads, head_dim, layo
         assert p["grid"][2] == min(p["batch"], MOST_GRID)
         assert p["grid"][0] * p["block"][2] >= p["seq"]
         last_start, last_heads = p["starts"][len(tensors) - 1], tensors[-1].shape[2]
-        assert p["grid"][1] * p["heads_per_block"] >= last_start + last_heads
+        assert p["grid"][1] * p["heads_per_thread_block"] >= last_start + last_heads
         assert p["starts"][1] >= q_heads and p["starts"][2] - p["starts"][1] >= k_heads
 
 
@@ -474,12 +474,12 @@ def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
             return plan(q, k, k, outputs=[cache, cache], norm=norm)
 
         one = of(1)
-        assert one["grid"][1] >= 3 and one["heads_per_block"] == one["block"][1]
-        assert all(start % one["heads_per_block"] == 0 for start in one["starts"])
+        assert one["grid"][1] >= 3 and one["heads_per_thread_block"] == one["block"][1]
+        assert all(start % one["heads_per_thread_block"] == 0 for start in one["starts"])
         many = of(2**20)
-        assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + 2 * k_heads
+        assert many["grid"][1] == 1 and many["heads_per_thread_block"] == q_heads + 2 * k_heads
         many = plan(*(meta(1, 2**20, h, 128, dtype=dtype) for h in (q_heads, k_heads)), norm=norm)
-        assert many["grid"][1] == 1 and many["heads_per_block"] == q_heads + k_heads
+        assert many["grid"][1] == 1 and many["heads_per_thread_block"] == q_heads + k_heads
         assert many["starts"][1:] == (q_heads, q_heads + k_heads)
     few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # the number of multiprocessors counts
     assert math.prod(more["grid"]) < math.prod(few["grid"])

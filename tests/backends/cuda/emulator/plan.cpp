@@ -63,7 +63,7 @@ py::dict plan(int processors, Call... call) {
   const cuda::Tiling& t = plan.tiling;
   py::dict d;
   add(d, t);
-  d["heads_per_block"] = t.heads_per_block;
+  d["heads_per_thread_block"] = t.heads_per_thread_block;
   d["starts"] = py::make_tuple(0, t.k_start, t.v_start);
   d["position_step"] = t.position_step;
   d["wide_index"] = plan.wide_index, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
