@@ -6,11 +6,11 @@
 // the part of a head that belongs to one thread. It has 2V channels, where V is 4 or 1 and is a template parameter of
 // the kernels; they are two vectors of V channels, which begin at channel `first` and at channel `second`.
 //
-// Metal's compiler marks each buffer argument of a kernel as air-buffer-no-alias: it may assume that memory which is
-// written through one argument is not accessed through another. In a call in place, the input and the output are the
-// same memory, which breaks this rule. But no reordering that the rule allows changes a result. A thread computes what
-// it writes to a pair, or to a channel that is not rotated, from what it read there, so the reads come before the
-// write. It does not read the channels again afterwards, and no other thread touches them.
+// Metal's compiler may assume that the buffer arguments of a kernel do not overlap: that memory which is written
+// through one argument is not accessed through another. In a call in place, the input and the output are the same
+// memory, which breaks this rule. But no reordering that the rule allows changes a result. A thread computes what it
+// writes to a pair, or to a channel that is not rotated, from what it read there, so the reads come before the write.
+// It does not read the channels again afterwards, and no other thread touches them.
 #include <metal_stdlib>
 using namespace metal;
 
