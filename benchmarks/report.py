@@ -213,7 +213,7 @@ def front(lines: list[dict]) -> str:
         model("SmolLM2-135M, 512 tokens", "**patched**", OURS[0]),
         model("", "transformers", PEER),
     ]
-    return f"{markdown(['', '', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
+    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
 
 
 def reasons(lines: list[dict]) -> str:
@@ -234,13 +234,13 @@ def reasons(lines: list[dict]) -> str:
         [
             "1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes "
             f"{times(PEER, **prompt)} times as long, and {times(PEER + ' compiled', **prompt)} times when compiled.",
-            "2. **Accurate.** At positions from 131,072 to 262,143 the largest error is "
+            "2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is "
             f"{number(error('torch_rope', 'float32'))} ulps (units in the last place) in float32, and "
             f"{number(error('torch_rope', 'bfloat16'))} in bfloat16. Implementations that multiply position and frequency in "
             f"float32 reach {error(PEER, 'float32'):,.0f} and {number(error(PEER, 'bfloat16'))}.",
             "3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. "
             "`rotate_into_cache` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions "
-            f"take {times(PEER, **cache)} times as long, our own {times('torch_rope, then index_copy_', **cache)}.",
+            f"take {times(PEER, **cache)} times as long, torch_rope's separate functions {times('torch_rope, then index_copy_', **cache)}.",
         ]
     )
 
