@@ -80,7 +80,7 @@ inline float to_arithmetic(f16 x) {
 }
 
 // Rounds to nearest, ties to even. A NaN stays a NaN. Rounding to bfloat16 adds to the low half of the float, and that
-// could turn a NaN with a payload in the low half into an infinity or a zero. But no such NaN gets here: arithmetic
+// could make a NaN with a payload in the low half an infinity or a zero. But no such NaN gets here: arithmetic
 // keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions, weights and
 // factors.
 inline void round_to(float x, float& out) { out = x; }
