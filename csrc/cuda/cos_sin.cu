@@ -1,6 +1,5 @@
 // The kernel that computes tables of cos and sin.
 #include "device.cuh"
-#include "kernels.h"
 
 namespace rope::cuda {
 namespace {
@@ -45,6 +44,7 @@ template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
   const CosSinParams& p = c.params;
+  wait_for_previous_kernel();
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
@@ -71,29 +71,26 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
       for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
     }
     scale(angles, hi, lo);
-    Vector<T, V> cos, sin;
-    round_to<T>(angles.cos, cos.of);
-    round_to<T>(angles.sin, sin.of);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = cos;
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = sin;
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T>(angles.cos);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T>(angles.sin);
   }
 }
 
 template <typename T, int V>
-cudaError_t launch(const CosSinArgs& c, cudaStream_t stream) {
+cudaError_t launch(const CosSinArgs& c, Queue queue) {
   const CosSinParams& p = c.params;
   const rope_int x = std::min(ceil_div(p.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, stream,
+  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, queue,
                p.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
 }
 
 }  // namespace
 
-cudaError_t cos_sin(const CosSinArgs& c, cudaStream_t stream) {
+cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
-    return c.params.pairs % full == 0 ? launch<T, full>(c, stream) : launch<T, 1>(c, stream);
+    return c.params.pairs % full == 0 ? launch<T, full>(c, queue) : launch<T, 1>(c, queue);
   });
 }
 

@@ -11,6 +11,8 @@
 #include <array>
 #include <atomic>
 #include <climits>
+#include <cstdlib>
+#include <string_view>
 
 #include "../ops.h"
 #include "kernels.h"
@@ -22,16 +24,38 @@
 namespace rope::cuda {
 namespace {
 
-// Returns the number of multiprocessors of a device. Asks the driver once for each device.
-int processors(c10::DeviceIndex device) {
-  static std::array<std::atomic<int>, 64> counts{};
-  std::atomic<int>& count = counts[std::clamp<int>(device, 0, int(counts.size()) - 1)];
-  if (count == 0) {
-    int n = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(device, 0)));
-    count = n;
+// A number that each device has, for which the driver is asked once.
+struct Known {
+  std::array<std::atomic<int>, 64> numbers{};
+
+  template <typename F>
+  int of(c10::DeviceIndex device, F&& ask) {
+    std::atomic<int>& number = numbers[std::clamp<int>(device, 0, int(numbers.size()) - 1)];
+    if (number == 0) {
+      int n = 0;
+      C10_CUDA_CHECK(ask(n));
+      number = n;
+    }
+    return number;
   }
-  return count;
+};
+
+// Returns the number of multiprocessors of a device.
+int processors(c10::DeviceIndex device) {
+  static Known counts;
+  return counts.of(device, [&](int& n) {
+    return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(device, 0));
+  });
+}
+
+// Returns the current stream of a device. Environment variable TORCH_ROPE_DEPENDENT_LAUNCH=0 switches dependent
+// launches off. Asks the driver once for each device, which must be the current one.
+Queue queue(c10::DeviceIndex device) {
+  static const char* const wanted = std::getenv("TORCH_ROPE_DEPENDENT_LAUNCH");
+  static Known architectures;
+  const int found = architectures.of(device, architecture);
+  return {c10::cuda::getCurrentCUDAStream(device).stream(),
+          found >= 90 && !(wanted && std::string_view(wanted) == "0")};
 }
 
 // Checks the call, and returns whether there is anything to compute.
@@ -52,8 +76,8 @@ struct Cuda {
     const c10::cuda::CUDAGuard guard(device);
     const Plan plan = plan_rotate(a, processors(device.index()));
     if (plan.grid.x == 0) return;
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
-    C10_CUDA_CHECK(a.params.has_norm ? norm_rotate(a, plan, stream) : cuda::rotate(a, plan, stream));
+    const Queue on = queue(device.index());
+    C10_CUDA_CHECK(a.params.has_norm ? norm_rotate(a, plan, on) : cuda::rotate(a, plan, on));
   }
 
   static void norm_backward(const NormBackwardCall& call) {
@@ -69,8 +93,7 @@ struct Cuda {
     const auto options = call.q.options().dtype(at::kDouble);
     const std::array<int64_t, 3> shape{2, plan.sums, n.rotate.params.head_dim};
     const Tensor sums = in_one_step(plan.tiling.tiling) ? at::empty(shape, options) : at::zeros(shape, options);
-    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
-                                       c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), queue(device.index())));
     const Tensor sum = sums.sum(1);
     call.q_norm_weight_grad.copy_(sum[0]);
     call.k_norm_weight_grad.copy_(sum[1]);
@@ -88,7 +111,7 @@ struct Cuda {
     const TableBackwardArgs b = call.args(order, starts);
     const TablePlan plan = plan_table_backward(b);
     if (plan.grid.x == 0) return;
-    C10_CUDA_CHECK(cuda::table_backward(b, plan, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    C10_CUDA_CHECK(cuda::table_backward(b, plan, queue(device.index())));
   }
 
   static void cos_sin(const CosSinCall& call) {
@@ -97,7 +120,7 @@ struct Cuda {
     const Tensor positions = call.positions.contiguous();
     const CosSinArgs c = call.args(positions, call.inv_freq);
     if (c.params.tokens == 0 || c.params.pairs == 0) return;
-    C10_CUDA_CHECK(cuda::cos_sin(c, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    C10_CUDA_CHECK(cuda::cos_sin(c, queue(device.index())));
   }
 };
 

@@ -9,9 +9,10 @@
 #undef NDEBUG  // a position outside its table must stop the kernel, as torch's own indexing does
 #include <cassert>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
-#include "plan.h"
+#include "kernels.h"
 
 #define ROPE_FN __device__ __forceinline__
 
@@ -42,9 +43,21 @@ using arithmetic_t = typename Arithmetic<T>::type;
 
 // ---- conversions and vectors ----
 
+template <typename To, typename From>
+ROPE_FN To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// n adjacent elements, as a thread loads and stores them. Pairs of 16-bit elements are held as words of 32 bits: as
+// single elements they would each need a register, and instructions (PRMT) to take the words apart and to put them
+// together.
 template <typename T, int n>
 struct alignas(sizeof(T) * n) Vector {
-  T of[n];
+  static constexpr bool words = sizeof(T) == 2 && n % 2 == 0;
+  std::conditional_t<words, uint32_t, T> of[words ? n / 2 : n];
 };
 
 ROPE_FN float to_arithmetic(__half x) { return __half2float(x); }
@@ -58,22 +71,72 @@ ROPE_FN void round_to(float x, float& y) { y = x; }
 ROPE_FN void round_to(double x, double& y) { y = x; }
 ROPE_FN void round_to(double x, float& y) { y = float(x); }
 
-template <typename T, int n>
-ROPE_FN void round_to(const arithmetic_t<T> (&x)[n], T (&y)[n]) {
-  if constexpr (sizeof(T) == 2 && n % 2 == 0) {  // two in one instruction
+// Converts a word to its two elements, the first of which is in the lower half, and back.
+template <typename T>
+ROPE_FN void unpack(uint32_t word, float& first, float& second) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const float2 two = __half22float2(bits_as<__half2>(word));
+    first = two.x, second = two.y;
+  } else {
+    first = __uint_as_float(word << 16), second = __uint_as_float(word & 0xffff0000u);
+  }
+}
+template <typename T>
+ROPE_FN uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return bits_as<uint32_t>(__floats2half2_rn(first, second));
+  } else {
+    return bits_as<uint32_t>(__floats2bfloat162_rn(first, second));
+  }
+}
+
+template <typename T, int n, typename A>
+ROPE_FN void to_arithmetic(const Vector<T, n>& v, A* to) {
+  if constexpr (Vector<T, n>::words) {
 #pragma unroll
-    for (int i = 0; i < n; i += 2) {
-      if constexpr (std::is_same_v<T, __half>) {
-        const __half2 two = __floats2half2_rn(x[i], x[i + 1]);
-        y[i] = two.x, y[i + 1] = two.y;
-      } else {
-        const __nv_bfloat162 two = __floats2bfloat162_rn(x[i], x[i + 1]);
-        y[i] = two.x, y[i + 1] = two.y;
-      }
+    for (int i = 0; i < n / 2; i++) unpack<T>(v.of[i], to[2 * i], to[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(v.of[i]));
+  }
+}
+template <typename T, typename A, int n>
+ROPE_FN Vector<T, n> rounded(const A (&x)[n]) {
+  Vector<T, n> v;
+  if constexpr (Vector<T, n>::words) {
+#pragma unroll
+    for (int i = 0; i < n / 2; i++) v.of[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) round_to(x[i], v.of[i]);
+  }
+  return v;
+}
+
+// Reads or writes the elements of a vector one by one. `stride` is the distance between two of them.
+template <typename T, int n, typename I>
+ROPE_FN void read_each(const T* from, I stride, Vector<T, n>& v) {
+  if constexpr (Vector<T, n>::words) {
+#pragma unroll
+    for (int i = 0; i < n / 2; i++) {
+      v.of[i] = bits_as<uint16_t>(from[2 * i * stride]) | uint32_t(bits_as<uint16_t>(from[(2 * i + 1) * stride])) << 16;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < n; i++) round_to(x[i], y[i]);
+    for (int i = 0; i < n; i++) v.of[i] = from[i * stride];
+  }
+}
+template <typename T, int n, typename I>
+ROPE_FN void write_each(const Vector<T, n>& v, T* to, I stride) {
+  if constexpr (Vector<T, n>::words) {
+#pragma unroll
+    for (int i = 0; i < n / 2; i++) {
+      to[2 * i * stride] = bits_as<T>(uint16_t(v.of[i]));
+      to[(2 * i + 1) * stride] = bits_as<T>(uint16_t(v.of[i] >> 16));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) to[i * stride] = v.of[i];
   }
 }
 
@@ -86,8 +149,7 @@ ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
 #pragma unroll
     for (int i = 0; i < n; i += m) {
       const auto v = *reinterpret_cast<const Vector<From, m>*>(from + i);
-#pragma unroll
-      for (int j = 0; j < m; j++) to[i + j] = A(to_arithmetic(v.of[j]));
+      to_arithmetic(v, to + i);
     }
   } else {
 #pragma unroll
@@ -97,48 +159,73 @@ ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
 
 // ---- tokens ----
 
+// Waits until the previous kernel of the stream has ended, and lets the next one begin. Every kernel calls this before
+// it loads or stores anything, because Queue::dependent lets it begin before the previous kernel has ended.
+ROPE_FN void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 // An int32 or int64 that is being loaded. The thread waits for the load only in value(), so that several loads can be
 // under way at once.
 struct Integer {
   int32_t low, high;
-  bool wide;
 
   template <typename I>
   ROPE_FN static Integer read(const void* from, bool wide, I i) {
     const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + int64_t(i) * (wide ? 8 : 4));
-    return {words[0], words[wide ? 1 : 0], wide};
+    return {words[0], words[wide ? 1 : 0]};
   }
-  ROPE_FN int64_t value() const { return wide ? int64_t(uint64_t(uint32_t(high)) << 32 | uint32_t(low)) : low; }
+  ROPE_FN int64_t value(bool wide) const {
+    return int64_t(uint64_t(uint32_t(wide ? high : low >> 31)) << 32 | uint32_t(low));
+  }
 };
 
 // Token s of sequence b, with its position and slot. I is an integer type that holds every element offset of the call.
 template <typename I>
 struct Token {
   I b, s;
+  const RotateArgs& a;
   const RopeParams& p;
   const Tiling& tiling;
   Integer given_position, given_slot;  // the elements of positions and slots; a number made from s if there are none
   int64_t position = 0;  // given_position + offset. The sum wraps around: with inv_freq every position is allowed.
   int64_t slot = 0;
+  bool valid = true;  // the position is allowed
 
   // Starts the loads of position and slot.
-  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), p(a.params), tiling(tiling) {
+  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), a(a), p(a.params), tiling(tiling) {
     const int64_t own = int64_t(s) * tiling.position_step;
-    given_position = given_slot = Integer{int32_t(own), int32_t(own >> 32), true};
+    given_position = given_slot = Integer{int32_t(own), int32_t(own >> 32)};
     if (p.has_slots) given_slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
     if (p.has_positions) {
       given_position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
     }
   }
 
-  // Waits for both loads. Call it before the loads of heads and table rows start: a later wait would be for those loads
-  // too. The reason is that the compiler (nvcc 13.0) gives each load a scoreboard to wait on, and loads that are used
-  // in other branches may share one.
+  // Waits for the position. Call it before the loads of heads: a later wait would be for those loads too, because the
+  // compiler (nvcc 13.0) gives each load a scoreboard to wait on, and loads that are used in other branches may share
+  // one.
   ROPE_FN void arrive() {
-    position = int64_t(uint64_t(given_position.value()) + uint64_t(p.offset));
-    slot = given_slot.value();
-    assert(position >= tiling.first_position && position <= tiling.last_position &&
-           "position + offset must be a row of cos and sin, and a cell of the caches");
+    position = int64_t(uint64_t(given_position.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
+    valid = uint64_t(position) <= tiling.last_position;
+  }
+
+  // Stops the kernel if the position is not allowed. Call it after the loads of table rows and heads have started: the
+  // compiler moves no instruction across an assertion, and in a decode step nothing should delay those loads.
+  // cache: a token whose slot is negative is a pad, and may have any position.
+  template <bool cache>
+  ROPE_FN void check() {
+    bool pad = false;
+    if (cache && p.has_slots) {
+      slot = given_slot.value(a.wide_slots);
+      pad = slot < 0;
+    }
+    if (valid || pad) return;
+    assert(valid && "position + offset must be a row of cos and sin, and a cell of the caches");
+    __builtin_unreachable();
   }
 };
 
@@ -151,7 +238,7 @@ ROPE_FN Cell cell_of(const Token<I>& t) {
   const RopeParams& p = t.p;
   const int64_t slot = t.slot;
   if (!p.has_slots) return {t.b, t.position};
-  if (slot < 0) return {-1, 0};
+  if (slot < 0) return {-1, 0};  // a pad
   assert(slot < p.blocks * p.block_size && "slot must be less than the number of cells in the caches");
   if (p.blocks == 1) return {0, slot};
   if (t.tiling.narrow_slots) {
@@ -235,55 +322,112 @@ ROPE_FN void cos_sin_of(const Angle<double>& angle, double& cos, double& sin) {
   cos_sin_of_angle(angle.angle, angle.rest, cos, sin);
 }
 
-// Reads the columns of a chunk from the table row of the token.
-template <bool interleaved, int V, typename Table, typename A, typename I>
-ROPE_FN void read_tables(const RotateArgs& a, const Token<I>& t, int chunk, Angles<A, V>& angles) {
-  const RopeParams& p = a.params;
+// cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
+// thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
+// for them.
+template <typename T, bool interleaved, int V, typename I>
+struct AnglesOf {
+  using A = arithmetic_t<T>;
   using R = Runs<interleaved, V>;
-  const I row = p.source == kTableByPosition ? I(t.position) : t.s;
-  const Table* cos = static_cast<const Table*>(a.cos) + (t.b * I(p.cos[0]) + row * I(p.cos[1]));
-  const Table* sin = static_cast<const Table*>(a.sin) + (t.b * I(p.sin[0]) + row * I(p.sin[1]));
-#pragma unroll
-  for (int run = 0; run < R::count; run++) {
-    const I at = R::first(run, chunk, I(p.rotary_dim / 2));
+  static constexpr bool words = Vector<T, R::length>::words;
+  const RotateArgs& a;
+  const Token<I>& t;
+  const int chunk;
+  I cos_at, sin_at;  // the chunk's first element in row 0 of the token's tables
+  Angles<A, V> angles;
+
+  ROPE_FN AnglesOf(const RotateArgs& a, const Token<I>& t, int chunk) : a(a), t(t), chunk(chunk) {
+    const RopeParams& p = a.params;
+    const I column = I(chunk) * R::length;
+    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[2]);
+    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[2]);
+  }
+
+  ROPE_FN void read() {
+    if (a.params.source == kInvFreq || !t.valid) return;
     if (t.tiling.table_vectors) {
-      read_shared<true, R::length>(cos + at, 1, angles.cos + run * R::length);
-      read_shared<true, R::length>(sin + at, 1, angles.sin + run * R::length);
+      read_tables<true>();
     } else {
-      read_shared<false, R::length>(cos + at * I(p.cos[2]), p.cos[2], angles.cos + run * R::length);
-      read_shared<false, R::length>(sin + at * I(p.sin[2]), p.sin[2], angles.sin + run * R::length);
+      read_tables<false>();
     }
   }
-}
+
+  ROPE_FN const Angles<A, V>& finish() {
+    const RopeParams& p = a.params;
+    if (!t.valid) {  // a pad
+#pragma unroll
+      for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
+      return angles;
+    }
+    if (p.source == kInvFreq) {
+      const double position = double(t.position);
+#pragma unroll
+      for (int i = 0; i < V; i++) {
+        const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
+        Angle<A> angle;
+        angle_at(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angle);
+        cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+      }
+    } else if constexpr (words) {
+      if (a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
+        unpack_all(angles.cos);
+        unpack_all(angles.sin);
+      }
+    }
+    const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+    scale(angles, hi, lo);
+    if (p.inverse) {
+#pragma unroll
+      for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
+    }
+    return angles;
+  }
+
+ private:
+  template <bool vectors>
+  ROPE_FN void read_tables() {
+    const RopeParams& p = a.params;
+    const I row = p.source == kTableByPosition ? I(t.position) : t.s;
+    const I cos_row = cos_at + row * I(p.cos[1]), sin_row = sin_at + row * I(p.sin[1]);
+    if (a.table_dtype == DType::kFloat) {
+      read_row<vectors>(static_cast<const float*>(a.cos) + cos_row, p.cos[2], angles.cos);
+      read_row<vectors>(static_cast<const float*>(a.sin) + sin_row, p.sin[2], angles.sin);
+    } else {
+      read_row<vectors>(static_cast<const T*>(a.cos) + cos_row, p.cos[2], angles.cos);
+      read_row<vectors>(static_cast<const T*>(a.sin) + sin_row, p.sin[2], angles.sin);
+    }
+  }
+  template <bool vectors, typename Table>
+  ROPE_FN void read_row(const Table* from, rope_int stride, A* to) {
+    const rope_int next_run = a.params.rotary_dim / 4 * (vectors ? 1 : stride);
+#pragma unroll
+    for (int run = 0; run < R::count; run++, from += next_run, to += R::length) {
+      if constexpr (vectors && words && sizeof(Table) == 2) {  // the words stay as they are until finish()
+        const auto row = *reinterpret_cast<const Vector<Table, R::length>*>(from);
+#pragma unroll
+        for (int i = 0; i < R::length / 2; i++) to[i] = bits_as<float>(row.of[i]);
+      } else {
+        read_shared<vectors, R::length>(from, stride, to);
+      }
+    }
+  }
+  ROPE_FN static void unpack_all(A (&numbers)[V]) {
+#pragma unroll
+    for (int run = 0; run < V; run += R::length) {
+#pragma unroll
+      for (int i = R::length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
+        unpack<T>(bits_as<uint32_t>(numbers[run + i]), numbers[run + 2 * i], numbers[run + 2 * i + 1]);
+      }
+    }
+  }
+};
 
 // Returns cos and sin of the pairs of chunk `chunk`, scaled by attention_factor, from the tables or from inv_freq.
 template <typename T, bool interleaved, int V, typename I>
 ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>& t, int chunk) {
-  using A = arithmetic_t<T>;
-  using R = Runs<interleaved, V>;
-  const RopeParams& p = a.params;
-  Angles<A, V> angles;
-  if (p.source == kInvFreq) {
-    const double position = double(t.position);
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
-      Angle<A> angle;
-      angle_at(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angle);
-      cos_sin_of(angle, angles.cos[i], angles.sin[i]);
-    }
-  } else if (a.table_dtype == DType::kFloat) {
-    read_tables<interleaved, V, float>(a, t, chunk, angles);
-  } else {
-    read_tables<interleaved, V, T>(a, t, chunk, angles);
-  }
-  const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
-  scale(angles, hi, lo);
-  if (p.inverse) {
-#pragma unroll
-    for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
-  }
-  return angles;
+  AnglesOf<T, interleaved, V, I> angles(a, t, chunk);
+  angles.read();
+  return angles.finish();
 }
 
 // ---- a chunk of a head ----
@@ -294,18 +438,19 @@ ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>
 template <typename I>
 struct Chunk {
   I first, second;  // the first channels of its two vectors
-  bool rotated;
-  bool whole;  // false: the chunk has only one vector, and second is the same as first
+  int rotated;      // an int, because a bool that stays in a register costs a PRMT at each use
+
+  // Returns false if the chunk has only one vector.
+  ROPE_FN bool whole() const { return second != first; }
 
   template <bool interleaved, int V>
   ROPE_FN static Chunk at(const RopeParams& p, const Tiling& t, int index) {
     if (index < t.rotated) {
       const I pairs = I(p.rotary_dim / 2), first = V == 1 ? first_channel(I(index), interleaved) : I(index) * V;
-      return {first, first + (V == 1 ? partner_distance(pairs, interleaved) : pairs), true, true};
+      return {first, first + (V == 1 ? partner_distance(pairs, interleaved) : pairs), 1};
     }
     const I first = I(p.rotary_dim) + I(index - t.rotated) * V, second = first + I(t.chunks - t.rotated) * V;
-    const bool whole = second < I(p.head_dim);
-    return {first, whole ? second : first, false, whole};
+    return {first, second < I(p.head_dim) ? second : first, 0};
   }
 };
 
@@ -321,11 +466,8 @@ ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Elements<T, V>& x)
     x.first = *reinterpret_cast<const Vector<T, V>*>(from + c.first);
     x.second = *reinterpret_cast<const Vector<T, V>*>(from + c.second);
   } else {
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      x.first.of[i] = from[(c.first + i) * stride];
-      x.second.of[i] = from[(c.second + i) * stride];
-    }
+    read_each(from + c.first * stride, stride, x.first);
+    read_each(from + c.second * stride, stride, x.second);
   }
 }
 
@@ -333,13 +475,10 @@ template <bool vectors, typename T, int V, typename I>
 ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, const Chunk<I>& c) {
   if constexpr (vectors) {
     *reinterpret_cast<Vector<T, V>*>(to + c.first) = x.first;
-    if (c.whole) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
+    if (c.whole()) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
   } else {
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      to[(c.first + i) * stride] = x.first.of[i];
-      if (c.whole) to[(c.second + i) * stride] = x.second.of[i];
-    }
+    write_each(x.first, to + c.first * stride, stride);
+    if (c.whole()) write_each(x.second, to + c.second * stride, stride);
   }
 }
 
@@ -352,20 +491,14 @@ struct Numbers {
 template <typename T, int V>
 ROPE_FN Numbers<arithmetic_t<T>, V> numbers_of(const Elements<T, V>& x) {
   Numbers<arithmetic_t<T>, V> n;
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    n.first[i] = to_arithmetic(x.first.of[i]);
-    n.second[i] = to_arithmetic(x.second.of[i]);
-  }
+  to_arithmetic(x.first, n.first);
+  to_arithmetic(x.second, n.second);
   return n;
 }
 
 template <typename T, int V>
 ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
-  Elements<T, V> x;
-  round_to<T>(n.first, x.first.of);
-  round_to<T>(n.second, x.second.of);
-  return x;
+  return {rounded<T>(n.first), rounded<T>(n.second)};
 }
 
 // Returns member 0 or 1 of pair i. A chunk of interleaved vectors has the first half of its pairs in its first vector.
@@ -410,49 +543,49 @@ struct Sums {
 
 // ---- the heads of a token ----
 
-// A loop over the heads that a team takes: those of its thread block's share of the heads of q, k and v. The teams of a
-// token take neighbouring heads at the same time: team threadIdx.y takes head first_head + threadIdx.y, then the head
-// blockDim.y later, and so on. The loop is in one of the three tensors at a time.
-//
-// I is an integer type that holds every element offset of the call. cache: the call may have a v, and then k and v go
-// to a cache. together: all teams stay in the loop until the last of them is done, as shuffles need it.
-template <typename T, typename I, bool cache, bool together>
+// A loop over the heads that a team takes of its thread block's share of the list of heads, see plan.h. Team
+// threadIdx.y begins with head threadIdx.y of the share and goes on by blockDim.y. The loop is in one of the three
+// tensors at a time. I is an integer type that holds every element offset of the call. cache: the call may have a v,
+// and then k and v go to a cache.
+template <typename T, typename I, bool cache>
 struct Heads {
   const RotateArgs& a;
-  const Tiling& tiling;
   const Token<I>& token;
   const bool skip_in_place;         // this chunk is not rotated, so tensors that are changed in place keep it
-  int tensor;                       // 0 q, 1 k, 2 v; -1 before q
+  I share_end;                      // end of the thread block's share of the list
+  int tensor = 0;                   // 0 q, 1 k, 2 v
   int located = -1;                 // the tensor that out points into
-  I first_head = 0;                 // the head of team 0
-  I end = 0;                        // end of the thread block's share of this tensor
-  I out_end = 0;                    // end of the heads that are written: end, or 0 if the token has no cell
+  I start = 0;                      // where the heads of the tensor begin in the list
+  I head = 0;                       // the next head of the tensor that the team takes
+  I end = 0;                        // end of the tensor's heads in the share
+  I out_end = 0;                    // end of the heads that are written: end, or 0 if the token is a pad
   const T* in = nullptr;            // head 0 of the token
   T* out = nullptr;                 // head 0 of the result
   I in_step = 0, out_step = 0;      // stride of heads
   I in_stride = 0, out_stride = 0;  // stride of channels
 
   ROPE_FN Heads(const RotateArgs& a, const Token<I>& token, bool skip_in_place)
-      : a(a), tiling(token.tiling), token(token), skip_in_place(skip_in_place) {
-    const rope_int begin = rope_int(blockIdx.y) * tiling.heads_per_thread_block;
-    // The tensor before the share: the first call of next() enters the share.
-    tensor = begin < tiling.k_start ? -1 : begin < tiling.v_start ? 0 : 1;
+      : a(a), token(token), skip_in_place(skip_in_place) {
+    const I share = I(token.tiling.heads_per_thread_block);
+    start = I(blockIdx.y) * share;
+    share_end = min(start + share, I(token.tiling.heads));
+    head = I(threadIdx.y);
   }
 
   // Returns whether the tensor is rotated: v is only copied.
   ROPE_FN bool rotates() const { return !cache || tensor < 2; }
-  ROPE_FN const T* in_at(I h) const { return in + h * in_step; }
-  ROPE_FN T* out_at(I h) const { return out + h * out_step; }
 
   // Returns the head that this team takes i steps from now.
-  ROPE_FN I head(int i) const { return first_head + I(i) * I(blockDim.y) + I(threadIdx.y); }
+  ROPE_FN I head_at(int i) const { return head + I(i) * I(blockDim.y); }
 
-  // Goes on by `count` steps, to the next tensor if this one is done. Returns false after the last tensor.
+  // Goes on by `count` steps, to the next tensor if this one is done. Returns false if the share is done.
   ROPE_FN bool next(int count) {
-    first_head += I(count) * I(blockDim.y);
-    while ((together ? first_head : head(0)) >= end) {
-      if (++tensor == (cache ? 3 : 2)) return false;
-      enter();
+    head = head_at(count);
+    while (head >= end || (skip_in_place && in_place())) {
+      // The team's first head past this tensor. blockDim.y is a power of two.
+      const I at = start + end + ((head - end) & (I(blockDim.y) - 1));
+      if (at >= share_end) return false;
+      enter(at);
     }
     return true;
   }
@@ -476,18 +609,23 @@ struct Heads {
  private:
   ROPE_FN const Operand& operand() const {
     const RopeParams& p = a.params;
-    return tensor == 0 ? p.q : tensor == 1 ? p.k : p.v;
+    return tensor == 0 ? p.q : !cache || tensor == 1 ? p.k : p.v;
   }
 
-  // Begins the heads of a tensor.
-  ROPE_FN void enter() {
+  ROPE_FN bool in_place() const {
+    return tensor == 0 ? token.tiling.q_in_place : tensor == 1 && token.tiling.k_in_place;
+  }
+
+  // Begins with the head at this index of the list.
+  ROPE_FN void enter(I at) {
+    const Tiling& tiling = token.tiling;
+    const I k_start = I(tiling.k_start), v_start = I(tiling.v_start);
+    tensor = at < k_start ? 0 : !cache || at < v_start ? 1 : 2;
+    start = tensor == 0 ? I(0) : !cache || tensor == 1 ? k_start : v_start;
+    head = at - start;
     const Operand& o = operand();
-    const I start = I(tensor == 0 ? 0 : tensor == 1 ? tiling.k_start : tiling.v_start);
-    const I begin = I(blockIdx.y) * I(tiling.heads_per_thread_block) - start;
-    first_head = max(begin, I(0));
-    end = out_end = min(begin + I(tiling.heads_per_thread_block), I(o.heads));
-    if (skip_in_place && (tensor == 0 ? tiling.q_in_place : tensor == 1 && tiling.k_in_place)) end = 0;
-    in = static_cast<const T*>(tensor == 0 ? a.q_in : tensor == 1 ? a.k_in : a.v_in);
+    end = out_end = min(share_end - start, I(o.heads));
+    in = static_cast<const T*>(tensor == 0 ? a.q_in : !cache || tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);
     in_step = I(o.in[2]);
     in_stride = I(o.in[3]);
@@ -513,22 +651,26 @@ cudaError_t with_type(DType dtype, F&& f) {
 }
 
 template <typename... Parameters>
-cudaError_t start(Dim3 grid, Dim3 block, cudaStream_t stream, void (*kernel)(Parameters...),
+cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = dim3(block.x, block.y, block.z);
-  config.stream = stream;
+  config.stream = queue.stream;
+  config.attrs = &dependent;
+  config.numAttrs = queue.dependent ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 // Launches a kernel once for every 65535 sequences, because gridDim.z has that limit.
-inline cudaError_t start(const Plan& plan, cudaStream_t stream, void (*kernel)(RotateArgs, Tiling),
-                         const RotateArgs& args) {
+inline cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(RotateArgs, Tiling), const RotateArgs& args) {
   Tiling tiling = plan.tiling;
   for (rope_int left = args.params.batch; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
     const Dim3 grid{plan.grid.x, plan.grid.y, unsigned(std::min(left, kMaxGrid))};
-    if (const cudaError_t error = start(grid, plan.block, stream, kernel, args, tiling)) return error;
+    if (const cudaError_t error = start(grid, plan.block, queue, kernel, args, tiling)) return error;
   }
   return cudaSuccess;
 }

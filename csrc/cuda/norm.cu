@@ -9,7 +9,6 @@
 // multiprocessor, and to 168 in norm_backward_kernel, with 3. Only a few variants of norm_backward_kernel spill
 // (benchmarks/results/kernels.md).
 #include "device.cuh"
-#include "kernels.h"
 
 namespace rope::cuda {
 namespace {
@@ -87,24 +86,26 @@ __global__ void __launch_bounds__(kThreads, 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
   using I = int64_t;
-  constexpr int kHeadsAtOnce = once ? 2 : 1;  // heads that a thread loads at a time
+  constexpr int kHeadsAtOnce = 1;
   const RopeParams& p = a.params;
+  wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   const bool inside = s < p.seq;
   Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
   const int lane = int(threadIdx.x), lanes = int(blockDim.x);
   const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
   const auto chunk = chunk_at(lane);
-  Heads<T, I, true, true> heads(a, token, false);
+  Heads<T, I, true> heads(a, token, false);
   // A lane without a chunk, head or token reads nothing: another thread may be about to write there.
   const bool active = inside && lane < tiling.chunks;
+  bool more_heads = heads.next(0);
+  int steps = int((tiling.heads_per_thread_block + blockDim.y - 1) / blockDim.y);
   Elements<T, V> x[kHeadsAtOnce] = {};
   const auto read_heads = [&] {
-    if (!active || heads.head(0) >= heads.end) return;
+    if (!active || !more_heads) return;
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
-      const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
-      read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
+      read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, chunk, x[i]);
     }
   };
   Numbers<A, V> weights;
@@ -114,9 +115,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     weights = weights_of<A, V>(a, heads.tensor, chunk);
     weights_for = heads.tensor;
   };
-  if (!heads.next(0)) return;
-  read_weights();
+  if (more_heads) read_weights();
   token.arrive();
+  token.template check<true>();
   Angles<A, V> angles;
   if (once && active && chunk.rotated && heads.rotates()) {
     angles = angles_of<T, interleaved, V>(a, token, lane);
@@ -124,22 +125,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   read_heads();  // after the table rows, because the compiler makes the thread wait for the heads right after their
                  // loads
   for (;;) {
-    heads.locate();
+    if (more_heads) heads.locate();
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
-      const bool present = active && heads.head(i) < heads.end, written = active && heads.head(i) < heads.out_end;
+      const bool present = active && more_heads, written = present && heads.head < heads.out_end;
       A scale = A(0);
       Numbers<A, V> numbers;
       if (heads.rotates()) {
         numbers = numbers_of(x[i]);
-        sum_t<once, A> sum = lane < tiling.chunks ? dot(numbers, numbers, chunk.whole) : A(0);
+        sum_t<once, A> sum = lane < tiling.chunks ? dot(numbers, numbers, chunk.whole()) : A(0);
         if constexpr (!once) {
           for (int index = lane + lanes; present && index < tiling.chunks; index += lanes) {
             const auto c = chunk_at(index);
             Elements<T, V> more;
-            read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, more);
+            read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, more);
             const auto m = numbers_of(more);
-            sum += dot(m, m, c.whole);
+            sum += dot(m, m, c.whole());
           }
         }
         scale = A(1) / root(A(sum_over_lanes(sum)) / A(p.head_dim) + A(a.norm_eps));
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 4)
           if (c.rotated) rotate<interleaved>(numbers, chunk_angles);
           x[i] = rounded<T, V>(numbers);
         }
-        if (written) write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, c);
+        if (written) write<vectors>(x[i], heads.out + heads.head * heads.out_step, heads.out_stride, c);
       };
       if constexpr (once) {
         finish(chunk, angles, weights);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         for (int index = lane; written && index < tiling.chunks; index += lanes) {
           const auto c = chunk_at(index);
           if (index != lane) {
-            read<vectors>(heads.in_at(heads.head(i)), heads.in_stride, c, x[i]);
+            read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, x[i]);
             numbers = numbers_of(x[i]);
           }
           if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
@@ -167,9 +168,10 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
       }
     }
-    if (!heads.next(kHeadsAtOnce)) break;
+    if (--steps == 0) break;
+    if (more_heads) more_heads = heads.next(kHeadsAtOnce);
     read_heads();
-    read_weights();
+    if (more_heads) read_weights();
   }
 }
 
@@ -184,6 +186,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
   const Tiling& tiling = backward.tiling;
+  wait_for_previous_kernel();
   const int tensor = int(blockIdx.y), lane = int(threadIdx.x), lanes = int(blockDim.x);
   const Operand& o = tensor == 0 ? p.q : p.k;
   const rope_int* x_strides = tensor == 0 ? n.q : n.k;
@@ -208,6 +211,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const bool inside = token_at + token_team < end;
     Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
     token.arrive();
+    token.template check<false>();
     Angles<A, V> angles;
     if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, token, lane);
     const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];
@@ -244,8 +248,8 @@ __global__ void __launch_bounds__(kThreads, 3)
           weights = weights_of<A, V>(a, tensor, c);
         }
         get(c, angles, x, back);
-        squares += dot(x, x, c.whole);
-        product += dot(weighted(back, weights), x, c.whole);
+        squares += dot(x, x, c.whole());
+        product += dot(weighted(back, weights), x, c.whole());
         if constexpr (once) break;
       }
       const A scale = A(1) / root(A(sum_over_lanes(squares)) / A(p.head_dim) + A(a.norm_eps));
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
           for (int i = 0; i < V; i++) {
             warp_sums[c.first + i] += double(w.first[i]);
-            if (c.whole) warp_sums[c.second + i] += double(w.second[i]);
+            if (c.whole()) warp_sums[c.second + i] += double(w.second[i]);
           }
         }
       }
@@ -293,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       }
       if (writes) {
         warp_sums[chunk.first + i] = first;
-        if (chunk.whole) warp_sums[chunk.second + i] = second;
+        if (chunk.whole()) warp_sums[chunk.second + i] = second;
       }
     }
   }
@@ -312,25 +316,25 @@ cudaError_t with_shape(const Tiling& tiling, F&& f) {
 
 }  // namespace
 
-cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
+cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
   return with_type(a.x_dtype, [&](auto tag) {
     using T = decltype(tag);
     return with_shape<T>(plan.tiling, [&](auto v, auto vectors, auto once) {
       constexpr int V = decltype(v)::value;
       constexpr bool vec = decltype(vectors)::value, one = decltype(once)::value;
-      return start(plan, stream,
+      return start(plan, queue,
                    a.params.interleaved ? norm_kernel<T, V, vec, one, true> : norm_kernel<T, V, vec, one, false>, a);
     });
   });
 }
 
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, cudaStream_t stream) {
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, Queue queue) {
   return with_type(n.rotate.x_dtype, [&](auto tag) {
     using T = decltype(tag);
     return with_shape<T>(plan.tiling.tiling, [&](auto v, auto vectors, auto once) {
       constexpr int V = decltype(v)::value;
       constexpr bool vec = decltype(vectors)::value, one = decltype(once)::value;
-      return start(plan.grid, plan.block, stream,
+      return start(plan.grid, plan.block, queue,
                    n.rotate.params.interleaved ? norm_backward_kernel<T, V, vec, one, true>
                                                : norm_backward_kernel<T, V, vec, one, false>,
                    n, plan.tiling, sums);

@@ -12,15 +12,23 @@
 // adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]).
 #pragma once
 
+#include <cmath>
+
 #include "../args.h"
 #include "../plan.h"
 
 namespace rope::cuda {
 
 constexpr int kThreads = 128;  // the most threads of a thread block
-// The number of threads that fill a multiprocessor: 2048 on sm_80, sm_90 and sm_100; others hold fewer (sm_120: 1536).
-// If a call has more threads than that, a thread takes more than one head.
-constexpr int kFilling = 2048;
+// The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
+// limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
+// leave 128. A cache and element offsets of 64 bits need more registers. With these bounds no kernel spills
+// (benchmarks/results/kernels.md).
+constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
+constexpr int kNormThreadBlocks = 4;  // the same for the kernels with a norm
+// Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
+// 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
+constexpr double kBytesUnderWay = 13e3;
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
 constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
@@ -34,14 +42,15 @@ struct Tiling {
   int vector;                       // channels of a vector
   int chunks, rotated;              // of a head; the rotated chunks come first
   rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
-  rope_int k_start, v_start;        // where the heads of k and v begin in that list
+  rope_int heads;                   // of the list
+  rope_int k_start, v_start;        // where the heads of k and v begin in it
   rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
-  rope_int first_position, last_position;  // the kernel asserts that a position is in this range
-  bool q_in_place, k_in_place;             // the result is written over the input
-  bool vectors;                            // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;                      // rows of cos and sin are read in vectors
-  bool narrow_slots;                       // every valid slot fits in 32 bits
+  uint64_t last_position;           // the allowed positions are 0 to last_position; UINT64_MAX: all, negative ones too
+  int q_in_place, k_in_place;       // the result is written over the input
+  bool vectors;                     // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;               // rows of cos and sin are read in vectors
+  bool narrow_slots;                // every valid slot fits in 32 bits
 };
 
 // Returns whether a team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a
@@ -161,61 +170,62 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
   const PositionRange range = position_range(p, /*cache_by_position=*/p.v.heads && !p.has_slots);
-  t.first_position = range.limited ? 0 : INT64_MIN;
-  t.last_position = range.last;
+  t.last_position = range.limited ? uint64_t(range.last) : UINT64_MAX;
   return plan;
 }
 
-// Returns the plan of a rotation, with or without a norm. The time of a call with few tokens is latency, so a thread
-// takes one head, and q, k and v are in thread blocks of their own. With more tokens a thread takes several heads. With
-// enough tokens to fill the GPU even so, one thread block takes all heads of its tokens, and each angle is loaded or
-// computed once.
+// Returns the plan of a rotation, with or without a norm. Of all plans that leave few threads idle it takes the one
+// with the least time. If some have about the same, it takes the one with most teams over heads, which share angles.
+//
+// Times count loads: the time from one load to the next that needs it is 1. A thread loads the position, then angles,
+// then two heads at a time. The GPU holds a number of thread blocks at a time, and takes all of them in rounds.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   const RopeParams& p = a.params;
   Plan plan = plan_head(a, p.has_norm, [&](auto&& f) { return all_sides(a, f); });
   Tiling& t = plan.tiling;
   t.position_step = position_step;
-  const rope_int heads = p.q.heads + p.k.heads + p.v.heads, most_heads = std::max(p.q.heads, p.k.heads);
-  if (heads == 0 || t.chunks == 0) return plan;  // an empty grid
+  t.k_start = p.q.heads;
+  t.v_start = t.k_start + p.k.heads;
+  t.heads = t.v_start + p.v.heads;
+  if (t.heads == 0 || t.chunks == 0) return plan;  // an empty grid
 
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = p.has_norm ? power_of_two(std::min(t.chunks, kWarp)) : std::min(t.chunks, kThreads);
   const rope_int teams = kThreads / x;
-  // The number of heads that each thread can take while the GPU is still full.
-  const rope_int filling = p.batch * p.seq * heads * x / (rope_int(processors) * kFilling);
+  const double held =  // thread blocks that the GPU holds at a time
+      double(processors) * (p.has_norm ? kNormThreadBlocks : resident_thread_blocks(p.v.heads, plan.wide_index));
+  // The time in which memory gives all heads.
+  const double memory = double(p.batch * p.seq) * double(t.heads * p.head_dim * size_of(a.x_dtype)) /
+                        (double(processors) * kBytesUnderWay);
+  // Returns the time of `rounds` rounds with n heads for each thread. The GPU is not full in a last round that is not
+  // whole; then the loads of a thread may take longer than memory needs.
+  const auto time_of = [&](double rounds, rope_int n) {
+    const double whole = std::floor(rounds), rest = rounds - whole;
+    return whole / rounds * memory + (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, 2))));
+  };
   const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
-  rope_int y, z, n;  // teams over heads, teams over tokens, and the number of heads of a tensor that a team takes
-  if (tokens_adjacent) {
-    z = std::min({p.seq, teams, kMaxBlockZ});
-    if (p.has_norm) z = power_of_two(z);
-    y = p.has_norm ? teams / z : std::min(most_heads, teams / z);
-    n = std::clamp<rope_int>(filling, 1, ceil_div(most_heads, y));
-  } else {
-    n = std::clamp<rope_int>(filling, 1, std::max<rope_int>(4, ceil_div(most_heads, teams)));
-    y = std::min(ceil_div(most_heads, n), teams);
-    if (p.has_norm) y = power_of_two(y);
-    z = std::min(teams / y, kMaxBlockZ);
+  double least = INFINITY;
+  // y: teams over heads, a power of two. z: teams over tokens. n: heads that a team takes.
+  for (rope_int y = 1 << 7; y >= 1; y /= 2) {
+    if (y > (tokens_adjacent ? std::max(rope_int(1), teams / std::min(p.seq, kMaxBlockZ)) : teams)) continue;
+    rope_int z = std::min(teams / y, kMaxBlockZ);
     if (!p.has_norm) z = std::min(z, p.seq);
-  }
-  // The number of heads that a team takes if its thread block takes all heads of a token.
-  const rope_int all_steps = ceil_div(p.q.heads, y) + ceil_div(p.k.heads, y) + ceil_div(p.v.heads, y);
-  if (filling >= all_steps) {
-    t.heads_per_thread_block = heads;
-    t.k_start = p.q.heads;
-    t.v_start = p.q.heads + p.k.heads;
-  } else {
-    // gridDim.y is at most heads / (y * n) + 3, because the heads of q, k and v are each rounded up to whole shares.
-    n = std::max(n, ceil_div(heads, y * (kMaxGrid - 3)));
-    n = ceil_div(most_heads, y * ceil_div(most_heads, y * n));  // as many thread blocks, with equal shares
+    const rope_int steps = ceil_div(t.heads, y);  // n, if one thread block takes all heads of a token
+    const double groups = double(ceil_div(p.seq, z)) * double(p.batch);
+    // As many thread blocks share the heads of a token as the GPU holds at a time.
+    rope_int n = ceil_div(steps, std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid));
+    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * t.heads; };  // more than one in 16 threads
+    while (n < steps && idle()) n++;
+    if (y > 1 && idle()) continue;
+    const rope_int shares = ceil_div(steps, n);
+    const double time = time_of(groups * double(shares) / held, n);
+    if (time >= 0.95 * least) continue;
+    least = time;
     t.heads_per_thread_block = y * n;
-    const auto padded = [&](rope_int n) { return ceil_div(n, t.heads_per_thread_block) * t.heads_per_thread_block; };
-    t.k_start = padded(p.q.heads);
-    t.v_start = t.k_start + padded(p.k.heads);
+    plan.block = {unsigned(x), unsigned(y), unsigned(z)};
+    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares), unsigned(std::min(p.batch, kMaxGrid))};
   }
-  plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(ceil_div(t.v_start + p.v.heads, t.heads_per_thread_block)),
-               unsigned(std::min(p.batch, kMaxGrid))};
   return plan;
 }
 

@@ -1,55 +1,53 @@
 // The kernel that rotates q and k without a norm. It can write k and v to a cache.
 #include "device.cuh"
-#include "kernels.h"
 
 namespace rope::cuda {
 namespace {
 
 constexpr int kHeadsAtOnce = 2;  // heads that a thread loads at a time
 
-// The second of the launch bounds is the number of thread blocks that a multiprocessor must hold, so it limits the
-// registers of a thread: 6 thread blocks of 128 threads leave it 80 registers, 5 leave 96, and 4 leave 128. A cache and
-// element offsets of 64 bits need more registers. With these bounds no kernel spills (benchmarks/results/kernels.md).
 template <typename T, int V, bool cache, bool interleaved, typename I>
-__global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
+__global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache, sizeof(I) == 8))
     rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   constexpr bool vectors = V > 1;
   const RopeParams& p = a.params;
+  wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   if (s >= p.seq) return;
   int index = int(threadIdx.x);
   do {
     Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
-    token.arrive();
     const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-    Heads<T, I, cache, false> heads(a, token, !chunk.rotated);
+    Heads<T, I, cache> heads(a, token, !chunk.rotated);
+    if (!heads.next(0)) continue;
     Elements<T, V> x[kHeadsAtOnce];
-    // Starts all loads at once. Instead of a head past the last one, the first head of these is read again. A branch
-    // around the load would make one load wait for the other; and to read the head of another team is not safe, because
-    // that team may be about to write it.
+    // Starts all loads at once. The thread does not read a head of another team, which may be about to write it.
     const auto read_heads = [&] {
 #pragma unroll
       for (int i = 0; i < kHeadsAtOnce; i++) {
-        const I head = heads.head(i) < heads.end ? heads.head(i) : heads.head(0);
-        read<vectors>(heads.in_at(head), heads.in_stride, chunk, x[i]);
+        const I head = heads.head_at(i);
+        if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
       }
     };
-    if (!heads.next(0)) continue;
+    AnglesOf<T, interleaved, V, I> angles(a, token, index);
+    const bool rotates = chunk.rotated && heads.rotates();
+    token.arrive();
+    if (rotates) angles.read();
     read_heads();
-    Angles<arithmetic_t<T>, V> angles;
-    if (chunk.rotated && heads.rotates()) angles = angles_of<T, interleaved, V>(a, token, index);
+    token.template check<cache>();
+    if (rotates) angles.finish();
     for (;;) {
       heads.locate();
 #pragma unroll
       for (int i = 0; i < kHeadsAtOnce; i++) {
+        const I head = heads.head_at(i);
+        if (head >= heads.out_end) break;
         if (chunk.rotated && heads.rotates()) {
           auto numbers = numbers_of(x[i]);
-          rotate<interleaved>(numbers, angles);
+          rotate<interleaved>(numbers, angles.angles);
           x[i] = rounded<T, V>(numbers);
         }
-        if (heads.head(i) < heads.out_end) {
-          write<vectors>(x[i], heads.out_at(heads.head(i)), heads.out_stride, chunk);
-        }
+        write<vectors>(x[i], heads.out + head * heads.out_step, heads.out_stride, chunk);
       }
       if (!heads.next(kHeadsAtOnce)) break;
       read_heads();
@@ -59,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, 6 - cache - (sizeof(I) == 8))
 }
 
 template <typename T, int V>
-cudaError_t launch(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
+cudaError_t launch(const RotateArgs& a, const Plan& plan, Queue queue) {
   const auto with_index = [&](auto index) {
     using I = decltype(index);
     const auto with_cache = [&](auto cache) {
       constexpr bool c = decltype(cache)::value;
-      return start(plan, stream,
+      return start(plan, queue,
                    a.params.interleaved ? rotate_kernel<T, V, c, true, I> : rotate_kernel<T, V, c, false, I>, a);
     };
     return a.params.v.heads ? with_cache(std::true_type()) : with_cache(std::false_type());
@@ -74,15 +72,22 @@ cudaError_t launch(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t rotate(const RotateArgs& a, const Plan& plan, cudaStream_t stream) {
+cudaError_t architecture(int& found) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, rotate_kernel<float, 4, false, false, int32_t>);
+  found = attributes.ptxVersion;
+  return error;
+}
+
+cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
   return with_type(a.x_dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
-    if (plan.tiling.vector == full) return launch<T, full>(a, plan, stream);
+    if (plan.tiling.vector == full) return launch<T, full>(a, plan, queue);
     if constexpr (full > 2) {
-      if (plan.tiling.vector == full / 2) return launch<T, full / 2>(a, plan, stream);
+      if (plan.tiling.vector == full / 2) return launch<T, full / 2>(a, plan, queue);
     }
-    return launch<T, 1>(a, plan, stream);
+    return launch<T, 1>(a, plan, queue);
   });
 }
 

@@ -2,7 +2,6 @@
 // numbers, its two sums are the real and the imaginary part of one sum of (g + ih)(a - ib). Each product is computed by
 // the function that rotates a pair: it rotates (g, h) by an "angle" whose cos is a and whose sin is -b.
 #include "device.cuh"
-#include "kernels.h"
 
 namespace rope::cuda {
 namespace {
@@ -29,6 +28,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   using A = arithmetic_t<T>;
   using I = int64_t;
   const RotateArgs& a = t.rotate;
+  wait_for_previous_kernel();
   const RopeParams& p = a.params;
   const TokensOfRows& tokens = t.tokens;
   const unsigned blocks = unsigned(backward.blocks_per_row), group = blockIdx.x / blocks,
@@ -124,12 +124,12 @@ __global__ void __launch_bounds__(kTableThreads, 2)
 
 }  // namespace
 
-cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, cudaStream_t stream) {
+cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue) {
   return with_type(b.rotate.x_dtype, [&](auto tag) {
     using T = decltype(tag);
     const auto with_vector = [&](auto v) {
       constexpr int V = decltype(v)::value;
-      return start(plan.grid, plan.block, stream,
+      return start(plan.grid, plan.block, queue,
                    b.rotate.params.interleaved ? table_backward_kernel<T, V, true> : table_backward_kernel<T, V, false>,
                    b, plan.tiling);
     };

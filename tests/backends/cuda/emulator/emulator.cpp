@@ -143,6 +143,7 @@ struct Thread {
   Fiber* fiber = nullptr;
   Wait wait = kNowhere;
   bool done = false;
+  bool waited = false;  // for the previous launch
   // Set while the thread is at a barrier or exchange of its warp:
   bool barrier = false;
   Memories memories = kNoMemory;
@@ -382,6 +383,9 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
     run.dirty_end = std::max(run.dirty_end, a + n);
   }
   if (!m->shared) {
+    if (run.launch->dependent && !run.threads[run.thread].waited) {
+      stop(where, write ? "write" : "read", " of memory before the thread waits for the previous launch");
+    }
     if (write && !m->writable) stop(where, "write of memory that is bound to be read");
     auto& counted = write ? m->stores : m->loads;
     counted.bytes += n;
@@ -660,6 +664,8 @@ void give_back(const Memory& m) {
 
 unsigned lane_index() { return run.thread % 32; }
 unsigned lanes() { return ~0u >> (32 - (warp_end() - warp_begin())); }
+
+void wait_for_previous_launch() { run.threads[run.thread].waited = true; }
 
 void fail(const char* what) {
   if (uintptr_t(__builtin_frame_address(0)) - run.stack < kStack) stop(__builtin_return_address(0), what);

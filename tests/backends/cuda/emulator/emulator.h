@@ -28,6 +28,7 @@ struct Launch {
   const void* arguments;
   Size3 threads = {0, 0, 0};                  // of the grid on each axis, if the last block is not full; else 0
   const std::vector<Bound>* bound = nullptr;  // if given, the only memory from allocate() that the kernel may touch
+  bool dependent = false;  // the kernel may begin before the previous one has ended, see wait_for_previous_launch()
 };
 void launch(const Launch&);
 

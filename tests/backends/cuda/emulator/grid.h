@@ -32,6 +32,10 @@ void block_barrier(const Site&, Memories = kAllMemory);
 void warp_barrier(unsigned mask, const Site&, Memories = kAllMemory);
 void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site&);
 
+// The running thread waits until the previous launch has ended. A thread of a dependent launch must call it before it
+// touches memory that other threads share.
+void wait_for_previous_launch();
+
 [[noreturn]] void fail(const char* what);  // ends the launch
 
 }  // namespace emulator

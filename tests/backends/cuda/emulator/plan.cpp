@@ -52,7 +52,7 @@ py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); 
 
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
-  d["position_range"] = py::make_tuple(t.first_position, t.last_position);
+  d["last_position"] = t.last_position;
   d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
 }
 

@@ -14,6 +14,7 @@ inline float __half2float(__half h) {
   if (rest < 0x0400) return __uint_as_float(__float_as_uint(float(rest) * 0x1p-24f) | sign);  // zero or subnormal
   return __uint_as_float(((rest << 13) + (rest < 0x7c00 ? 0x38000000u : 0x70000000u)) | sign);
 }
+inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 inline __half __float2half_rn(float f) {
   const unsigned all = __float_as_uint(f), sign = all >> 16 & 0x8000u, rest = all & 0x7fffffffu;
   unsigned bits;

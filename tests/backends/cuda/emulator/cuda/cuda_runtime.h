@@ -28,6 +28,11 @@ using dim3 = emulator::Size3;
 inline constexpr const dim3 &threadIdx = emulator::thread_index, &blockIdx = emulator::block_index,
                             &blockDim = emulator::block_size, &gridDim = emulator::grid_size;
 
+#define __CUDA_ARCH__ 900
+
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -106,11 +111,33 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*devi
   *value = 1;  // one multiprocessor, so that the small calls of the tests fill the GPU
   return cudaSuccess;
 }
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <typename... P>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P...)) {
+  attributes->ptxVersion = __CUDA_ARCH__ / 10;
+  return cudaSuccess;
+}
+
+// ---- dependent launches ----
+
+__forceinline__ void cudaGridDependencySynchronize() { emulator::wait_for_previous_launch(); }
+__forceinline__ void cudaTriggerProgrammaticLaunchCompletion() {}
 
 namespace emulator {
 // Returns whether a launch respects the limits that all GPUs share.
@@ -138,7 +165,14 @@ template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
   if (!emulator::fits(*config)) return cudaErrorInvalidConfiguration;
   const emulator::Call<P...> call{kernel, {std::forward<A>(arguments)...}};
-  emulator::launch({config->gridDim, config->blockDim, config->dynamicSmemBytes, reinterpret_cast<const void*>(kernel),
-                    &call.run, &call});
+  emulator::launch({config->gridDim,
+                    config->blockDim,
+                    config->dynamicSmemBytes,
+                    reinterpret_cast<const void*>(kernel),
+                    &call.run,
+                    &call,
+                    {0, 0, 0},
+                    nullptr,
+                    config->numAttrs && config->attrs->val.programmaticStreamSerializationAllowed});
   return cudaSuccess;
 }
