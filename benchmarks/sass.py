@@ -267,6 +267,8 @@ class Thread:
             a, b = (float(x) if re.fullmatch(r"-?[\d.e+-]+", x) else as_float(self.value(x)) for x in sources[:2])
             compare = COMPARE[next(m for m in modes if m.removesuffix("U") in COMPARE).removesuffix("U")]
             return [compare(a, b) and carries[0], not compare(a, b) and carries[0]]
+        if name == "P2R" and not modes:
+            return [sum(self.value(f"P{i}") << i for i in range(7) if v(2) >> i & 1) | v(1)]
         if name == "PRMT":
             data, select = (v(0) & 0xFFFFFFFF) | (v(2) & 0xFFFFFFFF) << 32, v(1)
             value = 0
