@@ -46,11 +46,13 @@ THREADS = 128  # of a thread block
 # The model of an H200. Only the bandwidth was ever measured; the others are assumptions.
 BANDWIDTH = 4.3e12  # bytes a second
 CLOCK = 1.755e9  # cycles a second
-LATENCY = 0.4e-6  # seconds from a load of memory to its value
+LATENCY = 0.4e-6  # seconds from a load to its value
+BUSY_LATENCY = 0.8e-6  # the same while memory is busy
 LAUNCH = 1.0e-6  # seconds of a kernel that does nothing
-CYCLES = 2  # of a thread for an instruction: some wait for the one before, which takes four
+CYCLES = 2  # of a thread for an instruction: some wait for the one before
 ISSUED = 4  # instructions a cycle and multiprocessor
-LITTLE = BANDWIDTH / plan.PROCESSORS * LATENCY  # bytes that a multiprocessor must have in flight
+# Bytes that a multiprocessor must be loading at any time. Half of the bandwidth is for loads, half for stores.
+LITTLE = BANDWIDTH / 2 / plan.PROCESSORS * BUSY_LATENCY
 
 
 # ---- tools ----
@@ -144,8 +146,9 @@ def compile_kernels(source: Path, archs: list[str]) -> tuple[list[dict], dict]:
     rows, codes = [], {}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "kernels.fatbin"
+        threads = f"--threads={os.environ.get('MAX_JOBS', 0)}"  # 0: as many as there are processors
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-        log = run("nvcc", *FLAGS, *targets, "--threads=0", "-Xptxas=-v", "-fatbin", source, "-o", output)
+        log = run("nvcc", *FLAGS, *targets, threads, "-Xptxas=-v", "-fatbin", source, "-o", output)
         found = resources(log)
         names = readable(sorted({name for name, _ in found}))
         for arch in archs:
@@ -174,9 +177,14 @@ def follow(code, arch: str, planned: dict, share: int = 0) -> list[sass.Step] | 
         return sass.Thread(code, bytes(bank), special, plan.tensor_at, lambda tensor, _: load(tensor)).run()
 
 
-def is_head(step: sass.Step, kind: str) -> bool:
-    """Returns whether a step loads (LD) or stores (ST) channels of a head."""
-    return step.op.startswith(kind) and step.op[2:3] == "G" and step.tensor in ("q", "k", "v", "q_out", "k_out", "v_out")
+def is_head(step: sass.Step) -> bool:
+    """Returns whether a step loads channels of a head."""
+    return step.op.startswith("LDG") and step.tensor in ("q", "k", "v")
+
+
+def stores_of(steps: list[sass.Step]) -> list[int]:
+    """Returns where a thread stores to memory: a rotation stores nothing but heads."""
+    return [i for i, step in enumerate(steps) if step.op.startswith("STG")]
 
 
 def chain(steps: list[sass.Step]) -> int | None:
@@ -190,14 +198,14 @@ def chain(steps: list[sass.Step]) -> int | None:
 def hot_loop(steps: list[sass.Step]) -> dict:
     """Returns figures of the part that a thread repeats for the heads of a tensor: the instructions from one store of a head
     until the thread reaches the same store again."""
-    stores = [i for i, step in enumerate(steps) if is_head(step, "ST")]
+    stores = stores_of(steps)
     again = [i for i in stores if steps[i].pc == steps[stores[0]].pc] if stores else []
     if len(again) < 3:
         return {}
     length = statistics.mode(b - a for a, b in zip(again, again[1:]))  # noqa: B905
     start = next(a for a, b in zip(again, again[1:]) if b - a == length)  # noqa: B905
     loop = steps[start : start + length]
-    bits = [int((re.findall(r"\.(64|128|256)\b", step.op) or ["32"])[0]) for step in loop if is_head(step, "LD")]
+    bits = [int((re.findall(r"\.(64|128|256)\b", step.op) or ["32"])[0]) for step in loop if is_head(step)]
     return {
         "loop": length,
         "prmt": sum(step.op.startswith("PRMT") for step in loop),
@@ -264,13 +272,12 @@ def predict(call: str, heads: tuple[int, int], tokens: int, divided: dict, code)
     threads = [steps for steps in threads if steps]
     if not threads:
         return {}
-    stores = [i for i, step in enumerate(threads[0]) if is_head(step, "ST")]
     executed = statistics.mean(map(len, threads)) * divided["thread_blocks"] * -(-divided["threads"] // 32)
     all_heads = heads[0] + heads[1] * (2 if "cache" in call else 1)
     row_bytes = plan.HEAD_DIM * 4 + 8 + 8 * ("cache" in call)  # of a token: cos and sin, position and slot
     parts = {
         "launch": LAUNCH,
-        "latency": 2 * LATENCY + stores[0] * CYCLES / CLOCK,  # the position, then the row of the table
+        "latency": 2 * LATENCY + stores_of(threads[0])[0] * CYCLES / CLOCK,  # the position, then the row of the table
         "issue": executed / (plan.PROCESSORS * ISSUED * CLOCK),
         "memory": tokens * (all_heads * plan.HEAD_DIM * 2 * 2 + row_bytes) / BANDWIDTH,
     }
@@ -324,8 +331,8 @@ def markdown(found: dict) -> str:
         "",
         "- Thread blocks and warps are those that a multiprocessor holds at the same time, in thread blocks of 128 threads.",
         "- Bytes in flight are those of the heads that all these threads load at once. Little's law asks for "
-        f"{LITTLE / 1000:.0f} KB at {BANDWIDTH / 1e12} TB/s",
-        f"  over {plan.PROCESSORS} multiprocessors, if a load takes {LATENCY * 1e9:.0f} ns.",
+        f"{LITTLE / 1000:.0f} KB: half of",
+        f"  {BANDWIDTH / 1e12} TB/s over {plan.PROCESSORS} multiprocessors, if a load of a busy memory takes {BUSY_LATENCY * 1e9:.0f} ns.",
         "- Position to table: the instructions that the first thread of a call on one token executes from the first that needs",
         "  the position to the first load of a table row, both included. The call has int64 positions, float32 tables whose",
         "  rows are aligned, and slots if it writes to a cache.",
@@ -335,13 +342,16 @@ def markdown(found: dict) -> str:
     ]
     shown = [
         row
-        | {"in_flight": f"{row['in_flight'] / 1000:.0f} KB" if "in_flight" in row else None, "kernel": f"`{row['kernel']}`"}
+        | {
+            "in_flight": f"{row['in_flight'] / 1000:.0f} KB" if "in_flight" in row else None,
+            "kernel": f"`{row['kernel']}`",
+        }
         for row in judged
     ]
     lines += table(
         {
             "kernel": "kernel",
-            "for": "arch",
+            "architecture": "arch",
             "registers": "registers",
             "spills": "spills",
             "stack": "stack",
@@ -429,13 +439,14 @@ def compact(found: dict) -> str:
 
 
 def main(out: Path) -> int:
+    found = releases()
     kernels, codes = [], {}
     for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
         rows, more = compile_kernels(source, ARCHS)
         kernels += rows
         codes |= more
     judged = judge(kernels, codes)
-    found = {**releases(), "judged": judged, "plans": plans(judged, codes), "kernels": kernels}
+    found |= {"judged": judged, "plans": plans(judged, codes), "kernels": kernels}
     out.mkdir(parents=True, exist_ok=True)
     (out / "kernels.json").write_text(compact(found))
     (out / "kernels.md").write_text(markdown(found))
