@@ -8,6 +8,7 @@ asks csrc/cuda/plan.h for the launch plans (plan.py), and writes kernels.json an
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -187,6 +188,12 @@ def stores_of(steps: list[sass.Step]) -> list[int]:
     return [i for i, step in enumerate(steps) if step.op.startswith("STG")]
 
 
+def loads_of_heads(steps: list[sass.Step]) -> int:
+    """Returns how often a thread loads heads, all that it loads at once counted as one."""
+    kinds = "".join("L" if is_head(step) else "S" for step in steps if is_head(step) or step.op.startswith("STG"))
+    return len(re.findall("L+", kinds))
+
+
 def chain(steps: list[sass.Step]) -> int | None:
     """Returns the number of instructions from the first that needs the position to the first load of a table row, both
     included."""
@@ -247,13 +254,17 @@ def judge(rows: list[dict], codes: dict) -> list[dict]:
 # ---- how a call is divided, and the predicted time ----
 
 
+def listed_heads(call: str, heads: tuple[int, int]) -> int:
+    """Returns the number of heads of q, k and, for a cache, v."""
+    return heads[0] + heads[1] * (2 if "cache" in call else 1)
+
+
 def divide(call: str, heads: tuple[int, int], tokens: int, kernel: dict) -> dict:
     """Returns how a call is divided among the thread blocks of an H200. kernel: the judged figures of its kernel.
 
     A thread slot is one step of one team, in which it can take one head of one token."""
     planned = plan.plan(call, tokens, heads)
     (x, y, z), (groups, shares, _) = planned["block"], planned["grid"]
-    all_heads = heads[0] + heads[1] * (2 if "cache" in call else 1)
     steps = -(-planned["heads_per_thread_block"] // y)
     thread_blocks = groups * shares
     held = resident(kernel["registers"], x * y * z, kernel["shared"], kernel["arch"])
@@ -261,7 +272,7 @@ def divide(call: str, heads: tuple[int, int], tokens: int, kernel: dict) -> dict
         "thread_blocks": thread_blocks,
         "threads": x * y * z,
         "waves": round(thread_blocks / (held * plan.PROCESSORS), 2),
-        "slots_used": round(all_heads * tokens / (thread_blocks * y * z * steps), 3),
+        "slots_used": round(listed_heads(call, heads) * tokens / (thread_blocks * y * z * steps), 3),
     }
 
 
@@ -269,19 +280,20 @@ def predict(call: str, heads: tuple[int, int], tokens: int, divided: dict, code)
     """Returns the predicted time of a call on an H200, in microseconds, and its parts."""
     planned = plan.plan(call, tokens, heads)
     threads = [follow(code, SHOWN, planned, share) for share in range(planned["grid"][1])]
-    threads = [steps for steps in threads if steps]
-    if not threads:
+    if not (threads := [steps for steps in threads if steps]):
         return {}
+    first_store = stores_of(threads[0])[0]
+    rounds = max(1, math.ceil(divided["waves"])) * max(loads_of_heads(steps) for steps in threads)
     executed = statistics.mean(map(len, threads)) * divided["thread_blocks"] * -(-divided["threads"] // 32)
-    all_heads = heads[0] + heads[1] * (2 if "cache" in call else 1)
     row_bytes = plan.HEAD_DIM * 4 + 8 + 8 * ("cache" in call)  # of a token: cos and sin, position and slot
+    first = 2 * LATENCY + first_store * CYCLES / CLOCK  # the position, then the row of the table
     parts = {
         "launch": LAUNCH,
-        "latency": 2 * LATENCY + stores_of(threads[0])[0] * CYCLES / CLOCK,  # the position, then the row of the table
+        "latency": first + (rounds - 1) * BUSY_LATENCY,
         "issue": executed / (plan.PROCESSORS * ISSUED * CLOCK),
-        "memory": tokens * (all_heads * plan.HEAD_DIM * 2 * 2 + row_bytes) / BANDWIDTH,
+        "memory": tokens * (listed_heads(call, heads) * plan.HEAD_DIM * 2 * 2 + row_bytes) / BANDWIDTH,
     }
-    time = parts["launch"] + parts["latency"] + max(parts["issue"], parts["memory"])
+    time = LAUNCH + max(parts["latency"], first + max(parts["issue"], parts["memory"]))
     return {
         **{name: round(seconds * 1e6, 2) for name, seconds in parts.items()},
         "predicted": round(time * 1e6, 1),
@@ -372,11 +384,13 @@ def markdown(found: dict) -> str:
         "call with a new result. Waves are thread blocks over those that the GPU holds at once. A thread slot is one step of",
         "one team, in which it can take one head of one token.",
         "",
-        "The predicted time is launch + latency + the larger of issue and memory; its bound is the largest of the four:",
+        "The predicted time is launch + the first of latency + the largest of what is left of latency, issue and memory. Its",
+        "bound is the largest of the four:",
         "",
         f"- launch: {LAUNCH * 1e6} us, a kernel that does nothing;",
-        f"- latency: {LATENCY * 1e9:.0f} ns for the position, as much for the row of the table, and {CYCLES} cycles at {CLOCK / 1e9} GHz for each",
-        "  instruction that a thread executes before its first store;",
+        f"- latency: first {LATENCY * 1e9:.0f} ns for the position, as much for the row of the table, and {CYCLES} cycles at {CLOCK / 1e9} GHz",
+        "  for each instruction that a thread executes before its first store. What is left is the number of times, less one,",
+        f"  that a multiprocessor must wait for heads, one after another, {BUSY_LATENCY * 1e9:.0f} ns each;",
         f"- issue: all instructions of all warps, {ISSUED} a cycle and multiprocessor;",
         f"- memory: all bytes that are read and written, at {BANDWIDTH / 1e12} TB/s.",
         "",

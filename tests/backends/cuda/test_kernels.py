@@ -10,7 +10,7 @@ import pytest
 from cases import ROOT
 
 sys.path.insert(0, str(ROOT))
-from benchmarks import kernels, sass  # noqa: E402
+from benchmarks import kernels, plan, sass  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 COMMITTED = json.loads(kernels.RESULTS.read_text())
@@ -57,6 +57,20 @@ def test_the_committed_plans_are_those_of_plan_h():
 
 def new_plans():
     return kernels.plans(COMMITTED["judged"])
+
+
+@needs_plans
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_a_call_in_place_is_divided_as_one_with_a_new_result(tokens):
+    pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    plans = [plan.plan("rotate", tokens, (32, 8), in_place) for in_place in (True, False)]
+    for key in ("block", "grid", "heads_per_thread_block", "vector"):
+        assert plans[0][key] == plans[1][key]
+    assert plans[0]["parameters"] != plans[1]["parameters"]
+
+
+def test_the_page_shows_the_committed_figures():
+    assert kernels.RESULTS.with_suffix(".md").read_text() == kernels.markdown(COMMITTED)
 
 
 @needs_plans
@@ -120,6 +134,18 @@ def compiled(source, folder):
 )
 def test_thread_blocks_that_a_multiprocessor_holds(registers, threads, shared, arch, expected):
     assert kernels.resident(registers, threads, shared, arch) == expected
+
+
+def test_the_predicted_time_is_no_less_than_its_parts():
+    rows = [row for row in COMMITTED["plans"] if "predicted" in row]
+    assert {row["bound"] for row in rows} == {"latency", "memory"}
+    for row in rows:
+        parts = {name: row[name] for name in ("launch", "latency", "issue", "memory")}
+        assert parts[row["bound"]] == max(parts.values())
+        assert parts["launch"] + parts[row["bound"]] - 0.06 <= row["predicted"] <= sum(parts.values()) + 0.06
+    # A call on 32,768 tokens of 32 and 8 heads reads and writes 10 KB for each head and token, and a table row of 512 bytes.
+    longest = [row for row in rows if (row["call"], row["heads"], row["tokens"]) == ("rotate", "32/8", 32768)]
+    assert longest[0]["memory"] == pytest.approx(32768 * (40 * 512 + 512 + 8) / 4.3e6, abs=0.01)
 
 
 ONES = 0xFFFFFFFF
