@@ -9,7 +9,8 @@ TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
 export PROMPT ?= Why is the sky blue?
 
-NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
+NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl) \
+  $(patsubst %,"nvidia-%==13.5.*",cuda-cuobjdump cuda-nvdisasm)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.

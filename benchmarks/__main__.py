@@ -3,6 +3,7 @@
 run      measures this machine and writes benchmarks/results/<its name>.jsonl; continues an interrupted run
 table    writes the tables in README.md and docs/benchmarks.md, from the committed results
 plot     draws the pictures in docs/, from the committed results
+kernels  judges the CUDA kernels without a GPU: machine code, launch plans and predicted times
 compare  lists the medians of a second run that lie outside the quartiles of the first run, widened by 25%
 """
 
@@ -98,6 +99,12 @@ def plot(args) -> int:
     return 0
 
 
+def kernels(args) -> int:
+    from . import kernels
+
+    return kernels.main(args.out or ROOT / "benchmarks" / "results")
+
+
 def compare(args) -> int:
     from .results import compare, file_of, read
 
@@ -131,10 +138,13 @@ def main() -> int:
     tabling.add_argument("--check", action="store_true", help="write nothing; the exit status is 1 if a table is stale")
     plotting = commands.add_parser("plot", help="draw the pictures in docs/")
     plotting.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the pictures")
+    judging = commands.add_parser("kernels", help="judge the CUDA kernels without a GPU; needs nvcc and cuobjdump")
+    judging.add_argument("--out", type=Path, metavar="FOLDER", help="folder of kernels.json and kernels.md")
     comparing = commands.add_parser("compare", help="compare a second run with the first")
     comparing.add_argument("new", type=Path, help="file of the second run")
     comparing.add_argument("old", type=Path, nargs="?", help="file of the first run (default: this machine's)")
-    for command, function in ((running, run), (tabling, table), (plotting, plot), (comparing, compare)):
+    chosen = (running, run), (tabling, table), (plotting, plot), (judging, kernels), (comparing, compare)
+    for command, function in chosen:
         command.set_defaults(function=function)
     args = parser.parse_args()
     if args.function is run and any(os.environ.get(k) != v for k, v in ENVIRONMENT.items()):

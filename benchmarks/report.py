@@ -404,7 +404,7 @@ def scores(lines: list[dict]) -> str:
 
 def cuda_kernels(_: list[dict]) -> str:
     """Returns what the compiler reports about the kernels in bfloat16 for sm_90. kernels.py collects it."""
-    rows = json.loads((FOLDER / "kernels.json").read_text())
+    rows = json.loads((FOLDER / "kernels.json").read_text())["kernels"]
     known = {x["kernel"]: x for x in rows if x["arch"] == "sm_90"}
     names = {
         "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int>",
@@ -416,7 +416,7 @@ def cuda_kernels(_: list[dict]) -> str:
     cells = []
     for what, name in names.items():
         half, interleaved = (known[name.format(x)] for x in ("false", "true"))
-        spills = half["spill_stores"] + half["spill_loads"]
+        spills = half.get("spills", 0)
         widest = max(int(re.sub(r"\D", "", width)) for width in half["loads"])
         cells.append([what, f"{half['registers']} ({interleaved['registers']})", str(spills), f"{widest // 8} bytes"])
     return markdown(["bfloat16, sm_90", "registers per thread (interleaved)", "spills", "widest load"], cells)

@@ -14,6 +14,7 @@ PATCH, REFERENCE, FUNCTIONAL = (
 VMAP, FLOPS, PARALLEL, IN_PLACE = (
     f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "in_place")
 )
+SASS, JUDGE, KERNELS = "benchmarks/sass.py", "benchmarks/kernels.py", "tests/backends/cuda/test_kernels.py"
 TRANSFORMERS, ROTARY = "tests/integrations/test_transformers.py", "tests/modules/test_rotary_embedding.py"
 
 MUTANTS = [
@@ -390,5 +391,146 @@ MUTANTS = [
         "return self._copy(function, function.__globals__, closure, new._torch_rope)",
         "return new",
         TRANSFORMERS,
+    ),
+    # the judge of the CUDA kernels
+    (
+        "judge: a subtraction has no carry",
+        SASS,
+        'return (1 << bits) - (text[0] == "~") - self',
+        'return -(text[0] == "~") - self',
+        KERNELS,
+    ),
+    (
+        "judge: a complement is a negation",
+        SASS,
+        '(text[0] == "~")',
+        "0",
+        KERNELS,
+    ),
+    (
+        "judge: the carry is left out",
+        SASS,
+        'sum(carries) if "X" in modes else 0',
+        "0",
+        KERNELS,
+    ),
+    (
+        "judge: comparisons are unsigned",
+        SASS,
+        "else signed(value, width)",
+        "else value",
+        KERNELS,
+    ),
+    (
+        "judge: a comparison of 64 bits leaves out the low bits",
+        SASS,
+        "elif a == b:",
+        "elif False:",
+        KERNELS,
+    ),
+    (
+        "judge: a guard that is false does not keep a register",
+        SASS,
+        "        if active is False:\n            return\n        registers",
+        "        registers",
+        KERNELS,
+    ),
+    (
+        "judge: a thread goes on where its path is not known",
+        SASS,
+        "if active is None:\n                raise",
+        "if False:\n                raise",
+        KERNELS,
+    ),
+    (
+        "judge: what a value was loaded from is forgotten",
+        SASS,
+        "self.uses.add(self.loaded[name])",
+        "pass",
+        KERNELS,
+    ),
+    (
+        "judge: a load has no offset",
+        SASS,
+        '+ int(offset or "0", 16)\n',
+        "\n",
+        KERNELS,
+    ),
+    (
+        "judge: the load of the table row does not count",
+        JUDGE,
+        "return table - first + 1 if",
+        "return table - first if",
+        KERNELS,
+    ),
+    (
+        "judge: bytes are counted as bits",
+        JUDGE,
+        "sum(bits) // 8",
+        "sum(bits)",
+        KERNELS,
+    ),
+    (
+        "judge: a warp takes any number of registers",
+        JUDGE,
+        "-(-registers * 32 // 256) * 256",
+        "registers * 32",
+        KERNELS,
+    ),
+    (
+        "judge: a multiprocessor's registers are not in quarters",
+        JUDGE,
+        "4 * (16384 // (-(-registers * 32 // 256) * 256))",
+        "65536 // (-(-registers * 32 // 256) * 256)",
+        KERNELS,
+    ),
+    (
+        "judge: thread blocks have no limit",
+        JUDGE,
+        "return min(most_threads // (warps * 32), most_blocks, in",
+        "return min(most_threads // (warps * 32), in",
+        KERNELS,
+    ),
+    (
+        "judge: shared memory has no limit",
+        JUDGE,
+        "in_registers, kilobytes * 1024 // (shared + 1024))",
+        "in_registers)",
+        KERNELS,
+    ),
+    (
+        "judge: slots of tokens past the last are not counted",
+        JUDGE,
+        "(thread_blocks * y * z * steps)",
+        "(thread_blocks * y * steps)",
+        KERNELS,
+    ),
+    (
+        "judge: waves are those of one multiprocessor",
+        JUDGE,
+        "thread_blocks / (held * plan.PROCESSORS)",
+        "thread_blocks / held",
+        KERNELS,
+    ),
+    (
+        "judge: the bound is the smallest part",
+        JUDGE,
+        "max(parts, key=parts.get)",
+        "min(parts, key=parts.get)",
+        KERNELS,
+    ),
+    (
+        "judge: v of a cache is not counted",
+        JUDGE,
+        'heads[1] * (2 if "cache" in call else 1)',
+        "heads[1]",
+        KERNELS,
+    ),
+    (
+        "judge: a result is not counted as bytes",
+        JUDGE,
+        "plan.HEAD_DIM * 2 * 2 + row_bytes",
+        "plan.HEAD_DIM * 2 + row_bytes",
+        KERNELS,
     ),
 ]

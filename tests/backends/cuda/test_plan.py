@@ -1,21 +1,19 @@
 """Tests of the launch plans of csrc/cuda/plan.h: the width of accesses and of element offsets, and the grid, which follow
 from sizes, strides and addresses alone. The loops that the kernels run over a plan are repeated here in Python."""
 
-import importlib.machinery
-import importlib.util
 import itertools
 import math
 import random
 import shutil
-import subprocess
 import sys
-import sysconfig
 
 import pytest
 import torch
 from cases import DTYPES, LAYOUTS, ROOT
 
-SOURCE = ROOT / "tests/backends/cuda/emulator/plan.cpp"
+sys.path.insert(0, str(ROOT))
+from benchmarks.plan import module  # noqa: E402
+
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
@@ -23,26 +21,10 @@ THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
 
 
-def build():
-    pybind11 = pytest.importorskip("pybind11", reason="pybind11 is not installed")
-    library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
-    made_of = [SOURCE, *ROOT.glob("csrc/*.h"), ROOT / "csrc/cuda/plan.h"]
-    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in made_of):
-        library.parent.mkdir(parents=True, exist_ok=True)
-        new = library.with_suffix(f".{random.SystemRandom().getrandbits(32)}")
-        include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
-        flags = ["-std=c++20", "-O0", "-Wall", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden"]
-        subprocess.run(["g++", *flags, *include, SOURCE, "-o", new], check=True)
-        new.replace(library)
-    return library
-
-
 @pytest.fixture(scope="module")
 def library():
-    loader = importlib.machinery.ExtensionFileLoader("rope_plan", str(build()))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("rope_plan", loader))
-    loader.exec_module(module)
-    return module
+    pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    return module()
 
 
 # ---- calls with tensors that have no memory ----

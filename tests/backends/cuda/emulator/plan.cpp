@@ -1,4 +1,4 @@
-// The Python module rope_plan: the functions of csrc/cuda/plan.h for test_plan.py. Plain C++, without torch or CUDA.
+// The Python module rope_plan: the functions of csrc/cuda/plan.h, which benchmarks/plan.py builds. Plain C++, without torch or CUDA.
 #include "../../../../csrc/cuda/plan.h"
 
 #include <pybind11/pybind11.h>
@@ -45,10 +45,19 @@ RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, con
   a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
   p.source = source, p.table_rows = table_rows, p.inv_freq = inv_freq;
   p.has_norm = norm;
+  a.wide_positions = a.wide_slots = true;
+  p.factor_hi = 1;
   return a;
 }
 
 py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); }
+
+// The parameters of a kernel, as its constant bank holds them.
+template <typename Parameter>
+py::bytes bytes_of(const Parameter& p) {
+  static_assert(sizeof(Parameter) % 8 == 0);
+  return {reinterpret_cast<const char*>(&p), sizeof(Parameter)};
+}
 
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
@@ -70,6 +79,7 @@ py::dict plan(int processors, Call... call) {
   d["batch"] = a.params.batch, d["seq"] = a.params.seq;
   const RopeParams& p = a.params;
   d["strides"] = py::make_tuple(p.q.in[1], p.q.out[1], p.k.in[1], p.k.out[1], p.v.in[1], p.positions[1], p.slots[1]);
+  d["parameters"] = bytes_of(a) + bytes_of(t);  // both are aligned to 8 bytes
   return d;
 }
 

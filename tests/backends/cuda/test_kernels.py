@@ -1,0 +1,230 @@
+"""Tests of what the compiler makes of the CUDA kernels, and of how calls fill a GPU: limits, and the committed figures of
+`python -m benchmarks kernels`. No test needs a GPU."""
+
+import hashlib
+import json
+import shutil
+import sys
+
+import pytest
+from cases import ROOT
+
+sys.path.insert(0, str(ROOT))
+from benchmarks import kernels, plan, sass  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+COMMITTED = json.loads(kernels.RESULTS.read_text())
+JUDGED = {(row["name"], row["arch"]): row for row in COMMITTED["judged"]}
+REGISTERS = {"rotate": 72, "cache": 80, "norm": 100}  # the most of a thread
+FIGURES = ("registers", "spills", "chain", "loop", "prmt", "at_once")
+needs_plans = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
+needs_nvcc = pytest.mark.skipif(
+    not all(map(kernels.find, ("nvcc", "cuobjdump", "nvdisasm"))), reason="nvcc, cuobjdump or nvdisasm was not found"
+)
+
+
+@pytest.mark.parametrize("name, arch", JUDGED)
+def test_registers_are_few_and_none_spills(name, arch):
+    assert JUDGED[name, arch]["spills"] == 0
+    assert arch != "sm_90" or JUDGED[name, arch]["registers"] <= REGISTERS.get(name, 255)
+
+
+def test_a_decode_step_reads_its_tables_soon_and_no_loop_rearranges_bytes():
+    rotate = JUDGED["rotate", "sm_90"]
+    assert rotate["chain"] <= 50 and rotate["prmt"] == 0
+
+
+@pytest.mark.parametrize("row", COMMITTED["judged"], ids=lambda row: f"{row['name']} {row['arch']}")
+def test_enough_bytes_are_in_flight(row):
+    assert row.get("in_flight", kernels.LITTLE) >= kernels.LITTLE
+
+
+@pytest.mark.parametrize("call", ["rotate", "cache"])
+def test_thread_slots_are_used_from_512_tokens_on(call):
+    rows = [row for row in COMMITTED["plans"] if row["call"] == call and row["tokens"] >= 512]
+    assert rows and not [row for row in rows if row["slots_used"] < 0.9]
+
+
+@needs_plans
+def test_the_committed_plans_are_those_of_plan_h():
+    """If a plan changed on purpose, `python -m benchmarks kernels` writes the new figures."""
+    pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    known = [
+        {key: row[key] for key in row if key in new} for row, new in zip(COMMITTED["plans"], new_plans(), strict=True)
+    ]
+    assert known == new_plans()
+
+
+def new_plans():
+    return kernels.plans(COMMITTED["judged"])
+
+
+@needs_plans
+@pytest.mark.parametrize("tokens", kernels.TOKENS)
+def test_a_call_in_place_is_divided_as_one_with_a_new_result(tokens):
+    pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    plans = [plan.plan("rotate", tokens, (32, 8), in_place) for in_place in (True, False)]
+    for key in ("block", "grid", "heads_per_thread_block", "vector"):
+        assert plans[0][key] == plans[1][key]
+    assert plans[0]["parameters"] != plans[1]["parameters"]
+
+
+def test_the_page_shows_the_committed_figures():
+    assert kernels.RESULTS.with_suffix(".md").read_text() == kernels.markdown(COMMITTED)
+
+
+@needs_plans
+@needs_nvcc
+@pytest.mark.parametrize("source", ["rotate", "norm"])
+def test_the_committed_figures_are_those_of_the_compiler(source, tmp_path):
+    """Compiles the kernels of bfloat16 for sm_90. If a kernel changed on purpose, `python -m benchmarks kernels` writes the new
+    figures."""
+    pytest.importorskip("pybind11", reason="pybind11 is not installed")
+    if kernels.releases()["nvcc"] != COMMITTED["nvcc"]:
+        pytest.skip(f"the committed figures are those of nvcc {COMMITTED['nvcc']}")
+    found = {row["name"]: row for row in compiled(source, tmp_path)}
+    assert found
+    for name, row in found.items():
+        committed = JUDGED[name, "sm_90"]
+        assert {key: row.get(key) for key in FIGURES} == {key: committed.get(key) for key in FIGURES}
+
+
+def compiled(source, folder):
+    """Returns the judged kernels of csrc/cuda/<source>.cu, and keeps them in build/ until a file that they follow from changes."""
+    known = hashlib.sha256(source.encode())
+    for path in sorted([*ROOT.glob("csrc/**/*"), *ROOT.glob("benchmarks/*.py")]):
+        if path.suffix in (".h", ".cuh", ".py") or path.parent.name == "cuda":
+            known.update(path.read_bytes())
+    kept = ROOT / "build/nvcc" / f"{known.hexdigest()}.json"
+    if not kept.exists():
+        # Only the kernels of one type are compiled, because the sources choose the type by calling with_type().
+        file = folder / "bfloat16.cu"
+        file.write_text(
+            '#include "cuda/device.cuh"\n'
+            "namespace rope::cuda {\n"
+            "template <typename F>\n"
+            "cudaError_t with_bfloat16(DType, F&& f) { return f(__nv_bfloat16()); }\n"
+            "}\n"
+            "#define with_type with_bfloat16\n"
+            f'#include "cuda/{source}.cu"\n'
+        )
+        rows = kernels.judge(*kernels.compile_kernels(file, ["90"]))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(rows))
+    return json.loads(kept.read_text())
+
+
+# ---- the figures themselves ----
+
+
+@pytest.mark.parametrize(
+    "registers, threads, shared, arch, expected",
+    [
+        (72, 128, 0, "sm_90", 7),
+        (80, 128, 0, "sm_90", 6),
+        (96, 128, 0, "sm_90", 5),
+        (104, 128, 0, "sm_90", 4),
+        (32, 128, 0, "sm_90", 16),  # 2048 threads
+        (32, 128, 0, "sm_120", 12),  # 1536 threads
+        (16, 32, 0, "sm_90", 32),  # thread blocks
+        (16, 32, 0, "sm_120", 24),
+        (80, 88, 0, "sm_90", 8),  # three warps
+        (16, 128, 31 * 1024, "sm_120", 3),  # 100 KB, and 1 KB of each thread block is reserved
+    ],
+)
+def test_thread_blocks_that_a_multiprocessor_holds(registers, threads, shared, arch, expected):
+    assert kernels.resident(registers, threads, shared, arch) == expected
+
+
+def test_the_predicted_time_is_no_less_than_its_parts():
+    rows = [row for row in COMMITTED["plans"] if "predicted" in row]
+    assert {row["bound"] for row in rows} == {"latency", "memory"}
+    for row in rows:
+        parts = {name: row[name] for name in ("launch", "latency", "issue", "memory")}
+        assert parts[row["bound"]] == max(parts.values())
+        assert parts["launch"] + parts[row["bound"]] - 0.06 <= row["predicted"] <= sum(parts.values()) + 0.06
+    # A call on 32,768 tokens of 32 and 8 heads reads and writes 10 KB for each head and token, and a table row of 512 bytes.
+    longest = [row for row in rows if (row["call"], row["heads"], row["tokens"]) == ("rotate", "32/8", 32768)]
+    assert longest[0]["memory"] == pytest.approx(32768 * (40 * 512 + 512 + 8) / 4.3e6, abs=0.01)
+
+
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    "instruction, before, after",
+    [
+        ("IADD3 R2, P0, R0, R1, RZ", {"R0": ONES, "R1": 2}, {"R2": 1, "P0": True}),
+        ("IADD3 R2, P0, R0, -R1, RZ", {"R0": 5, "R1": 6}, {"R2": ONES, "P0": False}),
+        ("IADD3.X R2, R0, ~R1, RZ, P0, !PT", {"R0": 5, "R1": 3, "P0": True}, {"R2": 2}),
+        ("IMAD.X R2, R0, 0x1, R1, P0", {"R0": 5, "R1": 3, "P0": True}, {"R2": 9}),
+        ("IMAD.WIDE R2, R0, 0x2, R4", {"R0": ONES, "R4": 1, "R5": 1}, {"R2": ONES, "R3": 0}),
+        ("IMAD.WIDE.U32 R2, R0, 0x2, RZ", {"R0": ONES}, {"R2": ONES - 1, "R3": 1}),
+        ("LEA R2, P0, R0, R1, 0x1", {"R0": 0x80000001, "R1": ONES}, {"R2": 1, "P0": True}),
+        ("LEA.HI.X R2, R0, R1, R3, 0x1, P0", {"R0": 1 << 31, "R1": 4, "R3": 2, "P0": True}, {"R2": 10}),
+        ("LEA.HI.X.SX32 R2, R0, R1, 0x1, P0", {"R0": ONES, "R1": 4, "P0": False}, {"R2": 3}),
+        ("SHF.R.S32.HI R2, RZ, 0x1f, R0", {"R0": ONES}, {"R2": ONES}),
+        ("SHF.R.U64 R2, R0, 0x1, R1", {"R0": 2, "R1": 1}, {"R2": 0x80000001}),
+        ("SHF.L.U64.HI R2, R0, 0x1, R1", {"R0": 1 << 31, "R1": 1}, {"R2": 3}),
+        ("ISETP.GT.AND P0, PT, R0, RZ, PT", {"R0": ONES}, {"P0": False}),
+        ("ISETP.GT.U32.AND P0, PT, R0, RZ, PT", {"R0": ONES}, {"P0": True}),
+        ("ISETP.GE.AND.EX P0, PT, R0, R1, PT, P1", {"R0": 1, "R1": 1, "P1": False}, {"P0": False}),
+        ("ISETP.NE.OR P0, PT, R0, RZ, P1", {"R0": 0, "P1": True}, {"P0": True}),
+        ("FSETP.EQ.AND P0, PT, R0, 1, PT", {"R0": 0x3F800000}, {"P0": True}),
+        ("VIADDMNMX R2, R0, R1, R3, PT", {"R0": 5, "R1": ONES, "R3": 7}, {"R2": 4}),
+        ("VIMNMX R2, RZ, R0, !PT", {"R0": ONES}, {"R2": 0}),
+        ("SEL R2, R0, 0x7, !P0", {"R0": 5, "P0": True}, {"R2": 7}),
+        ("PRMT R2, R0, 0x9910, RZ", {"R0": 0x8000}, {"R2": 0xFFFF8000}),
+        ("LOP3.LUT P0, R2, R0, 0xff, RZ, 0xc0, !PT", {"R0": 0x103}, {"R2": 3, "P0": True}),
+        ("PLOP3.LUT P2, PT, P0, P1, PT, 0x80, 0x0", {"P0": True, "P1": False}, {"P2": False}),
+        ("P2R R2, PR, RZ, 0x4", {"P2": True}, {"R2": 4}),
+        ("HFMA2.MMA R2, -RZ, RZ, 0, 5.9604644775390625e-08", {}, {"R2": 1}),
+        ("LDC.U8 R2, c[0x0][R0+0x2]", {"R0": 1}, {"R2": 3}),
+        ("LDC.64 R2, c[0x0][0x8]", {}, {"R2": 0x0B0A0908, "R3": 0x0F0E0D0C}),
+        ("@P0 MOV R2, 0x5", {"P0": False, "R2": 3}, {"R2": 3}),
+        ("MUFU.RCP R2, R0", {"R0": 3, "R2": 3}, {"R2": None}),
+    ],
+)
+def test_an_instruction(instruction, before, after):
+    thread = sass.Thread(code(instruction), bytes(range(16)), {}, None, None)
+    thread.registers |= before
+    thread.run()
+    assert {name: thread.registers[name] for name in after} == after
+
+
+def code(*instructions):
+    lines = [f"/*{16 * i:04x}*/ {text} ;" for i, text in enumerate([*instructions, "EXIT"])]
+    return sass.functions("Function : f\n" + "\n".join(lines))["f"]
+
+
+def test_the_figures_of_a_thread():
+    """The thread reads its position, a row of the table and three heads, one after another. R4 counts the heads."""
+    thread = sass.Thread(
+        code(
+            "LDG.E R0, desc[UR4][R2.64]",  # position
+            "MOV R4, 0x3",
+            "IMAD.WIDE R6, R0, 0x4, R8",
+            "LDG.E.128 R12, desc[UR4][R6.64+0x10]",  # cos
+            "LDG.E.128 R16, desc[UR4][R10.64]",  # q; the loop begins
+            "PRMT R16, R16, 0x5410, R17",
+            "STG.E.128 desc[UR4][R10.64], R16",
+            "IADD3 R4, R4, -0x1, RZ",
+            "ISETP.NE.AND P0, PT, R4, RZ, PT",
+            "@P0 BRA 0x40",
+        ),
+        b"",
+        {},
+        {1 << 40: "positions", 2 << 40 | 36: "cos", 3 << 40: "q"}.get,
+        lambda tensor, _: 5 if tensor == "positions" else None,
+    )
+    thread.registers |= {"R2": 0, "R3": 1 << 8, "R8": 0, "R9": 2 << 8, "R10": 0, "R11": 3 << 8}
+    ran = thread.run()
+    assert kernels.chain(ran) == 2
+    assert kernels.hot_loop(ran) == {"loop": 6, "prmt": 1, "at_once": 16}
+    assert [step.tensor for step in ran if step.tensor] == ["positions", "cos", *["q"] * 6]
+
+
+def test_a_thread_stops_where_its_path_is_not_known():
+    for unknown in ("@P0 BRA 0x0", "@P0 EXIT", "CALL.REL.NOINC 0x0", "BRX R0 -0x10"):
+        with pytest.raises(sass.Unknown):
+            sass.Thread(code(unknown), b"", {}, None, None).run()
