@@ -205,10 +205,10 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     return whole / rounds * memory + (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, 2))));
   };
   const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
+  const rope_int most = tokens_adjacent ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
   double least = INFINITY;
   // y: teams over heads, a power of two. z: teams over tokens. n: heads that a team takes.
-  for (rope_int y = 1 << 7; y >= 1; y /= 2) {
-    if (y > (tokens_adjacent ? std::max(rope_int(1), teams / std::min(p.seq, kMaxBlockZ)) : teams)) continue;
+  for (rope_int y = power_of_two(most + 1) / 2; y >= 1; y /= 2) {
     rope_int z = std::min(teams / y, kMaxBlockZ);
     if (!p.has_norm) z = std::min(z, p.seq);
     const rope_int steps = ceil_div(t.heads, y);  // n, if one thread block takes all heads of a token

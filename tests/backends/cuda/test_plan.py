@@ -319,36 +319,35 @@ def test_slots_have_32_bits_if_all_of_them_fit(blocks, block_size, narrow, plan)
 
 
 def test_positions_are_within_the_table_and_the_cache(plan):
-    every_position = (-(2**63), 2**63 - 1)
+    every_position = 2**64 - 1  # compared without a sign, so negative positions are allowed too
     q = meta(2, 5, 1, 8)
     table, cache = meta(1, 30, 1, 4)[0, :, 0], meta(3, 20, 1, 8)
     slots = positions = torch.empty(2, 5, device="meta")
     by_token = [meta(1, 5, 1, 4)[:, :, 0]] * 2
-    assert plan(q)["position_range"] == every_position
-    assert plan(q, positions=positions)["position_range"] == every_position
-    assert plan(q, tables=by_token, by_token=True)["position_range"] == every_position
-    assert plan(q, tables=[table] * 2)["position_range"] == (0, 29)
+    assert plan(q)["last_position"] == every_position
+    assert plan(q, positions=positions)["last_position"] == every_position
+    assert plan(q, tables=by_token, by_token=True)["last_position"] == every_position
+    assert plan(q, tables=[table] * 2)["last_position"] == 29
     for tables, last in (None, 19), ([table[:7]] * 2, 6), ([table] * 2, 19):
-        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["position_range"] == (0, last)
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["position_range"] == every_position
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["position_range"] == (0, 29)
+        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["last_position"] == last
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["last_position"] == every_position
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["last_position"] == 29
 
 
 # ---- the grid ----
 
 
 def heads_of(plan, heads):
-    """Returns how often each head of q, k and v is taken by the loop of Heads in device.cuh."""
+    """Returns how often each head of q, k and v is taken. The teams of a thread block take the heads of its share, a part of
+    the list of all heads, in turns."""
     _, teams, _ = plan["block"]
-    counts = [[0] * n for n in heads]
-    for block in range(plan["grid"][1]):
-        for tensor, (n, start) in enumerate(zip(heads, plan["starts"], strict=True)):
-            first = block * plan["heads_per_thread_block"] - start
-            begin, end = max(first, 0), min(first + plan["heads_per_thread_block"], n)
-            for team in range(teams):
-                for head in range(begin + team, end, teams):
-                    counts[tensor][head] += 1
-    return counts
+    assert plan["starts"] == (0, heads[0], heads[0] + heads[1])
+    counts = [0] * sum(heads)
+    for first in range(0, plan["grid"][1] * plan["heads_per_thread_block"], plan["heads_per_thread_block"]):
+        for team in range(teams):
+            for head in range(first + team, min(first + plan["heads_per_thread_block"], len(counts)), teams):
+                counts[head] += 1
+    return [counts[start : start + n] for start, n in zip(plan["starts"], heads, strict=True)]
 
 
 def channels_of(plan, head_dim, rotary_dim, norm):
@@ -373,7 +372,7 @@ def channels_of(plan, head_dim, rotary_dim, norm):
 
 def assert_within_limits(plan, norm=False):
     x, y, z = plan["block"]
-    assert 1 <= x * y * z <= THREADS and z <= MOST_Z
+    assert 1 <= x * y * z <= THREADS and z <= MOST_Z and y & (y - 1) == 0
     assert plan["grid"][0] < 2**31 and max(plan["grid"][1:]) <= MOST_GRID and min(plan["grid"]) > 0
     if norm:  # the lanes of a head are in one warp, and every warp is full
         assert x & (x - 1) == 0 and x <= WARP and x * y * z % WARP == 0
@@ -438,33 +437,67 @@ def test_sizes_past_what_a_grid_has(batch, seq, q_heads, k_heads, head_dim, layo
         assert_within_limits(p, norm)
         assert p["grid"][2] == min(p["batch"], MOST_GRID)
         assert p["grid"][0] * p["block"][2] >= p["seq"]
-        last_start, last_heads = p["starts"][len(tensors) - 1], tensors[-1].shape[2]
-        assert p["grid"][1] * p["heads_per_thread_block"] >= last_start + last_heads
-        assert p["starts"][1] >= q_heads and p["starts"][2] - p["starts"][1] >= k_heads
+        assert p["grid"][1] * p["heads_per_thread_block"] >= sum(t.shape[2] for t in tensors)
+        assert p["starts"] == (0, q_heads, q_heads + k_heads)
 
 
-@pytest.mark.parametrize("norm", [False, True])
+def steps_of(plan):
+    """Returns the number of heads that a team takes."""
+    return plan["heads_per_thread_block"] // plan["block"][1]
+
+
+def of_tokens(plan, tokens, heads, kind="rotate", dtype=torch.bfloat16, **options):
+    """Returns the plan of one sequence with heads of 128 channels."""
+    q_heads, k_heads = heads
+    q, k = (meta(1, tokens, h, 128, dtype=dtype) for h in heads)
+    cache = meta(1, 2**20, k_heads, 128, dtype=dtype)
+    tensors, outputs = ([q, k], None) if kind == "rotate" else ([q, k, k], [cache, cache])
+    return plan(*tensors, outputs=outputs, norm="norm" in kind, **options)
+
+
+# (kind, tokens) -> (teams over heads, teams over tokens, heads that a team takes)
+PLANS = {
+    ("rotate", 1): (8, 1, 1),
+    ("rotate", 16): (8, 2, 1),
+    ("rotate", 128): (8, 2, 1),
+    ("rotate", 512): (4, 4, 2),  # two heads take no longer than one
+    ("rotate", 1024): (8, 2, 5),
+    ("rotate", 2048): (4, 4, 10),  # (8, 2, 5) would leave a small part of the thread blocks for a second round
+    ("rotate", 3072): (8, 2, 5),
+    ("rotate", 32768): (8, 2, 5),
+    ("cache", 1): (16, 1, 1),
+    ("cache", 512): (8, 2, 2),
+    ("cache", 1024): (8, 2, 6),
+    ("cache", 2048): (16, 1, 3),
+}
+
+
+@pytest.mark.parametrize("kind, tokens", PLANS)
+def test_the_plan_of_many_tokens(kind, tokens, plan):
+    p = of_tokens(plan, tokens, (32, 8), kind)
+    assert (*p["block"][1:], steps_of(p)) == PLANS[kind, tokens]
+
+
+@pytest.mark.parametrize("kind", ["rotate", "cache", "norm cache"])
+def test_few_threads_are_idle(kind, plan):
+    """A thread block has no teams for heads that do not exist, except a few."""
+    for heads in (32, 8), (8, 1), (64, 8), (40, 8), (71, 1), (1, 1), (28, 4), (14, 2):
+        count = sum(heads) + ("cache" in kind) * heads[1]
+        for tokens in 512, 1024, 2048, 3072, 4096, 32768:
+            p = of_tokens(plan, tokens, heads, kind)
+            assert 16 * count * tokens >= 15 * math.prod(p["grid"]) * math.prod(p["block"][1:]) * steps_of(p)
+
+
+@pytest.mark.parametrize("kind", ["rotate", "cache", "norm cache"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_one_token_is_spread_and_many_share_their_angles(dtype, norm, plan):
-    """With one token, q, k and v are in thread blocks of their own, and a thread takes one head. With many tokens, a thread
-    block takes all heads of a token."""
-    for q_heads, k_heads in (32, 8), (64, 8), (8, 8):
-        cache = meta(1, 2**20, k_heads, 128, dtype=dtype)
-
-        def of(seq, q_heads=q_heads, k_heads=k_heads, cache=cache):
-            q, k = (meta(1, seq, h, 128, dtype=dtype) for h in (q_heads, k_heads))
-            return plan(q, k, k, outputs=[cache, cache], norm=norm)
-
-        one = of(1)
-        assert one["grid"][1] >= 3 and one["heads_per_thread_block"] == one["block"][1]
-        assert all(start % one["heads_per_thread_block"] == 0 for start in one["starts"])
-        many = of(2**20)
-        assert many["grid"][1] == 1 and many["heads_per_thread_block"] == q_heads + 2 * k_heads
-        many = plan(*(meta(1, 2**20, h, 128, dtype=dtype) for h in (q_heads, k_heads)), norm=norm)
-        assert many["grid"][1] == 1 and many["heads_per_thread_block"] == q_heads + k_heads
-        assert many["starts"][1:] == (q_heads, q_heads + k_heads)
-    few, more = (plan(meta(1, 512, 32, 128), processors=n) for n in (H200, 1))  # the number of multiprocessors counts
-    assert math.prod(more["grid"]) < math.prod(few["grid"])
+def test_one_token_is_spread_and_many_share_their_angles(dtype, kind, plan):
+    """With one token, a thread takes one head. With many tokens, a thread block takes all heads of a token."""
+    for heads in (32, 8), (64, 8), (8, 8):
+        one, many = (of_tokens(plan, tokens, heads, kind, dtype) for tokens in (1, 2**20))
+        assert steps_of(one) == 1 and one["grid"][1] > 1
+        assert many["grid"][1] == 1 and many["heads_per_thread_block"] >= sum(heads)
+    few, more = (of_tokens(plan, 128, (32, 8), kind, processors=n) for n in (H200, 1))
+    assert math.prod(more["grid"]) < math.prod(few["grid"])  # the number of multiprocessors counts
 
 
 @pytest.mark.parametrize("norm", [False, True])
