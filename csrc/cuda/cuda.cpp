@@ -1,8 +1,6 @@
 // The host side of the CUDA back end: for each operator, the checks that need no data of the GPU, the launch plan, and
 // the launch on the current stream. The kernels are in the .cu files.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -90,13 +88,10 @@ struct Cuda {
     const c10::Device device = call.q.device();
     const c10::cuda::CUDAGuard guard(device);
     const BackwardPlan plan = plan_norm_backward(n);
-    const auto options = call.q.options().dtype(at::kDouble);
-    const std::array<int64_t, 3> shape{2, plan.sums, n.rotate.params.head_dim};
-    const Tensor sums = in_one_step(plan.tiling.tiling) ? at::empty(shape, options) : at::zeros(shape, options);
-    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), queue(device.index())));
-    const Tensor sum = sums.sum(1);
-    call.q_norm_weight_grad.copy_(sum[0]);
-    call.k_norm_weight_grad.copy_(sum[1]);
+    const Tensor sums = at::empty({plan.grid.x, n.rotate.params.head_dim}, call.q.options().dtype(at::kDouble));
+    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
+                                       call.q_norm_weight_grad.mutable_data_ptr(),
+                                       call.k_norm_weight_grad.mutable_data_ptr(), queue(device.index())));
   }
 
   static void table_backward(const TableBackwardCall& call) {

@@ -21,10 +21,10 @@ cudaError_t architecture(int& found);
 cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 
-// sums: [2, plan.sums, head_dim]; its sum over the second dimension is the gradients of q_norm_weight and
-// k_norm_weight. If a head takes several steps (see in_one_step()), the kernel adds to the elements of sums, which must
-// be zeros.
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, Queue queue);
+// sums: [plan.grid.x, head_dim], for the sums of each part. The kernels write them before they read them.
+// q_gradient, k_gradient: the gradients of the weights, [head_dim], contiguous, of the dtypes of the weights.
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, void* q_gradient,
+                          void* k_gradient, Queue queue);
 
 cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue);
 

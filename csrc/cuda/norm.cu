@@ -1,45 +1,91 @@
-// The kernel that applies the RMS norm to every head and then rotates it, and the kernel of its backward. The first can
-// write k and v to a cache.
+// The kernels that apply the RMS norm to every head and then rotate it, and the kernels of their backward. The first
+// ones can write k and v to a cache.
 //
-// A team has a power of two of threads, at most a warp, which sum over their head with shuffles. Every lane of a warp
-// takes part in every shuffle: a lane past the last token, head or chunk reaches it too, but writes nothing. ../args.h
-// has the formulas of the backward, see NormBackwardArgs.
+// A team has a power of two of threads, at most a warp, which sum over their head with shuffles. There is a kernel for
+// heads that a team holds at once, a chunk for each lane (see in_one_step()), and one for wider heads, which a warp
+// goes over in steps of a chunk for each lane. Every lane of a warp takes part in every shuffle: a lane past the last
+// token, head or chunk reaches it too, but writes nothing. ../args.h has the formulas of the backward, see
+// NormBackwardArgs.
 //
-// The launch bounds (see rotate.cu) limit a thread to 128 registers in norm_kernel, with 4 thread blocks on a
-// multiprocessor, and to 168 in norm_backward_kernel, with 3. Only a few variants of norm_backward_kernel spill
-// (benchmarks/results/kernels.md).
+// No kernel of a half type spills registers, nor of float32 (benchmarks/results/kernels.md).
 #include "device.cuh"
 
 namespace rope::cuda {
 namespace {
 
-// Returns the sum of the numbers that the lanes of a team give, to each of them.
-template <typename A>
-ROPE_FN A sum_over_lanes(A sum) {
-  for (unsigned lane = 1; lane < blockDim.x; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, int(lane));
-  return sum;
+constexpr int kHeadsAtOnce = 2;  // heads that a thread loads at a time, unless they are wide
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Adds up what the lanes of a team give for each of n sums, and returns the results to each of them.
+template <typename A, int n>
+ROPE_FN void sum_over_lanes(A (&sums)[n]) {
+#pragma unroll
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+    if (lanes == 8 && blockDim.x <= 8) break;  // a test at every step would take longer than the steps that it saves
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      const A other = __shfl_xor_sync(kAllLanes, sums[i], lanes);
+      if (lanes < int(blockDim.x)) sums[i] += other;
+    }
+  }
 }
 
-ROPE_FN float root(float a) { return ::sqrtf(a); }
-ROPE_FN double root(double a) { return ::sqrt(a); }
+// Returns the scale of a head: 1 / sqrt(mean + eps).
+ROPE_FN float scale_of(float mean_and_eps) {
+  const float root = rsqrtf(mean_and_eps);
+  // rsqrtf may be off by 2 ulp. A step of Newton's method leaves less than one. If the argument is 0 or infinite, the
+  // error is NaN; fminf then returns its other argument, which changes neither an infinite root nor a root of 0.
+  const float error = fminf(fma(-mean_and_eps * root, root, 1.0f), 1e-6f);
+  return fma(0.5f * root, error, root);
+}
+ROPE_FN double scale_of(double mean_and_eps) { return 1.0 / ::sqrt(mean_and_eps); }
 
-// Returns this lane's share of the dot product of two heads: that of its chunk, computed in four accumulators. The
-// caller adds up the lanes of the team with sum_over_lanes(). If a head takes several steps of its team, the caller
-// first adds up the steps of a lane, in double.
+// The numbers that turn the sum of the squares of a head into its scale.
+template <typename A>
+struct Norm {
+  A per_channel, eps;
+
+  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling)
+      : per_channel(A(tiling.per_channel)), eps(sizeof(A) == 8 ? A(a.norm_eps) : A(a.params.norm_eps)) {}
+  ROPE_FN A scale(A squares) const { return scale_of(fma(squares, per_channel, eps)); }
+  // Returns `common` of the formulas in ../args.h. product: the sum of g w x
+  ROPE_FN A common(A scale, A product) const { return -(scale * scale * (product * per_channel)); }
+};
+
+// Returns this lane's share of the dot product of two heads: that of its chunk. The caller adds up the lanes of the
+// team with sum_over_lanes(). For a wide head it first adds up the steps of a lane, in double.
 template <typename A, int V>
 ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
-  A sum[4] = {A(0), A(0), A(0), A(0)};
+  A first[2] = {A(0), A(0)}, second[2] = {A(0), A(0)};
 #pragma unroll
-  for (int i = 0; i < V; i++) sum[i % 4] = fma(x.first[i], y.first[i], sum[i % 4]);
-  if (whole) {
-#pragma unroll
-    for (int i = 0; i < V; i++) sum[i % 4] = fma(x.second[i], y.second[i], sum[i % 4]);
+  for (int i = 0; i < V; i++) {
+    first[i % 2] = fma(x.first[i], y.first[i], first[i % 2]);
+    second[i % 2] = fma(x.second[i], y.second[i], second[i % 2]);
   }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  return (first[0] + first[1]) + (whole ? second[0] + second[1] : A(0));
 }
 
-template <bool once, typename A>
-using sum_t = std::conditional_t<once, A, double>;
+template <typename A, int V>
+ROPE_FN Numbers<A, V> product_of(const Numbers<A, V>& x, const Numbers<A, V>& y) {
+  Numbers<A, V> z;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    z.first[i] = x.first[i] * y.first[i];
+    z.second[i] = x.second[i] * y.second[i];
+  }
+  return z;
+}
+
+template <typename A, int V>
+ROPE_FN Numbers<A, V> product_of(const Numbers<A, V>& x, A y) {
+  Numbers<A, V> z;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    z.first[i] = x.first[i] * y;
+    z.second[i] = x.second[i] * y;
+  }
+  return z;
+}
 
 // Returns the norm weights of a chunk.
 template <typename A, int V, typename I>
@@ -70,276 +116,420 @@ ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>
   return w;
 }
 
-// Multiplies each channel by the scale of its head and by its own weight.
-template <typename A, int V>
-ROPE_FN void multiply(Numbers<A, V>& x, A scale, const Numbers<A, V>& weights) {
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    x.first[i] = x.first[i] * scale * weights.first[i];
-    x.second[i] = x.second[i] * scale * weights.second[i];
-  }
-}
-
-// vectors: a vector is one access. once: a team holds a whole head, see in_one_step().
-template <typename T, int V, bool vectors, bool once, bool interleaved>
-__global__ void __launch_bounds__(kThreads, 4)
+// vectors: a vector is one access.
+template <typename T, int V, bool vectors, bool interleaved, typename I>
+__global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks : 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
-  using I = int64_t;
-  constexpr int kHeadsAtOnce = 1;
   const RopeParams& p = a.params;
   wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
-  const bool inside = s < p.seq;
-  Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, min(s, p.seq - 1));
-  const int lane = int(threadIdx.x), lanes = int(blockDim.x);
-  const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
-  const auto chunk = chunk_at(lane);
+  Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(min(s, p.seq - 1)));
+  const int lane = int(threadIdx.x);
+  const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, lane);
   Heads<T, I, true> heads(a, token, false);
-  // A lane without a chunk, head or token reads nothing: another thread may be about to write there.
-  const bool active = inside && lane < tiling.chunks;
-  bool more_heads = heads.next(0);
-  int steps = int((tiling.heads_per_thread_block + blockDim.y - 1) / blockDim.y);
-  Elements<T, V> x[kHeadsAtOnce] = {};
-  const auto read_heads = [&] {
-    if (!active || !more_heads) return;
-#pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) {
-      read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, chunk, x[i]);
-    }
-  };
+  // A lane past the last token or chunk takes no head. It must not read one: another thread may be about to write it.
+  bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
+  AnglesOf<T, interleaved, V, I> angles(a, token, lane);
+  const bool rotates = present && chunk.rotated && heads.rotates();
   Numbers<A, V> weights;
   int weights_for = -1;  // the tensor that the weights are of
+  Elements<T, V> x[kHeadsAtOnce] = {};
   const auto read_weights = [&] {
-    if (!once || !active || !heads.rotates() || weights_for == heads.tensor) return;
+    if (!heads.rotates() || weights_for == heads.tensor) return;
     weights = weights_of<A, V>(a, heads.tensor, chunk);
     weights_for = heads.tensor;
   };
-  if (more_heads) read_weights();
-  token.arrive();
-  token.template check<true>();
-  Angles<A, V> angles;
-  if (once && active && chunk.rotated && heads.rotates()) {
-    angles = angles_of<T, interleaved, V>(a, token, lane);
-  }
-  read_heads();  // after the table rows, because the compiler makes the thread wait for the heads right after their
-                 // loads
-  for (;;) {
-    if (more_heads) heads.locate();
+  const auto read_heads = [&] {
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
-      const bool present = active && more_heads, written = present && heads.head < heads.out_end;
-      A scale = A(0);
-      Numbers<A, V> numbers;
-      if (heads.rotates()) {
-        numbers = numbers_of(x[i]);
-        sum_t<once, A> sum = lane < tiling.chunks ? dot(numbers, numbers, chunk.whole()) : A(0);
-        if constexpr (!once) {
-          for (int index = lane + lanes; present && index < tiling.chunks; index += lanes) {
-            const auto c = chunk_at(index);
-            Elements<T, V> more;
-            read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, more);
-            const auto m = numbers_of(more);
-            sum += dot(m, m, c.whole());
-          }
-        }
-        scale = A(1) / root(A(sum_over_lanes(sum)) / A(p.head_dim) + A(a.norm_eps));
-      }
-      const auto finish = [&](const Chunk<I>& c, const Angles<A, V>& chunk_angles, const Numbers<A, V>& w) {
-        if (heads.rotates()) {
-          multiply(numbers, scale, w);
-          if (c.rotated) rotate<interleaved>(numbers, chunk_angles);
-          x[i] = rounded<T, V>(numbers);
-        }
-        if (written) write<vectors>(x[i], heads.out + heads.head * heads.out_step, heads.out_stride, c);
-      };
-      if constexpr (once) {
-        finish(chunk, angles, weights);
-      } else {
-        for (int index = lane; written && index < tiling.chunks; index += lanes) {
-          const auto c = chunk_at(index);
-          if (index != lane) {
-            read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, x[i]);
-            numbers = numbers_of(x[i]);
-          }
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
-          if (heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, c);
-          finish(c, angles, weights);
-        }
-      }
+      const I head = heads.head_at(i);
+      if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
     }
-    if (--steps == 0) break;
-    if (more_heads) more_heads = heads.next(kHeadsAtOnce);
+  };
+  if (present) read_weights();
+  token.arrive();
+  if (rotates) angles.read();
+  if (present) read_heads();
+  token.template check<true>();
+  if (rotates) angles.finish();
+  const Norm<A> norm(a, tiling);
+  do {
+    A squares[kHeadsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kHeadsAtOnce; i++) {
+      const auto numbers = numbers_of(x[i]);
+      squares[i] = dot(numbers, numbers, chunk.whole());
+    }
+    sum_over_lanes(squares);
+    if (!present) continue;
+    heads.locate();
+#pragma unroll
+    for (int i = 0; i < kHeadsAtOnce; i++) {
+      const I head = heads.head_at(i);
+      if (head >= heads.out_end) break;
+      if (heads.rotates()) {
+        auto numbers = product_of(product_of(numbers_of(x[i]), norm.scale(squares[i])), weights);
+        if (chunk.rotated) rotate<interleaved>(numbers, angles.angles);
+        x[i] = rounded<T, V>(numbers);
+      }
+      write<vectors>(x[i], heads.out + head * heads.out_step, heads.out_stride, chunk);
+    }
+    present = heads.next(kHeadsAtOnce);
+    if (!present) continue;
     read_heads();
-    if (more_heads) read_weights();
+    read_weights();
+  } while (__any_sync(kAllLanes, present));
+}
+
+// A team is a warp.
+template <typename T, int V, bool vectors, bool interleaved>
+__global__ void __launch_bounds__(kThreads, 4)
+    norm_wide_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
+  using A = arithmetic_t<T>;
+  using I = int64_t;
+  const RopeParams& p = a.params;
+  wait_for_previous_kernel();
+  const I s = I(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (s >= p.seq) return;
+  Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, s);
+  token.arrive();
+  token.template check<true>();
+  const Norm<A> norm(a, tiling);
+  Heads<T, I, true> heads(a, token, false);
+  for (bool more = heads.next(0); more; more = heads.next(1)) {
+    heads.locate();
+    if (heads.head >= heads.out_end) continue;
+    // Calls f with each chunk of this lane, its index and its elements.
+    const auto each_chunk = [&](auto&& f) {
+      for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
+        const auto c = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+        Elements<T, V> x;
+        read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, x);
+        f(c, index, x);
+      }
+    };
+    A scale = A(1);
+    if (heads.rotates()) {
+      double squares[1] = {0.0};
+      each_chunk([&](const Chunk<I>& c, int, const Elements<T, V>& x) {
+        const auto numbers = numbers_of(x);
+        squares[0] += dot(numbers, numbers, c.whole());
+      });
+      sum_over_lanes(squares);
+      scale = norm.scale(A(squares[0]));
+    }
+    each_chunk([&](const Chunk<I>& c, int index, Elements<T, V>& x) {
+      if (heads.rotates()) {
+        auto numbers = product_of(product_of(numbers_of(x), scale), weights_of<A, V>(a, heads.tensor, c));
+        if (c.rotated) rotate<interleaved>(numbers, angles_of<T, interleaved, V>(a, token, index));
+        x = rounded<T, V>(numbers);
+      }
+      write<vectors>(x, heads.out + heads.head * heads.out_step, heads.out_stride, c);
+    });
   }
 }
 
-// Writes the gradients of q and k. A thread block takes one part of the tokens, for q (blockIdx.y is 0) or for k (1).
-// sums: [2, parts * warps, head_dim]; each warp writes head_dim sums, its share of the gradient of a weight.
-template <typename T, int V, bool vectors, bool once, bool interleaved>
-__global__ void __launch_bounds__(kThreads, 3)
+// ---- the backward ----
+
+// The part that a thread block takes: some tokens of q or of k. I is an integer type that holds every element offset.
+template <typename I>
+struct Part {
+  int tensor;               // 0 q, 1 k
+  const Operand& o;         // of the gradients
+  const rope_int* strides;  // of x, the tensor that the forward call normalised
+  const Share& share;
+  I heads;
+  I begin, end;  // tokens: token t is the token t % seq of sequence t / seq
+
+  ROPE_FN Part(const NormBackwardArgs& n, const BackwardTiling& backward)
+      : tensor(blockIdx.x < backward.q.parts ? 0 : 1),
+        o(tensor == 0 ? n.rotate.params.q : n.rotate.params.k),
+        strides(tensor == 0 ? n.q : n.k),
+        share(tensor == 0 ? backward.q : backward.k),
+        heads(I(o.heads)) {
+    begin = (I(blockIdx.x) - (tensor == 0 ? I(0) : I(backward.q.parts))) * I(share.tokens);
+    end = min(begin + I(share.tokens), I(n.rotate.params.batch * n.rotate.params.seq));
+  }
+};
+
+// Head 0 of a token: in the gradients of the results, in x, and in the gradients of x.
+template <typename T, typename I>
+struct Heads0 {
+  const T *gradients, *x;
+  T* out;
+
+  ROPE_FN Heads0(const NormBackwardArgs& n, const Part<I>& part, I b, I s) {
+    const auto offset = [&](const rope_int* strides) { return b * I(strides[0]) + s * I(strides[1]); };
+    const RotateArgs& a = n.rotate;
+    const bool q = part.tensor == 0;
+    gradients = static_cast<const T*>(q ? a.q_in : a.k_in) + offset(part.o.in);
+    x = static_cast<const T*>(q ? n.q_in : n.k_in) + offset(part.strides);
+    out = static_cast<T*>(q ? a.q_out : a.k_out) + offset(part.o.out);
+  }
+};
+
+// Returns the gradient of x. scaled_back: scale g
+template <typename A, int V>
+ROPE_FN Numbers<A, V> gradient_of(const Numbers<A, V>& x, const Numbers<A, V>& scaled_back,
+                                  const Numbers<A, V>& weights, A scaled_common) {
+  auto y = product_of(scaled_back, weights);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    y.first[i] = fma(x.first[i], scaled_common, y.first[i]);
+    y.second[i] = fma(x.second[i], scaled_common, y.second[i]);
+  }
+  return y;
+}
+
+// Writes the gradients of q and k, and the sums of each part: the gradient of a weight from these tokens alone.
+// sums: [parts of q and k, head_dim]
+//
+// A thread adds up the terms of a few heads in the arithmetic type, and these sums in double, in shared memory. The
+// launch bounds leave a thread 168 registers, or 128 if it has few channels.
+template <typename T, int V, bool vectors, bool interleaved, typename I>
+__global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
                          double* sums) {
+  using A = arithmetic_t<T>;
+  constexpr int kSteps = 4;  // whose terms are added up in the arithmetic type
+  __shared__ double totals[2 * V][kThreads];
+  const RotateArgs& a = n.rotate;
+  const RopeParams& p = a.params;
+  const Tiling& tiling = backward.tiling;
+  wait_for_previous_kernel();
+  const Part<I> part(n, backward);
+  const int lane = int(threadIdx.x), lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + lane;
+  const int head_teams = part.share.teams, token_teams = int(blockDim.y) / head_teams;
+  const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
+  // A lane or team past the last chunk, token or head takes another one, so that it takes part in the shuffles, and
+  // adds and writes nothing.
+  const bool active = lane < tiling.chunks;
+  const int index = min(lane, tiling.chunks - 1);
+  const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+  const auto weights = weights_of<A, V>(a, part.tensor, chunk);
+  const Norm<A> norm(a, tiling);
+  Numbers<A, V> terms{};
+#pragma unroll
+  for (int i = 0; i < 2 * V; i++) totals[i][thread] = 0.0;
+  int steps = 0;
+  const auto add_terms = [&] {
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      totals[i][thread] += double(terms.first[i]);
+      totals[V + i][thread] += double(terms.second[i]);
+    }
+    terms = {};
+    steps = 0;
+  };
+  const I seq = I(p.seq), first_b = part.begin / seq, first_s = part.begin - first_b * seq;
+  I b = first_b, s = first_s + token_team;
+  for (I token_at = part.begin; token_at < part.end; token_at += token_teams, s += token_teams) {
+    while (s >= seq) s -= seq, b++;
+    const bool inside = token_at + token_team < part.end;
+    Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    AnglesOf<T, interleaved, V, I> angles(a, token, index);
+    const Heads0<T, I> at(n, part, token.b, token.s);
+    Elements<T, V> x[kBackwardHeads], g[kBackwardHeads];
+    const auto read_heads = [&](I first) {
+#pragma unroll
+      for (int i = 0; i < kBackwardHeads; i++) {
+        const I head = min(first + i * head_teams, part.heads - 1);
+        read<vectors>(at.gradients + head * I(part.o.in[2]), I(part.o.in[3]), chunk, g[i]);
+        read<vectors>(at.x + head * I(part.strides[2]), I(part.strides[3]), chunk, x[i]);
+      }
+    };
+    token.arrive();
+    if (chunk.rotated) angles.read();
+    read_heads(head_team);
+    token.template check<false>();
+    if (chunk.rotated) angles.finish();
+    for (I first = head_team;;) {
+      Numbers<A, V> back[kBackwardHeads];  // g in the formulas of ../args.h
+      A products[2 * kBackwardHeads];      // of each head: the sum of x^2, and that of g w x
+#pragma unroll
+      for (int i = 0; i < kBackwardHeads; i++) {
+        back[i] = numbers_of(g[i]);
+        if (chunk.rotated) rotate<interleaved>(back[i], angles.angles);
+        const auto numbers = numbers_of(x[i]);
+        const A squares = dot(numbers, numbers, chunk.whole()),
+                product = dot(back[i], product_of(numbers, weights), chunk.whole());
+        products[2 * i] = active ? squares : A(0);
+        products[2 * i + 1] = active ? product : A(0);
+      }
+      sum_over_lanes(products);
+#pragma unroll
+      for (int i = 0; i < kBackwardHeads; i++) {
+        const I head = first + i * head_teams;
+        if (!active || !inside || head >= part.heads) break;
+        const A scale = norm.scale(products[2 * i]), common = norm.common(scale, products[2 * i + 1]);
+        const auto numbers = numbers_of(x[i]), scaled_back = product_of(back[i], scale);
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+          terms.first[j] = fma(scaled_back.first[j], numbers.first[j], terms.first[j]);
+          terms.second[j] = fma(scaled_back.second[j], numbers.second[j], terms.second[j]);
+        }
+        const auto y = gradient_of(numbers, scaled_back, weights, common * scale);
+        write<vectors>(rounded<T, V>(y), at.out + head * I(part.o.out[2]), I(part.o.out[3]), chunk);
+      }
+      if (++steps == kSteps) add_terms();
+      first += kBackwardHeads * head_teams;
+      if (first - head_team >= part.heads) break;
+      read_heads(first);
+    }
+  }
+  add_terms();
+  __syncthreads();
+  if (!active) return;
+  for (int i = int(threadIdx.y); i < 2 * V; i += int(blockDim.y)) {
+    if (i >= V && !chunk.whole()) break;
+    double sum = 0.0;
+    for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
+    sums[blockIdx.x * p.head_dim + (i < V ? chunk.first + i : chunk.second + (i - V))] = sum;
+  }
+}
+
+// A thread block is one warp, the team of every head.
+template <typename T, int V, bool vectors, bool interleaved>
+__global__ void __launch_bounds__(kWarp)
+    norm_wide_backward_kernel(const __grid_constant__ NormBackwardArgs n,
+                              const __grid_constant__ BackwardTiling backward, double* sums) {
   using A = arithmetic_t<T>;
   using I = int64_t;
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
   const Tiling& tiling = backward.tiling;
   wait_for_previous_kernel();
-  const int tensor = int(blockIdx.y), lane = int(threadIdx.x), lanes = int(blockDim.x);
-  const Operand& o = tensor == 0 ? p.q : p.k;
-  const rope_int* x_strides = tensor == 0 ? n.q : n.k;
-  const int head_teams = tensor == 0 ? backward.q_teams : backward.k_teams, token_teams = int(blockDim.y) / head_teams;
-  const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
-  const bool active = lane < tiling.chunks;
-  const auto chunk_at = [&](int index) { return Chunk<I>::template at<interleaved, V>(p, tiling, index); };
-  const int warp = int(threadIdx.y) * lanes / kWarp, warps = kThreads / kWarp;
-  double* warp_sums = sums + ((int64_t(tensor) * gridDim.x + blockIdx.x) * warps + warp) * p.head_dim;
-  const auto chunk = chunk_at(lane);
-  Numbers<A, V> weights;
-  if (once && active) weights = weights_of<A, V>(a, tensor, chunk);
-  Sums<A, V> total;
-
-  const int64_t begin = int64_t(blockIdx.x) * backward.tokens, end = min(begin + backward.tokens, p.batch * p.seq);
-  const int64_t first_b = begin / p.seq, first_s = begin - first_b * p.seq;
-  int64_t b = first_b, s = first_s + token_team;
-  for (int64_t token_at = begin; token_at < end; token_at += token_teams, s += token_teams) {
-    while (s >= p.seq) s -= p.seq, b++;
-    // A team past the last token or head computes another one, so that it takes part in the shuffles, and writes
-    // nothing.
-    const bool inside = token_at + token_team < end;
-    Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+  const Part<I> part(n, backward);
+  const Norm<A> norm(a, tiling);
+  for (I token_at = part.begin; token_at < part.end; token_at++) {
+    Token<I> token(a, tiling, token_at / p.seq, token_at % p.seq);
     token.arrive();
     token.template check<false>();
-    Angles<A, V> angles;
-    if (once && active && chunk.rotated) angles = angles_of<T, interleaved, V>(a, token, lane);
-    const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in) + token.b * o.in[0] + token.s * o.in[1];
-    const T* xs =
-        static_cast<const T*>(tensor == 0 ? n.q_in : n.k_in) + token.b * x_strides[0] + token.s * x_strides[1];
-    T* ys = static_cast<T*>(tensor == 0 ? a.q_out : a.k_out) + token.b * o.out[0] + token.s * o.out[1];
-    for (int64_t first = 0; first < o.heads; first += head_teams) {
-      const bool written = inside && first + head_team < o.heads;
-      const int64_t h = min(first + head_team, o.heads - 1);
-      // Reads x, and the gradient of the result, which it rotates back. `back` is g in the formulas of ../args.h.
-      const auto get = [&](const Chunk<I>& c, const Angles<A, V>& chunk_angles, Numbers<A, V>& x, Numbers<A, V>& back) {
-        Elements<T, V> x_read, g_read;
-        read<vectors>(gradients + h * o.in[2], I(o.in[3]), c, g_read);
-        read<vectors>(xs + h * x_strides[2], I(x_strides[3]), c, x_read);
-        x = numbers_of(x_read);
-        back = numbers_of(g_read);
-        if (c.rotated) rotate<interleaved>(back, chunk_angles);
+    const Heads0<T, I> at(n, part, token.b, token.s);
+    for (I head = 0; head < part.heads; head++) {
+      // Calls f with each chunk of this lane, and its x, weights, and gradient rotated back.
+      const auto each_chunk = [&](auto&& f) {
+        for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
+          const auto c = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+          Elements<T, V> x, g;
+          read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g);
+          read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x);
+          auto back = numbers_of(g);
+          if (c.rotated) rotate<interleaved>(back, angles_of<T, interleaved, V>(a, token, index));
+          f(c, numbers_of(x), weights_of<A, V>(a, part.tensor, c), back);
+        }
       };
-      const auto weighted = [](const Numbers<A, V>& x, const Numbers<A, V>& w) {
-        Numbers<A, V> y;
+      using N = Numbers<A, V>;
+      double products[2] = {0.0, 0.0};
+      each_chunk([&](const Chunk<I>& c, const N& x, const N& weights, const N& back) {
+        products[0] += dot(x, x, c.whole());
+        products[1] += dot(back, product_of(x, weights), c.whole());
+      });
+      sum_over_lanes(products);
+      const A scale = norm.scale(A(products[0])), common = norm.common(scale, A(products[1]));
+      const bool begins = token_at == part.begin && head == 0;  // then the sums hold nothing yet
+      each_chunk([&](const Chunk<I>& c, const N& x, const N& weights, const N& back) {
+        const auto scaled_back = product_of(back, scale), terms = product_of(scaled_back, x);
+        const auto y = gradient_of(x, scaled_back, weights, common * scale);
+        write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
+        // No other thread adds to the sums of these channels.
+        double* const own = sums + blockIdx.x * p.head_dim;
 #pragma unroll
         for (int i = 0; i < V; i++) {
-          y.first[i] = x.first[i] * w.first[i];
-          y.second[i] = x.second[i] * w.second[i];
+          double &first = own[c.first + i], &second = own[c.second + i];
+          first = begins ? double(terms.first[i]) : first + double(terms.first[i]);
+          if (c.whole()) second = begins ? double(terms.second[i]) : second + double(terms.second[i]);
         }
-        return y;
-      };
-      Numbers<A, V> x, back;
-      sum_t<once, A> squares = A(0), product = A(0);
-      for (int index = lane; index < tiling.chunks; index += lanes) {
-        const auto c = once ? chunk : chunk_at(index);
-        if constexpr (!once) {
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
-          weights = weights_of<A, V>(a, tensor, c);
-        }
-        get(c, angles, x, back);
-        squares += dot(x, x, c.whole());
-        product += dot(weighted(back, weights), x, c.whole());
-        if constexpr (once) break;
-      }
-      const A scale = A(1) / root(A(sum_over_lanes(squares)) / A(p.head_dim) + A(a.norm_eps));
-      const A common = -(scale * scale * (A(sum_over_lanes(product)) / A(p.head_dim)));
-      if (!written) continue;  // no shuffle follows for this head
-      for (int index = lane; index < tiling.chunks; index += lanes) {
-        const auto c = once ? chunk : chunk_at(index);
-        if constexpr (!once) {
-          if (c.rotated) angles = angles_of<T, interleaved, V>(a, token, index);
-          weights = weights_of<A, V>(a, tensor, c);
-          get(c, angles, x, back);
-        }
-        Numbers<A, V> y, w;
-#pragma unroll
-        for (int i = 0; i < V; i++) {
-          w.first[i] = back.first[i] * (x.first[i] * scale);
-          w.second[i] = back.second[i] * (x.second[i] * scale);
-          y.first[i] = fma(x.first[i], common, back.first[i] * weights.first[i]) * scale;
-          y.second[i] = fma(x.second[i], common, back.second[i] * weights.second[i]) * scale;
-        }
-        write<vectors>(rounded<T, V>(y), ys + h * o.out[2], I(o.out[3]), c);
-        if constexpr (once) {
-          total.add(w);
-          break;
-        } else {
-          // The team of a head this wide is a whole warp, so that no other thread adds to these sums.
-#pragma unroll
-          for (int i = 0; i < V; i++) {
-            warp_sums[c.first + i] += double(w.first[i]);
-            if (c.whole()) warp_sums[c.second + i] += double(w.second[i]);
-          }
-        }
-      }
-    }
-  }
-  if constexpr (once) {
-    const bool writes = active && (int(threadIdx.y) * lanes) % kWarp == 0;
-#pragma unroll
-    for (int i = 0; i < V; i++) {
-      double first = double(total.sum.first[i]) - double(total.over.first[i]),
-             second = double(total.sum.second[i]) - double(total.over.second[i]);
-      for (int other = lanes; other < kWarp; other *= 2) {
-        first += __shfl_xor_sync(0xffffffffu, first, other);
-        second += __shfl_xor_sync(0xffffffffu, second, other);
-      }
-      if (writes) {
-        warp_sums[chunk.first + i] = first;
-        if (chunk.whole()) warp_sums[chunk.second + i] = second;
-      }
+      });
     }
   }
 }
 
+// Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
+// blockIdx.y is 0 for q and 1 for k.
+// sums: [parts of q and k, head_dim]
+__global__ void __launch_bounds__(kSumChannels* kSumTeams)
+    sum_parts_kernel(const double* sums, rope_int q_parts, rope_int k_parts, rope_int head_dim, DType q_dtype,
+                     DType k_dtype, void* q_gradient, void* k_gradient) {
+  __shared__ double of_teams[kSumTeams][kSumChannels];
+  wait_for_previous_kernel();
+  const bool q = blockIdx.y == 0;
+  const rope_int begin = q ? 0 : q_parts, end = q ? q_parts : q_parts + k_parts;
+  const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
+  const int team = int(threadIdx.y);
+  double sum = 0.0;
+  if (channel < head_dim) {
+#pragma unroll 8
+    for (rope_int part = begin + team; part < end; part += kSumTeams) sum += sums[part * head_dim + channel];
+  }
+  of_teams[team][threadIdx.x] = sum;
+  __syncthreads();
+  if (team != 0 || channel >= head_dim) return;
+  for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
+  void* const gradient = q ? q_gradient : k_gradient;
+  switch (q ? q_dtype : k_dtype) {
+    case DType::kHalf:
+      return round_to(float(sum), static_cast<__half*>(gradient)[channel]);
+    case DType::kBFloat16:
+      return round_to(float(sum), static_cast<__nv_bfloat16*>(gradient)[channel]);
+    case DType::kFloat:
+      return round_to(sum, static_cast<float*>(gradient)[channel]);
+    case DType::kDouble:
+      return round_to(sum, static_cast<double*>(gradient)[channel]);
+  }
+}
+
+// Calls f with the length of a vector, whether a vector is one access, and whether pairs are interleaved.
 template <typename T, typename F>
-cudaError_t with_shape(const Tiling& tiling, F&& f) {
-  constexpr int full = 16 / sizeof(T);
-  const auto with_steps = [&](auto v, auto vectors) {
-    return in_one_step(tiling) ? f(v, vectors, std::true_type()) : f(v, vectors, std::false_type());
+cudaError_t with_shape(const Tiling& tiling, bool interleaved, F&& f) {
+  using Full = std::integral_constant<int, 16 / sizeof(T)>;
+  const auto with_pairing = [&](auto v, auto vectors) {
+    return interleaved ? f(v, vectors, std::true_type()) : f(v, vectors, std::false_type());
   };
-  using Full = std::integral_constant<int, full>;
-  if (tiling.vector == 1) return with_steps(std::integral_constant<int, 1>(), std::false_type());
-  return tiling.vectors ? with_steps(Full(), std::true_type()) : with_steps(Full(), std::false_type());
+  if (tiling.vector == 1) return with_pairing(std::integral_constant<int, 1>(), std::false_type());
+  return tiling.vectors ? with_pairing(Full(), std::true_type()) : with_pairing(Full(), std::false_type());
 }
 
 }  // namespace
 
+// Only the kernels that access vectors exist with element offsets of 32 bits too.
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
   return with_type(a.x_dtype, [&](auto tag) {
     using T = decltype(tag);
-    return with_shape<T>(plan.tiling, [&](auto v, auto vectors, auto once) {
+    return with_shape<T>(plan.tiling, a.params.interleaved, [&](auto v, auto vectors, auto pairing) {
       constexpr int V = decltype(v)::value;
-      constexpr bool vec = decltype(vectors)::value, one = decltype(once)::value;
-      return start(plan, queue,
-                   a.params.interleaved ? norm_kernel<T, V, vec, one, true> : norm_kernel<T, V, vec, one, false>, a);
+      constexpr bool vec = decltype(vectors)::value, interleaved = decltype(pairing)::value;
+      using Narrow = std::conditional_t<vec, int32_t, int64_t>;
+      if (!in_one_step(plan.tiling)) return start(plan, queue, norm_wide_kernel<T, V, vec, interleaved>, a);
+      if (plan.wide_index) return start(plan, queue, norm_kernel<T, V, vec, interleaved, int64_t>, a);
+      return start(plan, queue, norm_kernel<T, V, vec, interleaved, Narrow>, a);
     });
   });
 }
 
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, Queue queue) {
-  return with_type(n.rotate.x_dtype, [&](auto tag) {
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, void* q_gradient,
+                          void* k_gradient, Queue queue) {
+  const RotateArgs& a = n.rotate;
+  const BackwardTiling& tiling = plan.tiling;
+  const auto start_parts = [&](auto kernel) { return start(plan.grid, plan.block, queue, kernel, n, tiling, sums); };
+  const auto with_kernel = [&](auto tag) {
     using T = decltype(tag);
-    return with_shape<T>(plan.tiling.tiling, [&](auto v, auto vectors, auto once) {
+    return with_shape<T>(tiling.tiling, a.params.interleaved, [&](auto v, auto vectors, auto pairing) {
       constexpr int V = decltype(v)::value;
-      constexpr bool vec = decltype(vectors)::value, one = decltype(once)::value;
-      return start(plan.grid, plan.block, queue,
-                   n.rotate.params.interleaved ? norm_backward_kernel<T, V, vec, one, true>
-                                               : norm_backward_kernel<T, V, vec, one, false>,
-                   n, plan.tiling, sums);
+      constexpr bool vec = decltype(vectors)::value, interleaved = decltype(pairing)::value;
+      using Narrow = std::conditional_t<vec, int32_t, int64_t>;
+      if (!in_one_step(tiling.tiling)) return start_parts(norm_wide_backward_kernel<T, V, vec, interleaved>);
+      if (plan.wide_index) return start_parts(norm_backward_kernel<T, V, vec, interleaved, int64_t>);
+      return start_parts(norm_backward_kernel<T, V, vec, interleaved, Narrow>);
     });
-  });
+  };
+  if (plan.grid.x != 0) {
+    if (const cudaError_t error = with_type(a.x_dtype, with_kernel)) return error;
+  }
+  const Dim3 grid{unsigned(ceil_div(a.params.head_dim, kSumChannels)), 2, 1};
+  return start(grid, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, sums, tiling.q.parts, tiling.k.parts,
+               a.params.head_dim, a.q_norm_dtype, a.k_norm_dtype, q_gradient, k_gradient);
 }
 
 }  // namespace rope::cuda

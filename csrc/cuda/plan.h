@@ -25,7 +25,7 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 // leave 128. A cache and element offsets of 64 bits need more registers. With these bounds no kernel spills
 // (benchmarks/results/kernels.md).
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
-constexpr int kNormThreadBlocks = 4;  // the same for the kernels with a norm
+constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
@@ -51,6 +51,7 @@ struct Tiling {
   bool vectors;                     // a vector is one access; else its channels are accessed one by one
   bool table_vectors;               // rows of cos and sin are read in vectors
   bool narrow_slots;                // every valid slot fits in 32 bits
+  double per_channel;               // 1 / head_dim
 };
 
 // Returns whether a team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a
@@ -169,6 +170,7 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
+  t.per_channel = 1.0 / double(p.head_dim);
   const PositionRange range = position_range(p, /*cache_by_position=*/p.v.heads && !p.has_slots);
   t.last_position = range.limited ? uint64_t(range.last) : UINT64_MAX;
   return plan;
@@ -230,20 +232,32 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
 }
 
 // The backward of norm and rotation writes a gradient for every channel. The gradients of the weights are sums over all
-// tokens and heads: a thread block computes one part of such a sum, for consecutive tokens of q or of k. Each of its
-// warps writes head_dim sums, and torch adds up the sums of all warps and parts. The parts follow from sizes alone, so
-// that every launch of a call gives the same bits.
+// tokens and heads. A thread block computes one part of such a sum, for consecutive tokens of q or of k, and writes
+// head_dim sums. A second kernel adds up the parts. A part of q has about as many heads as one of k. The parts follow
+// from sizes alone, so that every launch of a call gives the same bits.
+constexpr rope_int kParts = 1024;  // the most parts, or one more; an H200 holds 396 of these thread blocks at a time
+constexpr int kBackwardHeads = 2;  // heads that a thread loads at a time, unless they are wide
+constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a time
+// A thread block that adds up parts has kSumChannels x kSumTeams threads.
+constexpr int kSumChannels = 16, kSumTeams = 32;
+
+// How the tokens of q, or those of k, are divided.
+struct Share {
+  rope_int parts;
+  rope_int tokens;  // of a part
+  int teams;        // teams over the heads of a token, a power of two; the other teams are over tokens
+};
+
 struct BackwardTiling {
   Tiling tiling;
-  rope_int tokens;       // of a part
-  int q_teams, k_teams;  // teams over the heads of a token, a power of two; the other teams are over tokens
+  Share q, k;
 };
 
 struct BackwardPlan {
   BackwardTiling tiling;
-  Dim3 block;     // chunks, teams
-  Dim3 grid;      // parts, q and k
-  rope_int sums;  // sets of head_dim sums for each of q and k: one set for each warp of each part
+  bool wide_index;  // element offsets need 64 bits
+  Dim3 block;       // chunks, teams
+  Dim3 grid;        // the parts of q, then those of k
 };
 
 // Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
@@ -262,17 +276,27 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   const RopeParams& p = a.params;
   BackwardPlan plan{};
   Tiling& t = plan.tiling.tiling;
-  t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); }).tiling;
+  const Plan head = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); });
+  plan.wide_index = head.wide_index;
+  t = head.tiling;
   t.position_step = 1;
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = kThreads / x;
-  const rope_int tokens = p.batch * p.seq, heads = std::max(p.q.heads, p.k.heads);
-  const rope_int parts = std::clamp<rope_int>(tokens * heads / (teams * 8), 1, std::min<rope_int>(tokens, 1024));
-  plan.tiling.tokens = ceil_div(tokens, parts);
-  plan.tiling.q_teams = int(std::min(power_of_two(p.q.heads), teams));
-  plan.tiling.k_teams = int(std::min(power_of_two(p.k.heads), teams));
+  // The thread block of a wide head is a single team, which takes one head at a time.
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = in_one_step(t) ? kThreads / x : 1;
+  const rope_int heads = in_one_step(t) ? kBackwardHeads : 1;  // that a team takes at a time
+  const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
+  // The heads of a part: those of whole tokens, of q and of k.
+  rope_int of_part = std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), kParts));
+  of_part = ceil_div(of_part, most_heads) * most_heads;
+  const auto share = [&](const Operand& o) -> Share {
+    if (o.heads == 0) return {0, 0, 1};
+    const rope_int tokens_of_part = ceil_div(of_part, o.heads);
+    return {ceil_div(tokens, tokens_of_part), tokens_of_part,
+            int(std::min(power_of_two(ceil_div(o.heads, heads)), teams))};
+  };
+  plan.tiling.q = share(p.q);
+  plan.tiling.k = share(p.k);
   plan.block = {unsigned(x), unsigned(teams), 1};
-  plan.grid = {unsigned(ceil_div(tokens, plan.tiling.tokens)), 2, 1};
-  plan.sums = rope_int(plan.grid.x) * (kThreads / kWarp);
+  plan.grid = {unsigned(plan.tiling.q.parts + plan.tiling.k.parts), 1, 1};
   return plan;
 }
 

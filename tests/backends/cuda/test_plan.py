@@ -17,6 +17,7 @@ from benchmarks.plan import module  # noqa: E402
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
+MOST_PARTS = 1024  # of the backward of the norm
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
 
@@ -589,23 +590,40 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
     q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
     p = plan_backward(q, k, rotary_dim=rotary_dim)
     assert_within_limits(p, norm=True)
-    (lanes, teams, one), (parts, tensors, _) = p["block"], p["grid"]
-    assert lanes * teams == THREADS and one == 1 and tensors == 2
-    tokens = batch * seq
-    assert p["sums"] == parts * THREADS // WARP  # one vector of sums for each warp
-    assert (parts - 1) * p["tokens"] < tokens <= parts * p["tokens"]
-    for heads, head_teams in zip((q_heads, k_heads), p["teams"], strict=True):
-        assert head_teams & (head_teams - 1) == 0 and teams % head_teams == 0 and head_teams < 2 * max(heads, 1)
+    (lanes, teams, one), tokens = p["block"], batch * seq
+    wide = p["chunks"] > WARP  # then a thread block is one team, which takes one head at a time
+    at_once = 1 if wide else 2
+    assert lanes * teams == (WARP if wide else THREADS) and one == 1
+    assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1) and p["grid"][0] <= MOST_PARTS + 1
+    for heads, (parts, part_tokens, head_teams) in (q_heads, p["q"]), (k_heads, p["k"]):
+        if heads == 0:
+            assert parts == 0
+            continue
+        assert (parts - 1) * part_tokens < tokens <= parts * part_tokens
+        assert head_teams & (head_teams - 1) == 0 and teams % head_teams == 0
+        assert head_teams == 1 or (head_teams - 1) * at_once < 2 * heads
         token_teams = teams // head_teams
-        counts = [0] * min(p["tokens"], tokens)
+        counts = [0] * min(part_tokens, tokens)
         for first, team in itertools.product(range(0, len(counts), token_teams), range(token_teams)):
             if first + team < len(counts):
                 counts[first + team] += 1
         assert set(counts) == {1}
-        firsts = range(0, heads, head_teams)
-        taken = [first + team for first in firsts for team in range(head_teams) if first + team < heads]
-        assert taken == list(range(heads))
+        steps = range(0, heads, at_once * head_teams)
+        taken = [
+            first + i * head_teams + team for first in steps for i in range(at_once) for team in range(head_teams)
+        ]
+        assert [head for head in taken if head < heads] == list(range(heads))
     assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize("tokens", [512, 1024, 2048, 3072, 4096, 32768])
+def test_the_parts_of_q_and_k_take_about_as_long(tokens, heads, plan_backward):
+    """Otherwise a few thread blocks would run when the others are done. Many parts even out what is left."""
+    p = plan_backward(*(meta(1, tokens, h, 128, dtype=torch.bfloat16) for h in heads))
+    of_q, of_k = (h * p[name][1] for h, name in zip(heads, "qk", strict=True))  # heads of a part
+    assert of_q == of_k
+    assert min(tokens * sum(heads) // 32, MOST_PARTS) / 2 <= p["grid"][0] <= MOST_PARTS + 1
 
 
 def test_the_parts_of_a_weights_gradient_follow_from_sizes(plan_backward):

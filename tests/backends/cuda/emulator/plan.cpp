@@ -1,4 +1,5 @@
-// The Python module rope_plan: the functions of csrc/cuda/plan.h, which benchmarks/plan.py builds. Plain C++, without torch or CUDA.
+// The Python module rope_plan: the functions of csrc/cuda/plan.h, which benchmarks/plan.py builds. Plain C++, without
+// torch or CUDA.
 #include "../../../../csrc/cuda/plan.h"
 
 #include <pybind11/pybind11.h>
@@ -93,8 +94,11 @@ py::dict plan_backward(Call... call) {
   const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
   py::dict d;
   add(d, plan.tiling.tiling);
-  d["tokens"] = plan.tiling.tokens, d["teams"] = py::make_tuple(plan.tiling.q_teams, plan.tiling.k_teams);
-  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid), d["sums"] = plan.sums;
+  const auto add_share = [&](const char* name, const cuda::Share& share) {
+    d[name] = py::make_tuple(share.parts, share.tokens, share.teams);
+  };
+  add_share("q", plan.tiling.q), add_share("k", plan.tiling.k);
+  d["wide_index"] = plan.wide_index, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 

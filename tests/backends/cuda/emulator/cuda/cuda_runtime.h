@@ -76,6 +76,11 @@ __forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int w
   return emulator::shuffle(mask, value, width, {"__shfl_down_sync", file, line},
                            [&](unsigned lane, unsigned) { return lane + lanes; });
 }
+// Every lane of the warp must be there.
+__forceinline__ int __any_sync(unsigned mask, int any, EMULATED_SITE) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) any |= __shfl_xor_sync(mask, any, lanes, 32, file, line);
+  return any != 0;
+}
 
 // ---- arithmetic ----
 
@@ -91,7 +96,12 @@ template <typename T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
-inline float rsqrtf(float x) { return float(1 / std::sqrt(double(x))); }
+// The hardware's result may be off by 2 ulp. This one is: up or down, as a bit of x decides.
+inline float rsqrtf(float x) {
+  const float root = float(1 / std::sqrt(double(x)));
+  if (!(root > 0) || std::isinf(root)) return root;
+  return __builtin_bit_cast(float, __builtin_bit_cast(int, root) + (__builtin_bit_cast(int, x) & 1 ? 2 : -2));
+}
 inline long long __float2ll_rn(float x) { return llrintf(x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
