@@ -192,8 +192,8 @@ struct Token {
   const Tiling& tiling;
   Integer given_position, given_slot;  // the elements of positions and slots; a number made from s if there are none
   int64_t position = 0;  // given_position + offset. The sum wraps around: with inv_freq every position is allowed.
-  int64_t slot = 0;
-  bool valid = true;  // the position is allowed
+  bool valid = true;     // the position is allowed
+  I slot = 0;            // without slots, the position; -1: the token is a pad, which goes to no cell
 
   // Starts the loads of position and slot.
   ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), a(a), p(a.params), tiling(tiling) {
@@ -213,40 +213,42 @@ struct Token {
     valid = uint64_t(position) <= tiling.last_position;
   }
 
-  // Stops the kernel if the position is not allowed. Call it after the loads of table rows and heads have started: the
-  // compiler moves no instruction across an assertion, and in a decode step nothing should delay those loads.
+  // Stops the kernel if position or slot is not allowed. Call it after the loads of table rows and heads have started:
+  // the compiler moves no instruction across an assertion, and in a decode step nothing should delay those loads.
   // cache: a token whose slot is negative is a pad, and may have any position.
   template <bool cache>
   ROPE_FN void check() {
-    bool pad = false;
+    bool pad = false, fits = true;
+    if (cache) slot = I(position);
     if (cache && p.has_slots) {
-      slot = given_slot.value(a.wide_slots);
-      pad = slot < 0;
+      const int64_t given = given_slot.value(a.wide_slots);
+      pad = given < 0;
+      fits = given < p.blocks * p.block_size;
+      slot = pad ? I(-1) : I(given);
     }
-    if (valid || pad) return;
-    assert(valid && "position + offset must be a row of cos and sin, and a cell of the caches");
+    if ((valid || pad) && fits) return;
+    assert((valid || pad) && "position + offset must be a row of cos and sin, and a cell of the caches");
+    assert(fits && "slot must be less than the number of cells in the caches");
     __builtin_unreachable();
   }
 };
 
 // A cell of a cache: a block, and the index of the cell in it. Nothing is written if block is -1.
+template <typename I>
 struct Cell {
-  int64_t block, in_block;
+  I block, in_block;
 };
 template <typename I>
-ROPE_FN Cell cell_of(const Token<I>& t) {
+ROPE_FN Cell<I> cell_of(const Token<I>& t) {
   const RopeParams& p = t.p;
-  const int64_t slot = t.slot;
-  if (!p.has_slots) return {t.b, t.position};
-  if (slot < 0) return {-1, 0};  // a pad
-  assert(slot < p.blocks * p.block_size && "slot must be less than the number of cells in the caches");
-  if (p.blocks == 1) return {0, slot};
-  if (t.tiling.narrow_slots) {
-    const uint32_t size = uint32_t(p.block_size), block = uint32_t(slot) / size;
-    return {block, uint32_t(slot) - block * size};
+  if (!p.has_slots) return {t.b, t.slot};
+  if (p.blocks == 1 || t.slot < 0) return {t.slot < 0 ? I(-1) : I(0), t.slot};
+  if (sizeof(I) == 4 || t.tiling.narrow_slots) {
+    const uint32_t size = uint32_t(p.block_size), block = uint32_t(t.slot) / size;
+    return {I(block), I(uint32_t(t.slot) - block * size)};
   }
-  const int64_t block = slot / p.block_size;
-  return {block, slot - block * p.block_size};
+  const I block = t.slot / I(p.block_size);
+  return {block, t.slot - block * I(p.block_size)};
 }
 
 // ---- the angles of a chunk ----
@@ -554,11 +556,10 @@ struct Heads {
   const bool skip_in_place;         // this chunk is not rotated, so tensors that are changed in place keep it
   I share_end;                      // end of the thread block's share of the list
   int tensor = 0;                   // 0 q, 1 k, 2 v
-  int located = -1;                 // the tensor that out points into
   I start = 0;                      // where the heads of the tensor begin in the list
   I head = 0;                       // the next head of the tensor that the team takes
   I end = 0;                        // end of the tensor's heads in the share
-  I out_end = 0;                    // end of the heads that are written: end, or 0 if the token is a pad
+  I out_end = -1;                   // end of the heads that are written: 0 if the token is a pad; -1: not located yet
   const T* in = nullptr;            // head 0 of the token
   T* out = nullptr;                 // head 0 of the result
   I in_step = 0, out_step = 0;      // stride of heads
@@ -592,18 +593,18 @@ struct Heads {
 
   // Points `out` at this tensor's result. Call it after reading and before writing, so that no read waits for the slot.
   ROPE_FN void locate() {
-    if (located == tensor) return;
-    located = tensor;
+    if (out_end >= 0) return;
+    out_end = end;
     const Operand& o = operand();
     out = static_cast<T*>(tensor == 0 ? a.q_out : tensor == 1 ? a.k_out : a.v_out);
     out_step = I(o.out[2]);
     out_stride = I(o.out[3]);
-    Cell cell{token.b, token.s};
+    Cell<I> cell{token.b, token.s};
     if (cache && tensor > 0 && a.params.v.heads) {
       cell = cell_of(token);
       if (cell.block < 0) out_end = 0;
     }
-    out += I(cell.block) * I(o.out[0]) + I(cell.in_block) * I(o.out[1]);
+    out += cell.block * I(o.out[0]) + cell.in_block * I(o.out[1]);
   }
 
  private:
@@ -624,7 +625,8 @@ struct Heads {
     start = tensor == 0 ? I(0) : !cache || tensor == 1 ? k_start : v_start;
     head = at - start;
     const Operand& o = operand();
-    end = out_end = min(share_end - start, I(o.heads));
+    end = min(share_end - start, I(o.heads));
+    out_end = -1;
     in = static_cast<const T*>(tensor == 0 ? a.q_in : !cache || tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);
     in_step = I(o.in[2]);
