@@ -141,23 +141,28 @@ def readable(names: list[str]) -> dict:
     return result
 
 
-def compile_kernels(source: Path, archs: list[str]) -> tuple[list[dict], dict]:
-    """Returns a row of figures for each kernel of a file and each architecture, and the code of each as a dict from kernel and
-    architecture."""
-    rows, codes = [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "kernels.fatbin"
-        threads = f"--threads={os.environ.get('MAX_JOBS', 0)}"  # 0: as many as there are processors
-        targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-        log = run("nvcc", *FLAGS, *targets, threads, "-Xptxas=-v", "-fatbin", source, "-o", output)
-        found = resources(log)
-        names = readable(sorted({name for name, _ in found}))
-        for arch in archs:
-            for name, code in sass.functions(run("cuobjdump", "--dump-sass", "-arch", f"sm_{arch}", output)).items():
-                codes[names[name], f"sm_{arch}"] = code
-                found[name, f"sm_{arch}"] |= instructions(code)
-    for (name, arch), figures in sorted(found.items(), key=lambda item: (item[0][1], names[item[0][0]])):
-        rows.append({"kernel": names[name], "arch": arch, **{key: value for key, value in figures.items() if value}})
+def compile_kernels(source: Path, archs: list[str], output: Path) -> str:
+    """Compiles a file to a fatbin and returns what ptxas prints."""
+    threads = f"--threads={os.environ.get('MAX_JOBS', 0)}"  # 0: as many as there are processors
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return run("nvcc", *FLAGS, *targets, threads, "-Xptxas=-v", "-fatbin", source, "-o", output)
+
+
+def read_kernels(log: str, output: Path) -> tuple[list[dict], dict]:
+    """Returns a row of figures for each kernel of a fatbin and each architecture, and the code of each as a dict from kernel
+    and architecture."""
+    found, codes = resources(log), {}
+    names = readable(sorted({name for name, _ in found}))
+    for arch in sorted({arch for _, arch in found}):
+        for name, code in sass.functions(run("cuobjdump", "--dump-sass", "-arch", arch, output)).items():
+            codes[names[name], arch] = code
+            found[name, arch] |= instructions(code)
+    rows = [
+        {"kernel": names[name], "arch": arch, **{key: value for key, value in figures.items() if value}}
+        for (name, arch), figures in sorted(
+            found.items(), key=lambda item: (len(item[0][1]), item[0][1], names[item[0][0]])
+        )
+    ]
     return rows, codes
 
 
@@ -280,7 +285,7 @@ def predict(call: str, heads: tuple[int, int], tokens: int, divided: dict, code)
     """Returns the predicted time of a call on an H200, in microseconds, and its parts."""
     planned = plan.plan(call, tokens, heads)
     threads = [follow(code, SHOWN, planned, share) for share in range(planned["grid"][1])]
-    if not (threads := [steps for steps in threads if steps]):
+    if None in threads:
         return {}
     first_store = stores_of(threads[0])[0]
     rounds = max(1, math.ceil(divided["waves"])) * max(loads_of_heads(steps) for steps in threads)
@@ -455,10 +460,12 @@ def compact(found: dict) -> str:
 def main(out: Path) -> int:
     found = releases()
     kernels, codes = [], {}
-    for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
-        rows, more = compile_kernels(source, ARCHS)
-        kernels += rows
-        codes |= more
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu")):
+            output = Path(folder) / source.with_suffix(".fatbin").name
+            rows, more = read_kernels(compile_kernels(source, ARCHS, output), output)
+            kernels += rows
+            codes |= more
     judged = judge(kernels, codes)
     found |= {"judged": judged, "plans": plans(judged, codes), "kernels": kernels}
     out.mkdir(parents=True, exist_ok=True)

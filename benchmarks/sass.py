@@ -132,6 +132,8 @@ class Thread:
             active = self.value(guard) if guard else True
         except Unknown:
             active = None
+        if "DIV" in modes:  # taken if the threads of a warp have come apart
+            return pc + 16
         if name in ("EXIT", "BRA", "CALL"):
             conditions = [self.value(o) for o in operands if PREDICATE.fullmatch(o)] if active else []
             if active is None:
@@ -167,22 +169,21 @@ class Thread:
 
     def assign(self, name, modes, operands, active):
         """Computes the results of an instruction that accesses no memory."""
-        if name.startswith("U") and name != "UNDEF":
-            name = name[1:]
-        # Results come first: a register and predicates, in this order; LOP3 may have a predicate before its register.
-        count = 2 if name == "PLOP3" else 0
-        if not count:
+        name = name.removeprefix("U")
+        if name.startswith("VOTE"):
+            name, count = "VOTE", len(operands) - 1
+        elif name == "PLOP3" or name in ("LOP3", "SHFL") and PREDICATE.fullmatch(operands[0]):
+            count = 2
+        else:  # a register, and predicates after it
             count = 1
             while count < len(operands) and PREDICATE.fullmatch(operands[count]) and operands[count][0] != "!":
                 count += 1
-            if PREDICATE.fullmatch(operands[0]) and name == "LOP3":
-                count = 2
         results, sources = operands[:count], operands[count:]
         bits = 64 if {"64", "WIDE"} & {*modes} or name == "CS2R" and "32" not in modes else 32
         if name in ("LDC", "LDCU"):
             bits = next((WIDTHS[mode] for mode in modes if mode in WIDTHS), 32)
         try:
-            values = self.compute(name, modes, sources, bits)
+            values = self.compute(name, modes, results, sources, bits)
         except Unknown:
             for text in sources:  # what they were loaded from
                 for register in re.findall(r"\bU?R\d+\b", text):
@@ -201,7 +202,7 @@ class Thread:
                 self.registers[target] = values[i] if i < len(values) else None
                 self.loaded.pop(target, None)
 
-    def compute(self, name, modes, sources, bits) -> list:
+    def compute(self, name, modes, results, sources, bits) -> list:
         """Returns the value of the result register, if there is one, and those of the predicates after it."""
 
         def v(i, width=bits):
@@ -285,6 +286,8 @@ class Thread:
                     value |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
             value &= 0xFFFFFFFF
             return [value, value != 0 or carries[-1]]
+        if name == "VOTE":  # the other threads of the warp say the same
+            return [-int(carries[0]), carries[0]] if "R" in results[0] else [carries[0]]
         if name == "PLOP3":
             index = carries[0] << 2 | carries[1] << 1 | carries[2]
             return [bool(v(i) >> index & 1) for i in (3, 4)]

@@ -77,12 +77,12 @@ def test_the_page_shows_the_committed_figures():
 @needs_nvcc
 @pytest.mark.parametrize("source", ["rotate", "norm"])
 def test_the_committed_figures_are_those_of_the_compiler(source, tmp_path):
-    """Compiles the kernels of bfloat16 for sm_90. If a kernel changed on purpose, `python -m benchmarks kernels` writes the new
+    """Compiles the judged kernels for sm_90. If a kernel changed on purpose, `python -m benchmarks kernels` writes the new
     figures."""
     pytest.importorskip("pybind11", reason="pybind11 is not installed")
     if kernels.releases()["nvcc"] != COMMITTED["nvcc"]:
         pytest.skip(f"the committed figures are those of nvcc {COMMITTED['nvcc']}")
-    found = {row["name"]: row for row in compiled(source, tmp_path)}
+    found = {row["name"]: row for row in kernels.judge(*kernels.read_kernels(*compiled(source, tmp_path)))}
     assert found
     for name, row in found.items():
         committed = JUDGED[name, "sm_90"]
@@ -90,28 +90,38 @@ def test_the_committed_figures_are_those_of_the_compiler(source, tmp_path):
 
 
 def compiled(source, folder):
-    """Returns the judged kernels of csrc/cuda/<source>.cu, and keeps them in build/ until a file that they follow from changes."""
-    known = hashlib.sha256(source.encode())
-    for path in sorted([*ROOT.glob("csrc/**/*"), *ROOT.glob("benchmarks/*.py")]):
-        if path.suffix in (".h", ".cuh", ".py") or path.parent.name == "cuda":
-            known.update(path.read_bytes())
-    kept = ROOT / "build/nvcc" / f"{known.hexdigest()}.json"
-    if not kept.exists():
-        # Only the kernels of one type are compiled, because the sources choose the type by calling with_type().
-        file = folder / "bfloat16.cu"
-        file.write_text(
-            '#include "cuda/device.cuh"\n'
-            "namespace rope::cuda {\n"
-            "template <typename F>\n"
-            "cudaError_t with_bfloat16(DType, F&& f) { return f(__nv_bfloat16()); }\n"
-            "}\n"
-            "#define with_type with_bfloat16\n"
-            f'#include "cuda/{source}.cu"\n'
-        )
-        rows = kernels.judge(*kernels.compile_kernels(file, ["90"]))
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(rows))
-    return json.loads(kept.read_text())
+    """Compiles the judged kernels of csrc/cuda/<source>.cu, or reads what was compiled of the same files before, and returns the
+    log of the compiler and the fatbin."""
+    # with_type() chooses the kernels that the sources compile. Here it chooses none, so that only the judged ones, whose
+    # addresses are taken, are compiled.
+    names = [
+        row["kernel"] for row in COMMITTED["judged"] if row["arch"] == "sm_90" and row["kernel"].startswith(source)
+    ]
+    addresses = ", ".join(f"(const void*){name.replace('bfloat16', '__nv_bfloat16')}" for name in names)
+    text = f"""
+        #include "cuda/device.cuh"
+        namespace rope::cuda {{
+        template <typename F>
+        cudaError_t with_no_type(DType, F&&) {{ return cudaSuccess; }}
+        }}
+        #define with_type with_no_type
+        #include "cuda/{source}.cu"
+        namespace rope::cuda {{
+        extern const void* const judged[];
+        const void* const judged[] = {{{addresses}}};
+        }}
+    """
+    known = hashlib.sha256((text + kernels.releases()["nvcc"] + str(kernels.FLAGS)).encode())
+    for path in sorted(p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cuh") or p.parent.name == "cuda"):
+        known.update(path.read_bytes())
+    log, fatbin = (ROOT / "build/nvcc" / f"{known.hexdigest()}.{suffix}" for suffix in ("log", "fatbin"))
+    if not log.exists():
+        file = folder / "judged.cu"
+        file.write_text(text)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        found = kernels.compile_kernels(file, ["90"], fatbin)
+        log.write_text(found)
+    return log.read_text(), fatbin
 
 
 # ---- the figures themselves ----
@@ -138,7 +148,7 @@ def test_thread_blocks_that_a_multiprocessor_holds(registers, threads, shared, a
 
 def test_the_predicted_time_is_no_less_than_its_parts():
     rows = [row for row in COMMITTED["plans"] if "predicted" in row]
-    assert {row["bound"] for row in rows} == {"latency", "memory"}
+    assert {"latency", "memory"} <= {row["bound"] for row in rows}
     for row in rows:
         parts = {name: row[name] for name in ("launch", "latency", "issue", "memory")}
         assert parts[row["bound"]] == max(parts.values())
