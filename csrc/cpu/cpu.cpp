@@ -57,7 +57,7 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
   if (!limited && !call.slots) return;
   if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
   const Integers positions(call.positions ? &*call.positions : nullptr, p.positions), slots(call.slots, p.slots);
-  const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
+  const bool shared = !call.slots && positions.strides[0] == 0;  // all sequences have the positions of the first one
   Range position, slot;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
     for (int64_t s = 0; s < p.seq; s++) {
