@@ -61,9 +61,11 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
   Range position, slot;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
     for (int64_t s = 0; s < p.seq; s++) {
-      const int64_t cell = call.slots ? slots.at(b, s) : 0;
-      slot.add(cell);
-      if (cell >= 0) position.add(call.positions ? positions.at(b, s) : s);
+      if (call.slots) {
+        slot.add(slots.at(b, s));
+        if (slots.at(b, s) < 0) continue;
+      }
+      position.add(call.positions ? positions.at(b, s) : s);
     }
   }
   if (limited && position.low <= position.high) check_position_range(call, p, position.low, position.high);

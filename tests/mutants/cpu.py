@@ -11,12 +11,12 @@ NEIGHBOURS = ["call: q k"]
 # For each mistake: its effect; the file; text of the file, with «» around the replaced part; the replacement.
 MUTANTS = [
     ("the range is that of the first sequence's positions", HOST, "b < «(shared ? 1 : p.batch)»; b++", "1"),
-    ("the range leaves out the last token", HOST, "for (int64_t s = 0; «s < p.seq»; s++) {\n      const int64_t cell", "s + 1 < p.seq"),
+    ("the range leaves out the last token", HOST, "for (int64_t s = 0; «s < p.seq»; s++) {\n      if (call.slots)", "s + 1 < p.seq"),
     ("the lowest position is not found", HOST, "std::min(low, n)", "low == INT64_MAX ? n : low"),
     ("the highest position is not found", HOST, "std::max(high, n)", "high == INT64_MIN ? n : high"),
     ("int64 positions are read as int32 for the range", HOST, "t->scalar_type() == at::kLong", "false"),
-    ("the positions of pads are checked", HOST, "if («cell >= 0») position.add", "true"),
-    ("the position of a token with slot 0 is not checked", HOST, "if («cell >= 0») position.add", "cell > 0"),
+    ("the positions of pads are checked", HOST, "if («slots.at(b, s) < 0») continue", "false"),
+    ("the position of a token with slot 0 is not checked", HOST, "if (slots.at(b, s) «<» 0) continue", "<="),
     ("positions are not checked if there are slots", HOST, "if («limited» && position.low", "limited && !call.slots"),
     ("the tokens are counted although there are positions", HOST, "position.add(«call.positions ? positions.at(b, s) : s»)", "s"),
     ("a call of pads alone is out of range", HOST, "limited && «position.low <= position.high»", "true"),
