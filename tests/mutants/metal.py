@@ -135,7 +135,7 @@ MUTANTS = [
     ("the gradient of k_norm_weight has the dtype of q_norm_weight", NORM, "if (at.y == 0 ? k_native_q_weight : «k_native_k_weight») {", "k_native_q_weight"),
     ("the gradients of weights are not written if there are no tokens", HOST, "      call.q_norm_weight_grad.zero_();\n", ""),
     ("the gradients of tables are not written if there are no tokens", HOST, "      call.cos_grad.zero_();\n", ""),
-    ("a range of positions that the host knows is not checked", HOST, "if («!call.positions») check_position_range", "false"),
+    ("a range of positions that the host knows is not checked", HOST, "if («!call.positions && !call.slots») check_position_range", "false"),
     ("an exception stays in the queue", HOST, "  if (error) std::rethrow_exception(error);\n", ""),
     ("a pipeline is used for other constants", PLAN, "return «std::memcmp(this, &other, sizeof other)» < 0;", "std::memcmp(this, &other, sizeof other / 2)"),
     ("a pipeline is used for another dtype", PLAN, "return «std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant)»;", "std::tie(family, variant) < std::tie(other.family, other.variant)"),
