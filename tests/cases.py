@@ -331,6 +331,20 @@ def some_slots(shape, cells, dtype, device, *, skipped=0.2):
     return torch.where(torch.rand(shape) < skipped, padding, slots).to(dtype).to(device)
 
 
+def misplace_pads(angles, slots):
+    """Changes the positions of pads (tokens with a negative slot) to numbers that a table by position has no row for."""
+    positions = angles.get("positions")
+    if positions is None or "cos" not in angles:
+        return
+    pads = slots.cpu() < 0
+    if pads.dim() == 2 and positions.shape[:-1].numel() == 1:  # all sequences share the positions
+        pads = pads.all(0)
+    info = torch.iinfo(positions.dtype)
+    numbers = torch.tensor([-1 - angles.get("offset", 0), info.min, info.max, 2**30])
+    numbers = numbers[torch.randint(len(numbers), positions.shape)].to(positions)
+    positions.copy_(torch.where(pads.view(positions.shape).to(positions.device), numbers, positions))
+
+
 def set_apart(angles, batch, limit):
     """Changes the positions in `angles` so that every token of a sequence has a cache cell of its own.
 

@@ -414,6 +414,10 @@ def rotate_into_cache(
     k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
     its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
 
+    Two tokens of a call must not write the same cell: either of them may win, and not always the same one in both
+    caches. Without slots, tokens of one sequence that share a position write the same cell, such as the padding of a
+    left-padded batch and its first real token. Give padding the slot -1.
+
     With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
     any number of tokens: one in a decode step, or a whole prompt.
 
@@ -428,10 +432,9 @@ def rotate_into_cache(
         cos, sin, inv_freq: as in :func:`rotate`. Tables by token require slots.
         positions, offset: as in :func:`rotate`.
         slots: ``[batch, seq]``, or ``[seq]`` if batch is 1, int32 or int64: the cell of the cache that each token is
-            written to, ``block * block_size + index in the block``. A token with a negative slot (padding) is not
-            written; its q is still rotated, so its position must be valid. The slots of a call should differ: if
-            several tokens have the same slot, any of them may be kept, and not always the same one in both caches. If
-            slots is None, sequence b of the batch writes to block b, each token at its position.
+            written to, ``block * block_size + index in the block``. A token with a negative slot is a pad: it writes no
+            cell and its position is never an error, but if the table has no row for that position, the rotated channels
+            of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
         attention_factor, interleaved: as in :func:`rotate`.
 

@@ -90,6 +90,12 @@ def rotate_into_cache(
     **flags,
 ) -> None:
     """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache` does."""
+    if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
+        given = torch.arange(q.shape[-3], device=q.device) if positions is None else positions.long()
+        p, rows = given + offset, len(cos)
+        outside = (p < 0) | (p >= rows) | ((p < given) != (offset < 0))  # the last: the sum wrapped around
+        positions, offset = torch.where((slots < 0) & outside, rows, p), 0
+        cos, sin = (torch.nn.functional.pad(t, (0, 0, 0, 1), value=torch.nan) for t in (cos, sin))
     angles = cos, sin, inv_freq, positions, offset
     if q_norm_weight is None:
         rotated_q, rotated_k = rotate_qk(q, k, *angles, **flags)

@@ -332,6 +332,17 @@ class Check:
                 for out in outs:
                     self.same(out, e)
 
+    def pads(self) -> None:
+        """Checks tokens with a negative slot: they write no cell, and their positions may be out of range."""
+        cos, sin = (t[:8, :8] for t in self.layer()[2:])
+        q, k, v, *caches = (self.make(4, 2, 32) for _ in range(5))
+        positions, slots = (torch.tensor(t).to(self.device) for t in ([0, 8, -1, 3], [-1, -1, -9, -1]))
+        before = [t.clone() for t in (q, *caches)]
+        self.call("rotate_into_cache_", q, k, v, *caches, cos, sin, positions=positions, slots=slots)
+        self.same((q[:, :, 16:], *caches), (before[0][:, :, 16:], *before[1:]))
+        nan = q.isnan().cpu()
+        demand(nan[1:3, :, :16].all().item() and not nan[::3].any(), "the wrong channels are NaN")
+
     def out_of_range(self) -> None:
         """Checks what happens if a position or a slot is out of range.
 
@@ -411,6 +422,7 @@ class Check:
             cases = {n: partial(self.gradient, op, dtype, n) for n in numbers[::2]}
             self.group(f"gradient, {op} {str(dtype)[6:]}", cases)
         self.group("same bits", {str(dtype): partial(self.same_bits, dtype) for dtype in self.dtypes})
+        self.group("pads", {"": self.pads})
         if self.device.type != "cuda":
             self.group("out of range", {"": self.out_of_range})
         self.group("threads", {"": self.threads})

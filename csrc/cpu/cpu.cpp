@@ -28,40 +28,50 @@ const Kernels& kernels() {
 
 namespace {
 
-struct Range {
-  int64_t low, high;
+// Positions or slots: int32 or int64, [batch, seq] with these strides, in elements.
+struct Integers {
+  const void* data;
+  bool wide;  // int64
+  const rope_int* strides;
+  Integers(const Tensor* t, const rope_int* strides)
+      : data(t ? t->const_data_ptr() : nullptr), wide(t && t->scalar_type() == at::kLong), strides(strides) {}
+  int64_t at(int64_t b, int64_t s) const {
+    const int64_t i = b * strides[0] + s * strides[1];
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
 };
-// Returns the smallest and the largest element of t: int32 or int64, [batch, seq] with these strides, in elements.
-// batch and seq must not be 0.
-Range range_of(const Tensor& t, const rope_int* strides, int64_t batch, int64_t seq) {
-  const auto scan = [&](const auto* from) {
-    Range range{*from, *from};
-    for (int64_t b = 0; b < (strides[0] ? batch : 1); b++) {
-      for (int64_t s = 0; s < seq; s++) {
-        const int64_t n = from[b * strides[0] + s * strides[1]];
-        range = {std::min(range.low, n), std::max(range.high, n)};
-      }
-    }
-    return range;
-  };
-  return t.scalar_type() == at::kLong ? scan(static_cast<const int64_t*>(t.const_data_ptr()))
-                                      : scan(static_cast<const int32_t*>(t.const_data_ptr()));
-}
 
-// Raises IndexError if a position or a slot is out of range. Runs before anything is written.
+// The smallest and the largest of the numbers that were added.
+struct Range {
+  int64_t low = INT64_MAX, high = INT64_MIN;
+  void add(int64_t n) {
+    low = std::min(low, n);
+    high = std::max(high, n);
+  }
+};
+
+// Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
+// token with a negative slot, may be any number.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
-  if (p.source == kTableByPosition || (call.v && !call.slots)) {
-    Range position{0, p.seq - 1};
-    if (call.positions) position = range_of(*call.positions, p.positions, p.batch, p.seq);
-    check_position_range(call, p, position.low, position.high);
+  const bool limited = p.source == kTableByPosition || (call.v && !call.slots);
+  if (!limited && !call.slots) return;
+  if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
+  const Integers positions(call.positions ? &*call.positions : nullptr, p.positions), slots(call.slots, p.slots);
+  const bool shared = !call.slots && positions.strides[0] == 0;  // all sequences have the positions of the first one
+  Range position, slot;
+  for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
+    for (int64_t s = 0; s < p.seq; s++) {
+      if (call.slots) {
+        slot.add(slots.at(b, s));
+        if (slots.at(b, s) < 0) continue;
+      }
+      position.add(call.positions ? positions.at(b, s) : s);
+    }
   }
-  if (call.slots) {
-    const Range slot = range_of(*call.slots, p.slots, p.batch, p.seq);
-    TORCH_CHECK_INDEX(slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
-                      " but must be below ", p.blocks * p.block_size,
-                      ", the number of cells of each cache (blocks * block_size = ", p.blocks, " * ", p.block_size,
-                      ")");
-  }
+  if (limited && position.low <= position.high) check_position_range(call, p, position.low, position.high);
+  TORCH_CHECK_INDEX(!call.slots || slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
+                    " but must be below ", p.blocks * p.block_size,
+                    ", the number of cells of each cache (blocks * block_size = ", p.blocks, " * ", p.block_size, ")");
 }
 
 constexpr int64_t kGrain = 32768;  // the least number of elements that is worth a thread of its own

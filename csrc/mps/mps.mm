@@ -158,12 +158,12 @@ void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, c
 
 MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
 
-// Returns false if the call has nothing to do. Checks the range of the positions if there is no tensor of positions;
-// the kernel checks positions in a tensor.
+// Returns false if the call has nothing to do. Checks the range of the positions if it follows from the arguments
+// alone. The kernel checks positions in a tensor, and positions that are errors only if a slot is not negative.
 bool ready(const RotateCall& call) {
   const Tensor& q = *call.q;
   if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
-  if (!call.positions) check_position_range(call, call.params(), 0, q.size(-3) - 1);
+  if (!call.positions && !call.slots) check_position_range(call, call.params(), 0, q.size(-3) - 1);
   return q.size(-1) != 0 && (q.size(-2) != 0 || (call.k && call.k->size(-2) != 0));
 }
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from cases import DTYPES, moved, some_slots, spread, supported
+from cases import DTYPES, misplace_pads, moved, some_slots, spread, supported
 from oracle import table_backward
 from test_cache import Caches, check, make_norm, same
 from test_tables import assert_sums
@@ -130,6 +130,9 @@ def test_any_call_writes_the_right_values_and_nothing_else(call, device):
         angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
         angles["cos"] = laid_out(angle.cos().to(table_dtype))
         angles["sin"] = laid_out(angle.sin().to(table_dtype), 3)
+
+    if slots is not None:
+        misplace_pads(angles, slots)
 
     def cache(make, *shape):
         if len(call["v_cache"][0]) == 5:

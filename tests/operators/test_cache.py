@@ -21,6 +21,7 @@ from cases import (
     covering,
     each_number_of_threads,
     many,
+    misplace_pads,
     moved,
     name_of,
     on_gpu,
@@ -104,22 +105,46 @@ def slots_of(q, slots, positions=None, offset=0, block_size=0):
     return np.broadcast_to(indices + offset, (batch, seq)) + np.arange(batch)[:, None] * block_size
 
 
+def inside(angles, pads):
+    """Returns the angles with position 0 for each pad whose position a table by position lacks, and which pads these are.
+
+    pads: which tokens are pads, [batch, seq].
+    """
+    cos, positions = angles.get("cos"), angles.get("positions")
+    if cos is None or cos.dim() == 3:
+        return angles, np.zeros_like(pads)
+    positions = np.arange(pads.shape[1]) if positions is None else positions.cpu().numpy()
+    positions = np.broadcast_to(positions.astype(object) + angles.get("offset", 0), pads.shape)  # the sum is exact
+    lost = pads & ((positions < 0) | (positions >= len(cos))).astype(bool)
+    if not lost.any():
+        return angles, lost
+    positions = torch.from_numpy(np.where(lost, 0, positions).astype(np.int64)).to(cos.device)
+    return angles | {"positions": positions, "offset": 0}, lost
+
+
 def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     """Calls the operator and checks q, k, v, the caches and all memory around the caches.
 
     q and the cells that are written must have the bits that the functional operators return, and these must be close to
-    the oracle. All other memory must be as before.
+    the oracle. The rotated channels of q must be NaN for a pad whose position the table lacks. All other memory must be
+    as before.
 
     norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None.
     """
-    norm = norm or {}
+    norm, given = norm or {}, angles
     q_before, k_before, v_before = q.clone(), k.clone(), v.clone()
-    q_rotated, k_rotated = functional(q, k, angles, norm, options)
     where = slots_of(q, slots, angles.get("positions"), angles.get("offset", 0), block_size=caches.shape[1])
+    angles, lost = inside(angles, where < 0)
+    q_rotated, k_rotated = functional(q, k, angles, norm, options)
     memory = caches.after(where, k_rotated, v)
 
-    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, slots=slots, **norm, **options)
-    assert same(q, q_rotated)
+    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **options)
+    rotary_dim = 2 * angles.get("inv_freq", angles.get("cos")).shape[-1]
+    lost = torch.from_numpy(lost).view(q.shape[:-2])
+    found, right = q.cpu().clone(), q_rotated.cpu()
+    assert found[lost][..., :rotary_dim].isnan().all()
+    found[..., :rotary_dim][lost] = right[..., :rotary_dim][lost]
+    assert same(found, right)
     assert same(k, k_before) and same(v, v_before)
     assert all(map(same, caches.memory, memory))
 
@@ -210,6 +235,7 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
         block_size = 13 if "sequence" not in case["cache"] else batch * seq + 5
         blocks = batch * seq // block_size + 2 if "sequence" not in case["cache"] else 1
         slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
+        misplace_pads(angles, slots)
     norm = make_norm(case["weights"], head_dim, dtype, device)
     caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device)
     if case["dims"] == 3:
@@ -620,16 +646,38 @@ def test_empty_tensors_are_accepted(sizes, with_slots, weights, device):
     check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
 
 
+MOST, LEAST = 2**63 - 1, -(2**63)
+# Calls with pads: slots, positions, offset. A table by position has the rows 0 to 3.
+PADS = [
+    ([[3, -1, -2, 0, LEAST], [-17, 7, -(2**31), -1, 8]], [[3, 4, -1, 2, MOST], [LEAST, 0, 2**32, 1, 3]], 0),
+    ([[3, -1, -2, 0, LEAST], [-17, 7, -(2**31), -1, 8]], [[3, 6, 1, 5, MOST], [LEAST, 4, 2**32, 3, 2]], -2),
+    ([[3, 1, -1, -1, -1], [17, -1, -1, -1, -1]], None, 2),
+    ([[-1] * 5] * 2, [MOST, LEAST, MOST - 2, 0, 3], MOST),
+    ([[-1] * 5] * 2, [LEAST, MOST, -1, 0, 3], LEAST),  # the sum of the first wraps around to 0
+    ([[-1] * 5] * 2, None, MOST - 2),
+]
+
+
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
-def test_negative_slots_write_nothing(weights, device):
-    """If all slots are negative, q is rotated and the caches stay as they are, even a cache without blocks."""
-    for blocks in (4, 0):
-        q, k, v, caches, angles = a_call(blocks=blocks, device=device)
-        slots = torch.tensor([-1, -2, -(2**63), -(2**31), -17], device=device).expand(2, 5)
-        norm = make_norm(weights, 32, torch.float32, device)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("slots, positions, offset", PADS)
+def test_pads_write_nothing_and_may_be_at_any_position(slots, positions, offset, dtype, interleaved, weights, device):
+    """A pad is a token with a negative slot. Its q is rotated if the table has a row for its position.
+
+    Otherwise the rotated channels of its q become NaN, and the others are as usual.
+    """
+    slots, norm = torch.tensor(slots, device=device), make_norm(weights, 32, dtype, device)
+    by_position = {"offset": offset} | ({} if positions is None else {"positions": torch.tensor(positions).to(device)})
+    for blocks in (4, 0) if (slots < 0).all() else (4,):
+        q, k, v, caches, angles = a_call(blocks=blocks, dtype=dtype, device=device)
+        cos, sin = torch_rope.cos_sin(torch.arange(5, device=device), angles["inv_freq"])
         before = [m.clone() for m in caches.memory]
-        check(q, k, v, caches, angles, slots, norm)
-        assert all(map(same, caches.memory, before))
+        tables = {"cos": cos[:4], "sin": sin[:4], **by_position}
+        check(q.clone(), k, v, caches, tables, slots, norm, interleaved=interleaved)
+        tables = {"cos": cos[None], "sin": sin[None]}  # by token: there are no positions
+        check(q.clone(), k, v, caches, tables, slots, norm, interleaved=interleaved)
+        assert all(map(same, caches.memory, before)) == (slots < 0).all()
 
 
 @pytest.mark.parametrize("layout", CACHES)
@@ -751,16 +799,4 @@ def test_nothing_is_written_if_a_cell_does_not_exist(arguments, device):
     arguments = {n: torch.tensor(a, device=device) if isinstance(a, list) else a for n, a in arguments.items()}
     with pytest.raises(IndexError, match="rope.rotate_into_cache_"):
         torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, **arguments)
-    assert all(map(same, memory, before))
-
-
-def test_a_token_that_is_not_written_needs_a_valid_position(device):
-    """q is rotated even for a token whose slot is negative."""
-    q, k, v, caches, angles = a_call(device=device)
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), angles["inv_freq"])
-    memory = [q, *caches.memory]
-    before = [t.clone() for t in memory]
-    slots = torch.tensor([[0, 1, 2, 3, -1], [8, 9, 10, 11, -1]], device=device)
-    with pytest.raises(IndexError, match="rope.rotate_into_cache_"):
-        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, cos, sin, slots=slots)
     assert all(map(same, memory, before))

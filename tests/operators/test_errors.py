@@ -572,13 +572,20 @@ RANGES = [
         **{name: lambda a, name=name: a[name][0] for name in OWN["rotate_into_cache_"][:5]},
         slots=values([0, 1, 20, -1, 4, 5], torch.int32),
     ),
+    # The position of a token with a negative slot is no error, and is not in the message.
     bad(
-        # The position must be in range even if the token's slot is negative, so that nothing is written.
-        out_of_range(0, 5, 15, "20, the number of rows of cos"),
+        out_of_range(1, 20, 0, "20, the number of rows of cos"),
         IndexError,
         "cache",
-        offset=15,
-        slots=values([[-1] * S] * B),
+        positions=values([[-1, 2, 20, 30, 4, 5], [0, 1, 2, 3, 2**62, 5]]),
+        slots=values([[-1, 0, 1, -2, 3, 4], [-1, 8, 9, 10, -1, 12]]),
+    ),
+    bad(
+        out_of_range(1, 4, 16, "20, the number of rows of cos"),
+        IndexError,
+        "cache",
+        offset=16,
+        slots=values([[-1, 0, 1, -1, -1, -1], [-1, -1, -1, -1, 9, -1]]),
     ),
 ]
 
@@ -659,7 +666,7 @@ def test_a_bad_call_under_torch_compile_raises_the_same_message(index, message, 
         compiled(a)
 
 
-@pytest.mark.parametrize("message, error, ops, changes", RANGES[:3] + RANGES[-5:-2])
+@pytest.mark.parametrize("message, error, ops, changes", RANGES[:3] + RANGES[-6:-3])
 def test_an_index_error_keeps_its_type_under_torch_compile(message, error, ops, changes, device):
     """The kernel raises it when the compiled program runs."""
     skip_if_the_gpu_checks(changes, device)

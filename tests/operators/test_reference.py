@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import CACHES, DTYPES, SOURCES, set_apart, some_slots, supported
 from oracle import assert_close, cos_sin, limits, rotate
+from test_cache import PADS
 
 import torch_rope
 from torch_rope import _signatures, reference
@@ -110,6 +111,21 @@ def test_rotate_into_cache_agrees_with_the_reference(source, dtype, number, devi
     for found, r, b in zip(caches, right[3:], before, strict=True):
         others = (r == b).all(-1).all(-1)
         assert (~others).sum() == tokens and torch.equal(found.cpu().double()[others], b[others])
+
+
+@pytest.mark.parametrize("slots, positions, offset", PADS)
+def test_pads_agree_with_the_reference(slots, positions, offset, device):
+    xs = [torch.randn(2, 5, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS)] + [torch.zeros(4, 8, 2, HEAD_DIM)] * 2
+    angles = dict(
+        zip(("cos", "sin"), torch_rope.cos_sin(torch.arange(4), torch_rope.inv_freq(ROTARY_DIM)), strict=True)
+    )
+    angles |= {} if positions is None else {"positions": torch.tensor(positions)}
+    angles |= {"slots": torch.tensor(slots)}
+    right, found = on_cpu(xs, False), [x.to(device, copy=True) for x in xs]
+    reference.rotate_into_cache(*right, **angles, offset=offset)
+    torch_rope.rotate_into_cache(*found, **{name: t.to(device) for name, t in angles.items()}, offset=offset)
+    for actual, r in zip(found, right, strict=True):
+        torch.testing.assert_close(actual.cpu(), r, rtol=0, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("attention_factor", [1.0, 1.3])
