@@ -6,8 +6,6 @@
 // goes over in steps of a chunk for each lane. Every lane of a warp takes part in every shuffle: a lane past the last
 // token, head or chunk reaches it too, but writes nothing. ../args.h has the formulas of the backward, see
 // NormBackwardArgs.
-//
-// No kernel of a half type spills registers, nor of float32 (benchmarks/results/kernels.md).
 #include "device.cuh"
 
 namespace rope::cuda {
@@ -116,6 +114,18 @@ ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>
   return w;
 }
 
+// Makes the compiler convert elements to numbers again where they are needed next, on GPUs for which it would otherwise
+// keep the numbers in registers and spill others (nvcc 13.0).
+template <typename T, int V>
+ROPE_FN void forget_numbers(Elements<T, V>& x) {
+#if __CUDA_ARCH__ >= 1000
+  if constexpr (Vector<T, V>::words) {
+#pragma unroll
+    for (int i = 0; i < V / 2; i++) asm volatile("" : "+r"(x.first.of[i]), "+r"(x.second.of[i]));
+  }
+#endif
+}
+
 // vectors: a vector is one access.
 template <typename T, int V, bool vectors, bool interleaved, typename I>
 __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks : 4)
@@ -133,13 +143,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   AnglesOf<T, interleaved, V, I> angles(a, token, lane);
   const bool rotates = present && chunk.rotated && heads.rotates();
   Numbers<A, V> weights;
-  int weights_for = -1;  // the tensor that the weights are of
   Elements<T, V> x[kHeadsAtOnce] = {};
-  const auto read_weights = [&] {
-    if (!heads.rotates() || weights_for == heads.tensor) return;
-    weights = weights_of<A, V>(a, heads.tensor, chunk);
-    weights_for = heads.tensor;
-  };
   const auto read_heads = [&] {
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
@@ -147,11 +151,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
       if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
     }
   };
-  if (present) read_weights();
+  if (present && heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, chunk);
   token.arrive();
+  token.template check<true>();
   if (rotates) angles.read();
   if (present) read_heads();
-  token.template check<true>();
   if (rotates) angles.finish();
   const Norm<A> norm(a, tiling);
   do {
@@ -163,6 +167,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     }
     sum_over_lanes(squares);
     if (!present) continue;
+#pragma unroll
+    for (int i = 0; i < kHeadsAtOnce; i++) forget_numbers(x[i]);
     heads.locate();
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
@@ -178,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     present = heads.next(kHeadsAtOnce);
     if (!present) continue;
     read_heads();
-    read_weights();
+    if (heads.rotates() && heads.tensor != heads.located) weights = weights_of<A, V>(a, heads.tensor, chunk);
   } while (__any_sync(kAllLanes, present));
 }
 
@@ -340,9 +346,9 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
       }
     };
     token.arrive();
+    token.template check<false>();
     if (chunk.rotated) angles.read();
     read_heads(head_team);
-    token.template check<false>();
     if (chunk.rotated) angles.finish();
     for (I first = head_team;;) {
       Numbers<A, V> back[kBackwardHeads];  // g in the formulas of ../args.h
@@ -362,6 +368,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
       for (int i = 0; i < kBackwardHeads; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
+        forget_numbers(x[i]);
         const A scale = norm.scale(products[2 * i]), common = norm.common(scale, products[2 * i + 1]);
         const auto numbers = numbers_of(x[i]), scaled_back = product_of(back[i], scale);
 #pragma unroll
