@@ -59,8 +59,9 @@ Queue queue(c10::DeviceIndex device) {
 // Checks the call, and returns whether there is anything to compute.
 bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
-  // The kernel asserts positions that are in a tensor: to read them here would wait for the GPU.
-  if (!call.positions) check_position_range(call, p, 0, p.seq - 1);
+  // The kernel asserts positions that are in a tensor, to read them here would wait for the GPU, and positions that are
+  // errors only if a slot is not negative.
+  if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
   TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim is ", p.head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
   return p.head_dim != 0;

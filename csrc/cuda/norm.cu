@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     present = heads.next(kHeadsAtOnce);
     if (!present) continue;
     read_heads();
-    if (heads.rotates() && heads.tensor != heads.located) weights = weights_of<A, V>(a, heads.tensor, chunk);
+    if (heads.rotates() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
   } while (__any_sync(kAllLanes, present));
 }
 

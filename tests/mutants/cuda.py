@@ -183,7 +183,7 @@ MUTANTS = [
     ("the frequencies of the first axis are used for all", COS_SIN, "«axis * p.inv_freq[0]» + (first", "0"),
     ("rows that do not fill vectors are written in vectors", COS_SIN, "return «c.params.pairs % full == 0» ?", "true"),
     ("attention_factor is missing in cos_sin", COS_SIN, "    scale(angles, hi, lo);\n", ""),
-    ("a range without a positions tensor is not checked", HOST, "if («!call.positions») check_position_range", "false"),
+    ("a range without a positions tensor is not checked", HOST, "if («!call.positions && !call.slots») check_position_range", "false"),
     ("only the first position is checked", HOST, "check_position_range(call, p, 0, «p.seq - 1»)", "0"),
     ("weight gradients are not set to zero if there are no tokens", HOST, "      call.k_norm_weight_grad.zero_();\n", ""),
     ("the sums of wide heads do not start at zero", HOST, "sums = «in_one_step(plan.tiling.tiling)» ? at::empty", "true"),
