@@ -3,10 +3,13 @@
 #   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
 #   make exhaustive  runs every combination of the parameters of the tests, in a night
 # The other targets are make demo | finetune | mutate | bench | figures | lint | clean.
-# make gpu runs everything that needs an NVIDIA GPU. It uses the torch that $(PYTHON) has, and no network.
+# make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
+# goes on there if it runs again. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
+OUT ?= build/gpu
+BUDGET ?= 480
 export PROMPT ?= Why is the sky blue?
 
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl) \
@@ -69,16 +72,8 @@ figures: .venv/test .venv/built
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
-gpu: MAX_JOBS = $(shell nproc)
 gpu:
-	TORCH_ROPE_CUDA=1 $(PYTHON) -m pip install --no-index --no-build-isolation --no-deps -v -e .
-	$(PYTHON) -m pytest -p no:cacheprovider -k cuda
-	for tool in memcheck racecheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PYTHON) -m pytest -q -x -p no:cacheprovider -m sanitizer -k cuda || exit 1; \
-	done
-	$(PYTHON) -m benchmarks run --device cuda
-	$(PYTHON) -m benchmarks table
+	$(PYTHON) -m benchmarks gpu --out $(OUT) --seconds $(BUDGET) $(STEP)
 
 lint: .venv/lint
 	$(BIN)/ruff check .

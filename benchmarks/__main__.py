@@ -1,5 +1,6 @@
 """Compares torch_rope with other implementations of rotary position embedding.
 
+gpu      runs the tests, the sanitizers and the measurements on a machine with a GPU, step by step
 run      measures this machine and writes benchmarks/results/<its name>.jsonl; continues an interrupted run
 table    writes the tables in README.md and docs/benchmarks.md, from the committed results
 plot     draws the pictures in docs/, from the committed results
@@ -8,9 +9,14 @@ compare  lists the medians of a second run that lie outside the quartiles of the
 """
 
 import argparse
+import math
 import os
+import signal
 import sys
+import time
 from pathlib import Path
+
+from .gpu import STEPS
 
 # The allocator must keep its memory, because fresh pages for a large result take longer than the rotation. Inductor
 # must compile in the process itself, because helper processes would compete with the timed code.
@@ -24,15 +30,13 @@ ENVIRONMENT = {
 }
 ROOT = Path(__file__).resolve().parent.parent
 PASSES = 5
+UNFINISHED = 3  # the exit status of a run that has to be continued
 
 
 def run(args) -> int:
-    from rich import progress as rich
-    from rich.console import Console
-
     from . import accuracy
     from .cases import cases
-    from .results import Journal, file_of, in_process, machine
+    from .results import Journal, file_of, in_process, machine, sent_by
 
     every = cases(args.device)
     groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
@@ -42,29 +46,38 @@ def run(args) -> int:
         if part != "accuracy" and not matching[part]:
             sys.exit(f"{part} must be a group or a part of a case's name; the groups are {', '.join(groups)}")
     chosen = [case for case in every if any(case in found for found in matching.values())]
+    start = time.monotonic()
     found = machine(args.device)
     out = args.out or file_of(found["name"])
     journal = Journal(out, found)
-    todo = [(case, number) for number in range(args.passes) for case in chosen]
-    console = Console(stderr=True)
-    done, elapsed, remaining = rich.MofNCompleteColumn(), rich.TimeElapsedColumn(), rich.TimeRemainingColumn()
-    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), done, elapsed, remaining
-    with rich.Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(todo) + ("accuracy" in wanted))
-        for case, number in todo:
-            progress.update(task, description=case.name)
-            if (case.name, number) not in journal.done():
-                lines = in_process(case, args.device, args.only, args.rounds, number == 0)
-                journal.add(case.name, number, lines)
-                if number == 0:
-                    console.print(summary(case, lines), soft_wrap=True)
-            progress.advance(task)
-        if "accuracy" in wanted and ("accuracy", 0) not in journal.done():
-            progress.update(task, description="accuracy")
-            journal.add("accuracy", 0, list(accuracy.study(args.device)))
-            progress.advance(task)
-    journal.close(chosen, whole=not args.cases)
-    console.print(f"The results are in {out}.")
+    # The first pass over all cases comes first, so that a run that is ended early has figures for all of them.
+    todo = [(case.name, number, case) for number in range(args.passes) for case in chosen]
+    todo += [("accuracy", 0, None)] * ("accuracy" in wanted)
+    longest = left = 0
+    for i, (name, number, case) in enumerate(todo, start=1):
+        if (name, number) in journal.done():
+            continue
+        began = time.monotonic()
+        if left or began - start + longest > args.seconds:
+            left += 1
+            continue
+        if case:
+            lines = in_process(case, args.device, args.only, args.rounds, number == 0)
+            text = summary(case, lines) if number == 0 else f"{name}, pass {number + 1}"
+        else:
+            lines, end = sent_by(accuracy.study, args.device)
+            text = f"accuracy: {len(lines)} lines; {end}"
+        journal.add(name, number, lines)
+        longest = max(longest, time.monotonic() - began)
+        print(f"[{i}/{len(todo)}, {time.monotonic() - start:.0f} s] {text}", file=sys.stderr, flush=True)
+    journal.write_results(chosen, whole=not args.cases)
+    if left:
+        print(
+            f"The results so far are in {out}. Run this again to continue: {left} of {len(todo)} measurements are left."
+        )
+        return UNFINISHED
+    journal.remove()
+    print(f"The results are in {out}.")
     return 0
 
 
@@ -105,6 +118,13 @@ def kernels(args) -> int:
     return kernels.main(args.out or ROOT / "benchmarks" / "results")
 
 
+def gpu(args) -> int:
+    from .gpu import Gpu, main
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no command of a step goes on alone
+    return main(Gpu(args.out, args.seconds), args.steps)
+
+
 def compare(args) -> int:
     from .results import compare, file_of, read
 
@@ -133,7 +153,17 @@ def main() -> int:
         "--passes", type=int, default=PASSES, help="how often every case is measured, each time in new processes"
     )
     running.add_argument("--rounds", type=int, default=11, help="the largest number of samples of a pass")
+    running.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="end after about this time; run again to continue (exit status 3)",
+    )
     running.add_argument("--out", type=Path, metavar="FILE.jsonl", help="file of the results")
+    lending = commands.add_parser("gpu", help="run everything that needs a GPU")
+    lending.add_argument("steps", nargs="*", metavar="step", help=f"{', '.join(STEPS)} (default: all)")
+    lending.add_argument("--out", type=Path, default=ROOT / "build/gpu", metavar="FOLDER", help="what is found out")
+    lending.add_argument("--seconds", type=float, default=480, help="end after about this time; run again to continue")
     tabling = commands.add_parser("table", help="write the tables in README.md and docs/")
     tabling.add_argument("--check", action="store_true", help="write nothing; the exit status is 1 if a table is stale")
     plotting = commands.add_parser("plot", help="draw the pictures in docs/")
@@ -143,7 +173,14 @@ def main() -> int:
     comparing = commands.add_parser("compare", help="compare a second run with the first")
     comparing.add_argument("new", type=Path, help="file of the second run")
     comparing.add_argument("old", type=Path, nargs="?", help="file of the first run (default: this machine's)")
-    chosen = (running, run), (tabling, table), (plotting, plot), (judging, kernels), (comparing, compare)
+    chosen = (
+        (running, run),
+        (tabling, table),
+        (plotting, plot),
+        (judging, kernels),
+        (comparing, compare),
+        (lending, gpu),
+    )
     for command, function in chosen:
         command.set_defaults(function=function)
     args = parser.parse_args()

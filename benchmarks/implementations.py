@@ -7,6 +7,7 @@ implementation cannot do the case, and ImportError if the implementation is not 
 
 import ctypes
 import functools
+import hashlib
 import importlib
 import os
 import subprocess
@@ -384,28 +385,73 @@ def flashinfer(case: Case, data: Data, in_place=False) -> Run:
     return run_of(case, data, forward, in_place=in_place)
 
 
-# ---- The limit of a decode step on a GPU ----
+# ---- The kernels of this folder: how others work, and the limit of a decode step on a GPU ----
 
 
 @functools.cache
-def limit_kernel() -> Callable:
-    """Compiles limit.cu and returns it as a function of (positions, cos, sin, out, threads)."""
-    library = Path(tempfile.mkdtemp()) / "limit.so"
-    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    arch = "-arch=sm_{}{}".format(*torch.cuda.get_device_capability())
-    source = Path(__file__).parent / "limit.cu"
-    subprocess.run([nvcc, "-O3", "-shared", "-Xcompiler=-fPIC", arch, source, "-o", library], check=True)
-    function = ctypes.CDLL(str(library)).rope_limit
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int] * 4 + [ctypes.c_void_p]
+def library_of(name: str) -> ctypes.CDLL:
+    """Returns the library of a .cu file of this folder, which is compiled once for each GPU."""
+    source = Path(__file__).parent / name
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    library = source.parent.parent / "build" / "peers" / f"{source.stem}-{arch}-{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            subprocess.run([nvcc, *NVCC_FLAGS, f"-arch={arch}", source, "-o", made], check=True)
+            made.replace(library)
+    return ctypes.CDLL(str(library))
 
-    def call(positions, cos, sin, out, threads):
-        tokens = len(positions)
-        sizes = cos.stride(0) * 4 // 16, out.nbytes // tokens // 16, tokens, threads
-        pointers = (t.data_ptr() for t in (positions, cos, sin, out))
-        if error := function(*pointers, *sizes, torch.cuda.current_stream().cuda_stream):
-            raise RuntimeError(f"the kernel of limit.cu failed with CUDA error {error}")
 
-    return call
+NVCC_FLAGS = "-O3", "-std=c++20", "-lineinfo", "-shared", "-Xcompiler=-fPIC"
+
+
+def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def rotate_as_peer(function, way, q, k, cos_sin, positions, rotary_dim, interleaved, stream=None) -> None:
+    """Rotates q and k [tokens, heads, head_dim] in place by a kernel of peers.cu."""
+    flags = way == "FlashInfer", q.dtype == torch.bfloat16, interleaved, torch.cuda.is_available() and way == "SGLang"
+    strides = (ctypes.c_longlong(x.stride(0)) for x in (q, k))
+    sizes = len(q), q.shape[1], k.shape[1], q.shape[2], rotary_dim
+    if error := function(*flags, *pointers(q, k, cos_sin, positions), *strides, *sizes, ctypes.c_void_p(stream)):
+        raise RuntimeError(f"the kernel of peers.cu failed with CUDA error {error}")
+
+
+@adapter("FlashInfer's way", way="FlashInfer")
+@adapter("SGLang's way", way="SGLang")
+def as_peer(case: Case, data: Data, way: str) -> Run:
+    """A kernel of peers.cu, which works as the kernel of SGLang or FlashInfer does."""
+    check_cuda(data, "torch")
+    if case.mode in ("grad", "training"):
+        raise NotImplementedError("it has no gradient")
+    if case.dtype not in ("bfloat16", "float16"):
+        raise NotImplementedError("it takes only half types")
+    if case.layout == "bhsd":
+        raise NotImplementedError("it takes no layout with the heads first")
+    size, sizes = (case.rotary_dim, (32, 64, 128, 256)) if way == "SGLang" else (case.head_dim, (64, 128, 256))
+    if size not in sizes or case.rotary_dim % 16:
+        raise NotImplementedError("it has no kernel for this size")
+    q, k = (x.view(case.tokens, -1, case.head_dim) for x in (data.q, data.k))
+    positions = torch.arange(case.tokens, device="cuda") % case.seq if data.positions is None else data.positions
+    table, positions = torch.cat([data.cos, data.sin], -1), positions.flatten().long()
+    function, arguments = library_of("peers.cu").rope_peer, (table, positions, case.rotary_dim, case.interleaved)
+
+    def call():
+        rotate_as_peer(function, way, q, k, *arguments, torch.cuda.current_stream().cuda_stream)
+        return data.q, data.k
+
+    return Run(call, list, in_place=True)
+
+
+def limit_kernel(positions: Tensor, cos: Tensor, sin: Tensor, out: Tensor, threads: int) -> None:
+    sizes = cos.stride(0) * 4 // 16, out.nbytes // len(positions) // 16, len(positions), threads
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    if error := library_of("limit.cu").rope_limit(*pointers(positions, cos, sin, out), *sizes, stream):
+        raise RuntimeError(f"the kernel of limit.cu failed with CUDA error {error}")
 
 
 @adapter("least, blocks of 256", *EVERY_CACHE, "rotate", threads=256)
@@ -419,7 +465,7 @@ def least(case: Case, data: Data, threads: int) -> Run:
     heads = case.heads + case.kv_heads * (2 if "cache" in case.op else 1)
     out = torch.empty(case.tokens, heads, case.head_dim, device="cuda", dtype=data.dtype)
     arguments = data.positions.flatten(), data.cos, data.sin, out, threads
-    return Run(partial(limit_kernel(), *arguments), lambda _: [], limit=True)
+    return Run(partial(limit_kernel, *arguments), lambda _: [], limit=True)
 
 
 # ---- QK-norm and rotation ----

@@ -6,7 +6,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -23,10 +23,19 @@ PAGES = 16  # a call that gets this many new pages from the system is timed agai
 REST = 5e-3  # seconds between contenders, so that the threads of the previous contender stop spinning
 
 
-def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_facts: bool = True) -> Iterator[dict]:
+def measure(
+    case: Case,
+    device: str,
+    names=None,
+    rounds: int = ROUNDS,
+    with_facts: bool = True,
+    starting: Callable[[str], None] = lambda name: None,
+) -> Iterator[dict]:
     """Yields a dict for each implementation, with its status and its samples in microseconds.
 
-    names selects implementations; None means all.
+    names selects implementations; None means all. starting is called with the name of an implementation before it runs,
+    so that the caller knows which one was running if the process ends. If an implementation makes CUDA unusable or
+    fails while it is timed, the implementations that were not measured yet get no dict.
     """
     makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
     clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
@@ -44,7 +53,13 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
         yield from (line(name, *why(error)) for name in makers)
         return
     for name, make in makers.items():
+        starting(name)
         try:
+            if case.op in ("rotate", *EVERY_CACHE):  # some implementations work in place, so q and k are restored
+                fresh = Data(case, device)
+                sets[0].q.copy_(fresh.q)
+                sets[0].k.copy_(fresh.k)
+                del fresh
             with torch.enable_grad():
                 of_sets = [make(case, data) for data in sets]
             results = first_results(case, sets[0], of_sets[0], tokens)
@@ -53,22 +68,35 @@ def measure(case: Case, device: str, names=None, rounds: int = ROUNDS, with_fact
                 yield line(name, "wrong", error)
                 continue
             facts[name] = facts_of(case, of_sets[0], device) if with_facts else {}
+            if device == "cuda":
+                torch.cuda.synchronize()  # raises the errors of this implementation's kernels
             runs[name] = of_sets
         except Exception as error:
             yield line(name, *why(error))
-        finally:
-            if case.op in ("rotate", *EVERY_CACHE):  # some implementations work in place, so q and k are restored
-                fresh = Data(case, device)
-                sets[0].q.copy_(fresh.q)
-                sets[0].k.copy_(fresh.k)
-                del fresh
+            if device == "cuda" and is_lost():
+                return
+    timing = []
+
+    def starting_to_time(name):
+        timing[:] = [name]
+        starting(name)
+
     try:
-        samples = clock.time(runs)
+        samples = clock.time(runs, starting_to_time)
     except Exception as error:
-        yield from (line(name, *why(error)) for name in runs)
+        yield from (line(name, *why(error)) for name in timing)
         return
     for name, us in samples.items():
         yield line(name, "timed") | facts[name] | {"needed_bytes": case.needed_bytes(runs[name][0].in_place)} | us
+
+
+def is_lost() -> bool:
+    """Returns whether an error has made CUDA unusable in this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def line(name: str, status: str, reason: str = "") -> dict:
@@ -215,11 +243,12 @@ class Cpu:
     def sets(self) -> int:
         return 1
 
-    def time(self, runs: dict[str, list[Run]]) -> dict[str, dict]:
+    def time(self, runs: dict[str, list[Run]], starting: Callable[[str], None]) -> dict[str, dict]:
         if not runs:
             return {}
         calls, samples = {}, {name: [] for name in runs}
         for name, (run,) in runs.items():
+            starting(name)
             with run.context():
                 once = duration(run.call, 1)
                 if once < LONG:
@@ -234,6 +263,7 @@ class Cpu:
         for _ in range(max(3, min(self.rounds, round(SECONDS / max(round_seconds, REST))))):
             for name, (repeat, _) in calls.items():
                 run = runs[name][0]
+                starting(name)
                 time.sleep(REST)
                 with run.context():
                     run.call()
@@ -283,34 +313,42 @@ class Cuda:
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
         return min(LAUNCHES, 1 + 3 * l2 // max(1, self.case.needed_bytes()))
 
-    def time(self, runs: dict[str, list[Run]]) -> dict[str, dict]:
+    def time(self, runs: dict[str, list[Run]], starting: Callable[[str], None]) -> dict[str, dict]:
         calls = {name: [partial(in_context, run) for run in of_sets] for name, of_sets in runs.items()}
         if self.case.group == "host":
-            return {name: {"samples_us": self.of_host(of_sets[0])} for name, of_sets in calls.items()}
+            return {name: {"samples_us": self.of_host(name, of_sets[0], starting)} for name, of_sets in calls.items()}
         pool = torch.cuda.graph_pool_handle()  # all graphs share the pool, because nobody reads their results
-        launches = {name: self.launches(of_sets) for name, of_sets in calls.items()}
-        replays, graphs = {}, {}
+        launches, replays, graphs = {}, {}, {}
         for name, of_sets in calls.items():
+            starting(name)
+            launches[name] = self.launches(of_sets)
+        for name, of_sets in calls.items():
+            starting(name)
             try:
                 replays[name], graphs[name] = self.graph(of_sets, launches[name], pool), True
             except RuntimeError:  # a graph cannot capture what this contender does
                 torch.cuda.synchronize()
                 replays[name], graphs[name] = partial(go_round, of_sets, launches[name]), False
+        for name, replay in replays.items():  # an untimed round, in which an error is known to be this contender's
+            starting(name)
+            replay()
+            torch.cuda.synchronize()
         events = {name: [] for name in calls}
-        for _ in range(self.rounds + 1):
+        for _ in range(self.rounds):
             for name, replay in replays.items():
                 events[name].append(self.between(replay))
         torch.cuda.synchronize()
         return {
             name: {
-                "samples_us": [start.elapsed_time(end) * 1e3 / launches[name] for start, end in pairs[1:]],
+                "samples_us": [start.elapsed_time(end) * 1e3 / launches[name] for start, end in pairs],
                 "in_graph": graphs[name],
             }
             for name, pairs in events.items()
         }
 
-    def of_host(self, call) -> list[float]:
+    def of_host(self, name: str, call, starting: Callable[[str], None]) -> list[float]:
         """Returns samples of the host's time of a call. Batches are so small that the device's queue does not fill."""
+        starting(name)
         samples = []
         for _ in range(10 * self.rounds):
             torch.cuda.synchronize()

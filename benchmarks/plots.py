@@ -39,6 +39,8 @@ STYLES = {
     "liger": ("#8d5a3a", "*"),
     "flashinfer": ("#0c8599", "8"),
     "flashinfer in place": ("#1098ad", "."),
+    "SGLang's way": ("#2b8a3e", "<"),
+    "FlashInfer's way": ("#0b7285", "8"),
     "one rounding": (MUTED, ""),
     "copy": (MUTED, ""),
 }

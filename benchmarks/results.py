@@ -6,12 +6,11 @@ every case.
 
 import datetime
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,9 +19,12 @@ import torch
 from torch_rope import _C
 
 from .cases import Case, cases
+from .implementations import ADAPTERS
+from .jsonl import append, read, write
 from .measure import line, measure, quartiles
 
 FOLDER = Path(__file__).parent / "results"
+SILENCE = 120  # seconds; a process that sends nothing for this long is ended
 PACKAGES = "numpy transformers rotary-embedding-torch mlx onnxruntime triton liger-kernel flash-attn flashinfer-python xformers"
 # Modules that are imported once. Otherwise the process of each case would import them again.
 PRELOAD = ["torch._inductor.compile_fx"] + [
@@ -61,22 +63,10 @@ def file_of(name: str) -> Path:
     return FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_')}.jsonl"
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-
-
-def write(path: Path, lines: Iterable[dict]) -> None:
-    """Writes a result file. If the program is interrupted, the file keeps its old contents."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    temporary.replace(path)
-
-
 class Journal:
     """A file of everything that a run has measured so far. An interrupted run continues from it.
 
-    The journal is in the folder of the result file, which close() makes from it.
+    The journal is in the folder of the result file, which write_results() makes from it.
     """
 
     def __init__(self, out: Path, machine: dict):
@@ -85,18 +75,17 @@ class Journal:
         undated = [{k: v for k, v in m.items() if k != "date"} for m in (machine, *self.entries[:1])]
         if undated[0] != undated[-1] or not self.entries:  # the machine or a version has changed, or the journal is new
             self.entries = [machine]
-            write(self.path, self.entries)
+        write(self.path, self.entries)  # without a line that an interrupted run has begun
 
     def done(self) -> set[tuple[str, int]]:
         return {(entry["case"], entry["pass"]) for entry in self.entries[1:]}
 
     def add(self, case: str, number: int, lines: list[dict]) -> None:
         self.entries.append({"case": case, "pass": number, "lines": lines})
-        with self.path.open("a") as file:
-            file.write(json.dumps(self.entries[-1]) + "\n")
+        append(self.path, self.entries[-1])
 
-    def close(self, ran: list[Case], whole: bool) -> None:
-        """Makes the result file, in which the samples of all passes of a case are one line.
+    def write_results(self, ran: list[Case], whole: bool) -> None:
+        """Writes the result file, in which the samples of all passes of a case are one line.
 
         If whole is False, the cases that were not run keep their lines.
         """
@@ -109,6 +98,8 @@ class Journal:
         order = [case.name for case in cases(self.machine["device"])]
         made = sorted(made + kept_samples, key=lambda x: order.index(x["case"]) if x["case"] in order else len(order))
         write(self.out, [self.machine, *made, *accuracy, *kept_accuracy])
+
+    def remove(self) -> None:
         self.path.unlink()
 
     def pooled(self, case: Case) -> Iterator[dict]:
@@ -128,28 +119,51 @@ class Journal:
             yield {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in result.items()}
 
 
-def in_process(*arguments) -> list[dict]:
-    """Returns the lines of measure(*arguments), which runs in a new process. A crash of that process becomes a line."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.measure", *PRELOAD])
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=send_all, args=(sending, *arguments), daemon=True)
-    process.start()
-    sending.close()
+def in_process(case: Case, device: str, names=None, *arguments) -> list[dict]:
+    """Returns the lines of measure(case, device, names, *arguments), which runs in a new process.
+
+    If an implementation crashes or blocks that process, this becomes its line, and another process measures the others.
+    """
+    left = [name for op, name in ADAPTERS if op == case.op and (names is None or name in names)]
     lines = []
-    try:
-        while True:
-            lines.append(receiving.recv())
-    except EOFError:
-        process.join()
-    if process.exitcode:
-        reason = f"the process ended with exit code {process.exitcode}"
-        lines.append(line("all missing implementations", "failed", reason))
+    while left:
+        sent, end = sent_by(measure, case, device, left, *arguments)
+        found = [x for x in sent if isinstance(x, dict)]
+        left = [name for name in left if name not in [x["implementation"] for x in found]]
+        running = [x for x in sent if isinstance(x, str)][-1:]
+        # Without a line or a name, the process could measure nothing at all.
+        blamed = [name for name in left if name in running or not sent]
+        lines += found + [line(name, "failed", end) for name in blamed]
+        left = [name for name in left if name not in blamed]
     return lines
 
 
-def send_all(sending, *arguments) -> None:
-    for result in measure(*arguments):
+def sent_by(function, *arguments) -> tuple[list, str]:
+    """Returns what function(*arguments) yields in a new process, and how that process ended.
+
+    If the function is measure(), the list also has the names of the implementations that were started.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.measure", *PRELOAD])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=send_all, args=(sending, function, *arguments), daemon=True)
+    process.start()
+    sending.close()
+    sent, end = [], ""
+    try:
+        while receiving.poll(SILENCE):
+            sent.append(receiving.recv())
+        end = f"nothing happened for {SILENCE} seconds"
+        process.kill()
+    except EOFError:
+        process.join(SILENCE)
+        process.kill()
+    process.join()
+    return sent, end or f"the process ended with exit code {process.exitcode}"
+
+
+def send_all(sending, function, *arguments) -> None:
+    for result in function(*arguments, **({"starting": sending.send} if function is measure else {})):
         sending.send(result)
     sending.close()
 

@@ -1,7 +1,6 @@
 """Tests of the program benchmarks/: implementations on small cases, wrong implementations, files, tables, pictures."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ def small(case: cases.Case) -> cases.Case:
     return dataclasses.replace(case, seq=min(case.seq, 5), batch=min(case.batch, 3), heads=4, kv_heads=2)
 
 
+ON_GPUS = (*report.LEAST, *report.WAYS)  # not in the results of a CPU
 SMALL = {c.name: c for c in map(small, cases.cases("cpu")) if c.op != "model"}
 
 
@@ -88,11 +88,10 @@ def test_launches_memory_and_bytes_of_a_call_are_counted(measured):
     assert found["copy"]["moved_bytes"] >= 2 * size and found["copy"]["peak_bytes"] == 0
 
 
-def test_a_crash_and_a_lack_of_memory_are_reported_as_lines():
+def test_a_lack_of_memory_is_no_failure():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**50)
     assert measure.why(error.value) == ("skipped", "not enough memory")
-    assert [x["status"] for x in results.in_process("no case", "cpu", None, 1)] == ["failed"]
 
 
 def test_names_of_cases_are_unique():
@@ -108,11 +107,14 @@ def test_an_interrupted_run_continues(tmp_path):
         copy = {"implementation": "copy", "status": "timed", "samples_us": [1.0, 2.0, 3.0]}
         return [copy, {"implementation": "torch_rope", "status": "timed", "samples_us": list(us)}]
 
-    results.Journal(out, MACHINE).add(case.name, 0, lines(1.0, 2.0, 3.0))
+    first = results.Journal(out, MACHINE)
+    first.add(case.name, 0, lines(1.0, 2.0, 3.0))
+    with first.path.open("a") as file:
+        file.write('{"case":"a line that was interr')
     journal = results.Journal(out, MACHINE | {"date": "tomorrow"})
     assert journal.done() == {(case.name, 0)}
     journal.add(case.name, 1, lines(4.0, 5.0))
-    journal.close([case], whole=True)
+    journal.write_results([case], whole=True)
     machine, copy, ours = results.read(out)
     assert machine == MACHINE | {"date": "tomorrow"} and copy["implementation"] == "copy"
     assert (ours["median_us"], ours["q1_us"], ours["q3_us"], ours["samples"], ours["to_copy"]) == (
@@ -122,7 +124,7 @@ def test_an_interrupted_run_continues(tmp_path):
         5,
         1.5,
     )
-    assert not list(tmp_path.glob("*.journal"))
+    journal.remove()
     assert not results.Journal(out, MACHINE).done()
 
 
@@ -140,7 +142,7 @@ def test_compare_lists_medians_outside_the_widened_quartiles():
         assert len(results.compare([sample(us)], [sample(100)])[1]) == 1 - inside
 
 
-def test_a_faster_peer_is_listed_with_a_reason(monkeypatch):
+def test_a_faster_peer_is_listed_with_its_reason_if_that_is_known(monkeypatch):
     def sample(name, us, spread):
         return {
             "kind": "sample",
@@ -155,8 +157,7 @@ def test_a_faster_peer_is_listed_with_a_reason(monkeypatch):
     lines = [MACHINE, sample("torch_rope", 100, 5), sample("copy", 50, 1), sample("peer", 92, 4)]
     assert report.wins(lines).startswith("None")  # the peer is faster, but within noise
     lines[-1] = sample("peer", 80, 4)
-    with pytest.raises(SystemExit, match="REASONS in report.py has no reason"):
-        report.wins(lines)
+    assert "| a case | peer | torch_rope | 0.80 | not understood yet |" in report.wins(lines)
     monkeypatch.setitem(report.REASONS, ("a case", "peer"), "it cheats")
     assert "| a case | peer | torch_rope | 0.80 | it cheats |" in report.wins(lines)
 
@@ -200,24 +201,32 @@ def test_the_committed_results_are_complete():
             assert x["status"] in ("timed", "skipped", "wrong"), x
             assert x["status"] != "timed" or x["q1_us"] <= x["median_us"] <= x["q3_us"]
     for case in cases.cases("cpu"):
-        assert found.pop(case.name) >= {n for op, n in implementations.ADAPTERS if op == case.op and "least" not in n}
+        assert found.pop(case.name) >= {n for op, n in implementations.ADAPTERS if op == case.op and n not in ON_GPUS}
     assert not found
 
 
-def test_the_program_runs_from_end_to_end(tmp_path):
+def test_a_page_shows_where_peers_win_and_which_are_not_installed():
+    """The lines are faked: on a GPU, kernels in the way of others are faster, and one peer is missing."""
+    lines = [MACHINE | {"device": "cuda", "python": "3", "torch": "2"}]
+    for case in (cases.Case("decode", 1, 4, positions="int64"), cases.Case("sweep", 4**7)):
+        for name, us in (("copy", 9.0), ("torch_rope", 12.0), ("torch_rope in place", 11.0), ("SGLang's way", 10.0)):
+            times = {"status": "timed", "median_us": us, "q1_us": us - 0.1, "q3_us": us + 0.1}
+            facts = {"to_copy": us / 9, "needed_bytes": case.needed_bytes()}
+            sample = {"kind": "sample", "case": case.name, **dataclasses.asdict(case), "implementation": name}
+            lines.append(sample | times | facts)
+        lines.append(sample | {"implementation": "liger", "status": "skipped", "reason": "not installed (No module)"})
+    page = report.page_of(lines)
+    assert "| sweep: 1 x 16k, 32/8 of 128, bfloat16 | SGLang's way | torch_rope | 0.83 | not understood yet |" in page
+    assert page.count("| SGLang's way | torch_rope in place | 0.91 |") == 2
+    assert "1.20 **exceeded**" in page and "Not installed: liger." in page
+
+
+def test_the_program_compares_two_files_and_refuses_unknown_cases(tmp_path):
     def program(*arguments):
         command = [sys.executable, "-m", "benchmarks", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
 
-    out = tmp_path / "a.jsonl"
-    few = "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"
-    done = program("run", "mini-vllm", "tables", *few, "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    machine, *samples = map(json.loads, out.read_text().splitlines())
-    assert machine["torch"] == torch.__version__ and machine["threads"] == torch.get_num_threads()
-    assert [x["implementation"] for x in samples] == ["copy", "torch_rope", "torch_rope"]
-    assert all(x["samples"] >= 4 and x["median_us"] > 0 for x in samples)
-    same = program("compare", str(out), str(out))
-    assert same.returncode == 0 and "3 of 3 medians" in same.stdout
+    same = program("compare", str(report.REFERENCE))
+    assert same.returncode == 0 and "medians lie inside" in same.stdout
     unknown = program("run", "nonsense")
     assert unknown.returncode and "nonsense must be a group" in unknown.stderr

@@ -38,7 +38,7 @@ def _ninja(folder: Path, sanitize: bool) -> str:
     def sources_of(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
-    kernels = [*sources_of("csrc/cuda/*.cu"), f"{HERE}/selftest.cu"]
+    kernels = [*sources_of("csrc/cuda/*.cu"), "benchmarks/peers.cu", f"{HERE}/selftest.cu"]
     hosts = [s for room in ("", "autograd/", "cuda/") for s in sources_of(f"csrc/{room}*.cpp")]
     hosts.remove("csrc/module.cpp")
     torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
