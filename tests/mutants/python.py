@@ -15,6 +15,7 @@ VMAP, FLOPS, PARALLEL, IN_PLACE = (
     f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "in_place")
 )
 SASS, JUDGE, KERNELS = "benchmarks/sass.py", "benchmarks/kernels.py", "tests/backends/cuda/test_kernels.py"
+GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/test_gpu.py"
 TRANSFORMERS, ROTARY = "tests/integrations/test_transformers.py", "tests/modules/test_rotary_embedding.py"
 
 MUTANTS = [
@@ -560,5 +561,89 @@ MUTANTS = [
         "plan.HEAD_DIM * 2 * 2 + row_bytes",
         "plan.HEAD_DIM * 2 + row_bytes",
         KERNELS,
+    # make gpu, and the measurements
+    (
+        "make gpu: tests that have ended run again",
+        ONCE,
+        'known = outcomes(jsonl.read(JOURNAL), SETTINGS["step"])',
+        "known = {}",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: a test during which the machine was lost does not run again",
+        ONCE,
+        'if known.get(item.nodeid, "started") == "started"',
+        "if item.nodeid not in known",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: tests begin when the time is over",
+        ONCE,
+        'if time.time() > SETTINGS["deadline"]:',
+        "if False:",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: after a test that ends its process, the rest of its share is left out",
+        GPU,
+        "elif lines and not ends:",
+        "elif False:",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: errors of compute-sanitizer are ignored",
+        GPU,
+        "if process.returncode == ERRORS:",
+        "if False:",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: a changed source goes on with the outcomes of the old one",
+        GPU,
+        "if lines[:1] != [known]:",
+        "if not lines:",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: the library is built again on every machine",
+        GPU,
+        "if kept.exists():",
+        "if False:",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: nothing says that steps are left",
+        GPU,
+        "3 if LEFT in found else 0",
+        "0",
+        GPU_TESTS,
+    ),
+    (
+        "make gpu: a line that the loss of the machine has cut off is read",
+        "benchmarks/jsonl.py",
+        '.split("\n")[:-1]',
+        ".splitlines()",
+        GPU_TESTS,
+    ),
+    (
+        "benchmarks: after a crash the other implementations are not measured",
+        "benchmarks/results.py",
+        "    while left:\n",
+        '    for _ in "1":\n',
+        GPU_TESTS,
+    ),
+    (
+        "benchmarks: an exception while one implementation is timed is the failure of all",
+        "benchmarks/measure.py",
+        "for name in timing)",
+        "for name in runs)",
+        GPU_TESTS,
+    ),
+    (
+        "benchmarks: a peer that wins for an unknown reason stops the tables",
+        "benchmarks/report.py",
+        'known[0] if known else "not understood yet"',
+        "known[0]",
+        "tests/tools/test_benchmarks.py",
     ),
 ]

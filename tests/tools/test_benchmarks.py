@@ -218,7 +218,7 @@ def test_a_page_shows_where_peers_win_and_which_are_not_installed():
     page = report.page_of(lines)
     assert "| sweep: 1 x 16k, 32/8 of 128, bfloat16 | SGLang's way | torch_rope | 0.83 | not understood yet |" in page
     assert page.count("| SGLang's way | torch_rope in place | 0.91 |") == 2
-    assert "1.20 **exceeded**" in page and "Not installed: liger." in page
+    assert "1.33 **exceeded**" in page and "Not installed: liger." in page
 
 
 def test_the_program_compares_two_files_and_refuses_unknown_cases(tmp_path):
@@ -228,5 +228,6 @@ def test_the_program_compares_two_files_and_refuses_unknown_cases(tmp_path):
 
     same = program("compare", str(report.REFERENCE))
     assert same.returncode == 0 and "medians lie inside" in same.stdout
-    unknown = program("run", "nonsense")
-    assert unknown.returncode and "nonsense must be a group" in unknown.stderr
+    for command, message in (("run", "nonsense must be a group"), ("gpu", "nonsense must be one of the steps")):
+        unknown = program(command, "nonsense")
+        assert unknown.returncode and message in unknown.stderr

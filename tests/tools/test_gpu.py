@@ -62,7 +62,7 @@ SANITIZER = """
     status = subprocess.run(sys.argv[at + 2 :]).returncode
     sys.exit(int(sys.argv[at + 1]) if "initcheck" in sys.argv else status)
 """
-CASES = ["mini-vllm", "tables", "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"]
+CASES = ["mini-vllm", "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"]
 
 
 @pytest.fixture
@@ -77,12 +77,13 @@ def machine(tmp_path, monkeypatch):
         "device": "cpu",
         "tests": [str(tmp_path / "test_few.py")],
         "cases": CASES,
-        "checks": ["--quick", "--only", "rotate float16"],
+        "checks": ["--help"],
         "build": [sys.executable, "-c", write, str(tmp_path / "package")],
         "sanitizer": [sys.executable, str(tmp_path / "sanitizer.py")],
         "package": tmp_path / "package",
     }
     monkeypatch.setattr(gpu.os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # so that pytest starts faster
     return lambda seconds=1000.0, **others: gpu.Gpu(seconds=seconds, **(options | others))
 
 
@@ -115,12 +116,12 @@ def test_all_steps_run_and_go_on_where_the_machine_was_lost(machine, tmp_path, c
     assert summary["memcheck"].startswith("passed  1 passed") and summary["synccheck"] == summary["memcheck"]
     assert summary["initcheck"].startswith("failed") and "compute-sanitizer found errors" in summary["initcheck"]
     assert summary["selfcheck"].startswith("passed") and summary["figures"].startswith("passed")
-    assert summary["benchmarks"] == "passed  2 cases"
+    assert summary["benchmarks"] == "passed  1 cases"
     # The test that lost the machine ran again; those that had ended did not.
     assert ran(tmp_path) == ["fails", "kills", "loses", "loses", "passes"] + ["sanitizer"] * 4 + ["skipped"]
 
     measured = jsonl.read(tmp_path / "out/results.jsonl")
-    assert [x["implementation"] for x in measured[1:]] == ["copy", "torch_rope", "torch_rope"]
+    assert [x["implementation"] for x in measured[1:]] == ["copy", "torch_rope"]
     assert all(x["samples"] >= 4 and x["median_us"] > 0 for x in measured[1:])
     assert "| torch_rope" in (tmp_path / "out/results.md").read_text()
     files = list((tmp_path / "out").iterdir())
@@ -135,15 +136,15 @@ def test_all_steps_run_and_go_on_where_the_machine_was_lost(machine, tmp_path, c
 
 
 def test_a_step_ends_within_its_time(machine, tmp_path):
-    slow = "import time\n" + "".join(f"def test_{i}(): time.sleep(0.4)\n" for i in range(40))
+    slow = "import time\n" + "".join(f"def test_{i}(): time.sleep(0.2)\n" for i in range(40))
     (tmp_path / "test_few.py").write_text(slow)
-    some = machine(4.0)
+    some = machine(2.0)
     start = time.time()
     assert gpu.main(some, ["tests"]) == 3
-    assert time.time() - start < 4 + gpu.GRACE / 2
+    assert time.time() - start < 2 + gpu.GRACE
     first = gpu.outcomes(jsonl.read(some.journal), "tests")
     assert 0 < len(first) < 40 and set(first.values()) == {"passed"}
-    (tmp_path / "test_few.py").write_text(slow.replace("sleep(0.4)", "sleep(0)"))
+    (tmp_path / "test_few.py").write_text(slow.replace("sleep(0.2)", "sleep(0)"))
     assert gpu.main(machine(), ["tests"]) == 0
     assert len(gpu.outcomes(jsonl.read(some.journal), "tests")) == 40
 
@@ -177,7 +178,8 @@ def breaking(case, data, error, calls=1):
 
 
 def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_measured(monkeypatch):
-    monkeypatch.setattr(results, "SILENCE", 8)
+    monkeypatch.setattr(results, "SILENCE", 5)
+    monkeypatch.setattr(results, "PRELOAD", [])
     results.in_process(Fragile("x", 2, op="fragile"), "cpu", ["sound"], 1)  # the first process takes longer to start
     found = {x["implementation"]: x for x in results.in_process(Fragile("x", 2, op="fragile"), "cpu", None, 1)}
     assert {name: x["status"] for name, x in found.items()} == {
@@ -188,6 +190,6 @@ def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_m
         "raising when timed": "failed",
     }
     assert found["crashing"]["reason"] == "the process ended with exit code -11"
-    assert found["hanging"]["reason"] == "nothing happened for 8 seconds"
+    assert found["hanging"]["reason"] == "nothing happened for 5 seconds"
     assert found["crashing when timed"]["reason"] == "the process ended with exit code 7"
     assert found["raising when timed"]["reason"] == "ZeroDivisionError: division by zero"

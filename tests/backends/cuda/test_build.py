@@ -13,6 +13,7 @@ from torch.utils import cpp_extension
 # The oldest architecture is enough for a quick run: no kernel asks for which one it is compiled, so an instruction that only newer ones
 # have is an error there.
 ARCHITECTURES = (80, 90, 100, 120) if EXHAUSTIVE else (80,)
+SOURCES = sorted([*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("benchmarks/*.cu")])
 
 
 def cuda_home() -> Path | None:
@@ -38,7 +39,8 @@ needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found"
 def compile_without_warnings(*command, out=()):
     """Runs a compiler and fails on a warning. A command that has succeeded is skipped until it or a file of csrc changes."""
     known = hashlib.sha256(repr(command).encode())
-    for path in sorted(p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cuh") or p.parent.name == "cuda"):
+    sources = [p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cuh") or p.parent.name == "cuda"]
+    for path in sorted([*sources, *ROOT.glob("benchmarks/*.cu")]):
         known.update(path.read_bytes())
     done = ROOT / "build/nvcc" / known.hexdigest()
     if done.exists():
@@ -52,13 +54,15 @@ def compile_without_warnings(*command, out=()):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", sorted(ROOT.glob("csrc/cuda/*.cu")), ids=lambda p: p.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
 def test_kernels_compile_without_warnings(source, tmp_path):
+    # The kernels of the benchmarks ask for the architecture, and their two files compile in seconds.
+    architectures = ARCHITECTURES if source.parent.name == "cuda" else {*ARCHITECTURES, 90}
     compile_without_warnings(
         f"{cuda_home()}/bin/nvcc",
         *("-c", source, "-std=c++20", "-O3", "--fmad=false"),
         *("--Werror=all-warnings", "-Xcompiler=-Wall", "--threads=2"),
-        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES),
+        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures),
         out=("-o", tmp_path / "kernels.o"),
     )
 
