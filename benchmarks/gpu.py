@@ -41,7 +41,7 @@ Outcome = tuple[str, str]  # PASSED, FAILED or LEFT, and a text
 
 @dataclass
 class Gpu:
-    """What to run and where. The tests replace the commands that need a GPU."""
+    """A call of this program: the commands, where they run and how long. The tests replace those that need a GPU."""
 
     out: Path
     seconds: float
@@ -54,7 +54,7 @@ class Gpu:
     package: Path = ROOT / "torch_rope"
 
     def __post_init__(self):
-        self.deadline = time.time() + self.seconds
+        self.out, self.deadline = self.out.resolve(), time.time() + self.seconds
         self.journal, self.log = self.out / "journal.jsonl", self.out / "log.txt"
         self.results = self.out / "results.jsonl"
 
@@ -178,7 +178,7 @@ def pytest(
         "-p",
         "benchmarks.once",
     ]
-    settings = {"journal": str(gpu.journal.resolve()), "step": step, "deadline": gpu.deadline, "limit": limit}
+    settings = {"journal": str(gpu.journal), "step": step, "deadline": gpu.deadline, "limit": limit}
 
     def start(share: int) -> tuple[subprocess.Popen, dict]:
         of_share = settings | {"share": [share, shares], "run": f"{share}-{len(jsonl.read(gpu.journal))}"}

@@ -621,7 +621,7 @@ MUTANTS = [
     (
         "make gpu: a line that the loss of the machine has cut off is read",
         "benchmarks/jsonl.py",
-        '.split("\n")[:-1]',
+        r'.split("\n")[:-1]',
         ".splitlines()",
         GPU_TESTS,
     ),

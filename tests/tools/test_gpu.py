@@ -127,7 +127,7 @@ def test_all_steps_run_and_go_on_where_the_machine_was_lost(machine, tmp_path, c
     files = list((tmp_path / "out").iterdir())
     assert len(files) <= 8 and all(file.is_file() and file.stat().st_size < gpu.LARGEST for file in files)
 
-    # What has ended is not repeated, and a change of the source repeats everything.
+    # Steps that have ended are not repeated, and a change of the source repeats everything.
     assert gpu.main(machine(), []) == 1 and len(ran(tmp_path)) == 10
     lines = jsonl.read(tmp_path / "out/journal.jsonl")
     jsonl.write(tmp_path / "out/journal.jsonl", [lines[0] | {"source": "another"}, *lines[1:]])
