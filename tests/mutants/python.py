@@ -561,6 +561,7 @@ MUTANTS = [
         "plan.HEAD_DIM * 2 * 2 + row_bytes",
         "plan.HEAD_DIM * 2 + row_bytes",
         KERNELS,
+    ),
     # make gpu, and the measurements
     (
         "make gpu: tests that have ended run again",
