@@ -412,9 +412,11 @@ def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
 
 
-def rotate_as_peer(function, way, q, k, cos_sin, positions, rotary_dim, interleaved, stream=None) -> None:
+def rotate_as_peer(
+    function, way, q, k, cos_sin, positions, rotary_dim, interleaved, dependent=True, stream=None
+) -> None:
     """Rotates q and k [tokens, heads, head_dim] in place by a kernel of peers.cu."""
-    flags = way == "FlashInfer", q.dtype == torch.bfloat16, interleaved, torch.cuda.is_available() and way == "SGLang"
+    flags = way == "FlashInfer", q.dtype == torch.bfloat16, interleaved, dependent and way == "SGLang"
     strides = (ctypes.c_longlong(x.stride(0)) for x in (q, k))
     sizes = len(q), q.shape[1], k.shape[1], q.shape[2], rotary_dim
     if error := function(*flags, *pointers(q, k, cos_sin, positions), *strides, *sizes, ctypes.c_void_p(stream)):
@@ -438,7 +440,8 @@ def as_peer(case: Case, data: Data, way: str) -> Run:
     q, k = (x.view(case.tokens, -1, case.head_dim) for x in (data.q, data.k))
     positions = torch.arange(case.tokens, device="cuda") % case.seq if data.positions is None else data.positions
     table, positions = torch.cat([data.cos, data.sin], -1), positions.flatten().long()
-    function, arguments = library_of("peers.cu").rope_peer, (table, positions, case.rotary_dim, case.interleaved)
+    function, dependent = library_of("peers.cu").rope_peer, torch.cuda.get_device_capability() >= (9, 0)
+    arguments = table, positions, case.rotary_dim, case.interleaved, dependent
 
     def call():
         rotate_as_peer(function, way, q, k, *arguments, torch.cuda.current_stream().cuda_stream)

@@ -51,14 +51,14 @@ __device__ void rotate_pair(T& a, T& b, float cos, float sin) {
 
 // On sm_90 and later a kernel may begin before the one ahead of it has ended. It waits here, before its first load.
 __device__ void wait_for_last_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
 #endif
 }
 
 __device__ void let_next_kernel_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
@@ -163,13 +163,11 @@ cudaError_t launch(void (*kernel)(Arguments...), dim3 blocks, bool dependent, vo
   config.gridDim = blocks;
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
-#ifdef __CUDACC_VER_MAJOR__
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = dependent;
-#endif
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
