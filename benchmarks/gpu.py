@@ -66,6 +66,8 @@ class Gpu:
         """Begins anew if the source or the machine has changed."""
         import torch
 
+        if self.device == "cuda" and not torch.cuda.is_available():
+            sys.exit(f"torch {torch.__version__} finds no NVIDIA GPU; without one, only the step figures runs")
         capability = "{}.{}".format(*torch.cuda.get_device_capability()) if self.device == "cuda" else ""
         known = {"source": digest_of_sources(), "torch": torch.__version__, "capability": capability}
         known |= {"library": "_C" + sysconfig.get_config_var("EXT_SUFFIX")}
