@@ -564,13 +564,6 @@ MUTANTS = [
     ),
     # make gpu, and the measurements
     (
-        "make gpu: tests that have ended run again",
-        ONCE,
-        'known = outcomes(jsonl.read(JOURNAL), SETTINGS["step"])',
-        "known = {}",
-        GPU_TESTS,
-    ),
-    (
         "make gpu: a test during which the machine was lost does not run again",
         ONCE,
         'if known.get(item.nodeid, "started") == "started"',
