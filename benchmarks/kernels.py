@@ -31,8 +31,8 @@ SHOWN = "sm_90"
 JUDGED = [
     ("rotate", r"rotate_kernel<bfloat16, 8, false, false, int>", "rotate"),
     ("cache", r"rotate_kernel<bfloat16, 8, true, false, int>", "cache"),
-    ("norm", r"norm_kernel<bfloat16, 8, true, (true, )?false(, int)?>", "norm cache"),
-    ("norm backward", r"norm_backward_kernel<bfloat16, 8, true, (true, )?false(, int)?>", None),
+    ("norm", r"norm_kernel<bfloat16, 8, true, false, int>", "norm cache"),
+    ("norm backward", r"norm_backward_kernel<bfloat16, 8, true, false, int>", None),
 ]
 CALLS = ["rotate", "cache", "norm cache"]
 HEADS = [(32, 8), (8, 1), (64, 8)]
@@ -424,7 +424,8 @@ def markdown(found: dict) -> str:
         "angles.",
         "",
         "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets>`",
-        "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, a warp holds a head, interleaved>`",
+        "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, interleaved, offsets>`",
+        "- `norm_wide_kernel` and `norm_wide_backward_kernel`, for heads that no warp holds at once: the same without offsets",
         "- `table_backward_kernel<dtype, channels of a vector, interleaved>`",
         "- `cos_sin_kernel<dtype, channels of a vector, several axes>`",
         "",

@@ -57,6 +57,10 @@ def as_float(word: int) -> float:
     return struct.unpack("<f", struct.pack("<I", word & 0xFFFFFFFF))[0]
 
 
+def as_word(number: float) -> int:
+    return int.from_bytes(struct.pack("<f", number), "little")
+
+
 class Thread:
     """One thread. bank: the constant bank with the kernel's parameters; special: the values of special registers;
     load(tensor, address): the 32 bits that a tensor holds at an address, or None; tensor(address): the tensor there."""
@@ -139,7 +143,7 @@ class Thread:
             if active is None:
                 raise Unknown(f"{guard} of {op} at {pc:#x}")
             if active and all(conditions):
-                if name == "CALL":
+                if "ABS" in modes:  # a function, such as that of a failed assert; CALL.REL is also used as a jump
                     raise Unknown(f"{op} at {pc:#x}")
                 return None if name == "EXIT" else int(operands[-1].strip("`()"), 16)
         elif name in ("BRX", "RET", "JMP"):
@@ -224,7 +228,9 @@ class Thread:
             return [0]
         if name in ("S2R", "S2UR"):
             return [self.special[sources[0]]]
-        if name == "IMAD" and "HI" not in modes:
+        if name == "IMAD" and "HI" in modes:
+            return [v(0) * v(1) + v(2, 64) >> 32]
+        if name == "IMAD":
             if "WIDE" in modes:
                 return total(number(0) * number(1) + v(2, 64))
             return total(v(0) * v(1) + v(2))
@@ -291,6 +297,13 @@ class Thread:
         if name == "PLOP3":
             index = carries[0] << 2 | carries[1] << 1 | carries[2]
             return [bool(v(i) >> index & 1) for i in (3, 4)]
+        # A division of integers begins with an estimate of the reciprocal, which need not be exact.
+        if name == "I2F" and "U32" in modes:
+            return [as_word(float(v(0)))]
+        if name == "MUFU" and "RCP" in modes:
+            return [as_word(1 / as_float(v(0)))]
+        if name == "F2I" and "U32" in modes:
+            return [int(as_float(v(0)))]
         if name == "HFMA2" and sources[:2] == ["-RZ", "RZ"]:
             return [int.from_bytes(struct.pack("<2e", float(sources[3]), float(sources[2])), "little")]
         raise Unknown(name)

@@ -156,7 +156,7 @@ def test_the_predicted_time_is_the_sum_of_what_cannot_overlap(monkeypatch):
         for i, (op, tensor) in enumerate([("LDG.E.128", "q"), ("FMUL", None), ("STG.E.128", "q")])
     )
     monkeypatch.setattr(kernels, "follow", lambda *_: [load, *[other] * 99, store])
-    for tokens, bound in (1, "latency"), (32768, "memory"):
+    for tokens, bound in (1, "launch"), (32768, "memory"):
         divided = {"waves": tokens / 2000, "thread_blocks": tokens // 2, "threads": 128}
         row = kernels.predict("rotate", (32, 8), tokens, divided, None)
         first, waits = 2 * 0.4 + 100 * 2 / 1755, {1: 0, 32768: 16 * 0.8}[tokens]
@@ -202,7 +202,11 @@ ONES = 0xFFFFFFFF
         ("LDC.U8 R2, c[0x0][R0+0x2]", {"R0": 1}, {"R2": 3}),
         ("LDC.64 R2, c[0x0][0x8]", {}, {"R2": 0x0B0A0908, "R3": 0x0F0E0D0C}),
         ("@P0 MOV R2, 0x5", {"P0": False, "R2": 3}, {"R2": 3}),
-        ("MUFU.RCP R2, R0", {"R0": 3, "R2": 3}, {"R2": None}),
+        ("IMAD.HI.U32 R2, R0, R1, R4", {"R0": 1 << 31, "R1": 4, "R4": ONES, "R5": 1}, {"R2": 3}),
+        ("I2F.U32.RP R2, R0", {"R0": 4}, {"R2": 0x40800000}),
+        ("MUFU.RCP R2, R0", {"R0": 0x40800000}, {"R2": 0x3E800000}),
+        ("F2I.FTZ.U32.TRUNC.NTZ R2, R0", {"R0": 0x40900000}, {"R2": 4}),
+        ("MUFU.EX2 R2, R0", {"R0": 3, "R2": 3}, {"R2": None}),
     ],
 )
 def test_an_instruction(instruction, before, after):
@@ -245,6 +249,6 @@ def test_the_figures_of_a_thread():
 
 
 def test_a_thread_stops_where_its_path_is_not_known():
-    for unknown in ("@P0 BRA 0x0", "@P0 EXIT", "CALL.REL.NOINC 0x0", "BRX R0 -0x10"):
+    for unknown in ("@P0 BRA 0x0", "@P0 EXIT", "CALL.ABS.NOINC R2", "BRX R0 -0x10"):
         with pytest.raises(sass.Unknown):
             sass.Thread(code(unknown), b"", {}, None, None).run()
