@@ -210,7 +210,7 @@ struct Token {
   // one.
   ROPE_FN void arrive() {
     position = int64_t(uint64_t(given_position.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
-    valid = uint64_t(position) <= tiling.last_position;
+    valid = position >= tiling.first_position && position <= tiling.last_position;
   }
 
   // Stops the kernel if position or slot is not allowed. Call it after the loads of table rows and heads have started:

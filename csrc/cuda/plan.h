@@ -46,12 +46,12 @@ struct Tiling {
   rope_int k_start, v_start;        // where the heads of k and v begin in it
   rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
-  uint64_t last_position;           // the allowed positions are 0 to last_position; UINT64_MAX: all, negative ones too
-  int q_in_place, k_in_place;       // the result is written over the input
-  bool vectors;                     // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;               // rows of cos and sin are read in vectors
-  bool narrow_slots;                // every valid slot fits in 32 bits
-  double per_channel;               // 1 / head_dim
+  rope_int first_position, last_position;  // the positions that are allowed
+  int q_in_place, k_in_place;              // the result is written over the input
+  bool vectors;                            // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;                      // rows of cos and sin are read in vectors
+  bool narrow_slots;                       // every valid slot fits in 32 bits
+  double per_channel;                      // 1 / head_dim
 };
 
 // Returns whether a team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a
@@ -172,7 +172,10 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
   t.per_channel = 1.0 / double(p.head_dim);
   const PositionRange range = position_range(p, /*cache_by_position=*/p.v.heads && !p.has_slots);
-  t.last_position = range.limited ? uint64_t(range.last) : UINT64_MAX;
+  t.first_position = range.limited ? 0 : INT64_MIN;
+  // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
+  // number that is at least 0; it is greater than INT64_MAX + offset.
+  t.last_position = range.limited ? std::min(range.last, INT64_MAX + std::min<rope_int>(p.offset, 0)) : INT64_MAX;
   return plan;
 }
 

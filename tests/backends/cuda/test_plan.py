@@ -320,19 +320,19 @@ def test_slots_have_32_bits_if_all_of_them_fit(blocks, block_size, narrow, plan)
 
 
 def test_positions_are_within_the_table_and_the_cache(plan):
-    every_position = 2**64 - 1  # compared without a sign, so negative positions are allowed too
+    every_position = (-(2**63), 2**63 - 1)
     q = meta(2, 5, 1, 8)
     table, cache = meta(1, 30, 1, 4)[0, :, 0], meta(3, 20, 1, 8)
     slots = positions = torch.empty(2, 5, device="meta")
     by_token = [meta(1, 5, 1, 4)[:, :, 0]] * 2
-    assert plan(q)["last_position"] == every_position
-    assert plan(q, positions=positions)["last_position"] == every_position
-    assert plan(q, tables=by_token, by_token=True)["last_position"] == every_position
-    assert plan(q, tables=[table] * 2)["last_position"] == 29
+    assert plan(q)["position_range"] == every_position
+    assert plan(q, positions=positions)["position_range"] == every_position
+    assert plan(q, tables=by_token, by_token=True)["position_range"] == every_position
+    assert plan(q, tables=[table] * 2)["position_range"] == (0, 29)
     for tables, last in (None, 19), ([table[:7]] * 2, 6), ([table] * 2, 19):
-        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["last_position"] == last
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["last_position"] == every_position
-    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["last_position"] == 29
+        assert plan(q, q, q, outputs=[cache, cache], tables=tables)["position_range"] == (0, last)
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots)["position_range"] == every_position
+    assert plan(q, q, q, outputs=[cache, cache], slots=slots, tables=[table] * 2)["position_range"] == (0, 29)
 
 
 # ---- the grid ----

@@ -62,7 +62,7 @@ py::bytes bytes_of(const Parameter& p) {
 
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
-  d["last_position"] = t.last_position;
+  d["position_range"] = py::make_tuple(t.first_position, t.last_position);
   d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
 }
 
