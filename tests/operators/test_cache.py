@@ -118,7 +118,7 @@ def inside(angles, pads):
     lost = pads & ((positions < 0) | (positions >= len(cos))).astype(bool)
     if not lost.any():
         return angles, lost
-    positions = torch.from_numpy(np.where(lost, 0, positions).astype(np.int64)).to(cos.device)
+    positions = torch.tensor(np.where(lost, 0, positions).astype(np.int64), device=cos.device)
     return angles | {"positions": positions, "offset": 0}, lost
 
 
