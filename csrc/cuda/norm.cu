@@ -114,16 +114,14 @@ ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>
   return w;
 }
 
-// Makes the compiler convert elements to numbers again where they are needed next, on GPUs for which it would otherwise
-// keep the numbers in registers and spill others (nvcc 13.0).
+// Makes the compiler convert elements to numbers again where they are needed next. Otherwise it keeps the numbers, which
+// take twice the registers. zero: 0, a value that the compiler does not know
 template <typename T, int V>
-ROPE_FN void forget_numbers(Elements<T, V>& x) {
-#if __CUDA_ARCH__ >= 1000
+ROPE_FN void forget_numbers(Elements<T, V>& x, uint32_t zero) {
   if constexpr (Vector<T, V>::words) {
 #pragma unroll
-    for (int i = 0; i < V / 2; i++) asm volatile("" : "+r"(x.first.of[i]), "+r"(x.second.of[i]));
+    for (int i = 0; i < V / 2; i++) x.first.of[i] ^= zero, x.second.of[i] ^= zero;
   }
-#endif
 }
 
 // vectors: a vector is one access.
@@ -168,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     sum_over_lanes(squares);
     if (!present) continue;
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) forget_numbers(x[i]);
+    for (int i = 0; i < kHeadsAtOnce; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
     heads.locate();
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
@@ -368,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
       for (int i = 0; i < kBackwardHeads; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
-        forget_numbers(x[i]);
+        forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
         const A scale = norm.scale(products[2 * i]), common = norm.common(scale, products[2 * i + 1]);
         const auto numbers = numbers_of(x[i]), scaled_back = product_of(back[i], scale);
 #pragma unroll
