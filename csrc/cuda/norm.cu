@@ -114,13 +114,21 @@ ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>
   return w;
 }
 
-// Makes the compiler convert elements to numbers again where they are needed next. Otherwise it keeps the numbers, which
-// take twice the registers. zero: 0, a value that the compiler does not know
+// These make the compiler convert elements to numbers again where they are needed next. Otherwise it keeps the numbers,
+// which take twice the registers. Each kernel has the way with which nvcc 13.0 spills no register.
+// zero: 0, a value that the compiler does not know
 template <typename T, int V>
 ROPE_FN void forget_numbers(Elements<T, V>& x, uint32_t zero) {
   if constexpr (Vector<T, V>::words) {
 #pragma unroll
     for (int i = 0; i < V / 2; i++) x.first.of[i] ^= zero, x.second.of[i] ^= zero;
+  }
+}
+template <typename T, int V>
+ROPE_FN void forget_numbers(Elements<T, V>& x) {
+  if constexpr (Vector<T, V>::words) {
+#pragma unroll
+    for (int i = 0; i < V / 2; i++) asm volatile("" : "+r"(x.first.of[i]), "+r"(x.second.of[i]));
   }
 }
 
@@ -140,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
   AnglesOf<T, interleaved, V, I> angles(a, token, lane);
   const bool rotates = present && chunk.rotated && heads.rotates();
-  Numbers<A, V> weights;
   Elements<T, V> x[kHeadsAtOnce] = {};
   const auto read_heads = [&] {
 #pragma unroll
@@ -149,14 +156,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
       if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
     }
   };
-  if (present && heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, chunk);
   token.arrive();
-  token.template check<true>();
   if (rotates) angles.read();
   if (present) read_heads();
+  token.template check<true>();
   if (rotates) angles.finish();
   const Norm<A> norm(a, tiling);
   do {
+    // The weights are read again for every two heads: to keep them would take too many registers.
+    Numbers<A, V> weights;
+    if (present && heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, chunk);
     A squares[kHeadsAtOnce];
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {
@@ -182,7 +191,6 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     present = heads.next(kHeadsAtOnce);
     if (!present) continue;
     read_heads();
-    if (heads.rotates() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
   } while (__any_sync(kAllLanes, present));
 }
 
@@ -366,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
       for (int i = 0; i < kBackwardHeads; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
-        forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
+        forget_numbers(x[i]);
         const A scale = norm.scale(products[2 * i]), common = norm.common(scale, products[2 * i + 1]);
         const auto numbers = numbers_of(x[i]), scaled_back = product_of(back[i], scale);
 #pragma unroll
