@@ -591,9 +591,12 @@ struct Heads {
     return true;
   }
 
+  // Returns whether locate() was called since the loop began with this tensor.
+  ROPE_FN bool located() const { return out_end >= 0; }
+
   // Points `out` at this tensor's result. Call it after reading and before writing, so that no read waits for the slot.
   ROPE_FN void locate() {
-    if (out_end >= 0) return;
+    if (located()) return;
     out_end = end;
     const Operand& o = operand();
     out = static_cast<T*>(tensor == 0 ? a.q_out : tensor == 1 ? a.k_out : a.v_out);

@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
   AnglesOf<T, interleaved, V, I> angles(a, token, lane);
   const bool rotates = present && chunk.rotated && heads.rotates();
+  Numbers<A, V> weights;  // of the tensor that was located last
   Elements<T, V> x[kHeadsAtOnce] = {};
   const auto read_heads = [&] {
 #pragma unroll
@@ -163,9 +164,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   if (rotates) angles.finish();
   const Norm<A> norm(a, tiling);
   do {
-    // The weights are read again for every two heads: to keep them would take too many registers.
-    Numbers<A, V> weights;
-    if (present && heads.rotates()) weights = weights_of<A, V>(a, heads.tensor, chunk);
+    if (present && heads.rotates() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
     A squares[kHeadsAtOnce];
 #pragma unroll
     for (int i = 0; i < kHeadsAtOnce; i++) {

@@ -133,7 +133,7 @@ MUTANTS = [
     ("the weights of the first vector are used for both", NORM, "z.second[i] = x.second[i] * «y.second[i]»;", "y.first[i]"),
     ("tokens past the last are normalised", NORM, "bool present = «s < p.seq» && lane", "s <= p.seq"),
     ("lanes past the head are active", NORM, "s < p.seq && «lane < tiling.chunks» && heads.next(0);", "true"),
-    ("the weights of q are used for k", NORM, "weights = weights_of<A, V>(a, «heads.tensor», chunk);", "0"),
+    ("the weights of q are used for k", NORM, "if (present && heads.rotates()« && !heads.located()») weights", " && heads.tensor == 0"),
     ("a head past the last is normalised", NORM, "      if («head >= heads.out_end») break;\n      if (heads.rotates()) {", "false"),
     ("a team leaves before the shuffles of its warp", NORM, "while («__any_sync(kAllLanes, present)»);", "present"),
     ("the later steps of a wide head are not summed", NORM, "squares[0] += «dot(numbers, numbers, c.whole())»;", "index == int(threadIdx.x) ? dot(numbers, numbers, c.whole()) : A(0)"),

@@ -74,10 +74,6 @@ OUTSIDE = {
     "rotate_into_cache_ before the block": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
     "rotate_into_cache_ past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * CELLS, 8]]}),
     "rotate_into_cache_ far past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
-    "rotate_into_cache_ at a token that is not written": (
-        ["q", "k", "v", "k_cache", "v_cache"],
-        {"slots": [[0, 1, 2, -1, 4], [5, 6, 7, 8, 9]], "positions": [0, 1, 2, ROWS, 4]},
-    ),
 }  # fmt: skip
 
 
@@ -428,6 +424,24 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
         assert loads.pop(16) == 2 * 2 * 50 * 10 * 128 * dtype.itemsize // 16
         assert loads.keys() == ({8} if "positions" in angles else set())  # the list of the tokens of each row
         assert launch["stores"] == {4: 2 * cos.numel()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_backward_of_a_norm_is_two_launches_that_read_everything_once(dtype, device, request):
+    """The first writes the gradients of q and k, and a row of float64 sums for each thread block, which also reads the
+    weights. The second adds up the rows."""
+    if request.config.getoption("--emulate") != "checked":
+        pytest.skip("needs an emulator that counts accesses: --emulate")
+    (g, g_k), (q, k) = (torch.randn(2, 64, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
+    weights, freq = torch.rand(2, 128, device=device), torch_rope.inv_freq(128, device=device)
+    torch_rope._C.last_launches()
+    rope._norm_rotate_qk_backward(g, g_k, q, k, *weights, inv_freq=freq)
+    parts, sums = torch_rope._C.last_launches()
+    rows, vectors, per_thread = parts["grid"][0], 2 * 64 * 10 * 128 * dtype.itemsize // 16, 32 // dtype.itemsize
+    assert parts["loads"].keys() == {4, 16}  # 4: the frequencies
+    assert parts["loads"][16] == 2 * vectors + rows * 128 * per_thread * 4 // 16
+    assert parts["stores"] == {16: vectors, 8: rows * 128}
+    assert sums["loads"] == {8: rows * 128} and sums["stores"] == {4: 2 * 128}
 
 
 def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):

@@ -157,6 +157,8 @@ MISTAKES = [
         8,
         r'device-side assert triggered: int\(threadIdx.x\) != 5 && "five", .*selftest.cu:\d+.*thread \(5, 0, 0\)',
     ),
+    ("dependent<true>", 8, None),
+    ("dependent<false>", 8, "read of memory before the thread waits for the previous launch"),
     ("array_index", 1, "array index out of range"),
     ("overflow", 1, r"integer overflow in \+"),
 ]

@@ -609,9 +609,7 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
                 counts[first + team] += 1
         assert set(counts) == {1}
         steps = range(0, heads, at_once * head_teams)
-        taken = [
-            first + i * head_teams + team for first in steps for i in range(at_once) for team in range(head_teams)
-        ]
+        taken = [first + i * head_teams + team for first in steps for i in range(at_once) for team in range(head_teams)]
         assert [head for head in taken if head < heads] == list(range(heads))
     assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
 

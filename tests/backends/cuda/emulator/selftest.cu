@@ -142,6 +142,11 @@ __global__ void asserts(const float*, float* out, int n) {
   assert(int(threadIdx.x) != 5 && "five");
   out[me()] = float(n);
 }
+template <bool waits>
+__global__ void dependent(const float* in, float* out, int) {
+  if (waits) cudaGridDependencySynchronize();
+  out[me()] = in[me()];
+}
 __global__ void array_index(const float*, float* out, int) {
   float local[4] = {1, 2, 3, 4};
   out[0] = local[opaque(5)];
@@ -179,6 +184,8 @@ const std::map<std::string, Kernel> kernels = {
     KERNEL(two_shuffles),
     KERNEL(other_lane),
     KERNEL(asserts),
+    KERNEL(dependent<true>),
+    KERNEL(dependent<false>),
     KERNEL(array_index),
     KERNEL(overflow),
 };
@@ -188,7 +195,8 @@ const std::map<std::string, Kernel> kernels = {
 // Launches a kernel of this file by name and returns the text of the launch's error code.
 std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
                       size_t dynamic) {
-  const cudaLaunchConfig_t config{blocks, threads, dynamic, nullptr};
+  cudaLaunchAttribute dependent{cudaLaunchAttributeProgrammaticStreamSerialization, {1}};
+  const cudaLaunchConfig_t config{blocks, threads, dynamic, nullptr, &dependent, kernel.starts_with("dependent")};
   return cudaGetErrorString(cudaLaunchKernelEx(&config, kernels.at(kernel), reinterpret_cast<const float*>(in),
                                                reinterpret_cast<float*>(out), n));
 }
