@@ -36,7 +36,6 @@ MUTANTS = [
     ("the first vector of shared numbers is used for all", DEVICE, "reinterpret_cast<const Vector<From, m>*>(«from + i»)", "from"),
     ("every int64 is read as int32", DEVICE, "uint32_t(«wide ? high : low >> 31»)", "low >> 31"),
     ("every int32 is read as int64", DEVICE, "uint32_t(«wide ? high : low >> 31»)", "high"),
-    ("a position made from the token is taken for an int32", DEVICE, "value(«!p.has_positions || a.wide_positions»)", "a.wide_positions"),
     ("the low half of an int64 is sign-extended", DEVICE, "<< 32 | «uint32_t(low)»", "uint64_t(low)"),
     ("int64 elements are read at the byte offsets of int32", DEVICE, "int64_t(i) * «(wide ? 8 : 4)»", "4"),
     ("tokens of a merged batch are counted as positions", DEVICE, "int64_t(s) * «tiling.position_step»", "1"),
@@ -210,7 +209,6 @@ MUTANTS = [
     ("a range without a positions tensor is not checked", HOST, "if («!call.positions && !call.slots») check_position_range", "false"),
     ("only the first position is checked", HOST, "check_position_range(call, p, 0, «p.seq - 1»)", "0"),
     ("weight gradients are not set to zero if there are no tokens", HOST, "      call.k_norm_weight_grad.zero_();\n", ""),
-    ("the gradient of q's weight is written to that of k", HOST, "call.«k_norm_weight_grad».mutable_data_ptr()", "q_norm_weight_grad"),
     ("gradients of tables are not set to zero if there are no tokens", HOST, "      call.sin_grad.zero_();\n", ""),
     ("strided positions are read as if contiguous", HOST, "call.positions«.contiguous()»;", ""),
     ("a call with a norm is rotated without it", HOST, "C10_CUDA_CHECK(«a.params.has_norm» ?", "false"),
@@ -257,6 +255,7 @@ MUTANTS += plans.MUTANTS
 
 # Replacements of a neighbour that change no result: file; text of the file, with «» around the member; replacement (* is any); reason.
 EQUIVALENT = [
+    (DEVICE, "if («cell.block» < 0) out_end = 0;", "cell.in_block", "a pad has no block and no index in it, and both are -1"),
     (TABLES, "gradients + sequence * «o.in[0]»", "o.out[0]", "these gradients have no result tensor, and the strides of out are those of in"),
     (TABLES, "gradients + sequence * o.in[0] + s * «o.in[1]»", "o.out[1]", "the strides of out are those of in"),
     (TABLES, "g + head * «o.in[2]», I(o.in[3])", "o.out[2]", "the strides of out are those of in"),
@@ -269,5 +268,4 @@ EQUIVALENT = [
     (PLAN, "tokens * («p.q.heads + p.k.heads»));", "*", "only the number of threads changes"),
     (PLAN, "blocks_per_row = int(ceil_div(«t.chunks», x));", "*", "all chunks are rotated"),
     (TABLES, "index < «backward.tiling.chunks»;", "*", "all chunks are rotated"),
-    (PLAN, "p.seq, heads, «p.head_dim»};\n    return heads == 0 || f(data, strides, sizes);\n  };\n  return", "*", "element offsets always have 64 bits in the backward"),
 ]  # fmt: skip

@@ -79,7 +79,13 @@ def plan(library):
 
 @pytest.fixture
 def plan_backward(library):
-    return lambda *tensors, **options: library.plan_backward(*arguments(*tensors, **options, norm=True))
+    """Plans the backward of the norm. x: the tensors that were normalised, which are like their gradients if not given."""
+
+    def plan(*tensors, x=None, **options):
+        of_x = [given for given, _ in arguments(*(x or tensors))[3][:2]]
+        return library.plan_backward(of_x, *arguments(*tensors, **options, norm=True))
+
+    return plan
 
 
 @pytest.fixture
@@ -227,6 +233,7 @@ def test_one_tensor_that_is_not_aligned_narrows_the_accesses(axis, plan, plan_ba
         for p in (
             plan(*tensors, outputs=[out, other]),
             plan_backward(*tensors, outputs=[out, other]),
+            plan_backward(good, good, x=[*tensors, out, other][i // 2 * 2 :][:2]),
             plan_tables(*tensors, outputs=[out, other], rows=1),
         ):
             assert width(p, torch.float32) == 4
@@ -236,8 +243,8 @@ def test_one_tensor_that_is_not_aligned_narrows_the_accesses(axis, plan, plan_ba
 
 
 @pytest.mark.parametrize("dimension", range(3))
-def test_element_offsets_have_64_bits_if_one_passes_2_31(dimension, plan):
-    """The element offsets in q, k, v and their results count."""
+def test_element_offsets_have_64_bits_if_one_passes_2_31(dimension, plan, plan_backward):
+    """The element offsets in q, k, v and their results count, in a backward also those in the gradients."""
     shape, good, one_head = (3, 5, 3, 64), meta(3, 5, 3, 64), meta(3, 5, 1, 64)
     for last, wide in (2**31 - 1, False), (2**31 + 3, True), (2**40, True):
         stride = list(good.stride())
@@ -253,6 +260,9 @@ def test_element_offsets_have_64_bits_if_one_passes_2_31(dimension, plan):
             plan(good, good, t, outputs=[good, good]),
             plan(good, good, good, outputs=[t, good]),
             plan(good, good, good, outputs=[good, t]),
+            plan_backward(good, t, x=[good, good]),
+            plan_backward(good, one_head, x=[t, one_head], rotary_dim=32),
+            plan_backward(one_head, good, x=[one_head, t]),
         ):
             assert p["wide_index"] == wide
 
@@ -452,7 +462,7 @@ def of_tokens(plan, tokens, heads, kind="rotate", dtype=torch.bfloat16, **option
     q_heads, k_heads = heads
     q, k = (meta(1, tokens, h, 128, dtype=dtype) for h in heads)
     cache = meta(1, 2**20, k_heads, 128, dtype=dtype)
-    tensors, outputs = ([q, k], None) if kind == "rotate" else ([q, k, k], [cache, cache])
+    tensors, outputs = ([q, k, k], [cache, cache]) if "cache" in kind else ([q, k], None)
     return plan(*tensors, outputs=outputs, norm="norm" in kind, **options)
 
 
@@ -464,8 +474,9 @@ PLANS = {
     ("rotate", 512): (4, 4, 2),  # two heads take no longer than one
     ("rotate", 1024): (8, 2, 5),
     ("rotate", 2048): (4, 4, 10),  # (8, 2, 5) would leave a small part of the thread blocks for a second round
-    ("rotate", 3072): (8, 2, 5),
+    ("rotate", 4096): (2, 8, 20),
     ("rotate", 32768): (8, 2, 5),
+    ("rotate 64 channels", 1024): (8, 2, 5),  # memory takes as long as for 128 channels
     ("cache", 1): (16, 1, 1),
     ("cache", 512): (8, 2, 2),
     ("cache", 1024): (8, 2, 6),
@@ -475,7 +486,7 @@ PLANS = {
 
 @pytest.mark.parametrize("kind, tokens", PLANS)
 def test_the_plan_of_many_tokens(kind, tokens, plan):
-    p = of_tokens(plan, tokens, (32, 8), kind)
+    p = of_tokens(plan, tokens, (32, 8), kind, rotary_dim=64 if "64" in kind else 128)
     assert (*p["block"][1:], steps_of(p)) == PLANS[kind, tokens]
 
 
@@ -614,7 +625,7 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
     assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 8), (8, 8), (3, 24)], ids=str)
 @pytest.mark.parametrize("tokens", [512, 1024, 2048, 3072, 4096, 32768])
 def test_the_parts_of_q_and_k_take_about_as_long(tokens, heads, plan_backward):
     """Otherwise a few thread blocks would run when the others are done. Many parts even out what is left."""
@@ -628,7 +639,7 @@ def test_the_parts_of_a_weights_gradient_follow_from_sizes(plan_backward):
     """Otherwise a layout could change the bits of a weight's gradient."""
     plans = []
     for layout in LAYOUTS:
-        q, k = (meta(2, 999, h, 80, dtype=torch.bfloat16, layout=layout) for h in (6, 2))
+        q, k = (meta(2, 9999, h, 80, dtype=torch.bfloat16, layout=layout) for h in (6, 2))
         p = plan_backward(q, k)
         plans.append({name: value for name, value in p.items() if name != "vectors"})
     assert all(p == plans[0] for p in plans)

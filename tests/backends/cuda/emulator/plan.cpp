@@ -84,13 +84,11 @@ py::dict plan(int processors, Call... call) {
   return d;
 }
 
+// x: the q and k that the forward call normalised.
 template <typename... Call>
-py::dict plan_backward(Call... call) {
+py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   NormBackwardArgs n{args(call...), nullptr, nullptr, {}, {}};
-  const RotateArgs& a = n.rotate;
-  n.q_in = a.q_in, n.k_in = a.k_in;  // x has the address and strides of its gradient
-  std::copy(a.params.q.in, a.params.q.in + 4, n.q);
-  std::copy(a.params.k.in, a.params.k.in + 4, n.k);
+  n.q_in = set(x[0], n.q), n.k_in = set(x[1], n.k);
   const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
   py::dict d;
   add(d, plan.tiling.tiling);
