@@ -64,10 +64,10 @@ def test_a_patched_smollm2_generates_the_same_tokens():
 
 def test_finetuning_has_the_losses_of_transformers(tmp_path):
     picture = tmp_path / "losses.png"
-    lines = run("finetune.py", "--steps", "3", "--seq", "48", "--batch", "1", "--picture", str(picture))
+    lines = run("finetune.py", "--steps", "2", "--seq", "16", "--batch", "1", "--picture", str(picture))
     assert any("of 30 LlamaAttention: apply_rotary_pos_emb is torch.ops.rope.rotate_qk" in line for line in lines)
     steps = [line for line in lines if line.startswith("  step")]
-    assert len(steps) == 6 and steps[0] == steps[3]
+    assert len(steps) == 4 and steps[0] == steps[2]
     (line,) = [line for line in lines if line.startswith("Largest difference of the losses: ")]
     assert float(line.split()[5][:-1]) < 1e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
