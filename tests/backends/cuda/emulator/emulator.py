@@ -30,8 +30,8 @@ WATCHED = (
 )
 OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # to optimise pybind11's templates takes long
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-# The kernels compile twice as fast without the checks that WATCHED has too, and without that of a null pointer, which
-# ends the process anyway.
+# The kernels compile twice as fast without the checks that WATCHED has too, and without that of null pointers, an
+# access to which AddressSanitizer reports too.
 SANITIZED_KERNEL = (
     f"-O0 {SANITIZED} -fno-sanitize=null,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds"
 )
