@@ -1,35 +1,43 @@
-"""Checks the values, the gradients and the speed of the operators on this machine.
+"""Checks of values, gradients and errors.
 
-    python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT]
-
-It takes about a minute. The output is short enough to be pasted into an issue. The exit status is 0 if all checks pass,
-1 if a check fails, and 2 if the device cannot be used.
-
-Only torch is needed. The expected results come from torch_rope.reference, in float64 on the CPU. Errors are given in
-ulps: an ulp (unit in the last place) is the distance between neighbouring numbers of the result's dtype, here at the
-magnitude of a pair of channels.
+The expected results come from torch_rope.reference, in float64 on the CPU. Errors are given in ulps: an ulp (unit in
+the last place) is the distance between neighbouring numbers of the result's dtype, here at the magnitude of a pair of
+channels.
 """
 
-import argparse
 import itertools
-import platform
 import random
-import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 import torch_rope
-from torch_rope import _C, reference
+from torch_rope import reference
 
 rope = torch.ops.rope
 HALF = torch.float16, torch.bfloat16
 ANGLE_ERROR = 5e-7  # the largest error of cos and sin that are computed from inv_freq at positions below 2^24
+
+
+class Skip(Exception):
+    """Says that a check cannot run here, and why."""
+
+
+@dataclass
+class Group:
+    """Checks that are reported together. A case raises Skip, or another error if a result is wrong."""
+
+    name: str
+    cases: dict[str, Callable[[], None]]
+    seconds: float = 1.0  # a group begins no case after this time, so a slow device runs fewer cases
+    apart: bool = False  # runs in a process of its own
+    names_kernels: bool = False  # a case has the name of the Metal kernel that it must run
+    limit: float = 60.0  # the process is killed if it reports nothing for so many seconds
 
 
 # ---- The expected results ----
@@ -91,6 +99,25 @@ CACHES = [  # each makes (k_cache, v_cache) of n blocks of m cells
 ]
 
 
+# Tables by position and by token: the shape of cos without its pairs, and positions of 2 sequences of 9 tokens.
+TABLES = [
+    ((12,), None),
+    ((12,), [[0, 9, 2, 5, 7, 1, 8, 3, 10], [4, 4, 4, 9, 9, 0, 1, 2, 3]]),  # some rows rotate several tokens
+    ((12,), [5] * 9),
+    ((2, 9), None),
+    ((1, 9), None),
+]
+
+
+@contextmanager
+def describing(name: str):
+    """Puts the name of a result before the message of an AssertionError."""
+    try:
+        yield
+    except AssertionError as e:
+        raise AssertionError(f"{name}: {e}") from None
+
+
 def demand(condition: bool, otherwise: str) -> None:
     """Raises AssertionError if the condition is false. Unlike assert, it also works under python -O."""
     if not condition:
@@ -98,7 +125,7 @@ def demand(condition: bool, otherwise: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:600]}"
+    return f"{type(error).__name__}: {str(error)[:4000]}"
 
 
 def describe_call(op: str, args: tuple, kwargs: dict) -> str:
@@ -113,43 +140,25 @@ def describe_call(op: str, args: tuple, kwargs: dict) -> str:
 
 
 class Check:
-    """Runs groups of cases, prints a line for each group, and counts the cases that failed."""
+    """Has the checks of one device. A worker replaces the three functions."""
 
-    def __init__(self, device: torch.device, quick: bool = False, only: str = ""):
-        self.device, self.quick, self.only, self.failed = device, quick, only, 0
+    def __init__(self, device: torch.device, quick: bool = False):
+        self.device, self.quick = device, quick
         self.dtypes = [torch.float32, *HALF] + ([torch.float64] if device.type != "mps" else [])  # Metal has no float64
-
-    def group(self, name: str, cases: dict) -> None:
-        """Runs the cases of a group and prints a line.
-
-        cases maps a name to a function, which raises an error if a result is wrong. A group ends after a second, so a
-        slow device runs fewer cases.
-        """
-        if self.only not in name:
-            return
-        self.worst, failures, done = (-1.0, ""), [], 0
-        end = time.monotonic() + 1
-        for case, run in cases.items():
-            if done and time.monotonic() > end:
-                break
-            self.last_call, done = None, done + 1
-            torch.manual_seed(0)
-            try:
-                run()
-            except Exception as e:
-                call = f": {describe_call(*self.last_call)}" if self.last_call else ""
-                failures.append(f"  case {case}{call}\n    {describe_error(e)}")
-        count = f"{done}/{len(cases)}" if done < len(cases) else f"{done}"
-        print(f"{name:<34}{count:>6}  {self.worst[1]:<28}{'FAILED' if failures else 'ok'}", flush=True)
-        if failures:
-            more = [f"  and {len(failures) - 3} more"] * (len(failures) > 3)
-            again = f"  to repeat: python -m torch_rope.selfcheck --device {self.device} --only '{name}'"
-            print(*failures[:3], *more, again, sep="\n")
-        self.failed += len(failures)
+        self.worst = (-1.0, "")  # the largest error so far: its part of the allowed error, and a text
+        self.before_call: Callable[[str], None] = lambda text: None
+        self.after_call: Callable[[], None] = lambda: None
+        self.measured: Callable[[str, dict], None] = lambda table, row: None  # reports a row of a table
 
     def call(self, op: str, *args, **kwargs):
-        self.last_call = op, args, kwargs
-        return getattr(rope, op)(*args, **kwargs)
+        self.before_call(describe_call(op, args, kwargs))
+        result = getattr(rope, op)(*args, **kwargs)
+        self.after_call()
+        return result
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
 
     # -- comparisons --
 
@@ -172,6 +181,12 @@ class Check:
         step = info.eps * torch.exp2(torch.frexp(size.clamp(min=info.tiny)).exponent.double() - 1)
         self.within(actual, expected, ulps + part * size / step, step, " ulp")
 
+    def near_largest(self, name: str, actual: Tensor, expected: Tensor, part: float = 0.0) -> None:
+        """Raises AssertionError unless a gradient's error is a few ulps of its largest element."""
+        with describing(name):
+            size = expected.abs().max().expand(expected.shape)
+            self.near(actual, expected, size, *((1,) if actual.dtype in HALF else (12, part)))
+
     def same(self, actual, expected) -> None:
         for a, e in zip(actual, expected, strict=True):
             demand(torch.equal(a.cpu(), e.cpu()), "the bits differ")
@@ -180,6 +195,11 @@ class Check:
 
     def make(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(dtype).to(self.device)
+
+    def tables(self, rows: int, rotary_dim: int) -> list[Tensor]:
+        """Returns cos and sin. No kernel of torch_rope computes them, so a broken kernel fails only its own checks."""
+        tables = reference.cos_sin(torch.arange(rows), torch_rope.inv_freq(rotary_dim))
+        return [t.to(self.device) for t in tables]
 
     def angles(self, source: int, b: int, s: int, rotary_dim: int, dtype: torch.dtype) -> dict:
         """Returns the arguments that give the angles.
@@ -260,9 +280,10 @@ class Check:
         part = ANGLE_ERROR if "inv_freq" in options else 0.0
         # In float64 the expected result has an error of its own.
         bound = {torch.float32: (ulps, part), torch.float64: (ulps + 2,)}
-        for x, out, e in zip(xs, outs, results, strict=True):
+        for name, x, out, e in zip(("q", "k", "v", "k_cache", "v_cache"), xs, outs, results):  # noqa: B905
             if e:
-                self.near(out, *e, *bound.get(dtype, (1,)))
+                with describing(name):
+                    self.near(out, *e, *bound.get(dtype, (1,)))
                 demand(out.dtype == dtype, f"the result is {out.dtype} but must be {dtype}")
                 strides = torch.empty_like(x).stride()
                 demand(in_place or out.stride() == strides, f"the strides are {out.stride()} but must be {strides}")
@@ -279,12 +300,48 @@ class Check:
         leaves = [t.detach().requires_grad_() for t in (*xs, *weights)]
         given = [self.make(*x.shape, dtype=dtype) for x in xs]
         found = torch.autograd.grad(self.call(op, *leaves, **options), leaves, given)
+        self.after_call()
         copies = [exact(t).requires_grad_() for t in map(Tensor.detach, leaves)]
         names = ("q_norm_weight", "k_norm_weight")[: len(weights)]
         outs = [t for t, _ in right(op, copies[: len(xs)], options | dict(zip(names, copies[len(xs) :], strict=True)))]
         part = ANGLE_ERROR if dtype == torch.float32 and "inv_freq" in options else 0.0
-        for out, e in zip(found, torch.autograd.grad(outs, copies, list(map(exact, given))), strict=True):
-            self.near(out, e, e.abs().max().expand(e.shape), *((1,) if out.dtype in HALF else (12, part)))
+        expected = torch.autograd.grad(outs, copies, list(map(exact, given)))
+        for name, out, e in zip((*"qk"[: len(xs)], *names), found, expected, strict=True):
+            self.near_largest(f"gradient of {name}", out, e, part)
+
+    def table_gradient(self, dtype: torch.dtype, table: int, interleaved: bool, head_dim: int) -> None:
+        """Compares gradients of cos and sin with those of the reference."""
+        rotary_dim = head_dim // 8 * 4
+        q, k = (self.make(2, 9, heads, head_dim, dtype=dtype) for heads in (5, 2))
+        shape, positions = TABLES[table]
+        tables = [self.make(*shape, rotary_dim // 2, dtype=torch.float32 if table % 2 else dtype) for _ in "cs"]
+        options = {"interleaved": interleaved, "offset": 1 if len(shape) == 1 else 0, "attention_factor": 1.5}
+        if positions is not None:
+            options["positions"] = torch.tensor(positions)
+        on_device = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
+        leaves = [t.detach().requires_grad_() for t in tables]
+        outs = self.call("rotate_qk", q, k, *leaves, **on_device)
+        given = [self.make(*x.shape, dtype=dtype) for x in (q, k)]
+        found = torch.autograd.grad(outs, leaves, given)
+        self.after_call()
+        copies = [exact(t).requires_grad_() for t in tables]
+        outs = reference.rotate_qk(exact(q), exact(k), *copies, **options)
+        expected = torch.autograd.grad(outs, copies, list(map(exact, given)))
+        for name, out, e in zip(("cos", "sin"), found, expected, strict=True):
+            self.near_largest(f"gradient of {name}", out, e)
+
+    def axes(self, dtype: torch.dtype, position_dtype: torch.dtype) -> None:
+        """Checks the tables of three axes, which are those of one axis if the other positions are 0."""
+        positions = torch.randint(1000, (3, 2, 30)).to(position_dtype)
+        inv_freq = torch_rope.inv_freq(64).expand(3, 32) * (torch.arange(32) % 3 == torch.arange(3)[:, None])
+        expected = reference.axial_cos_sin(positions, inv_freq, attention_factor=1.25, dtype=torch.float64)
+        found = self.call(
+            "_axial_cos_sin", *(t.to(self.device) for t in (positions, inv_freq)), attention_factor=1.25, dtype=dtype
+        )
+        bound = (2,) if dtype == torch.float64 else (0.51, ANGLE_ERROR)
+        for name, out, e in zip(("cos", "sin"), found, expected, strict=True):
+            with describing(name):
+                self.near(out, e, torch.full(e.shape, 1.25).double(), *bound)
 
     def angle(self, base: float, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
         """Checks the angles of cos_sin, and those of rotate, which rotates the pair (1, 0) to (cos, sin)."""
@@ -307,7 +364,7 @@ class Check:
 
     def layer(self, seq: int = 50, dtype: torch.dtype = torch.float32):
         """Returns q, k, cos and sin of a small layer."""
-        cos, sin = rope.cos_sin(torch.arange(64).to(self.device), torch_rope.inv_freq(64).to(self.device))
+        cos, sin = self.tables(64, 64)
         return self.make(2, seq, 4, 64, dtype=dtype), self.make(2, seq, 2, 64, dtype=dtype), cos, sin
 
     def same_bits(self, dtype: torch.dtype) -> None:
@@ -404,158 +461,46 @@ class Check:
 
     # -- all checks --
 
-    def run(self) -> None:
-        print(f"{'':<35}cases  worst error, of the allowed error")
+    def groups(self) -> list[Group]:
+        """Returns the groups of this file. Making the list uses no device."""
         numbers = list(range(len(CASES)))
         random.Random(0).shuffle(numbers)  # a slow device, which runs fewer cases, then still runs cases of all kinds
         numbers = numbers[:: 12 if self.quick else 1]
         bases = (10000.0, 500000.0, 1.0000001)
-        kinds = itertools.product(bases, (torch.int64, torch.int32, torch.float32))
-        self.group("angles below position 2^24", {kind: partial(self.angle, *kind) for kind in kinds})
-        for dtype in self.dtypes:
-            cases = {base: partial(self.angle, base, torch.int64, dtype) for base in bases}
-            self.group(f"cos_sin {str(dtype)[6:]}", cases)
+        integers = torch.int64, torch.int32
+        found = []
+
+        def group(name: str, cases: dict) -> None:
+            found.append(Group(name, {str(case): run for case, run in cases.items()}))
+
+        def for_each_dtype(name: str, cases: Callable[[torch.dtype], dict]) -> None:
+            for dtype in self.dtypes:
+                group(f"{name} {str(dtype)[6:]}", cases(dtype))
+
         ops = ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
-        for op, dtype in itertools.product(ops, self.dtypes):
-            self.group(f"{op} {str(dtype)[6:]}", {n: partial(self.value, op, dtype, n) for n in numbers})
-        for op, dtype in itertools.product(ops[::2], self.dtypes):
-            cases = {n: partial(self.gradient, op, dtype, n) for n in numbers[::2]}
-            self.group(f"gradient, {op} {str(dtype)[6:]}", cases)
-        self.group("same bits", {str(dtype): partial(self.same_bits, dtype) for dtype in self.dtypes})
-        self.group("pads", {"": self.pads})
+        for op in ops:
+            for_each_dtype(op, lambda dtype, op=op: {n: partial(self.value, op, dtype, n) for n in numbers})
+        for op in ops[::2]:
+            for_each_dtype(
+                f"gradient, {op}", lambda dtype, op=op: {n: partial(self.gradient, op, dtype, n) for n in numbers[::2]}
+            )
+        kinds = list(itertools.product(range(len(TABLES)), (False, True), (64, 20)))
+        random.Random(0).shuffle(kinds)
+        kinds = kinds[:: 3 if self.quick else 1]
+        for_each_dtype(
+            "gradient, tables", lambda dtype: {kind: partial(self.table_gradient, dtype, *kind) for kind in kinds}
+        )
+        for_each_dtype("cos_sin", lambda dtype: {base: partial(self.angle, base, torch.int64, dtype) for base in bases})
+        for_each_dtype(
+            "several axes", lambda dtype: {str(p): partial(self.axes, dtype, p) for p in (*integers, torch.float32)}
+        )
+        kinds = itertools.product(bases, (*integers, torch.float32))
+        group("angles below position 2^24", {kind: partial(self.angle, *kind) for kind in kinds})
+        group("same bits", {dtype: partial(self.same_bits, dtype) for dtype in self.dtypes})
+        group("pads", {"": self.pads})
         if self.device.type != "cuda":
-            self.group("out of range", {"": self.out_of_range})
-        self.group("threads", {"": self.threads})
-        self.group("torch.compile", {"": self.compiled})
-        self.group("opcheck", {op: partial(self.opcheck, op) for op in ("rotate_qk", "rotate_into_cache_")})
-
-    def speed(self) -> None:
-        """Prints the times of operators, of a copy of the same number of bytes, and of plain torch."""
-        print(
-            "\nMedian time of a call. q has 32 heads, k and v have 8 heads, head_dim is 128.\n"
-            "The copy is out.copy_(x) of the same number of bytes. Plain torch is torch_rope.reference.\n"
-            "rotate_qk allocates new tensors. On the CPU a large tensor gets fresh pages of memory, which may take\n"
-            "longer than the rotation."
-        )
-        print(
-            f"{'[batch, seq]':<37}{'us':>9}{'GB/s':>8}{'copy us':>10}{'/ copy':>8}{'plain torch us':>16}{'/ ours':>8}"
-        )
-        sizes = [("rotate_qk", 1, 1), ("rotate_qk", 1, 128), ("rotate_qk", 1, 4096), ("rotate_qk_", 1, 4096)]
-        sizes += [("rotate_into_cache_", 1, 1), ("rotate_into_cache_", 32, 1)]
-        for dtype, (op, b, s) in itertools.product(HALF, sizes):
-            name = f"{op} {str(dtype)[6:]} [{b}, {s}]"
-            try:
-                with torch.no_grad():
-                    contenders, moved = self.contenders(op, dtype, b, s)
-                    ours, copy, theirs = self.medians(contenders)
-            except Exception as e:
-                print(f"{name:<37}FAILED\n    {describe_error(e)}")
-                self.failed += 1
-                continue
-            numbers = f"{ours * 1e6:>9.1f}{moved / ours / 1e9:>8.1f}{copy * 1e6:>10.1f}{ours / copy:>8.2f}"
-            print(f"{name:<37}{numbers}{theirs * 1e6:>16.1f}{theirs / ours:>8.1f}", flush=True)
-
-    def contenders(self, op: str, dtype: torch.dtype, b: int, s: int):
-        """Returns ([torch_rope, a copy, plain torch], the bytes that each must read and write)."""
-        q, k, v = (torch.randn(b, s, heads, 128).to(dtype).to(self.device) for heads in (32, 8, 8))
-        cos, sin = rope.cos_sin(torch.arange(4096).to(self.device), torch_rope.inv_freq(128).to(self.device))
-        sequence, p = torch.arange(b).to(self.device)[:, None], torch.arange(s).expand(b, s).to(self.device)
-        cache = "cache" in op
-        caches = [self.make(b, 8, 256, 128, dtype=dtype).transpose(1, 2) for _ in "kv"]
-
-        def ours():
-            getattr(rope, op)(q, k, *([v, *caches] if cache else []), cos, sin, positions=p)
-
-        def theirs():
-            new_q, new_k = reference.rotate_qk(q, k, cos, sin, positions=p)
-            if cache:
-                q.copy_(new_q)
-                caches[0][sequence, p], caches[1][sequence, p] = new_k, v
-
-        x = torch.cat([t.flatten() for t in ((q, k, v) if cache else (q, k))])
-        out = torch.empty_like(x)
-        return [ours, lambda: out.copy_(x), theirs], 2 * x.nbytes
-
-    def medians(self, contenders: list, seconds: float = 1.0) -> list[float]:
-        """Returns the median time of a call, in seconds, for each contender.
-
-        The contenders alternate. Each run is so long that waiting for the device at its end is a small part of it.
-        """
-        wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(self.device.type, lambda: None)
-
-        def run(call, calls):
-            wait()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            wait()
-            return time.perf_counter() - start
-
-        end, counts, rounds = time.monotonic() + seconds, [], []
-        for call in contenders:
-            run(call, 1)  # the first call may compile
-            counts.append(1)
-            while counts[-1] < 4096 and run(call, counts[-1]) < 0.005:
-                counts[-1] *= 4
-        while not rounds or (time.monotonic() < end and len(rounds) < 30):
-            rounds.append([run(call, n) / n for call, n in zip(contenders, counts, strict=True)])
-        return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def ask(question) -> str:
-    """Returns the answer to a question as text, or "unknown", because some versions of torch and machines lack it."""
-    try:
-        return str(question()).strip()
-    except Exception:
-        return "unknown"
-
-
-def header(device: torch.device) -> str:
-    name = {
-        "cpu": lambda: f"{_C.cpu_instruction_set()} kernels, {torch.get_num_threads()} threads",
-        "cuda": lambda: f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}",
-        "mps": lambda: torch.backends.mps.get_name(),
-    }[device.type]
-    # module.cpp returns whether the shaders were compiled when torch_rope was built, or are compiled on this machine.
-    library = f", Metal library: {ask(lambda: _C.metal_library)}" if device.type == "mps" else ""
-    chip = platform.processor() or platform.machine()
-    if sys.platform == "darwin":
-        chip = ask(lambda: subprocess.check_output(["sysctl", "-n", "machdep.cpu.brand_string"], text=True))
-    versions = f"torch_rope {torch_rope.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{versions}\n{platform.platform()}, {chip}\ndevice {device}: {ask(name)}{library}\n"
-
-
-def without(device: str) -> str:
-    """Returns why a device cannot be used, or an empty string if it can."""
-    if device.split(":")[0] not in _C.devices:
-        return f"this build of torch_rope supports only {', '.join(_C.devices)}"
-    try:
-        torch.empty(1, device=device)
-    except Exception as e:
-        return describe_error(e).split("\n")[0]
-    return ""
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_rope.selfcheck", description=__doc__.split("\n")[0])
-    best = next((device for device in reversed(_C.devices) if not without(device)), "cpu")
-    parser.add_argument("--device", default=best, help=f"{' or '.join(_C.devices)}; the default is {best}")
-    parser.add_argument("--quick", action="store_true", help="run fewer cases, and do not measure speed")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="run only groups whose name contains TEXT, and do not measure speed"
-    )
-    options = parser.parse_args(argv)
-    if problem := without(options.device):
-        print(f"torch_rope.selfcheck: device {options.device} cannot be used: {problem}", file=sys.stderr)
-        return 2
-    check = Check(torch.device(options.device), options.quick, options.only)
-    print(header(check.device))
-    check.run()
-    if not options.quick and not options.only:
-        check.speed()
-    print(f"\n{check.failed} checks failed" if check.failed else "\nAll checks passed.")
-    return min(check.failed, 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            group("out of range", {"": self.out_of_range})
+        group("threads", {"": self.threads})
+        group("torch.compile, aot_eager", {"": self.compiled})
+        group("opcheck", {op: partial(self.opcheck, op) for op in ("rotate_qk", "rotate_into_cache_")})
+        return found

@@ -1,0 +1,5 @@
+import sys
+
+from torch_rope.selfcheck.main import main
+
+sys.exit(main())
