@@ -294,10 +294,9 @@ id made_by(NSError** error, F make) {
                                  error:(NSError**)error {
   return made_by(error, [&] {
     const auto constants = values ? *static_cast<simulator::Values*>(values->values_) : simulator::Values();
-    const std::string kernel = [name UTF8String], problem = simulator::problem(*library_, kernel, constants);
-    if (!problem.empty()) fail(problem);
+    const auto pipeline = simulator::pipeline(*library_, [name UTF8String], constants);
     SimulatedPipeline* const function = [SimulatedPipeline new];
-    function->pipeline_ = new simulator::Pipeline{library_, library_->kernels.at(kernel), constants};
+    function->pipeline_ = new simulator::Pipeline(pipeline);
     return function;
   });
 }
@@ -369,6 +368,7 @@ void check_on_queue(const char* what) {
 }
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
   check_on_queue("setComputePipelineState");
+  now_->messages["setComputePipelineState"]++;
   if (!state) fail("setComputePipelineState got nil");
   now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
   now_->pipelines++;
@@ -382,6 +382,7 @@ void check_on_queue(const char* what) {
   now_->buffers[index] = binding;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  now_->messages["setBuffer"]++;
   if (!buffer) return [self bind:{simulator::Binding::kNil} at:index];
   if (object_getClass(buffer) != [SimulatedBuffer class]) fail("the argument of setBuffer is no buffer");
   [self bind:{simulator::Binding::kBuffer, *((SimulatedBuffer*)buffer)->memory_, offset} at:index];
@@ -389,28 +390,35 @@ void check_on_queue(const char* what) {
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
   if (length == 0 || length > 4096)
     fail("setBytes got " + std::to_string(length) + " bytes but takes between 1 and 4096");
+  now_->messages["setBytes"]++;
   const auto memory = std::make_shared<simulator::Buffer>(length);
   memcpy(memory->data, bytes, length);
   [self bind:{simulator::Binding::kBytes, memory} at:index];
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   check_on_queue("setThreadgroupMemoryLength");
+  now_->messages["setThreadgroupMemoryLength"]++;
   if (index >= simulator::kBindings) fail("threadgroup memory " + std::to_string(index) + " does not exist");
   if (length % 16) fail("threadgroup memory has " + std::to_string(length) + " bytes but must have a multiple of 16");
   now_->threadgroup_memory[index] = length;
 }
-- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+- (void)dispatch:(MTLSize)threads group:(MTLSize)group by:(const char*)message {
   check_on_queue("a dispatch");
+  now_->messages[message]++;
   simulator::Dispatch dispatch = *now_;
+  now_->messages.clear();
   dispatch.threads[0] = threads.width, dispatch.threads[1] = threads.height, dispatch.threads[2] = threads.depth;
   dispatch.group[0] = group.width, dispatch.group[1] = group.height, dispatch.group[2] = group.depth;
   simulator::validate(dispatch);
   encoded.push_back(std::move(dispatch));
 }
+- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+  [self dispatch:threads group:group by:"dispatchThreads"];
+}
 - (void)dispatchThreadgroups:(MTLSize)groups threadsPerThreadgroup:(MTLSize)group {
-  [self dispatchThreads:MTLSizeMake(groups.width * group.width, groups.height * group.height,
-                                    groups.depth * group.depth)
-      threadsPerThreadgroup:group];
+  const MTLSize threads =
+      MTLSizeMake(groups.width * group.width, groups.height * group.height, groups.depth * group.depth);
+  [self dispatch:threads group:group by:"dispatchThreadgroups"];
 }
 - (void)endEncoding {
   fail("endEncoding was sent to the encoder that PyTorch shares among operators");

@@ -31,10 +31,11 @@ def load(compiled: bool = False) -> None:
 def last_dispatches(clear: bool = True) -> list[dict]:
     """Returns records of the kernels that ran, at most the last 1000, and forgets them if `clear`.
 
-    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), rints (the number
-    of calls of rint), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
+    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), groups (the number
+    of threadgroups), rints (the number of calls of rint), messages (name to the number that the encoder got since the
+    previous dispatch), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
     bytes_written, loads and stores; these two map the size of an access in bytes to the number of accesses. A buffer that
-    is bound twice has the same numbers twice.
+    is bound twice has the same numbers twice, and one that the function constants leave out has no entry.
     """
     dispatches = json.loads(torch.ops.simulator.last_dispatches(clear))
     for d in dispatches:
