@@ -287,7 +287,8 @@ inline void write_vector(thread const T (&x)[8], device T* to) {
     low[i] = x[i];
     high[i] = x[4 + i];
   }
-  *reinterpret_cast<device uint4*>(to) = uint4(as_type<uint2>(low), as_type<uint2>(high));
+  const uint2 left = as_type<uint2>(low), right = as_type<uint2>(high);
+  *reinterpret_cast<device uint4*>(to) = uint4(left[0], left[1], right[0], right[1]);
 }
 template <typename T>
 inline void write_vector(thread const T (&x)[1], device T* to) {

@@ -3,8 +3,10 @@
 //
 // PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records.
 #include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
+#include <torch/headeronly/version.h>
 
 #include <chrono>
 #include <exception>
@@ -150,17 +152,28 @@ const Tensor& nothing() {
   return tensor;
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15  // then the profiler asks for the stream
+#define ROPE_AND(stream) , stream
+#else
+#define ROPE_AND(stream)
+#endif
+
 // Calls body(encoder) in the queue of PyTorch's stream, which owns the encoder. The body must not call ATen, which
-// would wait for the same queue. No exception may leave the block, so this function rethrows it outside.
+// would wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's
+// profiler sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
 template <typename F>
-void encode(F&& body) {
+void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body) {
   nothing();  // allocates outside of the queue, because the allocation calls ATen
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
   dispatch_sync(stream->queue(), ^{
     try {
       @autoreleasepool {
+        auto& profiler = at::mps::getMPSProfiler();
+        const bool profiled = profiler.isOperationProfilingEnabled();
+        if (profiled) profiler.beginProfileKernel(pipeline, kernel.name(), /*isGraph=*/false ROPE_AND(stream));
         body(stream->commandEncoder());
+        if (profiled) profiler.endProfileKernel(pipeline ROPE_AND(stream));
       }
     } catch (...) {
       error = std::current_exception();
@@ -223,7 +236,7 @@ struct Mps {
     const rope_int all = p.grid.x * p.grid.y * p.grid.z * std::max(p.constants.lanes, 1);
     const NSUInteger most = threads_of(kernel, call.q_norm_weight ? kNormThreads : kRotateThreads);
     const auto threads = NSUInteger(group_threads(all, rope_int(most)));
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, p.rotate);
       set_tensors(encoder, call, p.constants);
@@ -259,7 +272,7 @@ struct Mps {
     id<MTLComputePipelineState> sum =
         pipeline({"norm_backward", "sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
       set_tensors(encoder, gradients, p.constants);
@@ -299,7 +312,7 @@ struct Mps {
     Tensor order, starts;
     if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
       set(encoder, kTableQGiven, call.rotate.q);
@@ -333,9 +346,9 @@ struct Mps {
     Constants constants{};
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
-    id<MTLComputePipelineState> kernel =
-        pipeline({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""}, constants);
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    const Kernel name{"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""};
+    id<MTLComputePipelineState> kernel = pipeline(name, constants);
+    encode(name, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, c);
       set(encoder, 1, &positions);

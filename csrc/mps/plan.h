@@ -211,7 +211,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   threads(vector);
   c.vectors = vector != 1 && aligned(vector);
   c.table_access = call.cos && vector != 1 ? table_access(*call.cos, *call.sin) : kElements;
-  c.weight_vectors = vector != 1;
+  c.weight_vectors = p.has_norm && vector != 1;
   for (const Tensor* t : {call.q_norm_weight, call.k_norm_weight}) c.weight_vectors &= !t || in_vectors(*t, 4);
 
   r.rotated = unsigned(chunks.rotated);

@@ -1,6 +1,7 @@
 // Stands in for what csrc/mps uses of macOS: Foundation, libdispatch, Metal, and the part of torch that is built only
 // there.
 #include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <objc/runtime.h>
 
@@ -471,6 +472,25 @@ MPSDevice* MPSDevice::getInstance() {
   return device;
 }
 bool is_available() { return true; }
+
+// The profiler notes the names of the kernels that are reported to it. Like the real one it ends the encoder.
+namespace Profiler {
+MPSProfiler::MPSProfiler() = default;
+MPSProfiler::~MPSProfiler() = default;
+void MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
+  check_on_queue("beginProfileKernel()");
+  if (!handle) fail("beginProfileKernel got no handle");
+  simulator::profiled.push_back(name);
+}
+void MPSProfiler::endProfileKernel(const void*, SyncType) {
+  check_on_queue("endProfileKernel()");
+  getDefaultMPSStream()->endKernelCoalescing();
+}
+}  // namespace Profiler
+Profiler::MPSProfiler& getMPSProfiler() {
+  static auto* const profiler = new Profiler::MPSProfiler;
+  return *profiler;
+}
 
 void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
   __block std::exception_ptr error;
