@@ -183,6 +183,36 @@ def test_vectors_are_one_access_and_must_be_aligned(dtype, name):
         launch(source, x.to("mps")[1:], grid=(15, 1, 1), group=(8, 1, 1))
 
 
+def test_lines_of_memory_are_counted():
+    bodies = {  # the lines that are read and written; a SIMD group is 32 threads, and 32 floats are a line
+        "y[i] = x[i];": (2, 2),
+        "y[63 - i] = x[i ^ 32];": (2, 2),
+        "y[i] = x[i % 2];": (2, 2),  # both SIMD groups read the first line
+        "y[i] = x[2 * (i % 32)];": (4, 2),
+        "y[i] = x[i] + x[i ^ 1];": (4, 2),  # two instructions
+        "float sum = 0; for (int j = 0; j < n; j++) sum += x[(i + 32 * j) % 64]; y[i] = sum;": (
+            6,
+            2,
+        ),  # three iterations
+        "if (i % 4 == 0) *(device float4*)(y + i) = *(device const float4*)(x + i);": (2, 2),
+        "if (i < 16) y[4 * i + 3] = x[i + 24];": (2, 2),
+    }
+    cases = " ".join(f"if (k_case == {i}) {{ {body} }}" for i, body in enumerate(bodies))
+    source = ALIASED.replace("const float a = x[i]; y[i] = a + 1;", cases)
+    source = source.replace("kernel", "constant int k_case [[function_constant(0)]];\nkernel", 1)
+    counts = []
+    simulator.count_lines(True)
+    try:
+        simulator.last_dispatches()
+        for i in range(len(bodies)):
+            launch(source, numbers(), numbers(), n=3, constants=(i,))
+        for done in simulator.last_dispatches():
+            counts.append((done["buffers"][0]["lines_read"], done["buffers"][1]["lines_written"]))
+    finally:
+        simulator.count_lines(False)
+    assert dict(zip(bodies, counts, strict=True)) == bodies
+
+
 def test_denormals_become_zero_and_constants_are_float():
     x = torch.full((64,), 1e-40).to("mps")
     assert (launch(kernel("x[i] = x[i] * 1.5;"), x) == 0).all()  # denormals

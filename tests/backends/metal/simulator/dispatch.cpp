@@ -39,9 +39,11 @@ std::string output_of(const std::string& command) {
   return text.substr(0, text.find('\n'));
 }
 
-std::string json(const emulator::Accesses& a, const char* bytes, const char* counts) {
+std::string json(const emulator::Accesses& a, const char* done, const char* counts) {
   std::ostringstream out;
-  out << "\"" << bytes << "\": " << a.bytes << ", \"" << counts << "\": {";
+  out << "\"bytes_" << done << "\": " << a.bytes << ", ";
+  if (emulator::options.lines) out << "\"lines_" << done << "\": " << a.lines << ", ";
+  out << "\"" << counts << "\": {";
   const char* comma = "";
   for (int i = 0; i < 6; i++) {
     if (!a.count[i]) continue;
@@ -99,7 +101,7 @@ void record(const Dispatch& d) {
       if (a.data == b.memory->data) loads = a.loads, stores = a.stores;
     }
     out << comma << "\"" << k.parameters[i].index << "\": {\"bytes\": " << b.memory->bytes << ", "
-        << json(loads, "bytes_read", "loads") << ", " << json(stores, "bytes_written", "stores") << "}";
+        << json(loads, "read", "loads") << ", " << json(stores, "written", "stores") << "}";
     comma = ", ";
   }
   out << "}}";

@@ -83,7 +83,7 @@ def translated(text: str) -> str:
     """Returns preprocessed Metal as C++."""
     check(text)
     # Constants and kernels are registered right after their definition, where their names are known.
-    known = {}  # the types of the function constants, and the constants that are computed from them
+    known = {}  # the types of the function constants, and of the constants that are computed from them
 
     def defined(found: re.Match) -> str:
         kind, name, index, value = found.groups()

@@ -53,6 +53,16 @@ def check_races(check: bool) -> None:
     torch.ops.simulator.check_races(check)
 
 
+def count_lines(count: bool) -> None:
+    """Sets whether the records of buffers have lines_read and lines_written, which costs time.
+
+    These are sums over all loads or stores that SIMD groups execute. A load or store counts the lines of 128 bytes that the
+    threads of the SIMD group touch in it. If a kernel loads each line of a tensor once, lines_read * 128 is the tensor's
+    size; if two instructions load half of each line, it is twice the size. Iterations of a loop are different loads.
+    """
+    torch.ops.simulator.count_lines(count)
+
+
 def allow_foreign(allow: bool) -> None:
     """Sets whether kernels may touch buffers of more than 256 MiB, which are sparse and have no guards."""
     torch.ops.simulator.allow_foreign(allow)
