@@ -348,6 +348,8 @@ void run_encoded() {
   for (const auto& dispatch : now) simulator::run(dispatch);
 }
 
+std::string profiled;  // the names of the kernels, with a space after each
+
 void check_on_queue(const char* what) {
   if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
 }
@@ -477,10 +479,13 @@ bool is_available() { return true; }
 namespace Profiler {
 MPSProfiler::MPSProfiler() = default;
 MPSProfiler::~MPSProfiler() = default;
-void MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
+void MPSProfiler::StartTrace(const std::string&, bool) { m_signpost_types = SignpostTypes::RUN_OPERATION; }
+void MPSProfiler::StopTrace() { m_signpost_types = SignpostTypes::SIGNPOST_NONE; }
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
   check_on_queue("beginProfileKernel()");
   if (!handle) fail("beginProfileKernel got no handle");
-  simulator::profiled.push_back(name);
+  profiled += name + " ";
+  return 0;
 }
 void MPSProfiler::endProfileKernel(const void*, SyncType) {
   check_on_queue("endProfileKernel()");
@@ -521,4 +526,9 @@ void simulated_synchronize() {
   at::mps::dispatch_sync_with_rethrow(&stream_queue, ^{
     at::mps::getDefaultMPSStream()->endKernelCoalescing();
   });
+}
+std::string simulated_profile(bool on) {
+  auto& profiler = at::mps::getMPSProfiler();
+  on ? profiler.StartTrace("interval", false) : profiler.StopTrace();
+  return std::exchange(profiled, "");
 }
