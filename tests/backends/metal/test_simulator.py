@@ -63,11 +63,43 @@ def test_a_kernel_gives_its_result_and_is_recorded(_any_order):
     assert torch.equal(launch(source, numbers(), constants=(5, 7)), 2 * torch.arange(64.0) + 7)
     (done,) = simulator.last_dispatches()
     assert done["kernel"] == "k" and done["threads"] == [64, 1, 1] and done["group"] == [32, 1, 1]
-    assert done["constants"] == {"kOne": 5, "kTwo": 7} and done["rints"] == 0
+    assert done["groups"] == [2, 1, 1] and done["constants"] == {"kOne": 5, "kTwo": 7} and done["rints"] == 0
+    assert done["messages"] == {"setComputePipelineState": 1, "setBuffer": 1, "setBytes": 1, "dispatchThreads": 1}
     x, n = done["buffers"][0], done["buffers"][1]
     assert x["bytes"] == x["bytes_read"] == x["bytes_written"] == 256 and x["loads"] == x["stores"] == {"4": 64}
     assert n["bytes"] == 4 and n["bytes_written"] == 0
     simulator.check_guards()
+
+
+CONDITIONAL = (
+    kernel("x[i] = k_has_y ? y[i] : 3;", "device const float* y [[buffer(9), function_constant(k_has_y)]]")
+    .replace("constant int& n [[buffer(1)]], ", "")
+    .replace("buffer(9)", "buffer(1)")
+    .replace(
+        "kernel",
+        "constant int k_tensors [[function_constant(0)]];\nconstant bool k_more = k_tensors > 1;\n"
+        "constant bool k_has_y = k_more && k_tensors < 4;\nkernel",
+        1,
+    )
+)
+
+
+def test_an_argument_that_the_function_constants_leave_out_needs_no_buffer():
+    y = numbers() + 5
+    simulator.last_dispatches()
+    for tensors, there in ((3, True), (1, False), (2, True), (4, False)):  # the constants are computed for every launch
+        given = (numbers(), y) if there else (numbers(),)
+        result = launch(CONDITIONAL, *given, n=-1, constants=(tensors,))
+        assert torch.equal(result, y.cpu() if there else torch.full((64,), 3.0))
+        (done,) = simulator.last_dispatches()
+        assert list(done["buffers"]) == ([0, 1] if there else [0]) and done["constants"] == {"k_tensors": tensors}
+    torch.mps.synchronize()
+    with pytest.raises(RuntimeError, match="buffer 1 is not bound"):
+        launch(CONDITIONAL, numbers(), n=-1, constants=(2,))
+    with pytest.raises(RuntimeError, match="buffer 1 is bound, but the function constants leave it out"):
+        launch(CONDITIONAL, numbers(), y, n=-1, constants=(1,))
+    with pytest.raises(RuntimeError, match="read of 4 bytes through a null pointer"):
+        launch(CONDITIONAL.replace("k_has_y ?", "i < 2 ?"), numbers(), n=-1, constants=(1,))
 
 
 def test_a_compiled_library_is_loaded():
@@ -149,6 +181,36 @@ def test_vectors_are_one_access_and_must_be_aligned(dtype, name):
     assert done["buffers"][0]["loads"] == done["buffers"][0]["stores"] == {size: 16} and done["rints"] == 16
     with pytest.raises(RuntimeError, match="misaligned pointer"):
         launch(source, x.to("mps")[1:], grid=(15, 1, 1), group=(8, 1, 1))
+
+
+def test_lines_of_memory_are_counted():
+    bodies = {  # the lines that are read and written; a SIMD group is 32 threads, and 32 floats are a line
+        "y[i] = x[i];": (2, 2),
+        "y[63 - i] = x[i ^ 32];": (2, 2),
+        "y[i] = x[i % 2];": (2, 2),  # both SIMD groups read the first line
+        "y[i] = x[2 * (i % 32)];": (4, 2),
+        "y[i] = x[i] + x[i ^ 1];": (4, 2),  # two instructions
+        "float sum = 0; for (int j = 0; j < n; j++) sum += x[(i + 32 * j) % 64]; y[i] = sum;": (
+            6,
+            2,
+        ),  # three iterations
+        "if (i % 4 == 0) *(device float4*)(y + i) = *(device const float4*)(x + i);": (2, 2),
+        "if (i < 16) y[4 * i + 3] = x[i + 24];": (2, 2),
+    }
+    cases = " ".join(f"if (k_case == {i}) {{ {body} }}" for i, body in enumerate(bodies))
+    source = ALIASED.replace("const float a = x[i]; y[i] = a + 1;", cases)
+    source = source.replace("kernel", "constant int k_case [[function_constant(0)]];\nkernel", 1)
+    counts = []
+    simulator.count_lines(True)
+    try:
+        simulator.last_dispatches()
+        for i in range(len(bodies)):
+            launch(source, numbers(), numbers(), n=3, constants=(i,))
+        for done in simulator.last_dispatches():
+            counts.append((done["buffers"][0]["lines_read"], done["buffers"][1]["lines_written"]))
+    finally:
+        simulator.count_lines(False)
+    assert dict(zip(bodies, counts, strict=True)) == bodies
 
 
 def test_denormals_become_zero_and_constants_are_float():
@@ -233,6 +295,7 @@ NOT_METAL = {
     "writes constant memory": (kernel("n = 1;"), "const"),
     "no attribute": (kernel("x[i] = 1;", "device float* y"), "`device float[*] y` has no attribute"),
     "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "has no attribute that the simulator knows"),
+    "a constant that is no bool": (kernel("x[i] = 1;", "device float* y [[buffer(2), function_constant(k0)]]").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1), "k0 must be a bool that follows from"),
     "a kernel's pointer": (kernel("x[i] = 1;", "float* y [[buffer(2)]]"), "`float[*] y.*` has no address space"),
     "a variable in threadgroup memory": (kernel("threadgroup float t[32]; x[i] = 1;"), r"must be a parameter \[\[threadgroup\(0\)\]\]"),
     **{

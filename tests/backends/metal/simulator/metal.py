@@ -83,23 +83,38 @@ def translated(text: str) -> str:
     """Returns preprocessed Metal as C++."""
     check(text)
     # Constants and kernels are registered right after their definition, where their names are known.
-    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\w+)\)\s*\]\]\s*;"
-    text = re.sub(constant, r"static \1 \2; CONSTANT(\2, \3);", text)
+    known = {}  # the types of the function constants, and of the constants that are computed from them
+
+    def defined(found: re.Match) -> str:
+        kind, name, index, value = found.groups()
+        if index is None and not known.keys() & set(re.findall(r"\w+", value)):
+            return found[0]
+        known[name] = kind
+        if index is None:
+            return f"VARIABLE({kind}, {name}); DERIVED({name}, {value});"
+        return f"VARIABLE({kind}, {name}); CONSTANT({name}, {index});"
+
+    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*(?:\[\[\s*function_constant\((\w+)\)\s*\]\]|=([^;{}]+));"
+    text = re.sub(constant, defined, text)
 
     attributes_of, count = {}, itertools.count()
     while found := re.search(r"(?:\[\[\s*kernel\s*\]\]|\bkernel\b)\s+void\s+(\w+)\s*\(", text):
         name, end = found[1], closing(text, found.end() - 1)
         parameters, attributes = arguments(text[found.end() : end]), []
         for i, parameter in enumerate(parameters):
-            attribute = re.search(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", parameter)
-            if not attribute or attribute[1] not in ATTRIBUTES:
+            declared, *lists = re.split(r"\[\[(.*?)\]\]", parameter, flags=re.S)
+            given = dict(re.findall(r"(\w+)\s*(?:\(\s*([\w:]+)\s*\))?", ",".join(lists[::2])))
+            present = given.pop("function_constant", "")
+            attribute, index = given.popitem() if len(given) == 1 else ("", "")
+            if attribute not in ATTRIBUTES or (present and attribute != "buffer"):
                 raise NotMetal(f"kernel {name}: `{parameter}` has no attribute that the simulator knows")
-            space = re.search(r"\b(device|constant|threadgroup)\b", parameter[: attribute.start()])
-            if attribute[1] in ("buffer", "threadgroup") and not space:
+            if attribute in ("buffer", "threadgroup") and not re.search(r"\b(device|constant|threadgroup)\b", declared):
                 raise NotMetal(f"kernel {name}: `{parameter}` has no address space")
-            attributes.append(f"{{simulator::k{attribute[1]}, {attribute[2] or 0}}}")
+            if present and known.get(present.split("::")[-1]) != "bool":
+                raise NotMetal(f"kernel {name}: {present} must be a bool that follows from the function constants")
+            attributes.append(f"{{simulator::k{attribute}, {index or 0}, {f'&{present}' if present else 'nullptr'}}}")
             # Metal's compiler assumes that buffers do not overlap, so the optimiser may assume it here.
-            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", parameter.replace(attribute[0], ""))
+            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", declared)
         attributes_of[name] = f"LIST({', '.join(attributes)})"
         after = closing(text, text.index("{", end)) + 1
         plain = not re.search(r"template\s*<[^;{}]*>\s*$", text[: found.start()])
