@@ -8,7 +8,7 @@ cannot be used.
 
 The checks run in processes of their own, so a check that crashes or hangs loses only itself. The files are:
 
-    main.py     starts the processes, and collects what they report
+    run.py      starts the processes, and collects what they report
     report.py   makes the block from the report
     worker.py   runs checks in such a process, and finds out which kernels took part in a failure
     checks.py   checks values and gradients
@@ -17,6 +17,6 @@ The checks run in processes of their own, so a check that crashes or hangs loses
     speed.py    measures
 """
 
-from torch_rope.selfcheck.main import main
+from torch_rope.selfcheck.run import main
 
 __all__ = ["main"]

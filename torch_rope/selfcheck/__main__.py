@@ -1,5 +1,8 @@
 import sys
 
-from torch_rope.selfcheck.main import main
+from torch_rope.selfcheck import run, worker
 
-sys.exit(main())
+if sys.argv[1:2] == ["--worker"]:
+    worker.main(sys.argv[2])
+else:
+    sys.exit(run.main())

@@ -34,7 +34,7 @@ class Group:
 
     name: str
     cases: dict[str, Callable[[], None]]
-    seconds: float = 1.0  # a group begins no case after this time, so a slow device runs fewer cases
+    seconds: float = 1.0  # a group begins few cases after this time, so a slow device runs fewer cases
     apart: bool = False  # runs in a process of its own
     names_kernels: bool = False  # a case has the name of the Metal kernel that it must run
     limit: float = 60.0  # the process is killed if it reports nothing for so many seconds

@@ -3,7 +3,7 @@
 import textwrap
 from collections import Counter
 
-from torch_rope.selfcheck.kernels import FAMILIES, TYPES
+from torch_rope.selfcheck.kernels import FAMILIES, TYPES, exists
 
 DTYPES = "float32", "float16", "bfloat16", "float64"
 MOST_FAILURES = 8  # how many different failures the block describes
@@ -13,7 +13,7 @@ WIDTH = 118
 def outcome(group: dict) -> str:
     """Returns the result of a group in a few words."""
     ran = group["passed"] + group["failed"] + group["skipped"]
-    count = f"{ran} of {group['cases']}" if ran != group["cases"] else f"{ran}"
+    count = f"{group['passed']} of {group['cases']}" if ran != group["cases"] else f"{group['passed']}"
     if group["status"] == "failed":
         return f"FAILED {group['failed']} of {ran}"
     if group["status"] == "skipped":
@@ -88,7 +88,7 @@ def kernel_table(report: dict) -> list[str]:
                 entry = made.get(name)
                 result = "FAILED" if name in blamed else "ok" if entry and entry["calls"] else "not run"
                 times = f" {max(entry['ms']):.1f} ms/{len(entry['ms'])}, {entry['calls']}" if entry else ""
-                cells.append(f"{result}{times}")
+                cells.append(f"{result}{times}" if exists(starts[start], variant) else "")
             lines.append(f"{family + variant:<24}" + "".join(f"{cell:<31}" for cell in cells).rstrip())
     libraries = {name: entry for name, entry in made.items() if name.startswith("library")}
     if libraries:

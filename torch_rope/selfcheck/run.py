@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch_rope.selfcheck.checks import Check, Group, describe_error
 from torch_rope.selfcheck.kernels import memory
 
 WHOLE_RUN = 600.0  # seconds; groups that would begin later are skipped
+STARTS = 120.0  # seconds that a process may take until its first group begins
 MOST_DEATHS = 3  # a group whose process died so often is not continued
 MOST_DETAILS = 3  # how many failures of a group are reported with all their details
 
@@ -39,7 +41,7 @@ class Process:
     def __init__(self, request: dict):
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*python(), "-m", "torch_rope.selfcheck.worker", json.dumps(request)],
+            [*python(), "-m", "torch_rope.selfcheck", "--worker", json.dumps(request)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -86,6 +88,19 @@ class Process:
         """Returns the end of what the process wrote to the standard error."""
         self.errors.seek(0)
         return self.errors.read().decode(errors="replace")[-6000:].strip()
+
+
+@dataclass
+class Place:
+    """How far a process has come."""
+
+    record: dict | None  # of the group that has begun
+    done: int  # cases of that group that have begun
+    ended: int = 0  # groups
+    began: bool = False  # the process has begun a group
+    case: str | None = None  # the case that runs
+    call: str = ""  # its last call
+    launched: list[str] = field(default_factory=list)  # its kernels
 
 
 class Run:
@@ -135,7 +150,8 @@ class Run:
         self.save()
 
     def skip(self, groups: list[Group], reason: str) -> None:
-        for group in groups:
+        begun = {record["name"] for record in self.report["groups"]}
+        for group in [group for group in groups if group.name not in begun]:
             record = self.begin(group)
             record |= {"status": "skipped", "reasons": [reason]}
 
@@ -155,16 +171,17 @@ class Run:
         """Runs all groups. Neighbouring groups share a process, except those that need one of their own."""
         left, done = list(self.groups), 0
         try:
-            while left:
-                if time.monotonic() > self.start + WHOLE_RUN:
-                    return self.skip(left, f"not run, because {WHOLE_RUN:.0f} s are over")
+            while left and time.monotonic() < self.start + WHOLE_RUN:
                 together = left[:1]
                 while not together[0].apart and len(together) < len(left) and not left[len(together)].apart:
                     together.append(left[len(together)])
                 ended, done = self.run_together(together, done)
                 left = left[ended:]
+            self.skip(left, f"not run, because {WHOLE_RUN:.0f} s are over")
         except KeyboardInterrupt:
-            self.skip([g for g in left if g.name not in {r["name"] for r in self.report["groups"]}], "interrupted")
+            for record in self.report["groups"][-1:]:
+                self.close(record)
+            self.skip(left, "interrupted")
         finally:
             self.save()
 
@@ -174,67 +191,69 @@ class Run:
         Returns how many groups are finished, and how many cases of the next one, which is not 0 if the process died.
         """
         request = {"device": self.device, "quick": self.quick, "groups": [g.name for g in groups], "done": done}
-        process, place = Process(request), len(self.report["processes"])
+        process = Process(request)
+        at = Place(self.report["groups"][-1] if done else None, done)
         self.report["processes"].append([])
-        ended, record, case, launched = 0, None, None, []
-        if done:
-            record = self.report["groups"][-1]
         try:
-            while True:
-                group = groups[min(ended, len(groups) - 1)]
-                try:
-                    event = process.event(group.limit)
-                    hung = ""
-                except queue.Empty:
-                    event, hung = None, f"nothing happened for {group.limit:.0f} s, so the process was killed"
-                    process.kill()
-                if event is None:
-                    break
-                kind = event.pop("event")
-                if kind == "group":
-                    record = record or self.begin(group)
-                elif kind == "case":
-                    case, call, launched = event["name"], "", []
-                    done += 1
-                elif kind == "call":
-                    call = event["text"]
-                elif kind == "kernels":
-                    launched += event["names"]
-                elif kind == "result":
-                    self.add(record, event)
-                    case = None
-                elif kind == "blame":
-                    self.blame(record, event["kernels"])
-                elif kind == "row":
-                    self.report["rows"].append(event)
-                elif kind == "end":
-                    record["seconds"] += round(event["seconds"], 3)
-                    self.report["processes"][place] = event["pipelines"]
-                    ended, done = ended + 1, 0
-                    if not group.apart:
-                        self.close(record)
-                        record = None
-            how = hung or process.end()
+            how = self.follow(process, groups, at) or process.end()
         finally:
-            process.kill()
-        alive = ended == len(groups)
-        if how and (alive or case is not None or record is None):
-            if record is None:
-                record = self.begin(Group("exit", {}) if alive else group)
-            failure = {"status": "failed", "case": "exit" if alive else case or "start", "error": how}
-            failure |= {"output": process.said(), "kernels": sorted(set(launched)) if case else []}
-            if case:
-                failure["call"] = call
-            self.add(record, failure)
+            if process.process.poll() is None:
+                process.kill()
+        alive = at.ended == len(groups)
+        if not alive or how:
+            how = how or "the process ended before its checks"
+            record = at.record or self.begin(Group("exit of the process", {}) if alive else groups[at.ended])
+            # A process also ends after a failed case if the device cannot be used any more. Then no other case failed.
+            if alive or at.case is not None or not at.began:
+                failure = {"case": "exit" if alive else at.case or "start", "error": how, "call": at.call}
+                failure |= {"output": process.said(), "kernels": sorted(set(at.launched))}
+                self.add(record, failure | {"status": "failed"})
+            at.record = record
         if alive:
-            if group.apart or how:
-                self.close(record)
-            return ended, 0
+            if at.record:
+                self.close(at.record)
+            return at.ended, 0
         record["deaths"] = record.get("deaths", 0) + 1
-        if done == 0 or done >= len(group.cases) or record["deaths"] >= MOST_DEATHS:
-            self.close(record)
-            return ended + 1, 0
-        return ended, done
+        if 0 < at.done < len(groups[at.ended].cases) and record["deaths"] < MOST_DEATHS:
+            return at.ended, at.done
+        self.close(record)
+        return at.ended + 1, 0
+
+    def follow(self, process: Process, groups: list[Group], at: Place) -> str:
+        """Takes the events of a process until its end. Returns why it was killed, or an empty string if it was not."""
+        while True:
+            group = groups[min(at.ended, len(groups) - 1)]
+            limit = group.limit if at.began else STARTS
+            try:
+                event = process.event(limit)
+            except queue.Empty:
+                process.kill()
+                return f"nothing happened for {limit:.0f} s, so the process was killed"
+            if event is None:
+                return ""
+            kind = event.pop("event")
+            if kind == "group":
+                at.began, at.record = True, at.record or self.begin(group)
+            elif kind == "case":
+                at.case, at.call, at.launched, at.done = event["name"], "", [], at.done + 1
+            elif kind == "call":
+                at.call = event["text"]
+            elif kind == "kernels":
+                at.launched += event["names"]
+            elif kind == "result":
+                self.add(at.record, event)
+                at.case, at.call, at.launched = None, "", []
+            elif kind == "blame":
+                self.blame(at.record, event["kernels"])
+            elif kind == "row":
+                self.report["rows"].append(event)
+            elif kind == "end":
+                at.record["seconds"] += round(event["seconds"], 3)
+                self.report["processes"][-1] = event["pipelines"]
+                at.ended, at.done = at.ended + 1, 0
+                if not group.apart:  # the group of a process of its own ends with the process
+                    self.close(at.record)
+                    at.record = None
 
     def blame(self, record: dict, kernels: list[str]) -> None:
         record["failures"][-1]["kernels"] = kernels
