@@ -131,7 +131,7 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
 
 // The heads of tokens are divided into about this many shares: the shares of a token are fewer the more tokens there
 // are. A GPU needs some ten thousand threads to read memory at its full speed, and a share has several threads.
-constexpr rope_int kSpread = 4096;
+constexpr rope_int kSpread = 2048;
 // A call of fewer threads than these, which are 16 SIMD groups, takes smaller vectors to have more.
 constexpr rope_int kEnough = 16 * kSimd;
 
