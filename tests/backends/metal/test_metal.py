@@ -276,25 +276,30 @@ def test_one_token_keeps_many_cores_busy(op, head_dim, device, simulated):
     assert sum(sent.values()) == expected[op] + 3  # the others set the pipeline and the parameters, and dispatch
 
 
+@pytest.mark.parametrize("tokens, heads, head_dim, accesses", [(2048, (6, 2), 128, 1), (128, (32, 8), 32, 2)])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_neighbouring_threads_read_neighbouring_memory(heads_first, device, simulated):
-    """Each line of memory is touched by one access of one SIMD group, and a table row is read once per token."""
-    q, k = (randn(1, *((h, 2048) if heads_first else (2048, h)), 128, dtype=torch.bfloat16) for h in (6, 2))
-    if heads_first:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    cos, sin = tables(2048, 128)
+def test_neighbouring_threads_read_neighbouring_memory(
+    heads_first, tokens, heads, head_dim, accesses, device, simulated
+):
+    """Each access touches a line of 128 bytes in one SIMD group alone. A share of a token reads its table row once.
+
+    accesses: 2 if a line has both halves of a head, which are read by two instructions.
+    """
+    shapes = [(1, h, tokens, head_dim) if heads_first else (1, tokens, h, head_dim) for h in heads]
+    q, k = (randn(*shape, dtype=torch.bfloat16).transpose(1, 2 if heads_first else 1) for shape in shapes)
+    cos, sin = tables(tokens, head_dim)
     simulated.count_lines(True)
     try:
         torch.ops.rope.rotate_qk(q, k, cos, sin)
-        norms = [randn(128), randn(128)]
-        torch.ops.rope.norm_rotate_qk(q, k, *norms, cos, sin)
+        torch.ops.rope.norm_rotate_qk(q, k, randn(head_dim), randn(head_dim), cos, sin)
     finally:
         simulated.count_lines(False)
     for dispatch in simulated.last_dispatches():
         buffers = {BUFFERS[i]: b for i, b in dispatch["buffers"].items()}
         for name, x in dict(q_in=q, q_out=q, k_in=k, k_out=k).items():
-            assert (buffers[name]["lines_read"] + buffers[name]["lines_written"]) * 128 == x.nbytes, name
-        assert buffers["cos"]["bytes_read"] == buffers["sin"]["bytes_read"] == cos.nbytes
+            assert (buffers[name]["lines_read"] + buffers[name]["lines_written"]) * 128 == x.nbytes * accesses, name
+        reads = shares_of(tokens, sum(heads)) if accesses == 2 else 1
+        assert buffers["cos"]["bytes_read"] == buffers["sin"]["bytes_read"] == cos.nbytes * reads
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -313,6 +318,27 @@ def test_parts_of_complex_numbers_are_read_as_vectors(dtype, by_token, device, s
         assert set(dispatch["buffers"][BUFFERS.index("cos")]["loads"]) == loads
         assert ("sin" in buffers) == (loads == {"4"})
         assert torch.equal(out.cpu(), torch.ops.rope.rotate(x, *here, interleaved=True))
+
+
+LIKE_COMPLEX = {  # tables of two columns for each pair, of which cos and sin are chosen
+    "sin before cos": lambda t: (t[:, 1::2], t[:, ::2]),
+    "two tensors": lambda t: (t[:, ::2], t.clone()[:, 1::2]),
+    "far apart": lambda t: (t[:, ::4], t[:, 1::4]),
+    "other rows": lambda t: (t[: len(t) // 2, ::2], t.as_strided((len(t) // 2, 16), (128, 2), 1)),
+    "16 bits": lambda t: [t.view(torch.float16)[:, column::2] for column in (0, 1)],
+}
+
+
+@pytest.mark.parametrize("which", LIKE_COMPLEX)
+def test_tables_that_only_look_complex_are_read_one_by_one(which, device, simulated):
+    both = torch.rand(200, 64)
+    here, there = ([t[:, :16] for t in LIKE_COMPLEX[which](b)] for b in (both, both.to("mps")))
+    x = torch.randn(100, 7, 32).to(here[0].dtype)
+    simulated.last_dispatches()
+    out = torch.ops.rope.rotate(x.to("mps"), *there)
+    _, dispatch = one_dispatch(simulated)
+    assert set(dispatch["buffers"][BUFFERS.index("sin")]["loads"]) == {str(there[0].dtype.itemsize)}
+    torch.testing.assert_close(out.cpu(), torch.ops.rope.rotate(x, *here), rtol=0, atol=0, equal_nan=True)
 
 
 # ---- positions and slots that are out of range ----
