@@ -22,8 +22,6 @@ typedef unsigned long ulong;
 typedef __bf16 bfloat;
 typedef __SIZE_TYPE__ size_t;
 
-bool rope_mutant(int);  // in a shader that tests/mutants has changed
-
 namespace metal {
 
 template <typename T, int N>
