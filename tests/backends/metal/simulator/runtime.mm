@@ -1,6 +1,7 @@
 // Stands in for what csrc/mps uses of macOS: Foundation, libdispatch, Metal, and the part of torch that is built only
 // there.
 #include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <objc/runtime.h>
 
@@ -347,6 +348,8 @@ void run_encoded() {
   for (const auto& dispatch : now) simulator::run(dispatch);
 }
 
+std::string profiled;  // the names of the kernels, with a space after each
+
 void check_on_queue(const char* what) {
   if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
 }
@@ -472,6 +475,28 @@ MPSDevice* MPSDevice::getInstance() {
 }
 bool is_available() { return true; }
 
+// The profiler notes the names of the kernels that are reported to it. Like the real one it ends the encoder.
+namespace Profiler {
+MPSProfiler::MPSProfiler() = default;
+MPSProfiler::~MPSProfiler() = default;
+void MPSProfiler::StartTrace(const std::string&, bool) { m_signpost_types = SignpostTypes::RUN_OPERATION; }
+void MPSProfiler::StopTrace() { m_signpost_types = SignpostTypes::SIGNPOST_NONE; }
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
+  check_on_queue("beginProfileKernel()");
+  if (!handle) fail("beginProfileKernel got no handle");
+  profiled += name + " ";
+  return 0;
+}
+void MPSProfiler::endProfileKernel(const void*, SyncType) {
+  check_on_queue("endProfileKernel()");
+  getDefaultMPSStream()->endKernelCoalescing();
+}
+}  // namespace Profiler
+Profiler::MPSProfiler& getMPSProfiler() {
+  static auto* const profiler = new Profiler::MPSProfiler;
+  return *profiler;
+}
+
 void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
   __block std::exception_ptr error;
   dispatch_sync(queue, ^{
@@ -501,4 +526,9 @@ void simulated_synchronize() {
   at::mps::dispatch_sync_with_rethrow(&stream_queue, ^{
     at::mps::getDefaultMPSStream()->endKernelCoalescing();
   });
+}
+std::string simulated_profile(bool on) {
+  auto& profiler = at::mps::getMPSProfiler();
+  on ? profiler.StartTrace("interval", false) : profiler.StopTrace();
+  return std::exchange(profiled, "");
 }

@@ -73,6 +73,11 @@ def thread_order(order: int) -> None:
     torch.ops.simulator.thread_order(order)
 
 
+def profile(on: bool) -> list[str]:
+    """Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before."""
+    return torch.ops.simulator.profile(on).split()
+
+
 def max_threads(threads: int) -> None:
     """Sets maxTotalThreadsPerThreadgroup of every pipeline."""
     torch.ops.simulator.max_threads(threads)
