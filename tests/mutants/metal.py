@@ -141,7 +141,7 @@ MUTANTS = [
     ("the lower half of attention_factor does not count as a scale", PLAN, "return p.factor_hi != 1.0f || «p.factor_lo != 0.0f»;", "false"),
     ("weights that are not aligned are read as vectors", PLAN, "c.weight_vectors &= «!t || in_vectors(*t, 4)»;", "true"),
     ("a part loses its last items", PLAN, "parts.count = «ceil_div(items, parts.part_items)»;", "std::max(items / parts.part_items, rope_int(1))"),
-    ("blocks * block_size is computed in 32 bits", PLAN, "std::max(p.table_rows, «p.blocks * p.block_size») <= INT32_MAX", "rope_int(int(unsigned(p.blocks) * unsigned(p.block_size)))"),
+    ("blocks * block_size is computed in 32 bits", PLAN, "std::max({tokens * heads, p.table_rows, «p.blocks * p.block_size»}) <= INT32_MAX", "rope_int(int(unsigned(p.blocks) * unsigned(p.block_size)))"),
     ("element offsets of parameters are computed in 32 bits", PLAN, "all(tensors, fits_32) && «all(parameters, fits_32)»;", "true"),
     ("the norm does not copy channels past rotary_dim", plans.PLAN, "return «p.has_norm» ||", "false"),
     ("norm_eps is dropped", plans.CALL, "    p.norm_eps = float(norm_eps);\n", ""),
