@@ -72,7 +72,7 @@ def kernel_table(report: dict) -> list[str]:
     if not made:
         return []
     lines = ["Metal kernels: result, ms for the slowest of its n pipelines, calls"]
-    lines.append(f"{'':<24}" + "".join(f"{kind:<31}" for kind in TYPES))
+    lines.append(f"{'':<24}" + "".join(f"{kind:<31}" for kind in TYPES).rstrip())
     for family in FAMILIES:
         starts = {f"{family}_{kind}": kind for kind in TYPES}
         rest = [
@@ -97,31 +97,36 @@ def kernel_table(report: dict) -> list[str]:
     return [*lines, ""]
 
 
+def has_dtype(group: dict) -> bool:
+    """Returns whether the name of a group ends in a dtype."""
+    return group["name"].rpartition(" ")[2] in DTYPES
+
+
 def value_table(report: dict) -> list[str]:
     """Returns the table of the groups that exist for each dtype."""
     rows: dict[str, dict[str, str]] = {}
     for group in report["groups"]:
         name, _, dtype = group["name"].rpartition(" ")
-        if dtype in DTYPES:
+        if has_dtype(group):
             cell = "skipped" if group["status"] == "skipped" else outcome(group)
             rows.setdefault(name, {})[dtype] = cell
     if not rows:
         return []
     dtypes = [dtype for dtype in DTYPES if any(dtype in row for row in rows.values())]
-    lines = [f"{'cases, worst part of the allowed error':<40}" + "".join(f"{d:<20}" for d in dtypes)]
+    lines = [f"{'cases, worst part of the allowed error':<40}" + "".join(f"{d:<20}" for d in dtypes).rstrip()]
     for name, row in rows.items():
         lines.append(f"{name:<40}" + "".join(f"{row.get(d, ''):<20}" for d in dtypes).rstrip())
     return [*lines, ""]
 
 
 def other_groups(report: dict) -> list[str]:
-    others = [g for g in report["groups"] if g["name"].rpartition(" ")[2] not in DTYPES]
+    others = [g for g in report["groups"] if not has_dtype(g)]
     passed = [f"{g['name']} ({outcome(g)})" for g in others if g["status"] == "passed"]
     lines = wrap(f"passed: {'; '.join(passed)}") if passed else []
     for group in report["groups"]:
         reasons = group["reasons"] if group["status"] == "skipped" or group["passed"] else []
         for reason in reasons[:2]:
-            lines += wrap(f"skipped: {group['name']}: {shorten(reason, 300)}")[:3]
+            lines += wrap(f"skipped: {group['name']}: {shorten(reason, 180)}")[:3]
     return [*lines, ""] if lines else []
 
 
@@ -132,30 +137,43 @@ def output_of(failure: dict) -> list[str]:
     return [shorten(line, WIDTH - 6) for line in lines[max(fatal - 3, 0) : fatal + 1]]
 
 
+def kind_of(group: dict, failure: dict) -> str:
+    """Returns a text that is the same for failures that need to be described only once."""
+    if failure["kernels"] and failure["kernels"][0].startswith("library"):
+        return failure["kernels"][0]
+    # A pipeline that cannot be made fails many cases with one message. Wrong values differ from case to case.
+    return group["name"] if failure["error"].startswith("AssertionError") else failure["error"][:200]
+
+
 def failure_list(report: dict) -> list[str]:
-    lines, described, found = [], set(), failures(report)
-    for group, failure in found:
-        # A pipeline that cannot be made fails many cases with one message. Wrong values differ from case to case.
-        same = failure["error"] if not failure["error"].startswith("AssertionError") else group["name"]
-        if same in described:
-            continue
-        described.add(same)
-        if len(described) > MOST_FAILURES:
-            continue
-        lines.append(
-            f"FAILED {group['name']}, case {failure['case'] or 1}, kernels: {', '.join(failure['kernels']) or 'unknown'}"
-        )
+    """Describes a failure for each kernel that fails, and then failures of other kinds."""
+    found = failures(report)
+    if not found:
+        return []
+    shown: list[tuple[dict, dict]] = []
+    for name in suspects(report):
+        with_it = [pair for pair in found if name in pair[1]["kernels"]]
+        shown.append(min(with_it, key=lambda pair: len(pair[1]["kernels"])))
+    kinds = {kind_of(*pair) for pair in shown}
+    for pair in found:
+        if kind_of(*pair) not in kinds:
+            kinds.add(kind_of(*pair))
+            shown.append(pair)
+    lines = []
+    for group, failure in shown[:MOST_FAILURES]:
+        kernels = ", ".join(failure["kernels"]) or "unknown"
+        lines += wrap(f"FAILED {group['name']}, case {failure['case'] or 1}, kernels: {kernels}")
         for text in (failure.get("call", ""), *output_of(failure)):
             lines += [f"    {line}" for line in wrap(shorten(text, 330))]
         error = [line for line in failure["error"].splitlines() if line.strip()]
         lines += [f"    {shorten(line, WIDTH)}" for line in error[:12]]
-    if len(described) > MOST_FAILURES:
-        lines.append(f"and {len(described) - MOST_FAILURES} other failures")
-    if found:
-        names = list(dict.fromkeys(group["name"] for group, _ in found))
-        lines += wrap(f"failed checks: {'; '.join(names)}")
-        lines.append(f"to repeat: python -m torch_rope.selfcheck --device {report['device']} --only '{names[0]}'")
-    return [*lines, ""] if lines else []
+    if len(shown) > MOST_FAILURES:
+        lines.append(f"and {len(shown) - MOST_FAILURES} other failures")
+    others = [group["name"] for group in report["groups"] if group["failures"] and not has_dtype(group)]
+    if others:
+        lines += wrap(f"failed: {'; '.join(others)}")
+    name = found[0][0]["name"]
+    return [*lines, f"to repeat: python -m torch_rope.selfcheck --device {report['device']} --only '{name}'", ""]
 
 
 def tables(report: dict) -> list[str]:

@@ -137,7 +137,7 @@ class Run:
             details = ("error", "call", "kernels", "traceback", "output")
             failure = {name: result[name] for name in details if name in result}
             if len(record["failures"]) >= MOST_DETAILS:
-                failure = {"error": result["error"][:300], "kernels": result["kernels"]}
+                failure |= {"error": result["error"][:300], "traceback": ""}
             record["failures"].append({"case": result["case"], **failure})
 
     def close(self, record: dict) -> None:
