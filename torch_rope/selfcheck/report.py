@@ -123,10 +123,12 @@ def other_groups(report: dict) -> list[str]:
     others = [g for g in report["groups"] if not has_dtype(g)]
     passed = [f"{g['name']} ({outcome(g)})" for g in others if g["status"] == "passed"]
     lines = wrap(f"passed: {'; '.join(passed)}") if passed else []
+    skipped: dict[str, list[str]] = {}
     for group in report["groups"]:
-        reasons = group["reasons"] if group["status"] == "skipped" or group["passed"] else []
-        for reason in reasons[:2]:
-            lines += wrap(f"skipped: {group['name']}: {shorten(reason, 180)}")[:3]
+        for reason in group["reasons"][:2]:
+            skipped.setdefault(reason, []).append(group["name"])
+    for reason, names in skipped.items():
+        lines += wrap(f"skipped: {'; '.join(names)}: {shorten(reason, 180)}")
     return [*lines, ""] if lines else []
 
 

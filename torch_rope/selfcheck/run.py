@@ -27,6 +27,7 @@ from torch_rope.selfcheck.kernels import memory
 WHOLE_RUN = 600.0  # seconds; groups that would begin later are skipped
 STARTS = 120.0  # seconds that a process may take until its first group begins
 MOST_DEATHS = 3  # a group whose process died so often is not continued
+INTERRUPTED = "interrupted"
 MOST_DETAILS = 3  # how many failures of a group are reported with all their details
 
 
@@ -157,6 +158,7 @@ class Run:
 
     def save(self) -> None:
         self.report["seconds"] = round(time.monotonic() - self.start, 1)
+        self.report["failing_kernels"] = reports.suspects(self.report)
         if not self.json_file:
             return
         try:
@@ -181,7 +183,7 @@ class Run:
         except KeyboardInterrupt:
             for record in self.report["groups"][-1:]:
                 self.close(record)
-            self.skip(left, "interrupted")
+            self.skip(left, INTERRUPTED)
         finally:
             self.save()
 
@@ -324,4 +326,4 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(options.device, options.quick, options.only, options.json.strip("-"))
     run.run()
     print(reports.block(run.report))
-    return int(any(g["status"] == "failed" for g in run.report["groups"]))
+    return int(any(g["status"] == "failed" or INTERRUPTED in g["reasons"] for g in run.report["groups"]))
