@@ -57,7 +57,7 @@ inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
   {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
 
 // The backward. A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads,
-// and its share of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
+// and its part of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
 template <typename T, int V>
 [[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
                               threadgroup float* shared [[threadgroup(0)]],
