@@ -26,7 +26,7 @@ using namespace metal;
 #define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
 ROPE_CONSTANTS(ROPE_CONSTANT)
 
-// Which arguments a kernel has.
+// These tell which arguments a kernel has.
 constant bool k_has_q_in = k_q_in_place == 0;
 constant bool k_has_k = k_tensors >= 2;
 constant bool k_has_k_in = k_tensors >= 2 && k_k_in_place == 0;
