@@ -84,6 +84,17 @@ def check(text: str) -> None:
     for name, pattern in NOT_METAL.items():
         if found := re.search(pattern, text, re.M):
             refuse(found.start(), f"Metal has no {name}")
+    scopes = []  # the names of namespaces, and None for other braces
+    for found in re.finditer(r"(?:\bnamespace\b\s*([\w:]*)\s*)?\{|\}|\bkernel\b", text):
+        if found[0] == "kernel":
+            if namespaces := [name for name in scopes if name is not None]:
+                name = re.compile(r"\W*(?:void|decltype\W)\s*([\w:]+)").match(text, found.end())
+                where = f"in namespace {'::'.join(namespaces)}, but kernels must be at global scope"
+                refuse(found.start(), f"kernel {name[1] if name else ''} is {where}, where the host finds their names")
+        elif found[0] == "}":
+            del scopes[-1:]
+        else:
+            scopes.append(found[1])
     # The compilers would take a pointer without an address space for one to any, or to private memory.
     plain = re.sub(r"^#.*$", lambda line: " " * len(line[0]), text, flags=re.M)
     space, kind = r"\b(?:device|constant|threadgroup|thread)\b", types_of(plain)
