@@ -21,7 +21,8 @@
 namespace rope::mps {
 namespace {
 
-constexpr NSUInteger kRotateThreads = 256, kNormThreads = 128;  // at most, per threadgroup
+// At most, per threadgroup. In a gradient of a table the threads of a threadgroup share the work for a row.
+constexpr NSUInteger kThreads = 128, kTableThreads = 256;
 
 id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
 
@@ -234,7 +235,7 @@ struct Mps {
     if (p.rotate.chunks == 0) return;
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const rope_int all = p.grid.x * p.grid.y * p.grid.z * std::max(p.constants.lanes, 1);
-    const NSUInteger most = threads_of(kernel, call.q_norm_weight ? kNormThreads : kRotateThreads);
+    const NSUInteger most = threads_of(kernel, kThreads);
     const auto threads = NSUInteger(group_threads(all, rope_int(most)));
     encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
@@ -259,7 +260,7 @@ struct Mps {
     }
     const Plan p = plan(gradients, {&call.q, &call.k});
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kNormThreads);
+    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kThreads);
     const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
     const rope_int head_dim = p.rotate.params.head_dim;
     NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part_items)};
@@ -290,7 +291,7 @@ struct Mps {
       set(encoder, 3, &call.k_norm_weight_grad);
       const Size3 grid{head_dim, 2, 1};
       [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kNormThreads))))];
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kThreads))))];
     });
   }
 
@@ -303,7 +304,7 @@ struct Mps {
     if (call.cos_grad.numel() == 0) return;
     const Plan p = plan(call);
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = threads_of(kernel, kRotateThreads);
+    const NSUInteger threads = threads_of(kernel, kTableThreads);
     TableBackward n{p.rotate, {}, {}, call.tokens()};
     TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": cos has ", n.tokens.rows,
                                 " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
@@ -356,7 +357,7 @@ struct Mps {
       set(encoder, 3, &call.cos);
       set(encoder, 4, &call.sin);
       [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kRotateThreads))))];
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kThreads))))];
     });
   }
 };

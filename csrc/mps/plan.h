@@ -131,7 +131,7 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
 
 // The heads of tokens are divided into about this many shares: the shares of a token are fewer the more tokens there
 // are. A GPU needs some ten thousand threads to read memory at its full speed, and a share has several threads.
-constexpr rope_int kSpread = 4096;
+constexpr rope_int kSpread = 2048;
 // A call of fewer threads than these, which are 16 SIMD groups, takes smaller vectors to have more.
 constexpr rope_int kEnough = 16 * kSimd;
 
@@ -228,16 +228,12 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
 
   TORCH_CHECK_NOT_IMPLEMENTED(p.source != kInvFreq || call.inv_freq->scalar_type() == at::kFloat, call.op,
                               ": inv_freq is float64 but must be float32, because Metal has no float64");
-  const bool narrow =
-      std::max(p.table_rows, p.blocks * p.block_size) <= INT32_MAX && all(tensors, fits_32) && all(parameters, fits_32);
+  const bool narrow = std::max({tokens * heads, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
+                      all(tensors, fits_32) && all(parameters, fits_32);
   const std::string_view type = type_of(call.op, call.q_name(), *call.q);
-  const std::string_view v = vector == 8   ? "_v8_u32"
-                             : vector == 4 ? "_v4_u32"
-                                           : "_v1_u32",
-                         far = vector == 8   ? "_v8_u64"
-                               : vector == 4 ? "_v4_u64"
-                                             : "_v1_u64",
-                         variant = narrow ? v : far;
+  static constexpr std::string_view kVariants[2][3] = {{"_v1_u64", "_v4_u64", "_v8_u64"},
+                                                       {"_v1_u32", "_v4_u32", "_v8_u32"}};
+  const std::string_view variant = kVariants[narrow][vector / 4];
   if (!p.has_norm) {
     plan.kernel = {"rotate", "rotate", type, variant};
     plan.grid = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
@@ -246,7 +242,7 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   c.lanes = plan.wide_head ? int(kSimd) : int(power_of_two(chunks.all));
   if (backward) {
     plan.kernel = {"norm_backward", plan.wide_head ? "norm_backward_wide" : "norm_backward", type,
-                   plan.wide_head ? "" : v.substr(0, 3)};
+                   plan.wide_head ? "" : variant.substr(0, 3)};
   } else {
     plan.kernel = {"norm", plan.wide_head ? "norm_rotate_wide" : "norm_rotate", type, plan.wide_head ? "" : variant};
   }

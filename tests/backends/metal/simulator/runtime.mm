@@ -348,7 +348,8 @@ void run_encoded() {
   for (const auto& dispatch : now) simulator::run(dispatch);
 }
 
-std::string profiled;  // the names of the kernels, with a space after each
+std::string profiled;  // the names of the kernels that the profiler has seen, with a space after each
+const void* profiled_now;
 
 void check_on_queue(const char* what) {
   if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
@@ -483,12 +484,15 @@ void MPSProfiler::StartTrace(const std::string&, bool) { m_signpost_types = Sign
 void MPSProfiler::StopTrace() { m_signpost_types = SignpostTypes::SIGNPOST_NONE; }
 uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
   check_on_queue("beginProfileKernel()");
-  if (!handle) fail("beginProfileKernel got no handle");
+  if (!handle || profiled_now) fail("beginProfileKernel got no handle, or no endProfileKernel came before it");
+  profiled_now = handle;
   profiled += name + " ";
   return 0;
 }
-void MPSProfiler::endProfileKernel(const void*, SyncType) {
+void MPSProfiler::endProfileKernel(const void* handle, SyncType) {
   check_on_queue("endProfileKernel()");
+  if (handle != profiled_now) fail("endProfileKernel got another handle than beginProfileKernel");
+  profiled_now = nullptr;
   getDefaultMPSStream()->endKernelCoalescing();
 }
 }  // namespace Profiler
