@@ -325,6 +325,8 @@ NOT_METAL = {
     "ASCII": (kernel("// \u00b2"), "not ASCII"),
     "typo": (kernel("x[i] = sinn(x[i]);"), "program_source:4.*sinn"),
     "a float becomes a bfloat": (kernel("bfloat b = x[i]; x[i] = float(b);"), "implicit conversion"),
+    "a kernel in a namespace": (kernel("x[i] = 1;").replace("kernel", "namespace A { inline float f() { return 1; } namespace B {\nkernel", 1) + "}}", "program_source:4: kernel k is in namespace A::B, but kernels must be at global scope"),
+    "an instance in a namespace": (f"{START}template <typename T> [[kernel]] void f(device T* x [[buffer(0)]]) {{}}\nnamespace A {{\n" + 'template [[host_name("k")]] [[kernel]] decltype(f<int>) f<int>; }', "program_source:5: kernel f is in namespace A,"),
     "no attribute": (kernel("x[i] = 1;", "device float* y"), "`device float[*] y` has no attribute"),
     "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "has no attribute that the simulator knows"),
     "a constant that is no bool": (kernel("x[i] = 1;", "device float* y [[buffer(2), function_constant(k0)]]").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1), "k0 must be a bool that follows from"),
