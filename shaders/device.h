@@ -26,7 +26,7 @@ using namespace metal;
 #define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
 ROPE_CONSTANTS(ROPE_CONSTANT)
 
-// Which arguments a kernel has.
+// These tell which arguments a kernel has.
 constant bool k_has_q_in = k_q_in_place == 0;
 constant bool k_has_k = k_tensors >= 2;
 constant bool k_has_k_in = k_tensors >= 2 && k_k_in_place == 0;
@@ -66,18 +66,20 @@ struct Buffers {
       device const void *slots [[buffer(kBufferSlots), function_constant(k_has_slots)]]
 #define ROPE_WEIGHTS \
   device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]]
+// Absent arguments are not read, not even as addresses.
+#define ROPE_IF(has, argument) (has) ? (argument) : nullptr
 #define ROPE_BUFFERS_PASSED(q_weight, k_weight) \
-  {k_q_in_place ? q_out : q_in,                 \
-   k_k_in_place ? k_out : k_in,                 \
-   v_in,                                        \
+  {k_has_q_in ? q_in : q_out,                   \
+   k_has_k_in ? k_in : ROPE_IF(k_has_k, k_out), \
+   ROPE_IF(k_has_v, v_in),                      \
    q_out,                                       \
-   k_out,                                       \
-   v_out,                                       \
-   cos,                                         \
-   sin,                                         \
-   inv_freq,                                    \
-   positions,                                   \
-   slots,                                       \
+   ROPE_IF(k_has_k, k_out),                     \
+   ROPE_IF(k_has_v, v_out),                     \
+   ROPE_IF(k_has_cos, cos),                     \
+   ROPE_IF(k_has_sin, sin),                     \
+   ROPE_IF(k_has_inv_freq, inv_freq),           \
+   ROPE_IF(k_has_positions, positions),         \
+   ROPE_IF(k_has_slots, slots),                 \
    q_weight,                                    \
    k_weight}
 
@@ -101,11 +103,11 @@ struct Token {
   I block, in_block;  // the cell: its block, and its index in the block
 };
 
-template <typename I>
-inline Token<I> token_at(constant TiledParams& r, device const void* positions, device const void* slots, I b, I s) {
+template <typename T, typename I>
+inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, I b, I s) {
   constant RopeParams& p = r.params;
   const long given_position =
-      k_position_bytes ? integer_at(positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
+      k_position_bytes ? integer_at(x.positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
                        : long(s);
   // The sum may wrap around. That is an error only if there is a range: with inv_freq every position is valid.
   const long position = long(ulong(given_position) + ulong(p.offset));
@@ -113,7 +115,7 @@ inline Token<I> token_at(constant TiledParams& r, device const void* positions, 
   bool valid = !r.has_range || (position >= 0 && position <= r.last_position && !wrapped);
   long slot = 0;
   if (k_slot_bytes) {
-    slot = integer_at(slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
+    slot = integer_at(x.slots, k_slot_bytes, b * I(p.slots[0]) + s * I(p.slots[1]));
     valid = valid && slot < p.blocks * p.block_size;
   }
   const bool cached = valid && slot >= 0;

@@ -36,7 +36,7 @@ template <typename T, int V, typename I>
   const bool inside = team < r.tokens * r.shares;
   const Share own = share_at(r, inside ? team : 0);
   const uint seq = uint(p.seq), b = own.t / seq;
-  const Token<I> token = token_at<I>(r, positions, slots, I(b), I(own.t - b * seq));
+  const Token<I> token = token_at<T, I>(r, buffers, I(b), I(own.t - b * seq));
   const bool active = inside && self.lane < r.chunks;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? self.lane : 0);
   Angles<V> angles;
@@ -88,7 +88,7 @@ template <typename T>
   if (team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
   const Share own = share_at(r, team);
   const uint seq = uint(p.seq), b = own.t / seq;
-  const Token<ulong> token = token_at<ulong>(r, positions, slots, ulong(b), ulong(own.t - b * seq));
+  const Token<ulong> token = token_at<T, ulong>(r, buffers, ulong(b), ulong(own.t - b * seq));
   for (uint first = own.share; first < r.heads; first += kHeads * r.shares) {
     float scales[kHeads];
     for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {

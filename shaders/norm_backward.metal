@@ -53,11 +53,23 @@ inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
       device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]], ROPE_ANGLE_BUFFERS, \
       ROPE_WEIGHTS, device const T *q_before [[buffer(kBufferQBefore)]],                                        \
       device const T *k_before [[buffer(kBufferKBefore)]], device float *sums [[buffer(kBufferSums)]]
-#define ROPE_BACKWARD_BUFFERS_PASSED \
-  {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
+#define ROPE_BACKWARD_BUFFERS_PASSED    \
+  {q_in,                                \
+   k_in,                                \
+   nullptr,                             \
+   q_out,                               \
+   k_out,                               \
+   nullptr,                             \
+   ROPE_IF(k_has_cos, cos),             \
+   ROPE_IF(k_has_sin, sin),             \
+   ROPE_IF(k_has_inv_freq, inv_freq),   \
+   ROPE_IF(k_has_positions, positions), \
+   nullptr,                             \
+   q_weight,                            \
+   k_weight}
 
 // The backward. A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads,
-// and its share of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
+// and its part of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
 template <typename T, int V>
 [[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
                               threadgroup float* shared [[threadgroup(0)]],
@@ -82,7 +94,7 @@ template <typename T, int V>
   for (ulong first_item = begin; first_item < end; first_item += teams) {
     const bool inside = first_item + self.team < end;
     const ulong item = inside ? first_item + self.team : begin, t = item / per_token, b = t / ulong(p.seq);
-    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+    const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
     Angles<V> angles;
     if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, self.lane);
     for (uint i = 0; i < kHeads; i++) {
@@ -146,7 +158,7 @@ template <typename T>
     Factors factors = {0.0f, 0.0f};
     for (uint i = 0; i < count; i++) {
       const ulong t = (some + i) / heads, b = t / ulong(p.seq);
-      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+      const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
       const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
       Sum squares, products;
       for (uint index = lane; index < r.chunks; index += kSimd) {
@@ -170,7 +182,7 @@ template <typename T>
         const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
         if (active) {
           const ulong t = (some + i) / heads, b = t / ulong(p.seq);
-          const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+          const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
           const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
           const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
           Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));

@@ -9,7 +9,7 @@ template <typename T, int V, typename I>
   const Buffers<T> buffers = ROPE_BUFFERS_PASSED(nullptr, nullptr);
   const uint share = r.tokens_first ? at.z : at.y, t = r.tokens_first ? at.y : at.z;
   const uint seq = uint(r.params.seq), b = t / seq;
-  const Token<I> token = token_at<I>(r, positions, slots, I(b), I(t - b * seq));
+  const Token<I> token = token_at<T, I>(r, buffers, I(b), I(t - b * seq));
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   Angles<V> angles;
   for (uint first = share; first < r.heads; first += kHeads * r.shares) {

@@ -1,10 +1,11 @@
 // The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
 #include "device.h"
 
-// at: the rotated chunk; the share of the work; the table row. The threads with the same chunk and row are in one
-// threadgroup. Their work is a list of items; an item is one head group of one token. Each thread takes every size.y-th
-// item and sums over its items, which are its share. After the barrier these threads divide the 2V sums, V of cos and V
-// of sin, among themselves, and each thread adds up its sums over all shares, in the order of the shares.
+// at: the rotated chunk; the portion of the work; the table row. The threads with the same chunk and row are in one
+// threadgroup. Their work is a list of items; an item is kHeads neighbouring heads of one token. Each thread takes
+// every size.y-th item, which are its portion, and sums over them. After the barrier these threads divide the 2V sums,
+// V of cos and V of sin, among themselves, and each thread adds up its sums over all portions, in the order of the
+// portions.
 //
 // csrc/rope.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. `given`, q_given
 // and k_given hold the gradients of the results, (g, h) in the formulas. x, q and k hold the heads before the rotation,
@@ -33,14 +34,14 @@ template <typename T, int V, typename I>
     begin = long(at.z) - tokens.shift;
     end = begin + (begin >= 0 && begin < tokens.entries);
   }
-  const I head_groups = (r.heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
-  const I items = I(end - begin) * copies * head_groups;
+  const I groups = (r.heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
+  const I items = I(end - begin) * copies * groups;
   Sum cos[V], sin[V];
   for (I item = at.y; item < items; item += size.y) {
-    const I nth_token = item / head_groups, nth_entry = nth_token / copies;
+    const I nth_token = item / groups, nth_entry = nth_token / copies;
     const I entry = k_listed ? I(order[begin + long(nth_entry)]) : I(begin);
     const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
-    const uint first = uint(item - nth_token * head_groups) * kHeads, end_head = min(first + kHeads, r.heads);
+    const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, r.heads);
     for (uint h = first; h < end_head; h++) {
       const bool of_k = k_tensors == 2 && h >= r.k_start;
       const I own = of_k ? h - r.k_start : h;
@@ -57,8 +58,8 @@ template <typename T, int V, typename I>
       }
     }
   }
-  // first_share: the thread that has the same chunk and row, and share 0.
-  const uint threads = size.x * size.y * size.z, first_share = index - at.y * size.x;
+  // first_portion: the thread that has the same chunk and row, and portion 0.
+  const uint threads = size.x * size.y * size.z, first_portion = index - at.y * size.x;
   for (int i = 0; i < V; i++) {
     shared[uint(i) * threads + index] = cos[i].value();
     shared[uint(V + i) * threads + index] = sin[i].value();
@@ -66,7 +67,7 @@ template <typename T, int V, typename I>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint j = at.y; j < 2 * V; j += size.y) {
     Sum sum;
-    for (uint share = 0; share < size.y; share++) sum.add(shared[j * threads + first_share + share * size.x]);
+    for (uint portion = 0; portion < size.y; portion++) sum.add(shared[j * threads + first_portion + portion * size.x]);
     const bool of_sin = j >= V;
     float value = sum.value();
     if (k_scaled) value = scaled(value, p.factor_hi, p.factor_lo);

@@ -30,7 +30,7 @@ const char* text_of(NSError* error) { return error ? [[error localizedDescriptio
 
 // ---- pipelines: made once and never destroyed, because Metal may be gone when the process exits ----
 
-// What Metal has made in this process. The mutex guards all of it.
+// The libraries and pipelines that Metal has made in this process. The mutex guards all of it.
 struct Made {
   std::mutex mutex;
   std::map<std::string_view, id<MTLLibrary>> libraries;  // by file

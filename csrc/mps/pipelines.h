@@ -1,4 +1,4 @@
-// What torch_rope.selfcheck asks about the kernels of this process.
+// The answer to what torch_rope.selfcheck asks about the kernels of this process.
 #pragma once
 
 #include <cstdint>

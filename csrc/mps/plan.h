@@ -287,7 +287,7 @@ inline Parts parts_of(const Plan& plan, rope_int teams) {
 }
 
 // Returns the grid of table_backward, in threads: chunks along x, table rows along z. The threads along y share the
-// work for one chunk of one table row: the head groups of all tokens that the row rotated. They are always in one
+// work for one chunk of one table row: the heads, in groups of kHeads, of all tokens that it rotated. They are in one
 // threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads` alone. `threads` is the
 // size limit of a threadgroup.
 inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
@@ -295,8 +295,8 @@ inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int thre
   // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
   // sequence.
   const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
-  const rope_int head_groups = ceil_div(plan.rotate.heads, kHeads);
-  return {chunks, std::min(row_tokens * head_groups, threads / std::min(chunks, threads)), tokens.rows};
+  const rope_int groups = ceil_div(plan.rotate.heads, kHeads);
+  return {chunks, std::min(row_tokens * groups, threads / std::min(chunks, threads)), tokens.rows};
 }
 
 // Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would

@@ -3,6 +3,7 @@
 On a Mac these tests run on the GPU. Tests that count loads and stores, or that make limits smaller, need the simulator.
 """
 
+import collections
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -687,6 +688,26 @@ def test_threads_of_the_host_may_call_at_the_same_time(device):
     for offset, outs in enumerate(found):
         for out, expected in zip(outs, calls(offset), strict=True):
             assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+def test_the_module_counts_the_calls_of_each_kernel(device):
+    """A kernel is compiled with its file alone, when it is first used."""
+
+    def counts():
+        found = collections.Counter()
+        for kernel, milliseconds, calls in torch_rope._C.metal_pipelines():
+            assert milliseconds > 0
+            found[kernel] += calls
+        return found
+
+    x, freq = randn(3, 2, 10), torch_rope.inv_freq(10).to("mps")
+    torch.ops.rope.rotate(x, inv_freq=freq)
+    before = counts()
+    assert before["library rotate"] == 0
+    for inverse in False, True, True:
+        torch.ops.rope.rotate(x, inv_freq=freq, inverse=inverse)
+    torch.ops.rope.cos_sin(torch.arange(3).to("mps"), freq)
+    assert counts() - before == {"rotate_float_v1_u32": 3, "cos_sin_float": 1} and "library cos_sin" in counts()
 
 
 def test_calls_are_reported_to_the_profiler_of_torch(device, simulated):

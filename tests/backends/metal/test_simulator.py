@@ -4,6 +4,7 @@ Right shaders give right results in every order of threads, and the simulator re
 code. These tests need --simulate.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import metal
 import pytest
 import simulator
 import torch
+
+import torch_rope
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +111,33 @@ def test_a_compiled_library_is_loaded():
     assert torch.equal(launch("SIMULATED" + kernel("x[i] = 1;"), numbers()), torch.ones(64))
     with pytest.raises(RuntimeError, match="library: .*no Metal library"):
         launch("SIMULATEx", numbers())
+
+
+def test_programs_run_with_the_simulated_device(tmp_path):
+    """Two processes compile the same new shader at once, and one of them starts a third."""
+    code = """
+import os, shlex, subprocess, sys, torch, torch_rope
+x = torch.zeros(4, device="mps")
+torch.ops.simulator_test.launch(sys.argv[1], [x], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
+torch_rope.rotate(x.view(1, 1, 4), inv_freq=torch.ones(2, device="mps"))
+(library, time, _), (kernel, _, calls) = torch_rope._C.metal_pipelines()
+print(__name__, x.sum().item(), library, time > 0, kernel.split("_")[0], calls, flush=True)
+if sys.argv[2:]:
+    raise SystemExit(subprocess.call([*shlex.split(os.environ["TORCH_ROPE_PYTHON"]), "-m", "program", sys.argv[1]]))
+"""
+    (tmp_path / "program.py").write_text(code)
+    source = f"{START}kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ x[i] = 1; }}\n// {tmp_path}"
+    root = Path(torch_rope.__file__).parents[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, simulator.__file__, *arguments],
+            **dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True),
+        )
+        for arguments in (["-c", code, source], ["program.py", source, "once more"])
+    ]
+    line = "__main__ 4.0 library rotate True rotate 1\n"
+    assert [p.communicate()[0] for p in processes] == [line, 2 * line]
+    assert not any(p.returncode for p in processes)
 
 
 def test_shaders_that_were_compiled_with_the_extension_are_used():
@@ -295,6 +325,8 @@ NOT_METAL = {
     "ASCII": (kernel("// \u00b2"), "not ASCII"),
     "typo": (kernel("x[i] = sinn(x[i]);"), "program_source:4.*sinn"),
     "a float becomes a bfloat": (kernel("bfloat b = x[i]; x[i] = float(b);"), "implicit conversion"),
+    "a kernel in a namespace": (kernel("x[i] = 1;").replace("kernel", "namespace A { inline float f() { return 1; } namespace B {\nkernel", 1) + "}}", "program_source:4: kernel k is in namespace A::B, but kernels must be at global scope"),
+    "an instance in a namespace": (f"{START}template <typename T> [[kernel]] void f(device T* x [[buffer(0)]]) {{}}\nnamespace A {{\n" + 'template [[host_name("k")]] [[kernel]] decltype(f<int>) f<int>; }', "program_source:5: kernel f is in namespace A,"),
     "no attribute": (kernel("x[i] = 1;", "device float* y"), "`device float[*] y` has no attribute"),
     "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "has no attribute that the simulator knows"),
     "a constant that is no bool": (kernel("x[i] = 1;", "device float* y [[buffer(2), function_constant(k0)]]").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1), "k0 must be a bool that follows from"),

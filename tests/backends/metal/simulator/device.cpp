@@ -15,6 +15,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <sstream>
+
+#include "csrc/mps/pipelines.h"
 #include "dispatch.h"
 
 namespace {
@@ -127,6 +130,17 @@ at::Tensor& set_whole(at::Tensor& t, at::Storage storage) {
   return set_(t, std::move(storage), 0, size, stride);
 }
 
+// Returns what torch_rope._C.metal_pipelines() returns on macOS, in JSON.
+std::string pipelines() {
+  std::ostringstream out;
+  const char* comma = "[";
+  for (const auto& p : rope::mps::pipelines()) {
+    out << comma << "[\"" << p.kernel << "\", " << p.milliseconds << ", " << p.calls << "]";
+    comma = ", ";
+  }
+  return *comma == '[' ? "[]" : out.str() + "]";
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.schema().name().rfind("aten::", 0) == 0, "The operator '", op.operator_name(),
                               "' is not currently implemented for the MPS device.");
@@ -164,6 +178,7 @@ TORCH_LIBRARY(simulator, m) {
   m.def("check_races(bool check) -> ()", [](bool check) { emulator::options.races = check; });
   m.def("count_lines(bool count) -> ()", [](bool count) { emulator::options.lines = count; });
   m.def("allow_foreign(bool allow) -> ()", [](bool allow) { emulator::options.foreign = allow; });
+  m.def("pipelines() -> str", &pipelines);
   m.def("profile(bool on) -> str", &simulated_profile);
   m.def("max_threads(int threads) -> ()", [](int64_t threads) { simulator::max_threads = size_t(threads); });
 }

@@ -64,10 +64,10 @@ def arguments(text: str) -> list[str]:
 
 def types_of(text: str) -> str:
     """Returns a pattern for a type of a declaration, without pointers."""
-    names = set(re.findall(r"\b(?:struct|class|enum|typename|using)\s+(?!class\b)(\w+)", text))
-    names |= set(re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", text)) - {"namespace"}
+    names = re.findall(r"\b(?:struct|class|enum|typename)\s+(?!class\b)(\w+)", text)
+    names += re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", text) + re.findall(r"\busing\s+(\w+)\s*=", text)
     plain = r"auto|void|bool|(?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]?|unsigned|signed|size_t|vec"
-    some = rf"(?:{'|'.join([plain, *sorted(names)])})"
+    some = rf"(?:{'|'.join([plain, *sorted(set(names))])})"
     template = r"(?:\s*<(?:[^<>;{}()]|<[^<>;{}()]*>)*>)?"
     return rf"(?:\w+::)*\b{some}(?:\s+{some})*\b{template}(?:::\w+\b)?"
 
@@ -84,11 +84,22 @@ def check(text: str) -> None:
     for name, pattern in NOT_METAL.items():
         if found := re.search(pattern, text, re.M):
             refuse(found.start(), f"Metal has no {name}")
+    scopes = []  # the names of namespaces, and None for other braces
+    for found in re.finditer(r"(?:\bnamespace\b\s*([\w:]*)\s*)?\{|\}|\bkernel\b", text):
+        if found[0] == "kernel":
+            if namespaces := [name for name in scopes if name is not None]:
+                name = re.compile(r"\W*(?:void|decltype\W)\s*([\w:]+)").match(text, found.end())
+                where = f"in namespace {'::'.join(namespaces)}, but kernels must be at global scope"
+                refuse(found.start(), f"kernel {name[1] if name else ''} is {where}, where the host finds their names")
+        elif found[0] == "}":
+            del scopes[-1:]
+        else:
+            scopes.append(found[1])
     # The compilers would take a pointer without an address space for one to any, or to private memory.
     plain = re.sub(r"^#.*$", lambda line: " " * len(line[0]), text, flags=re.M)
     space, kind = r"\b(?:device|constant|threadgroup|thread)\b", types_of(plain)
     words = rf"(?:\s|\b(?:const|volatile|static|inline|constexpr)\b|{space})*"
-    pointer = rf"({words}){kind}({words})(?:((?:[*&]{words})+)|\(({words})[*&]\s*\w*\s*\)\s*[\[(])\w*"
+    pointer = rf"({words}){kind}({words})(?:((?:[*&]{words})+)|\({words}[*&]\s*\w*\s*\)\s*[\[(])\w*"
     for found in re.finditer(pointer, plain):
         inner = re.split(r"[*&]", found[3] or "")[1:-1]
         if not all(re.search(space, words) for words in [found[1] + found[2], *inner]):
@@ -104,15 +115,18 @@ def translated(text: str) -> str:
     known = {}  # the types of the function constants, and of the constants that are computed from them
 
     def defined(found: re.Match) -> str:
-        kind, name, index, value = found.groups()
+        kind, name, array, index, value = found.groups()
         if index is None and not known.keys() & set(re.findall(r"\w+", value)):
             return found[0]
+        if array:
+            raise NotMetal(f"the simulator computes no array from function constants: {name}")
         known[name] = kind
         if index is None:
             return f"VARIABLE({kind}, {name}); DERIVED({name}, {value});"
         return f"VARIABLE({kind}, {name}); CONSTANT({name}, {index});"
 
-    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*(?:\[\[\s*function_constant\((\w+)\)\s*\]\]|=([^;{}]+));"
+    index = r"\[\[\s*function_constant\((\w+)\)\s*\]\]"
+    constant = rf"(?:\bstatic\s+)?\bconstant\s+(\w+)\s+(\w+)\s*(\[\w*\]\s*)?(?:{index}|=([^;]+));"
     text = re.sub(constant, defined, text)
 
     attributes_of, count = {}, itertools.count()

@@ -1,6 +1,19 @@
-"""Gives torch a simulated device "mps" on Linux. After load() tensors can be on it."""
+"""Gives torch a simulated device "mps" on Linux. After load() tensors can be on it.
+
+    python simulator.py FILE [arguments]
+    python simulator.py -m MODULE [arguments]
+    python simulator.py -c CODE [arguments]
+
+runs a program as python itself does, after load(). The environment variable TORCH_ROPE_PYTHON has the command for further
+processes with the device.
+"""
 
 import json
+import os
+import runpy
+import shlex
+import sys
+import types
 
 import simulator_build
 import torch
@@ -22,6 +35,8 @@ def load(compiled: bool = False) -> None:
     torch._C._mps_deviceSynchronize = lambda: torch.ops.simulator.synchronize()
     torch._C._mps_get_core_count = lambda: 8
     torch._C._mps_get_name = lambda: "simulated"
+    torch_rope._C.metal_library = "compiled with the extension" if compiled else "compiled at the first call"
+    torch_rope._C.metal_pipelines = lambda: [tuple(p) for p in json.loads(torch.ops.simulator.pipelines())]
     torch.mps._default_mps_generator = torch.Generator()
     torch.UntypedStorage.mps = lambda self: (
         torch.empty(self.nbytes(), dtype=torch.uint8, device="mps").untyped_storage().copy_(self, False)
@@ -81,3 +96,27 @@ def profile(on: bool) -> list[str]:
 def max_threads(threads: int) -> None:
     """Sets maxTotalThreadsPerThreadgroup of every pipeline."""
     torch.ops.simulator.max_threads(threads)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the program that the arguments name."""
+    option, *rest = arguments or [""]
+    if option.startswith("-") and (option not in ("-m", "-c") or not rest) or not option:
+        sys.exit(__doc__)
+    os.environ["TORCH_ROPE_PYTHON"] = shlex.join([sys.executable, os.path.abspath(__file__)])
+    sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(option, os.path.dirname(os.path.abspath(option)))
+    load()
+    if option == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        program = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), program.__dict__)
+    elif option == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(option, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

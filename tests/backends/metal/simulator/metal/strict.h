@@ -1,6 +1,7 @@
 // Declares what shim.h defines, for the check of a shader as OpenCL C++, whose address spaces are Metal's. This build
 // never runs. It accepts pointers without an address space, and member functions of objects in any; metal.py refuses
-// the former in the text, and clang's address spaces the latter.
+// the former in the text, and clang's address spaces the latter. It refuses one thing that Metal allows: ?: between a
+// variable and a temporary of a struct.
 #pragma once
 
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
