@@ -90,9 +90,8 @@ def test_a_wrong_kernel_a_crash_and_a_hang_are_named_and_lose_nothing_else(devic
     status, out, found = selfchecked("--quick", planted=PLANTED, groups=("kernels", "same bits", "pads", "threads"))
     assert status == 1
     kernels, bits, pads, threads = found["groups"]
-    metal = device == "mps" and hasattr(_C, "metal_pipelines")
-    on = f" ({_C.cpu_instruction_set()})" if device == "cpu" else ""
-    wrong = "norm_rotate_wide_bfloat" if metal else f"rope::norm_rotate_qk{on}"
+    metal = device == "mps"
+    wrong = "norm_rotate_wide_bfloat" if metal else f"rope::norm_rotate_qk ({_C.cpu_instruction_set()})"
     if device != "cuda":  # there the profiler gives names that the compiler made
         assert f"kernels that fail: {wrong} (" in out
     assert {f["case"] for f in kernels["failures"]} == {"norm_rotate_wide_bfloat", "norm_backward_wide_bfloat"}

@@ -90,6 +90,8 @@ def kernel_table(report: dict) -> list[str]:
                 times = f" {max(entry['ms']):.1f} ms/{len(entry['ms'])}, {entry['calls']}" if entry else ""
                 cells.append(f"{result}{times}" if exists(starts[start], variant) else "")
             lines.append(f"{family + variant:<24}" + "".join(f"{cell:<31}" for cell in cells).rstrip())
+    times = [ms for name, entry in made.items() for ms in entry["ms"] if not name.startswith("library")]
+    lines.append(f"{len(times)} pipelines in {len(report['processes'])} processes, {sum(times):.0f} ms in all")
     libraries = {name: entry for name, entry in made.items() if name.startswith("library")}
     if libraries:
         times = [f"{name} {', '.join(f'{ms:.0f}' for ms in entry['ms'][:3])}" for name, entry in libraries.items()]
