@@ -1,11 +1,15 @@
 """Tests that the library compiles for macOS (arm64) and links with releases of torch for it."""
 
 import importlib.util
+import os
+import runpy
 import sys
 
 import macos
 import pytest
-from cases import missing
+import setuptools
+from cases import ROOT, missing
+from torch.utils.cpp_extension import BuildExtension  # noqa: F401  (its import fails if another platform is pretended)
 
 # These tests are one group for pytest-xdist, because a second worker would only wait for the compiler of the first.
 pytestmark = [pytest.mark.cpu, pytest.mark.xdist_group("macos")]
@@ -104,3 +108,18 @@ OTHERS = {
 
 def test_the_host_code_sends_only_known_messages(host):
     assert macos.selectors(host) <= ENCODER | OTHERS
+
+
+@pytest.mark.parametrize("chosen", [None, "15.0"])
+def test_the_build_is_for_macos_14_if_nothing_else_is_chosen(chosen, monkeypatch):
+    """The wheel's platform follows from MACOSX_DEPLOYMENT_TARGET."""
+    given = {} if chosen is None else {"MACOSX_DEPLOYMENT_TARGET": chosen}
+    monkeypatch.setattr(os, "environ", given | {"TORCH_ROPE_CUDA": "0"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    built = []
+    monkeypatch.setattr(setuptools, "setup", lambda **options: built.append(os.environ["MACOSX_DEPLOYMENT_TARGET"]))
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # no xcrun
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert built == [chosen or "14.0"]
