@@ -5,6 +5,7 @@
 
 #include "cpu/kernels.h"
 #ifdef ROPE_WITH_MPS
+#include "mps/pipelines.h"
 #include "mps/source.h"
 #endif
 
@@ -14,7 +15,18 @@ PYBIND11_MODULE(_C, m) {
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
 #elif defined(ROPE_WITH_MPS)
   m.attr("devices") = pybind11::make_tuple("cpu", "mps");
-  m.attr("metal_library") = rope::mps::kLibrarySize ? "compiled with the extension" : "compiled at the first call";
+  m.attr("metal_library") =
+      rope::mps::kShaders[0].library_size ? "compiled with the extension" : "compiled at the first call";
+  m.def(
+      "metal_pipelines",
+      [] {
+        pybind11::list all;
+        for (const auto& p : rope::mps::pipelines())
+          all.append(pybind11::make_tuple(p.kernel, p.milliseconds, p.calls));
+        return all;
+      },
+      "Returns (kernel, milliseconds, calls) of each Metal pipeline that this process has made, and of each library of "
+      "kernels, whose name begins with `library`: the time that it took to make, and how often it was launched.");
 #else
   m.attr("devices") = pybind11::make_tuple("cpu");
 #endif

@@ -44,6 +44,9 @@ inline void turns_at(device const void* positions, ulong i, float inv_freq, thre
   }
 }
 
+}  // namespace mps
+}  // namespace rope
+
 // Writes cos and sin, [rows, columns]: a row for each token and a column for each pair. at: the column and the row. The
 // angle is the sum over the axes.
 template <typename T>
@@ -74,6 +77,3 @@ template <typename T>
 ROPE_KERNEL("cos_sin_float", cos_sin<float>)
 ROPE_KERNEL("cos_sin_half", cos_sin<half>)
 ROPE_KERNEL("cos_sin_bfloat", cos_sin<bfloat>)
-
-}  // namespace mps
-}  // namespace rope

@@ -2,22 +2,21 @@
 // has, what the angles of a chunk are, how a thread reads, rotates and writes a chunk, where the heads of a token are,
 // and how numbers are summed.
 //
-// csrc/mps/plan.h explains how a call is cut into chunks, head groups and teams; read it first. In short: a chunk is
-// the part of a head that belongs to one thread. It has 2V channels, where V is 4 or 1 and is a template parameter of
+// csrc/mps/plan.h explains how a call is cut into chunks, shares and teams; read it first. In short: a chunk is the
+// part of a head that belongs to one thread. It has 2V channels, where V is 8, 4 or 1 and is a template parameter of
 // the kernels; they are two vectors of V channels, which begin at channel `first` and at channel `second`.
 //
-// Metal's compiler may assume that the buffer arguments of a kernel do not overlap: that memory which is written
-// through one argument is not accessed through another. In a call in place, the input and the output are the same
-// memory, which breaks this rule. But no reordering that the rule allows changes a result. A thread computes what it
-// writes to a pair, or to a channel that is not rotated, from what it read there, so the reads come before the write.
-// It does not read the channels again afterwards, and no other thread touches them.
+// The kernels themselves are at global scope, because Apple's compiler calls a kernel in a namespace by its qualified
+// name. A tensor that a call lacks is left out of the kernel's arguments by a function constant, and the host binds
+// nothing for it. A call in place has no argument q_in: the kernel reads q through q_out. So no memory is written
+// through one argument and accessed through another, which Metal's compiler may assume.
 #include <metal_stdlib>
 using namespace metal;
 
 // Safe math allows contraction within a statement, so contraction is switched off here: when Metal compiles this text
-// on the user's machine, no option does it. csrc/angle.h explains why its results do not depend on the pragma even so.
-// Safe math itself is set by an option of the compiler, not here: a pragma for it may be an error in a compiler whose
-// newest language version is Metal 3.1.
+// on the user's machine, no option does it. Others have measured that compilers of Metal 3.1 take this spelling and
+// obey it; a compiler that does not know it ignores it, as C++ requires. csrc/angle.h explains why its results do not
+// depend on the pragma. Safe math itself is set by an option of the compiler.
 #pragma METAL fp contract(off)
 
 #include "../csrc/angle.h"
@@ -26,6 +25,18 @@ using namespace metal;
 
 #define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
 ROPE_CONSTANTS(ROPE_CONSTANT)
+
+// Which arguments a kernel has.
+constant bool k_has_q_in = k_q_in_place == 0;
+constant bool k_has_k = k_tensors >= 2;
+constant bool k_has_k_in = k_tensors >= 2 && k_k_in_place == 0;
+constant bool k_has_v = k_tensors >= 3;
+constant bool k_has_cos = k_source != rope::kInvFreq;
+constant bool k_has_sin = k_source != rope::kInvFreq && k_table_access != rope::mps::kComplex;
+constant bool k_has_inv_freq = k_source == rope::kInvFreq;
+constant bool k_has_positions = k_position_bytes != 0;
+constant bool k_has_slots = k_slot_bytes != 0;
+constant bool k_is_listed = k_listed != 0;
 
 namespace rope {
 namespace mps {
@@ -41,16 +52,34 @@ struct Buffers {
   device const void *positions, *slots, *q_weight, *k_weight;
 };
 
-#define ROPE_BUFFERS(T)                                                                                             \
-  device const T *q_in [[buffer(kBufferQIn)]], device T *q_out [[buffer(kBufferQOut)]],                             \
-      device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]],                         \
-      device const T *v_in [[buffer(kBufferVIn)]], device T *v_out [[buffer(kBufferVOut)]],                         \
-      device const void *cos [[buffer(kBufferCos)]], device const void *sin [[buffer(kBufferSin)]],                 \
-      device const float *inv_freq [[buffer(kBufferInvFreq)]],                                                      \
-      device const void *positions [[buffer(kBufferPositions)]], device const void *slots [[buffer(kBufferSlots)]], \
-      device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]]
-#define ROPE_BUFFERS_PASSED \
-  {q_in, k_in, v_in, q_out, k_out, v_out, cos, sin, inv_freq, positions, slots, q_weight, k_weight}
+#define ROPE_ANGLE_BUFFERS                                                                        \
+  device const void *cos [[buffer(kBufferCos), function_constant(k_has_cos)]],                    \
+      device const void *sin [[buffer(kBufferSin), function_constant(k_has_sin)]],                \
+      device const float *inv_freq [[buffer(kBufferInvFreq), function_constant(k_has_inv_freq)]], \
+      device const void *positions [[buffer(kBufferPositions), function_constant(k_has_positions)]]
+#define ROPE_BUFFERS(T)                                                                                                \
+  device const T *q_in [[buffer(kBufferQIn), function_constant(k_has_q_in)]], device T *q_out [[buffer(kBufferQOut)]], \
+      device const T *k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],                                      \
+      device T *k_out [[buffer(kBufferKOut), function_constant(k_has_k)]],                                             \
+      device const T *v_in [[buffer(kBufferVIn), function_constant(k_has_v)]],                                         \
+      device T *v_out [[buffer(kBufferVOut), function_constant(k_has_v)]], ROPE_ANGLE_BUFFERS,                         \
+      device const void *slots [[buffer(kBufferSlots), function_constant(k_has_slots)]]
+#define ROPE_WEIGHTS \
+  device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]]
+#define ROPE_BUFFERS_PASSED(q_weight, k_weight) \
+  {k_q_in_place ? q_out : q_in,                 \
+   k_k_in_place ? k_out : k_in,                 \
+   v_in,                                        \
+   q_out,                                       \
+   k_out,                                       \
+   v_out,                                       \
+   cos,                                         \
+   sin,                                         \
+   inv_freq,                                    \
+   positions,                                   \
+   slots,                                       \
+   q_weight,                                    \
+   k_weight}
 
 #define ROPE_KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
@@ -122,15 +151,31 @@ inline void angle_of(long position, float inv_freq, thread float& cos, thread fl
   cos_sin_of_turns(fraction, rest, cos, sin);
 }
 
-// Reads V elements of cos, sin or a norm's weights, the first of them at element offset `at`.
+// Reads V elements of cos, sin or a norm's weights, the first of them at element offset `at`. in_vectors: they are
+// neighbours, and four of them are one aligned access.
 template <typename From, int V, typename I>
-inline void read_parameters(device const void* base, I at, I stride, thread float (&to)[V]) {
+inline void read_parameters(device const void* base, I at, I stride, bool in_vectors, thread float (&to)[V]) {
   device const From* from = static_cast<device const From*>(base) + at;
-  if (V == 4 && k_parameter_vectors) {
-    const vec<From, 4> all = *reinterpret_cast<device const vec<From, 4>*>(from);
-    for (int i = 0; i < V; i++) to[i] = static_cast<float>(all[i]);
+  if (V >= 4 && in_vectors) {
+    for (int i = 0; i < V; i += 4) {
+      const vec<From, 4> four = *reinterpret_cast<device const vec<From, 4>*>(from + i);
+      for (int j = 0; j < 4 && i + j < V; j++) to[i + j] = static_cast<float>(four[j]);
+    }
   } else {
     for (int i = 0; i < V; i++) to[i] = static_cast<float>(from[I(i) * stride]);
+  }
+}
+
+// Reads the parts of V complex numbers, the first of them at element offset `at`.
+template <int V, typename I>
+inline void read_complex(device const void* base, I at, thread float (&real)[V], thread float (&imaginary)[V]) {
+  device const float* from = static_cast<device const float*>(base) + at;
+  for (int i = 0; i + 1 < V; i += 2) {
+    const float4 two = *reinterpret_cast<device const float4*>(from + 2 * i);
+    real[i] = two[0];
+    imaginary[i] = two[1];
+    real[i + 1] = two[2];
+    imaginary[i + 1] = two[3];
   }
 }
 
@@ -152,12 +197,15 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
     // and a.sin the values that are read.
     const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[2]);
     const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[2]);
-    if (k_native_tables) {
-      read_parameters<T>(x.cos, cos, I(p.cos[2]), a.cos);
-      read_parameters<T>(x.sin, sin, I(p.sin[2]), a.sin);
+    const bool vectors = k_table_access == kVectors;
+    if (k_table_access == kComplex) {
+      read_complex(x.cos, cos, a.cos, a.sin);
+    } else if (k_native_tables) {
+      read_parameters<T>(x.cos, cos, I(p.cos[2]), vectors, a.cos);
+      read_parameters<T>(x.sin, sin, I(p.sin[2]), vectors, a.sin);
     } else {
-      read_parameters<float>(x.cos, cos, I(p.cos[2]), a.cos);
-      read_parameters<float>(x.sin, sin, I(p.sin[2]), a.sin);
+      read_parameters<float>(x.cos, cos, I(p.cos[2]), vectors, a.cos);
+      read_parameters<float>(x.sin, sin, I(p.sin[2]), vectors, a.sin);
     }
   }
   for (int i = 0; i < V; i++) {
@@ -206,13 +254,55 @@ struct Values {
 template <int V>
 using Numbers = Values<float, V>;
 
+// Reads or writes neighbouring channels in one access of at most 16 bytes: four channels, or eight of 2 bytes. The
+// functions for one channel are there only to be compiled.
+template <typename T>
+inline void read_vector(device const T* from, thread T (&to)[4]) {
+  const vec<T, 4> four = *reinterpret_cast<device const vec<T, 4>*>(from);
+  for (int i = 0; i < 4; i++) to[i] = four[i];
+}
+template <typename T>
+inline void read_vector(device const T* from, thread T (&to)[8]) {
+  const uint4 words = *reinterpret_cast<device const uint4*>(from);
+  const vec<T, 4> low = as_type<vec<T, 4>>(words.xy), high = as_type<vec<T, 4>>(words.zw);
+  for (int i = 0; i < 4; i++) {
+    to[i] = low[i];
+    to[4 + i] = high[i];
+  }
+}
+template <typename T>
+inline void read_vector(device const T* from, thread T (&to)[1]) {
+  to[0] = from[0];
+}
+template <typename T>
+inline void write_vector(thread const T (&x)[4], device T* to) {
+  vec<T, 4> four;
+  for (int i = 0; i < 4; i++) four[i] = x[i];
+  *reinterpret_cast<device vec<T, 4>*>(to) = four;
+}
+template <typename T>
+inline void write_vector(thread const T (&x)[8], device T* to) {
+  vec<T, 4> low, high;
+  for (int i = 0; i < 4; i++) {
+    low[i] = x[i];
+    high[i] = x[4 + i];
+  }
+  const uint2 left = as_type<uint2>(low), right = as_type<uint2>(high);
+  *reinterpret_cast<device uint4*>(to) = uint4(left[0], left[1], right[0], right[1]);
+}
+template <typename T>
+inline void write_vector(thread const T (&x)[1], device T* to) {
+  to[0] = x[0];
+}
+
 template <typename T, int V, typename I>
 inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
   Values<T, V> x;
-  if (V == 4 && k_vectors) {
-    const vec<T, 4> first = *reinterpret_cast<device const vec<T, 4>*>(from + c.first);
-    vec<T, 4> second = first;
-    if (c.whole) second = *reinterpret_cast<device const vec<T, 4>*>(from + c.second);
+  if (V >= 4 && k_vectors) {
+    T first[V], second[V];
+    read_vector(from + c.first, first);
+    for (int i = 0; i < V; i++) second[i] = first[i];
+    if (c.whole) read_vector(from + c.second, second);
     for (int i = 0; i < V; i++) {
       x.of[i] = first[i];
       x.of[V + i] = second[i];
@@ -228,14 +318,14 @@ inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
 
 template <typename T, int V, typename I>
 inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
-  if (V == 4 && k_vectors) {
-    vec<T, 4> first, second;
+  if (V >= 4 && k_vectors) {
+    T first[V], second[V];
     for (int i = 0; i < V; i++) {
       first[i] = x.of[i];
       second[i] = x.of[V + i];
     }
-    *reinterpret_cast<device vec<T, 4>*>(to + c.first) = first;
-    if (c.whole) *reinterpret_cast<device vec<T, 4>*>(to + c.second) = second;
+    write_vector(first, to + c.first);
+    if (c.whole) write_vector(second, to + c.second);
   } else {
     for (int i = 0; i < (c.whole ? 2 * V : V); i++) to[c.channel(i) * stride] = x.of[i];
   }
@@ -307,11 +397,19 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
   if (head.written) head.out = head_of(head.out, o.out, block, index, own);
   head.out_stride = I(o.out[3]);
-  head.in_place = head.tensor == kQ ? r.q_in_place : head.tensor == kK && r.k_in_place;
+  head.in_place = head.tensor == kQ ? k_q_in_place : head.tensor == kK && k_k_in_place;
   return head;
 }
 
-// ---- sums ----
+// ---- teams and sums ----
+
+// A thread's team, counted in its threadgroup, and the thread's lane in that team. The threadgroup is one-dimensional.
+struct TeamLane {
+  uint team, lane;
+};
+inline TeamLane team_lane_of(uint simd, uint thread_of_simd) {
+  return {simd * (kSimd / uint(k_lanes)) + thread_of_simd / uint(k_lanes), thread_of_simd % uint(k_lanes)};
+}
 
 // A sum with Kahan's compensation, because the numbers that are added may be much smaller than the sum.
 struct Sum {
@@ -332,12 +430,23 @@ inline float sum_over_lanes(float sum) {
   return sum;
 }
 
-// Returns the dot product of two chunks. The order of the sum depends on nothing but V and `whole`.
-template <int V>
-inline float dot(Numbers<V> x, Numbers<V> y, bool whole) {
-  float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int i = 0; i < (whole ? 2 * V : V); i++) sum[i % 4] = fma(x.of[i], y.of[i], sum[i % 4]);
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+// Returns the dot product of two chunks c. A chunk with V = 8 consists of two chunks as there are with V = 4, whose
+// products are added in the order in which two lanes would add them. So the bits of a norm do not depend on whether V
+// is 8 or 4.
+template <int V, typename I>
+inline float dot(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
+  const int part = V < 4 ? 2 * V : 8;
+  const bool split = V == 8 && c.rotated && !k_interleaved;  // each part has half of its channels in each vector
+  float total = 0.0f;
+  for (int begin = 0; begin < (c.whole ? 2 * V : V); begin += part) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int i = 0; i < part; i++) {
+      const int at = split ? (i < 4 ? 0 : V) + begin / 2 + i % 4 : begin + i;
+      if (c.whole || at < V) sum[i % 4] = fma(x.of[at], y.of[at], sum[i % 4]);
+    }
+    total = total + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
+  return total;
 }
 
 // Returns the weights of q's or k's norm for the channels of a chunk.
@@ -348,11 +457,11 @@ inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, 
   const bool native = tensor == kQ ? k_native_q_weight : k_native_k_weight;
   float first[V], second[V];
   if (native) {
-    read_parameters<T>(from, c.first * stride, stride, first);
-    read_parameters<T>(from, c.second * stride, stride, second);
+    read_parameters<T>(from, c.first * stride, stride, k_weight_vectors, first);
+    read_parameters<T>(from, c.second * stride, stride, k_weight_vectors, second);
   } else {
-    read_parameters<float>(from, c.first * stride, stride, first);
-    read_parameters<float>(from, c.second * stride, stride, second);
+    read_parameters<float>(from, c.first * stride, stride, k_weight_vectors, first);
+    read_parameters<float>(from, c.second * stride, stride, k_weight_vectors, second);
   }
   Numbers<V> w;
   for (int i = 0; i < V; i++) {
@@ -381,3 +490,6 @@ inline float scale_of(float squares, constant RopeParams& p) {
 
 }  // namespace mps
 }  // namespace rope
+
+using namespace rope;
+using namespace rope::mps;

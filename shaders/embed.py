@@ -2,8 +2,9 @@
 
     python shaders/embed.py OUT.cpp
 
-Metal compiles this text on the user's machine at the first call. If xcrun finds Metal's compiler, the file also holds the
-compiled library. TORCH_ROPE_METALLIB=0 leaves the library out; TORCH_ROPE_METALLIB=1 makes a missing compiler an error.
+Metal compiles these texts on the user's machine, each at the first call that needs it. If xcrun finds Metal's compiler,
+the file also holds the compiled libraries. TORCH_ROPE_METALLIB=0 leaves them out; TORCH_ROPE_METALLIB=1 makes a missing
+compiler an error.
 """
 
 import os
@@ -24,23 +25,26 @@ FLAGS = [
 ]  # Metal 3.1 is the first with bfloat
 
 
-def source() -> str:
-    """Returns all shaders as one text without quoted includes: at run time Metal has no headers of this project."""
-    done = set()
+def sources() -> dict[str, str]:
+    """Returns the text of each shader by the name of its file.
 
-    def inline(path: Path) -> str:
+    A text has no quoted includes, because at run time Metal has no headers of this project.
+    """
+
+    def inlined(path: Path, done: set[Path]) -> str:
         if path in done:
             return ""
         done.add(path)
         return re.sub(
-            r'^#include "(.+)"\n', lambda m: inline((path.parent / m[1]).resolve()), path.read_text(), flags=re.M
+            r'^#include "(.+)"\n', lambda m: inlined((path.parent / m[1]).resolve(), done), path.read_text(), flags=re.M
         )
 
-    text = "".join(inline(path) for path in sorted(ROOT.glob("shaders/*.metal")))
-    if not text.isascii():
-        found = "".join({c for c in text if not c.isascii()})
-        raise ValueError(f"the shaders contain {found} but must be ASCII, because Metal's compiler takes only ASCII")
-    return text
+    texts = {path.stem: inlined(path, set()) for path in sorted(ROOT.glob("shaders/*.metal"))}
+    for name, text in texts.items():
+        if not text.isascii():
+            found = "".join({c for c in text if not c.isascii()})
+            raise ValueError(f"{name}.metal contains {found} but must be ASCII, because Metal's compiler takes only ASCII")
+    return texts
 
 
 def _run(*command) -> str | None:
@@ -72,18 +76,18 @@ def library(text: str) -> bytes:
 
 def write(out: Path) -> None:
     """Writes the C++ file, but only if it would change, so that ninja does not compile it again needlessly."""
-    text = source()
-    compiled = library(text)
-    numbers = ", ".join(map(str, compiled or b"\0"))
-    made = (
-        '#include "csrc/mps/source.h"\n'
-        f'const char rope::mps::kSource[] = R"METAL({text})METAL";\n'
-        f"const unsigned char rope::mps::kLibrary[] = {{{numbers}}};\n"
-        f"const std::size_t rope::mps::kLibrarySize = {len(compiled)};\n"
-    )
-    if not out.exists() or out.read_text() != made:
+    texts = sources()
+    compiled = {name: library(text) for name, text in texts.items()}
+    made = ['#include "csrc/mps/source.h"\n']
+    for name, text in texts.items():
+        made.append(f'static const char {name}_source[] = R"METAL({text})METAL";\n')
+        numbers = ", ".join(map(str, compiled[name] or b"\0"))
+        made.append(f"static const unsigned char {name}_library[] = {{{numbers}}};\n")
+    rows = [f'{{"{name}", {name}_source, {name}_library, {len(compiled[name])}}}' for name in texts]
+    made.append(f"const rope::mps::Shader rope::mps::kShaders[kShaderCount] = {{{', '.join(rows)}}};\n")
+    if not out.exists() or out.read_text() != "".join(made):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(made)
+        out.write_text("".join(made))
 
 
 if __name__ == "__main__":

@@ -1,322 +1,136 @@
-// Kernels that normalise and rotate heads, and their backward. The results may go into a cache.
+// Kernels that normalise and rotate heads. The results may go into a cache.
 //
 // A team of k_lanes threads, which are part of one SIMD group or all of it, shares a head and sums over its channels.
 // Every thread of a SIMD group must take part in every sum. So all threads reach every sum, and a thread without a
 // chunk, a head or a token takes part with zeros and writes nothing. Heads of more chunks than a SIMD group has threads
-// have their own kernels, norm_rotate_wide and norm_backward_wide, which read a head twice.
+// have a kernel of their own, norm_rotate_wide, which reads a head twice.
 #include "device.h"
 
 namespace rope {
 namespace mps {
 
-// A thread's team, counted in its threadgroup, and the thread's lane in that team. The threadgroup is one-dimensional.
-struct TeamLane {
-  uint team, lane;
+// A share of a token: its heads belong to one team.
+struct Share {
+  uint share, t;  // t: the token, counted through all sequences
 };
-inline TeamLane team_lane_of(uint simd, uint thread_of_simd) {
-  return {simd * (kSimd / uint(k_lanes)) + thread_of_simd / uint(k_lanes), thread_of_simd % uint(k_lanes)};
+// Returns the share with this index in the list of all shares of all tokens.
+inline Share share_at(constant TiledParams& r, uint index) {
+  const uint neighbours = r.tokens_first ? r.tokens : r.shares, outer = index / neighbours,
+             inner = index - outer * neighbours;
+  return {r.tokens_first ? outer : inner, r.tokens_first ? inner : outer};
 }
 
-// Normalises and rotates heads; v is copied. A team takes one head group of one token.
+}  // namespace mps
+}  // namespace rope
+
+// Normalises and rotates heads; v is copied. A team takes the heads of one share of a token.
 template <typename T, int V, typename I>
-[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T), ROPE_WEIGHTS,
                             uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
                             uint simd [[simdgroup_index_in_threadgroup]],
                             uint thread_of_simd [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
+  const Buffers<T> buffers = ROPE_BUFFERS_PASSED(q_weight, k_weight);
   constant RopeParams& p = r.params;
   const TeamLane self = team_lane_of(simd, thread_of_simd);
-  const I teams = I(p.batch) * I(p.seq) * I(r.head_groups), team = I(group) * (threads / uint(k_lanes)) + self.team;
-  const bool inside = team < teams;
-  const I t = inside ? team / r.head_groups : 0, b = t / I(p.seq);  // t: the token, counted through all sequences
-  const Token<I> token = token_at<I>(r, positions, slots, b, t - b * I(p.seq));
-  const uint first = inside ? uint(team - t * r.head_groups) * kHeads : 0, end = min(first + kHeads, r.heads);
+  const uint team = group * (threads / uint(k_lanes)) + self.team;
+  const bool inside = team < r.tokens * r.shares;
+  const Share own = share_at(r, inside ? team : 0);
+  const uint seq = uint(p.seq), b = own.t / seq;
+  const Token<I> token = token_at<I>(r, positions, slots, I(b), I(own.t - b * seq));
   const bool active = inside && self.lane < r.chunks;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? self.lane : 0);
-  Head<T, I> heads[kHeads];
-  Values<T, V> x[kHeads];
-  bool present[kHeads];
-#pragma unroll
-  for (uint i = 0; i < kHeads; i++) {
-    heads[i] = head_at<T, I>(r, buffers, token, min(first + i, end - 1));
-    present[i] = active && first + i < end;
-    for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
-    if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
-  }
   Angles<V> angles;
-  if (active && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, self.lane);
   Numbers<V> weights;
   int weights_for = -1;  // the tensor whose weights these are
+  // The loop ends at the same time for all shares, because all threads of the SIMD group must reach the sums.
+  for (uint step = 0; step < r.heads; step += kHeads * r.shares) {
+    Head<T, I> heads[kHeads];
+    Values<T, V> x[kHeads];
+    bool present[kHeads];
 #pragma unroll
-  for (uint i = 0; i < kHeads; i++) {
-    Numbers<V> n = numbers_of(x[i]);
-    const float squares = sum_over_lanes(dot(n, n, chunk.whole));
-    if (!present[i] || !heads[i].written) continue;
-    if (heads[i].tensor != kV) {
-      if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
-      weights_for = heads[i].tensor;
-      n = product(product(n, scale_of(squares, p)), weights);
-      if (chunk.rotated) n = rotate(n, angles);
-      x[i] = rounded<T, V>(n);
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = own.share + step + i * r.shares;
+      heads[i] = head_at<T, I>(r, buffers, token, min(h, r.heads - 1));
+      present[i] = active && h < r.heads;
+      for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
+      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
     }
-    write(x[i], heads[i].out, heads[i].out_stride, chunk);
+    if (step == 0 && active && chunk.rotated && own.share < r.v_start)
+      angles = angles_of<T, V>(r, buffers, token, self.lane);
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      Numbers<V> n = numbers_of(x[i]);
+      const float squares = sum_over_lanes(dot(n, n, chunk));
+      if (present[i] && heads[i].written) {
+        if (heads[i].tensor != kV) {
+          if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
+          weights_for = heads[i].tensor;
+          n = product(product(n, scale_of(squares, p)), weights);
+          if (chunk.rotated) n = rotate(n, angles);
+          x[i] = rounded<T, V>(n);
+        }
+        write(x[i], heads[i].out, heads[i].out_stride, chunk);
+      }
+    }
   }
 }
 
 // Does the same for heads of any width: a team is a whole SIMD group, and each thread goes through the head in steps of
 // kSimd chunks, once for the sum and once to rotate.
 template <typename T>
-[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T),
+[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T), ROPE_WEIGHTS,
                                  uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
                                  uint simd [[simdgroup_index_in_threadgroup]],
                                  uint lane [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_BUFFERS_PASSED;
+  const Buffers<T> buffers = ROPE_BUFFERS_PASSED(q_weight, k_weight);
   constant RopeParams& p = r.params;
-  const ulong team = ulong(group) * (threads / kSimd) + simd, t = team / r.head_groups, b = t / ulong(p.seq);
-  if (b >= ulong(p.batch)) return;  // the whole SIMD group leaves, so no sum lacks a thread
-  const Token<ulong> token = token_at<ulong>(r, positions, slots, b, t - b * ulong(p.seq));
-  const uint first = uint(team - t * r.head_groups) * kHeads, end = min(first + kHeads, r.heads);
-  float scales[kHeads];
-  for (uint i = 0; first + i < end; i++) {
-    const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i);
-    if (head.tensor == kV) break;
-    Sum squares;
-    for (uint index = lane; index < r.chunks; index += kSimd) {
-      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-      const Numbers<1> n = numbers_of(read(head.in, head.in_stride, chunk));
-      squares.add(dot(n, n, chunk.whole));
-    }
-    scales[i] = scale_of(sum_over_lanes(squares.value()), p);
-  }
-  for (uint index = lane; index < r.chunks; index += kSimd) {
-    const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-    Angles<1> angles;
-    if (chunk.rotated && first < r.v_start) angles = angles_of<T, 1>(r, buffers, token, index);
-    for (uint i = 0; first + i < end; i++) {
-      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i);
-      Values<T, 1> x = read(head.in, head.in_stride, chunk);
-      if (head.tensor != kV) {
-        Numbers<1> n = product(product(numbers_of(x), scales[i]), weights_of<T, 1>(r, buffers, head.tensor, chunk));
-        if (chunk.rotated) n = rotate(n, angles);
-        x = rounded<T, 1>(n);
-      }
-      if (head.written) write(x, head.out, head.out_stride, chunk);
-    }
-  }
-}
-
-// ---- backward ----
-
-#define ROPE_BACKWARD_BUFFERS(T)                                                                                      \
-  device const T *q_in [[buffer(kBufferQIn)]], device T *q_out [[buffer(kBufferQOut)]],                               \
-      device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]],                           \
-      device const T *q_x [[buffer(kBufferVIn)]], device const T *k_x [[buffer(kBufferVOut)]],                        \
-      device const void *cos [[buffer(kBufferCos)]], device const void *sin [[buffer(kBufferSin)]],                   \
-      device const float *inv_freq [[buffer(kBufferInvFreq)]],                                                        \
-      device const void *positions [[buffer(kBufferPositions)]],                                                      \
-      device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]], \
-      device float *sums [[buffer(kBufferSums)]]
-#define ROPE_BACKWARD_BUFFERS_PASSED \
-  {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
-
-// A head in the backward.
-template <typename T>
-struct BackwardHead {
-  device const T *gradient, *x;                 // the gradient of the result; the head before the norm
-  device T* out;                                // the gradient of x
-  ulong gradient_stride, x_stride, out_stride;  // from a channel to the next
-};
-
-template <typename T>
-inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buffers, device const T* xs, int tensor,
-                                        Token<ulong> token, ulong h) {
-  constant Operand& o = tensor == kQ ? n.rotate.params.q : n.rotate.params.k;
-  constant rope_int* strides = tensor == kQ ? n.q : n.k;
-  BackwardHead<T> head;
-  head.gradient = head_of(tensor == kQ ? buffers.q_in : buffers.k_in, o.in, token.b, token.s, h);
-  head.x = head_of(xs, strides, token.b, token.s, h);
-  head.out = head_of(tensor == kQ ? buffers.q_out : buffers.k_out, o.out, token.b, token.s, h);
-  head.gradient_stride = o.in[3];
-  head.x_stride = strides[3];
-  head.out_stride = o.out[3];
-  return head;
-}
-
-// The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
-// formulas.
-struct Factors {
-  float scale, common;
-};
-// squares: the sum of x^2 over a head; products: the sum of g w x.
-inline Factors factors_of(float squares, float products, constant RopeParams& p) {
-  const float scale = scale_of(squares, p);
-  return {scale, -(scale * scale * (products / float(p.head_dim)))};
-}
-
-// Returns the gradient of x. weighted: g w.
-template <int V>
-inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = fma(x.of[i], f.common, weighted.of[i]) * f.scale;
-  return x;
-}
-
-// The backward. A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads,
-// and its share of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
-template <typename T, int V>
-[[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
-                              threadgroup float* shared [[threadgroup(0)]],
-                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                              uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
-                              uint thread_of_simd [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
-  constant TiledParams& r = n.rotate;
-  constant RopeParams& p = r.params;
-  const int tensor = group.y == 0 ? kQ : kK;
-  device const T* xs = tensor == kQ ? q_x : k_x;
-  const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads), per_token = (heads + kHeads - 1) / kHeads;
-  const TeamLane self = team_lane_of(simd, thread_of_simd);
-  const uint teams = threads.x / uint(k_lanes);
-  const bool active = self.lane < r.chunks;
-  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? self.lane : 0);
-  const ulong begin = ulong(group.x) * n.part_items,
-              end = min(begin + n.part_items, ulong(tensor == kQ ? n.q_items : n.k_items));
-  Numbers<V> weights;
-  if (active) weights = weights_of<T, V>(r, buffers, tensor, chunk);
-  Sum total[2 * V];
-  for (ulong first_item = begin; first_item < end; first_item += teams) {
-    const bool inside = first_item + self.team < end;
-    const ulong item = inside ? first_item + self.team : begin, t = item / per_token, b = t / ulong(p.seq);
-    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
-    Angles<V> angles;
-    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, self.lane);
-    for (uint i = 0; i < kHeads; i++) {
-      const uint h = uint(item - t * per_token) * kHeads + i;
-      const bool present = active && inside && h < heads;
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(min(h, heads - 1)));
-      Numbers<V> x, gradient, weighted;
-      float squares = 0.0f, products = 0.0f;
-      if (present) {
-        x = numbers_of(read(head.x, head.x_stride, chunk));
-        gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-        if (chunk.rotated) gradient = rotate(gradient, angles);
-        weighted = product(gradient, weights);
-        squares = dot(x, x, chunk.whole);
-        products = dot(weighted, x, chunk.whole);
-      }
-      squares = sum_over_lanes(squares);
-      products = sum_over_lanes(products);
-      if (!present) continue;
-      const Factors f = factors_of(squares, products, p);
-      write(rounded<T, V>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
-      for (int j = 0; j < 2 * V; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
-    }
-  }
-  // The first team adds the sums of all teams, in their order.
-  threadgroup float* own = shared + (self.team * uint(k_lanes) + self.lane) * (2 * V);
-  for (int j = 0; j < 2 * V; j++) own[j] = total[j].value();
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (self.team != 0 || !active) return;
-  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
-  for (int j = 0; j < (chunk.whole ? 2 * V : V); j++) {
-    Sum sum;
-    for (uint team = 0; team < teams; team++) sum.add(shared[(team * uint(k_lanes) + self.lane) * (2 * V) + j]);
-    to[chunk.channel(j)] = sum.value();
-  }
-}
-
-// The backward for heads of any width, with one SIMD group in a threadgroup. It takes kSimd heads at a time. It first
-// reads them to compute the factors of each head; thread i keeps the factors of head i. Then it goes through the
-// chunks, kSimd at a time: each thread takes one chunk, reads it again in all of these heads, writes their gradients,
-// and adds to the sums of the weight's gradient.
-template <typename T>
-[[kernel]] void norm_backward_wide(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
-                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                                   uint lane [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
-  constant TiledParams& r = n.rotate;
-  constant RopeParams& p = r.params;
-  const int tensor = group.y == 0 ? kQ : kK;
-  device const T* xs = tensor == kQ ? q_x : k_x;
-  const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
-  const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, items);
-  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
-  for (uint index = lane; index < r.chunks; index += kSimd) {
-    const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-    to[chunk.first] = to[chunk.second] = 0.0f;
-  }
-  for (ulong some = begin; some < end; some += kSimd) {
-    const uint count = uint(min(end - some, ulong(kSimd)));
-    Factors factors = {0.0f, 0.0f};
-    for (uint i = 0; i < count; i++) {
-      const ulong t = (some + i) / heads, b = t / ulong(p.seq);
-      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
-      Sum squares, products;
+  const uint team = group * (threads / kSimd) + simd;
+  if (team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
+  const Share own = share_at(r, team);
+  const uint seq = uint(p.seq), b = own.t / seq;
+  const Token<ulong> token = token_at<ulong>(r, positions, slots, ulong(b), ulong(own.t - b * seq));
+  for (uint first = own.share; first < r.heads; first += kHeads * r.shares) {
+    float scales[kHeads];
+    for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {
+      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i * r.shares);
+      if (head.tensor == kV) break;
+      Sum squares;
       for (uint index = lane; index < r.chunks; index += kSimd) {
         const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-        const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
-        Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
-        squares.add(dot(x, x, chunk.whole));
-        products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk.whole));
+        const Numbers<1> n = numbers_of(read(head.in, head.in_stride, chunk));
+        squares.add(dot(n, n, chunk));
       }
-      const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
-      if (i == lane) factors = f;
+      scales[i] = scale_of(sum_over_lanes(squares.value()), p);
     }
-    for (uint first = 0; first < r.chunks; first += kSimd) {  // no thread may leave: they exchange factors
-      const bool active = first + lane < r.chunks;
-      const uint index = active ? first + lane : 0;
+    for (uint index = lane; index < r.chunks; index += kSimd) {
       const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-      const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
-      Sum total[2];
-      for (uint i = 0; i < count; i++) {
-        const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
-        if (!active) continue;
-        const ulong t = (some + i) / heads, b = t / ulong(p.seq);
-        const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
-        const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
-        const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
-        Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
-        write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
-        for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+      Angles<1> angles;
+      if (chunk.rotated && first < r.v_start) angles = angles_of<T, 1>(r, buffers, token, index);
+      for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {
+        const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i * r.shares);
+        Values<T, 1> x = read(head.in, head.in_stride, chunk);
+        if (head.tensor != kV) {
+          Numbers<1> n = product(product(numbers_of(x), scales[i]), weights_of<T, 1>(r, buffers, head.tensor, chunk));
+          if (chunk.rotated) n = rotate(n, angles);
+          x = rounded<T, 1>(n);
+        }
+        if (head.written) write(x, head.out, head.out_stride, chunk);
       }
-      if (!active) continue;
-      to[chunk.first] += total[0].value();
-      if (chunk.whole) to[chunk.second] += total[1].value();
     }
   }
 }
 
-// Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
-// q, 1 for k.
-template <typename T>
-[[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
-                          device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
-                          uint2 at [[thread_position_in_grid]]) {
-  Sum sum;
-  for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
-  device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
-  if (at.y == 0 ? k_native_q_weight : k_native_k_weight) {
-    static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
-  } else {
-    static_cast<device float*>(to)[at.x] = sum.value();
-  }
-}
-
-#define ROPE_NORM(T)                                                 \
-  ROPE_KERNEL("norm_rotate_" #T "_v4_u32", norm_rotate<T, 4, uint>)  \
-  ROPE_KERNEL("norm_rotate_" #T "_v4_u64", norm_rotate<T, 4, ulong>) \
-  ROPE_KERNEL("norm_rotate_" #T "_v1_u32", norm_rotate<T, 1, uint>)  \
-  ROPE_KERNEL("norm_rotate_" #T "_v1_u64", norm_rotate<T, 1, ulong>) \
-  ROPE_KERNEL("norm_rotate_wide_" #T, norm_rotate_wide<T>)           \
-  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)        \
-  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)        \
-  ROPE_KERNEL("norm_backward_wide_" #T, norm_backward_wide<T>)       \
-  ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
-ROPE_NORM(float)
-ROPE_NORM(half)
-ROPE_NORM(bfloat)
-
-}  // namespace mps
-}  // namespace rope
+#define ROPE_NORM(T, V)                                                  \
+  ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u32", norm_rotate<T, V, uint>) \
+  ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u64", norm_rotate<T, V, ulong>)
+ROPE_NORM(float, 4)
+ROPE_NORM(float, 1)
+ROPE_NORM(half, 8)
+ROPE_NORM(half, 4)
+ROPE_NORM(half, 1)
+ROPE_NORM(bfloat, 8)
+ROPE_NORM(bfloat, 4)
+ROPE_NORM(bfloat, 1)
+ROPE_KERNEL("norm_rotate_wide_float", norm_rotate_wide<float>)
+ROPE_KERNEL("norm_rotate_wide_half", norm_rotate_wide<half>)
+ROPE_KERNEL("norm_rotate_wide_bfloat", norm_rotate_wide<bfloat>)

@@ -1,9 +1,6 @@
 // The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
 #include "device.h"
 
-namespace rope {
-namespace mps {
-
 // at: the rotated chunk; the share of the work; the table row. The threads with the same chunk and row are in one
 // threadgroup. Their work is a list of items; an item is one head group of one token. Each thread takes every size.y-th
 // item and sums over its items, which are its share. After the barrier these threads divide the 2V sums, V of cos and V
@@ -15,9 +12,11 @@ namespace mps {
 template <typename T, int V, typename I>
 [[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
                                device const T* q_given [[buffer(kTableQGiven)]],
-                               device const T* k_given [[buffer(kTableKGiven)]], device const T* q [[buffer(kTableQ)]],
-                               device const T* k [[buffer(kTableK)]], device const long* order [[buffer(kTableOrder)]],
-                               device const long* starts [[buffer(kTableStarts)]],
+                               device const T* k_given [[buffer(kTableKGiven), function_constant(k_has_k)]],
+                               device const T* q [[buffer(kTableQ)]],
+                               device const T* k [[buffer(kTableK), function_constant(k_has_k)]],
+                               device const long* order [[buffer(kTableOrder), function_constant(k_is_listed)]],
+                               device const long* starts [[buffer(kTableStarts), function_constant(k_is_listed)]],
                                device void* cos_grad [[buffer(kTableCosGrad)]],
                                device void* sin_grad [[buffer(kTableSinGrad)]],
                                threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
@@ -27,19 +26,19 @@ template <typename T, int V, typename I>
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   long begin, end;  // the entries of the row
-  if (tokens.listed) {
+  if (k_listed) {
     begin = starts[at.z];
     end = starts[at.z + 1];
   } else {
     begin = long(at.z) - tokens.shift;
     end = begin + (begin >= 0 && begin < tokens.entries);
   }
-  const I head_groups = r.head_groups, copies = I(tokens.copies), seq = I(p.seq);
+  const I head_groups = (r.heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
   const I items = I(end - begin) * copies * head_groups;
   Sum cos[V], sin[V];
   for (I item = at.y; item < items; item += size.y) {
     const I nth_token = item / head_groups, nth_entry = nth_token / copies;
-    const I entry = tokens.listed ? I(order[begin + long(nth_entry)]) : I(begin);
+    const I entry = k_listed ? I(order[begin + long(nth_entry)]) : I(begin);
     const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
     const uint first = uint(item - nth_token * head_groups) * kHeads, end_head = min(first + kHeads, r.heads);
     for (uint h = first; h < end_head; h++) {
@@ -90,6 +89,3 @@ template <typename T, int V, typename I>
 ROPE_TABLES(float)
 ROPE_TABLES(half)
 ROPE_TABLES(bfloat)
-
-}  // namespace mps
-}  // namespace rope

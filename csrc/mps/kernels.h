@@ -10,41 +10,52 @@
   X(0, tensors) /* 1: x. 2: q and k. 3: q, k and v, and k and v go into caches */                           \
   X(1, interleaved)                                                                                         \
   X(2, inverse)                                                                                             \
-  X(3, source)            /* AngleSource */                                                                 \
-  X(4, scaled)            /* attention_factor is not 1 */                                                   \
-  X(5, position_bytes)    /* size of a position; 0: there is no tensor of positions */                      \
-  X(6, slot_bytes)        /* size of a slot; 0: there are no slots */                                       \
-  X(7, vectors)           /* four neighbouring channels of a head are read and written as one vector */     \
-  X(8, parameter_vectors) /* cos, sin and the norm's weights are read as vectors of four elements */        \
-  X(9, native_tables)     /* cos and sin have the dtype of x; otherwise they are float */                   \
-  X(10, native_q_weight)  /* q_norm_weight has the dtype of x; otherwise it is float */                     \
-  X(11, native_k_weight)                                                                                    \
-  X(12, lanes)         /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
-  X(13, position_type) /* PositionType of the positions that cos_sin takes */
+  X(3, source)           /* AngleSource */                                                                  \
+  X(4, scaled)           /* attention_factor is not 1 */                                                    \
+  X(5, position_bytes)   /* size of a position; 0: there is no tensor of positions */                       \
+  X(6, slot_bytes)       /* size of a slot; 0: there are no slots */                                        \
+  X(7, vectors)          /* neighbouring channels of a head are read and written as one vector */           \
+  X(8, table_access)     /* TableAccess */                                                                  \
+  X(9, weight_vectors)   /* the norm's weights are read as vectors of four elements */                      \
+  X(10, native_tables)   /* cos and sin have the dtype of x; otherwise they are float */                    \
+  X(11, native_q_weight) /* q_norm_weight has the dtype of x; otherwise it is float */                      \
+  X(12, native_k_weight)                                                                                    \
+  X(13, q_in_place) /* q_out is q */                                                                        \
+  X(14, k_in_place)                                                                                         \
+  X(15, lanes)         /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
+  X(16, listed)        /* in table_backward: the tokens of each table row are listed */                     \
+  X(17, position_type) /* PositionType of the positions that cos_sin takes */
 
 namespace rope {
 namespace mps {
 
-// A head group is this many neighbouring heads of a token. A thread takes its chunk of every head of a head group,
-// because these chunks have the same angles: the thread computes or reads them once.
+// How a thread reads cos and sin.
+enum TableAccess : int {
+  kElements = 0,  // one element at a time
+  kVectors = 1,   // four neighbouring elements of cos at a time, and four of sin
+  kComplex = 2,   // cos and sin are the parts of complex numbers, and two numbers are read at a time
+};
+
+// A thread holds its chunks of this many heads at a time, so that several of its loads are under way.
 enum { kHeads = 4 };
 // The number of threads in a SIMD group. The host checks that the GPU agrees.
 enum { kSimd = 32 };
 
-// csrc/mps/plan.h explains chunks and head groups. The kernels count the heads of q, k and v in one list: first those
-// of q, then those of k, then those of v.
+// csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
+// then those of k, then those of v.
 struct TiledParams {
   RopeParams params;
   rope_int last_position;            // the largest valid position, if there is a range
   unsigned chunks, rotated;          // of a head: all chunks, and the rotated ones, which come first
   unsigned k_start, v_start, heads;  // in the list of heads: the first of k, the first of v, and the end
-  unsigned head_groups;              // of a token
-  int q_in_place, k_in_place;
-  int has_range;  // a position must lie in 0 .. last_position
+  unsigned shares;                   // of a token: share s takes the heads s, s + shares, s + 2 shares ...
+  unsigned tokens;                   // batch * seq
+  int tokens_first;                  // neighbouring threads take neighbouring tokens; otherwise neighbouring shares
+  int has_range;                     // a position must lie in 0 .. last_position
 };
 
-// Parameters of the norm's backward. An item is the work that a team does at once: a head group of q or of k, or a
-// single head if heads are wide. A part is a number of neighbouring items, which one threadgroup sums.
+// Parameters of the norm's backward. An item is the work that a team does at once: kHeads neighbouring heads of q or of
+// k, or a single head if heads are wide. A part is a number of neighbouring items, which one threadgroup sums.
 struct NormBackward {
   TiledParams rotate;   // rotates the gradients back
   rope_int q[4], k[4];  // strides of q and k before the norm
@@ -74,8 +85,8 @@ enum Buffer : int {
   kBufferQOut,
   kBufferKIn,
   kBufferKOut,
-  kBufferVIn,   // in the norm's backward: q before the norm
-  kBufferVOut,  // in the norm's backward: k before the norm
+  kBufferVIn,
+  kBufferVOut,
   kBufferCos,
   kBufferSin,
   kBufferInvFreq,
@@ -83,6 +94,8 @@ enum Buffer : int {
   kBufferSlots,
   kBufferQWeight,
   kBufferKWeight,
+  kBufferQBefore,  // in the norm's backward: q before the norm
+  kBufferKBefore,
   kBufferSums,  // in the norm's backward: the sums of each part
 };
 

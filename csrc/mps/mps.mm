@@ -3,21 +3,26 @@
 //
 // PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records.
 #include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
+#include <torch/headeronly/version.h>
 
+#include <chrono>
 #include <exception>
 #include <map>
 #include <mutex>
 
 #include "../ops.h"
+#include "pipelines.h"
 #include "plan.h"
 #include "source.h"
 
 namespace rope::mps {
 namespace {
 
-constexpr NSUInteger kRotateThreads = 256, kNormThreads = 128;  // at most, per threadgroup
+// At most, per threadgroup. In a gradient of a table the threads of a threadgroup share the work for a row.
+constexpr NSUInteger kThreads = 128, kTableThreads = 256;
 
 id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
 
@@ -25,20 +30,47 @@ const char* text_of(NSError* error) { return error ? [[error localizedDescriptio
 
 // ---- pipelines: made once and never destroyed, because Metal may be gone when the process exits ----
 
-id<MTLLibrary> compiled_library() {
-  if (kLibrarySize == 0) return nil;
-  dispatch_data_t data = dispatch_data_create(kLibrary, kLibrarySize, dispatch_get_main_queue(),
+// What Metal has made in this process. The mutex guards all of it.
+struct Made {
+  std::mutex mutex;
+  std::map<std::string_view, id<MTLLibrary>> libraries;  // by file
+  struct Pipeline {
+    id<MTLComputePipelineState> state;
+    std::size_t info;  // its index in infos
+  };
+  std::map<std::pair<Kernel, Constants>, Pipeline> pipelines;
+  std::vector<PipelineInfo> infos;
+};
+Made& made() {
+  static auto& all = *new Made;
+  return all;
+}
+
+// Returns make(), and notes under this name how long it took.
+template <typename F>
+auto timed(std::string name, F&& make) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto result = make();
+  const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
+  made().infos.push_back({std::move(name), time.count(), 0});
+  return result;
+}
+
+id<MTLLibrary> compiled_library(const Shader& shader) {
+  if (shader.library_size == 0) return nil;
+  dispatch_data_t data = dispatch_data_create(shader.library, shader.library_size, dispatch_get_main_queue(),
                                               ^{
-                                              });  // kLibrary lives as long as the process
+                                              });  // the bytes live as long as the process
   NSError* error = nil;
   id<MTLLibrary> library = [device() newLibraryWithData:data error:&error];
   dispatch_release(data);
   if (!library)
-    TORCH_WARN("torch_rope: Metal refuses the compiled library, so it compiles the source: ", text_of(error));
+    TORCH_WARN("torch_rope: Metal refuses the compiled library ", shader.file,
+               ", so it compiles the source: ", text_of(error));
   return library;
 }
 
-id<MTLLibrary> library_from_source() {
+id<MTLLibrary> library_from_source(const Shader& shader) {
   MTLCompileOptions* options = [MTLCompileOptions new];
   options.languageVersion = MTLLanguageVersion3_1;  // the first version with bfloat
   options.fastMathEnabled = NO;
@@ -52,42 +84,60 @@ id<MTLLibrary> library_from_source() {
 #pragma clang diagnostic pop
 #endif
   NSError* error = nil;
-  id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kSource]
+  id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:shader.source]
                                                   options:options
                                                     error:&error];
   [options release];
-  TORCH_CHECK(library, "torch_rope: Metal does not compile the kernels: ", text_of(error));
+  TORCH_CHECK(library, "torch_rope: Metal does not compile the kernels of ", shader.file, ".metal: ", text_of(error));
   return library;
+}
+
+// Returns the library of a file. Each is made when the first of its kernels is used, so that a call does not wait for
+// the compilation of kernels that it does not use.
+id<MTLLibrary> library_of(std::string_view file) {
+  id<MTLLibrary>& kept = made().libraries[file];
+  if (kept) return kept;
+  const Shader& shader =
+      *std::find_if(kShaders, kShaders + kShaderCount, [&](const Shader& s) { return s.file == file; });
+  kept = timed("library " + std::string(file), [&] {
+    id<MTLLibrary> library = compiled_library(shader);
+    return library ? library : library_from_source(shader);
+  });
+  return kept;
+}
+
+id<MTLComputePipelineState> new_pipeline(id<MTLLibrary> library, const std::string& name, const Constants& constants) {
+  MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
+  [values setConstantValues:&constants type:MTLDataTypeInt withRange:NSMakeRange(0, sizeof constants / sizeof(int))];
+  NSError* error = nil;
+  id<MTLFunction> function = [library newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]
+                                           constantValues:values
+                                                    error:&error];
+  [values release];
+  TORCH_CHECK(function, "torch_rope: Metal cannot make the function ", name, ": ", text_of(error));
+  id<MTLComputePipelineState> pipeline = [device() newComputePipelineStateWithFunction:function error:&error];
+  [function release];
+  TORCH_CHECK(pipeline, "torch_rope: Metal cannot make a pipeline for ", name, ": ", text_of(error));
+  TORCH_CHECK([pipeline threadExecutionWidth] == kSimd, "torch_rope: a SIMD group of this GPU has ",
+              [pipeline threadExecutionWidth], " threads but must have ", int(kSimd));
+  return pipeline;
 }
 
 // Returns the pipeline that is compiled for these function constants. Call it before entering the queue: compiling
 // takes long, and no other thread should wait for the queue meanwhile.
 id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& constants) {
-  static std::mutex mutex;
-  static id<MTLLibrary> library = nil;
-  static auto& pipelines = *new std::map<std::pair<Kernel, Constants>, id<MTLComputePipelineState>>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  id<MTLComputePipelineState>& kept = pipelines[{kernel, constants}];
-  if (kept) return kept;
-  @autoreleasepool {
-    if (!library) library = compiled_library();
-    if (!library) library = library_from_source();
-    MTLFunctionConstantValues* values = [MTLFunctionConstantValues new];
-    [values setConstantValues:&constants type:MTLDataTypeInt withRange:NSMakeRange(0, sizeof constants / sizeof(int))];
-    NSError* error = nil;
-    id<MTLFunction> function = [library newFunctionWithName:[NSString stringWithUTF8String:kernel.name().c_str()]
-                                             constantValues:values
-                                                      error:&error];
-    [values release];
-    TORCH_CHECK(function, "torch_rope: Metal cannot make the function ", kernel.name(), ": ", text_of(error));
-    id<MTLComputePipelineState> made = [device() newComputePipelineStateWithFunction:function error:&error];
-    [function release];
-    TORCH_CHECK(made, "torch_rope: Metal cannot make a pipeline for ", kernel.name(), ": ", text_of(error));
-    TORCH_CHECK([made threadExecutionWidth] == kSimd, "torch_rope: a SIMD group of this GPU has ",
-                [made threadExecutionWidth], " threads but must have ", int(kSimd));
-    kept = made;
+  const std::lock_guard<std::mutex> lock(made().mutex);
+  Made::Pipeline& kept = made().pipelines[{kernel, constants}];
+  if (!kept.state) {
+    @autoreleasepool {
+      id<MTLLibrary> library = library_of(kernel.file);
+      const std::string name = kernel.name();
+      kept.state = timed(name, [&] { return new_pipeline(library, name, constants); });
+      kept.info = made().infos.size() - 1;
+    }
   }
-  return kept;
+  made().infos[kept.info].calls++;
+  return kept.state;
 }
 
 // Returns how many threads a threadgroup of this pipeline has: whole SIMD groups, and at most `most` threads.
@@ -97,25 +147,34 @@ NSUInteger threads_of(id<MTLComputePipelineState> pipeline, NSUInteger most) {
 
 // ---- encoding ----
 
-// A small buffer, which is bound for every tensor that a call lacks. Without it the buffer of an earlier kernel would
-// stay bound, and Metal's validation does not accept nil for an argument, even if the function constants leave the
-// argument unused.
+// A small buffer, which is bound for a tensor without elements: Metal's validation does not accept nil.
 const Tensor& nothing() {
   static const Tensor& tensor = *new Tensor(at::empty({16}, at::device(at::kMPS).dtype(at::kByte)));
   return tensor;
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15  // then the profiler asks for the stream
+#define ROPE_AND(stream) , stream
+#else
+#define ROPE_AND(stream)
+#endif
+
 // Calls body(encoder) in the queue of PyTorch's stream, which owns the encoder. The body must not call ATen, which
-// would wait for the same queue. No exception may leave the block, so this function rethrows it outside.
+// would wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's
+// profiler sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
 template <typename F>
-void encode(F&& body) {
+void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body) {
   nothing();  // allocates outside of the queue, because the allocation calls ATen
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
   dispatch_sync(stream->queue(), ^{
     try {
       @autoreleasepool {
+        auto& profiler = at::mps::getMPSProfiler();
+        const bool profiled = profiler.isOperationProfilingEnabled();
+        if (profiled) profiler.beginProfileKernel(pipeline, kernel.name(), /*isGraph=*/false ROPE_AND(stream));
         body(stream->commandEncoder());
+        if (profiled) profiler.endProfileKernel(pipeline ROPE_AND(stream));
       }
     } catch (...) {
       error = std::current_exception();
@@ -124,14 +183,16 @@ void encode(F&& body) {
   if (error) std::rethrow_exception(error);
 }
 
+// Binds a tensor. If the call lacks it, the function constants leave out the kernel's argument, and nothing is bound.
 void set(id<MTLComputeCommandEncoder> encoder, int index, const Tensor* t) {
-  if (!t || !t->defined() || t->numel() == 0) t = &nothing();
+  if (!t || !t->defined()) return;
+  if (t->numel() == 0) t = &nothing();
   [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, t->storage().data())
               offset:NSUInteger(t->storage_offset()) * t->element_size()
              atIndex:NSUInteger(index)];
 }
 void set(id<MTLComputeCommandEncoder> encoder, int index, const OptTensor& t) {
-  set(encoder, index, t ? &*t : nullptr);
+  if (t) set(encoder, index, &*t);
 }
 
 template <typename Params>
@@ -140,15 +201,15 @@ void set_params(id<MTLComputeCommandEncoder> encoder, const Params& params) {
   [encoder setBytes:&params length:sizeof params atIndex:kBufferParams];
 }
 
-void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, const Tensor* v, const Tensor* v_out) {
-  set(encoder, kBufferQIn, call.q);
+void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, const Constants& c) {
+  if (!c.q_in_place) set(encoder, kBufferQIn, call.q);
   set(encoder, kBufferQOut, call.q_out);
-  set(encoder, kBufferKIn, call.k);
+  if (!c.k_in_place) set(encoder, kBufferKIn, call.k);
   set(encoder, kBufferKOut, call.k_out);
-  set(encoder, kBufferVIn, v);
-  set(encoder, kBufferVOut, v_out);
+  set(encoder, kBufferVIn, call.v);
+  set(encoder, kBufferVOut, call.v_out);
   set(encoder, kBufferCos, call.cos);
-  set(encoder, kBufferSin, call.sin);
+  if (c.table_access != kComplex) set(encoder, kBufferSin, call.sin);
   set(encoder, kBufferInvFreq, call.inv_freq);
   set(encoder, kBufferPositions, call.positions);
   set(encoder, kBufferSlots, call.slots);
@@ -173,11 +234,13 @@ struct Mps {
     const Plan p = plan(call);
     if (p.rotate.chunks == 0) return;
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = threads_of(kernel, call.q_norm_weight ? kNormThreads : kRotateThreads);
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    const rope_int all = p.grid.x * p.grid.y * p.grid.z * std::max(p.constants.lanes, 1);
+    const NSUInteger most = threads_of(kernel, kThreads);
+    const auto threads = NSUInteger(group_threads(all, rope_int(most)));
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, p.rotate);
-      set_tensors(encoder, call, call.v, call.v_out);
+      set_tensors(encoder, call, p.constants);
       if (call.q_norm_weight) {
         const rope_int teams = rope_int(threads) / p.constants.lanes;
         [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, teams)), 1, 1)
@@ -197,7 +260,7 @@ struct Mps {
     }
     const Plan p = plan(gradients, {&call.q, &call.k});
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kNormThreads);
+    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kThreads);
     const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
     const rope_int head_dim = p.rotate.params.head_dim;
     NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part_items)};
@@ -207,12 +270,15 @@ struct Mps {
     Constants weights{};
     weights.native_q_weight = p.constants.native_q_weight;
     weights.native_k_weight = p.constants.native_k_weight;
-    id<MTLComputePipelineState> sum = pipeline({"sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
+    id<MTLComputePipelineState> sum =
+        pipeline({"norm_backward", "sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
     const SumParts s{unsigned(parts.count), unsigned(head_dim)};
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
-      set_tensors(encoder, gradients, &call.q, &call.k);
+      set_tensors(encoder, gradients, p.constants);
+      set(encoder, kBufferQBefore, &call.q);
+      set(encoder, kBufferKBefore, &call.k);
       set(encoder, kBufferSums, &sums);
       // For each thread a sum for each of the up to 8 channels of its chunk.
       if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
@@ -225,7 +291,7 @@ struct Mps {
       set(encoder, 3, &call.k_norm_weight_grad);
       const Size3 grid{head_dim, 2, 1};
       [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kNormThreads))))];
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kThreads))))];
     });
   }
 
@@ -238,7 +304,7 @@ struct Mps {
     if (call.cos_grad.numel() == 0) return;
     const Plan p = plan(call);
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = threads_of(kernel, kRotateThreads);
+    const NSUInteger threads = threads_of(kernel, kTableThreads);
     TableBackward n{p.rotate, {}, {}, call.tokens()};
     TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": cos has ", n.tokens.rows,
                                 " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
@@ -247,7 +313,7 @@ struct Mps {
     Tensor order, starts;
     if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
       set(encoder, kTableQGiven, call.rotate.q);
@@ -281,9 +347,9 @@ struct Mps {
     Constants constants{};
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
-    id<MTLComputePipelineState> kernel =
-        pipeline({"cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""}, constants);
-    encode([&](id<MTLComputeCommandEncoder> encoder) {
+    const Kernel name{"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""};
+    id<MTLComputePipelineState> kernel = pipeline(name, constants);
+    encode(name, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, c);
       set(encoder, 1, &positions);
@@ -291,12 +357,17 @@ struct Mps {
       set(encoder, 3, &call.cos);
       set(encoder, 4, &call.sin);
       [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kRotateThreads))))];
+          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kThreads))))];
     });
   }
 };
 
 }  // namespace
+
+std::vector<PipelineInfo> pipelines() {
+  const std::lock_guard<std::mutex> lock(made().mutex);
+  return made().infos;
+}
 
 TORCH_LIBRARY_IMPL(rope, MPS, m) { register_ops<Mps>(m); }
 

@@ -3,8 +3,9 @@
 //
 // How a call is cut into threads
 // ------------------------------
-// A head is cut into chunks, and a chunk belongs to one thread. A chunk is two vectors of V channels; V is 4 or 1, and
-// is called `vector` below. Which channels these are depends on the pairing:
+// A head is cut into chunks, and a chunk belongs to one thread. A chunk is two vectors of V channels; V is 8, 4 or 1,
+// and is called `vector` below. Eight channels are used for types of 2 bytes alone, so that a vector has at most 16
+// bytes. Which channels these are depends on the pairing:
 //   half-split    V neighbouring channels of the first half of the rotated channels, and their partners, which are the
 //                 same V channels of the second half;
 //   interleaved   2V neighbouring rotated channels, which are V whole pairs;
@@ -13,27 +14,34 @@
 // neighbours in a table row, and neighbouring threads read neighbouring memory. The rotated chunks of a head come
 // first. Chunks that are not rotated exist only if their channels must be written; see copies() in csrc/plan.h.
 //
-// The heads of a token are cut into head groups of kHeads = 4 heads; the heads of q, k and v are one list. A thread
-// takes its chunk of every head of its head group, so that the angles are computed or read once for these heads.
+// The heads of a token are divided into shares; the heads of q, k and v are one list. With n shares, share s has the
+// heads s, s + n, s + 2n ... A thread takes its chunk of every head of its share, so that the angles are computed or
+// read once for these heads. Neighbouring threads take neighbouring chunks, then neighbouring shares, whose heads lie
+// side by side in memory, then neighbouring tokens. If tokens lie closer together in memory than heads, tokens come
+// before shares.
+//
+// Many tokens have few shares, so that a table row is read seldom. Few tokens have many, down to one head in a share,
+// so that many cores work; if that is not enough, V is smaller too.
 //
 // The kernels are:
-//   rotate           A thread for each chunk, token and head group.
+//   rotate           A thread for each chunk, token and share.
 //   norm_rotate      The same, but a norm needs the sum over a whole head. So the threads that share a head, one for
 //                    each chunk, are a team: k_lanes threads of one SIMD group, where k_lanes is the smallest power of
-//                    two that is not less than the number of chunks. A team takes one head group of one token.
-//   norm_backward    Has the same teams, but a team takes many head groups. The heads of q and those of k are cut into
-//                    head groups separately, because a threadgroup sums the gradient of one weight; see Parts.
-//   ..._wide         norm_rotate and norm_backward for heads of more than 32 chunks: the team is a whole SIMD group,
-//                    V is 1, and a thread takes every 32nd chunk of a head.
+//                    two that is not less than the number of chunks. A team takes one share of one token.
+//   norm_backward    Has the same teams, but a team takes many items. An item is kHeads neighbouring heads of q or of
+//                    k, because a threadgroup sums the gradient of one weight; see Parts.
+//   ..._wide         norm_rotate and norm_backward for heads of more than 32 chunks if V is 4: the team is a whole SIMD
+//                    group, V is 1, and a thread takes every 32nd chunk of a head.
 //   table_backward   A threadgroup sums the gradients of one or more table rows; see grid_of.
 //   cos_sin          A thread for each element of cos.
 //
-// In the names of kernels _v4 and _v1 give V. Kernels with _u32 compute element offsets in 32 bits, all others in 64
-// bits.
+// In the names of kernels _v8, _v4 and _v1 give V. Kernels with _u32 compute element offsets in 32 bits, all others in
+// 64 bits.
 #pragma once
 
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "../call.h"
@@ -49,11 +57,11 @@ struct Constants {
   bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
 };
 
-// The name of a kernel in the shaders, as three string literals: comparing two kernels makes no string, and a call
-// whose pipeline exists makes none either.
+// A kernel in the shaders: the file shaders/<file>.metal, and the name in parts. The parts are texts that live as long
+// as the process, so a call whose pipeline exists makes no string.
 struct Kernel {
-  const char *family, *type, *variant;
-  std::string name() const { return std::string(family) + "_" + type + variant; }
+  std::string_view file, family, type, variant;
+  std::string name() const { return std::string(family).append("_").append(type).append(variant); }
   bool operator<(const Kernel& other) const {
     return std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant);
   }
@@ -77,12 +85,28 @@ bool is_scaled(const Params& p) {
   return p.factor_hi != 1.0f || p.factor_lo != 0.0f;
 }
 
-// True if four neighbouring elements of t are one aligned access, for every fourth element of the last dimension. A
-// buffer of Metal begins aligned, so the storage offset tells how the first element is aligned.
-inline bool in_vectors(const Tensor& t) {
+// True if `vector` neighbouring elements of t are one aligned access, for every element of the last dimension whose
+// index is a multiple of `vector`. A buffer of Metal begins aligned, so the storage offset tells how the first element
+// is aligned.
+inline bool in_vectors(const Tensor& t, int vector) {
   const int size = int(t.element_size());
   const auto start = uintptr_t(t.storage_offset()) * uintptr_t(size);
-  return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, 4 * size);
+  return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, vector * size);
+}
+
+// Returns how a thread with chunks of at least four pairs reads cos and sin.
+inline TableAccess table_access(const Tensor& cos, const Tensor& sin) {
+  if (in_vectors(cos, 4) && in_vectors(sin, 4)) return kVectors;
+  // The parts of complex numbers alternate in memory. Seen as one table of floats, they are rows of vectors.
+  const bool alternate = cos.scalar_type() == at::kFloat && cos.stride(-1) == 2 && cos.strides() == sin.strides() &&
+                         cos.is_alias_of(sin) && sin.storage_offset() == cos.storage_offset() + 1;
+  if (!alternate) return kElements;
+  c10::SmallVector<int64_t, 3> strides(cos.strides().begin(), cos.strides().end());
+  strides.back() = 1;
+  const auto start = uintptr_t(cos.storage_offset()) * sizeof(float);
+  return is_aligned(start, strides.data(), cos.sizes().data(), int(cos.dim()), sizeof(float), 4 * sizeof(float))
+             ? kComplex
+             : kElements;
 }
 
 // True if the element offset of the last element of t does not fit in 32 bits.
@@ -104,6 +128,12 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
                                   " is float64 but must be float16, bfloat16 or float32, because Metal has no float64");
   }
 }
+
+// The heads of tokens are divided into about this many shares: the shares of a token are fewer the more tokens there
+// are. A GPU needs some ten thousand threads to read memory at its full speed, and a share has several threads.
+constexpr rope_int kSpread = 2048;
+// A call of fewer threads than these, which are 16 SIMD groups, takes smaller vectors to have more.
+constexpr rope_int kEnough = 16 * kSimd;
 
 // Lays out a call that rotates. A backward also passes `before`: q and k, or null for k, as they were before the norm
 // or the rotation.
@@ -142,62 +172,88 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   c.native_q_weight = native(call.q_norm_weight);
   c.native_k_weight = native(call.k_norm_weight);
 
-  const rope_int heads = p.q.heads + p.k.heads + p.v.heads;
-  const bool by_four = fits(p, 4), reached = by_four && all(tensors, [](const Tensor* t) { return in_vectors(*t); });
-  // vector: V. With a norm it follows from sizes alone, never from strides or addresses, because it determines the
-  // order of the norm's sums: the layout of a tensor must not change a bit of the result.
-  int vector = (p.has_norm ? by_four : reached) ? 4 : 1;
-  plan.wide_head = p.has_norm && chunks_of(p, vector, true).all > kSimd;
-  if (plan.wide_head) vector = 1;
-  c.vectors = vector == 4 && reached;
-  c.parameter_vectors = vector == 4;
-  for (const OptTensor* t : {&call.cos, &call.sin}) c.parameter_vectors &= !*t || in_vectors(**t);
-  for (const Tensor* t : {call.q_norm_weight, call.k_norm_weight}) c.parameter_vectors &= !t || in_vectors(*t);
+  c.q_in_place = call.q == call.q_out;
+  c.k_in_place = call.k && call.k == call.k_out;
 
-  r.q_in_place = call.q == call.q_out;
-  r.k_in_place = call.k && call.k == call.k_out;
-  const Chunks chunks = chunks_of(p, vector, copies(p, r.q_in_place, r.k_in_place));
+  const rope_int tokens = p.batch * p.seq, heads = p.q.heads + p.k.heads + p.v.heads;
+  const auto check_size = [&](const char* name, rope_int n, rope_int most) {
+    TORCH_CHECK_NOT_IMPLEMENTED(n <= most, call.op, ": ", name, " is ", n, " but must be at most ", most,
+                                "; the tensors are too large for Metal");
+  };
+  check_size("head_dim", p.head_dim, INT32_MAX);
+  check_size("the number of heads", heads, INT32_MAX / kHeads);  // a kernel's loop goes kHeads shares past the last
+  check_size("batch * seq", tokens, INT32_MAX);
+  const rope_int share = std::max(ceil_div(heads * tokens, kSpread), rope_int(1));  // heads of a share
+  const rope_int shares = ceil_div(heads, share);
+  if (p.has_norm) check_size("batch * seq * heads", tokens * shares, INT32_MAX);
+
+  // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
+  // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result.
+  // V = 8 gives the bits of V = 4; see dot() in shaders/device.h.
+  const auto aligned = [&](int vector) {
+    return fits(p, vector) && all(tensors, [&](const Tensor* t) { return in_vectors(*t, vector); });
+  };
+  const bool four = p.has_norm ? fits(p, 4) : aligned(4);
+  plan.wide_head = p.has_norm && chunks_of(p, four ? 4 : 1, true).all > kSimd;
+  const bool eight = !backward && call.q->element_size() == 2 && !plan.wide_head && four && aligned(8);
+  const bool copied = copies(p, c.q_in_place, c.k_in_place);
+  Chunks chunks;
+  int vector = 1;
+  const auto threads = [&](int v) {  // with vectors of v channels
+    chunks = chunks_of(p, v, copied);
+    return tokens * shares * (p.has_norm ? power_of_two(chunks.all) : chunks.all);
+  };
+  if (eight && threads(8) >= kEnough) {
+    vector = 8;
+  } else if (four && !plan.wide_head && (p.has_norm || backward || threads(4) >= kEnough)) {
+    vector = 4;
+  }
+  threads(vector);
+  c.vectors = vector != 1 && aligned(vector);
+  c.table_access = call.cos && vector != 1 ? table_access(*call.cos, *call.sin) : kElements;
+  c.weight_vectors = p.has_norm && vector != 1;
+  for (const Tensor* t : {call.q_norm_weight, call.k_norm_weight}) c.weight_vectors &= !t || in_vectors(*t, 4);
+
   r.rotated = unsigned(chunks.rotated);
   r.chunks = unsigned(chunks.all);
   r.k_start = unsigned(p.q.heads);
   r.v_start = unsigned(p.q.heads + p.k.heads);
   r.heads = unsigned(heads);
-  r.head_groups = unsigned(ceil_div(heads, kHeads));
+  r.shares = unsigned(shares);
+  r.tokens = unsigned(tokens);
+  r.tokens_first = p.q.in[2] > p.q.in[p.seq > 1 ? 1 : 0];
   const PositionRange range = position_range(p, /*cache_by_position=*/call.v && !call.slots);
   r.has_range = range.limited;
   r.last_position = range.last;
 
-  const rope_int teams = p.batch * p.seq * r.head_groups;
-  const auto check_size = [&](const char* name, rope_int n) {
-    TORCH_CHECK_NOT_IMPLEMENTED(n <= INT32_MAX, call.op, ": ", name, " is ", n, " but must be at most ", INT32_MAX,
-                                "; the tensors are too large for Metal");
-  };
-  check_size("head_dim", p.head_dim);
-  check_size("the number of heads", heads);
-  check_size("seq", p.seq);
-  check_size("batch * ceil(heads / 4)", p.batch * r.head_groups);
-  if (p.has_norm) check_size("batch * seq * ceil(heads / 4)", teams);
   TORCH_CHECK_NOT_IMPLEMENTED(p.source != kInvFreq || call.inv_freq->scalar_type() == at::kFloat, call.op,
                               ": inv_freq is float64 but must be float32, because Metal has no float64");
-  const bool narrow = std::max({teams, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX && all(tensors, fits_32) &&
-                      all(parameters, fits_32);
-  const char* const type = type_of(call.op, call.q_name(), *call.q);
-  const char* const variant = vector == 4 ? narrow ? "_v4_u32" : "_v4_u64" : narrow ? "_v1_u32" : "_v1_u64";
+  const bool narrow = std::max({tokens * heads, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
+                      all(tensors, fits_32) && all(parameters, fits_32);
+  const std::string_view type = type_of(call.op, call.q_name(), *call.q);
+  static constexpr std::string_view kVariants[2][3] = {{"_v1_u64", "_v4_u64", "_v8_u64"},
+                                                       {"_v1_u32", "_v4_u32", "_v8_u32"}};
+  const std::string_view variant = kVariants[narrow][vector / 4];
   if (!p.has_norm) {
-    plan.kernel = {"rotate", type, variant};
-    plan.grid = {r.chunks, p.seq, p.batch * r.head_groups};
+    plan.kernel = {"rotate", "rotate", type, variant};
+    plan.grid = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
     return plan;
   }
   c.lanes = plan.wide_head ? int(kSimd) : int(power_of_two(chunks.all));
-  if (plan.wide_head) {
-    plan.kernel = {backward ? "norm_backward_wide" : "norm_rotate_wide", type, ""};
-  } else if (backward) {
-    plan.kernel = {"norm_backward", type, vector == 4 ? "_v4" : "_v1"};
+  if (backward) {
+    plan.kernel = {"norm_backward", plan.wide_head ? "norm_backward_wide" : "norm_backward", type,
+                   plan.wide_head ? "" : variant.substr(0, 3)};
   } else {
-    plan.kernel = {"norm_rotate", type, variant};
+    plan.kernel = {"norm", plan.wide_head ? "norm_rotate_wide" : "norm_rotate", type, plan.wide_head ? "" : variant};
   }
-  plan.grid = {teams, 1, 1};
+  plan.grid = {tokens * shares, 1, 1};
   return plan;
+}
+
+// Returns how many threads a threadgroup has if the grid has this many: whole SIMD groups, few enough for 32
+// threadgroups where there is work for them, and at most `most` threads. `most` is a multiple of kSimd.
+inline rope_int group_threads(rope_int grid, rope_int most) {
+  return std::clamp(grid / 32 / kSimd * kSimd, rope_int(kSimd), most);
 }
 
 // Returns the size of a threadgroup of at most `threads` threads. It takes as much of the grid as it can along x, then
@@ -239,7 +295,8 @@ inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int thre
   // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
   // sequence.
   const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
-  return {chunks, std::min(row_tokens * plan.rotate.head_groups, threads / std::min(chunks, threads)), tokens.rows};
+  const rope_int head_groups = ceil_div(plan.rotate.heads, kHeads);
+  return {chunks, std::min(row_tokens * head_groups, threads / std::min(chunks, threads)), tokens.rows};
 }
 
 // Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would
@@ -247,6 +304,7 @@ inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int thre
 inline Plan plan(const TableBackwardCall& call) {
   Plan plan = mps::plan(call.rotate, {&call.q, call.k});
   const Constants all = plan.constants;
+  plan.kernel.file = "tables";
   plan.kernel.family = "table_backward";
   plan.constants = {};
   plan.constants.tensors = all.tensors;
@@ -255,6 +313,7 @@ inline Plan plan(const TableBackwardCall& call) {
   plan.constants.scaled = all.scaled;
   plan.constants.vectors = all.vectors;
   plan.constants.native_tables = all.native_tables;
+  plan.constants.listed = call.tokens().listed;
   return plan;
 }
 

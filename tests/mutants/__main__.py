@@ -30,7 +30,13 @@ sys.path[0] = "{SIMULATOR}"
 import simulator
 simulator.load()
 import torch, torch_rope
-torch_rope.rotate(torch.ones(1, 1, 2, device="mps"), inv_freq=torch.ones(1, device="mps"))
+x, one = torch.ones(1, 1, 2, device="mps"), torch.ones(1, device="mps")
+qk, weights = (x, x), (x[0, 0], x[0, 0])
+torch.ops.rope.rotate(x, inv_freq=one)
+torch.ops.rope.norm_rotate_qk(*qk, *weights, inv_freq=one)
+torch.ops.rope._norm_rotate_qk_backward(*qk, *qk, *weights, inv_freq=one)
+torch.ops.rope._rotate_table_backward(*qk, *qk, one[None], one[None], None)
+torch.ops.rope.cos_sin(one, one)
 """
 
 

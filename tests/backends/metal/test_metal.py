@@ -28,6 +28,8 @@ BUFFERS = [
     "slots",
     "q_weight",
     "k_weight",
+    "q_before",
+    "k_before",
     "sums",
 ]
 TABLE_BUFFERS = ["params", "q_given", "k_given", "q", "k", "order", "starts", "cos_grad", "sin_grad"]
@@ -66,6 +68,11 @@ def table_backward(given, x, cos, sin, positions=None, offset=0, **flags):
     )
 
 
+def shares_of(tokens, heads):
+    """Returns how many threads share the heads of a token: kSpread in csrc/mps/plan.h."""
+    return math.ceil(heads / math.ceil(heads * tokens / 2048))
+
+
 def one_dispatch(simulator, names=BUFFERS):
     """Checks that one kernel ran. Returns (bytes read, bytes written) of each buffer by name, and the whole record."""
     (dispatch,) = simulator.last_dispatches()
@@ -75,7 +82,13 @@ def one_dispatch(simulator, names=BUFFERS):
 # ---- what a call costs ----
 
 # (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
-COSTS = [(1, 1, 32, 8, 128, 128), (2, 7, 3, 1, 64, 64), (1, 33, 9, 3, 64, 32), (1, 5, 4, 4, 80, 20), (2, 3, 6, 5, 7, 6)]
+COSTS = [
+    (1, 1, 32, 8, 128, 128),
+    (1, 33, 9, 3, 64, 32),
+    (1, 5, 4, 4, 80, 20),
+    (2, 3, 6, 5, 7, 6),
+    (1, 257, 37, 8, 16, 16),  # a share has 6 heads, and the last share 3
+]
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
@@ -88,59 +101,55 @@ def test_each_element_is_read_once_and_written_once(size, dtype, interleaved, de
     weights = [randn(head_dim) for _ in "qk"]
     cos, sin = tables(seq + 3, rotary_dim)
     positions = torch.arange(seq).to("mps")
-    tokens, shares = batch * seq, -(-(q_heads + k_heads) // 4)
-    table_bytes = tokens * shares * rotary_dim // 2 * 4
+    tokens, many = batch * seq, seq == 257
     options = dict(positions=positions, interleaved=interleaved)
 
-    def check(buffers, **expected):
+    def check(heads, **expected):
+        """Checks what the dispatch read and wrote. Each share reads the angles of its token at most once."""
+        buffers, dispatch = one_dispatch(simulated)
         for name, bytes_of in expected.items():
             assert buffers[name] == bytes_of, name
         assert buffers["cos"] == buffers["sin"]
-        assert buffers["cos"][0] <= table_bytes and buffers["cos"][1] == 0
+        assert buffers["cos"][0] <= tokens * shares_of(tokens, heads) * rotary_dim // 2 * 4
+        assert buffers["cos"][1] == 0 and dispatch["rints"] == 0
+        for name in expected if many else ():
+            buffer = dispatch["buffers"][BUFFERS.index(name)]
+            assert set(buffer["loads"]) | set(buffer["stores"]) == {"16"}, name
 
+    heads = q_heads + k_heads
     torch.ops.rope.rotate_qk(q, k, cos, sin, **options)
-    buffers, dispatch = one_dispatch(simulated)
-    check(buffers, q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
-    assert dispatch["rints"] == 0
-    if head_dim % 8 == rotary_dim % 8 == 0:
-        four = 4 * dtype.itemsize
-        for name in ("q_in", "k_in"):
-            assert set(dispatch["buffers"][BUFFERS.index(name)]["loads"]) == {str(four)}
-        for name in ("q_out", "k_out"):
-            assert set(dispatch["buffers"][BUFFERS.index(name)]["stores"]) == {str(four)}
+    check(heads, q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
 
     # The backward is the same call with inverse.
     torch.ops.rope.rotate(q, cos, sin, inverse=True, **options)
-    buffers, _ = one_dispatch(simulated)
-    check(buffers, q_in=(q.nbytes, 0), q_out=(0, q.nbytes))
+    check(q_heads, q_in=(q.nbytes, 0), q_out=(0, q.nbytes))
 
     # A call in place leaves the channels past rotary_dim alone.
     torch.ops.rope.rotate_qk_(q, k, cos, sin, **options)
-    buffers, _ = one_dispatch(simulated)
     rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
-    check(buffers, q_in=(rotated_q,) * 2, k_in=(rotated_k,) * 2)
+    check(heads, q_out=(rotated_q,) * 2, k_out=(rotated_k,) * 2)
 
     torch.ops.rope.rotate_qk(q, k, inv_freq=torch_rope.inv_freq(rotary_dim).to("mps"), **options)
-    # cos and sin of a pair are computed once for 4 heads, with 4 calls of rint.
-    assert one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares * rotary_dim // 2
+    # Each share of a token computes cos and sin of a pair once, with 4 calls of rint.
+    assert one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares_of(tokens, heads) * rotary_dim // 2
 
     copies = dict(k_in=(k.nbytes, 0), k_out=(0, k.nbytes), v_in=(v.nbytes, 0), v_out=(0, v.nbytes))
     torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, cos, sin, **options)
-    check(one_dispatch(simulated)[0], q_in=(rotated_q,) * 2, **copies)
+    check(heads + k_heads, q_out=(rotated_q,) * 2, **copies)
 
     if head_dim == 80:
         return  # this head is wide; the next test is about wide heads
     torch.ops.rope.norm_rotate_qk(q, k, *weights, cos, sin, **options)
-    check(one_dispatch(simulated)[0], q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
+    check(heads, q_in=(q.nbytes, 0), q_out=(0, q.nbytes), k_in=(k.nbytes, 0), k_out=(0, k.nbytes))
     torch.ops.rope.rotate_into_cache_(
         q, k, v, k_cache, v_cache, cos, sin, q_norm_weight=weights[0], k_norm_weight=weights[1], **options
     )
-    check(one_dispatch(simulated)[0], q_in=(q.nbytes,) * 2, **copies)
+    check(heads + k_heads, q_out=(q.nbytes,) * 2, **copies)
 
     torch.ops.rope._norm_rotate_qk_backward(q, k, q * 2, k * 2, *weights, cos, sin, **options)
     backward, total = simulated.last_dispatches()
     buffers = {BUFFERS[i]: (b["bytes_read"], b["bytes_written"]) for i, b in backward["buffers"].items()}
-    for name, x in dict(q_in=q, k_in=k, v_in=q, v_out=k).items():
+    for name, x in dict(q_in=q, k_in=k, q_before=q, k_before=k).items():
         assert buffers[name] == (x.nbytes, 0), name
     for name, x in dict(q_out=q, k_out=k).items():
         assert buffers[name] == (0, x.nbytes), name
@@ -209,6 +218,127 @@ def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
         assert torch.equal(cos, of_one_axis[0]) and torch.equal(sin, of_one_axis[1])
         (dispatch,) = simulated.last_dispatches()
         assert dispatch["rints"] == 4 * cos.numel()
+
+
+# ---- many tokens and few ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim, rotary_dim", [(32, 32), (56, 48), (48, 32), (12, 8)])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_token_has_the_same_bits_among_many_tokens(heads_first, interleaved, head_dim, rotary_dim, dtype, device):
+    """Among many tokens a thread takes several heads and long vectors, alone it takes one head and short ones."""
+
+    def make(heads, seq=260):
+        x = randn(2, heads, seq, head_dim, dtype=dtype)
+        return x.transpose(1, 2) if heads_first else x.transpose(1, 2).contiguous()
+
+    q, k, v, caches = make(17), make(5), make(5), [make(5, 264) for _ in "kv"]
+    weights = [randn(head_dim), randn(head_dim, dtype=dtype)]
+    options = dict(zip(("cos", "sin"), tables(264, rotary_dim), strict=True), interleaved=interleaved)
+    named = dict(q_norm_weight=weights[0], k_norm_weight=weights[1])
+    ops = torch.ops.rope
+
+    def results(at, offset):
+        """Returns the results of all operators for the tokens of the slice."""
+        xs = [t[:, at] for t in (q, k, v)]
+        found = [ops.rotate(xs[1], offset=offset, inverse=True, **options)]
+        found += ops.rotate_qk(*xs[:2], offset=offset, **options)
+        found += ops.norm_rotate_qk(*xs[:2], *weights, offset=offset, **options)
+        for norm in {}, named:
+            x, kv = xs[0].clone(), [c.clone() for c in caches]
+            ops.rotate_into_cache_(x, *xs[1:], *kv, offset=offset, **options, **norm)
+            found += [x, *(c[:, offset : offset + x.shape[1]] for c in kv)]
+        return [t.cpu() for t in found]
+
+    many = results(slice(None), 3)
+    for at in slice(0, 1), slice(130, 132), slice(259, 260):
+        for one, whole in zip(results(at, at.start + 3), many, strict=True):
+            assert torch.equal(one, whole[:, at])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
+@pytest.mark.parametrize("op", ["rotate", "rotate_qk", "rotate_qk_", "rotate_into_cache_", "norm_rotate_qk"])
+def test_one_token_keeps_many_cores_busy(op, head_dim, device, simulated):
+    """A threadgroup runs on one core. Absent tensors cost no message to the encoder."""
+    q, k, v = (randn(1, 1, heads, head_dim, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    caches, weights = [randn(1, 9, 8, head_dim, dtype=torch.bfloat16) for _ in "kv"], [randn(head_dim) for _ in "qk"]
+    args = dict(rotate=[q], rotate_into_cache_=[q, k, v, *caches], norm_rotate_qk=[q, k, *weights]).get(op, [q, k])
+    getattr(torch.ops.rope, op)(*args, *tables(8, head_dim), offset=7)
+    (dispatch,) = simulated.last_dispatches()
+    # The norm of a head of 64 channels is computed by 8 threads, whose vectors determine the order of the sum.
+    assert math.prod(dispatch["groups"]) >= (10 if op == "norm_rotate_qk" and head_dim < 128 else 16)
+    assert math.prod(dispatch["group"]) == 32 or head_dim == 80
+    sent = dispatch["messages"]
+    expected = dict(rotate=4, rotate_qk=6, rotate_qk_=4, rotate_into_cache_=7, norm_rotate_qk=8)
+    assert sent["setBytes"] == 1 and sent["setBuffer"] == expected[op]
+    assert sum(sent.values()) == expected[op] + 3  # the others set the pipeline and the parameters, and dispatch
+
+
+@pytest.mark.parametrize("tokens, heads, head_dim, accesses", [(2048, (6, 2), 128, 1), (128, (32, 8), 32, 2)])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_neighbouring_threads_read_neighbouring_memory(
+    heads_first, tokens, heads, head_dim, accesses, device, simulated
+):
+    """Each access touches a line of 128 bytes in one SIMD group alone. A share of a token reads its table row once.
+
+    accesses: 2 if a line has both halves of a head, which are read by two instructions.
+    """
+    shapes = [(1, h, tokens, head_dim) if heads_first else (1, tokens, h, head_dim) for h in heads]
+    q, k = (randn(*shape, dtype=torch.bfloat16).transpose(1, 2 if heads_first else 1) for shape in shapes)
+    cos, sin = tables(tokens, head_dim)
+    simulated.count_lines(True)
+    try:
+        torch.ops.rope.rotate_qk(q, k, cos, sin)
+        torch.ops.rope.norm_rotate_qk(q, k, randn(head_dim), randn(head_dim), cos, sin)
+    finally:
+        simulated.count_lines(False)
+    for dispatch in simulated.last_dispatches():
+        buffers = {BUFFERS[i]: b for i, b in dispatch["buffers"].items()}
+        for name, x in dict(q_in=q, q_out=q, k_in=k, k_out=k).items():
+            assert (buffers[name]["lines_read"] + buffers[name]["lines_written"]) * 128 == x.nbytes * accesses, name
+        reads = shares_of(tokens, sum(heads)) if accesses == 2 else 1
+        assert buffers["cos"]["bytes_read"] == buffers["sin"]["bytes_read"] == cos.nbytes * reads
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_parts_of_complex_numbers_are_read_as_vectors(dtype, by_token, device, simulated):
+    """Llama's freqs_cis: cos and sin are the real and imaginary parts of one complex tensor."""
+    freqs, x = torch.randn(200, 24, 2), torch.randn(1, 200, 7, 40).to(dtype)
+    # The first vector is aligned, or it begins between two vectors, and then the tables are read element by element.
+    for start, loads in (8, {"16"}), (10, {"4"}):
+        flat = torch.cat([torch.zeros(start), freqs.flatten()])
+        here, there = (t[start:].view(200, 24, 2)[:, 4:20] for t in (flat, flat.to("mps")))
+        here, there = ((t[None] if by_token else t).unbind(-1) for t in (here, there))
+        simulated.last_dispatches()
+        out = torch.ops.rope.rotate(x.to("mps"), *there, interleaved=True)
+        buffers, dispatch = one_dispatch(simulated)
+        assert set(dispatch["buffers"][BUFFERS.index("cos")]["loads"]) == loads
+        assert ("sin" in buffers) == (loads == {"4"})
+        assert torch.equal(out.cpu(), torch.ops.rope.rotate(x, *here, interleaved=True))
+
+
+LIKE_COMPLEX = {  # tables of two columns for each pair, of which cos and sin are chosen
+    "sin before cos": lambda t: (t[:, 1::2], t[:, ::2]),
+    "two tensors": lambda t: (t[:, ::2], t.clone()[:, 1::2]),
+    "far apart": lambda t: (t[:, ::4], t[:, 1::4]),
+    "other rows": lambda t: (t[: len(t) // 2, ::2], t.as_strided((len(t) // 2, 16), (128, 2), 1)),
+    "16 bits": lambda t: [t.view(torch.float16)[:, column::2] for column in (0, 1)],
+}
+
+
+@pytest.mark.parametrize("which", LIKE_COMPLEX)
+def test_tables_that_only_look_complex_are_read_one_by_one(which, device, simulated):
+    both = torch.rand(200, 64)
+    here, there = ([t[:, :16] for t in LIKE_COMPLEX[which](b)] for b in (both, both.to("mps")))
+    x = torch.randn(100, 7, 32).to(here[0].dtype)
+    simulated.last_dispatches()
+    out = torch.ops.rope.rotate(x.to("mps"), *there)
+    _, dispatch = one_dispatch(simulated)
+    assert set(dispatch["buffers"][BUFFERS.index("sin")]["loads"]) == {str(there[0].dtype.itemsize)}
+    torch.testing.assert_close(out.cpu(), torch.ops.rope.rotate(x, *here), rtol=0, atol=0, equal_nan=True)
 
 
 # ---- positions and slots that are out of range ----
@@ -412,9 +542,11 @@ def test_one_tensor_that_is_not_aligned_is_enough(where, norm, device):
 def test_strides_choose_the_kernel(untouched, device, simulated):
     """The stride of a dimension of size 1 does not count. The last element decides how wide element offsets must be."""
     for x, kernel in (
-        (randn(16 * 2).as_strided((1, 1, 2, 16), (3, 5, 16, 1)), "v4_u32"),
-        (untouched(2**31 + 16, torch.float16).as_strided((2, 1, 16), (2**31, 16, 1)).zero_(), "v4_u32"),
-        (untouched(2**32 + 16, torch.float16).as_strided((2, 1, 16), (2**32, 16, 1)).zero_(), "v4_u64"),
+        (randn(16 * 256).as_strided((1, 1, 256, 16), (3, 5, 16, 1)), "v4_u32"),
+        (untouched(2**31 + 2048, torch.float16).as_strided((2, 128, 16), (2**31, 16, 1)).zero_(), "v4_u32"),
+        (untouched(2**32 + 2048, torch.float16).as_strided((2, 128, 16), (2**32, 16, 1)).zero_(), "v4_u64"),
+        (untouched(2**32 + 8192, torch.float16).as_strided((2, 512, 16), (2**32, 16, 1)).zero_(), "v8_u64"),
+        (randn(2048, dtype=torch.float16).as_strided((1, 2, 32, 16), (0, 512, 16, 1)), "v1_u32"),  # few threads
     ):
         simulated.last_dispatches()
         torch.ops.rope.rotate(x, inv_freq=torch_rope.inv_freq(16).to("mps"))
@@ -555,6 +687,19 @@ def test_threads_of_the_host_may_call_at_the_same_time(device):
     for offset, outs in enumerate(found):
         for out, expected in zip(outs, calls(offset), strict=True):
             assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+def test_calls_are_reported_to_the_profiler_of_torch(device, simulated):
+    """The profiler ends the encoder after each call, so every call has to begin anew with a new encoder."""
+    x, weight, freq = randn(3, 2, 64), randn(64), torch_rope.inv_freq(64).to("mps")
+    expected = torch.ops.rope.rotate(x, inv_freq=freq)
+    simulated.profile(True)
+    found = torch.ops.rope.rotate(x, inv_freq=freq)
+    torch.ops.rope._norm_rotate_qk_backward(x, x, x, x, weight, weight, inv_freq=freq)
+    torch.ops.rope.cos_sin(torch.arange(3).to("mps"), freq)
+    assert simulated.profile(False) == ["rotate_float_v1_u32", "norm_backward_float_v4", "cos_sin_float"]
+    torch.ops.rope.rotate_(x, inv_freq=freq)
+    assert not simulated.profile(False) and torch.equal(x, expected) and torch.equal(found, expected)
 
 
 def test_a_call_does_not_see_the_buffers_of_the_call_before(device):

@@ -4,10 +4,12 @@ Right shaders give right results in every order of threads, and the simulator re
 code. These tests need --simulate.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import metal
 import pytest
 import simulator
 import torch
@@ -63,11 +65,43 @@ def test_a_kernel_gives_its_result_and_is_recorded(_any_order):
     assert torch.equal(launch(source, numbers(), constants=(5, 7)), 2 * torch.arange(64.0) + 7)
     (done,) = simulator.last_dispatches()
     assert done["kernel"] == "k" and done["threads"] == [64, 1, 1] and done["group"] == [32, 1, 1]
-    assert done["constants"] == {"kOne": 5, "kTwo": 7} and done["rints"] == 0
+    assert done["groups"] == [2, 1, 1] and done["constants"] == {"kOne": 5, "kTwo": 7} and done["rints"] == 0
+    assert done["messages"] == {"setComputePipelineState": 1, "setBuffer": 1, "setBytes": 1, "dispatchThreads": 1}
     x, n = done["buffers"][0], done["buffers"][1]
     assert x["bytes"] == x["bytes_read"] == x["bytes_written"] == 256 and x["loads"] == x["stores"] == {"4": 64}
     assert n["bytes"] == 4 and n["bytes_written"] == 0
     simulator.check_guards()
+
+
+CONDITIONAL = (
+    kernel("x[i] = k_has_y ? y[i] : 3;", "device const float* y [[buffer(9), function_constant(k_has_y)]]")
+    .replace("constant int& n [[buffer(1)]], ", "")
+    .replace("buffer(9)", "buffer(1)")
+    .replace(
+        "kernel",
+        "constant int k_tensors [[function_constant(0)]];\nconstant bool k_more = k_tensors > 1;\n"
+        "constant bool k_has_y = k_more && k_tensors < 4;\nkernel",
+        1,
+    )
+)
+
+
+def test_an_argument_that_the_function_constants_leave_out_needs_no_buffer():
+    y = numbers() + 5
+    simulator.last_dispatches()
+    for tensors, there in ((3, True), (1, False), (2, True), (4, False)):  # the constants are computed for every launch
+        given = (numbers(), y) if there else (numbers(),)
+        result = launch(CONDITIONAL, *given, n=-1, constants=(tensors,))
+        assert torch.equal(result, y.cpu() if there else torch.full((64,), 3.0))
+        (done,) = simulator.last_dispatches()
+        assert list(done["buffers"]) == ([0, 1] if there else [0]) and done["constants"] == {"k_tensors": tensors}
+    torch.mps.synchronize()
+    with pytest.raises(RuntimeError, match="buffer 1 is not bound"):
+        launch(CONDITIONAL, numbers(), n=-1, constants=(2,))
+    with pytest.raises(RuntimeError, match="buffer 1 is bound, but the function constants leave it out"):
+        launch(CONDITIONAL, numbers(), y, n=-1, constants=(1,))
+    with pytest.raises(RuntimeError, match="read of 4 bytes through a null pointer"):
+        launch(CONDITIONAL.replace("k_has_y ?", "i < 2 ?"), numbers(), n=-1, constants=(1,))
 
 
 def test_a_compiled_library_is_loaded():
@@ -151,6 +185,36 @@ def test_vectors_are_one_access_and_must_be_aligned(dtype, name):
         launch(source, x.to("mps")[1:], grid=(15, 1, 1), group=(8, 1, 1))
 
 
+def test_lines_of_memory_are_counted():
+    bodies = {  # the lines that are read and written; a SIMD group is 32 threads, and 32 floats are a line
+        "y[i] = x[i];": (2, 2),
+        "y[63 - i] = x[i ^ 32];": (2, 2),
+        "y[i] = x[i % 2];": (2, 2),  # both SIMD groups read the first line
+        "y[i] = x[2 * (i % 32)];": (4, 2),
+        "y[i] = x[i] + x[i ^ 1];": (4, 2),  # two instructions
+        "float sum = 0; for (int j = 0; j < n; j++) sum += x[(i + 32 * j) % 64]; y[i] = sum;": (
+            6,
+            2,
+        ),  # three iterations
+        "if (i % 4 == 0) *(device float4*)(y + i) = *(device const float4*)(x + i);": (2, 2),
+        "if (i < 16) y[4 * i + 3] = x[i + 24];": (2, 2),
+    }
+    cases = " ".join(f"if (k_case == {i}) {{ {body} }}" for i, body in enumerate(bodies))
+    source = ALIASED.replace("const float a = x[i]; y[i] = a + 1;", cases)
+    source = source.replace("kernel", "constant int k_case [[function_constant(0)]];\nkernel", 1)
+    counts = []
+    simulator.count_lines(True)
+    try:
+        simulator.last_dispatches()
+        for i in range(len(bodies)):
+            launch(source, numbers(), numbers(), n=3, constants=(i,))
+        for done in simulator.last_dispatches():
+            counts.append((done["buffers"][0]["lines_read"], done["buffers"][1]["lines_written"]))
+    finally:
+        simulator.count_lines(False)
+    assert dict(zip(bodies, counts, strict=True)) == bodies
+
+
 def test_denormals_become_zero_and_constants_are_float():
     x = torch.full((64,), 1e-40).to("mps")
     assert (launch(kernel("x[i] = x[i] * 1.5;"), x) == 0).all()  # denormals
@@ -227,32 +291,116 @@ NOT_METAL = {
     "if constexpr": (kernel("if constexpr (sizeof(int) == 4) x[i] = 1;"), "no if constexpr"),
     "lambda": (kernel("auto f = [&](float y) { return y; }; x[i] = f(1);"), "no a lambda"),
     "new": (kernel("x[i] = *new float;"), "no new"),
+    "pragma": (kernel("x[i] = 1;").replace("kernel", "#pragma METAL fp math_mode(safe)\nkernel", 1), "program_source:3: Metal has no such pragma"),
     "ASCII": (kernel("// \u00b2"), "not ASCII"),
     "typo": (kernel("x[i] = sinn(x[i]);"), "program_source:4.*sinn"),
     "a float becomes a bfloat": (kernel("bfloat b = x[i]; x[i] = float(b);"), "implicit conversion"),
-    "writes constant memory": (kernel("n = 1;"), "const"),
     "no attribute": (kernel("x[i] = 1;", "device float* y"), "`device float[*] y` has no attribute"),
     "unknown attribute": (kernel("x[i] = 1;", "uint y [[thread_index_in_grid]]"), "has no attribute that the simulator knows"),
-    "a kernel's pointer": (kernel("x[i] = 1;", "float* y [[buffer(2)]]"), "`float[*] y.*` has no address space"),
+    "a constant that is no bool": (kernel("x[i] = 1;", "device float* y [[buffer(2), function_constant(k0)]]").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1), "k0 must be a bool that follows from"),
+    "a kernel's pointer": (kernel("x[i] = 1;", "float* y [[buffer(2)]]"), "`float[*] y` has no address space"),
     "a variable in threadgroup memory": (kernel("threadgroup float t[32]; x[i] = 1;"), r"must be a parameter \[\[threadgroup\(0\)\]\]"),
-    **{
-        f"a helper's {name}": (kernel("x[i] = g(x + i);").replace("kernel", helper + "\nkernel", 1), message)
-        for name, helper, message in [
-            ("pointer", "inline float g(const float* p) { return *p; }", "`const float[*] p` has no address space"),
-            ("template", "template <typename T> inline float g(const T* p) { return *p; }", "has no address space"),
-            ("thread pointer", "inline float g(thread const float* p) { return *p; }", "no matching function"),
-            ("threadgroup pointer", "inline float g(threadgroup const float* p) { return *p; }", "no matching function"),
-            ("constant pointer", "inline float g(constant float* p) { return *p; }", "no matching function"),
-        ]
-    },
 }  # fmt: skip
 
 
+def refusal(source, folder):
+    """Returns why the simulator refuses the source."""
+    with pytest.raises(metal.NotMetal) as refused:
+        metal.compiled(source, folder, Path("no library is linked"), fast_math=False)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("what", NOT_METAL)
-def test_a_shader_that_is_not_metal_does_not_compile(what):
+def test_a_shader_that_is_not_metal_does_not_compile(what, tmp_path):
     source, message = NOT_METAL[what]
-    with pytest.raises(RuntimeError, match=f"library: (?s:.*){message}"):
-        launch(source, numbers())
+    assert re.search(message, refusal(source, tmp_path))
+
+
+def test_the_host_gets_the_compiler_s_message():
+    with pytest.raises(RuntimeError, match="library: (?s:.*)program_source:4.*sinn"):
+        launch(kernel("x[i] = sinn(x[i]);"), numbers())
+
+
+# Mistakes, and the same text without the mistake: «wrong|right». The checks of the text find what "has no address space" or
+# what "Metal has no", clang's address spaces find the member function, and OpenCL's the rest.
+SPACES = {"d": "device", "c": "constant", "g": "threadgroup", "t": "thread"}
+HELPERS = """
+inline float of_d(device const float* p) { return *p; }
+inline float of_c(constant float* p) { return *p; }
+inline float of_g(threadgroup const float* p) { return *p; }
+inline float of_t(thread const float* p) { return *p; }
+inline void write(device float* p) { *p = 1; }
+struct Pair { float a, b; float sum() const { return a + b; } };
+template <typename T> struct Holder { T p; };
+constant float kTable[2] = {1, 2};
+"""
+IN_KERNEL = {
+    **{f"x[i] = of_{to}(«{of}|{to}»);": f"address space '{SPACES[of]}'" for to in SPACES for of in SPACES if of != to},
+    "write(«r|d»);": "const device float",
+    "«device|device const» float* p = r;": "const device float",
+    "device float* p = «g|d»;": "threadgroup float",
+    "d = «g|d + 1»;": "assigning 'threadgroup float",
+    "device const float* p = i > 5 ? «g|r» : d;": "incompatible operand types",
+    "Holder<«constant|device» float*> h = {d};": "'device float",
+    "x[i] = of_d(Holder<«threadgroup|device» float*>{«g|d»}.p);": "address space 'threadgroup'",
+    "x[i] = *reinterpret_cast<«constant|device» float*>(d);": "reinterpret_cast from 'device float",
+    "x[i] = *(«threadgroup|device» float*)d;": "mismatching address spaces",
+    "«constant|device» int& m = *(device int*)d;": "'device int'",
+    "«n = 1|x[i] = n»;": "read-only|const-qualified",
+    "«c[i]|d[i]» = 1;": "read-only|const-qualified",
+    "*(«|thread »float*)t = 1;": "`float[*]` has no address space",
+    "x[i] = *static_cast<«|device »const float*>(d);": "`const float[*]` has no address space",
+    "«|thread »float* p = own; *p = 1;": "`float[*] p` has no address space",
+    "«|thread »float& p = own[0]; p = 1;": "`float& p` has no address space",
+    "«|thread »auto& p = own[0]; p = 1;": "`auto& p` has no address space",
+    "«|device »const auto* p = r; x[i] = *p;": "`const auto[*] p` has no address space",
+    "device float* «|thread »* p = &d; **p = 1;": "`device float[*] [*] p` has no address space",
+    "Holder<«|device »float*> h = {d}; *h.p = 1;": "`float[*]` has no address space",
+    "static «|constant »const float s = 1; x[i] = s;": "static local variable must reside in constant",
+    "x[i] = («(device Pair*)d|&pair»)->sum();": "object parameter of type 'const Pair' with an expression of type 'device Pair'",
+}  # fmt: skip
+OUTSIDE = {
+    "«|constant »float outside_a = 1;": "program scope variable must reside in constant",
+    "static «|constant »float outside_b = 1;": "program scope variable must reside in constant",
+    "«|constant »const float outside_c = 1;": "program scope variable must reside in constant",
+    "«|constant »constexpr float outside_d = 1;": "program scope variable must reside in constant",
+    "namespace N { «|constant »float outside_e = 1; }": "program scope variable must reside in constant",
+    "struct OutsideF { static «|constant »constexpr int n = 1; };": "program scope variable must reside in constant",
+    "struct OutsideG«: Pair|» { float c; };": "program_source:.*Metal has no base classes",
+    "struct OutsideH { «|device »float* p; };": "program_source:.*`float[*] p` has no address space",
+    "struct OutsideI { constant float* p; OutsideI(«device|constant» float* q) : p(q) {} };": "'device float",
+    "inline «|device »float* outside_j(device float* p) { return p; }": "`inline float[*] outside_j` has no address space",
+    "inline «constant|device» float* outside_k(device float* p) { return p; }": "'device float",
+    "inline float outside_l(«float p[2]|thread float* p») { return p[0]; }": "`float p.2.` has no address space",
+    "inline float outside_m(«|thread »float (&p)[2]) { return p[0]; }": "has no address space",
+    "template <typename T> inline T outside_n(«|device »const T* p) { return *p; }": "`const T[*] p` has no address space",
+    "template <typename T> inline T outside_o(«|device »const Holder<T>& p) { return p.p; }": "`const Holder<T>& p` has no address space",
+    "typedef «|device »float* OutsideP;": "`float[*] OutsideP` has no address space",
+    "using OutsideQ = «|device »float*;": "`float[*]` has no address space",
+}  # fmt: skip
+
+
+def test_mistakes_of_address_spaces_are_refused(tmp_path):
+    def source(inside, outside):
+        body = "float own[4] = {1}; thread float* t = own; Pair pair = {1, 2}; x[i] = pair.sum() + *t;\n" + inside
+        parameters = "constant float* c [[buffer(2)]], device const float* r [[buffer(3)]], threadgroup float* g [[threadgroup(0)]]"
+        text = kernel("device float* d = x;" + body, parameters)
+        return text.replace("kernel", HELPERS + outside + "\nkernel", 1)
+
+    def version(text, which):
+        return re.sub("«(.*?)[|](.*?)»", lambda found: found[which], text)
+
+    for text, message in (IN_KERNEL | OUTSIDE).items():
+        wrong = version(text, 1)
+        given = refusal(source(wrong, "") if text in IN_KERNEL else source("", wrong), tmp_path)
+        assert re.search(message, given), f"{wrong}: {given}"
+    right = [version(f"{{ {text} }}", 2) for text in IN_KERNEL]
+    launch(
+        source("if (i > 64) {" + "\n".join(right) + "}", "\n".join(version(text, 2) for text in OUTSIDE)),
+        *(numbers(), torch.ones((), dtype=torch.int32, device="mps"), numbers(), numbers()),
+        n=-1,
+        shared=128,
+    )
 
 
 CONSTANT = kernel("x[i] = k0;").replace("kernel", "constant int k0 [[function_constant(0)]];\nkernel", 1)

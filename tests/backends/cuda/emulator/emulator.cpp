@@ -13,6 +13,7 @@
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
+#include <tuple>
 
 #ifdef __SANITIZE_ADDRESS__  // AddressSanitizer then watches the loads and stores
 #include <sanitizer/asan_interface.h>
@@ -177,6 +178,17 @@ struct Run {
     }
   } block_time;
   std::vector<Times> warp_time;
+
+  // An access to memory from allocate(), which is kept until the block ends if options.lines is set.
+  struct Touch {
+    uint32_t thread;
+    const void* where;  // the instruction
+    Accesses* counted;
+    uint64_t line;
+    bool first;    // the first line of an access
+    uint32_t nth;  // how many times the thread has executed the instruction before
+  };
+  std::vector<Touch> touches;
 
   Memory shared, dynamic;
   uintptr_t dirty_begin = 0, dirty_end = 0;  // the bytes of `shared` that kernels have accessed
@@ -363,6 +375,27 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
   outside(a, n, write, where);
 }
 
+// Keeps the lines that an access touches.
+[[gnu::noinline]] void touch(Accesses& counted, size_t at, size_t n, const void* where) {
+  for (uint64_t line = at / 128; line <= (at + n - 1) / 128; line++)
+    run.touches.push_back({run.thread, where, &counted, line, line == at / 128, 0});
+}
+
+// Counts the lines that the warps of a block have touched.
+void count_lines() {
+  auto& all = run.touches;
+  const auto by_thread = [](const Run::Touch& a, const Run::Touch& b) {
+    return std::tie(a.thread, a.where) < std::tie(b.thread, b.where);
+  };
+  std::stable_sort(all.begin(), all.end(), by_thread);
+  for (size_t i = 1; i < all.size(); i++)
+    if (!by_thread(all[i - 1], all[i])) all[i].nth = all[i - 1].nth + all[i].first;
+  const auto key = [](const Run::Touch& t) { return std::tuple(t.thread / 32, t.where, t.nth, t.counted, t.line); };
+  std::sort(all.begin(), all.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
+  for (size_t i = 0; i < all.size(); i++) all[i].counted->lines += i == 0 || key(all[i - 1]) != key(all[i]);
+  all.clear();
+}
+
 [[maybe_unused]] inline void access(void* pointer, size_t n, bool write, int width, const void* where) {
   // The host runs instrumented code too, but not on the stack of a fiber.
   const uintptr_t a = uintptr_t(pointer), here = uintptr_t(__builtin_frame_address(0));
@@ -390,6 +423,7 @@ Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
     auto& counted = write ? m->stores : m->loads;
     counted.bytes += n;
     counted.count[width]++;
+    if (options.lines) touch(counted, a - m->begin, n, where);
     if (!options.races) return;
   }
   check_order(*m, a, n, write, where);
@@ -592,6 +626,7 @@ void run_block() {
   run.dirty_end = 0;
   memset(dynamic_shared, 0xff, run.launch->dynamic_shared);
   switch_from(run.host);
+  count_lines();
   if (run.finding.empty() && run.done < run.threads.size()) run.finding = "the threads of a block wait for each other";
 }
 
@@ -732,6 +767,7 @@ void launch(const Launch& l) {
   for (const Memory* m : run.touched) {
     const auto add = [](Accesses& sum, const Accesses& more) {
       sum.bytes += more.bytes;
+      sum.lines += more.lines;
       for (int i = 0; i < 6; i++) sum.count[i] += more.count[i];
     };
     add(run.record.loads, m->loads);

@@ -46,6 +46,7 @@ enum class Order { kForward, kBackward, kScrambled };
 struct Options {
   bool races = true;              // check memory from allocate() for races; shared memory is always checked
   bool foreign = false;           // kernels may touch memory that is not from allocate()
+  bool lines = false;             // count the lines of memory that warps touch, see Accesses
   Order order = Order::kForward;  // of the blocks, and of the threads in each block
 };
 extern Options options;
@@ -53,6 +54,9 @@ extern Options options;
 // The accesses of a launch to memory from allocate(). Only code whose loads and stores are instrumented is counted.
 struct Accesses {
   uint64_t bytes, count[6];  // counts of accesses of 1, 2, 4, 8 and 16 bytes, and of others
+  // If options.lines is set: the sum, over the instructions that warps execute, of the number of lines of 128 bytes
+  // that the threads of the warp touch in that instruction. Lines are counted from the start of an allocation.
+  uint64_t lines;
 };
 struct Record {
   const void* kernel;

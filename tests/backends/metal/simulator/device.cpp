@@ -162,7 +162,9 @@ TORCH_LIBRARY(simulator, m) {
   m.def("check_guards() -> ()", &emulator::check_guards);
   m.def("thread_order(int order) -> ()", [](int64_t order) { emulator::options.order = emulator::Order(order); });
   m.def("check_races(bool check) -> ()", [](bool check) { emulator::options.races = check; });
+  m.def("count_lines(bool count) -> ()", [](bool count) { emulator::options.lines = count; });
   m.def("allow_foreign(bool allow) -> ()", [](bool allow) { emulator::options.foreign = allow; });
+  m.def("profile(bool on) -> str", &simulated_profile);
   m.def("max_threads(int threads) -> ()", [](int64_t threads) { simulator::max_threads = size_t(threads); });
 }
 

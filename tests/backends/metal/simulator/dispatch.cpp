@@ -39,9 +39,11 @@ std::string output_of(const std::string& command) {
   return text.substr(0, text.find('\n'));
 }
 
-std::string json(const emulator::Accesses& a, const char* bytes, const char* counts) {
+std::string json(const emulator::Accesses& a, const char* done, const char* counts) {
   std::ostringstream out;
-  out << "\"" << bytes << "\": " << a.bytes << ", \"" << counts << "\": {";
+  out << "\"bytes_" << done << "\": " << a.bytes << ", ";
+  if (emulator::options.lines) out << "\"lines_" << done << "\": " << a.lines << ", ";
+  out << "\"" << counts << "\": {";
   const char* comma = "";
   for (int i = 0; i < 6; i++) {
     if (!a.count[i]) continue;
@@ -58,13 +60,29 @@ std::string json(const size_t (&size)[3]) {
   return out.str();
 }
 
+// Gives the function constants of a library, and the constants that are computed from them, the values of a pipeline.
+void set_constants(const Pipeline& p) {
+  for (const Constant& c : p.library->constants) memcpy(c.data, p.constants.at(size_t(c.index)).bytes.data(), c.size);
+  for (const Derived& d : p.library->derived) d.compute();
+}
+
+// Returns how many threadgroups a dispatch has on an axis.
+size_t groups(const Dispatch& d, int axis) { return (d.threads[axis] + d.group[axis] - 1) / d.group[axis]; }
+
 // Records the emulator's last launch. A buffer that is bound twice is recorded twice, with the same numbers.
 void record(const Dispatch& d) {
   const auto launches = emulator::last_launches(true);
   std::ostringstream out;
   out << "{\"kernel\": \"" << d.pipeline.kernel->name << "\", \"threads\": " << json(d.threads)
-      << ", \"group\": " << json(d.group) << ", \"rints\": " << rints << ", \"constants\": {";
+      << ", \"group\": " << json(d.group) << ", \"groups\": " << json({groups(d, 0), groups(d, 1), groups(d, 2)})
+      << ", \"rints\": " << rints << ", \"messages\": {";
   const char* comma = "";
+  for (const auto& [name, count] : d.messages) {
+    out << comma << "\"" << name << "\": " << count;
+    comma = ", ";
+  }
+  out << "}, \"constants\": {";
+  comma = "";
   for (const Constant& c : d.pipeline.library->constants) {
     int value = 0;
     memcpy(&value, c.data, std::min(c.size, sizeof value));
@@ -75,7 +93,7 @@ void record(const Dispatch& d) {
   comma = "";
   const Kernel& k = *d.pipeline.kernel;
   for (int i = 0; i < k.count; i++) {
-    if (k.parameters[i].attribute != kbuffer) continue;
+    if (k.parameters[i].attribute != kbuffer || d.pipeline.absent[i]) continue;
     const Binding& b = d.buffers[k.parameters[i].index];
     if (!b.memory || launches.empty()) continue;
     emulator::Accesses loads{}, stores{};
@@ -83,7 +101,7 @@ void record(const Dispatch& d) {
       if (a.data == b.memory->data) loads = a.loads, stores = a.stores;
     }
     out << comma << "\"" << k.parameters[i].index << "\": {\"bytes\": " << b.memory->bytes << ", "
-        << json(loads, "bytes_read", "loads") << ", " << json(stores, "bytes_written", "stores") << "}";
+        << json(loads, "read", "loads") << ", " << json(stores, "written", "stores") << "}";
     comma = ", ";
   }
   out << "}}";
@@ -129,17 +147,27 @@ const Library* compile(const std::string& source, bool fast_math) {
     made->kernels[k->name] = k;
   for (auto* c = static_cast<const Constant*>(dlsym(opened, "simulator_constants")); c->name; c++)
     made->constants.push_back(*c);
+  for (auto* d = static_cast<const Derived*>(dlsym(opened, "simulator_derived")); d->name; d++)
+    made->derived.push_back(*d);
   return made;
 }
 
-std::string problem(const Library& library, const std::string& kernel, const Values& constants) {
-  if (!library.kernels.count(kernel)) return "the library has no function " + kernel;
+Pipeline pipeline(const Library& library, const std::string& kernel, const Values& constants) {
+  const auto found = library.kernels.find(kernel);
+  if (found == library.kernels.end()) fail("the library has no function " + kernel);
   for (const Constant& c : library.constants) {
     const auto value = constants.find(size_t(c.index));
-    if (value == constants.end()) return std::string("function constant ") + c.name + " has no value";
-    if (value->second.type != c.type) return std::string("function constant ") + c.name + " has another type";
+    if (value == constants.end()) fail(std::string("function constant ") + c.name + " has no value");
+    if (value->second.type != c.type) fail(std::string("function constant ") + c.name + " has another type");
   }
-  return "";
+  Pipeline made{&library, found->second, constants, {}};
+  const std::lock_guard<std::mutex> lock(mutex);
+  set_constants(made);
+  for (int i = 0; i < made.kernel->count; i++) {
+    const bool* const present = made.kernel->parameters[i].present;
+    made.absent.push_back(present && !*present);
+  }
+  return made;
 }
 
 // ---- memory ----
@@ -172,8 +200,13 @@ void validate(const Dispatch& d) {
     if (threads > UINT32_MAX) wrong("the grid has ", threads, " threads on an axis but must have at most ", UINT32_MAX);
   }
   size_t shared = 0;
+  const std::vector<bool>& absent = d.pipeline.absent;
+  bool taken[kBindings] = {};  // arguments of which one is absent may have the same number
   for (int i = 0; i < k.count; i++) {
-    const auto [attribute, index] = k.parameters[i];
+    if (k.parameters[i].attribute == kbuffer && !absent[i]) taken[k.parameters[i].index] = true;
+  }
+  for (int i = 0; i < k.count; i++) {
+    const auto [attribute, index, _] = k.parameters[i];
     const Type& type = k.types[i];
     if (attribute == kthreadgroup) {
       const size_t bytes = d.threadgroup_memory[index];
@@ -182,6 +215,11 @@ void validate(const Dispatch& d) {
     }
     if (attribute != kbuffer) continue;
     const Binding& b = d.buffers[index];
+    if (absent[i]) {
+      if (!taken[index] && b.what != Binding::kUnset && b.pipeline == d.pipelines)
+        wrong("buffer ", index, " is bound, but the function constants leave it out");
+      continue;
+    }
     if (b.what == Binding::kUnset) wrong("buffer ", index, " is not bound");
     if (b.pipeline != d.pipelines) wrong("buffer ", index, " is left over from an earlier pipeline");
     if (b.what == Binding::kNil) continue;  // allowed, unless the kernel touches it
@@ -199,15 +237,13 @@ void validate(const Dispatch& d) {
 void run(const Dispatch& d) {
   const std::lock_guard<std::mutex> lock(mutex);
   const Kernel& k = *d.pipeline.kernel;
-  for (const Constant& c : d.pipeline.library->constants) {
-    const auto value = d.pipeline.constants.find(size_t(c.index));
-    memcpy(c.data, value->second.bytes.data(), c.size);
-  }
+  set_constants(d.pipeline);
   Call call{&k, {}, {}, {}};
   std::vector<emulator::Bound> bound;
   size_t shared = 0;
   for (int i = 0; i < k.count; i++) {
-    const auto [attribute, index] = k.parameters[i];
+    const auto [attribute, index, _] = k.parameters[i];
+    if (d.pipeline.absent[i]) continue;
     if (attribute == kthreadgroup) {
       call.data[i] = dynamic_shared + shared;
       shared += d.threadgroup_memory[index];
@@ -219,7 +255,7 @@ void run(const Dispatch& d) {
   const auto size = [](const auto& of) { return emulator::Size3(unsigned(of(0)), unsigned(of(1)), unsigned(of(2))); };
   call.group = size([&](int i) { return d.group[i]; });
   call.threads = size([&](int i) { return d.threads[i]; });
-  const emulator::Size3 grid = size([&](int i) { return (d.threads[i] + d.group[i] - 1) / d.group[i]; });
+  const emulator::Size3 grid = size([&](int i) { return groups(d, i); });
   rints = 0;
   emulator::last_launches(true);
   std::string finding;

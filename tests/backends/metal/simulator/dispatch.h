@@ -16,6 +16,7 @@ namespace simulator {
 struct Library {
   std::map<std::string, const Kernel*> kernels;
   std::vector<Constant> constants;
+  std::vector<Derived> derived;
 };
 const Library* compile(const std::string& source, bool fast_math);  // never unloaded
 
@@ -28,9 +29,9 @@ struct Pipeline {
   const Library* library = nullptr;
   const Kernel* kernel = nullptr;
   Values constants;
+  std::vector<bool> absent;  // for each parameter, whether the function constants leave it out
 };
-// Returns why the library cannot make this function with these constants, or an empty string if it can.
-std::string problem(const Library&, const std::string& kernel, const Values& constants);
+Pipeline pipeline(const Library&, const std::string& kernel, const Values& constants);
 
 // Memory that can be bound for a kernel. Large buffers are sparse, and the emulator does not know them.
 class Buffer {
@@ -54,6 +55,7 @@ struct Dispatch {
   int pipelines = 0;  // how many pipelines were set in this encoder
   Binding buffers[kBindings];
   size_t threadgroup_memory[kBindings] = {};
+  std::map<std::string, int> messages;  // how many messages of each name the encoder got since the previous dispatch
   size_t threads[3], group[3];
 };
 void validate(const Dispatch&);

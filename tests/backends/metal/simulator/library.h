@@ -28,6 +28,7 @@ enum Attribute {
 struct Parameter {
   Attribute attribute;
   int index;
+  const bool* present;  // the function constant that says whether the argument exists; null if it always does
 };
 struct Type {
   unsigned size, alignment;  // of the object that the parameter points or refers to
@@ -57,6 +58,11 @@ struct Constant {
   int index, type;  // MTLDataType
   void* data;
   size_t size;
+};
+// A program-scope constant that is computed from function constants.
+struct Derived {
+  const char* name;
+  void (*compute)();
 };
 
 float rint(float);  // counts its calls

@@ -29,6 +29,8 @@ NOT_METAL = {
     **{word: rf"\b{word}\b" for word in ("double", "new", "delete", "virtual", "throw", "try", "goto", "thread_local")},
     "std::": r"\bstd::",
     "if constexpr": r"\bif\s+constexpr\b",
+    "base classes": r"(?<!enum )\b(?:struct|class)\s+\w+\s*(?:<[^{};]*>)?\s*:(?!:)",
+    "such pragma": r"^#\s*pragma\s+METAL\b(?!\s+fp\s+contract\(off\)\s*$).*",
     "a lambda": r"\[\s*[&=]?[\w\s,&]*\]\s*\([^()]*\)\s*(?:->\s*[\w:<>]+\s*)?\{",
 }
 
@@ -60,46 +62,77 @@ def arguments(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def types_of(text: str) -> str:
+    """Returns a pattern for a type of a declaration, without pointers."""
+    names = set(re.findall(r"\b(?:struct|class|enum|typename|using)\s+(?!class\b)(\w+)", text))
+    names |= set(re.findall(r"\btypedef\b[^;]*?(\w+)\s*;", text)) - {"namespace"}
+    plain = r"auto|void|bool|(?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]?|unsigned|signed|size_t|vec"
+    some = rf"(?:{'|'.join([plain, *sorted(names)])})"
+    template = r"(?:\s*<(?:[^<>;{}()]|<[^<>;{}()]*>)*>)?"
+    return rf"(?:\w+::)*\b{some}(?:\s+{some})*\b{template}(?:::\w+\b)?"
+
+
 def check(text: str) -> None:
     """Raises NotMetal if the preprocessed text uses what Metal lacks."""
+
+    def refuse(at: int, why: str) -> None:
+        before = text[:at].split("\n")
+        marker = max(i for i, line in enumerate(before) if line.startswith("# "))  # has the number of the next line
+        line = int(before[marker].split()[1]) + len(before) - marker - 2
+        raise NotMetal(f"program_source:{line}: {why}")
+
     for name, pattern in NOT_METAL.items():
-        if found := re.search(pattern, text):
-            before = text[: found.start()].split("\n")
-            marker = max(i for i, line in enumerate(before) if line.startswith("# "))  # has the number of the next line
-            line = int(before[marker].split()[1]) + len(before) - marker - 2
-            raise NotMetal(f"program_source:{line}: Metal has no {name}")
-    # C++ would accept a pointer in any address space for a template's parameter `const T*`, and would take a plain
-    # parameter `const T*` for a pointer to private memory.
-    plain = re.sub(r"^#.*$", "", text, flags=re.M)
-    for name, parameters in re.findall(
-        r"\b(\w+)\s*\(([^(){};]*)\)\s*(?:const\s*)?(?:(?:device|constant|thread)\s*)?\{", plain
-    ):
-        for parameter in arguments(parameters) if name not in ("if", "for", "while", "switch") else []:
-            if re.search(r"[*&]", parameter) and not re.search(r"\b(device|constant|threadgroup|thread)\b", parameter):
-                raise NotMetal(f"{name}: `{parameter}` has no address space")
+        if found := re.search(pattern, text, re.M):
+            refuse(found.start(), f"Metal has no {name}")
+    # The compilers would take a pointer without an address space for one to any, or to private memory.
+    plain = re.sub(r"^#.*$", lambda line: " " * len(line[0]), text, flags=re.M)
+    space, kind = r"\b(?:device|constant|threadgroup|thread)\b", types_of(plain)
+    words = rf"(?:\s|\b(?:const|volatile|static|inline|constexpr)\b|{space})*"
+    pointer = rf"({words}){kind}({words})(?:((?:[*&]{words})+)|\(({words})[*&]\s*\w*\s*\)\s*[\[(])\w*"
+    for found in re.finditer(pointer, plain):
+        inner = re.split(r"[*&]", found[3] or "")[1:-1]
+        if not all(re.search(space, words) for words in [found[1] + found[2], *inner]):
+            refuse(found.start(), f"`{found[0].strip()}` has no address space")
+    for found in re.finditer(rf"[(,]\s*(?:const\s+)?{kind}\s+\w+\s*\[[^\[\]]*\]\s*(?=[,)])", plain):
+        refuse(found.start(), f"`{found[0][1:].strip()}` has no address space")
 
 
 def translated(text: str) -> str:
     """Returns preprocessed Metal as C++."""
     check(text)
     # Constants and kernels are registered right after their definition, where their names are known.
-    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\w+)\)\s*\]\]\s*;"
-    text = re.sub(constant, r"static \1 \2; CONSTANT(\2, \3);", text)
+    known = {}  # the types of the function constants, and of the constants that are computed from them
+
+    def defined(found: re.Match) -> str:
+        kind, name, index, value = found.groups()
+        if index is None and not known.keys() & set(re.findall(r"\w+", value)):
+            return found[0]
+        known[name] = kind
+        if index is None:
+            return f"VARIABLE({kind}, {name}); DERIVED({name}, {value});"
+        return f"VARIABLE({kind}, {name}); CONSTANT({name}, {index});"
+
+    constant = r"\bconstant\s+(\w+)\s+(\w+)\s*(?:\[\[\s*function_constant\((\w+)\)\s*\]\]|=([^;{}]+));"
+    text = re.sub(constant, defined, text)
 
     attributes_of, count = {}, itertools.count()
     while found := re.search(r"(?:\[\[\s*kernel\s*\]\]|\bkernel\b)\s+void\s+(\w+)\s*\(", text):
         name, end = found[1], closing(text, found.end() - 1)
         parameters, attributes = arguments(text[found.end() : end]), []
         for i, parameter in enumerate(parameters):
-            attribute = re.search(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", parameter)
-            if not attribute or attribute[1] not in ATTRIBUTES:
+            declared, *lists = re.split(r"\[\[(.*?)\]\]", parameter, flags=re.S)
+            given = dict(re.findall(r"(\w+)\s*(?:\(\s*([\w:]+)\s*\))?", ",".join(lists[::2])))
+            present = given.pop("function_constant", "")
+            attribute, index = given.popitem() if len(given) == 1 else ("", "")
+            if attribute not in ATTRIBUTES or (present and attribute != "buffer"):
                 raise NotMetal(f"kernel {name}: `{parameter}` has no attribute that the simulator knows")
-            space = re.search(r"\b(device|constant|threadgroup)\b", parameter[: attribute.start()])
-            if attribute[1] in ("buffer", "threadgroup") and not space:
+            if attribute in ("buffer", "threadgroup") and not re.search(r"\b(device|constant|threadgroup)\b", declared):
                 raise NotMetal(f"kernel {name}: `{parameter}` has no address space")
-            attributes.append(f"{{simulator::k{attribute[1]}, {attribute[2] or 0}}}")
+            if present and known.get(present.split("::")[-1]) != "bool":
+                raise NotMetal(f"kernel {name}: {present} must be a bool that follows from the function constants")
+            attributes.append(f"{{simulator::k{attribute}, {index or 0}, {f'&{present}' if present else 'nullptr'}}}")
             # Metal's compiler assumes that buffers do not overlap, so the optimiser may assume it here.
-            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", parameter.replace(attribute[0], ""))
+            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", declared)
         attributes_of[name] = f"LIST({', '.join(attributes)})"
         after = closing(text, text.index("{", end)) + 1
         plain = not re.search(r"template\s*<[^;{}]*>\s*$", text[: found.start()])
@@ -124,7 +157,7 @@ def translated(text: str) -> str:
         text = re.sub(rf"\b((?:{structs})\b[^;(){{}}=&*]*\s\w+\s*=\s*)([^;={{}}]+);", r"\1COPY_OF(\2);", text)
     text = re.sub(VECTOR, r"simulator::vector<\1>(", text)
 
-    return f'#include "metal/shim.h"\n{text}'
+    return text
 
 
 def run(*command, text: str | None = None) -> str:
@@ -161,6 +194,10 @@ STRICT = [
     "-Werror=implicit-float-conversion",
     "-Wno-implicit-int-float-conversion",
 ]
+# OpenCL C++ has Metal's address spaces, and like Metal no variables outside of functions except constants.
+OPENCL = ["-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant", "-Wno-everything"]
+EXTENSIONS = ["-Xclang", "-cl-ext=-all,+cl_khr_fp16,+__opencl_c_generic_address_space"]
+SPACES = {"__global": "device", "__constant": "constant", "__local": "threadgroup", "__private": "thread"}
 # A wrap of an unsigned 32-bit integer is an error too: it may be an element offset that does not fit.
 CHECKS = "thread,signed-integer-overflow,unsigned-integer-overflow,shift-base,shift-exponent,integer-divide-by-zero,array-bounds,float-cast-overflow,alignment"
 FLAGS = (
@@ -176,7 +213,13 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
         raise NotMetal("program_source: the source is not ASCII")
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
     flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
-    parts = [HERE / "metal.py", HERE / "library.h", HERE / "metal/shim.h", HERE / "../../cuda/emulator/grid.h"]
+    parts = [
+        HERE / "metal.py",
+        HERE / "library.h",
+        HERE / "metal/shim.h",
+        HERE / "metal/strict.h",
+        HERE / "../../cuda/emulator/grid.h",
+    ]
     state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():
@@ -188,9 +231,15 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as own:
             cpp = Path(own, "program_source")  # messages of Metal's compiler call the source by this name
             cpp.write_text(translated(text))
-            base = [compiler(), *LANGUAGE, f"-I{HERE}", cpp]
-            run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES")
-            run(*base, *flags, "-o", Path(own, "library.so"), "-x", "none", library)
+            base = [compiler(), f"-I{HERE}", "-include"]
+            try:
+                if "rope_mutant(" not in text:  # the mistakes of tests/mutants use ?: in ways that OpenCL C++ lacks
+                    run(*base, "metal/strict.h", *OPENCL, *EXTENSIONS, "-fsyntax-only", cpp)
+            except NotMetal as error:
+                raise NotMetal(re.sub("|".join(SPACES), lambda space: SPACES[space[0]], str(error))) from None
+            base += ["metal/shim.h", *LANGUAGE]
+            run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES", cpp)
+            run(*base, *flags, "-o", Path(own, "library.so"), cpp, "-x", "none", library)
             with contextlib.suppress(OSError):  # another process has compiled it meanwhile
                 Path(own).rename(made)
             Path(own).mkdir(exist_ok=True)

@@ -1,6 +1,7 @@
 // Stands in for what csrc/mps uses of macOS: Foundation, libdispatch, Metal, and the part of torch that is built only
 // there.
 #include <ATen/mps/MPSDevice.h>
+#include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <objc/runtime.h>
 
@@ -294,10 +295,9 @@ id made_by(NSError** error, F make) {
                                  error:(NSError**)error {
   return made_by(error, [&] {
     const auto constants = values ? *static_cast<simulator::Values*>(values->values_) : simulator::Values();
-    const std::string kernel = [name UTF8String], problem = simulator::problem(*library_, kernel, constants);
-    if (!problem.empty()) fail(problem);
+    const auto pipeline = simulator::pipeline(*library_, [name UTF8String], constants);
     SimulatedPipeline* const function = [SimulatedPipeline new];
-    function->pipeline_ = new simulator::Pipeline{library_, library_->kernels.at(kernel), constants};
+    function->pipeline_ = new simulator::Pipeline(pipeline);
     return function;
   });
 }
@@ -348,6 +348,9 @@ void run_encoded() {
   for (const auto& dispatch : now) simulator::run(dispatch);
 }
 
+std::string profiled;  // the names of the kernels that the profiler has seen, with a space after each
+const void* profiled_now;
+
 void check_on_queue(const char* what) {
   if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
 }
@@ -369,6 +372,7 @@ void check_on_queue(const char* what) {
 }
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
   check_on_queue("setComputePipelineState");
+  now_->messages["setComputePipelineState"]++;
   if (!state) fail("setComputePipelineState got nil");
   now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
   now_->pipelines++;
@@ -382,6 +386,7 @@ void check_on_queue(const char* what) {
   now_->buffers[index] = binding;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
+  now_->messages["setBuffer"]++;
   if (!buffer) return [self bind:{simulator::Binding::kNil} at:index];
   if (object_getClass(buffer) != [SimulatedBuffer class]) fail("the argument of setBuffer is no buffer");
   [self bind:{simulator::Binding::kBuffer, *((SimulatedBuffer*)buffer)->memory_, offset} at:index];
@@ -389,28 +394,35 @@ void check_on_queue(const char* what) {
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
   if (length == 0 || length > 4096)
     fail("setBytes got " + std::to_string(length) + " bytes but takes between 1 and 4096");
+  now_->messages["setBytes"]++;
   const auto memory = std::make_shared<simulator::Buffer>(length);
   memcpy(memory->data, bytes, length);
   [self bind:{simulator::Binding::kBytes, memory} at:index];
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   check_on_queue("setThreadgroupMemoryLength");
+  now_->messages["setThreadgroupMemoryLength"]++;
   if (index >= simulator::kBindings) fail("threadgroup memory " + std::to_string(index) + " does not exist");
   if (length % 16) fail("threadgroup memory has " + std::to_string(length) + " bytes but must have a multiple of 16");
   now_->threadgroup_memory[index] = length;
 }
-- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+- (void)dispatch:(MTLSize)threads group:(MTLSize)group by:(const char*)message {
   check_on_queue("a dispatch");
+  now_->messages[message]++;
   simulator::Dispatch dispatch = *now_;
+  now_->messages.clear();
   dispatch.threads[0] = threads.width, dispatch.threads[1] = threads.height, dispatch.threads[2] = threads.depth;
   dispatch.group[0] = group.width, dispatch.group[1] = group.height, dispatch.group[2] = group.depth;
   simulator::validate(dispatch);
   encoded.push_back(std::move(dispatch));
 }
+- (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
+  [self dispatch:threads group:group by:"dispatchThreads"];
+}
 - (void)dispatchThreadgroups:(MTLSize)groups threadsPerThreadgroup:(MTLSize)group {
-  [self dispatchThreads:MTLSizeMake(groups.width * group.width, groups.height * group.height,
-                                    groups.depth * group.depth)
-      threadsPerThreadgroup:group];
+  const MTLSize threads =
+      MTLSizeMake(groups.width * group.width, groups.height * group.height, groups.depth * group.depth);
+  [self dispatch:threads group:group by:"dispatchThreadgroups"];
 }
 - (void)endEncoding {
   fail("endEncoding was sent to the encoder that PyTorch shares among operators");
@@ -464,6 +476,31 @@ MPSDevice* MPSDevice::getInstance() {
 }
 bool is_available() { return true; }
 
+// The profiler notes the names of the kernels that are reported to it. Like the real one it ends the encoder.
+namespace Profiler {
+MPSProfiler::MPSProfiler() = default;
+MPSProfiler::~MPSProfiler() = default;
+void MPSProfiler::StartTrace(const std::string&, bool) { m_signpost_types = SignpostTypes::RUN_OPERATION; }
+void MPSProfiler::StopTrace() { m_signpost_types = SignpostTypes::SIGNPOST_NONE; }
+uint64_t MPSProfiler::beginProfileKernel(const void* handle, const std::string& name, bool) {
+  check_on_queue("beginProfileKernel()");
+  if (!handle || profiled_now) fail("beginProfileKernel got no handle, or no endProfileKernel came before it");
+  profiled_now = handle;
+  profiled += name + " ";
+  return 0;
+}
+void MPSProfiler::endProfileKernel(const void* handle, SyncType) {
+  check_on_queue("endProfileKernel()");
+  if (handle != profiled_now) fail("endProfileKernel got another handle than beginProfileKernel");
+  profiled_now = nullptr;
+  getDefaultMPSStream()->endKernelCoalescing();
+}
+}  // namespace Profiler
+Profiler::MPSProfiler& getMPSProfiler() {
+  static auto* const profiler = new Profiler::MPSProfiler;
+  return *profiler;
+}
+
 void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)()) {
   __block std::exception_ptr error;
   dispatch_sync(queue, ^{
@@ -493,4 +530,9 @@ void simulated_synchronize() {
   at::mps::dispatch_sync_with_rethrow(&stream_queue, ^{
     at::mps::getDefaultMPSStream()->endKernelCoalescing();
   });
+}
+std::string simulated_profile(bool on) {
+  auto& profiler = at::mps::getMPSProfiler();
+  on ? profiler.StartTrace("interval", false) : profiler.StopTrace();
+  return std::exchange(profiled, "");
 }

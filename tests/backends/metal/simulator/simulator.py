@@ -31,10 +31,11 @@ def load(compiled: bool = False) -> None:
 def last_dispatches(clear: bool = True) -> list[dict]:
     """Returns records of the kernels that ran, at most the last 1000, and forgets them if `clear`.
 
-    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), rints (the number
-    of calls of rint), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
+    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), groups (the number
+    of threadgroups), rints (the number of calls of rint), messages (name to the number that the encoder got since the
+    previous dispatch), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
     bytes_written, loads and stores; these two map the size of an access in bytes to the number of accesses. A buffer that
-    is bound twice has the same numbers twice.
+    is bound twice has the same numbers twice, and one that the function constants leave out has no entry.
     """
     dispatches = json.loads(torch.ops.simulator.last_dispatches(clear))
     for d in dispatches:
@@ -52,6 +53,16 @@ def check_races(check: bool) -> None:
     torch.ops.simulator.check_races(check)
 
 
+def count_lines(count: bool) -> None:
+    """Sets whether the records of buffers have lines_read and lines_written, which costs time.
+
+    These are sums over all loads or stores that SIMD groups execute. A load or store counts the lines of 128 bytes that the
+    threads of the SIMD group touch in it. If a kernel loads each line of a tensor once, lines_read * 128 is the tensor's
+    size; if two instructions load half of each line, it is twice the size. Iterations of a loop are different loads.
+    """
+    torch.ops.simulator.count_lines(count)
+
+
 def allow_foreign(allow: bool) -> None:
     """Sets whether kernels may touch buffers of more than 256 MiB, which are sparse and have no guards."""
     torch.ops.simulator.allow_foreign(allow)
@@ -60,6 +71,11 @@ def allow_foreign(allow: bool) -> None:
 def thread_order(order: int) -> None:
     """Sets the order in which threadgroups, and the threads in each, run: 0 forward, 1 backward, 2 scrambled."""
     torch.ops.simulator.thread_order(order)
+
+
+def profile(on: bool) -> list[str]:
+    """Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before."""
+    return torch.ops.simulator.profile(on).split()
 
 
 def max_threads(threads: int) -> None:

@@ -311,12 +311,15 @@ struct DataType<bool> {
 }  // namespace simulator
 
 #ifdef SIMULATOR_ADDRESS_SPACES
+#define VARIABLE(type, name) extern const type name
 #define CONSTANT(...)
+#define DERIVED(...)
 #define KERNEL(...)
 #define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
 #else
 // The list ends before the first element without a name.
 extern "C" simulator::Constant simulator_constants[100] = {};
+extern "C" simulator::Derived simulator_derived[100] = {};  // in the order of the source
 extern "C" simulator::Kernel simulator_kernels[1000] = {};
 
 namespace simulator {
@@ -326,6 +329,7 @@ struct Registered {
   UNWATCHED Registered(const char* name, int index, T* data) {
     *first_free(simulator_constants) = {name, index, DataType<T>::value, data, sizeof(T)};
   }
+  UNWATCHED Registered(const char* name, void (*compute)()) { *first_free(simulator_derived) = {name, compute}; }
   template <typename... P>
   UNWATCHED Registered(const char* name, void (*function)(P...), std::initializer_list<Parameter> parameters) {
     static_assert(sizeof...(P) <= Kernel::kMost, "the simulator does not support this many parameters");
@@ -344,7 +348,9 @@ struct Registered {
 }  // namespace simulator
 
 #define LIST(...) {__VA_ARGS__}
+#define VARIABLE(type, name) static type name
 #define CONSTANT(name, index) static const simulator::Registered registered_##name(#name, index, &name)
+#define DERIVED(name, ...) static const simulator::Registered registered_##name(#name, [] { name = __VA_ARGS__; })
 #define KERNEL(number, host_name, attributes, ...) \
   static const simulator::Registered registered_##number(host_name, &__VA_ARGS__, attributes)
 #define INSTANCE KERNEL

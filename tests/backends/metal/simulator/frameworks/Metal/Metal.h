@@ -98,3 +98,5 @@ INSTANCE_VARIABLES(void* values_;)
 @protocol MTLSharedEvent <NSObject>
 @end
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
+
+@class MTLCaptureManager;

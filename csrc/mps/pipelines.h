@@ -1,0 +1,18 @@
+// What torch_rope.selfcheck asks about the kernels of this process.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace rope::mps {
+
+struct PipelineInfo {
+  std::string kernel;   // the name of a kernel; of a library: "library" and the name of its file
+  double milliseconds;  // how long Metal took to make it
+  std::int64_t calls;   // how often it was launched; 0 for a library
+};
+// Returns the libraries and pipelines that this process has made, in the order of their making.
+std::vector<PipelineInfo> pipelines();
+
+}  // namespace rope::mps

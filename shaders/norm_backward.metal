@@ -1,0 +1,213 @@
+// The backward of the norm followed by the rotation. norm.metal explains teams.
+#include "device.h"
+
+namespace rope {
+namespace mps {
+
+// A head in the backward.
+template <typename T>
+struct BackwardHead {
+  device const T *gradient, *x;                 // the gradient of the result; the head before the norm
+  device T* out;                                // the gradient of x
+  ulong gradient_stride, x_stride, out_stride;  // from a channel to the next
+};
+
+template <typename T>
+inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buffers, device const T* xs, int tensor,
+                                        Token<ulong> token, ulong h) {
+  constant Operand& o = tensor == kQ ? n.rotate.params.q : n.rotate.params.k;
+  constant rope_int* strides = tensor == kQ ? n.q : n.k;
+  BackwardHead<T> head;
+  head.gradient = head_of(tensor == kQ ? buffers.q_in : buffers.k_in, o.in, token.b, token.s, h);
+  head.x = head_of(xs, strides, token.b, token.s, h);
+  head.out = head_of(tensor == kQ ? buffers.q_out : buffers.k_out, o.out, token.b, token.s, h);
+  head.gradient_stride = o.in[3];
+  head.x_stride = strides[3];
+  head.out_stride = o.out[3];
+  return head;
+}
+
+// The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
+// formulas.
+struct Factors {
+  float scale, common;
+};
+// squares: the sum of x^2 over a head; products: the sum of g w x.
+inline Factors factors_of(float squares, float products, constant RopeParams& p) {
+  const float scale = scale_of(squares, p);
+  return {scale, -(scale * scale * (products / float(p.head_dim)))};
+}
+
+// Returns the gradient of x. weighted: g w.
+template <int V>
+inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = fma(x.of[i], f.common, weighted.of[i]) * f.scale;
+  return x;
+}
+
+}  // namespace mps
+}  // namespace rope
+
+#define ROPE_BACKWARD_BUFFERS(T)                                                                                \
+  device const T *q_in [[buffer(kBufferQIn)]], device T *q_out [[buffer(kBufferQOut)]],                         \
+      device const T *k_in [[buffer(kBufferKIn)]], device T *k_out [[buffer(kBufferKOut)]], ROPE_ANGLE_BUFFERS, \
+      ROPE_WEIGHTS, device const T *q_before [[buffer(kBufferQBefore)]],                                        \
+      device const T *k_before [[buffer(kBufferKBefore)]], device float *sums [[buffer(kBufferSums)]]
+#define ROPE_BACKWARD_BUFFERS_PASSED \
+  {q_in, k_in, nullptr, q_out, k_out, nullptr, cos, sin, inv_freq, positions, nullptr, q_weight, k_weight}
+
+// The backward. A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads,
+// and its share of the gradient of the weight into sums [2, parts, head_dim]. sum_parts adds up the parts.
+template <typename T, int V>
+[[kernel]] void norm_backward(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
+                              threadgroup float* shared [[threadgroup(0)]],
+                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                              uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
+                              uint thread_of_simd [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
+  constant TiledParams& r = n.rotate;
+  constant RopeParams& p = r.params;
+  const int tensor = group.y == 0 ? kQ : kK;
+  device const T* xs = tensor == kQ ? q_before : k_before;
+  const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads), per_token = (heads + kHeads - 1) / kHeads;
+  const TeamLane self = team_lane_of(simd, thread_of_simd);
+  const uint teams = threads.x / uint(k_lanes);
+  const bool active = self.lane < r.chunks;
+  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? self.lane : 0);
+  const ulong begin = ulong(group.x) * n.part_items,
+              end = min(begin + n.part_items, ulong(tensor == kQ ? n.q_items : n.k_items));
+  Numbers<V> weights;
+  if (active) weights = weights_of<T, V>(r, buffers, tensor, chunk);
+  Sum total[2 * V];
+  for (ulong first_item = begin; first_item < end; first_item += teams) {
+    const bool inside = first_item + self.team < end;
+    const ulong item = inside ? first_item + self.team : begin, t = item / per_token, b = t / ulong(p.seq);
+    const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+    Angles<V> angles;
+    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, self.lane);
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = uint(item - t * per_token) * kHeads + i;
+      const bool present = active && inside && h < heads;
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(min(h, heads - 1)));
+      Numbers<V> x, gradient, weighted;
+      float squares = 0.0f, products = 0.0f;
+      if (present) {
+        x = numbers_of(read(head.x, head.x_stride, chunk));
+        gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+        if (chunk.rotated) gradient = rotate(gradient, angles);
+        weighted = product(gradient, weights);
+        squares = dot(x, x, chunk);
+        products = dot(weighted, x, chunk);
+      }
+      squares = sum_over_lanes(squares);
+      products = sum_over_lanes(products);
+      if (present) {
+        const Factors f = factors_of(squares, products, p);
+        write(rounded<T, V>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
+        for (int j = 0; j < 2 * V; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+      }
+    }
+  }
+  // The first team adds the sums of all teams, in their order.
+  threadgroup float* own = shared + (self.team * uint(k_lanes) + self.lane) * (2 * V);
+  for (int j = 0; j < 2 * V; j++) own[j] = total[j].value();
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (self.team != 0 || !active) return;
+  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
+  for (int j = 0; j < (chunk.whole ? 2 * V : V); j++) {
+    Sum sum;
+    for (uint team = 0; team < teams; team++) sum.add(shared[(team * uint(k_lanes) + self.lane) * (2 * V) + j]);
+    to[chunk.channel(j)] = sum.value();
+  }
+}
+
+// The backward for heads of any width, with one SIMD group in a threadgroup. It takes kSimd heads at a time. It first
+// reads them to compute the factors of each head; thread i keeps the factors of head i. Then it goes through the
+// chunks, kSimd at a time: each thread takes one chunk, reads it again in all of these heads, writes their gradients,
+// and adds to the sums of the weight's gradient.
+template <typename T>
+[[kernel]] void norm_backward_wide(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
+                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                                   uint lane [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
+  constant TiledParams& r = n.rotate;
+  constant RopeParams& p = r.params;
+  const int tensor = group.y == 0 ? kQ : kK;
+  device const T* xs = tensor == kQ ? q_before : k_before;
+  const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
+  const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, items);
+  device float* to = sums + (ulong(group.y) * groups.x + group.x) * ulong(p.head_dim);
+  for (uint index = lane; index < r.chunks; index += kSimd) {
+    const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+    to[chunk.first] = to[chunk.second] = 0.0f;
+  }
+  for (ulong some = begin; some < end; some += kSimd) {
+    const uint count = uint(min(end - some, ulong(kSimd)));
+    Factors factors = {0.0f, 0.0f};
+    for (uint i = 0; i < count; i++) {
+      const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+      const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
+      Sum squares, products;
+      for (uint index = lane; index < r.chunks; index += kSimd) {
+        const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+        const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+        Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+        squares.add(dot(x, x, chunk));
+        products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk));
+      }
+      const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
+      if (i == lane) factors = f;
+    }
+    for (uint first = 0; first < r.chunks; first += kSimd) {  // no thread may leave: they exchange factors
+      const bool active = first + lane < r.chunks;
+      const uint index = active ? first + lane : 0;
+      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
+      const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
+      Sum total[2];
+      for (uint i = 0; i < count; i++) {
+        const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
+        if (active) {
+          const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+          const Token<ulong> token = token_at<ulong>(r, positions, nullptr, b, t - b * ulong(p.seq));
+          const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
+          const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
+          Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+          if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+          write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
+          for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+        }
+      }
+      if (active) {
+        to[chunk.first] += total[0].value();
+        if (chunk.whole) to[chunk.second] += total[1].value();
+      }
+    }
+  }
+}
+
+// Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
+// q, 1 for k.
+template <typename T>
+[[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
+                          device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
+                          uint2 at [[thread_position_in_grid]]) {
+  Sum sum;
+  for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
+  device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
+  if (at.y == 0 ? k_native_q_weight : k_native_k_weight) {
+    static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
+  } else {
+    static_cast<device float*>(to)[at.x] = sum.value();
+  }
+}
+
+#define ROPE_NORM_BACKWARD(T)                                  \
+  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)  \
+  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)  \
+  ROPE_KERNEL("norm_backward_wide_" #T, norm_backward_wide<T>) \
+  ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
+ROPE_NORM_BACKWARD(float)
+ROPE_NORM_BACKWARD(half)
+ROPE_NORM_BACKWARD(bfloat)

@@ -1,0 +1,137 @@
+// Declares what shim.h defines, for the check of a shader as OpenCL C++, whose address spaces are Metal's. This build
+// never runs. It accepts pointers without an address space, and member functions of objects in any; metal.py refuses
+// the former in the text, and clang's address spaces the latter.
+#pragma once
+
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+// Metal lacks these keywords of OpenCL.
+#define global global_
+#define local local_
+#define generic generic_
+#define NAN __builtin_nanf("")
+#define INFINITY __builtin_inff()
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef __bf16 bfloat;
+typedef __SIZE_TYPE__ size_t;
+
+namespace metal {
+
+template <typename T, int N>
+using vec = T __attribute__((ext_vector_type(N)));
+#define VECTORS(T)        \
+  typedef vec<T, 2> T##2; \
+  typedef vec<T, 3> T##3; \
+  typedef vec<T, 4> T##4;
+VECTORS(float)
+VECTORS(half)
+VECTORS(bfloat)
+VECTORS(char)
+VECTORS(uchar)
+VECTORS(short)
+VECTORS(ushort)
+VECTORS(int)
+VECTORS(uint)
+VECTORS(long)
+VECTORS(ulong)
+#undef VECTORS
+
+template <bool Condition, typename A, typename B>
+struct conditional {
+  typedef A type;
+};
+template <typename A, typename B>
+struct conditional<false, A, B> {
+  typedef B type;
+};
+template <bool Condition, typename T = void>
+struct enable_if {};
+template <typename T>
+struct enable_if<true, T> {
+  typedef T type;
+};
+template <typename A, typename B>
+struct is_same {
+  enum { value = __is_same(A, B) };
+};
+
+#define FUNCTIONS                                                                                                     \
+  float sqrt(float), rsqrt(float), sin(float), cos(float), exp(float), exp2(float), log(float), log2(float),          \
+      pow(float, float), fma(float, float, float), rint(float), floor(float), ceil(float), trunc(float), fabs(float), \
+      abs(float), min(float, float), max(float, float);
+FUNCTIONS
+namespace precise {
+FUNCTIONS
+}
+namespace fast {
+FUNCTIONS
+}
+#undef FUNCTIONS
+
+bool isnan(float), isinf(float), isfinite(float);
+template <typename T>
+T abs(T);
+template <typename T>
+T min(T, T);
+template <typename T>
+T max(T, T);
+template <typename T>
+T clamp(T, T, T);
+template <typename T>
+T select(T, T, bool);
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+mem_flags operator|(mem_flags, mem_flags);
+void threadgroup_barrier(mem_flags), simdgroup_barrier(mem_flags);
+template <typename T>
+T simd_sum(T);
+template <typename T>
+T simd_max(T);
+template <typename T>
+T simd_min(T);
+template <typename T>
+T simd_shuffle(T, ushort);
+template <typename T>
+T simd_broadcast(T, ushort);
+template <typename T>
+T simd_shuffle_xor(T, ushort);
+template <typename T>
+T simd_shuffle_down(T, ushort);
+template <typename T>
+T simd_shuffle_up(T, ushort);
+
+}  // namespace metal
+
+using namespace metal;
+template <typename T, typename F>
+T as_type(F);
+
+namespace simulator {
+
+// The copy constructor takes an object in thread memory only. The second argument makes these overloads differ.
+template <typename T>
+T copy_of(T, long);
+template <typename T>
+T copy_of(constant T&, int);
+template <typename T>
+T copy_of(const device T&, int);
+template <typename T>
+T copy_of(const threadgroup T&, int);
+template <typename V, typename... S>
+V vector(S...);
+
+}  // namespace simulator
+
+#define COPY_OF(...) simulator::copy_of(__VA_ARGS__, 0)
+#define VARIABLE(type, name) extern constant type name
+#define CONSTANT(...)
+#define DERIVED(...)
+#define KERNEL(...)
+#define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
