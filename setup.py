@@ -95,6 +95,9 @@ if not reason:
 if sys.platform == "darwin":
     # Python may be built for two architectures, but torch is built for one.
     os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+    # The shaders need macOS 14, but Python may be built for an older one. The platform in the name of a wheel is the newer
+    # of the two.
+    os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
     folders.append("csrc/mps")
     defines = [("ROPE_WITH_MPS", None)]
     link = ["-framework", "Foundation", "-framework", "Metal"]

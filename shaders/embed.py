@@ -43,7 +43,9 @@ def sources() -> dict[str, str]:
     for name, text in texts.items():
         if not text.isascii():
             found = "".join({c for c in text if not c.isascii()})
-            raise ValueError(f"{name}.metal contains {found} but must be ASCII, because Metal's compiler takes only ASCII")
+            raise ValueError(
+                f"{name}.metal contains {found} but must be ASCII, because Metal's compiler takes only ASCII"
+            )
     return texts
 
 

@@ -28,9 +28,13 @@ BUILD = ROOT / "build/macos"
 SYMBOLS = ROOT / "tests/backends/metal/macos_symbols.txt"
 HOST = "csrc/mps/mps.mm"
 
-# The oldest supported release of torch and the newest: the platform in the name of their macOS wheels, and the version of
-# C++ that their headers need.
-RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.13.0": ("macosx_14_0_arm64", "c++20")}
+# Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
+# that their headers need.
+RELEASES = {
+    "2.11.0": ("macosx_11_0_arm64", "c++17"),
+    "2.13.0": ("macosx_14_0_arm64", "c++20"),
+    "2.15.0": ("macosx_14_0_arm64", "c++20"),
+}
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
 FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
@@ -89,25 +93,33 @@ def wheel(release: str) -> Path:
 def headers(release: str) -> Path:
     """Returns the folder of the release's headers.
 
-    Without a network these are the headers of the installed torch, if it is the same release.
+    These are the headers of the installed torch if it is the same release: of the headers that the library includes, only
+    ATen/Config.h differs, which says what torch was built with. So one wheel less is downloaded.
     """
-    try:
-        return wheel(release) / "include"
-    except Unavailable:
-        if torch.__version__.split("+")[0] != release:
-            raise
+    if torch.__version__.split("+")[0] == release:
         return Path(torch.__file__).parent / "include"
+    return wheel(release) / "include"
 
 
 def _sources() -> list[str]:
-    """Returns all sources except module.cpp.
+    """Returns all sources except module.cpp, after writing those that are generated.
 
     module.cpp needs Python's headers, and those here are not for macOS. It uses nothing of torch.
     """
     found = [
         p for pattern in ("*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")
     ]
-    return sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
+    found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
+    # The sources that include autograd.h instantiate the same templates of torch. As one source they compile in half the
+    # time.
+    derivatives = [source for source in found if '#include "autograd.h"' in (ROOT / source).read_text()]
+    shaders, together = BUILD / "shaders.cpp", BUILD / "autograd/together.cpp"
+    _run(sys.executable, "shaders/embed.py", shaders)
+    text = "".join(f'#include "{source}"\n' for source in derivatives)
+    if not together.exists() or together.read_text() != text:
+        together.parent.mkdir(parents=True, exist_ok=True)
+        together.write_text(text)
+    return [*(source for source in found if source not in derivatives), str(together), str(shaders)]
 
 
 def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
@@ -117,10 +129,7 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
     """
     include, folder = headers(release), BUILD / f"objects-{release}"
     folder.mkdir(parents=True, exist_ok=True)
-    if sources is None:
-        shaders = BUILD / "shaders.cpp"
-        _run(sys.executable, "shaders/embed.py", shaders)
-        sources = [*_sources(), str(shaders)]
+    sources = sources or _sources()
     objects = {source: folder / f"{misspelt or ''}{Path(source).name}.o" for source in sources}
     define = f"-D{misspelt}={misspelt}s" if misspelt else ""
     lines = [
@@ -146,7 +155,7 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
         jobs = os.environ.get("MAX_JOBS", "2")
-        _run(sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs)
+        _run(sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, *objects.values())
     return list(objects.values())
 
 
@@ -242,7 +251,7 @@ def update() -> None:
         for name in names:
             users.setdefault(name, []).append(release)
     SYMBOLS.write_text(
-        f"# The symbols that the library uses of torch on macOS. The wheels of {' and '.join(RELEASES)} export them.\n"
+        f"# The symbols that the library uses of torch on macOS. The wheels of {', '.join(RELEASES)} export them.\n"
         "# A release after a name means that only a build for this release uses it.\n"
         "# This file is written by: python tests/backends/metal/macos.py --update\n"
         + "".join(

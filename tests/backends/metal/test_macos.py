@@ -1,11 +1,15 @@
-"""Tests that the library compiles for macOS (arm64) and links with the oldest and the newest release of torch for it."""
+"""Tests that the library compiles for macOS (arm64) and links with releases of torch for it."""
 
 import importlib.util
+import os
+import runpy
 import sys
 
 import macos
 import pytest
-from cases import missing
+import setuptools
+from cases import ROOT, missing
+from torch.utils.cpp_extension import BuildExtension  # noqa: F401  (its import fails if another platform is pretended)
 
 # These tests are one group for pytest-xdist, because a second worker would only wait for the compiler of the first.
 pytestmark = [pytest.mark.cpu, pytest.mark.xdist_group("macos")]
@@ -63,13 +67,19 @@ def test_a_misspelt_symbol_does_not_link(release, objects, host, libraries):
         macos.link(release, [misspelt, *others])
 
 
-def test_only_three_functions_of_at_mps_are_used(objects):
-    """The library uses nothing of at::mps whose layout or namespace differs between releases."""
-    assert {name for name in macos.from_torch(objects) if "3mps" in name} == {
-        "__ZN2at3mps19getCurrentMPSStreamEv",
-        "__ZN2at3mps9MPSDevice11getInstanceEv",
-        "__ZN2at3mps9MPSStream14commandEncoderEv",
-    }
+def test_of_at_mps_only_the_stream_the_device_and_the_profiler_are_used(objects):
+    """Everything else in at::mps may have another layout or be missing in another release."""
+    used = {name for name in macos.from_torch(objects) if "3mps" in name}
+    functions = [
+        "19getCurrentMPSStreamE",
+        "9MPSDevice11getInstanceE",
+        "9MPSStream14commandEncoderE",
+        "14getMPSProfilerE",
+        "8Profiler11MPSProfiler18beginProfileKernelE",
+        "8Profiler11MPSProfiler16endProfileKernelE",
+    ]
+    assert all(sum(f"3mps{function}" in name for name in used) == 1 for function in functions)
+    assert len(used) == len(functions)
 
 
 # The messages that torch records when it captures a graph. None of them ends the encoder or waits.
@@ -103,3 +113,18 @@ OTHERS = {
 
 def test_the_host_code_sends_only_known_messages(host):
     assert macos.selectors(host) <= ENCODER | OTHERS
+
+
+@pytest.mark.parametrize("chosen", [None, "15.0"])
+def test_the_build_is_for_macos_14_if_nothing_else_is_chosen(chosen, monkeypatch):
+    """The wheel's platform follows from MACOSX_DEPLOYMENT_TARGET."""
+    given = {} if chosen is None else {"MACOSX_DEPLOYMENT_TARGET": chosen}
+    monkeypatch.setattr(os, "environ", given | {"TORCH_ROPE_CUDA": "0"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    built = []
+    monkeypatch.setattr(setuptools, "setup", lambda **options: built.append(os.environ["MACOSX_DEPLOYMENT_TARGET"]))
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # no xcrun
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert built == [chosen or "14.0"]

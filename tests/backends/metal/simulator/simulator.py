@@ -27,6 +27,7 @@ def load(compiled: bool = False) -> None:
     import torch_rope  # defines the operators whose kernels the library registers
 
     torch.ops.load_library(simulator_build.build(compiled))
+    os.environ["TORCH_ROPE_PYTHON"] = shlex.join([sys.executable, os.path.abspath(__file__)])
     # A build of torch and torch_rope for macOS has these.
     torch_rope._C.devices = ("cpu", "mps")
     torch._C._has_mps = True
@@ -103,7 +104,6 @@ def main(arguments: list[str]) -> None:
     option, *rest = arguments or [""]
     if option.startswith("-") and (option not in ("-m", "-c") or not rest) or not option:
         sys.exit(__doc__)
-    os.environ["TORCH_ROPE_PYTHON"] = shlex.join([sys.executable, os.path.abspath(__file__)])
     sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(option, os.path.dirname(os.path.abspath(option)))
     load()
     if option == "-c":

@@ -1,0 +1,135 @@
+"""Tests of what PyTorch does with the operators on Metal: compiled programs, autocast, complex tables, and memory.
+
+On a Mac these tests run on the GPU.
+"""
+
+import json
+import zipfile
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from torch.profiler import ProfilerActivity, profile
+
+import torch_rope
+
+rope = torch.ops.rope
+
+
+@pytest.fixture(autouse=True)
+def _only_on_metal(device):
+    if device != "mps":
+        pytest.skip("this test is for Metal only")
+
+
+class Layer(torch.nn.Module):
+    """Writes k and v into a cache and rotates q: views and operators, and no other computation."""
+
+    def __init__(self):
+        super().__init__()
+        for name, rows in ("cos", 64), ("sin", 64):
+            self.register_buffer(name, torch.randn(rows, 8, device="mps"))
+        for name in "k_cache", "v_cache":
+            self.register_buffer(name, torch.zeros(64, 2, 16, device="mps"))
+
+    def forward(self, qkv):
+        q, k, v = qkv.view(-1, 8, 16).split([4, 2, 2], 1)
+        rope.rotate_into_cache_(q, k, v, self.k_cache, self.v_cache, self.cos, self.sin, offset=3)
+        q, k = rope.rotate_qk(q, k, self.cos, self.sin, inverse=True)
+        return q.transpose(0, 1), k
+
+
+def layer_and_input():
+    """Returns a layer, its input, and the results of a copy: those of the call, and the input and caches after it."""
+    layer, qkv = Layer(), torch.randn(8, 8 * 16, device="mps")
+    caches, same = (layer.k_cache.clone(), layer.v_cache.clone()), qkv.clone()
+    expected = [*(t.clone() for t in layer(same)), same, layer.k_cache.clone(), layer.v_cache.clone()]
+    for cache, before in zip((layer.k_cache, layer.v_cache), caches, strict=True):
+        cache.copy_(before)
+    return layer, qkv, expected
+
+
+def assert_same(layer, qkv, outs, expected):
+    for actual, wanted in zip([*outs, qkv, layer.k_cache, layer.v_cache], expected, strict=True):
+        assert torch.equal(actual.cpu(), wanted.cpu())
+
+
+def test_inductor_calls_the_operators_and_compiles_no_shader(device):
+    layer, qkv, expected = layer_and_input()
+    with torch.compiler.config.patch(force_disable_caches=True):
+        outs, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True), qkv)
+    assert_same(layer, qkv, outs, expected)
+    for op in "rotate_into_cache_", "rotate_qk":
+        assert code.count(f"torch.ops.rope.{op}.default(") == 1
+    assert "compile_mps_shader" not in code
+
+
+def test_aot_inductor_calls_the_operators_through_the_proxy_executor(device, tmp_path):
+    """A simulated device makes the program of the package; a Mac also compiles and runs it."""
+    layer, qkv, expected = layer_and_input()
+    simulated = hasattr(torch.ops.simulator, "last_dispatches")
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(layer, (qkv.clone(),)),
+        package_path=str(tmp_path / "rope.pt2"),
+        inductor_configs={"aot_inductor.package_cpp_only": simulated, "aot_inductor.precompile_headers": False},
+    )
+    if not simulated:
+        return assert_same(layer, qkv, torch._inductor.aoti_load_package(package)(qkv), expected)
+    files = zipfile.ZipFile(package)
+    read = lambda end: next(files.read(name).decode() for name in files.namelist() if name.endswith(end))  # noqa: E731
+    assert [node["node"]["target"] for node in json.loads(read("wrapper.json"))["nodes"]] == [
+        "rope::rotate_into_cache_",
+        "rope::rotate_qk",
+    ]
+    assert read("wrapper.cpp").count("aoti_torch_proxy_executor_call_function(proxy_executor,") == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_autocast_casts_nothing(dtype, device):
+    q, k = torch.randn(2, 5, 4, 16, device="mps").to(dtype), torch.randn(2, 5, 2, 16, device="mps").to(dtype)
+    cos, sin, weight = torch.rand(9, 8, device="mps"), torch.rand(9, 8, device="mps"), torch.rand(16, device="mps")
+    for function in (
+        lambda: rope.rotate_qk(q, k, cos, sin),
+        lambda: rope.norm_rotate_qk(q, k, weight, weight, cos, sin),
+        lambda: rope.cos_sin(torch.arange(9, device="mps"), cos[0]),
+    ):
+        expected = function()
+        with torch.autocast("mps", torch.float16):
+            assert torch.ones(2, 2, device="mps").mm(torch.ones(2, 2, device="mps")).dtype == torch.float16
+            outs = function()
+        assert all(out.dtype == e.dtype and torch.equal(out, e) for out, e in zip(outs, expected, strict=True))
+
+
+def test_a_complex_table_is_taken_without_a_copy(device):
+    """This is the formula of the original Llama, whose table freqs_cis is cos + i sin."""
+    angles = torch.rand(16, 1) * 6 * torch.arange(8)
+    freqs_cis = torch.polar(torch.ones_like(angles), angles).to("mps")
+    x = torch.randn(2, 16, 4, 16)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        out = torch_rope.rotate(x.to("mps"), freqs_cis.real, freqs_cis.imag, interleaved=True)
+    assert not {"aten::clone", "aten::contiguous"} & {event.name for event in recorded.events()}
+    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs_cis.cpu()[:, None])
+    torch.testing.assert_close(out.cpu(), expected.flatten(-2), atol=1e-6, rtol=1e-6)
+
+
+def allocated(function):
+    """Returns the sizes of the tensors that one operator allocates."""
+    function()  # the first call of all makes a tensor that is kept
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        function()
+    events = [event for event in recorded.events() if event.name in ("aten::empty", "aten::empty_strided")]
+    return [event.concrete_inputs[0] for event in events]
+
+
+def test_a_call_allocates_its_results_and_the_sums_of_a_weight(device):
+    q, k = torch.randn(2, 5, 4, 16, device="mps"), torch.randn(2, 5, 2, 16, device="mps")
+    cos, sin, weight = torch.rand(9, 8, device="mps"), torch.rand(9, 8, device="mps"), torch.rand(16, device="mps")
+    caches = torch.zeros(2, 2, 9, 2, 16, device="mps")
+    results = [list(q.shape), list(k.shape)]
+    assert allocated(lambda: rope.rotate_qk_(q, k, cos, sin)) == []
+    assert allocated(lambda: rope.rotate_into_cache_(q, k, k, *caches, cos, sin)) == []
+    assert allocated(lambda: rope.rotate_qk(q, k, cos, sin)) == results
+    assert allocated(lambda: rope.norm_rotate_qk(q, k, weight, weight, cos, sin)) == results
+    gradients = allocated(lambda: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, cos, sin))
+    assert gradients == [*results, [16], [16], [2, 1, 16]]
+    assert allocated(lambda: rope._rotate_table_backward(q, k, q, k, cos, sin)) == [[9, 8], [9, 8]]
