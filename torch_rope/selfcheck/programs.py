@@ -25,6 +25,9 @@ def first_calls(check: Check) -> list[Group]:
 def groups(check: Check) -> list[Group]:
     threads = {"one kernel": partial(two_threads, check, False), "different kernels": partial(two_threads, check, True)}
     compiled = {name: partial(inductor, check, name) for name in COMPILED}
+    packages = {
+        name: partial(aot_inductor, check, name) for name in ("an operator alone", "between pointwise operations")
+    }
     return [
         Group("two threads, new pipelines", threads, apart=True),
         Group(
@@ -34,7 +37,7 @@ def groups(check: Check) -> list[Group]:
         ),
         Group("exit while work runs", {"": partial(leave_work, check)}, apart=True),
         Group("torch.compile, inductor", compiled, seconds=60, apart=True, limit=120.0),
-        Group("AOTInductor", {"": partial(aot_inductor, check)}, apart=True, limit=180.0),
+        Group("AOTInductor", packages, seconds=60, apart=True, limit=180.0),
     ]
 
 
@@ -185,12 +188,12 @@ def inductor(check: Check, name: str) -> None:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, cos, sin):
+    def __init__(self, name, cos, sin):
         super().__init__()
-        self.cos, self.sin = cos, sin
+        self.name, self.cos, self.sin = name, cos, sin
 
     def forward(self, q, k):
-        return tuple(-x for x in rope.rotate_qk(q * 2, k, self.cos, self.sin))
+        return tuple(COMPILED[self.name](q, k, self.cos, self.sin))
 
 
 class Control(torch.nn.Module):
@@ -198,19 +201,18 @@ class Control(torch.nn.Module):
         return -q, k * 2
 
 
-def aot_inductor(check: Check) -> None:
+def aot_inductor(check: Check, name: str) -> None:
     """Compares the results of an exported and compiled package with those of eager mode."""
     q, k, cos, sin, *_ = layer(check)
 
     def run(model):
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-            exported = torch.export.export(model, (q, k))
             package = torch._inductor.aoti_compile_and_package(
-                exported,
+                torch.export.export(model, (q, k)),
                 package_path=str(Path(folder) / "model.pt2"),
                 inductor_configs={"aot_inductor.precompile_headers": False},  # shorter for a single package
             )
             check.same(torch._inductor.aoti_load_package(package)(q, k), model(q, k))
             check.after_call()
 
-    skip_without("AOTInductor", lambda: run(Model(cos, sin)), lambda: run(Control()))
+    skip_without("AOTInductor", lambda: run(Model(name, cos, sin)), lambda: run(Control()))

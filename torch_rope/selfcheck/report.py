@@ -89,6 +89,8 @@ def kernel_table(report: dict) -> list[str]:
                 result = "FAILED" if name in blamed else "ok" if entry and entry["calls"] else "not run"
                 times = f" {max(entry['ms']):.1f} ms/{len(entry['ms'])}, {entry['calls']}" if entry else ""
                 cells.append(f"{result}{times}" if exists(starts[start], variant) else "")
+            if report["only"] and all(cell in ("", "not run") for cell in cells):
+                continue
             lines.append(f"{family + variant:<24}" + "".join(f"{cell:<31}" for cell in cells).rstrip())
     times = [ms for name, entry in made.items() for ms in entry["ms"] if not name.startswith("library")]
     lines.append(f"{len(times)} pipelines in {len(report['processes'])} processes, {sum(times):.0f} ms in all")
