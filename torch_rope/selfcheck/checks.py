@@ -140,7 +140,7 @@ def describe_call(op: str, args: tuple, kwargs: dict) -> str:
 
 
 class Check:
-    """Has the checks of one device. A worker replaces the three functions."""
+    """Has the checks of one device. It tells a worker of each call through functions, which the worker replaces."""
 
     def __init__(self, device: torch.device, quick: bool = False):
         self.device, self.quick = device, quick
