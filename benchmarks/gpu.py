@@ -235,9 +235,10 @@ def counts(gpu: Gpu, step: str) -> str:
 
 
 def selfcheck(gpu: Gpu) -> Outcome:
-    if gpu.left < 90:
+    if gpu.left < 150:
         return LEFT, ""
-    status = gpu.run([sys.executable, "-m", "torch_rope.selfcheck", "--device", gpu.device, *gpu.checks])
+    command = [sys.executable, "-m", "torch_rope.selfcheck", "--json", str(gpu.out / "selfcheck.json")]
+    status = gpu.run([*command, "--device", gpu.device, *gpu.checks])
     return (PASSED if status == 0 else LEFT if status is None else FAILED), ""
 
 

@@ -4,8 +4,8 @@
     python simulator.py -m MODULE [arguments]
     python simulator.py -c CODE [arguments]
 
-runs a program as python itself does, after load(). The environment variable TORCH_ROPE_PYTHON has the command for further
-processes with the device.
+runs a program as python itself does, after load(). That function sets the environment variable TORCH_ROPE_PYTHON to the
+command that starts a Python with the device, for programs that start further processes.
 """
 
 import json
