@@ -183,8 +183,8 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   check_size("head_dim", p.head_dim, INT32_MAX);
   check_size("the number of heads", heads, INT32_MAX / kHeads);  // a kernel's loop goes kHeads shares past the last
   check_size("batch * seq", tokens, INT32_MAX);
-  const rope_int share = std::max(ceil_div(heads * tokens, kSpread), rope_int(1));  // heads of a share
-  const rope_int shares = ceil_div(heads, share);
+  const rope_int share_heads = std::max(ceil_div(heads * tokens, kSpread), rope_int(1));
+  const rope_int shares = ceil_div(heads, share_heads);
   if (p.has_norm) check_size("batch * seq * heads", tokens * shares, INT32_MAX);
 
   // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
@@ -197,18 +197,17 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   plan.wide_head = p.has_norm && chunks_of(p, four ? 4 : 1, true).all > kSimd;
   const bool eight = !backward && call.q->element_size() == 2 && !plan.wide_head && four && aligned(8);
   const bool copied = copies(p, c.q_in_place, c.k_in_place);
-  Chunks chunks;
-  int vector = 1;
   const auto threads = [&](int v) {  // with vectors of v channels
-    chunks = chunks_of(p, v, copied);
-    return tokens * shares * (p.has_norm ? power_of_two(chunks.all) : chunks.all);
+    const rope_int chunks = chunks_of(p, v, copied).all;
+    return tokens * shares * (p.has_norm ? power_of_two(chunks) : chunks);
   };
+  int vector = 1;
   if (eight && threads(8) >= kEnough) {
     vector = 8;
   } else if (four && !plan.wide_head && (p.has_norm || backward || threads(4) >= kEnough)) {
     vector = 4;
   }
-  threads(vector);
+  const Chunks chunks = chunks_of(p, vector, copied);
   c.vectors = vector != 1 && aligned(vector);
   c.table_access = call.cos && vector != 1 ? table_access(*call.cos, *call.sin) : kElements;
   c.weight_vectors = p.has_norm && vector != 1;
