@@ -190,7 +190,6 @@ MUTANTS += [
     ("tables that are not aligned are read as vectors", PLAN, "if («in_vectors(cos, 4) && in_vectors(sin, 4)») return", "true"),
     ("every head is a share of its own", PLAN, "share_heads = «std::max(ceil_div(heads * tokens, kSpread), rope_int(1))»;", "1"),
     ("the heads of a token are one share", PLAN, "share_heads = «std::max(ceil_div(heads * tokens, kSpread), rope_int(1))»;", "heads"),
-    ("the last share is missing", PLAN, "rope_int shares = «ceil_div(heads, share_heads)»;", "std::max(heads / share_heads, rope_int(1))"),
     ("the order of a norm's sum follows from strides", PLAN, "const bool four = «p.has_norm ? fits(p, 4) : aligned(4)»;", "aligned(4)"),
     ("a team has more lanes than a SIMD group", PLAN, "plan.wide_head = p.has_norm && «chunks_of(p, four ? 4 : 1, true).all > kSimd»;", "false"),
     ("wide heads are fewer with chunks of eight", PLAN, "chunks_of(p, four ? «4» : 1, true)", "8"),
@@ -215,6 +214,8 @@ EQUIVALENT = [
     (HOST, "if («call.cos_grad».numel() == 0)", "*", "sin_grad has the shape of cos_grad"),
     (HOST, 'type_of("rope.cos_sin", "dtype", «call.cos»)', "*", "sin has the dtype of cos"),
     (PLAN, "return «p.factor_hi != 1.0f || p.factor_lo != 0.0f»;", "*", "it becomes true for every call, and then angles are multiplied by one"),
+    (PLAN, "c.table_access = «call.cos» && vector", "*", "a call has both cos and sin or neither"),
+    (PLAN, "r.tokens_first = «p.q.in[2]» > p.q.in[", "p.q.out[2]", "q_out is q, or its dimensions lie in memory in the order of those of q"),
     (PLAN, "{call.q, «call.q_out», call.k", "*", "q_out is q, or it is new and has the layout of q"),
     (PLAN, "native(«call.cos ? &*call.cos» : nullptr)", "*", "a call has both cos and sin or neither, and their dtypes are equal"),
 ]  # fmt: skip
