@@ -224,8 +224,18 @@ def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
 # ---- many tokens and few ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim, rotary_dim", [(32, 32), (56, 48), (48, 32), (12, 8), (66, 66)])
+@pytest.mark.parametrize(
+    "head_dim, rotary_dim, dtype",
+    [
+        (32, 32, torch.float32),
+        (32, 32, torch.bfloat16),
+        (56, 48, torch.bfloat16),
+        (48, 32, torch.float16),
+        (12, 8, torch.float32),
+        (66, 66, torch.float32),  # with a norm these heads are wide
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_a_token_has_the_same_bits_among_many_tokens(heads_first, interleaved, head_dim, rotary_dim, dtype, device):
