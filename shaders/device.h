@@ -440,7 +440,7 @@ inline float dot(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
   const int part = V < 4 ? 2 * V : 8;
   const bool split = V == 8 && c.rotated && !k_interleaved;  // each part has half of its channels in each vector
   float total = 0.0f;
-  for (int begin = 0; begin < (c.whole ? 2 * V : V); begin += part) {
+  for (int begin = 0; begin < 2 * V; begin += part) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     for (int i = 0; i < part; i++) {
       const int at = split ? (i < 4 ? 0 : V) + begin / 2 + i % 4 : begin + i;

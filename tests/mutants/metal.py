@@ -166,7 +166,7 @@ MUTANTS += [
     ("eight channels are summed in another order than two times four", DEVICE, "const bool split = «V == 8 && c.rotated && !k_interleaved»;", "false"),
     ("channels past rotary_dim are summed in another order", DEVICE, "V == 8 && «c.rotated» && !k_interleaved;", "true"),
     ("interleaved channels are summed in another order", DEVICE, "V == 8 && c.rotated && «!k_interleaved»;", "true"),
-    ("a chunk without a second vector is summed twice", DEVICE, "for (int begin = 0; begin < («c.whole» ? 2 * V : V); begin += part)", "true"),
+    ("a chunk without a second vector is summed twice", DEVICE, "if («c.whole || at < V») sum[i % 4]", "true"),
     ("sines are read for cosines of complex numbers", DEVICE, "real[i] = «two[0]»;", "two[1]"),
     ("the second of two complex numbers is the first", DEVICE, "imaginary[i + 1] = «two[3]»;", "two[1]"),
     ("q in place has an argument for its input", DEVICE, "constant bool k_has_q_in = «k_q_in_place == 0»;", "true"),

@@ -269,6 +269,25 @@ def test_a_token_has_the_same_bits_among_many_tokens(heads_first, interleaved, h
             assert torch.equal(one, whole[:, at])
 
 
+@pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (56, 48), (48, 32)])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_a_norm_has_the_same_bits_with_vectors_of_eight_and_of_four(
+    interleaved, head_dim, rotary_dim, device, simulated
+):
+    """The order of a sum shows in few of many numbers, after they are rounded to 16 bits."""
+    base, weight = randn(4 + 200 * 24 * head_dim, dtype=torch.float16), randn(head_dim)
+    aligned = base[:-4].view(200, 24, head_dim)
+    shifted = torch.cat([base[-4:], base[:-4]])[4:].view(200, 24, head_dim)  # begins 8 bytes past an aligned address
+    angles = tables(200, rotary_dim)
+    simulated.last_dispatches()
+    outs = [
+        torch.ops.rope.norm_rotate_qk(x, x[:, :3], weight, weight, *angles, interleaved=interleaved)
+        for x in (aligned, shifted)
+    ]
+    assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32", "_v4_u32"]
+    assert all(map(torch.equal, *outs))
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
 @pytest.mark.parametrize("op", ["rotate", "rotate_qk", "rotate_qk_", "rotate_into_cache_", "norm_rotate_qk"])
 def test_one_token_keeps_many_cores_busy(op, head_dim, device, simulated):
@@ -338,7 +357,7 @@ def test_parts_of_complex_numbers_are_read_as_vectors(dtype, by_token, device, s
 
 
 LIKE_COMPLEX = {  # tables of two columns for each pair, of which cos and sin are chosen
-    "sin before cos": lambda t: (t[:, 1::2], t[:, ::2]),
+    "sin before cos": lambda t: (t[:, 4::2], t[:, 1:-3:2]),
     "two tensors": lambda t: (t[:, ::2], t.clone()[:, 1::2]),
     "far apart": lambda t: (t[:, ::4], t[:, 1::4]),
     "other rows": lambda t: (t[: len(t) // 2, ::2], t.as_strided((len(t) // 2, 16), (128, 2), 1)),
