@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_rope
 
+pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec")
 rope = torch.ops.rope
 
 
