@@ -232,6 +232,7 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
         HERE / "library.h",
         HERE / "metal/shim.h",
         HERE / "metal/strict.h",
+        HERE / "metal/types.h",
         HERE / "../../cuda/emulator/grid.h",
     ]
     state = [source, *flags, compiler(), *(p.read_text() for p in parts)]

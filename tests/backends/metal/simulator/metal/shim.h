@@ -12,12 +12,8 @@
 
 #include "../library.h"
 
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
 typedef _Float16 half;
-typedef __bf16 bfloat;
+#include "types.h"
 
 #ifdef SIMULATOR_ADDRESS_SPACES
 #define device __attribute__((address_space(1)))
@@ -34,26 +30,6 @@ typedef __bf16 bfloat;
 #define UNWATCHED __attribute__((no_sanitize("thread")))  // for functions that read variables of the host
 
 namespace metal {
-
-template <typename T, int N>
-using vec = T __attribute__((ext_vector_type(N)));
-
-#define VECTORS(T)        \
-  typedef vec<T, 2> T##2; \
-  typedef vec<T, 3> T##3; \
-  typedef vec<T, 4> T##4;
-VECTORS(float)
-VECTORS(half)
-VECTORS(bfloat)
-VECTORS(char)
-VECTORS(uchar)
-VECTORS(short)
-VECTORS(ushort)
-VECTORS(int)
-VECTORS(uint)
-VECTORS(long)
-VECTORS(ulong)
-#undef VECTORS
 
 using std::conditional;
 using std::enable_if;

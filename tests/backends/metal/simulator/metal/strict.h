@@ -16,33 +16,10 @@
 #define NAN __builtin_nanf("")
 #define INFINITY __builtin_inff()
 
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef __bf16 bfloat;
+#include "types.h"
 typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
-
-template <typename T, int N>
-using vec = T __attribute__((ext_vector_type(N)));
-#define VECTORS(T)        \
-  typedef vec<T, 2> T##2; \
-  typedef vec<T, 3> T##3; \
-  typedef vec<T, 4> T##4;
-VECTORS(float)
-VECTORS(half)
-VECTORS(bfloat)
-VECTORS(char)
-VECTORS(uchar)
-VECTORS(short)
-VECTORS(ushort)
-VECTORS(int)
-VECTORS(uint)
-VECTORS(long)
-VECTORS(ulong)
-#undef VECTORS
 
 template <bool Condition, typename A, typename B>
 struct conditional {
