@@ -16,6 +16,8 @@ VMAP, FLOPS, PARALLEL, IN_PLACE = (
 )
 SASS, JUDGE, KERNELS = "benchmarks/sass.py", "benchmarks/kernels.py", "tests/backends/cuda/test_kernels.py"
 GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/test_gpu.py"
+RUN, WORKER, REPORT = (f"torch_rope/selfcheck/{name}.py" for name in ("run", "worker", "report"))
+SELFCHECK = "tests/tools/test_selfcheck.py"
 TRANSFORMERS, ROTARY = "tests/integrations/test_transformers.py", "tests/modules/test_rotary_embedding.py"
 
 MUTANTS = [
@@ -639,5 +641,47 @@ MUTANTS = [
         'known[0] if known else "not understood yet"',
         "known[0]",
         "tests/tools/test_benchmarks.py",
+    ),
+    (
+        "selfcheck: the groups after one that crashed do not run",
+        RUN,
+        "return at.ended + 1, 0",
+        "return len(self.groups), 0",
+        SELFCHECK,
+    ),
+    (
+        "selfcheck: the cases after one that hung do not run",
+        RUN,
+        'record["deaths"] < MOST_DEATHS',
+        'record["deaths"] < 1',
+        SELFCHECK,
+    ),
+    (
+        "selfcheck: a process that hangs is not killed",
+        RUN,
+        "limit = group.limit if at.began else STARTS",
+        "limit = STARTS",
+        SELFCHECK,
+    ),
+    (
+        "selfcheck: a check that fails does not fail the run",
+        RUN,
+        'return int(any(g["status"] == "failed" or',
+        "return int(any(False or",
+        SELFCHECK,
+    ),
+    (
+        "selfcheck: all kernels of a failed case are named",
+        REPORT,
+        "left = [names for names in left if worst not in names]",
+        "left = [names - {worst} for names in left if names - {worst}]",
+        SELFCHECK,
+    ),
+    (
+        "selfcheck: a kernel that cannot be made is not named",
+        WORKER,
+        "sorted(named_in(error) or self.used)",
+        "sorted(self.used)",
+        SELFCHECK,
     ),
 ]
