@@ -217,7 +217,9 @@ def block(report: dict) -> str:
     lines = [report["versions"], report["machine"], f"device {report['device']}: {report['device_name']}{library}", ""]
     lines += kernel_table(report) + value_table(report) + other_groups(report) + failure_list(report) + tables(report)
     if names := suspects(report):
-        lines += wrap("kernels that fail: " + ", ".join(f"{name} ({n} cases)" for name, n in names.items()))
+        lines += wrap(
+            "kernels that fail: " + ", ".join(f"{name} ({n} case{'s' * (n > 1)})" for name, n in names.items())
+        )
     counts = Counter(group["status"] for group in report["groups"])
     cases = sum(group["passed"] for group in report["groups"])
     summary = (
