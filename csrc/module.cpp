@@ -1,6 +1,7 @@
 // The extension module torch_rope._C. Loading it registers the operators; its attributes tell what was built.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <string>
 
 #include "cpu/kernels.h"
@@ -15,8 +16,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
 #elif defined(ROPE_WITH_MPS)
   m.attr("devices") = pybind11::make_tuple("cpu", "mps");
-  m.attr("metal_library") =
-      rope::mps::kShaders[0].library_size ? "compiled with the extension" : "compiled at the first call";
+  const bool compiled = std::all_of(rope::mps::kShaders, rope::mps::kShaders + rope::mps::kShaderCount,
+                                    [](const rope::mps::Shader& shader) { return shader.library_size != 0; });
+  m.attr("metal_library") = compiled ? "compiled with the extension" : "compiled at the first call";
   m.def(
       "metal_pipelines",
       [] {

@@ -14,8 +14,8 @@
 using namespace metal;
 
 // Safe math allows contraction within a statement, so contraction is switched off here: when Metal compiles this text
-// on the user's machine, no option does it. Others have measured that compilers of Metal 3.1 take this spelling and
-// obey it; a compiler that does not know it ignores it, as C++ requires. csrc/angle.h explains why its results do not
+// on the user's machine, no option does it. Published measurements show that a compiler takes this spelling for Metal
+// 3.1 and obeys it; one that does not know it ignores it, as C++ requires. csrc/angle.h explains why its results do not
 // depend on the pragma. Safe math itself is set by an option of the compiler.
 #pragma METAL fp contract(off)
 
@@ -399,7 +399,7 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
   if (head.written) head.out = head_of(head.out, o.out, block, index, own);
   head.out_stride = I(o.out[3]);
-  head.in_place = head.tensor == kQ ? k_q_in_place : head.tensor == kK && k_k_in_place;
+  head.in_place = head.tensor == kQ ? k_q_in_place != 0 : head.tensor == kK && k_k_in_place != 0;
   return head;
 }
 
@@ -456,7 +456,7 @@ template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
   const I stride = I(tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight);
-  const bool native = tensor == kQ ? k_native_q_weight : k_native_k_weight;
+  const bool native = tensor == kQ ? k_native_q_weight != 0 : k_native_k_weight != 0;
   float first[V], second[V];
   if (native) {
     read_parameters<T>(from, c.first * stride, stride, k_weight_vectors, first);

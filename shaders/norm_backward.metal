@@ -208,7 +208,7 @@ template <typename T>
   Sum sum;
   for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
   device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
-  if (at.y == 0 ? k_native_q_weight : k_native_k_weight) {
+  if (at.y == 0 ? k_native_q_weight != 0 : k_native_k_weight != 0) {
     static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
   } else {
     static_cast<device float*>(to)[at.x] = sum.value();

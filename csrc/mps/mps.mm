@@ -6,7 +6,6 @@
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty.h>
-#include <torch/headeronly/version.h>
 
 #include <chrono>
 #include <exception>
@@ -153,11 +152,26 @@ const Tensor& nothing() {
   return tensor;
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15  // then the profiler asks for the stream
-#define ROPE_AND(stream) , stream
-#else
-#define ROPE_AND(stream)
-#endif
+// torch.mps.profiler. Newer releases of torch have functions that take the stream, and these must be preferred: the
+// compiler takes the first overload if it exists, because 0 is an int.
+template <typename Profiler>
+auto begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream* stream, int)
+    -> decltype(void(profiler.beginProfileKernel(pipeline, name, false, stream))) {
+  profiler.beginProfileKernel(pipeline, name, false, stream);
+}
+template <typename Profiler>
+void begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream*, long) {
+  profiler.beginProfileKernel(pipeline, name, false);
+}
+template <typename Profiler>
+auto end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream* stream, int)
+    -> decltype(void(profiler.endProfileKernel(pipeline, stream))) {
+  profiler.endProfileKernel(pipeline, stream);
+}
+template <typename Profiler>
+void end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream*, long) {
+  profiler.endProfileKernel(pipeline);
+}
 
 // Calls body(encoder) in the queue of PyTorch's stream, which owns the encoder. The body must not call ATen, which
 // would wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's
@@ -167,20 +181,24 @@ void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body
   nothing();  // allocates outside of the queue, because the allocation calls ATen
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
+  __block bool failed = false;
   dispatch_sync(stream->queue(), ^{
     try {
       @autoreleasepool {
         auto& profiler = at::mps::getMPSProfiler();
         const bool profiled = profiler.isOperationProfilingEnabled();
-        if (profiled) profiler.beginProfileKernel(pipeline, kernel.name(), /*isGraph=*/false ROPE_AND(stream));
+        if (profiled) begin_profile(profiler, pipeline, kernel.name(), stream, 0);
         body(stream->commandEncoder());
-        if (profiled) profiler.endProfileKernel(pipeline ROPE_AND(stream));
+        if (profiled) end_profile(profiler, pipeline, stream, 0);
       }
     } catch (...) {
+      failed = true;
       error = std::current_exception();
     }
   });
   if (error) std::rethrow_exception(error);
+  // An exception of Objective-C is caught too, but leaves no exception_ptr.
+  TORCH_CHECK(!failed, "torch_rope: Metal raised an exception while ", kernel.name(), " was encoded");
 }
 
 // Binds a tensor. If the call lacks it, the function constants leave out the kernel's argument, and nothing is bound.

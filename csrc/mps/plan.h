@@ -249,10 +249,10 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   return plan;
 }
 
-// Returns how many threads a threadgroup has if the grid has this many: whole SIMD groups, few enough for 32
-// threadgroups where there is work for them, and at most `most` threads. `most` is a multiple of kSimd.
-inline rope_int group_threads(rope_int grid, rope_int most) {
-  return std::clamp(grid / 32 / kSimd * kSimd, rope_int(kSimd), most);
+// Returns how many threads a threadgroup has, of `all` threads of a grid: whole SIMD groups, so few that there are at
+// least 32 threadgroups if there are as many SIMD groups, and at most `most` threads. `most` is a multiple of kSimd.
+inline rope_int group_threads(rope_int all, rope_int most) {
+  return std::clamp(all / 32 / kSimd * kSimd, rope_int(kSimd), most);
 }
 
 // Returns the size of a threadgroup of at most `threads` threads. It takes as much of the grid as it can along x, then
@@ -265,9 +265,9 @@ inline Size3 group_of(const Size3& grid, rope_int threads) {
 
 // How the norm's backward sums the gradients of the weights. The items of q, and separately those of k, are cut into
 // parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
-// from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU; so one kind of GPU
-// always gives the same bits. There are at most 1024 parts. A part has at least 4 items for each team of the
-// threadgroup, or 32 items if heads are wide.
+// from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on Metal's
+// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts. A
+// part has at least 4 items for each team of the threadgroup, or 32 items if heads are wide.
 struct Parts {
   rope_int q_items, k_items;
   rope_int part_items;  // items of a part

@@ -131,7 +131,7 @@ MUTANTS = [
     ("the factors of the first head are used for all", BACKWARD, "simd_shuffle(factors.common, ushort(«i»))", "0"),
     ("only the first lane keeps factors of wide heads", BACKWARD, "      if («i == lane») factors = f;", "lane == 0"),
     ("a missing second vector of a wide head is summed", BACKWARD, "if («chunk.whole») to[chunk.second]", "true"),
-    ("the gradient of k_norm_weight has the dtype of q_norm_weight", BACKWARD, "if (at.y == 0 ? k_native_q_weight : «k_native_k_weight») {", "k_native_q_weight"),
+    ("the gradient of k_norm_weight has the dtype of q_norm_weight", BACKWARD, "if (at.y == 0 ? k_native_q_weight != 0 : «k_native_k_weight != 0») {", "k_native_q_weight != 0"),
     ("the gradients of weights are not written if there are no tokens", HOST, "      call.q_norm_weight_grad.zero_();\n", ""),
     ("the gradients of tables are not written if there are no tokens", HOST, "      call.cos_grad.zero_();\n", ""),
     ("a range of positions that the host knows is not checked", HOST, "if («!call.positions && !call.slots») check_position_range", "false"),
@@ -179,7 +179,7 @@ MUTANTS += [
     ("a pipeline counts the calls of another", HOST, "kept.info = «made().infos.size() - 1»;", "0"),
     ("every kernel is looked for in the first library", HOST, "return «s.file == file»;", "true"),
     ("the profiler is not asked", HOST, "profiled = «profiler.isOperationProfilingEnabled()»;", "false"),
-    ("the profiler never hears that a call ended", HOST, "        if (profiled) profiler.endProfileKernel(pipeline ROPE_AND(stream));\n", ""),
+    ("the profiler never hears that a call ended", HOST, "        if (profiled) end_profile(profiler, pipeline, stream, 0);\n", ""),
     ("parts of complex numbers are read one by one", PLAN, "? «kComplex»\n", "kElements"),
     ("any tables of one layout are complex", PLAN, "«cos.is_alias_of(sin)» &&", "true"),
     ("sin may come before cos", PLAN, "«sin.storage_offset() == cos.storage_offset() + 1»;", "sin.storage_offset() <= cos.storage_offset() + 1"),
@@ -199,8 +199,8 @@ MUTANTS += [
     ("no thread has vectors of eight", PLAN, "if («eight && threads(8) >= kEnough») {", "false"),
     ("tokens always come after shares", PLAN, "r.tokens_first = «p.q.in[2] > p.q.in[p.seq > 1 ? 1 : 0]»;", "false"),
     ("tokens always come before shares", PLAN, "r.tokens_first = «p.q.in[2] > p.q.in[p.seq > 1 ? 1 : 0]»;", "true"),
-    ("small grids have large threadgroups", PLAN, "std::clamp(«grid / 32 / kSimd * kSimd»,", "most"),
-    ("every grid has small threadgroups", PLAN, "std::clamp(«grid / 32 / kSimd * kSimd»,", "rope_int(kSimd)"),
+    ("small grids have large threadgroups", PLAN, "std::clamp(«all / 32 / kSimd * kSimd»,", "most"),
+    ("every grid has small threadgroups", PLAN, "std::clamp(«all / 32 / kSimd * kSimd»,", "rope_int(kSimd)"),
 ]  # fmt: skip
 MUTANTS += plans.MUTANTS
 

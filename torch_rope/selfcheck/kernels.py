@@ -44,7 +44,9 @@ def groups(check: Check) -> list[Group]:
             if exists(kind, variant) and (family, variant) != ("table_backward", "_v8_u64")
         }
         # In a process of its own, because it takes much memory.
-        found.append(Group("tensors past 2^32 elements", cases, seconds=15, apart=True, names_kernels=True))
+        found.append(
+            Group("tensors past 2^32 elements", cases, seconds=15, apart=True, names_kernels=True, limit=180.0)
+        )
     return found
 
 
@@ -133,18 +135,23 @@ def memory() -> int:
         return 0
 
 
+def memory_of(device: torch.device) -> int:
+    """Returns the bytes of memory that a device can use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":  # a whole tensor must be in memory while a kernel uses it
+        return torch.mps.recommended_max_memory()
+    return memory()
+
+
 def far_kernel(check: Check, family: str, kind: str, variant: str) -> None:
     """Rotates two sequences that are more than 2^32 elements apart, of a tensor that is otherwise untouched."""
     dtype, (head_dim, rotary_dim) = TYPES[kind], sizes(family, variant)
     needed = LARGE * dtype.itemsize
-    device = check.device.type
-    has = torch.cuda.get_device_properties(check.device).total_memory if device == "cuda" else memory()
-    if device == "mps" and hasattr(
-        torch.ops.simulator, "allow_foreign"
-    ):  # the simulated device, whose memory is sparse
+    if check.device.type == "mps" and hasattr(torch.ops.simulator, "allow_foreign"):  # simulated; its memory is sparse
         torch.ops.simulator.allow_foreign(True)
-    elif has < 3 * needed:
-        raise Skip(f"{dtype} needs {3 * needed >> 30} GiB of memory, and this machine has {has >> 30}")
+    elif (has := memory_of(check.device)) < 3 * needed:
+        raise Skip(f"{dtype} needs {3 * needed >> 30} GiB of memory, and there are {has >> 30}")
     try:
         base = torch.empty(LARGE + 2**14, dtype=dtype, device=check.device)
     except RuntimeError as e:

@@ -125,7 +125,9 @@ def leave_work(check: Check) -> None:
     def work():
         end = time.monotonic() + 0.2
         while time.monotonic() < end:
-            rope.rotate_(x, cos, sin)
+            for _ in range(50):
+                rope.rotate_(x, cos, sin)
+            x[0, 0, 0].to("cpu", non_blocking=True)  # Metal begins to work only when torch commits
 
     atexit.register(work)
 

@@ -97,7 +97,7 @@ def kernel_table(report: dict) -> list[str]:
     libraries = {name: entry for name, entry in made.items() if name.startswith("library")}
     if libraries:
         times = [f"{name} {', '.join(f'{ms:.0f}' for ms in entry['ms'][:3])}" for name, entry in libraries.items()]
-        lines += wrap(f"ms to compile, in the first processes: {'; '.join(times)}")
+        lines += wrap(f"ms to load or compile, in the first processes: {'; '.join(times)}")
     return [*lines, ""]
 
 
@@ -195,7 +195,8 @@ def tables(report: dict) -> list[str]:
         lines.append("")
     for name, table in rows.items():
         heads = "1 new token" if name == "decode" else "bfloat16, 32 heads of q and 8 of k, head_dim 128"
-        lines.append(f"{name}: {heads}")
+        waits = "; the GPU begins when the host waits" if report["device"].startswith("mps") else ""
+        lines.append(f"{name}: {heads}{waits}")
         texts = [
             {key: f"{value:,.1f}" if isinstance(value, float) else str(value) for key, value in row.items()}
             for row in table

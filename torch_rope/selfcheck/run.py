@@ -65,10 +65,10 @@ class Process:
         return self.events.get(timeout=limit)
 
     def kill(self) -> None:
-        for stop in (signal.SIGABRT, signal.SIGKILL):  # at the first one Python writes where its threads are
+        for stop in (signal.SIGUSR1, signal.SIGKILL):  # at the first one Python writes where its threads are
             try:
                 os.killpg(self.process.pid, stop)
-                self.process.wait(3)
+                self.process.wait(1)
             except (ProcessLookupError, PermissionError):
                 return
             except subprocess.TimeoutExpired:

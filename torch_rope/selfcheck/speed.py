@@ -45,7 +45,8 @@ def groups(check: Check) -> list[Group]:
 def medians(check: Check, contenders: list, seconds: float) -> list[float]:
     """Returns the median time of a call, in seconds, for each contender.
 
-    The contenders alternate. Each run is so long that waiting for the device at its end is a small part of it.
+    The contenders alternate. Each run is so long that waiting for the device at its end is a small part of it. On Metal
+    the GPU begins only at that wait, so a time is the sum of what host and GPU need.
     """
 
     def run(call, calls):

@@ -18,6 +18,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import threading
 import time
 import traceback
@@ -156,6 +157,7 @@ def is_usable(device: torch.device) -> bool:
 
 def main(argument: str) -> None:
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     request = json.loads(argument)
     # Events have the standard output for themselves: what other libraries write there goes to the standard error.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
