@@ -146,7 +146,7 @@ def ours_tables(scaling, dtype):
 def ours_float32(scaling, dtype):
     def call(x, p):
         inv_freq, attention_factor = scaling.exact(p)
-        inv_freq = inv_freq.float().to(p.device)  # for the default kind this is torch_rope.inv_freq
+        inv_freq = inv_freq.float().to(p.device)  # as torch_rope.inv_freq(..., dtype=torch.float32) does
         return torch_rope.rotate(x, inv_freq=inv_freq, positions=p, attention_factor=attention_factor)
 
     return call

@@ -70,15 +70,16 @@ def plan(operator: str, tokens: int, heads: tuple[int, int], in_place: bool = Tr
     return module().plan(
         PROCESSORS,
         BFLOAT16,
-        (1, tokens, HEAD_DIM, HEAD_DIM),
+        (1, tokens, HEAD_DIM, HEAD_DIM, 0, HEAD_DIM * into_cache),
         (q_heads, k_heads, k_heads * into_cache),
         [*sides, *[(None, None)] * (3 - len(sides))],
         (blocks, BLOCK_SIZE) if into_cache else (0, 0),
         given("positions", 1, tokens),
         given("slots", 1, tokens) if into_cache else None,
-        *((given(name, 1, 40960, HEAD_DIM // 2)[0], [0, HEAD_DIM // 2, 1]) for name in ("cos", "sin")),
+        *((given(name, 1, 40960, HEAD_DIM // 2)[0], [0, HEAD_DIM // 2, 0, 1]) for name in ("cos", "sin")),
         0,
         40960,
         1,
         "norm" in operator,
+        0,
     )

@@ -25,11 +25,23 @@ Operand operand_of(const Tensor& in, const Tensor& out) {
   return o;
 }
 
-// Writes the strides of a table as [batch, row, column], right-aligned. If the batch is one, its stride is 0, so that
-// all sequences share it.
+// Writes the strides of a table as [batch, row, head, column]. If there is one batch or head, its stride is 0, so that
+// all sequences or heads share it.
 void table_strides(const Tensor& table, rope_int* strides) {
-  std::copy(table.strides().rbegin(), table.strides().rend(), std::reverse_iterator(strides + 3));
-  if (table.dim() == 3 && table.size(0) == 1) strides[0] = 0;
+  const int64_t dims = table.dim();
+  strides[0] = dims > 2 && table.size(0) > 1 ? table.stride(0) : 0;
+  strides[1] = table.stride(dims == 2 ? 0 : 1);
+  strides[2] = dims == 4 ? table.stride(2) : 0;
+  strides[3] = table.stride(-1);
+}
+
+// Writes the strides of inv_freq, of which the last `dims` dimensions are left if its two parts are added. Returns
+// whether there are two parts.
+bool frequency_strides(const Tensor& inv_freq, int64_t dims, rope_int* strides) {
+  const bool split = inv_freq.dim() > dims;
+  strides[0] = split ? inv_freq.stride(0) : 0;
+  for (int64_t d = 1; d <= dims; d++) strides[d] = inv_freq.stride(d - !split);
+  return split;
 }
 
 // Writes the strides of positions or slots as [batch, seq]. If the batch is one, its stride is 0, so that all sequences
@@ -67,16 +79,17 @@ RopeParams RotateCall::params() const {
   p.batch = q->dim() == 4 ? q->size(0) : 1;
   p.seq = q->size(-3);
   p.head_dim = q->size(-1);
+  p.rotary_start = rotary_start;
   p.q = operand_of(*q, *q_out);
   if (k) p.k = operand_of(*k, *k_out);
   if (inv_freq) {
     p.source = kInvFreq;
-    p.rotary_dim = 2 * inv_freq->size(0);
-    p.inv_freq = inv_freq->stride(0);
+    p.rotary_dim = 2 * inv_freq->size(-1);
+    p.split_inv_freq = frequency_strides(*inv_freq, 1, p.inv_freq);
   } else {
-    p.source = cos->dim() == 3 ? kTableByToken : kTableByPosition;
+    p.source = cos->dim() == 2 ? kTableByPosition : cos->dim() == 3 ? kTableByToken : kTableByHead;
     p.rotary_dim = 2 * cos->size(-1);
-    p.table_rows = cos->size(-2);
+    p.table_rows = cos->size(0);
     table_strides(*cos, p.cos);
     table_strides(*sin, p.sin);
   }
@@ -85,7 +98,9 @@ RopeParams RotateCall::params() const {
     token_strides(*positions, p.positions);
   }
   if (v) {
+    p.has_cache = 1;
     p.v = operand_of(*v, *v_out);
+    p.v_dim = v->size(-1);
     p.blocks = k_out->dim() == 4 ? k_out->size(0) : 1;
     p.block_size = k_out->size(-3);
   }
@@ -103,6 +118,10 @@ RopeParams RotateCall::params() const {
   split_factor(attention_factor, p);
   p.interleaved = interleaved;
   p.inverse = inverse;
+  if (eager_rounding) {
+    p.rounding = cos && cos->scalar_type() == q->scalar_type() ? kEachNarrow : kEachWide;
+    p.factor_lo = 0.0f;  // torch multiplies a table by the nearest float
+  }
   return p;
 }
 
@@ -160,7 +179,7 @@ TokensOfRows TableBackwardCall::tokens() const {
   const OptTensor& positions = rotate.positions;
   const bool own = by_position ? positions && positions->dim() == 2 && positions->size(0) > 1 : rotate.cos->size(0) > 1;
   TokensOfRows t{};
-  t.rows = cos_grad.numel() / std::max<int64_t>(1, cos_grad.size(-1));
+  t.rows = by_position ? cos_grad.size(0) : cos_grad.size(0) * cos_grad.size(1);
   t.copies = own ? 1 : p.batch;
   t.entries = own ? p.batch * p.seq : p.seq;
   t.listed = by_position && p.has_positions;
@@ -200,13 +219,12 @@ TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& sta
 
 CosSinParams CosSinCall::params(const Tensor& positions, const Tensor& inv_freq) const {
   CosSinParams p{};
-  p.axes = inv_freq.size(0);
-  p.pairs = inv_freq.size(1);
+  p.axes = inv_freq.size(-2);
+  p.pairs = inv_freq.size(-1);
   p.tokens = cos.numel() / std::max<rope_int>(1, p.pairs);
   p.positions[0] = positions.stride(0);
   p.positions[1] = positions.stride(-1);
-  p.inv_freq[0] = inv_freq.stride(0);
-  p.inv_freq[1] = inv_freq.stride(1);
+  p.split_inv_freq = frequency_strides(inv_freq, 2, p.inv_freq);
   split_factor(attention_factor, p);
   p.position_type = position_type(positions);
   return p;

@@ -13,17 +13,21 @@ using OptTensor = std::optional<at::Tensor>;
 // The arguments that the rotating operators share, in the order of the schemas. The struct holds references to the
 // caller's tensors and offset.
 struct Angles {
-  const OptTensor &cos, &sin;  // [max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]
-  const OptTensor& inv_freq;   // [rotary_dim / 2]
+  // [max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, rotary_dim / 2]
+  const OptTensor &cos, &sin;
+  const OptTensor& inv_freq;   // [rotary_dim / 2], or [2, rotary_dim / 2], which is the sum of two parts
   const OptTensor& positions;  // [seq], [1, seq] or [batch, seq]
   const c10::SymInt& offset;
   double attention_factor;
   bool interleaved, inverse;
+  int64_t rotary_start;
+  bool eager_rounding;
 
   // Returns f(...) of all members, in the order of the schemas.
   template <typename F>
   auto pass(F&& f) const {
-    return f(cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse);
+    return f(cos, sin, inv_freq, positions, offset, attention_factor, interleaved, inverse, rotary_start,
+             eager_rounding);
   }
   // Returns the angles of the opposite rotation, by which gradients are rotated.
   Angles back() const {
@@ -38,12 +42,16 @@ struct NormAngles : Angles {
   double norm_eps;
 
   NormAngles(const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq, const OptTensor& positions,
-             const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved)
-      : Angles{cos, sin, inv_freq, positions, offset, attention_factor, interleaved, false}, norm_eps(norm_eps) {}
+             const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved,
+             int64_t rotary_start, bool eager_rounding)
+      : Angles{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
+               interleaved, false, rotary_start, eager_rounding},
+        norm_eps(norm_eps) {}
 
   template <typename F>
   auto pass(F&& f) const {
-    return f(cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved);
+    return f(cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved, rotary_start,
+             eager_rounding);
   }
 };
 
@@ -61,8 +69,9 @@ struct RotateCall : Angles {
   double norm_eps = 0;
 
   // If v is set, rotated k and a copy of v are written to the caches k_out and v_out, which are
-  // [blocks, block_size, heads, head_dim], or [block_size, heads, head_dim] if there is one block.
-  const Tensor* v = nullptr;  // like k
+  // [blocks, block_size, heads, head_dim], or [block_size, heads, head_dim] if there is one block. v and its cache have
+  // heads and a head_dim of their own.
+  const Tensor* v = nullptr;  // [seq, v_heads, v_dim] or [batch, seq, v_heads, v_dim]
   const Tensor* v_out = nullptr;
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
 
@@ -109,7 +118,7 @@ struct TableBackwardCall {
 // One call of cos_sin: the angle is the sum over axes of position * inv_freq.
 struct CosSinCall {
   const Tensor& positions;  // [axes, *P], where P is any shape
-  const Tensor& inv_freq;   // [axes, rotary_dim / 2]
+  const Tensor& inv_freq;   // [axes, rotary_dim / 2], or [2, axes, rotary_dim / 2], which is the sum of two parts
   double attention_factor;
   const Tensor& cos;  // [*P, rotary_dim / 2], contiguous
   const Tensor& sin;

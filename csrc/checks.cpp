@@ -91,20 +91,28 @@ void check_same(const Call& call, const Axis& axis, const Named& a, const Named&
                    axis.after, " but must have ", axis.before, size(*b, axis.d), ", as ", b.name, " has", advice...);
 }
 
-// Checks that a has the shape of b, except for the last `except` dimensions, which it does not compare.
-void check_same_shape(const RotateCall& call, const Named& a, const Named& b, int64_t except = 0) {
+void check_same_shape(const RotateCall& call, const Named& a, const Named& b) {
   bool same = a->dim() == b->dim();
-  for (int64_t d = 0; same && d < a->dim() - except; d++) same = equal(size(*a, d), size(*b, d));
+  for (int64_t d = 0; same && d < a->dim(); d++) same = equal(size(*a, d), size(*b, d));
   ROPE_CHECK_VALUE(same, a.name, " has shape ", a->sym_sizes(), " but must have shape ", b->sym_sizes(),
                    ", the shape of ", b.name);
 }
 
+// Checks inv_freq, which has `dims` dimensions, or one more before them: then it is the sum of two float32 tensors.
+// shapes: the shapes that are allowed. advice: ends the message about them.
 template <typename Call>
-void check_type_of_inv_freq(const Call& call, const Tensor& inv_freq) {
+void check_inv_freq(const Call& call, const Tensor& inv_freq, int64_t dims, const char* shapes,
+                    const char* advice = "") {
   const at::ScalarType type = inv_freq.scalar_type();
   ROPE_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "inv_freq is ", name_of(type),
                   " but must be float32 or float64",
                   at::isReducedFloatingType(type) ? "; compute it again, because a cast back does not restore it" : "");
+  check_dims(call, {"inv_freq", &inv_freq}, dims, dims + 1, shapes, advice);
+  if (inv_freq.dim() == dims) return;
+  ROPE_CHECK_VALUE(equal(size(inv_freq, 0), 2), "inv_freq has shape ", inv_freq.sym_sizes(), " but must have shape ",
+                   shapes, advice);
+  ROPE_CHECK_TYPE(type == at::kFloat, "inv_freq has shape ", inv_freq.sym_sizes(), " and is ", name_of(type),
+                  " but must be float32, because it is the sum of two parts");
 }
 
 // ---- the arguments of a rotation ----
@@ -116,27 +124,31 @@ void check_x(const RotateCall& call, const Named& x) {
                   " but must be float16, bfloat16, float32 or float64");
 }
 
-// Checks k or v, which must be like q except for the number of heads.
-void check_like_q(const RotateCall& call, const Named& k) {
+// Checks k or v, which must have the tokens and the dtype of q. may_differ: says in a message what may differ.
+void check_like_q(const RotateCall& call, const Named& k, const char* may_differ) {
   const Named q{"q", call.q};
   check_x(call, k);
   check_same_type(call, k, q);
   ROPE_CHECK_VALUE(k->dim() == q->dim(), k.name, " has ", k->dim(), " dimensions but must have ", q->dim(),
                    ", as q has");
-  const char* advice = "; only the heads may differ";
-  if (q->dim() == 4) check_same(call, kBatch, k, q, advice);
-  check_same(call, kSeq, k, q, advice, "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)");
-  check_same(call, kHeadDim, k, q, advice);
+  if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);
+  check_same(call, kSeq, k, q, may_differ,
+             "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)");
 }
 
-// Checks the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last dimension counts. advice:
-// ends the message.
+// Checks rotary_start, and the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last
+// dimension counts. advice: ends the message.
 void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit,
                       const char* advice = "") {
   const c10::SymInt &half = size(source, -1), &head_dim = size(*call.q, -1);
   ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), name, " has ", half, " ", unit, " but must have at most ", head_dim / 2,
                    ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
                    " is larger than head_dim", advice);
+  if (call.rotary_start == 0) return;
+  ROPE_CHECK_VALUE(call.rotary_start > 0, "rotary_start is ", call.rotary_start, " but must be at least 0");
+  ROPE_CHECK_VALUE((half * 2 + call.rotary_start).sym_le(head_dim), "rotary_start is ", call.rotary_start,
+                   " but must be at most ", head_dim - half * 2, ", because ", call.q_name(), " has head_dim ",
+                   head_dim, " and ", half * 2, " channels are rotated");
 }
 
 // Checks the batch of a table or of positions.
@@ -155,19 +167,25 @@ void check_tables(const RotateCall& call) {
   check_same_type(call, sin, cos);
   ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, "cos and sin are ", name_of(type), " but must be ",
                   name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type));
-  check_dims(call, cos, 2, 3, "[max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]");
+  check_dims(call, cos, 2, 4,
+             "[max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, "
+             "rotary_dim / 2]");
   check_same_shape(call, sin, cos);
   check_rotary_dim(call, "cos", *cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
   if (cos->dim() == 2) return;
   const c10::SymInt& seq = size(*call.q, -3);
-  const char* advice = ": a 3-D table has a row per token; pass a 2-D table to select rows by position";
+  const char* advice = ": such a table has a row per token; pass a 2-D table to select rows by position";
   ROPE_CHECK_VALUE(!call.positions, "positions is given but must be None, because cos has shape ", cos->sym_sizes(),
                    advice);
   ROPE_CHECK_VALUE(equal(call.offset, 0), "offset is ", call.offset, " but must be 0, because cos has shape ",
                    cos->sym_sizes(), advice);
   ROPE_CHECK_VALUE(equal(size(*cos, 1), seq), "cos has ", size(*cos, 1), " rows per sequence but must have ", seq,
-                   ", the seq of ", call.q_name(), ": a 3-D table has a row per token");
+                   ", the seq of ", call.q_name(), ": such a table has a row per token");
   check_batch(call, cos);
+  if (cos->dim() == 3) return;
+  for (const Named& x : {Named{call.q_name(), call.q}, Named{"k", call.k}}) {
+    if (x.tensor) check_same(call, kHeads, cos, x, ": a 4-D table has a row per token and head");
+  }
 }
 
 // Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
@@ -203,19 +221,21 @@ void check_norm(const RotateCall& call) {
 void check_cache(const RotateCall& call) {
   const Named k{"k", call.k}, v{"v", call.v}, k_cache{"k_cache", call.k_out}, v_cache{"v_cache", call.v_out};
   const c10::SymInt& batch = batch_of(*call.q);
-  check_like_q(call, v);
-  check_same(call, kHeads, v, k);
-  for (const Named& cache : {k_cache, v_cache}) {
+  check_like_q(call, v, "; only the heads and head_dim may differ");
+  for (const auto& [cache, x] : {std::pair(k_cache, k), std::pair(v_cache, v)}) {
     check_same_type(call, cache, k);
     check_dims(call, cache, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
-    check_same(call, kHeads, cache, k, "; pass a head-major cache as ", cache.name, ".transpose(-3, -2)");
-    check_same(call, kHeadDim, cache, k);
+    check_same(call, kHeads, cache, x, "; pass a head-major cache as ", cache.name, ".transpose(-3, -2)");
+    check_same(call, kHeadDim, cache, x);
   }
-  check_same_shape(call, v_cache, k_cache, /*except=*/2);
+  bool same = v_cache->dim() == k_cache->dim();
+  for (int64_t d = 0; same && d < k_cache->dim() - 2; d++) same = equal(size(*v_cache, d), size(*k_cache, d));
+  ROPE_CHECK_VALUE(same, "v_cache has shape ", v_cache->sym_sizes(), " but must have the blocks and block_size of ",
+                   "k_cache, which has shape ", k_cache->sym_sizes());
   if (!call.slots) {
-    ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() == 3), "slots is None but must be given, because cos has shape ",
+    ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() > 2), "slots is None but must be given, because cos has shape ",
                      call.cos->sym_sizes(),
-                     ": a 3-D table has a row per token, and without positions only slots select the cells to write");
+                     ": such a table has a row per token, and without positions only slots select the cells to write");
     const c10::SymInt& blocks = batch_of(*k_cache);
     ROPE_CHECK_VALUE(batch.sym_le(blocks), "k_cache has shape ", k_cache->sym_sizes(), " but must have at least ",
                      batch, " blocks, the batch of q: without slots, sequence b is written to block b");
@@ -254,8 +274,9 @@ void for_each_other(const RotateCall& call, F&& f) {
 
 // Checks that no tensor is None. From Python, None passes for an argument that the schema declares as Tensor.
 void check_given(const RotateCall& call) {
-  for_each_other(call,
-                 [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); });
+  const auto check = [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); };
+  check({call.q_name(), call.q});
+  for_each_other(call, check);
 }
 
 void check_devices(const RotateCall& call) {
@@ -316,7 +337,11 @@ void check_overlap(const RotateCall& call) {
 void check(const RotateCall& call, bool in_place) {
   check_given(call);
   check_x(call, {call.q_name(), call.q});
-  if (call.k) check_like_q(call, {"k", call.k});
+  if (call.k) {
+    const char* may_differ = "; only the heads may differ";
+    check_like_q(call, {"k", call.k}, may_differ);
+    check_same(call, kHeadDim, {"k", call.k}, {"q", call.q}, may_differ);
+  }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
   ROPE_CHECK_VALUE(
       call.cos.has_value() == call.sin.has_value(),
@@ -329,9 +354,8 @@ void check(const RotateCall& call, bool in_place) {
   check_devices(call);
   if (call.cos) check_tables(call);
   if (call.inv_freq) {
-    check_type_of_inv_freq(call, *call.inv_freq);
-    check_dims(call, {"inv_freq", &*call.inv_freq}, 1, 1, "[rotary_dim / 2]",
-               "; for several axes, make tables with axial_cos_sin");
+    check_inv_freq(call, *call.inv_freq, 1, "[rotary_dim / 2] or [2, rotary_dim / 2]",
+                   "; for several axes, make tables with axial_cos_sin");
     check_rotary_dim(call, "inv_freq", *call.inv_freq, "frequencies");
   }
   if (call.positions) {
@@ -363,18 +387,21 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   const struct {
     const char* op;
   } call{op};
+  ROPE_CHECK_VALUE(positions.defined(), "positions is None but must be a tensor");
+  ROPE_CHECK_VALUE(inv_freq.defined(), "inv_freq is None but must be a tensor");
   const at::ScalarType type = positions.scalar_type(), result = dtype.value_or(at::kFloat);
   ROPE_CHECK_TYPE(is_rotatable(type) || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong),
                   "positions is ", name_of(type),
                   " but must be int8, uint8, int16, int32, int64, float16, bfloat16, float32 or float64");
-  check_type_of_inv_freq(call, inv_freq);
+  check_inv_freq(
+      call, inv_freq, axes ? 2 : 1,
+      axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");
   ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", name_of(result),
                   " but must be float16, bfloat16, float32 or float64");
-  const int64_t dims = axes ? 2 : 1;
-  check_dims(call, {"inv_freq", &inv_freq}, dims, dims, axes ? "[axes, rotary_dim / 2]" : "[rotary_dim / 2]");
   if (axes) {
     ROPE_CHECK_VALUE(positions.dim() > 0, "positions has shape [] but must have shape [axes, ...]");
-    check_same(call, {0, "", " axes"}, {"positions", &positions}, {"inv_freq", &inv_freq});
+    const c10::SymInt &own = size(positions, 0), &needed = size(inv_freq, -2);
+    ROPE_CHECK_VALUE(equal(own, needed), "positions has ", own, " axes but must have ", needed, ", as inv_freq has");
   }
   ROPE_CHECK_VALUE(positions.device() == inv_freq.device(), "positions is on ", positions.device(), " but must be on ",
                    inv_freq.device(), ", the device of inv_freq");

@@ -1,29 +1,55 @@
-// The schemas of the operators, and the Meta kernels, which check the arguments and return results without values.
+// The schemas of the operators, the Meta kernels, which check the arguments and return results without values, and the
+// kernel that refuses tensors which no back end takes.
 #include "ops.h"
 
 namespace rope {
 namespace {
 
-struct Meta {
+struct Meta : AnyBackend {
   static void rotate(const RotateCall&) {}
   static void norm_backward(const NormBackwardCall&) {}
   static void table_backward(const TableBackwardCall&) {}
   static void cos_sin(const CosSinCall&) {}
 };
 
+// The kernel of every operator for tensors that no back end takes, and for None. It raises the error.
+void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string name = "rope." + op.schema().name().substr(6);  // without "rope::"
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < values.size(); i++) {
+    const bool is_needed = arguments[i].type()->kind() == c10::TypeKind::TensorType;
+    const bool is_given = values[i].isTensor() && values[i].toTensor().defined();
+    TORCH_CHECK_VALUE(is_given || !is_needed, name, ": ", arguments[i].name(), " is None but must be a tensor");
+    if (!is_given) continue;
+    const Tensor& t = values[i].toTensor();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !t.is_nested(), name, ": ", arguments[i].name(),
+        " is a nested tensor but must be a plain tensor; pass the values of a nested tensor with layout=torch.jagged, "
+        "and positions that torch_rope.positions_from_cu_seqlens makes of its offsets");
+    TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && !t.is_quantized(), name, ": ", arguments[i].name(),
+                                " is a ", t.toString(), " but must be dense and not quantized");
+    TORCH_CHECK_NOT_IMPLEMENTED(op.hasKernelForDispatchKey(c10::highestPriorityBackendTypeId(t.key_set())), name, ": ",
+                                arguments[i].name(), " is on ", t.device(),
+                                " but must be on a device for which this build of torch_rope has kernels");
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> schemas() {
   const std::string source =
       "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, ";
-  const std::string angles = source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False";
-  const std::string norm_flags = "*, float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False";
+  const std::string newer = ", int rotary_start=0, bool eager_rounding=False";
+  const std::string angles =
+      source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False" + newer;
+  const std::string norm_flags = "*, float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False" + newer;
   const std::string cos_sin =
       "Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> "
       "(Tensor cos, Tensor sin)";
   return {
       "cos_sin(" + cos_sin,
-      "_axial_cos_sin(" + cos_sin,
+      "axial_cos_sin(" + cos_sin,
       "rotate(Tensor x, " + angles + ") -> Tensor",
       "rotate_(Tensor(a!) x, " + angles + ") -> ()",
       "rotate_qk(Tensor q, Tensor k, " + angles + ") -> (Tensor, Tensor)",
@@ -45,5 +71,14 @@ TORCH_LIBRARY(rope, m) {
 }
 
 TORCH_LIBRARY_IMPL(rope, Meta, m) { register_ops<Meta>(m); }
+
+void register_refusal(torch::Library& m) {
+  for (const std::string& schema : schemas()) {
+    m.impl(schema.substr(0, schema.find('(')).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
+}
+TORCH_LIBRARY_IMPL(rope, CompositeExplicitAutograd, m) { register_refusal(m); }
+TORCH_LIBRARY_IMPL(rope, NestedTensorCPU, m) { register_refusal(m); }
+TORCH_LIBRARY_IMPL(rope, NestedTensorCUDA, m) { register_refusal(m); }
 
 }  // namespace rope

@@ -9,7 +9,7 @@
 //     Writes the gradients of cos and sin for a rotation without a norm.
 //   static void cos_sin(const CosSinCall&);
 //     Writes the tables of cos and sin for positions and frequencies.
-// Besides the struct, a back end needs one line:
+// Besides the struct, which inherits from AnyBackend, a back end needs one line:
 //   TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
 
@@ -71,12 +71,13 @@ constexpr auto* kernel = &Unpacked<std::remove_pointer_t<decltype(f)>>::template
 
 // ---- the operators ----
 
-// Returns at::empty_like(x). For fake tensors, torch's at::empty_like gives dimensions of size 1 other strides than for
-// real ones, so this function spells out the strides that the result has: those of x, if x is dense.
-inline Tensor result_like(const Tensor& x) {
-  if (!x.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return at::empty_like(x);
-  return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
-}
+// A back end inherits from this struct, and may hide its function by a quicker one.
+struct AnyBackend {
+  // Returns a new tensor with the sizes and strides of x, which is dense.
+  static Tensor empty_strided_like(const Tensor& x) {
+    return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
+  }
+};
 
 template <typename Backend>
 struct Ops {
@@ -134,8 +135,9 @@ struct Ops {
                                  const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq,
                                  const OptTensor& positions, c10::SymInt offset, const OptTensor& slots,
                                  const OptTensor& q_norm_weight, const OptTensor& k_norm_weight, double norm_eps,
-                                 double attention_factor, bool interleaved) {
-    const NormAngles angles{cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved};
+                                 double attention_factor, bool interleaved, int64_t rotary_start, bool eager_rounding) {
+    const NormAngles angles{cos,         sin,          inv_freq,      positions, offset, norm_eps, attention_factor,
+                            interleaved, rotary_start, eager_rounding};
     RotateCall call{angles, "rope.rotate_into_cache_", &q, &k};
     call.set_norm(pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
     call.k_out = &k_cache;
@@ -163,20 +165,27 @@ struct Ops {
   static std::tuple<Tensor, Tensor> cos_sin(const Tensor& positions, const Tensor& inv_freq, double attention_factor,
                                             std::optional<at::ScalarType> dtype) {
     const at::ScalarType type = check_cos_sin("rope.cos_sin", positions, inv_freq, dtype, /*axes=*/false);
-    return cos_sin_of(positions.unsqueeze(0), inv_freq.unsqueeze(0), attention_factor, type);
+    return cos_sin_of(positions.unsqueeze(0), inv_freq.unsqueeze(-2), attention_factor, type);
   }
 
   static std::tuple<Tensor, Tensor> axial_cos_sin(const Tensor& positions, const Tensor& inv_freq,
                                                   double attention_factor, std::optional<at::ScalarType> dtype) {
-    const at::ScalarType type = check_cos_sin("rope._axial_cos_sin", positions, inv_freq, dtype, /*axes=*/true);
+    const at::ScalarType type = check_cos_sin("rope.axial_cos_sin", positions, inv_freq, dtype, /*axes=*/true);
     return cos_sin_of(positions, inv_freq, attention_factor, type);
   }
 
  private:
+  // Returns at::empty_like(x). For fake tensors, torch's at::empty_like gives dimensions of size 1 other strides than
+  // for real ones, so this function spells out the strides that the result has: those of x, if x is dense.
+  static Tensor result_like(const Tensor& x) {
+    if (!x.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return at::empty_like(x);
+    return Backend::empty_strided_like(x);
+  }
+
   static std::tuple<Tensor, Tensor> cos_sin_of(const Tensor& positions, const Tensor& inv_freq, double attention_factor,
                                                at::ScalarType type) {
     auto sizes = positions.sym_sizes().slice(1).vec();
-    sizes.push_back(inv_freq.sym_size(1));
+    sizes.push_back(inv_freq.sym_size(-1));
     Tensor cos = at::empty_symint(sizes, inv_freq.options().dtype(type)), sin = at::empty_like(cos);
     Backend::cos_sin({positions, inv_freq, attention_factor, cos, sin});
     return {std::move(cos), std::move(sin)};
@@ -206,7 +215,7 @@ void register_ops(torch::Library& m) {
   m.impl("rotate_into_cache_", &Ops<Backend>::rotate_into_cache_);
   m.impl("_rotate_table_backward", kernel<&Ops<Backend>::rotate_table_backward>);
   m.impl("cos_sin", &Ops<Backend>::cos_sin);
-  m.impl("_axial_cos_sin", &Ops<Backend>::axial_cos_sin);
+  m.impl("axial_cos_sin", &Ops<Backend>::axial_cos_sin);
 }
 
 }  // namespace rope

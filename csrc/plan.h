@@ -6,15 +6,15 @@
 // the channels that one thread takes. The chunks of a head are numbered, and neighbouring threads take neighbouring
 // chunks, so that they access neighbouring memory.
 //
-//   The rotated channels, 0 to rotary_dim - 1, are rotary_dim / 2 / vector chunks of `vector` pairs each. Both channels
-//   of a pair are in the same chunk, so that a thread rotates its chunk without the data of other threads. Half-split
-//   pairing: chunk c is vector c of the first half of the rotated channels and vector c of the second half. Interleaved
-//   pairing, vectors of a single channel: chunk c is pair c, two neighbouring channels. Interleaved pairing, longer
-//   vectors: their length is even, so each holds whole pairs and any two vectors form a chunk. CUDA takes one from each
-//   half, Metal takes two neighbouring ones.
+//   The rotated channels, rotary_dim from rotary_start on, are rotary_dim / 2 / vector chunks of `vector` pairs each.
+//   Both channels of a pair are in the same chunk, so that a thread rotates its chunk without the data of other
+//   threads. Half-split pairing: chunk c is vector c of the first half of the rotated channels and vector c of the
+//   second half. Interleaved pairing, vectors of a single channel: chunk c is pair c, two neighbouring channels.
+//   Interleaved pairing, longer vectors: their length is even, so each holds whole pairs and any two vectors form a
+//   chunk. CUDA takes one from each half, Metal takes two neighbouring ones.
 //
-//   The channels past rotary_dim are not rotated. If they have to be written nevertheless (see copies()), they are the
-//   chunks that follow. The last chunk has only one vector if the number of vectors is odd.
+//   The channels before and after them are not rotated. If they have to be written nevertheless (see copies()), they
+//   are the chunks that follow. The last chunk has only one vector if the number of vectors is odd.
 //
 // Chunk::at in csrc/cuda/device.cuh and chunk_at in shaders/device.h compute the channels of a chunk from its number.
 #pragma once
@@ -35,25 +35,27 @@ inline rope_int power_of_two(rope_int n) {
   return power;
 }
 
-// Returns whether heads can be cut into whole vectors of this many channels, with no vector across the middle of the
-// rotated channels.
-inline bool fits(const RopeParams& p, int vector) { return p.rotary_dim / 2 % vector == 0 && p.head_dim % vector == 0; }
+// Returns whether heads can be cut into whole vectors of this many channels, with no vector across the first, the
+// middle or the last of the rotated channels.
+inline bool fits(const RopeParams& p, int vector) {
+  return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 && p.head_dim % vector == 0;
+}
 
 // The number of chunks of a head.
 struct Chunks {
   rope_int rotated;  // they come first
   rope_int all;
 };
-// copies: the channels past rotary_dim need chunks too.
+// copies: the channels that are not rotated need chunks too.
 inline Chunks chunks_of(const RopeParams& p, int vector, bool copies) {
   const rope_int rotated = p.rotary_dim / 2 / vector;
   return {rotated, rotated + (copies ? ceil_div(p.head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
-// Returns whether channels past rotary_dim are written too. A norm scales them; without a norm they only have to be
-// copied to a result that is not the input itself.
+// Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
+// be copied to a result that is not the input itself.
 inline bool copies(const RopeParams& p, bool q_in_place, bool k_in_place) {
-  return p.has_norm || !q_in_place || (p.k.heads && !k_in_place);
+  return p.has_norm || !q_in_place || ((p.k.heads || p.v.heads) && !k_in_place);
 }
 
 // Returns whether each vector of a tensor, `bytes` bytes long, can be one aligned access: neighbouring channels (the

@@ -16,6 +16,14 @@ enum AngleSource : int {
   kTableByPosition = 0,  // cos, sin: [max_position, rotary_dim / 2]
   kTableByToken = 1,     // cos, sin: [batch or 1, seq, rotary_dim / 2]
   kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
+  kTableByHead = 3,      // cos, sin: [batch or 1, seq, heads, rotary_dim / 2]
+};
+
+// How often a rotated element is rounded. The last two have the bits of the formula in torch's operators.
+enum Rounding : int {
+  kOnce = 0,        // once, at the end
+  kEachWide = 1,    // each product and each sum, to the arithmetic type; then once more to x's dtype
+  kEachNarrow = 2,  // each product and each sum, to x's dtype, which is that of cos and sin too
 };
 
 // The dtype of the positions that cos_sin takes.
@@ -23,34 +31,39 @@ enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kB
 
 // The number of heads and the strides of q, k or v. Strides count elements.
 struct Operand {
-  rope_int heads;   // 0: the call has no such tensor
+  rope_int heads;   // 0: the call has no such tensor, or it has no heads
   rope_int in[4];   // [batch, seq, heads, head_dim]
   rope_int out[4];  // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
 };
 
 // One call of a rotating operator.
 struct RopeParams {
-  rope_int batch, seq, head_dim, rotary_dim;
-  Operand q, k, v;          // if there is a v, rotated k and a copy of v are written to caches
-  rope_int cos[3], sin[3];  // strides: batch, row, column; batch stride 0: one table for all sequences
-  rope_int table_rows;      // the number of rows of a table by position
-  rope_int inv_freq;        // stride
-  rope_int positions[2];    // strides: batch, seq
+  rope_int batch, seq, head_dim;
+  rope_int rotary_start, rotary_dim;  // the channels rotary_start .. rotary_start + rotary_dim - 1 are rotated
+  Operand q, k, v;                    // v: only if there are caches
+  rope_int v_dim;                     // channels of a head of v
+  rope_int cos[4], sin[4];            // strides: batch, row, head, column; a stride is 0 if there is one for all
+  rope_int table_rows;                // the number of rows of a table by position
+  rope_int inv_freq[2];               // strides: part, column; see split_inv_freq
+  rope_int positions[2];              // strides: batch, seq
   rope_int offset;
   rope_int slots[2];  // strides: batch, seq
   rope_int blocks, block_size;
   rope_int q_norm_weight, k_norm_weight;  // strides
   float factor_hi, factor_lo;             // attention_factor is the sum of the two
   float norm_eps;
-  int source;  // AngleSource
+  int source;          // AngleSource
+  int rounding;        // Rounding
+  int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
   int has_positions;
   int has_slots;
+  int has_cache;  // rotated k and a copy of v are written to caches
   int has_norm;
   int interleaved;
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 424, "RopeParams must have the same layout on host and device");
+static_assert(sizeof(RopeParams) == 472, "RopeParams must have the same layout on host and device");
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
@@ -60,7 +73,8 @@ static_assert(sizeof(RopeParams) == 424, "RopeParams must have the same layout o
 //   if listed: order[starts[r]] .. order[starts[r + 1] - 1];
 //   otherwise: the one entry r - shift, or none if r - shift is not in [0, entries).
 struct TokensOfRows {
-  rope_int rows;  // the number of rows of the table; a 3-D table has batch * seq, or seq if its batch is 1
+  rope_int rows;  // the number of rows of the table; a table by token has batch * seq, or seq if its batch is 1. A
+                  // table by head has as many rows for each head, which are counted once
   rope_int copies, shift, entries;
   int listed;
 };
@@ -69,12 +83,13 @@ struct TokensOfRows {
 struct CosSinParams {
   rope_int axes, tokens, pairs;
   rope_int positions[2];       // strides: axis, token
-  rope_int inv_freq[2];        // strides: axis, pair
+  rope_int inv_freq[3];        // strides: part, axis, pair; see split_inv_freq
   float factor_hi, factor_lo;  // attention_factor is the sum of the two
   PositionType position_type;
+  int split_inv_freq;  // inv_freq is [2, axes, pairs], and a frequency is the sum of its two parts
 };
 
-static_assert(sizeof(CosSinParams) == 72, "CosSinParams must have the same layout on host and device");
+static_assert(sizeof(CosSinParams) == 80, "CosSinParams must have the same layout on host and device");
 
 }  // namespace rope
 

@@ -23,7 +23,15 @@ ROPE_FN T rotated(T own, T partner, T cos, T signed_sin) {
   return fma(own, cos, partner * signed_sin);
 }
 
-// The channels of pair i are (2i, 2i + 1) if interleaved, and (i, i + pairs) if half-split.
+// Returns the same channel with the bits of the formula in torch's operators. round(x) rounds a product to the dtype
+// that torch gives it; the caller rounds the sum.
+template <typename T, typename Round>
+ROPE_FN T rotated_eagerly(T own, T partner, T cos, T signed_sin, Round round) {
+  return round(own * cos) + round(partner * signed_sin);
+}
+
+// The channels of pair i are (2i, 2i + 1) if interleaved, and (i, i + pairs) if half-split. They are counted from
+// rotary_start on.
 template <typename I>
 ROPE_FN I first_channel(I pair, bool interleaved) {
   return interleaved ? 2 * pair : pair;

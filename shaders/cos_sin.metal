@@ -33,13 +33,13 @@ inline float number(device const void* positions, ulong i) {
 }
 
 // Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
-inline void turns_at(device const void* positions, ulong i, float inv_freq, thread float& fraction,
+inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, thread float& fraction,
                      thread float& rest) {
   if (PositionType(k_position_type) < PositionType::kHalf) {
     turns_of_position(whole_number(positions, i), inv_freq, fraction, rest);
   } else {
     float turns_hi, turns_lo;
-    turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
+    turns_per_position(inv_freq.hi, inv_freq.lo, turns_hi, turns_lo);
     turns_of(number(positions, i), 0.0f, turns_hi, turns_lo, fraction, rest);
   }
 }
@@ -55,14 +55,15 @@ template <typename T>
                         device T* sin_out [[buffer(4)]], uint2 at [[thread_position_in_grid]],
                         uint2 size [[threads_per_grid]]) {
   const ulong to = ulong(at.y) * size.x + at.x;
-  ulong position = ulong(at.y) * ulong(p.positions[1]), freq = ulong(at.x) * ulong(p.inv_freq[1]);
+  ulong position = ulong(at.y) * ulong(p.positions[1]), freq = ulong(at.x) * ulong(p.inv_freq[2]);
+  const ulong part = ulong(p.inv_freq[0]);
   float fraction = 0.0f, rest = 0.0f, cos, sin;
-  if (p.axes) turns_at(positions, position, inv_freq[freq], fraction, rest);
+  if (p.axes) turns_at(positions, position, frequency_at(inv_freq, freq, part), fraction, rest);
   for (long axis = 1; axis < p.axes; axis++) {
     position += ulong(p.positions[0]);
-    freq += ulong(p.inv_freq[0]);
+    freq += ulong(p.inv_freq[1]);
     float more_fraction, more_rest;
-    turns_at(positions, position, inv_freq[freq], more_fraction, more_rest);
+    turns_at(positions, position, frequency_at(inv_freq, freq, part), more_fraction, more_rest);
     add_turns(more_fraction, more_rest, fraction, rest);
   }
   cos_sin_of_turns(fraction, rest, cos, sin);

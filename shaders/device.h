@@ -38,6 +38,9 @@ constant bool k_has_positions = k_position_bytes != 0;
 constant bool k_has_slots = k_slot_bytes != 0;
 constant bool k_is_listed = k_listed != 0;
 
+// Each head of a token has angles of its own.
+constant bool k_by_head = k_source == rope::kTableByHead;
+
 namespace rope {
 namespace mps {
 
@@ -130,28 +133,53 @@ inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, I b, I s) {
 
 // ---- the angles of a chunk ----
 
-// cos and sin for the V pairs of a chunk.
+// cos and sin for the V pairs of a chunk. one: that of TiledParams.
 template <int V>
 struct Angles {
-  float cos[V], sin[V];
+  float cos[V], sin[V], one;
 };
 
-// Returns position * inv_freq in turns, see turns_of in csrc/angle.h. The position is passed there as the sum of two
+// A frequency, which is the sum of two floats. hi is the nearest float.
+struct Frequency {
+  float hi, lo;
+};
+
+// Returns the frequency at element offset `at`. part: the stride from its first part to its second, if there are two.
+template <typename I>
+inline Frequency frequency_at(device const float* inv_freq, I at, I part) {
+  Frequency f = {inv_freq[at], 0.0f};
+  if (k_split_inv_freq) two_sum(f.hi, inv_freq[at + part], f.hi, f.lo);
+  return f;
+}
+
+// Returns position * freq in turns, see turns_of in csrc/angle.h. The position is passed there as the sum of two
 // floats: the nearest float and what the rounding lost. A position beyond 4e18 is passed as one float, because
 // the nearest float may not fit in a long.
-inline void turns_of_position(long position, float inv_freq, thread float& fraction, thread float& rest) {
+inline void turns_of_position(long position, Frequency freq, thread float& fraction, thread float& rest) {
   const float near = float(position);
   const long rounded = fabs(near) < 4e18f ? long(near) : position;
   float turns_hi, turns_lo;
-  turns_per_position(inv_freq, 0.0f, turns_hi, turns_lo);
+  turns_per_position(freq.hi, freq.lo, turns_hi, turns_lo);
   turns_of(near, float(position - rounded), turns_hi, turns_lo, fraction, rest);
 }
 
-inline void angle_of(long position, float inv_freq, thread float& cos, thread float& sin) {
+inline void angle_of(long position, Frequency freq, thread float& cos, thread float& sin) {
   float fraction, rest;
-  turns_of_position(position, inv_freq, fraction, rest);
+  turns_of_position(position, freq, fraction, rest);
   cos_sin_of_turns(fraction, rest, cos, sin);
 }
+
+// Rounds a number as torch's operators round an intermediate result: to T if cos and sin are of type T too. The fma
+// changes no number. But it keeps a compiler that does not obey the pragma from contracting a product with the sum that
+// follows; a compiler that knew that `one` is 1 would leave it out.
+template <typename T>
+struct RoundedStep {
+  float one;
+
+  float operator()(float x) const {
+    return fma(k_rounding == kEachNarrow ? static_cast<float>(static_cast<T>(x)) : x, one, -0.0f);
+  }
+};
 
 // Reads V elements of cos, sin or a norm's weights, the first of them at element offset `at`. in_vectors: they are
 // neighbours, and four of them are one aligned access.
@@ -182,36 +210,47 @@ inline void read_complex(device const void* base, I at, thread float (&real)[V],
 }
 
 // Returns the angles of a rotated chunk, which are those of the pairs chunk * V .. chunk * V + V - 1: cos and sin times
-// attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid.
+// attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid. head: the head of q
+// or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
 template <typename T, int V, typename I>
-inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, uint chunk) {
+inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token, I head, uint chunk) {
   constant RopeParams& p = r.params;
   Angles<V> a;
+  a.one = r.one;
+  const RoundedStep<T> step = {r.one};
   const I column = I(chunk) * V;
   if (!token.valid) {
     for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
   } else if (k_source == kInvFreq) {
     for (int i = 0; i < V; i++)
-      angle_of(token.position, x.inv_freq[(column + I(i)) * I(p.inv_freq)], a.cos[i], a.sin[i]);
+      angle_of(token.position, frequency_at(x.inv_freq, (column + I(i)) * I(p.inv_freq[1]), I(p.inv_freq[0])), a.cos[i],
+               a.sin[i]);
   } else {
     const I row = k_source == kTableByPosition ? I(token.position) : token.s;
     // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos and p.sin their strides, and a.cos
     // and a.sin the values that are read.
-    const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[2]);
-    const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[2]);
+    I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + column * I(p.cos[3]);
+    I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + column * I(p.sin[3]);
+    if (k_by_head) {
+      cos += head * I(p.cos[2]);
+      sin += head * I(p.sin[2]);
+    }
     const bool vectors = k_table_access == kVectors;
     if (k_table_access == kComplex) {
       read_complex(x.cos, cos, a.cos, a.sin);
     } else if (k_native_tables) {
-      read_parameters<T>(x.cos, cos, I(p.cos[2]), vectors, a.cos);
-      read_parameters<T>(x.sin, sin, I(p.sin[2]), vectors, a.sin);
+      read_parameters<T>(x.cos, cos, I(p.cos[3]), vectors, a.cos);
+      read_parameters<T>(x.sin, sin, I(p.sin[3]), vectors, a.sin);
     } else {
-      read_parameters<float>(x.cos, cos, I(p.cos[2]), vectors, a.cos);
-      read_parameters<float>(x.sin, sin, I(p.sin[2]), vectors, a.sin);
+      read_parameters<float>(x.cos, cos, I(p.cos[3]), vectors, a.cos);
+      read_parameters<float>(x.sin, sin, I(p.sin[3]), vectors, a.sin);
     }
   }
   for (int i = 0; i < V; i++) {
-    if (k_scaled) {
+    if (k_scaled && k_rounding != kOnce) {
+      a.cos[i] = step(a.cos[i] * p.factor_hi);
+      a.sin[i] = step(a.sin[i] * p.factor_hi);
+    } else if (k_scaled) {
       a.cos[i] = scaled(a.cos[i], p.factor_hi, p.factor_lo);
       a.sin[i] = scaled(a.sin[i], p.factor_hi, p.factor_lo);
     }
@@ -225,7 +264,8 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
 // The channels of a chunk: V channels that begin at `first`, and V channels that begin at `second`.
 //   Half-split: second = first + rotary_dim / 2, so channel first + i and channel second + i are a pair.
 //   Interleaved: second = first + V, so the chunk is 2V neighbouring channels, which are V whole pairs.
-//   Past rotary_dim: second = first + V.
+//   Not rotated: the vectors are neighbours among the channels that are not rotated, so the rotated channels may lie
+//   between them.
 template <int V, typename I>
 struct Chunk {
   I first, second;
@@ -235,15 +275,23 @@ struct Chunk {
   I channel(int i) const { return i < V ? first + I(i) : second + I(i - V); }
 };
 
+// Returns the first channel of vector `index` of those that are not rotated.
+template <int V, typename I>
+inline I unrotated_channel(constant RopeParams& p, I index) {
+  const I channel = index * V;
+  return channel < I(p.rotary_start) ? channel : channel + I(p.rotary_dim);
+}
+
 // Returns the chunk with this index in its head. The rotated chunks come first.
 template <int V, typename I>
 inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
   constant RopeParams& p = r.params;
   if (index < r.rotated) {
-    const I first = first_channel(I(index) * V, k_interleaved);
+    const I first = I(p.rotary_start) + first_channel(I(index) * V, k_interleaved);
     return {first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), true, true};
   }
-  const I first = I(p.rotary_dim) + I(index - r.rotated) * (2 * V), second = first + V;
+  const I vector = I(index - r.rotated) * 2;
+  const I first = unrotated_channel<V>(p, vector), second = unrotated_channel<V>(p, vector + 1);
   const bool whole = second < I(p.head_dim);
   return {first, whole ? second : first, false, whole};
 }
@@ -297,39 +345,48 @@ inline void write_vector(thread const T (&x)[1], device T* to) {
   to[0] = x[0];
 }
 
+// Returns whether a channel exists. end: the number of channels, which matters only for pieces of v; see Head.
+template <typename I>
+inline bool exists(I channel, I end) {
+  return !k_v_pieces || channel < end;
+}
+
 template <typename T, int V, typename I>
-inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
+inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c, I end = ~I(0)) {
   Values<T, V> x;
   if (V >= 4 && k_vectors) {
-    T first[V], second[V];
-    read_vector(from + c.first, first);
+    T first[V] = {}, second[V];
+    if (exists(c.first, end)) read_vector(from + c.first, first);
     for (int i = 0; i < V; i++) second[i] = first[i];
-    if (c.whole) read_vector(from + c.second, second);
+    if (c.whole && exists(c.second, end)) read_vector(from + c.second, second);
     for (int i = 0; i < V; i++) {
       x.of[i] = first[i];
       x.of[V + i] = second[i];
     }
   } else {
     for (int i = 0; i < V; i++) {
-      x.of[i] = x.of[V + i] = from[(c.first + I(i)) * stride];
-      if (c.whole) x.of[V + i] = from[(c.second + I(i)) * stride];
+      const I first = c.first + I(i), second = c.second + I(i);
+      x.of[i] = exists(first, end) ? from[first * stride] : T(0);
+      x.of[V + i] = c.whole && exists(second, end) ? from[second * stride] : x.of[i];
     }
   }
   return x;
 }
 
 template <typename T, int V, typename I>
-inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
+inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c, I end = ~I(0)) {
   if (V >= 4 && k_vectors) {
     T first[V], second[V];
     for (int i = 0; i < V; i++) {
       first[i] = x.of[i];
       second[i] = x.of[V + i];
     }
-    write_vector(first, to + c.first);
-    if (c.whole) write_vector(second, to + c.second);
+    if (exists(c.first, end)) write_vector(first, to + c.first);
+    if (c.whole && exists(c.second, end)) write_vector(second, to + c.second);
   } else {
-    for (int i = 0; i < (c.whole ? 2 * V : V); i++) to[c.channel(i) * stride] = x.of[i];
+    for (int i = 0; i < (c.whole ? 2 * V : V); i++) {
+      if (exists(c.channel(i), end)) to[c.channel(i) * stride] = x.of[i];
+    }
   }
 }
 
@@ -347,15 +404,29 @@ inline Values<T, V> rounded(Numbers<V> n) {
   return x;
 }
 
+// With eager rounding, rounds numbers to T if torch's operators do so. Otherwise returns them as they are.
+template <typename T, int V>
+inline Numbers<V> rounded_eagerly(Numbers<V> n, bool narrow = true) {
+  if (k_rounding != kOnce && narrow) n = numbers_of(rounded<T, V>(n));
+  return n;
+}
+
+template <typename T>
+inline float rotated_channel(float own, float partner, float cos, float signed_sin, RoundedStep<T> step) {
+  return k_rounding == kOnce ? rotated(own, partner, cos, signed_sin)
+                             : rotated_eagerly(own, partner, cos, signed_sin, step);
+}
+
 // Rotates the V pairs of a chunk. A chunk is laid out like a small head of 2V channels: pair i is (i, V + i) if the
 // pairing is half-split, and (2i, 2i + 1) if it is interleaved.
-template <int V>
+template <typename T, int V>
 inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
+  const RoundedStep<T> step = {angles.one};
   for (int i = 0; i < V; i++) {
     const int a = first_channel(i, k_interleaved), b = a + partner_distance(V, k_interleaved);
     const float x = n.of[a], y = n.of[b];
-    n.of[a] = rotated(x, y, angles.cos[i], -angles.sin[i]);
-    n.of[b] = rotated(y, x, angles.cos[i], angles.sin[i]);
+    n.of[a] = rotated_channel(x, y, angles.cos[i], -angles.sin[i], step);
+    n.of[b] = rotated_channel(y, x, angles.cos[i], angles.sin[i], step);
   }
   return n;
 }
@@ -371,10 +442,12 @@ inline device T* head_of(device T* x, constant rope_int* strides, I b, I s, I h)
   return x + b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
 }
 
-// One head of a token: the addresses that it is read from and written to.
+// One head of a token, or one piece of a head of v: the addresses that it is read from and written to.
 template <typename T, typename I>
 struct Head {
   int tensor;
+  I index;  // of the head in its tensor
+  I end;    // of a piece: the channels from its first to the end of v's head, which may be fewer or more than head_dim
   device const T* in;
   device T* out;
   I in_stride, out_stride;  // from a channel to the next
@@ -389,16 +462,24 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
   Head<T, I> head;
   head.tensor = k_tensors < 2 || h < r.k_start ? kQ : k_tensors < 3 || h < r.v_start ? kK : kV;
   constant Operand& o = head.tensor == kQ ? p.q : head.tensor == kK ? p.k : p.v;
-  const I own = I(h - (head.tensor == kQ ? 0 : head.tensor == kK ? r.k_start : r.v_start));
+  head.index = I(h - (head.tensor == kQ ? 0 : head.tensor == kK ? r.k_start : r.v_start));
+  head.end = I(p.head_dim);
+  I first = 0;  // the first channel of the piece
+  if (k_v_pieces && head.tensor == kV) {
+    const I number = head.index;
+    head.index = number / I(r.pieces);
+    first = (number - head.index * I(r.pieces)) * I(p.head_dim);
+    head.end = I(p.v_dim) - first;
+  }
   const bool to_cache = k_tensors == 3 && head.tensor != kQ;
   head.written = !to_cache || token.cached;
   const I block = to_cache ? token.block : token.b, index = to_cache ? token.in_block : token.s;
   head.in = head.tensor == kQ ? x.q_in : head.tensor == kK ? x.k_in : x.v_in;
-  head.in = head_of(head.in, o.in, token.b, token.s, own);
   head.in_stride = I(o.in[3]);
+  head.in = head_of(head.in, o.in, token.b, token.s, head.index) + first * head.in_stride;
   head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
-  if (head.written) head.out = head_of(head.out, o.out, block, index, own);
   head.out_stride = I(o.out[3]);
+  if (head.written) head.out = head_of(head.out, o.out, block, index, head.index) + first * head.out_stride;
   head.in_place = head.tensor == kQ ? k_q_in_place != 0 : head.tensor == kK && k_k_in_place != 0;
   return head;
 }
@@ -451,14 +532,16 @@ inline float dot(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
   return total;
 }
 
+// Returns whether the weights of q's or k's norm have type T.
+inline bool has_native_weights(int tensor) { return tensor == kQ ? k_native_q_weight != 0 : k_native_k_weight != 0; }
+
 // Returns the weights of q's or k's norm for the channels of a chunk.
 template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
   const I stride = I(tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight);
-  const bool native = tensor == kQ ? k_native_q_weight != 0 : k_native_k_weight != 0;
   float first[V], second[V];
-  if (native) {
+  if (has_native_weights(tensor)) {
     read_parameters<T>(from, c.first * stride, stride, k_weight_vectors, first);
     read_parameters<T>(from, c.second * stride, stride, k_weight_vectors, second);
   } else {

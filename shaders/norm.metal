@@ -20,6 +20,12 @@ inline Share share_at(constant TiledParams& r, uint index) {
   return {r.tokens_first ? outer : inner, r.tokens_first ? inner : outer};
 }
 
+// Returns the numbers of a chunk after the norm. native: the weights have type T.
+template <typename T, int V>
+inline Numbers<V> normalised(Numbers<V> x, float scale, Numbers<V> weights, bool native) {
+  return rounded_eagerly<T>(product(rounded_eagerly<T>(product(x, scale), native), weights));
+}
+
 }  // namespace mps
 }  // namespace rope
 
@@ -53,10 +59,10 @@ template <typename T, int V, typename I>
       heads[i] = head_at<T, I>(r, buffers, token, min(h, r.heads - 1));
       present[i] = active && h < r.heads;
       for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
-      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk, heads[i].end);
     }
-    if (step == 0 && active && chunk.rotated && own.share < r.v_start)
-      angles = angles_of<T, V>(r, buffers, token, self.lane);
+    if (!k_by_head && step == 0 && active && chunk.rotated && own.share < r.v_start)
+      angles = angles_of<T, V>(r, buffers, token, I(0), self.lane);
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       Numbers<V> n = numbers_of(x[i]);
@@ -65,11 +71,12 @@ template <typename T, int V, typename I>
         if (heads[i].tensor != kV) {
           if (weights_for != heads[i].tensor) weights = weights_of<T, V>(r, buffers, heads[i].tensor, chunk);
           weights_for = heads[i].tensor;
-          n = product(product(n, scale_of(squares, p)), weights);
-          if (chunk.rotated) n = rotate(n, angles);
+          n = normalised<T>(n, scale_of(squares, p), weights, has_native_weights(heads[i].tensor));
+          if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, heads[i].index, self.lane);
+          if (chunk.rotated) n = rotate<T>(n, angles);
           x[i] = rounded<T, V>(n);
         }
-        write(x[i], heads[i].out, heads[i].out_stride, chunk);
+        write(x[i], heads[i].out, heads[i].out_stride, chunk, heads[i].end);
       }
     }
   }
@@ -105,16 +112,19 @@ template <typename T>
     for (uint index = lane; index < r.chunks; index += kSimd) {
       const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
       Angles<1> angles;
-      if (chunk.rotated && first < r.v_start) angles = angles_of<T, 1>(r, buffers, token, index);
+      if (!k_by_head && chunk.rotated && first < r.v_start)
+        angles = angles_of<T, 1>(r, buffers, token, ulong(0), index);
       for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {
         const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i * r.shares);
-        Values<T, 1> x = read(head.in, head.in_stride, chunk);
+        Values<T, 1> x = read(head.in, head.in_stride, chunk, head.end);
         if (head.tensor != kV) {
-          Numbers<1> n = product(product(numbers_of(x), scales[i]), weights_of<T, 1>(r, buffers, head.tensor, chunk));
-          if (chunk.rotated) n = rotate(n, angles);
+          Numbers<1> n = normalised<T>(numbers_of(x), scales[i], weights_of<T, 1>(r, buffers, head.tensor, chunk),
+                                       has_native_weights(head.tensor));
+          if (k_by_head && chunk.rotated) angles = angles_of<T, 1>(r, buffers, token, head.index, index);
+          if (chunk.rotated) n = rotate<T>(n, angles);
           x = rounded<T, 1>(n);
         }
-        if (head.written) write(x, head.out, head.out_stride, chunk);
+        if (head.written) write(x, head.out, head.out_stride, chunk, head.end);
       }
     }
   }

@@ -28,21 +28,32 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
 }
 
 // The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
-// formulas.
+// formulas. With eager rounding the formulas are those of torch's autograd, in the order in which it computes them:
+//   common = -1/2 * sum(g w x) * scale^3 / head_dim, gradient of x = g w scale + common * 2 x
 struct Factors {
   float scale, common;
 };
 // squares: the sum of x^2 over a head; products: the sum of g w x.
 inline Factors factors_of(float squares, float products, constant RopeParams& p) {
-  const float scale = scale_of(squares, p);
-  return {scale, -(scale * scale * (products / float(p.head_dim)))};
+  const float scale = scale_of(squares, p), head_dim = float(p.head_dim);
+  return {scale, k_rounding == kOnce ? -(scale * scale * (products / head_dim))
+                                     : -0.5f * products * (scale * scale * scale) / head_dim};
 }
 
 // Returns the gradient of x. weighted: g w.
 template <int V>
 inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = fma(x.of[i], f.common, weighted.of[i]) * f.scale;
+  for (int i = 0; i < 2 * V; i++) {
+    x.of[i] = k_rounding == kOnce ? fma(x.of[i], f.common, weighted.of[i]) * f.scale
+                                  : weighted.of[i] * f.scale + f.common * (2.0f * x.of[i]);
+  }
   return x;
+}
+
+// Returns the terms g x scale of the gradient of w. native: w has type T.
+template <typename T, int V>
+inline Numbers<V> terms_of(Numbers<V> gradient, Numbers<V> x, float scale, bool native) {
+  return rounded_eagerly<T>(product(gradient, rounded_eagerly<T>(product(x, scale), native)), native);
 }
 
 }  // namespace mps
@@ -82,6 +93,7 @@ template <typename T, int V>
   const int tensor = group.y == 0 ? kQ : kK;
   device const T* xs = tensor == kQ ? q_before : k_before;
   const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads), per_token = (heads + kHeads - 1) / kHeads;
+  const bool native = has_native_weights(tensor);
   const TeamLane self = team_lane_of(simd, thread_of_simd);
   const uint teams = threads.x / uint(k_lanes);
   const bool active = self.lane < r.chunks;
@@ -96,7 +108,7 @@ template <typename T, int V>
     const ulong item = inside ? first_item + self.team : begin, t = item / per_token, b = t / ulong(p.seq);
     const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
     Angles<V> angles;
-    if (active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, self.lane);
+    if (!k_by_head && active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), self.lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
@@ -106,8 +118,9 @@ template <typename T, int V>
       if (present) {
         x = numbers_of(read(head.x, head.x_stride, chunk));
         gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-        if (chunk.rotated) gradient = rotate(gradient, angles);
-        weighted = product(gradient, weights);
+        if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(h), self.lane);
+        if (chunk.rotated) gradient = rounded_eagerly<T>(rotate<T>(gradient, angles));
+        weighted = rounded_eagerly<T>(product(gradient, weights), native);
         squares = dot(x, x, chunk);
         products = dot(weighted, x, chunk);
       }
@@ -116,7 +129,8 @@ template <typename T, int V>
       if (present) {
         const Factors f = factors_of(squares, products, p);
         write(rounded<T, V>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
-        for (int j = 0; j < 2 * V; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+        const Numbers<V> terms = terms_of<T>(gradient, x, f.scale, native);
+        for (int j = 0; j < 2 * V; j++) total[j].add(terms.of[j]);
       }
     }
   }
@@ -145,6 +159,7 @@ template <typename T>
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   const int tensor = group.y == 0 ? kQ : kK;
+  const bool native = has_native_weights(tensor);
   device const T* xs = tensor == kQ ? q_before : k_before;
   const ulong heads = ulong(tensor == kQ ? p.q.heads : p.k.heads), items = ulong(tensor == kQ ? n.q_items : n.k_items);
   const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, items);
@@ -157,17 +172,19 @@ template <typename T>
     const uint count = uint(min(end - some, ulong(kSimd)));
     Factors factors = {0.0f, 0.0f};
     for (uint i = 0; i < count; i++) {
-      const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+      const ulong t = (some + i) / heads, h = some + i - t * heads, b = t / ulong(p.seq);
       const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
-      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
+      const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, h);
       Sum squares, products;
       for (uint index = lane; index < r.chunks; index += kSimd) {
         const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
         const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
         Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-        if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
+        if (chunk.rotated)
+          gradient = rounded_eagerly<T>(rotate<T>(gradient, angles_of<T, 1>(r, buffers, token, h, index)));
+        const Numbers<1> weights = weights_of<T, 1>(r, buffers, tensor, chunk);
         squares.add(dot(x, x, chunk));
-        products.add(dot(product(gradient, weights_of<T, 1>(r, buffers, tensor, chunk)), x, chunk));
+        products.add(dot(rounded_eagerly<T>(product(gradient, weights), native), x, chunk));
       }
       const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
       if (i == lane) factors = f;
@@ -181,14 +198,17 @@ template <typename T>
       for (uint i = 0; i < count; i++) {
         const Factors f = {simd_shuffle(factors.scale, ushort(i)), simd_shuffle(factors.common, ushort(i))};
         if (active) {
-          const ulong t = (some + i) / heads, b = t / ulong(p.seq);
+          const ulong t = (some + i) / heads, h = some + i - t * heads, b = t / ulong(p.seq);
           const Token<ulong> token = token_at<T, ulong>(r, buffers, b, t - b * ulong(p.seq));
-          const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, some + i - t * heads);
+          const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, h);
           const Numbers<1> x = numbers_of(read(head.x, head.x_stride, chunk));
           Numbers<1> gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
-          if (chunk.rotated) gradient = rotate(gradient, angles_of<T, 1>(r, buffers, token, index));
-          write(rounded<T, 1>(gradient_of(x, product(gradient, weights), f)), head.out, head.out_stride, chunk);
-          for (int j = 0; j < 2; j++) total[j].add(gradient.of[j] * (x.of[j] * f.scale));
+          if (chunk.rotated)
+            gradient = rounded_eagerly<T>(rotate<T>(gradient, angles_of<T, 1>(r, buffers, token, h, index)));
+          const Numbers<1> weighted = rounded_eagerly<T>(product(gradient, weights), native);
+          write(rounded<T, 1>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
+          const Numbers<1> terms = terms_of<T>(gradient, x, f.scale, native);
+          for (int j = 0; j < 2; j++) total[j].add(terms.of[j]);
         }
       }
       if (active) {
@@ -208,7 +228,7 @@ template <typename T>
   Sum sum;
   for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
   device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
-  if (at.y == 0 ? k_native_q_weight != 0 : k_native_k_weight != 0) {
+  if (has_native_weights(at.y == 0 ? kQ : kK)) {
     static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
   } else {
     static_cast<device float*>(to)[at.x] = sum.value();

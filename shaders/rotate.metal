@@ -21,16 +21,20 @@ template <typename T, int V, typename I>
       const uint h = first + i * r.shares;
       heads[i] = head_at<T, I>(r, buffers, token, min(h, r.heads - 1));
       present[i] = h < r.heads && (chunk.rotated || !heads[i].in_place);
-      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
+      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk, heads[i].end);
     }
-    // The angles serve all heads of the share. The first heads are read before them, so that both are under way at
-    // once.
-    if (first == share && chunk.rotated && first < r.v_start) angles = angles_of<T, V>(r, buffers, token, at.x);
+    // The angles serve all heads of the share, unless the table is by head. The first heads are read before them, so
+    // that both are under way at once.
+    if (!k_by_head && first == share && chunk.rotated && first < r.v_start)
+      angles = angles_of<T, V>(r, buffers, token, I(0), at.x);
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       if (!present[i] || !heads[i].written) continue;
-      if (chunk.rotated && heads[i].tensor != kV) x[i] = rounded<T, V>(rotate(numbers_of(x[i]), angles));
-      write(x[i], heads[i].out, heads[i].out_stride, chunk);
+      if (chunk.rotated && heads[i].tensor != kV) {
+        if (k_by_head) angles = angles_of<T, V>(r, buffers, token, heads[i].index, at.x);
+        x[i] = rounded<T, V>(rotate<T>(numbers_of(x[i]), angles));
+      }
+      write(x[i], heads[i].out, heads[i].out_stride, chunk, heads[i].end);
     }
   }
 }

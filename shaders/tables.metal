@@ -1,7 +1,8 @@
 // The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
 #include "device.h"
 
-// at: the rotated chunk; the portion of the work; the table row. The threads with the same chunk and row are in one
+// at: the rotated chunk; the portion of the work; the table row. A table by head has a row for each head of a token, to
+// which only this head of q and of k contribute. The threads with the same chunk and row are in one
 // threadgroup. Their work is a list of items; an item is kHeads neighbouring heads of one token. Each thread takes
 // every size.y-th item, which are its portion, and sums over them. After the barrier these threads divide the 2V sums,
 // V of cos and V of sin, among themselves, and each thread adds up its sums over all portions, in the order of the
@@ -26,25 +27,29 @@ template <typename T, int V, typename I>
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
+  // The tensors' heads from first_head on belong to the row: k_start heads of q, and then those of k.
+  const uint row = k_by_head ? at.z / uint(p.q.heads) : at.z;
+  const uint first_head = k_by_head ? at.z - row * uint(p.q.heads) : 0;
+  const uint heads = k_by_head ? uint(k_tensors) : r.heads, k_start = k_by_head ? 1 : r.k_start;
   long begin, end;  // the entries of the row
   if (k_listed) {
-    begin = starts[at.z];
-    end = starts[at.z + 1];
+    begin = starts[row];
+    end = starts[row + 1];
   } else {
-    begin = long(at.z) - tokens.shift;
+    begin = long(row) - tokens.shift;
     end = begin + (begin >= 0 && begin < tokens.entries);
   }
-  const I groups = (r.heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
+  const I groups = (heads + kHeads - 1) / kHeads, copies = I(tokens.copies), seq = I(p.seq);
   const I items = I(end - begin) * copies * groups;
   Sum cos[V], sin[V];
   for (I item = at.y; item < items; item += size.y) {
     const I nth_token = item / groups, nth_entry = nth_token / copies;
     const I entry = k_listed ? I(order[begin + long(nth_entry)]) : I(begin);
     const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
-    const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, r.heads);
+    const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, heads);
     for (uint h = first; h < end_head; h++) {
-      const bool of_k = k_tensors == 2 && h >= r.k_start;
-      const I own = of_k ? h - r.k_start : h;
+      const bool of_k = k_tensors == 2 && h >= k_start;
+      const I own = first_head + (of_k ? h - k_start : h);
       constant rope_int* given_strides = of_k ? p.k.in : p.q.in;
       constant rope_int* strides = of_k ? n.k : n.q;
       const Numbers<V> given =

@@ -193,7 +193,7 @@ LAYOUTS = {
     "bshd": _dense,
     "bhsd": _strided((0, 2, 1, 3)),
     "sbhd": _strided((1, 0, 2, 3)),
-    "channels first": _strided((3, 1, 2, 0)),
+    "bhds": _strided((0, 2, 3, 1)),  # of a convolution
     "packed": _slice_of_packed,
     "every second channel": _every_second_channel,
     "odd start": _odd_start,
@@ -251,15 +251,24 @@ def moved(t, device):
 #   closer: gaps between rows that keep vectors of 16 bytes aligned in float32, but not in a 16-bit dtype.
 #   strided: gaps between rows and between the elements of a row.
 STRIDES = {
-    # For each tensor the (steps, gaps) of spread, for its last dimensions: [batch, row, column] or [batch, token].
+    # For each tensor the (steps, gaps) of spread, for its last dimensions: [batch, row, column], [batch, row, head,
+    # column], [batch, token] or [part, pair].
     "dense": {},
-    "apart": {"cos": ((1, 1, 1), (0, 1, 16)), "sin": ((1, 1, 1), (0, 2, 32)), "positions": ((1, 1), (0, 3))},
+    "apart": {
+        "cos": ((1, 1, 1), (0, 1, 16)),
+        "sin": ((1, 1, 1), (0, 2, 32)),
+        "cos by head": ((1, 1, 1, 1), (0, 1, 2, 16)),
+        "sin by head": ((1, 1, 1, 1), (0, 2, 1, 32)),
+        "positions": ((1, 1), (0, 3)),
+    },
     "closer": {"cos": ((1, 1, 1), (0, 1, 4)), "sin": ((1, 1, 1), (0, 2, 12))},
     "strided": {
         "cos": ((2, 1, 2), (1, 1, 3)),
         "sin": ((1, 2, 3), (0, 3, 1)),
+        "cos by head": ((2, 1, 1, 2), (1, 1, 3, 3)),
+        "sin by head": ((1, 2, 2, 3), (0, 3, 1, 1)),
         "positions": ((2, 3), (1, 2)),
-        "inv_freq": ((2,), (1,)),
+        "inv_freq": ((3, 2), (1, 1)),
     },
 }
 
@@ -268,7 +277,9 @@ STRIDES = {
 class Source:
     """An angle source: which arguments of a call give the angles, and how these tensors lie in memory."""
 
-    kind: str  # table (by position), token (table by token), token shared (one such table for all sequences), inv_freq
+    # table (by position), token (table by token), token shared (one such table for all sequences), head (table by head),
+    # head shared, inv_freq, inv_freq in two parts
+    kind: str
     positions: str = ""  # "dtype shape", or "" for none
     offset: int = 0
     strides: str = "dense"  # a key of STRIDES
@@ -281,23 +292,31 @@ class Source:
             + (["float64"] if self.freq_dtype == torch.float64 else [])
         )
 
-    def arguments(self, batch, seq, rotary_dim, table_dtype, device) -> dict:
-        """Returns the arguments of a call by name. A table by position has seq + 40 rows."""
+    def arguments(self, batch, seq, rotary_dim, table_dtype, device, heads=1) -> dict:
+        """Returns the arguments of a call by name. A table by position has seq + 40 rows.
+
+        heads: the number of heads of q, and of k, if the tables are by head.
+        """
         rows = seq + 40
         freq = torch_rope.inv_freq(rotary_dim).double()
         arguments = {"offset": self.offset} if self.offset else {}
 
         def laid_out(name, t):
-            steps, gaps = STRIDES[self.strides].get(name, ((1, 1, 1), (0, 0, 0)))
+            steps, gaps = STRIDES[self.strides].get(name, ((1, 1, 1, 1), (0, 0, 0, 0)))
             return moved(spread(t, steps[-t.dim() :], gaps[-t.dim() :]), device)
 
         if self.kind == "inv_freq":
             arguments["inv_freq"] = laid_out("inv_freq", freq.to(self.freq_dtype))
+        elif self.kind == "inv_freq in two parts":  # the first part is not the nearest float32
+            first = (freq * torch.rand(freq.shape)).float()
+            arguments["inv_freq"] = laid_out("inv_freq", torch.stack([first, (freq - first).float()]))
         else:
-            shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}[self.kind]
-            angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
+            shapes = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}
+            shapes |= {"head": (batch, seq, heads), "head shared": (1, seq, heads)}
+            angle = torch.randint(0, 3000, shapes[self.kind]).double().unsqueeze(-1) * freq
+            suffix = " by head" if angle.dim() == 4 else ""
             for name, t in ("cos", angle.cos()), ("sin", angle.sin()):
-                arguments[name] = laid_out(name, t.to(table_dtype))
+                arguments[name] = laid_out(name + suffix, t.to(table_dtype))
         if self.positions:
             dtype, shape = self.positions.split()
             low = -self.offset if self.kind == "table" else -20
@@ -321,6 +340,9 @@ SOURCES = [
     Source("inv_freq", "int64 [B,S]", strides="apart", freq_dtype=torch.float64),
     Source("token", strides="apart"),
     Source("token", strides="strided"),
+    Source("head", strides="apart"),
+    Source("head shared", strides="strided"),
+    Source("inv_freq in two parts", "int64 [B,S]", offset=3, strides="strided"),
 ]
 
 
@@ -368,13 +390,19 @@ SIZES = [
     (2, 4, 1, 3, 7, 6),
     (1, 3, 2, 1, 2, 2),
     (2, 2, 1, 1, 100, 52),
+    (2, 6, 3, 3, 192, 64),
 ]
+
+# The first rotated channel, given head_dim - rotary_dim. With "middle", vectors of 16 bytes stay aligned.
+STARTS = {"first": lambda rest: 0, "second": lambda rest: min(rest, 1), "middle": lambda rest: rest // 16 * 8}
+STARTS["last"] = lambda rest: rest
 
 
 # The factors of a call that rotates q and k.
 CALLS = {
     "size": SIZES,
     "source": SOURCES,
+    "start": list(STARTS),
     "q": list(LAYOUTS),
     "k": list(LAYOUTS),
     "dtype": DTYPES,
@@ -386,20 +414,39 @@ KERNELS = list(itertools.combinations(("q", "size", "dtype", "interleaved"), 3))
 ALL_CALLS = ("size", "source", "dtype", "interleaved")
 
 
-def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, **_):
-    """Returns q, k and the arguments for the angles, for a case of CALLS.
+def make_angles(size, source, table_dtype, device, start="first") -> tuple[int, dict]:
+    """Returns the number of heads of k, and the arguments of a call that say how it rotates.
+
+    If the tables are by head, k has as many heads as q. start: a key of STARTS.
+    """
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device, q_heads)
+    if rotary_start := STARTS[start](head_dim - rotary_dim):
+        angles["rotary_start"] = rotary_start
+    return q_heads if source.kind.startswith("head") else k_heads, angles
+
+
+def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table_dtype=None, start="first", **_):
+    """Returns q, k and the arguments that say how a call rotates, for a case of CALLS.
 
     q is [batch, seq, q_heads, head_dim] and k is [batch, seq, k_heads, head_dim]. The arguments q and k name their
     layouts. Factors that are not in CALLS are ignored. table_dtype is float64 by default if dtype is float64, else
     float32.
     """
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
-    q, k = (LAYOUTS[x](torch.Size((batch, seq, n, head_dim)), dtype, device) for x, n in ((q, q_heads), (k, k_heads)))
     if table_dtype is None:
         table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return q, k, source.arguments(batch, seq, rotary_dim, table_dtype, device)
+    k_heads, angles = make_angles(size, source, table_dtype, device, start)
+    heads = (q, size[2]), (k, k_heads)
+    q, k = (LAYOUTS[layout](torch.Size((*size[:2], n, size[4])), dtype, device) for layout, n in heads)
+    return q, k, angles
+
+
+def rotated_channels(size, angles) -> slice:
+    """Returns which channels of a head are rotated."""
+    start = angles.get("rotary_start", 0)
+    return slice(start, start + size[-1])
 
 
 def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:

@@ -26,6 +26,12 @@ def cos_sin(positions: np.ndarray, inv_freq: np.ndarray, kind) -> tuple[np.ndarr
     return np.cos(a) * np.cos(b) - np.sin(a) * np.sin(b), np.sin(a) * np.cos(b) + np.cos(a) * np.sin(b)
 
 
+def channels_of_pairs(pairs: int, rotary_start: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first channels of all pairs, and the second ones."""
+    channels = rotary_start + np.arange(2 * pairs)
+    return (channels[0::2], channels[1::2]) if interleaved else (channels[:pairs], channels[pairs:])
+
+
 def rotate(
     x,
     cos=None,
@@ -37,12 +43,13 @@ def rotate(
     attention_factor=1.0,
     interleaved=False,
     inverse=False,
+    rotary_start=0,
     norm_weight=None,
     norm_eps=1e-6,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rotated x, and the magnitude of each element's rotated pair, both in x's shape.
 
-    The magnitude of a pair (a, b) is sqrt(a^2 + b^2), and that of a channel past rotary_dim is its absolute value. The
+    The magnitude of a pair (a, b) is sqrt(a^2 + b^2), and that of a channel that is not rotated is its absolute value. The
     error of a result is measured against it.
 
     The arguments are those of torch.ops.rope.rotate: torch tensors, x is [batch, seq, heads, head_dim] or [seq, heads,
@@ -58,17 +65,18 @@ def rotate(
     p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
     p = np.broadcast_to(p + offset, (batch, seq))
     if inv_freq is not None:
-        c, s = cos_sin(p, numpy_of(inv_freq), kind)
+        c, s = cos_sin(p, numpy_of(inv_freq) if inv_freq.ndim == 1 else numpy_of(inv_freq).sum(0), kind)
     else:
         c, s = numpy_of(cos, kind), numpy_of(sin, kind)
         if c.ndim == 2:
             c, s = c[p], s[p]
-    c, s = c[:, :, None] * kind(attention_factor), s[:, :, None] * kind(attention_factor)
+    if c.ndim == 3:
+        c, s = c[:, :, None], s[:, :, None]
+    c, s = c * kind(attention_factor), s * kind(attention_factor)
     if inverse:
         s = -s
     pairs = c.shape[-1]
-    channels = np.arange(2 * pairs)
-    first, second = (channels[0::2], channels[1::2]) if interleaved else (channels[:pairs], channels[pairs:])
+    first, second = channels_of_pairs(pairs, rotary_start, interleaved)
     a, b = values[..., first], values[..., second]
     out, size = values.copy(), np.abs(values)
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
@@ -77,7 +85,17 @@ def rotate(
 
 
 def table_backward(
-    given, x, cos, sin, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False
+    given,
+    x,
+    cos,
+    sin,
+    positions=None,
+    offset=0,
+    *,
+    attention_factor=1.0,
+    interleaved=False,
+    inverse=False,
+    rotary_start=0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns the gradients of cos and sin, and for each the sum of the magnitudes of its terms, in the shape of cos.
 
@@ -90,8 +108,7 @@ def table_backward(
     for g, t in zip(given, x, strict=True):
         g, t = (a if a.ndim == 4 else a[None] for a in (numpy_of(g, kind), numpy_of(t, kind)))
         batch, seq = t.shape[:2]
-        channels = np.arange(2 * pairs)
-        first, second = (channels[0::2], channels[1::2]) if interleaved else (channels[:pairs], channels[pairs:])
+        first, second = channels_of_pairs(pairs, rotary_start, interleaved)
         a, b, ga, gb = t[..., first], t[..., second], g[..., first], g[..., second]
         sign = -1 if inverse else 1
         terms = [
@@ -99,7 +116,11 @@ def table_backward(
             sign * (gb * a - ga * b),
             *(np.abs(ga * a) + np.abs(gb * b), np.abs(gb * a) + np.abs(ga * b)),
         ]
-        if len(shape) == 3:
+        if len(shape) == 4:
+            rows = np.broadcast_to(np.arange(seq * t.shape[2]).reshape(seq, t.shape[2]), t.shape[:3]) + (
+                np.arange(batch)[:, None, None] * (seq * t.shape[2]) if shape[0] > 1 else 0
+            )
+        elif len(shape) == 3:
             rows = np.broadcast_to(np.arange(seq), (batch, seq)) + (
                 np.arange(batch)[:, None] * seq if shape[0] > 1 else 0
             )
@@ -107,7 +128,8 @@ def table_backward(
             p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
             rows = np.broadcast_to(p + offset, (batch, seq))
         for total, term in zip(sums, terms, strict=True):
-            np.add.at(total.reshape(-1, pairs), rows, term.sum(2) * kind(attention_factor))
+            summed = term if len(shape) == 4 else term.sum(2)
+            np.add.at(total.reshape(-1, pairs), rows, summed * kind(attention_factor))
     sums[2:] = np.abs(sums[2:])
     return tuple(sums)
 

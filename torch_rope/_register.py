@@ -7,7 +7,9 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_rope._signatures import AXES, BY_POSITION, Signature, operators
@@ -124,6 +126,18 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
 
 for _signature in operators():
     torch.library.register_vmap(f"rope::{_signature.name}", functools.partial(_vmap, _signature))
+
+
+# ---- nested tensors ----
+
+
+def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict):
+    """Calls the kernel that raises the error."""
+    return op._op_dk(DispatchKey.NestedTensorCPU, *args, **kwargs)
+
+
+for _signature in operators():
+    torch.library.register_torch_dispatch(f"rope::{_signature.name}", NestedTensor, _refuse_nested)
 
 
 # ---- DTensor ----

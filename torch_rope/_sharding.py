@@ -120,15 +120,20 @@ class _Call(dict):
                 a.refuse(m, f"be Replicate(), because {first.name} is {placement!r}, split along its {axis}")
         return True
 
-    def split_heads(self, m: int, *names: str) -> bool:
-        """Makes mesh dimension m split the heads of all these arguments if it splits those of one. Returns whether it
-        does."""
-        arguments = [self[name] for name in names]
-        first = next((a for a in arguments if a.axis(m) == "heads"), None)
-        if first is not None:
-            for a in arguments:
+    def split_heads(self, m: int, *groups: tuple[str, ...]) -> None:
+        """Makes mesh dimension m split the heads of all arguments of a group if it splits those of one.
+
+        Tables by head have the heads of q and of k, so the groups of q and k become one.
+        """
+        tables = tuple(name for name in ("cos", "sin") if name in self and "heads" in self[name].axes)
+        if tables:
+            rotated = [group for group in groups if not group[0].startswith("v")]
+            groups = (sum(rotated, tables), *(group for group in groups if group not in rotated))
+        for group in groups:
+            arguments = [self[name] for name in group]
+            first = next((a for a in arguments if a.axis(m) == "heads"), None)
+            for a in arguments if first is not None else ():
                 a.follow(first, m)
-        return first is not None
 
 
 # A rule checks a call on one mesh dimension, adjusts the placements of its arguments, and returns those of its results.
@@ -139,22 +144,23 @@ def _rotate(call: _Call, m: int) -> list[Placement]:
     rotated = call.signature.rotated
     call.check(m, *(rotated if "q_norm_weight" not in call else ()))  # a norm is not linear
     call.split_tokens(m)
+    call.split_heads(m, *((name,) for name in rotated))
     return [call[name].placements[m] for name in rotated]
 
 
 def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
     call.check(m)
     if not call.split_tokens(m):
-        call.split_heads(m, "k_cache", "v_cache", "k", "v")
+        call.split_heads(m, ("q",), ("k_cache", "k"), ("v_cache", "v"))
     return []
 
 
 def _norm_backward(call: _Call, m: int) -> list[Placement]:
     call.check(m, "q_out_grad", "k_out_grad")
     call.split_tokens(m)
+    call.split_heads(m, ("q_out_grad", "q"), ("k_out_grad", "k"))
     grads, of_weights = [], []
     for name in ("q", "k"):
-        call.split_heads(m, f"{name}_out_grad", name)
         grad = call[f"{name}_out_grad"]
         grads.append(grad.placements[m])
         of_weights.append(grad.placements[m] if grad.axis(m) in (None, "sum") else Partial())
@@ -166,9 +172,10 @@ def _table_backward(call: _Call, m: int) -> list[Placement]:
     if call.split_tokens(m):
         return [a.placements[m] if a.axis(m) else Partial() for a in (call["cos"], call["sin"])]
     names = [name for name in ("q", "k") if name in call]
-    for name in names:
-        call.split_heads(m, f"{name}_out_grad", name)
+    call.split_heads(m, *((f"{name}_out_grad", name) for name in names))
     grads = [call[f"{name}_out_grad"] for name in names]
+    if call["cos"].axis(m) == "heads":
+        return [call["cos"].placements[m], call["sin"].placements[m]]
     if all(grad.axis(m) is None for grad in grads):
         return [Replicate()] * 2
     for grad in grads:

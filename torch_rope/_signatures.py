@@ -14,10 +14,10 @@ import torch
 AXES = {
     **dict.fromkeys(("x", "q", "k", "v", "q_out_grad", "k_out_grad"), ("batch", "seq", "heads", "head_dim")),
     **dict.fromkeys(("k_cache", "v_cache"), ("blocks", "block_size", "heads", "head_dim")),
-    **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "pairs")),
+    **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "heads", "pairs")),  # heads: only if there are four
     **dict.fromkeys(("positions", "slots"), ("batch or 1", "seq")),
     **dict.fromkeys(("q_norm_weight", "k_norm_weight"), ("head_dim",)),
-    "inv_freq": ("axes", "pairs"),
+    "inv_freq": ("part", "axes", "pairs"),  # axes: only in axial_cos_sin
 }
 BY_POSITION = "rows", "pairs"  # the axes of cos and sin if they are 2-D, that is, tables by position
 
@@ -39,11 +39,14 @@ class Signature:
     def axes(self, name: str, dim: int) -> tuple[str, ...]:
         """Returns the axes of an argument that has this many dimensions."""
         if name == "positions" and not self.rotated:  # they may have any shape
-            axes = ("axes",) if self.name == "_axial_cos_sin" else ()
+            axes = ("axes",) if self.name == "axial_cos_sin" else ()
             return axes + ("positions",) * (dim - len(axes))
         if name in ("cos", "sin") and dim == 2:
             return BY_POSITION
-        return AXES[name][-dim:]
+        axes = AXES[name]
+        if (name in ("cos", "sin") and dim == 3) or (name == "inv_freq" and self.name != "axial_cos_sin"):
+            axes = axes[:-2] + axes[-1:]
+        return axes[-dim:]
 
 
 @functools.cache

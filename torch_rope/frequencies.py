@@ -29,12 +29,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_rope.families import INTERLEAVED, WHOLE_HEADS
+
 
 class Frequencies(NamedTuple):
     """The frequencies of a model, and the factor that goes with them."""
 
     inv_freq: Tensor  # [rotary_dim / 2], float64 on the CPU, radians per position
     attention_factor: float  # multiplies the rotated channels, or cos and sin
+
+    def to(self, device: torch.device | str) -> "Frequencies":
+        """Returns the same with inv_freq on a device. If the device has no float64 (Apple GPUs), inv_freq becomes
+        ``[2, rotary_dim / 2]``, float32: two parts whose sum is the float64 number to 48 bits."""
+        return self._replace(inv_freq=on_device(self.inv_freq, device))
+
+
+def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
+    """Returns float64 frequencies on a device, as two float32 parts, stacked first, if the device has no float64."""
+    try:
+        return inv_freq.to(device)
+    except TypeError:
+        high = inv_freq.float()
+        return torch.stack([high, (inv_freq - high).float()]).to(device)
 
 
 def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:
@@ -129,6 +145,9 @@ def dynamic(
     original_max_position (emozilla; appendix B.3 of arXiv:2309.00071). So without seq_len, or for a short sequence, the
     result is that of :func:`default`. attention_factor is 1. original_max_position is max_position_embeddings in the
     config of a model.
+
+    The result depends on seq_len alone. transformers remembers the longest length: after a long sequence it rotates a
+    shorter one, unless that is shorter than original_max_position, by the frequencies of the long one.
 
     If s is a tensor, ``f[i] * s ** (-2 i / (rotary_dim - 2))`` gives the same frequencies.
 
@@ -365,16 +384,19 @@ _DEFAULTS: dict[str, dict] = {
     "glm": {"head_dim": 128, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5},
     "gpt_neox": {"rotary_pct": 0.25},
-    "gpt_oss": {
-        "head_dim": 64,
-        "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
+    **dict.fromkeys(
+        ("gpt_oss", "openai_privacy_filter"),
+        {
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
         },
-    },
+    ),
     "gptj": {"rotary_dim": 64},
     "helium": {"rope_theta": 1e5, "head_dim": 128},
     "llama4_text": {"rope_theta": 5e5, "head_dim": 128},
@@ -384,6 +406,7 @@ _DEFAULTS: dict[str, dict] = {
     "olmo3": {"rope_theta": 5e5},
     "persimmon": {"partial_rotary_factor": 0.5},
     "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
     "qwen2_vl": {"rope_theta": 1e6},
     "qwen2_vl_text": {"rope_theta": 1e6},
     "qwen3": {"head_dim": 128},
@@ -404,6 +427,19 @@ _OLD_NAMES = {
 }
 # rope_type of a config -> kind. mrope (Qwen2-VL) and xdrope (Hunyuan-VL) say how positions are laid out.
 _OLD_KINDS = {"su": "longrope", "mrope": "default", "xdrope": "dynamic"}
+
+
+# The entries of a config that describe a rotation.
+_ENTRIES = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "global_rope_theta",
+    "partial_rotary_factor",
+    "rotary_dim",
+    "qk_rope_head_dim",
+)
 
 
 def _get(config: Any, name: str) -> Any:
@@ -462,7 +498,9 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the
     length of the sequence yourself: the keyword arguments do not include seq_len and long.
     """
-    _require(not isinstance(config, str), "from_config", "config", config, "a dict, or a config object of transformers")
+    is_config = isinstance(config, Mapping) or hasattr(config, "__dict__")
+    made_by = "which AutoConfig.from_pretrained makes of a name"
+    _require(is_config, "from_config", "config", config, f"a dict, or a config object of transformers, {made_by}")
     config = _get(config, "text_config") or config  # of a multimodal model
     if isinstance(config, Mapping):
         present = {name: value for name, value in config.items() if value is not None}
@@ -472,6 +510,15 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
     for name in ("alibi", "rope_ratio"):
         value = _get(config, name)
         _require(not value, "from_config", name, value, "absent: a config that has it does not describe a rotation")
+    model_type = _get(config, "model_type")
+    rotates = model_type in WHOLE_HEADS | INTERLEAVED or model_type in _DEFAULTS
+    _require(
+        rotates or any(_get(config, name) is not None for name in _ENTRIES),
+        "from_config",
+        "model_type",
+        model_type,
+        f"that of a model that rotates: the config has none of {', '.join(_ENTRIES)}; if the model does rotate, add one",
+    )
 
     rope = _get(config, "rope_scaling") or _get(config, "rope_parameters") or {}
     layers = _by_layer_type(config, rope)
@@ -492,7 +539,8 @@ def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
 
     part = rope.get("partial_rotary_factor")
     part = _get(config, "partial_rotary_factor") if part is None else part
-    part = 1.0 if part is None else part
+    ignored = kind == "default" and model_type in WHOLE_HEADS
+    part = 1.0 if part is None or ignored else part
     if kind == "proportional":
         arguments = {"head_dim": _head_dim(config, layer_type)}
     else:
@@ -538,14 +586,15 @@ def from_config(config: Any, layer_type: str | None = None, seq_len: int | None 
 
     If a dict leaves an entry out, the value is the one that transformers fills in for its model_type, for the families
     in docs/families.md. For any other family, base is 10000, and ``hidden_size // num_attention_heads`` channels are
-    rotated.
+    rotated. If the rope_type is "default", partial_rotary_factor is ignored for the families whose model ignores it,
+    such as Llama (torch_rope.families.WHOLE_HEADS).
 
     The result does not say whether a layer rotates at all (some layers of Llama 4, SmolLM3 and Cohere 2 do not), nor
     which of the several positions of a token rotates a pair (Qwen2-VL; see :mod:`torch_rope.multimodal`). The module of
     Ernie 4.5 VL has the same frequencies in another order.
 
-    Raises ValueError if the rope_type is unknown, layer_type is missing or unknown, the config lacks a parameter that
-    the rope_type needs, or the function of the kind raises it.
+    Raises ValueError if the config describes no rotation (BERT, GPT-2), the rope_type is unknown, layer_type is missing
+    or unknown, the config lacks a parameter that the rope_type needs, or the function of the kind raises it.
 
     Example::
 

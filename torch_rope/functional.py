@@ -5,8 +5,8 @@ them by job.
 The docstrings use these words:
 
 - ``head_dim`` is the number of channels of a head, which is the last dimension of x.
-- ``rotary_dim`` is the number of channels of a head that are rotated. They are its first channels. rotary_dim is even
-  and at most head_dim. The other channels keep their values bit for bit.
+- ``rotary_dim`` is the number of channels of a head that are rotated. They are its first channels, or those from
+  channel ``rotary_start`` on. rotary_dim is even and at most head_dim. The other channels keep their values bit for bit.
 - The *position* of a token is the number that its angles are computed from.
 - ``inv_freq`` holds one frequency for each pair of channels, in radians per position: the angle of pair i at position p
   is ``p * inv_freq[i]``.
@@ -17,25 +17,47 @@ The docstrings use these words:
 import torch
 from torch import Tensor
 
+from torch_rope.frequencies import on_device
+
 _ops = torch.ops.rope
 
 
-def _flags(attention_factor: float, interleaved: bool, inverse: bool) -> dict:
+def _check_offset(op: str, offset: int | torch.SymInt) -> None:
+    """Raises ValueError if offset is no int64. torch has raised RuntimeError then, whose message is unclear."""
+    if isinstance(offset, int) and not -(2**63) <= offset < 2**63:
+        raise ValueError(f"rope.{op}: offset is {offset} but must be at least -2**63 and below 2**63") from None
+
+
+def _flags(attention_factor: float, interleaved: bool, inverse: bool, rotary_start: int, eager_rounding: bool) -> dict:
     """Returns the keyword arguments of a rotation, or none of them if all have their default values: each keyword
     argument that is passed costs a decode step 0.2 microseconds."""
-    if attention_factor == 1.0 and not interleaved and not inverse:
+    if attention_factor == 1.0 and not (interleaved or inverse or rotary_start or eager_rounding):
         return {}
-    return {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
+    flags = {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
+    if rotary_start or eager_rounding:
+        flags |= {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
+    return flags
 
 
-def _norm_flags(norm_eps: float, attention_factor: float, interleaved: bool) -> dict:
+def _norm_flags(
+    norm_eps: float, attention_factor: float, interleaved: bool, rotary_start: int, eager_rounding: bool
+) -> dict:
     """Returns the keyword arguments of a rotation with a norm, or none of them if all have their default values."""
-    if norm_eps == 1e-6 and attention_factor == 1.0 and not interleaved:
+    if norm_eps == 1e-6 and attention_factor == 1.0 and not (interleaved or rotary_start or eager_rounding):
         return {}
-    return {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
+    flags = {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
+    if rotary_start or eager_rounding:
+        flags |= {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
+    return flags
 
 
-def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | str | None = None) -> Tensor:
+def inv_freq(
+    rotary_dim: int,
+    base: float = 10000.0,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
     """Returns the usual frequencies of RoPE, ``base ** (-2 i / rotary_dim)`` for i = 0 .. rotary_dim / 2 - 1.
 
     :mod:`torch_rope.frequencies` has the frequencies of models with a longer context (YaRN, LongRoPE, Llama 3.1, ...).
@@ -43,10 +65,15 @@ def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | s
     Args:
         rotary_dim: how many channels of a head are rotated. It must be even.
         base: the base of the powers, often called ``rope_theta``. Default: 10000.
+        dtype: the dtype of the result. float32 costs accuracy at long positions: an angle is off by up to 0.002 radians
+            at position 131,072, and by 0.02 at a million. Default: float64, or two float32 parts on a device without
+            float64.
         device: the device of the result. Default: PyTorch's default device.
 
     Returns:
-        ``[rotary_dim / 2]``, float32, in radians per position. It is computed in float64 and rounded once.
+        ``[rotary_dim / 2]``, in radians per position, computed in float64. If dtype is None and the device has no float64
+        (Apple GPUs), ``[2, rotary_dim / 2]``, float32: two parts whose sum is the float64 number to 48 bits, which all
+        functions take in its place.
 
     Raises:
         ValueError: rotary_dim is odd or negative, or base is not positive.
@@ -64,7 +91,8 @@ def inv_freq(rotary_dim: int, base: float = 10000.0, *, device: torch.device | s
     if not base > 0:
         raise ValueError(f"torch_rope.inv_freq: base is {base} but must be a positive number")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim, 1)
-    return (base**-exponents).float().to(torch.get_default_device() if device is None else device)
+    exact, device = float(base) ** -exponents, torch.get_default_device() if device is None else device
+    return on_device(exact, device) if dtype is None else exact.to(dtype).to(device)
 
 
 def cos_sin(
@@ -75,7 +103,8 @@ def cos_sin(
     Args:
         positions: a tensor of any shape P, integer or floating-point (pixels, seconds). ``torch.arange(n)`` makes a
             table by position for the positions below n.
-        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position.
+        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position, or ``[2, rotary_dim / 2]``, float32,
+            which is the sum of two parts.
         attention_factor: a factor for both cos and sin (YaRN, LongRoPE). Default: 1.
         dtype: the dtype of the result. Default: float32.
 
@@ -111,7 +140,8 @@ def axial_cos_sin(
 
     Args:
         positions: ``[axes, *P]``, integer or floating-point.
-        inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, in radians per position.
+        inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, in radians per position, or
+            ``[2, axes, rotary_dim / 2]``, float32, which is the sum of two parts.
         attention_factor, dtype: as in :func:`cos_sin`.
 
     Returns:
@@ -143,7 +173,7 @@ def axial_cos_sin(
         cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
         q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
-    return _ops._axial_cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
+    return _ops.axial_cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
 
 
 def rotate(
@@ -157,8 +187,10 @@ def rotate(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> Tensor:
-    """Rotates the first rotary_dim channels of each head by the angles of its token.
+    """Rotates rotary_dim channels of each head, by default the first ones, by the angles of its token.
 
     The angles come from exactly one source: either cos and sin, or inv_freq.
 
@@ -168,9 +200,11 @@ def rotate(
             ``x.transpose(1, 2)``, and a tensor without a head axis as ``x.unsqueeze(-2)``.
         cos, sin: tables from :func:`cos_sin`, float32 or the dtype of x. Tables by position,
             ``[max_position, rotary_dim / 2]``, have a row for each position. Tables by token,
-            ``[batch or 1, seq, rotary_dim / 2]``, have a row for each token; with them positions must be None and
-            offset 0.
-        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position. The kernel computes the angles.
+            ``[batch or 1, seq, rotary_dim / 2]``, have a row for each token; tables by head,
+            ``[batch or 1, seq, heads, rotary_dim / 2]``, have a row for each token and head. With either of the two,
+            positions must be None and offset 0.
+        inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position, or ``[2, rotary_dim / 2]``, float32,
+            which is the sum of two parts (:func:`inv_freq` makes it). The kernel computes the angles.
         positions: ``[seq]``, ``[1, seq]`` or ``[batch, seq]``, int32 or int64. The position of token s is
             ``positions[..., s] + offset``, or ``s + offset`` if positions is None. With tables by position it must be
             at least 0 and below max_position. With inv_freq it may be negative and has no upper limit; the error bound
@@ -180,10 +214,16 @@ def rotate(
         interleaved: which channels form a pair. If False, i and i + rotary_dim / 2 (half-split: NeoX, ``rotate_half``).
             If True, 2i and 2i + 1 (GPT-J, GGUF llama). Default: False.
         inverse: if True, rotates by the negative angles, which is the transpose of the rotation. Default: False.
+        rotary_start: the first channel that is rotated (DeepSeek: the channels without a position). The channels
+            ``rotary_start .. rotary_start + rotary_dim - 1`` are rotated. Default: 0.
+        eager_rounding: if True, the result has the bits of the formula in plain PyTorch operators: the dtype of each
+            product and each sum is the one that ``torch.promote_types`` gives for x and cos, and each of them is rounded
+            to it. The backward has the bits of autograd through that formula, in which x is converted to this dtype
+            once. attention_factor multiplies cos and sin first. Default: False.
 
     Returns:
         A tensor with the shape and dtype of x, and the strides of ``torch.empty_like(x)``. The arithmetic is float32
-        (float64 if x is float64), and each element is rounded once, at the end.
+        (float64 if x is float64), and each element is rounded once, at the end, unless eager_rounding is True.
 
     Raises:
         ValueError: a shape or a device does not fit, or there is not exactly one angle source.
@@ -207,9 +247,19 @@ def rotate(
         cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
         y = torch_rope.rotate(x, cos, sin, positions=torch.tensor([0, 1, 2, 0, 1]))  # two packed sequences
     """
-    return _ops.rotate.default(
-        x, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
-    )
+    try:
+        return _ops.rotate.default(
+            x,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("rotate", offset)
+        raise
 
 
 def rotate_(
@@ -223,6 +273,8 @@ def rotate_(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> None:
     """Rotates x in place: writes to x what :func:`rotate` returns.
 
@@ -244,7 +296,19 @@ def rotate_(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
         torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
-    _ops.rotate_.default(x, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse))
+    try:
+        _ops.rotate_.default(
+            x,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("rotate_", offset)
+        raise
 
 
 def rotate_qk(
@@ -259,6 +323,8 @@ def rotate_qk(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotates q and k of an attention layer in one launch.
 
@@ -274,7 +340,8 @@ def rotate_qk(
     Returns:
         (q, k), rotated, each with the shape and dtype of its argument.
 
-    Differentiable like :func:`rotate`. The gradients of cos, sin and inv_freq are sums over the heads of q and of k.
+    Differentiable like :func:`rotate`. The gradients of cos, sin and inv_freq are sums over the heads of q and of k. If
+    only one of q and k requires grad, only its result does.
 
     Equivalent to ``rotate(q, ...), rotate(k, ...)``, bit for bit.
 
@@ -284,9 +351,20 @@ def rotate_qk(
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq)  # a prompt
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, offset=cache_length)  # a decode step
     """
-    return _ops.rotate_qk.default(
-        q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
-    )
+    try:
+        return _ops.rotate_qk.default(
+            q,
+            k,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("rotate_qk", offset)
+        raise
 
 
 def rotate_qk_(
@@ -301,6 +379,8 @@ def rotate_qk_(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> None:
     """Rotates q and k in place: writes to them what :func:`rotate_qk` returns.
 
@@ -322,9 +402,20 @@ def rotate_qk_(
         q, k, v = qkv.split([32, 8, 8], dim=-2)  # qkv [batch, seq, 48, 128]
         torch_rope.rotate_qk_(q, k, inv_freq=inv_freq)  # changes qkv
     """
-    _ops.rotate_qk_.default(
-        q, k, cos, sin, inv_freq, positions, offset, **_flags(attention_factor, interleaved, inverse)
-    )
+    try:
+        _ops.rotate_qk_.default(
+            q,
+            k,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("rotate_qk_", offset)
+        raise
 
 
 def norm_rotate_qk(
@@ -341,6 +432,8 @@ def norm_rotate_qk(
     norm_eps: float = 1e-6,
     attention_factor: float = 1.0,
     interleaved: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises each head of q and k and then rotates it, in one pass: the QK-norm of Qwen3 and Gemma 3.
 
@@ -354,7 +447,9 @@ def norm_rotate_qk(
 
     The norm is taken over all head_dim channels (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
     rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
-    between the norm and the rotation. The squares are summed in float32 (float64 if q is float64), and overflow for the
+    between the norm and the rotation, unless eager_rounding is True: then the normalised x is rounded to the dtype of x,
+    multiplied by a weight of that dtype and rounded again, as in Qwen3, or multiplied by a float32 weight and rounded
+    once, as in Gemma 3; only the order of the sum of squares differs from PyTorch's. The squares are summed in float32 (float64 if q is float64), and overflow for the
     same values as in PyTorch's rms_norm.
 
     Returns:
@@ -376,18 +471,22 @@ def norm_rotate_qk(
         q, k = torch_rope.norm_rotate_qk(q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq)  # Qwen3
         q, k = torch_rope.norm_rotate_qk(q, k, 1 + q_norm.weight, 1 + k_norm.weight, inv_freq=inv_freq)  # Gemma 3
     """
-    return _ops.norm_rotate_qk.default(
-        q,
-        k,
-        q_norm_weight,
-        k_norm_weight,
-        cos,
-        sin,
-        inv_freq,
-        positions,
-        offset,
-        **_norm_flags(norm_eps, attention_factor, interleaved),
-    )
+    try:
+        return _ops.norm_rotate_qk.default(
+            q,
+            k,
+            q_norm_weight,
+            k_norm_weight,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("norm_rotate_qk", offset)
+        raise
 
 
 def rotate_into_cache(
@@ -408,6 +507,8 @@ def rotate_into_cache(
     norm_eps: float = 1e-6,
     attention_factor: float = 1.0,
     interleaved: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> None:
     """Rotates q in place and writes rotated k, and v, to a KV cache, in one launch.
 
@@ -423,20 +524,24 @@ def rotate_into_cache(
 
     Args:
         q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written.
-        k, v: as q, with kv_heads heads. They are only read. q, k and v may be slices of one packed tensor.
+        k: as q, with kv_heads heads. It is only read.
+        v: as k, or with heads and a head_dim of its own, ``[batch, seq, v_heads, v_dim]``: whatever belongs to a token,
+            such as the latent of multi-head latent attention (DeepSeek). It is only read. v_heads may be 0. q, k and v
+            may be slices of one packed tensor.
         k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` for a cache
-            of one block. Both have the same shape, the dtype of q, and any strides. Pass a head-major cache transposed:
+            of one block. Both have the same blocks and block_size, the heads and head_dim of k and of v, the dtype of q,
+            and any strides; they may be slices of one tensor. Pass a head-major cache transposed:
             a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads, max_seq,
             head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache (vLLM) as
             it is.
-        cos, sin, inv_freq: as in :func:`rotate`. Tables by token require slots.
+        cos, sin, inv_freq: as in :func:`rotate`. Tables by token and tables by head require slots.
         positions, offset: as in :func:`rotate`.
         slots: ``[batch, seq]``, or ``[seq]`` if batch is 1, int32 or int64: the cell of the cache that each token is
             written to, ``block * block_size + index in the block``. A token with a negative slot is a pad: it writes no
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
             of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
-        attention_factor, interleaved: as in :func:`rotate`.
+        attention_factor, interleaved, rotary_start, eager_rounding: as in :func:`rotate`.
 
     Returns:
         None.
@@ -461,19 +566,23 @@ def rotate_into_cache(
             q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), inv_freq=inv_freq, offset=cache_length
         )
     """
-    _ops.rotate_into_cache_.default(
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        cos,
-        sin,
-        inv_freq,
-        positions,
-        offset,
-        slots,
-        q_norm_weight,
-        k_norm_weight,
-        **_norm_flags(norm_eps, attention_factor, interleaved),
-    )
+    try:
+        _ops.rotate_into_cache_.default(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            cos,
+            sin,
+            inv_freq,
+            positions,
+            offset,
+            slots,
+            q_norm_weight,
+            k_norm_weight,
+            **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
+        )
+    except RuntimeError:
+        _check_offset("rotate_into_cache_", offset)
+        raise

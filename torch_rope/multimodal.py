@@ -28,25 +28,32 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
     """Returns the matrix in which pair j follows axis ``axes[j]``.
 
     Args:
-        inv_freq: ``[pairs]``.
+        inv_freq: ``[pairs]``, or ``[2, pairs]``, the sum of two parts.
         axes: the number of an axis for each pair.
 
     Returns:
-        ``[max(axes) + 1, pairs]``: ``inv_freq[j]`` at ``[axes[j], j]``, and 0 elsewhere.
+        ``[max(axes) + 1, pairs]``: ``inv_freq[j]`` at ``[axes[j], j]``, and 0 elsewhere. If inv_freq has two parts, so
+        has the result: ``[2, max(axes) + 1, pairs]``.
 
-    Raises ValueError if inv_freq is not 1-D, or axes does not have one number, 0 or more, for each of its elements.
+    Raises ValueError if inv_freq has another shape, or axes does not have one number, 0 or more, for each pair.
     """
-    if inv_freq.dim() != 1:
+    _check_parts("by_axis", inv_freq, "pairs")
+    if len(axes) != inv_freq.shape[-1] or min(axes, default=0) < 0:
         raise ValueError(
-            f"torch_rope.multimodal.by_axis: inv_freq has shape {list(inv_freq.shape)} but must have shape [pairs]"
-        )
-    if len(axes) != len(inv_freq) or min(axes, default=0) < 0:
-        raise ValueError(
-            f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {len(inv_freq)} numbers that are at "
+            f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {inv_freq.shape[-1]} numbers that are at "
             "least 0, one for each frequency"
         )
     rows = torch.tensor([[a == axis for a in axes] for axis in range(max(axes, default=-1) + 1)], dtype=torch.bool)
-    return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq, 0.0)
+    return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq.unsqueeze(-2), 0.0)
+
+
+def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:
+    """Raises ValueError unless inv_freq has one row, or two, which are parts of a sum."""
+    if inv_freq.dim() != 1 and not (inv_freq.dim() == 2 and len(inv_freq) == 2):
+        raise ValueError(
+            f"torch_rope.multimodal.{function}: inv_freq has shape {list(inv_freq.shape)} but must have shape [{n}] or "
+            f"[2, {n}]"
+        )
 
 
 def _check(function: str, inv_freq: Tensor, sections: Sequence[int]) -> None:
@@ -65,11 +72,11 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     The first sections[0] pairs follow time, the next sections[1] height, and the last sections[2] width.
 
     Args:
-        inv_freq: ``[pairs]``.
+        inv_freq: ``[pairs]``, or ``[2, pairs]``, the sum of two parts.
         sections: three counts of pairs with the sum ``pairs``.
 
     Returns:
-        ``[3, pairs]``, for positions [time, height, width].
+        ``[3, pairs]``, or ``[2, 3, pairs]``, for positions [time, height, width].
 
     Raises ValueError if sections does not fit inv_freq.
     """
@@ -84,7 +91,7 @@ def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     section. All other pairs follow time. Arguments, result and errors are those of :func:`sections`.
     """
     _check("interleaved", inv_freq, sections)
-    return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(len(inv_freq))])
+    return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(inv_freq.shape[-1])])
 
 
 def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
@@ -110,21 +117,19 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     The vision towers of Qwen2-VL and related models use ``axial(torch_rope.inv_freq(head_dim // 2))``.
 
     Args:
-        inv_freq: ``[n]``, the frequencies that every axis has.
+        inv_freq: ``[n]``, the frequencies that every axis has, or ``[2, n]``, the sum of two parts.
         axes: the number of axes, such as 2 for the vertical and the horizontal position of a patch.
 
     Returns:
-        ``[axes, axes * n]``, for positions ``[axes, ...]``: the first n pairs follow axis 0, the next n axis 1, etc.
+        ``[axes, axes * n]``, for positions ``[axes, ...]``: the first n pairs follow axis 0, the next n axis 1, etc. If
+        inv_freq has two parts, so has the result: ``[2, axes, axes * n]``.
 
-    Raises ValueError if inv_freq is not 1-D or axes is less than 1.
+    Raises ValueError if inv_freq has another shape or axes is less than 1.
     """
-    if inv_freq.dim() != 1:
-        raise ValueError(
-            f"torch_rope.multimodal.axial: inv_freq has shape {list(inv_freq.shape)} but must have shape [n]"
-        )
+    _check_parts("axial", inv_freq, "n")
     if axes < 1:
         raise ValueError(f"torch_rope.multimodal.axial: axes is {axes} but must be at least 1")
-    return torch.block_diag(*[inv_freq] * axes)
+    return by_axis(torch.cat([inv_freq] * axes, -1), [axis for axis in range(axes) for _ in range(inv_freq.shape[-1])])
 
 
 # model_type of transformers -> the function for its order of axes, and the sections if its config does not give them

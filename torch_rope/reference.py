@@ -6,8 +6,8 @@
 
     out = reference.rotate(x, cos, sin, positions=positions)
 
-The arithmetic is float32 (float64 if x is float64), angles are float64, and each result is rounded once. The functions
-check nothing, and run on any device that has float64.
+The arithmetic is float32 (float64 if x is float64), angles are float64, and each result is rounded once, or as often as
+PyTorch's operators round if eager_rounding is True. The functions check nothing, and run on any device that has float64.
 
 To judge a result of any dtype, call a function with float64 copies of the arguments and compare: this is what
 ``python -m torch_rope.selfcheck`` and the benchmarks do.
@@ -31,22 +31,31 @@ def rotate(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
 ) -> Tensor:
-    """Rotates the first rotary_dim channels of each head, as :func:`torch_rope.rotate` does."""
+    """Rotates rotary_dim channels of each head, as :func:`torch_rope.rotate` does."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     p = (torch.arange(x.shape[-3], device=x.device) if positions is None else positions) + offset
     if inv_freq is not None:
         cos, sin = cos_sin(p, inv_freq, dtype=dtype)
-    elif cos.dim() == 2:  # a table by position; a 3-D table already has a row for each token
+    elif cos.dim() == 2:  # a table by position; other tables already have a row for each token
         cos, sin = cos[p], sin[p]
-    c, s = (t.to(dtype).unsqueeze(-2) * attention_factor for t in (cos, sin))  # [..., seq, 1, rotary_dim / 2]
+    if cos.dim() < 4:
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]
+    if eager_rounding:  # PyTorch rounds each product and sum to the dtype of its operands
+        dtype = torch.promote_types(x.dtype, cos.dtype)
+        c, s = ((t * attention_factor).to(dtype) for t in (cos, sin))
+    else:
+        c, s = (t.to(dtype) * attention_factor for t in (cos, sin))
     s = -s if inverse else s
     pairs = c.shape[-1]
     first, second = slice(0, pairs), slice(pairs, 2 * pairs)
     if interleaved:
         first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    first, second = (slice(rotary_start + i.start, rotary_start + i.stop, i.step) for i in (first, second))
     a, b = x[..., first].to(dtype), x[..., second].to(dtype)
-    out = x.clone()  # keeps the channels past rotary_dim
+    out = x.clone()  # keeps the other channels
     out[..., first] = a * c - b * s  # rounded here
     out[..., second] = b * c + a * s
     return out
@@ -58,7 +67,14 @@ def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
 
 
 def norm_rotate_qk(
-    q: Tensor, k: Tensor, q_norm_weight: Tensor, k_norm_weight: Tensor, *angles, norm_eps: float = 1e-6, **flags
+    q: Tensor,
+    k: Tensor,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    *angles,
+    norm_eps: float = 1e-6,
+    eager_rounding: bool = False,
+    **flags,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises each head of q and k and rotates it, as :func:`torch_rope.norm_rotate_qk` does.
 
@@ -66,10 +82,14 @@ def norm_rotate_qk(
     """
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
+        if not eager_rounding:
+            return normalised * weight
+        return ((normalised.to(x.dtype) if weight.dtype == x.dtype else normalised) * weight).to(x.dtype)
 
-    rotated = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), *angles, **flags)
+    q_normalised, k_normalised = norm(q, q_norm_weight), norm(k, k_norm_weight)
+    rotated = rotate_qk(q_normalised, k_normalised, *angles, eager_rounding=eager_rounding, **flags)
     return tuple(x.to(q.dtype) for x in rotated)
 
 
@@ -118,7 +138,8 @@ def cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of ``positions * inv_freq``, as :func:`torch_rope.cos_sin` does."""
-    angle = positions.double().unsqueeze(-1) * inv_freq.double()
+    frequencies = inv_freq.double() if inv_freq.dim() == 1 else inv_freq.double().sum(0)
+    angle = positions.double().unsqueeze(-1) * frequencies
     return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))
 
 
@@ -126,5 +147,6 @@ def axial_cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns cos and sin of ``positions * inv_freq`` summed over axes, as :func:`torch_rope.axial_cos_sin` does."""
-    angle = torch.einsum("a...,ai->...i", positions.double(), inv_freq.double())
+    frequencies = inv_freq.double() if inv_freq.dim() == 2 else inv_freq.double().sum(0)
+    angle = torch.einsum("a...,ai->...i", positions.double(), frequencies)
     return tuple((t * attention_factor).to(dtype or torch.float32) for t in (angle.cos(), angle.sin()))

@@ -36,21 +36,29 @@ class RotaryEmbedding(nn.Module):
             and positions have no upper limit.
         device: the device of the buffers. Default: PyTorch's default device.
 
-    The buffers are ``inv_freq`` in float64 (float32 on Apple GPUs), or the float32 tables ``cos`` and ``sin``. They
-    follow the module to another device, but nothing casts them: neither ``.to(torch.bfloat16)``, nor ``.half()``, nor
-    autocast. They are filled again after ``to_empty``, are not in the state_dict, and keep their address (for CUDA
-    graphs).
+    The buffers are ``inv_freq`` in float64 (two float32 parts on Apple GPUs), or the float32 tables ``cos`` and
+    ``sin``. They follow the module to another device, but ``.to(torch.bfloat16)``, ``.half()`` and autocast do not cast
+    them. They are filled again after ``to_empty``, are not in the state_dict, and keep their address (for CUDA graphs).
+    FSDP1 with ``MixedPrecision(buffer_dtype=...)`` does cast them, through ``buffer.data``; the module then still
+    rotates by the values that they were filled with. To use other values, assign a tensor: ``rope.inv_freq = mine``.
+
+    A parameter or a parametrization in the place of a buffer is not cast by ``.to(torch.bfloat16)`` either. But mixed
+    precision of FSDP casts a parameter, and then a call raises TypeError.
 
     The frequencies of LongRoPE and dynamic NTK depend on the length of the sequence, which is the highest position of
     the call plus one. If positions are in a tensor, the highest one is found on its device, and the host does not wait.
     That takes a few launches more, so a model whose layers share positions should call :meth:`angles` once for all
     layers. Keys that are in a cache keep the rotation that they were written with, as in every implementation of these
-    two kinds.
+    two kinds. The module remembers no length, so each call depends on its arguments alone. transformers remembers the
+    longest length for dynamic NTK: after a long sequence it rotates a shorter one, down to original_max_position, by
+    the frequencies of the long one.
 
     Raises:
-        ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it. A call
-            raises the errors of :func:`torch_rope.rotate_qk`.
-        TypeError: a keyword argument is none of this kind.
+        ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it.
+        TypeError: a keyword argument is none of this kind, or one that the kind needs is missing.
+
+    A call raises the errors of :func:`torch_rope.rotate_qk`, and ValueError if q does not have head_dim channels. With
+    rotary_dim, its heads may have any number of channels that is at least rotary_dim.
     """
 
     def __init__(
@@ -76,18 +84,29 @@ class RotaryEmbedding(nn.Module):
             )
         if max_position is not None and max_position < 1:
             raise ValueError(f"torch_rope.RotaryEmbedding: max_position is {max_position} but must be at least 1")
+        if not isinstance(head_dim, int) or head_dim < 1:
+            raise ValueError(f"torch_rope.RotaryEmbedding: head_dim is {head_dim!r} but must be a positive integer")
+        self._rotates_all = rotary_dim is None
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         function = frequencies.KINDS[kind]
-        names = list(inspect.signature(function).parameters)[1:]  # without rotary_dim
-        if unknown := [name for name in arguments if name not in names]:
+        parameters = dict([*inspect.signature(function).parameters.items()][1:])  # without rotary_dim
+        if unknown := [name for name in arguments if name not in parameters]:
             raise TypeError(
                 f"torch_rope.RotaryEmbedding: {unknown[0]} is given but must not be, because kind {kind!r} takes only "
-                f"{', '.join(names)}"
+                f"{', '.join(parameters)}"
+            )
+        needed = [name for name, p in parameters.items() if p.default is p.empty and name != "base"]
+        if missing := [name for name in needed if name not in arguments]:
+            raise TypeError(
+                f"torch_rope.RotaryEmbedding: {missing[0]} is missing but must be given, because kind {kind!r} needs "
+                f"{', '.join(needed)}"
             )
         inv_freq, self.attention_factor = function(rotary_dim, base, **arguments)
         if 2 * len(inv_freq) > head_dim:
-            needs = "even" if rotary_dim == head_dim else f"at most head_dim, which is {head_dim}"
-            raise ValueError(f"torch_rope.RotaryEmbedding: rotary_dim is {rotary_dim} but must be {needs}")
+            wrong = f"rotary_dim is {rotary_dim} but must be at most head_dim, which is {head_dim}"
+            if rotary_dim == head_dim:
+                wrong = f"head_dim is {head_dim} but must be even to rotate all channels; or pass a smaller rotary_dim"
+            raise ValueError(f"torch_rope.RotaryEmbedding: {wrong}")
         self.head_dim, self.rotary_dim, self.base, self.kind = head_dim, 2 * len(inv_freq), base, kind
         self.arguments, self.interleaved, self.max_position = arguments, interleaved, max_position
         # The length of the sequence above which the angles change; None if they never do.
@@ -103,7 +122,9 @@ class RotaryEmbedding(nn.Module):
         # for short and long sequences.
         self._inv_freq = inv_freq
         self._names = ("inv_freq",) if max_position is None else ("cos", "sin")
-        self._fill(torch.empty(0).device if device is None else torch.device(device))
+        # The name of each buffer that was filled -> (the buffer, another tensor of the same memory).
+        self._filled: dict[str, tuple[Tensor, Tensor]] = {}
+        self._fill(torch.empty(0).device if device is None else torch.device(device), *self._names)
 
     @classmethod
     def from_config(
@@ -148,7 +169,14 @@ class RotaryEmbedding(nn.Module):
             positions, offset: as in :func:`torch_rope.rotate_qk`. If q and k are DTensors and positions is a plain
                 tensor, it must hold the positions of all ranks.
         """
-        return rotate_qk(q, k, **_distributed_like(q, self.angles(q.shape[-3], positions, offset)))
+        shape = q.shape
+        if self._rotates_all and shape[-1] != self.head_dim:
+            raise ValueError(
+                f"torch_rope.RotaryEmbedding: q has head_dim {shape[-1]} but must have head_dim {self.head_dim}, as "
+                f"the module has; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
+            )
+        seq = shape[-3] if len(shape) > 2 else 0  # rotate_qk says what is wrong
+        return rotate_qk(q, k, **_distributed_like(q, self.angles(seq, positions, offset)))
 
     def angles(self, seq: int, positions: Tensor | None = None, offset: int | torch.SymInt = 0) -> dict[str, Any]:
         """Returns the angles of seq tokens, as keyword arguments of :func:`torch_rope.rotate_qk`.
@@ -157,17 +185,18 @@ class RotaryEmbedding(nn.Module):
         """
         angles = {"positions": positions, "offset": offset}
         angles |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
-        buffers = {name: getattr(self, name) for name in self._names}
+        buffers = {name: self._exact(name) for name in self._names}
         if self._changes_above is None:
             return angles | buffers
         length = self._length(seq, positions, offset)
         if self.kind == "dynamic":
-            return angles | {"inv_freq": self._dynamic(length)}
+            return angles | {"inv_freq": self._dynamic(buffers["inv_freq"], length)}
         long = length > self._changes_above
         if not isinstance(long, Tensor):
             return angles | {name: short_and_long[1 if long else 0] for name, short_and_long in buffers.items()}
         if self.max_position is None:
-            return angles | {"inv_freq": torch.where(long, self.inv_freq[1], self.inv_freq[0])}
+            short_freq, long_freq = buffers["inv_freq"]
+            return angles | {"inv_freq": torch.where(long, long_freq, short_freq)}
         # The long table follows the short one, so max_position is added to look up a row of the long table. A negative
         # position stays negative, so that the operator raises an error.
         angles["positions"] = positions + self.max_position * (long & (positions + offset >= 0))
@@ -184,27 +213,25 @@ class RotaryEmbedding(nn.Module):
             positions = positions.full_tensor()  # no rank has all of them
         return positions.amax() + (offset + 1)
 
-    def _dynamic(self, length: int | torch.SymInt | Tensor) -> Tensor:
-        """Returns the frequencies of frequencies.dynamic for this length, computed on the device of the buffer."""
+    def _dynamic(self, inv_freq: Tensor, length: int | torch.SymInt | Tensor) -> Tensor:
+        """Returns the frequencies of frequencies.dynamic for this length, computed on the device of inv_freq."""
         if not isinstance(length, Tensor):
             if length <= self._changes_above:
-                return self.inv_freq
-            length = torch.full((), length, dtype=self.inv_freq.dtype, device=self.inv_freq.device)
+                return inv_freq
+            length = torch.full((), length, dtype=inv_freq.dtype, device=inv_freq.device)
         factor = self.arguments["factor"]
-        s = (factor * length.to(self.inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
+        s = (factor * length.to(inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
         # 0, 1, 2, ... times the exponent. ones_like makes a DTensor if inv_freq is a DTensor.
-        exponents = (torch.ones_like(self.inv_freq).cumsum(0) - 1) * self._exponent
-        return self.inv_freq * s**exponents
+        exponents = (torch.ones_like(inv_freq).cumsum(-1) - 1) * self._exponent
+        return inv_freq * s**exponents
 
     # -- buffers --
 
     def _new_buffers(self, device: torch.device) -> dict[str, Tensor]:
         """Returns new buffers on a device, by name."""
         if self.max_position is None:
-            try:
-                buffers = [self._inv_freq.to(device, copy=True)]
-            except TypeError:  # the device has no float64
-                buffers = [self._inv_freq.float().to(device)]
+            rows = [frequencies.on_device(row, device) for row in self._inv_freq.view(-1, self._inv_freq.shape[-1])]
+            buffers = [torch.stack(rows) if self._inv_freq.dim() == 2 else rows[0].clone()]
         else:
             shape = (*self._inv_freq.shape[:-1], self.max_position, self._inv_freq.shape[-1])
             buffers = [torch.empty(shape, dtype=torch.float32, device=device) for _ in self._names]
@@ -216,30 +243,61 @@ class RotaryEmbedding(nn.Module):
                     buffer.narrow(-2, first, len(rows)).copy_(values.float())
         return dict(zip(self._names, buffers, strict=True))
 
-    def _fill(self, device: torch.device) -> None:
-        for name, buffer in self._new_buffers(device).items():
-            self.register_buffer(name, buffer, persistent=False)
+    @torch.inference_mode(False)  # training may follow
+    def _fill(self, device: torch.device, *names: str) -> None:
+        """Makes these buffers on a device."""
+        new = self._new_buffers(device)
+        for name in names:
+            self.register_buffer(name, new[name], persistent=False)
+            self._keep(name)
+
+    def _keep(self, name: str) -> None:
+        """Remembers the memory of a buffer that has its values now."""
+        buffer = self._buffers[name]
+        self._filled[name] = buffer, buffer.detach()
+
+    def _is_filled(self, name: str) -> bool:
+        """Returns whether the buffer is the one that was filled, and no parameter, DTensor or tensor of the user."""
+        return name in self._filled and self._buffers.get(name) is self._filled[name][0]
+
+    def _exact(self, name: str) -> Tensor:
+        """Returns a buffer with the values that it was filled with, whatever ``buffer.data`` has become since."""
+        if not self._is_filled(name):
+            return getattr(self, name)
+        buffer, exact = self._filled[name]
+        if exact.device != buffer.device:  # FSDP1 has moved it
+            self._fill(buffer.device, name)
+            exact = self._filled[name][1]
+        return exact
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        """Moves the buffers to another device, and never casts them.
+        """Moves the tensors of the module to another device or to shared memory, and never casts them.
 
-        PyTorch calls this method in ``to``, ``half``, ``cuda``, ``to_empty`` and so on, with a function fn for every
-        tensor of the module. fn may cast floating-point tensors, so the new device is found by applying fn to an
-        integer tensor.
+        PyTorch calls this method in ``to``, ``half``, ``cuda``, ``to_empty``, ``share_memory`` and so on, with a
+        function fn for every tensor of the module. fn may cast floating-point tensors, so it gets integers of the same
+        memory.
         """
-        own = {name: self._buffers.pop(name) for name in self._names if name in self._buffers}
+
+        def move(t: Tensor) -> Tensor:
+            return fn(_integers(t)).view(t.dtype) if t.is_floating_point() else fn(t)
+
+        filled = {name: self._buffers.pop(name) for name in self._names if self._is_filled(name)}
+        on_meta = [name for name in self._names if getattr(self._buffers.get(name), "is_meta", False)]
         try:
-            super()._apply(fn, recurse)
+            super()._apply(move, recurse)
         finally:
-            self._buffers.update(own)
-        for here in {t.device for t in own.values()}:
-            there = fn(torch.empty(0, dtype=torch.uint8, device=here)).device
-            if there != here:
-                self._fill(there)
+            self._buffers.update(filled)
+        if any(not self._buffers[name].is_meta for name in on_meta):  # a DTensor got memory
+            self.reset_parameters()
+        # Values do not follow to a device without float64, nor through to_empty, so buffers that move are filled again.
+        # No element is copied for that, but the memory is shared if fn shares it.
+        there = {name: fn(_integers(buffer)[:0]).device for name, buffer in filled.items()}
+        if moved := [name for name, device in there.items() if device != filled[name].device]:
+            self._fill(there[moved[0]], *moved)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Fills a buffer with its values when a tensor with memory replaces it on the meta device.
+        """Fills a buffer when a tensor with memory replaces it on the meta device.
 
         A loader that gives memory to a module on the meta device, such as that of transformers, has no values for the
         buffers, because they are not in the state_dict.
@@ -247,13 +305,27 @@ class RotaryEmbedding(nn.Module):
         buffer = self.__dict__.get("_buffers", {}).get(name)
         super().__setattr__(name, value)
         if buffer is not None and buffer.is_meta and isinstance(value, Tensor) and not value.is_meta:
-            value.copy_(self._new_buffers(value.device)[name])
+            self._fill(value.device, name)
+
+    def __delattr__(self, name: str) -> None:
+        self.__dict__.get("_filled", {}).pop(name, None)
+        super().__delattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state of a copy and for pickle, in which the memory of a buffer occurs once."""
+        exact = {name: self._exact(name) for name in self._names if self._is_filled(name)}
+        return {**self.__dict__, "_buffers": {**self._buffers, **exact}, "_filled": dict.fromkeys(exact)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self._filled:
+            self._keep(name)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fills the buffers in place, as FSDP expects of a module that has been on the meta device."""
-        for name, values in self._new_buffers(getattr(self, self._names[0]).device).items():
-            buffer = getattr(self, name)
+        for name, values in self._new_buffers(self._exact(self._names[0]).device).items():
+            buffer = self._exact(name)
             (buffer if _mesh(buffer) is None else buffer.to_local()).copy_(values)
 
     def extra_repr(self) -> str:
@@ -262,6 +334,11 @@ class RotaryEmbedding(nn.Module):
         # The lists of LongRoPE are too long to show.
         shown = {name: value for name, value in shown.items() if not isinstance(value, list | tuple)}
         return ", ".join([str(self.head_dim), *(f"{name}={value!r}" for name, value in shown.items())])
+
+
+def _integers(t: Tensor) -> Tensor:
+    """Returns the memory of t as a tensor of integers."""
+    return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def _mesh(t: Tensor) -> Any:

@@ -182,6 +182,18 @@ struct BelowThisLevel {
   c10::AutoGradMode record{true};
 };
 
+// Returns the results of a forward, and tells autograd which of them do not require grad: those computed from inputs
+// that do not. differentiable: whether each result requires grad.
+inline variable_list with_gradients(AutogradContext* ctx, variable_list results,
+                                    std::initializer_list<bool> differentiable) {
+  variable_list constant;
+  for (size_t i = 0; i < results.size(); i++) {
+    if (!differentiable.begin()[i]) constant.push_back(results[i]);
+  }
+  ctx->mark_non_differentiable(constant);
+  return results;
+}
+
 // ---- tangents ----
 
 inline void set_tangent(const Tensor& out, const Tensor& tangent) {

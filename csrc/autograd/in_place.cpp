@@ -34,37 +34,24 @@ std::string functional_name(const c10::OperatorHandle& op) {
   return name;
 }
 
-void refuse_tangent(const c10::OperatorHandle& op, const c10::Argument& argument, const Tensor& t) {
-  TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
-              " has a forward-mode tangent but must not, because the in-place operator does not change tangents; use ",
-              functional_name(op));
-}
-
-// The Autograd kernel of an in-place operator. It raises an error if a gradient is needed, because the graph would give
-// the gradient of the values before the rotation.
+// The kernel of an in-place operator above the back ends. It raises an error if a derivative is needed, because the
+// graph would have that of the values before the rotation. It increases the version of each tensor that is written, so
+// that a backward which has saved the tensor raises an error. It is registered for two keys, Autograd and
+// ADInplaceOrView, and runs once: for the second key in inference_mode, which skips the first.
 void guard_in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const bool recording = at::GradMode::is_enabled();
-  for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-    TORCH_CHECK(!(recording && t.requires_grad()), python_name(op), ": ", argument.name(),
-                " requires grad but must not, because the in-place operator has no gradient; use ", functional_name(op),
-                ", or torch.no_grad()");
-    refuse_tangent(op, argument, t);
-  });
-  at::AutoDispatchBelowAutograd guard;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-// The ADInplaceOrView kernel of an in-place operator. It increases the version of each tensor that is written, so that
-// a backward which has saved the tensor raises an error. In inference_mode, this kernel runs although the Autograd
-// kernel does not.
-void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const bool inference = c10::InferenceMode::is_enabled();
+  const bool inference = c10::InferenceMode::is_enabled(), recording = at::GradMode::is_enabled();
   c10::SmallVector<Tensor, 4> written;
   {
     std::optional<c10::AutoFwGradMode> look;
     if (inference) look.emplace(true);  // inference_mode hides tangents
     for_each_tensor(op, stack, [&](const c10::Argument& argument, const Tensor& t) {
-      refuse_tangent(op, argument, t);  // guard_in_place does it too, but does not run in inference_mode
+      TORCH_CHECK(!(recording && t.requires_grad()), python_name(op), ": ", argument.name(),
+                  " requires grad but must not, because the in-place operator has no gradient; use ",
+                  functional_name(op), ", or torch.no_grad()");
+      TORCH_CHECK(!has_tangent(t), python_name(op), ": ", argument.name(),
+                  " has a forward-mode tangent but must not, because the in-place operator does not change tangents; "
+                  "use ",
+                  functional_name(op));
       if (!argument.alias_info() || !argument.alias_info()->isWrite()) return;
       TORCH_CHECK(inference || !t.is_inference(), python_name(op), ": ", argument.name(),
                   " is an inference tensor but must be a normal tensor outside inference_mode; clone it first, or use ",
@@ -106,7 +93,7 @@ void register_in_place(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(rope, Autograd, m) { register_in_place<&guard_in_place>(m); }
-TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) { register_in_place<&bump_versions>(m); }
+TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) { register_in_place<&guard_in_place>(m); }
 TORCH_LIBRARY_IMPL(rope, Negative, m) { register_in_place<&resolve_negated>(m); }
 
 }  // namespace rope::autograd

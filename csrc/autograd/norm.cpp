@@ -73,7 +73,8 @@ struct NormRotateQkBackwardFunction : torch::autograd::Function<NormRotateQkBack
     save(ctx, angles, *own);
     auto [q_grad, k_grad, q_weight_grad, k_weight_grad] =
         norm_rotate_qk_backward_op()(angles, q_out_grad, k_out_grad, q, k, q_norm_weight, k_norm_weight);
-    return {std::move(q_grad), std::move(k_grad), std::move(q_weight_grad), std::move(k_weight_grad)};
+    const bool of_q = any_needed(q_out_grad, q, q_norm_weight), of_k = any_needed(k_out_grad, k, k_norm_weight);
+    return with_gradients(ctx, {q_grad, k_grad, q_weight_grad, k_weight_grad}, {of_q, of_k, of_q, of_k});
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<NormAngles> s(ctx);
@@ -97,7 +98,7 @@ struct NormRotateQkFunction : torch::autograd::Function<NormRotateQkFunction> {
     ctx->set_materialize_grads(false);
     save(ctx, angles, *own);
     auto [q_out, k_out] = norm_rotate_qk_op()(angles, q, k, q_norm_weight, k_norm_weight);
-    return {std::move(q_out), std::move(k_out)};
+    return with_gradients(ctx, {q_out, k_out}, {any_needed(q, q_norm_weight), any_needed(k, k_norm_weight)});
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<NormAngles> s(ctx);

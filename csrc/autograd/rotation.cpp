@@ -10,10 +10,12 @@
 namespace rope::autograd {
 
 Tensor rotate_and_zero_rest(const Tensor& x, const Angles& angles) {
-  const c10::SymInt rotary_dim = angles.cos->sym_size(-1) * 2, head_dim = x.sym_size(-1);
+  const c10::SymInt rotary_dim = angles.cos->sym_size(-1) * 2, head_dim = x.sym_size(-1), start = angles.rotary_start;
   if (rotary_dim == head_dim) return rotate_op()(angles, x);
-  const Tensor part = rotate_op()(angles, x.narrow_symint(-1, 0, rotary_dim));
-  return at::constant_pad_nd_symint(part, {0, head_dim - rotary_dim});
+  Angles of_part = angles;
+  of_part.rotary_start = 0;
+  const Tensor part = rotate_op()(of_part, x.narrow_symint(-1, start, rotary_dim));
+  return at::constant_pad_nd_symint(part, {start, head_dim - rotary_dim - start});
 }
 
 namespace {
@@ -46,7 +48,7 @@ struct RotateFunction : torch::autograd::Function<RotateFunction> {
     const BelowThisLevel guard;
     ctx->set_materialize_grads(false);
     save(ctx, angles, {});
-    return rotated(angles, q, k);
+    return with_gradients(ctx, rotated(angles, q, k), {q.requires_grad(), k && k->requires_grad()});
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Saved<Angles> s(ctx);

@@ -1,4 +1,4 @@
-// The derivatives of the operators that compute tables and their gradients: cos_sin, _axial_cos_sin and
+// The derivatives of the operators that compute tables and their gradients: cos_sin, axial_cos_sin and
 // _rotate_table_backward.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/promote_types.h>
@@ -10,7 +10,7 @@ namespace rope::autograd {
 namespace {
 
 const auto& axial_cos_sin_op() {
-  static const auto op = find<CosSinSchema>("rope::_axial_cos_sin");
+  static const auto op = find<CosSinSchema>("rope::axial_cos_sin");
   return op;
 }
 
@@ -56,9 +56,11 @@ at::ScalarType type_of_derivative(const Tensor& positions, const Tensor& inv_fre
   return at::promote_types(type, dtype.value_or(at::kFloat));
 }
 
-// These two broadcast positions [axes, *P] and frequencies [axes, pairs] to [axes, *P, pairs].
+// These two broadcast positions [axes, *P] and frequencies [axes, pairs] to [axes, *P, pairs]. Frequencies
+// [2, axes, pairs] are the sum of two parts.
 Tensor positions_over_pairs(const Tensor& positions, at::ScalarType type) { return positions.to(type).unsqueeze(-1); }
 Tensor inv_freq_over_positions(Tensor inv_freq, const Tensor& positions, at::ScalarType type) {
+  if (inv_freq.dim() == 3) inv_freq = inv_freq.sum(0);
   for (int64_t d = 1; d < positions.dim(); d++) inv_freq = inv_freq.unsqueeze(1);
   return inv_freq.to(type);
 }
@@ -91,7 +93,8 @@ struct AxialCosSinFunction : torch::autograd::Function<AxialCosSinFunction> {
     if (ctx->needs_input_grad(1)) {
       Tensor f = positions_over_pairs(positions, type) * h;
       for (int64_t d = 1; d < positions.dim(); d++) f = f.sum(1);
-      result[1] = f.to(inv_freq.scalar_type());
+      f = f.to(inv_freq.scalar_type());
+      result[1] = inv_freq.dim() == 3 ? f.unsqueeze(0).expand_symint(inv_freq.sym_sizes()) : f;
     }
     return result;
   }
@@ -159,7 +162,7 @@ TwoTensors cos_sin(c10::DispatchKeySet keys, const Tensor& positions, const Tens
                                    dtype);
   }
   check_cos_sin("rope.cos_sin", positions, inv_freq, dtype, /*axes=*/false);
-  return axial_cos_sin_op().call(positions.unsqueeze(0), inv_freq.unsqueeze(0), attention_factor, dtype);
+  return axial_cos_sin_op().call(positions.unsqueeze(0), inv_freq.unsqueeze(-2), attention_factor, dtype);
 }
 
 }  // namespace
@@ -167,7 +170,7 @@ TwoTensors cos_sin(c10::DispatchKeySet keys, const Tensor& positions, const Tens
 TORCH_LIBRARY_IMPL(rope, Autograd, m) {
   m.impl("_rotate_table_backward", kernel<&rotate_table_backward>);
   m.impl("cos_sin", &cos_sin);
-  m.impl("_axial_cos_sin", &axial_cos_sin);
+  m.impl("axial_cos_sin", &axial_cos_sin);
 }
 
 }  // namespace rope::autograd

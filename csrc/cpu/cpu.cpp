@@ -1,5 +1,6 @@
 // The CPU back end: it checks positions and slots, selects the instruction set, and divides a call among threads.
 // The loops are in kernels.inc.
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
@@ -53,7 +54,7 @@ struct Range {
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
-  const bool limited = p.source == kTableByPosition || (call.v && !call.slots);
+  const bool limited = p.source == kTableByPosition || (p.has_cache && !call.slots);
   if (!limited && !call.slots) return;
   if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
   const Integers positions(call.positions ? &*call.positions : nullptr, p.positions), slots(call.slots, p.slots);
@@ -98,26 +99,57 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
 // Checks positions and slots, if there are any tokens. Returns false if there is nothing to compute: there are no
-// tokens, or head_dim is 0.
+// tokens, or no head has channels.
 bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
-  return p.head_dim != 0;
+  return p.head_dim != 0 || p.v_dim != 0;
 }
 
-struct Cpu {
+// Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
+// write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
+// cache lines in common.
+int64_t shares_of_heads(const RopeParams& p) {
+  if (p.q.out[1] >= p.q.out[3] || p.source == kTableByHead || p.has_cache) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.q.heads, p.k.heads)));
+}
+// Returns the call for share i of the heads of q and k.
+TunedRotateArgs share_of_heads(TunedRotateArgs r, int64_t i, int64_t shares) {
+  const auto take = [&](Operand& o, const void*& in, void*& out) {
+    const int64_t first = o.heads * i / shares, size = size_of(r.x_dtype);
+    in = static_cast<const char*>(in) + first * o.in[2] * size;
+    out = static_cast<char*>(out) + first * o.out[2] * size;
+    o.heads = o.heads * (i + 1) / shares - first;
+  };
+  take(r.params.q, r.q_in, r.q_out);
+  take(r.params.k, r.k_in, r.k_out);
+  return r;
+}
+
+struct Cpu : AnyBackend {
+  // Does not call the dispatcher, which takes longer than a decode step's rotation.
+  static Tensor empty_strided_like(const Tensor& x) {
+    return at::detail::empty_strided_cpu(x.sizes(), x.strides(), x.options());
+  }
+
   static void rotate(const RotateCall& call) {
     TunedRotateArgs r{call.args(), false, false};
     const RopeParams& p = r.params;
     if (!ready(call, p)) return;
-    const int64_t per_token = (p.q.heads + p.k.heads + p.v.heads) * p.head_dim,
+    const int64_t per_token = (p.q.heads + p.k.heads) * p.head_dim + p.v.heads * p.v_dim,
                   bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
     r.fetch = bytes >= kFetchBytes;
     // The loops of the norm have no streaming stores.
     r.stream = r.q_in != r.q_out && !p.has_norm && bytes >= kStreamBytes;
     const Kernels& k = kernels();
-    parallel(p.batch * p.seq, per_token, k.rotate_scratch(r),
-             [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
+    const int64_t tokens = p.batch * p.seq, shares = shares_of_heads(p);
+    if (shares == 1) {
+      return parallel(tokens, per_token, k.rotate_scratch(r),
+                      [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
+    }
+    parallel(shares, tokens * per_token / shares, k.rotate_scratch(r), [&](int64_t begin, int64_t end, void* scratch) {
+      for (int64_t i = begin; i < end; i++) k.rotate(share_of_heads(r, i, shares), 0, tokens, scratch);
+    });
   }
 
   static void norm_backward(const NormBackwardCall& call) {
@@ -168,8 +200,8 @@ struct Cpu {
   }
 
   static void cos_sin(const CosSinCall& call) {
-    const Tensor positions = call.positions.to(at::kDouble).contiguous(),
-                 inv_freq = call.inv_freq.to(at::kDouble).contiguous();
+    const Tensor positions = call.positions.to(at::kDouble).contiguous(), wide = call.inv_freq.to(at::kDouble),
+                 inv_freq = wide.dim() == 3 ? wide.sum(0) : wide.contiguous();
     const CosSinArgs c = call.args(positions, inv_freq);
     const CosSinParams& p = c.params;
     if (p.pairs == 0) return;

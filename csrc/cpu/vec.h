@@ -1,6 +1,6 @@
 // Vectors of floats and of doubles, as wide as the instruction set allows, built on the vector types of GCC and Clang.
 // This file serves the AVX-512, AVX2, NEON and plain builds. Operators need no instructions by name; fma, rint, sums of
-// lanes, streaming stores and conversions of 16-bit types do.
+// lanes, streaming stores and conversions of 16-bit types do. Copies of strided elements are at the end.
 #pragma once
 
 #include <cstdint>
@@ -108,6 +108,19 @@ inline void round_to(float x, f16& out) {
   }
   out.bits = uint16_t(sign | half);
 #endif
+}
+
+// Returns x rounded to T.
+template <typename T>
+inline float rounded(float x) {
+  T narrow;
+  round_to(x, narrow);
+  return to_arithmetic(narrow);
+}
+template <typename T>
+inline double rounded(double x) {
+  static_assert(sizeof(T) == 8, "float64 is never rounded to a narrower dtype");
+  return x;
 }
 
 // ---- many numbers ----
@@ -220,8 +233,15 @@ inline Floats even_elements(u32v lanes) { return Floats(f32v(lanes << 16)); }
 inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)); }
 // Rounds to bfloat16, which is then the high half of each lane. The low half has no meaning.
 inline u32v rounded_high(Floats a) {
+#if defined(ROPE_AVX512)
+  // Adds 0x8000 instead of 0x7fff where the last bit that is kept is 1. A masked addition takes fewer instructions.
+  const __m512i u = __m512i(a.v), below = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
+  const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
+  return u32v(_mm512_mask_add_epi32(below, odd, u, _mm512_set1_epi32(0x8000)));
+#else
   const u32v u = u32v(a.v);
   return u + 0x7fff + ((u >> 16) & 1);
+#endif
 }
 // Rounds to bfloat16 and returns the lanes of even_elements and odd_elements.
 inline u32v lanes_of(Floats even, Floats odd) { return (rounded_high(even) >> 16) | (rounded_high(odd) & 0xffff0000u); }
@@ -282,6 +302,18 @@ inline void store(f16* to, Floats a) {
 #endif
 }
 
+// Returns a with each number rounded to T.
+template <typename T>
+inline Floats rounded(Floats a) {
+  if constexpr (__is_same(T, bf16)) return odd_elements(rounded_high(a));
+  if constexpr (__is_same(T, f16)) {
+    f16 narrow[Floats::size];
+    store(narrow, a);
+    return load(narrow);
+  }
+  return a;
+}
+
 struct Doubles {
   static constexpr int64_t size = ROPE_VECTOR_BYTES / 8;
   f64v v;
@@ -315,6 +347,10 @@ inline double sum_of_lanes(Doubles a) {
   return a.v[0] + a.v[1];
 #endif
 }
+template <typename T>
+inline Doubles rounded(Doubles a) {
+  return a;
+}
 inline Doubles load(const double* from) { return Doubles(load_bits<f64v>(from)); }
 template <bool stream = false>
 inline void store(double* to, Doubles a) {
@@ -330,6 +366,95 @@ inline void add_to(double* sums, Floats a) {
   for (int64_t j = 0; j < 2; j++) {
     add_to(sums + j * Doubles::size, Doubles(f64v(__builtin_convertvector(halves[j], f64v))));
   }
+}
+
+// ---- copies ----
+
+// Copies n elements. Each stride leads to the next element.
+template <typename T>
+inline void copy_strided(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t n) {
+  for (; n >= 4; n -= 4, x += 4 * x_stride, y += 4 * y_stride) {
+    const T a = x[0], b = x[x_stride], c = x[2 * x_stride], d = x[3 * x_stride];
+    y[0] = a, y[y_stride] = b, y[2 * y_stride] = c, y[3 * y_stride] = d;
+  }
+  for (; n; n--, x += x_stride, y += y_stride) *y = *x;
+}
+
+// Vectors of 16 bytes, of elements that have a number of bytes. zip_low returns (a0, b0, a1, b1, ...) from the lower
+// halves of a and b, zip_high the same from the upper halves. Compilers find the one instruction that does it.
+template <size_t bytes>
+struct Lanes;
+template <>
+struct Lanes<2> {
+  typedef uint16_t type __attribute__((vector_size(16)));
+};
+template <>
+struct Lanes<4> {
+  typedef uint32_t type __attribute__((vector_size(16)));
+};
+template <>
+struct Lanes<8> {
+  typedef uint64_t type __attribute__((vector_size(16)));
+};
+inline auto zip_low(Lanes<2>::type a, Lanes<2>::type b) {
+  return Lanes<2>::type{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]};
+}
+inline auto zip_high(Lanes<2>::type a, Lanes<2>::type b) {
+  return Lanes<2>::type{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]};
+}
+inline auto zip_low(Lanes<4>::type a, Lanes<4>::type b) { return Lanes<4>::type{a[0], b[0], a[1], b[1]}; }
+inline auto zip_high(Lanes<4>::type a, Lanes<4>::type b) { return Lanes<4>::type{a[2], b[2], a[3], b[3]}; }
+inline auto zip_low(Lanes<8>::type a, Lanes<8>::type b) { return Lanes<8>::type{a[0], b[0]}; }
+inline auto zip_high(Lanes<8>::type a, Lanes<8>::type b) { return Lanes<8>::type{a[1], b[1]}; }
+
+// Copies row i of x to column i of y, for as many rows and columns as a vector of 16 bytes has elements. Each stride
+// leads to the next row.
+template <typename T>
+inline void transpose_square(const T* x, int64_t x_stride, T* y, int64_t y_stride) {
+  using V = typename Lanes<sizeof(T)>::type;
+  constexpr int64_t n = 16 / sizeof(T);
+  V rows[n], zipped[n];
+  for (int64_t i = 0; i < n; i++) rows[i] = load_bits<V>(x + i * x_stride);
+  for (int64_t round = 1; round < n; round *= 2) {  // each one zips row i with row i + n / 2
+    for (int64_t i = 0; i < n / 2; i++) {
+      zipped[2 * i] = zip_low(rows[i], rows[i + n / 2]);
+      zipped[2 * i + 1] = zip_high(rows[i], rows[i + n / 2]);
+    }
+    for (int64_t i = 0; i < n; i++) rows[i] = zipped[i];
+  }
+  for (int64_t i = 0; i < n; i++) store_bits(y + i * y_stride, rows[i]);
+}
+
+// Copies row i of x to column i of y. Each stride leads to the next row. The rows of the side with the longer stride
+// are in the outer loop, because cache lines at a distance of a power of two displace each other: each line is copied
+// completely before the next ones. These rows lie in pages of their own, so the hardware does not prefetch them.
+template <typename T>
+inline void transpose(const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int64_t columns) {
+  constexpr int64_t n = 16 / sizeof(T), line = 64 / sizeof(T), ahead = 8;
+  const int64_t whole_rows = rows / n * n, whole_columns = columns / n * n;
+  const auto square = [&](int64_t i, int64_t j) {
+    transpose_square(x + i * x_stride + j, x_stride, y + j * y_stride + i, y_stride);
+  };
+  if (x_stride > y_stride) {
+    for (int64_t i = 0; i < whole_rows; i += n) {
+      for (int64_t k = 0; k < n; k++) {
+        for (int64_t j = 0; j < columns; j += line) __builtin_prefetch(x + (i + ahead + k) * x_stride + j);
+      }
+      for (int64_t j = 0; j < whole_columns; j += n) square(i, j);
+    }
+  } else {
+    for (int64_t j = 0; j < whole_columns; j += n) {
+      for (int64_t k = 0; k < n; k++) {
+        for (int64_t i = 0; i < rows; i += line) __builtin_prefetch(y + (j + ahead + k) * y_stride + i, 1);
+      }
+      for (int64_t i = 0; i < whole_rows; i += n) square(i, j);
+    }
+  }
+  for (int64_t i = 0; i < whole_rows; i++) {
+    copy_strided(x + i * x_stride + whole_columns, 1, y + whole_columns * y_stride + i, y_stride,
+                 columns - whole_columns);
+  }
+  for (int64_t i = whole_rows; i < rows; i++) copy_strided(x + i * x_stride, 1, y + i, y_stride, columns);
 }
 
 }  // namespace

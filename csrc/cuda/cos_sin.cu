@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
+  const Frequencies frequencies{c.inv_freq, c.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
   const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
     Angles<A, V> angles;
@@ -57,8 +58,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
 #pragma unroll
       for (int i = 0; i < V; i++) {
         Angle<A> angle;
-        angle_at(position, c.inv_freq, c.inv_freq_dtype == DType::kDouble,
-                 axis * p.inv_freq[0] + (first + i) * p.inv_freq[1], angle);
+        angle_at(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
         if constexpr (several) {
           add(sums[i], angle);
         } else {

@@ -64,10 +64,10 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
   TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim is ", p.head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
-  return p.head_dim != 0;
+  return p.head_dim != 0 || p.v_dim != 0;
 }
 
-struct Cuda {
+struct Cuda : AnyBackend {
   static void rotate(const RotateCall& call) {
     RotateArgs a = call.args();
     if (!ready(call, a.params)) return;

@@ -10,6 +10,7 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "kernels.h"
@@ -70,6 +71,13 @@ ROPE_FN void round_to(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
 ROPE_FN void round_to(float x, float& y) { y = x; }
 ROPE_FN void round_to(double x, double& y) { y = x; }
 ROPE_FN void round_to(double x, float& y) { y = float(x); }
+// Returns x rounded to T.
+template <typename T>
+ROPE_FN arithmetic_t<T> rounded_to(arithmetic_t<T> x) {
+  T y;
+  round_to(x, y);
+  return to_arithmetic(y);
+}
 
 // Converts a word to its two elements, the first of which is in the lower half, and back.
 template <typename T>
@@ -113,30 +121,35 @@ ROPE_FN Vector<T, n> rounded(const A (&x)[n]) {
   return v;
 }
 
-// Reads or writes the elements of a vector one by one. `stride` is the distance between two of them.
+// Reads or writes the elements of a vector one by one: the channels from `first` on, but none after channel `last`.
+// stride: the distance between two of them
 template <typename T, int n, typename I>
-ROPE_FN void read_each(const T* from, I stride, Vector<T, n>& v) {
+ROPE_FN void read_each(const T* from, I stride, I first, I last, Vector<T, n>& v) {
+  from += first * stride;
   if constexpr (Vector<T, n>::words) {
+    const auto bits = [&](int i) {
+      return first + i <= last ? uint32_t(bits_as<uint16_t>(from[i * stride])) : uint32_t(0);
+    };
 #pragma unroll
-    for (int i = 0; i < n / 2; i++) {
-      v.of[i] = bits_as<uint16_t>(from[2 * i * stride]) | uint32_t(bits_as<uint16_t>(from[(2 * i + 1) * stride])) << 16;
-    }
+    for (int i = 0; i < n / 2; i++) v.of[i] = bits(2 * i) | bits(2 * i + 1) << 16;
   } else {
 #pragma unroll
-    for (int i = 0; i < n; i++) v.of[i] = from[i * stride];
+    for (int i = 0; i < n; i++) {
+      if (first + i <= last) v.of[i] = from[i * stride];
+    }
   }
 }
 template <typename T, int n, typename I>
-ROPE_FN void write_each(const Vector<T, n>& v, T* to, I stride) {
-  if constexpr (Vector<T, n>::words) {
+ROPE_FN void write_each(const Vector<T, n>& v, T* to, I stride, I first, I last) {
+  to += first * stride;
 #pragma unroll
-    for (int i = 0; i < n / 2; i++) {
-      to[2 * i * stride] = bits_as<T>(uint16_t(v.of[i]));
-      to[(2 * i + 1) * stride] = bits_as<T>(uint16_t(v.of[i] >> 16));
+  for (int i = 0; i < n; i++) {
+    if (first + i > last) break;
+    if constexpr (Vector<T, n>::words) {
+      to[i * stride] = bits_as<T>(uint16_t(v.of[i / 2] >> i % 2 * 16));
+    } else {
+      to[i * stride] = v.of[i];
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < n; i++) to[i * stride] = v.of[i];
   }
 }
 
@@ -251,7 +264,7 @@ ROPE_FN Cell<I> cell_of(const Token<I>& t) {
   return {block, t.slot - block * I(p.block_size)};
 }
 
-// ---- the angles of a chunk ----
+// ---- angles ----
 
 template <typename A, int V>
 struct Angles {
@@ -282,6 +295,13 @@ struct Runs {
   }
 };
 
+// The frequencies of a call, see split_inv_freq in ../rope.h.
+struct Frequencies {
+  const void* from;
+  bool is_double, split;
+  rope_int part;  // the distance between the two parts
+};
+
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
 // angle.h, and in double in radians, see angle_of() there.
 template <typename A>
@@ -289,27 +309,33 @@ struct Angle {
   A angle, rest;
 };
 
-// Computes an angle: the product of position and inv_freq[at]. Doubles cost each thread four conversions and a
+// Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
 // subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
 // GPUs with slow doubles this is little compared with the rest, which is all float32.
-ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<float>& angle) {
+ROPE_FN void angle_at(double position, const Frequencies& f, int64_t at, Angle<float>& angle) {
   float freq, rest = 0.0f;
-  if (is_double) {
-    const double f = static_cast<const double*>(inv_freq)[at];
-    freq = float(f);
-    rest = float(f - double(freq));
+  if (f.is_double) {
+    const double wide = static_cast<const double*>(f.from)[at];
+    freq = float(wide);
+    rest = float(wide - double(freq));
   } else {
-    freq = static_cast<const float*>(inv_freq)[at];
+    freq = static_cast<const float*>(f.from)[at];
+    if (f.split) two_sum(freq, static_cast<const float*>(f.from)[at + f.part], freq, rest);
   }
   float turns_hi, turns_lo;
   turns_per_position(freq, rest, turns_hi, turns_lo);
   const float position_hi = float(position), position_lo = float(position - double(position_hi));
   turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
 }
-ROPE_FN void angle_at(double position, const void* inv_freq, bool is_double, int64_t at, Angle<double>& angle) {
-  angle_of(position,
-           is_double ? static_cast<const double*>(inv_freq)[at] : double(static_cast<const float*>(inv_freq)[at]),
-           angle.angle, angle.rest);
+ROPE_FN void angle_at(double position, const Frequencies& f, int64_t at, Angle<double>& angle) {
+  double freq;
+  if (f.is_double) {
+    freq = static_cast<const double*>(f.from)[at];
+  } else {
+    freq = static_cast<const float*>(f.from)[at];
+    if (f.split) freq += static_cast<const float*>(f.from)[at + f.part];
+  }
+  angle_of(position, freq, angle.angle, angle.rest);
 }
 
 ROPE_FN void add(Angle<float>& sum, const Angle<float>& more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
@@ -324,119 +350,12 @@ ROPE_FN void cos_sin_of(const Angle<double>& angle, double& cos, double& sin) {
   cos_sin_of_angle(angle.angle, angle.rest, cos, sin);
 }
 
-// cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
-// thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
-// for them.
-template <typename T, bool interleaved, int V, typename I>
-struct AnglesOf {
-  using A = arithmetic_t<T>;
-  using R = Runs<interleaved, V>;
-  static constexpr bool words = Vector<T, R::length>::words;
-  const RotateArgs& a;
-  const Token<I>& t;
-  const int chunk;
-  I cos_at, sin_at;  // the chunk's first element in row 0 of the token's tables
-  Angles<A, V> angles;
-
-  ROPE_FN AnglesOf(const RotateArgs& a, const Token<I>& t, int chunk) : a(a), t(t), chunk(chunk) {
-    const RopeParams& p = a.params;
-    const I column = I(chunk) * R::length;
-    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[2]);
-    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[2]);
-  }
-
-  ROPE_FN void read() {
-    if (a.params.source == kInvFreq || !t.valid) return;
-    if (t.tiling.table_vectors) {
-      read_tables<true>();
-    } else {
-      read_tables<false>();
-    }
-  }
-
-  ROPE_FN const Angles<A, V>& finish() {
-    const RopeParams& p = a.params;
-    if (!t.valid) {  // a pad
-#pragma unroll
-      for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
-      return angles;
-    }
-    if (p.source == kInvFreq) {
-      const double position = double(t.position);
-#pragma unroll
-      for (int i = 0; i < V; i++) {
-        const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
-        Angle<A> angle;
-        angle_at(position, a.inv_freq, a.inv_freq_dtype == DType::kDouble, at * I(p.inv_freq), angle);
-        cos_sin_of(angle, angles.cos[i], angles.sin[i]);
-      }
-    } else if constexpr (words) {
-      if (a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
-        unpack_all(angles.cos);
-        unpack_all(angles.sin);
-      }
-    }
-    const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
-    scale(angles, hi, lo);
-    if (p.inverse) {
-#pragma unroll
-      for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
-    }
-    return angles;
-  }
-
- private:
-  template <bool vectors>
-  ROPE_FN void read_tables() {
-    const RopeParams& p = a.params;
-    const I row = p.source == kTableByPosition ? I(t.position) : t.s;
-    const I cos_row = cos_at + row * I(p.cos[1]), sin_row = sin_at + row * I(p.sin[1]);
-    if (a.table_dtype == DType::kFloat) {
-      read_row<vectors>(static_cast<const float*>(a.cos) + cos_row, p.cos[2], angles.cos);
-      read_row<vectors>(static_cast<const float*>(a.sin) + sin_row, p.sin[2], angles.sin);
-    } else {
-      read_row<vectors>(static_cast<const T*>(a.cos) + cos_row, p.cos[2], angles.cos);
-      read_row<vectors>(static_cast<const T*>(a.sin) + sin_row, p.sin[2], angles.sin);
-    }
-  }
-  template <bool vectors, typename Table>
-  ROPE_FN void read_row(const Table* from, rope_int stride, A* to) {
-    const rope_int next_run = a.params.rotary_dim / 4 * (vectors ? 1 : stride);
-#pragma unroll
-    for (int run = 0; run < R::count; run++, from += next_run, to += R::length) {
-      if constexpr (vectors && words && sizeof(Table) == 2) {  // the words stay as they are until finish()
-        const auto row = *reinterpret_cast<const Vector<Table, R::length>*>(from);
-#pragma unroll
-        for (int i = 0; i < R::length / 2; i++) to[i] = bits_as<float>(row.of[i]);
-      } else {
-        read_shared<vectors, R::length>(from, stride, to);
-      }
-    }
-  }
-  ROPE_FN static void unpack_all(A (&numbers)[V]) {
-#pragma unroll
-    for (int run = 0; run < V; run += R::length) {
-#pragma unroll
-      for (int i = R::length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
-        unpack<T>(bits_as<uint32_t>(numbers[run + i]), numbers[run + 2 * i], numbers[run + 2 * i + 1]);
-      }
-    }
-  }
-};
-
-// Returns cos and sin of the pairs of chunk `chunk`, scaled by attention_factor, from the tables or from inv_freq.
-template <typename T, bool interleaved, int V, typename I>
-ROPE_FN Angles<arithmetic_t<T>, V> angles_of(const RotateArgs& a, const Token<I>& t, int chunk) {
-  AnglesOf<T, interleaved, V, I> angles(a, t, chunk);
-  angles.read();
-  return angles.finish();
-}
-
 // ---- a chunk of a head ----
 
 // The channels of a chunk. If the vectors have several channels, the two vectors of a rotated chunk are one from each
-// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. Past rotary_dim, second
-// is (chunks - rotated) vectors after first. I is an integer type that holds every element offset of the call.
+// half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. The other channels, those
+// before and after the rotated ones, are taken as if they were adjacent; there second is (chunks - rotated) vectors
+// after first. I is an integer type that holds every element offset of the call.
 template <typename I>
 struct Chunk {
   I first, second;  // the first channels of its two vectors
@@ -445,14 +364,16 @@ struct Chunk {
   // Returns false if the chunk has only one vector.
   ROPE_FN bool whole() const { return second != first; }
 
-  template <bool interleaved, int V>
+  template <int V>
   ROPE_FN static Chunk at(const RopeParams& p, const Tiling& t, int index) {
     if (index < t.rotated) {
-      const I pairs = I(p.rotary_dim / 2), first = V == 1 ? first_channel(I(index), interleaved) : I(index) * V;
-      return {first, first + (V == 1 ? partner_distance(pairs, interleaved) : pairs), 1};
+      const I pairs = I(p.rotary_dim / 2), pair = V == 1 ? first_channel(I(index), p.interleaved) : I(index) * V;
+      const I first = I(p.rotary_start) + pair;
+      return {first, first + (V == 1 ? partner_distance(pairs, p.interleaved) : pairs), 1};
     }
-    const I first = I(p.rotary_dim) + I(index - t.rotated) * V, second = first + I(t.chunks - t.rotated) * V;
-    return {first, second < I(p.head_dim) ? second : first, 0};
+    const auto channel = [&](I other) { return other < I(p.rotary_start) ? other : other + I(p.rotary_dim); };
+    const I first = I(index - t.rotated) * V, second = first + I(t.chunks - t.rotated) * V;
+    return {channel(first), channel(second < I(p.head_dim - p.rotary_dim) ? second : first), 0};
   }
 };
 
@@ -462,25 +383,28 @@ struct Elements {
   Vector<T, V> first, second;
 };
 
+// These access the channels up to `last`, by default all.
+template <typename I>
+constexpr I kAllChannels = std::numeric_limits<I>::max();
 template <bool vectors, typename T, int V, typename I>
-ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Elements<T, V>& x) {
+ROPE_FN void read(const T* from, I stride, const Chunk<I>& c, Elements<T, V>& x, I last = kAllChannels<I>) {
   if constexpr (vectors) {
-    x.first = *reinterpret_cast<const Vector<T, V>*>(from + c.first);
-    x.second = *reinterpret_cast<const Vector<T, V>*>(from + c.second);
+    if (c.first <= last) x.first = *reinterpret_cast<const Vector<T, V>*>(from + c.first);
+    if (c.second <= last) x.second = *reinterpret_cast<const Vector<T, V>*>(from + c.second);
   } else {
-    read_each(from + c.first * stride, stride, x.first);
-    read_each(from + c.second * stride, stride, x.second);
+    read_each(from, stride, c.first, last, x.first);
+    read_each(from, stride, c.second, last, x.second);
   }
 }
 
 template <bool vectors, typename T, int V, typename I>
-ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, const Chunk<I>& c) {
+ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, const Chunk<I>& c, I last = kAllChannels<I>) {
   if constexpr (vectors) {
-    *reinterpret_cast<Vector<T, V>*>(to + c.first) = x.first;
-    if (c.whole()) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
+    if (c.first <= last) *reinterpret_cast<Vector<T, V>*>(to + c.first) = x.first;
+    if (c.whole() && c.second <= last) *reinterpret_cast<Vector<T, V>*>(to + c.second) = x.second;
   } else {
-    write_each(x.first, to + c.first * stride, stride);
-    if (c.whole()) write_each(x.second, to + c.second * stride, stride);
+    write_each(x.first, to, stride, c.first, last);
+    if (c.whole()) write_each(x.second, to, stride, c.second, last);
   }
 }
 
@@ -513,15 +437,25 @@ ROPE_FN A& member(Numbers<A, V>& n, int i, int which) {
   }
 }
 
-template <bool interleaved, typename A, int V>
-ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
+// Replaces both channels of each pair by what channel(own, partner, cos, signed_sin) returns, see ../rotation.h.
+template <bool interleaved, typename A, int V, typename F>
+ROPE_FN void rotate_with(Numbers<A, V>& n, const Angles<A, V>& angles, F&& channel) {
 #pragma unroll
   for (int i = 0; i < V; i++) {
     A &x = member<interleaved>(n, i, 0), &y = member<interleaved>(n, i, 1);
     const A own = x, cos = angles.cos[i], sin = angles.sin[i];
-    x = rotated(own, y, cos, -sin);
-    y = rotated(y, own, cos, sin);
+    x = channel(own, y, cos, -sin);
+    y = channel(y, own, cos, sin);
   }
+}
+template <bool interleaved, typename A, int V>
+ROPE_FN void rotate(Numbers<A, V>& n, const Angles<A, V>& angles) {
+  rotate_with<interleaved>(n, angles, [](A own, A partner, A cos, A sin) { return rotated(own, partner, cos, sin); });
+}
+template <bool interleaved, typename A, int V, typename Round>
+ROPE_FN void rotate_eagerly(Numbers<A, V>& n, const Angles<A, V>& angles, Round round) {
+  rotate_with<interleaved>(
+      n, angles, [&](A own, A partner, A cos, A sin) { return rotated_eagerly(own, partner, cos, sin, round); });
 }
 
 // The sums of one thread, one for each channel of its chunk, with Kahan's compensation: the result is sum - over.
@@ -543,13 +477,179 @@ struct Sums {
   }
 };
 
+// ---- the angles of a chunk ----
+
+// cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
+// thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
+// for them. The angles of a table by head are those of one head, so rotate() takes these steps for each head.
+// general: the source may be a table by head, and the rounding not kOnce.
+template <typename T, bool interleaved, int V, typename I, bool general>
+struct AnglesOf {
+  using A = arithmetic_t<T>;
+  using R = Runs<interleaved, V>;
+  static constexpr bool words = Vector<T, R::length>::words;
+  const RotateArgs& a;
+  const Token<I>& t;
+  const int chunk;
+  I cos_at, sin_at;  // the chunk's first element in row 0 of the token's tables
+  Angles<A, V> angles;
+
+  ROPE_FN AnglesOf(const RotateArgs& a, const Token<I>& t, int chunk) : a(a), t(t), chunk(chunk) {
+    const RopeParams& p = a.params;
+    const I column = I(chunk) * R::length;
+    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[3]);
+    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[3]);
+  }
+
+  ROPE_FN void read() {
+    if (a.params.source != kInvFreq && !by_head() && t.valid) read_row(0);
+  }
+
+  ROPE_FN void finish() {
+    if (by_head()) return;
+    if (!t.valid) {  // a pad
+#pragma unroll
+      for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
+    } else if (a.params.source == kInvFreq) {
+      compute();
+      finish_numbers();
+    } else {
+      finish_row();
+    }
+  }
+
+  // Rotates the chunk of a head.
+  ROPE_FN void rotate(Numbers<A, V>& n, I head) {
+    if (by_head()) {
+      read_row(head);
+      finish_row();
+    }
+    if constexpr (general) {
+      if (a.params.rounding == kEachNarrow) return rotate_eagerly<interleaved>(n, angles, rounded_to<T>);
+      if (a.params.rounding == kEachWide) return rotate_eagerly<interleaved>(n, angles, [](A x) { return x; });
+    }
+    cuda::rotate<interleaved>(n, angles);
+  }
+
+ private:
+  ROPE_FN bool by_head() const { return general && a.params.source == kTableByHead; }
+
+  ROPE_FN void compute() {
+    const RopeParams& p = a.params;
+    const double position = double(t.position);
+    const Frequencies frequencies{a.inv_freq, a.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      const I at = R::first(i / R::length, chunk, I(p.rotary_dim / 2)) + i % R::length;
+      Angle<A> angle;
+      angle_at(position, frequencies, at * I(p.inv_freq[1]), angle);
+      cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+    }
+  }
+
+  ROPE_FN void finish_row() {
+    if constexpr (words) {
+      if (a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
+        unpack_all(angles.cos);
+        unpack_all(angles.sin);
+      }
+    }
+    finish_numbers();
+  }
+
+  ROPE_FN void finish_numbers() {
+    const RopeParams& p = a.params;
+    if (general && p.rounding != kOnce) {
+      scale_eagerly(angles.cos);
+      scale_eagerly(angles.sin);
+    } else {
+      const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+      scale(angles, hi, lo);
+    }
+    if (p.inverse) {
+#pragma unroll
+      for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
+    }
+  }
+
+  // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
+  ROPE_FN void scale_eagerly(A (&numbers)[V]) {
+    const RopeParams& p = a.params;
+    if (a.attention_factor == 1.0) return;
+    const bool is_float = p.source != kInvFreq && a.table_dtype == DType::kFloat;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      if constexpr (sizeof(A) == 8) {
+        numbers[i] = is_float ? A(float(numbers[i]) * p.factor_hi) : numbers[i] * a.attention_factor;
+      } else {
+        numbers[i] *= p.factor_hi;
+      }
+    }
+    if (p.rounding == kEachNarrow) to_arithmetic(rounded<T>(numbers), numbers);
+  }
+
+  ROPE_FN void read_row(I head) {
+    if (t.tiling.table_vectors) {
+      read_tables<true>(head);
+    } else {
+      read_tables<false>(head);
+    }
+  }
+  template <bool vectors>
+  ROPE_FN void read_tables(I head) {
+    const RopeParams& p = a.params;
+    const I row = p.source == kTableByPosition ? I(t.position) : t.s;
+    const I cos_row = cos_at + row * I(p.cos[1]) + head * I(p.cos[2]);
+    const I sin_row = sin_at + row * I(p.sin[1]) + head * I(p.sin[2]);
+    if (a.table_dtype == DType::kFloat) {
+      read_row<vectors>(static_cast<const float*>(a.cos) + cos_row, p.cos[3], angles.cos);
+      read_row<vectors>(static_cast<const float*>(a.sin) + sin_row, p.sin[3], angles.sin);
+    } else {
+      read_row<vectors>(static_cast<const T*>(a.cos) + cos_row, p.cos[3], angles.cos);
+      read_row<vectors>(static_cast<const T*>(a.sin) + sin_row, p.sin[3], angles.sin);
+    }
+  }
+  template <bool vectors, typename Table>
+  ROPE_FN void read_row(const Table* from, rope_int stride, A* to) {
+    const rope_int next_run = a.params.rotary_dim / 4 * (vectors ? 1 : stride);
+#pragma unroll
+    for (int run = 0; run < R::count; run++, from += next_run, to += R::length) {
+      if constexpr (vectors && words && sizeof(Table) == 2) {  // the words stay as they are until finish()
+        const auto row = *reinterpret_cast<const Vector<Table, R::length>*>(from);
+#pragma unroll
+        for (int i = 0; i < R::length / 2; i++) to[i] = bits_as<float>(row.of[i]);
+      } else {
+        read_shared<vectors, R::length>(from, stride, to);
+      }
+    }
+  }
+  ROPE_FN static void unpack_all(A (&numbers)[V]) {
+#pragma unroll
+    for (int run = 0; run < V; run += R::length) {
+#pragma unroll
+      for (int i = R::length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
+        unpack<T>(bits_as<uint32_t>(numbers[run + i]), numbers[run + 2 * i], numbers[run + 2 * i + 1]);
+      }
+    }
+  }
+};
+
+// Rotates chunk `chunk` of a head.
+template <typename T, bool interleaved, int V, typename I>
+ROPE_FN void rotate_chunk(const RotateArgs& a, const Token<I>& t, int chunk, I head, Numbers<arithmetic_t<T>, V>& n) {
+  AnglesOf<T, interleaved, V, I, true> angles(a, t, chunk);
+  angles.read();
+  angles.finish();
+  angles.rotate(n, head);
+}
+
 // ---- the heads of a token ----
 
 // A loop over the heads that a team takes of its thread block's share of the list of heads, see plan.h. Team
 // threadIdx.y begins with head threadIdx.y of the share and goes on by blockDim.y. The loop is in one of the three
 // tensors at a time. I is an integer type that holds every element offset of the call. cache: the call may have a v,
-// and then k and v go to a cache.
-template <typename T, typename I, bool cache>
+// and then k and v go to a cache. general: the heads of v may be in pieces.
+template <typename T, typename I, bool cache, bool general>
 struct Heads {
   const RotateArgs& a;
   const Token<I>& token;
@@ -594,6 +694,26 @@ struct Heads {
   // Returns whether locate() was called since the loop began with this tensor.
   ROPE_FN bool located() const { return out_end >= 0; }
 
+  // Reads or writes the chunk of a head, or of a piece of a head of v.
+  template <bool vectors, int V>
+  ROPE_FN void read(I head, const Chunk<I>& c, Elements<T, V>& x) const {
+    if (in_pieces()) {
+      const Piece piece(token, head);
+      cuda::read<vectors>(in + piece.head * in_step + piece.first * in_stride, in_stride, c, x, piece.last);
+    } else {
+      cuda::read<vectors>(in + head * in_step, in_stride, c, x);
+    }
+  }
+  template <bool vectors, int V>
+  ROPE_FN void write(I head, const Chunk<I>& c, const Elements<T, V>& x) const {
+    if (in_pieces()) {
+      const Piece piece(token, head);
+      cuda::write<vectors>(x, out + piece.head * out_step + piece.first * out_stride, out_stride, c, piece.last);
+    } else {
+      cuda::write<vectors>(x, out + head * out_step, out_stride, c);
+    }
+  }
+
   // Points `out` at this tensor's result. Call it after reading and before writing, so that no read waits for the slot.
   ROPE_FN void locate() {
     if (located()) return;
@@ -603,7 +723,7 @@ struct Heads {
     out_step = I(o.out[2]);
     out_stride = I(o.out[3]);
     Cell<I> cell{token.b, token.s};
-    if (cache && tensor > 0 && a.params.v.heads) {
+    if (cache && tensor > 0 && a.params.has_cache) {
       cell = cell_of(token);
       if (cell.block < 0) out_end = 0;
     }
@@ -611,6 +731,19 @@ struct Heads {
   }
 
  private:
+  // A piece of a head of v, see Tiling.
+  struct Piece {
+    I head, first, last;  // `first` is its first channel, and its channel `last` is the last one of the head
+
+    ROPE_FN Piece(const Token<I>& token, I index) {
+      const I pieces = I(token.tiling.v_pieces);
+      head = index / pieces;
+      first = (index - head * pieces) * I(token.p.head_dim);
+      last = I(token.p.v_dim) - first - 1;
+    }
+  };
+  ROPE_FN bool in_pieces() const { return general && tensor == 2; }
+
   ROPE_FN const Operand& operand() const {
     const RopeParams& p = a.params;
     return tensor == 0 ? p.q : !cache || tensor == 1 ? p.k : p.v;
@@ -628,7 +761,7 @@ struct Heads {
     start = tensor == 0 ? I(0) : !cache || tensor == 1 ? k_start : v_start;
     head = at - start;
     const Operand& o = operand();
-    end = min(share_end - start, I(o.heads));
+    end = in_pieces() ? share_end - start : min(share_end - start, I(o.heads));
     out_end = -1;
     in = static_cast<const T*>(tensor == 0 ? a.q_in : !cache || tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);

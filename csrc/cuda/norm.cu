@@ -2,7 +2,7 @@
 // ones can write k and v to a cache.
 //
 // A team has a power of two of threads, at most a warp, which sum over their head with shuffles. There is a kernel for
-// heads that a team holds at once, a chunk for each lane (see in_one_step()), and one for wider heads, which a warp
+// heads that a team holds at once, a chunk for each lane (see Tiling::one_step), and one for wider heads, which a warp
 // goes over in steps of a chunk for each lane. Every lane of a warp takes part in every shuffle: a lane past the last
 // token, head or chunk reaches it too, but writes nothing. ../args.h has the formulas of the backward, see
 // NormBackwardArgs.
@@ -11,7 +11,6 @@
 namespace rope::cuda {
 namespace {
 
-constexpr int kHeadsAtOnce = 2;  // heads that a thread loads at a time, unless they are wide
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Adds up what the lanes of a team give for each of n sums, and returns the results to each of them.
@@ -37,18 +36,9 @@ ROPE_FN float scale_of(float mean_and_eps) {
   return fma(0.5f * root, error, root);
 }
 ROPE_FN double scale_of(double mean_and_eps) { return 1.0 / ::sqrt(mean_and_eps); }
-
-// The numbers that turn the sum of the squares of a head into its scale.
-template <typename A>
-struct Norm {
-  A per_channel, eps;
-
-  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling)
-      : per_channel(A(tiling.per_channel)), eps(sizeof(A) == 8 ? A(a.norm_eps) : A(a.params.norm_eps)) {}
-  ROPE_FN A scale(A squares) const { return scale_of(fma(squares, per_channel, eps)); }
-  // Returns `common` of the formulas in ../args.h. product: the sum of g w x
-  ROPE_FN A common(A scale, A product) const { return -(scale * scale * (product * per_channel)); }
-};
+// Returns the same with the bits of torch.rsqrt.
+ROPE_FN float eager_scale_of(float mean_and_eps) { return rsqrtf(mean_and_eps); }
+ROPE_FN double eager_scale_of(double mean_and_eps) { return scale_of(mean_and_eps); }
 
 // Returns this lane's share of the dot product of two heads: that of its chunk. The caller adds up the lanes of the
 // team with sum_over_lanes(). For a wide head it first adds up the steps of a lane, in double.
@@ -84,6 +74,101 @@ ROPE_FN Numbers<A, V> product_of(const Numbers<A, V>& x, A y) {
   }
   return z;
 }
+
+template <typename A, int V>
+ROPE_FN void add(Numbers<A, V>& sum, const Numbers<A, V>& x) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    sum.first[i] += x.first[i];
+    sum.second[i] += x.second[i];
+  }
+}
+
+template <typename A, int V>
+ROPE_FN void add_product(Numbers<A, V>& sum, const Numbers<A, V>& x, const Numbers<A, V>& y) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    sum.first[i] = fma(x.first[i], y.first[i], sum.first[i]);
+    sum.second[i] = fma(x.second[i], y.second[i], sum.second[i]);
+  }
+}
+
+template <typename A, int V>
+ROPE_FN void add_product(Numbers<A, V>& sum, const Numbers<A, V>& x, A y) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    sum.first[i] = fma(x.first[i], y, sum.first[i]);
+    sum.second[i] = fma(x.second[i], y, sum.second[i]);
+  }
+}
+
+// The norm of a head, and the steps of its backward, see ../args.h. Each step works on one chunk.
+// general: the steps may have to be rounded as torch's operators round them. Then `narrow` says that the weights have
+// x's dtype, so that torch rounds their products to it.
+template <typename T, int V, bool general>
+struct Norm {
+  using A = arithmetic_t<T>;
+  using N = Numbers<A, V>;
+  const RotateArgs& a;
+  const bool eager;
+  const A per_channel, eps;
+
+  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling)
+      : a(a),
+        eager(general && a.params.rounding != kOnce),
+        per_channel(A(tiling.per_channel)),
+        eps(sizeof(A) == 8 ? A(a.norm_eps) : A(a.params.norm_eps)) {}
+
+  ROPE_FN bool narrow(int tensor) const { return (tensor == 0 ? a.q_norm_dtype : a.k_norm_dtype) == a.x_dtype; }
+
+  // Returns the scale of a head, given the sum of its squares.
+  ROPE_FN A scale(A squares) const {
+    return eager ? eager_scale_of(squares * per_channel + eps) : scale_of(fma(squares, per_channel, eps));
+  }
+
+  // Returns the normalised and weighted chunk.
+  ROPE_FN N normalised(const N& x, A scale, const N& weights, int tensor) const {
+    if (!eager) return product_of(product_of(x, scale), weights);
+    return rounded_if(true, product_of(rounded_if(narrow(tensor), product_of(x, scale)), weights));
+  }
+
+  // Returns g, given the gradient of the result, rotated back.
+  ROPE_FN N rotated_back(const N& gradient) const { return rounded_if(eager, gradient); }
+
+  // Returns this lane's share of the sum of g w x.
+  ROPE_FN A product(const N& x, const N& g, const N& weights, int tensor, bool whole) const {
+    if (!eager) return dot(g, product_of(x, weights), whole);
+    return dot(rounded_if(narrow(tensor), product_of(g, weights)), x, whole);
+  }
+
+  // Returns the gradient of x, and adds the terms of the gradient of w. product: the sum of g w x
+  ROPE_FN N gradient(const N& x, const N& g, const N& weights, int tensor, A scale, A product, N& terms) const {
+    if (eager) {
+      const bool round = narrow(tensor);
+      const N term = rounded_if(round, product_of(g, rounded_if(round, product_of(x, scale))));
+      add(terms, term);
+      // what autograd computes for x * rsqrt(mean(x^2) + eps)
+      const A of_mean = A(-0.5) * product * (scale * scale * scale) * per_channel;
+      N y = product_of(rounded_if(round, product_of(g, weights)), scale);
+      add(y, product_of(product_of(x, A(2)), of_mean));
+      return y;
+    }
+    const A scaled_common = -(scale * scale * (product * per_channel)) * scale;
+    const N scaled_g = product_of(g, scale);
+    add_product(terms, scaled_g, x);
+    N y = product_of(scaled_g, weights);
+    add_product(y, x, scaled_common);
+    return y;
+  }
+
+ private:
+  ROPE_FN static N rounded_if(bool round, const N& x) {
+    if constexpr (general) {
+      if (round) return numbers_of(rounded<T, V>(x));
+    }
+    return x;
+  }
+};
 
 // Returns the norm weights of a chunk.
 template <typename A, int V, typename I>
@@ -133,28 +218,29 @@ ROPE_FN void forget_numbers(Elements<T, V>& x) {
 }
 
 // vectors: a vector is one access.
-template <typename T, int V, bool vectors, bool interleaved, typename I>
+template <typename T, int V, bool vectors, bool interleaved, typename I, bool general>
 __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks : 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
+  constexpr int at_once = kHeadsAtOnce<general>;
   const RopeParams& p = a.params;
   wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(min(s, p.seq - 1)));
   const int lane = int(threadIdx.x);
-  const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, lane);
-  Heads<T, I, true> heads(a, token, false);
+  const auto chunk = Chunk<I>::template at<V>(p, tiling, lane);
+  Heads<T, I, true, general> heads(a, token, false);
   // A lane past the last token or chunk takes no head. It must not read one: another thread may be about to write it.
   bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
-  AnglesOf<T, interleaved, V, I> angles(a, token, lane);
+  AnglesOf<T, interleaved, V, I, general> angles(a, token, lane);
   const bool rotates = present && chunk.rotated && heads.rotates();
   Numbers<A, V> weights;  // of the tensor that was located last
-  Elements<T, V> x[kHeadsAtOnce] = {};
+  Elements<T, V> x[at_once] = {};
   const auto read_heads = [&] {
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) {
+    for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
-      if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
+      if (i == 0 || head < heads.end) heads.template read<vectors>(head, chunk, x[i]);
     }
   };
   token.arrive();
@@ -162,38 +248,38 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   if (present) read_heads();
   token.template check<true>();
   if (rotates) angles.finish();
-  const Norm<A> norm(a, tiling);
+  const Norm<T, V, general> norm(a, tiling);
   do {
     if (present && heads.rotates() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
-    A squares[kHeadsAtOnce];
+    A squares[at_once];
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) {
+    for (int i = 0; i < at_once; i++) {
       const auto numbers = numbers_of(x[i]);
       squares[i] = dot(numbers, numbers, chunk.whole());
     }
     sum_over_lanes(squares);
     if (!present) continue;
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
+    for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
     heads.locate();
 #pragma unroll
-    for (int i = 0; i < kHeadsAtOnce; i++) {
+    for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
       if (head >= heads.out_end) break;
       if (heads.rotates()) {
-        auto numbers = product_of(product_of(numbers_of(x[i]), norm.scale(squares[i])), weights);
-        if (chunk.rotated) rotate<interleaved>(numbers, angles.angles);
+        auto numbers = norm.normalised(numbers_of(x[i]), norm.scale(squares[i]), weights, heads.tensor);
+        if (chunk.rotated) angles.rotate(numbers, head);
         x[i] = rounded<T, V>(numbers);
       }
-      write<vectors>(x[i], heads.out + head * heads.out_step, heads.out_stride, chunk);
+      heads.template write<vectors>(head, chunk, x[i]);
     }
-    present = heads.next(kHeadsAtOnce);
+    present = heads.next(at_once);
     if (!present) continue;
     read_heads();
   } while (__any_sync(kAllLanes, present));
 }
 
-// A team is a warp.
+// A team is a warp. This kernel and that of its backward are always general ones.
 template <typename T, int V, bool vectors, bool interleaved>
 __global__ void __launch_bounds__(kThreads, 4)
     norm_wide_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
@@ -206,17 +292,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, s);
   token.arrive();
   token.template check<true>();
-  const Norm<A> norm(a, tiling);
-  Heads<T, I, true> heads(a, token, false);
+  const Norm<T, V, true> norm(a, tiling);
+  Heads<T, I, true, true> heads(a, token, false);
   for (bool more = heads.next(0); more; more = heads.next(1)) {
     heads.locate();
     if (heads.head >= heads.out_end) continue;
     // Calls f with each chunk of this lane, its index and its elements.
     const auto each_chunk = [&](auto&& f) {
       for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
-        const auto c = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+        const auto c = Chunk<I>::template at<V>(p, tiling, index);
         Elements<T, V> x;
-        read<vectors>(heads.in + heads.head * heads.in_step, heads.in_stride, c, x);
+        heads.template read<vectors>(heads.head, c, x);
         f(c, index, x);
       }
     };
@@ -227,16 +313,22 @@ __global__ void __launch_bounds__(kThreads, 4)
         const auto numbers = numbers_of(x);
         squares[0] += dot(numbers, numbers, c.whole());
       });
-      sum_over_lanes(squares);
+      if (tiling.chunks > kWarp) {
+        sum_over_lanes(squares);
+      } else {  // a head that other kernels hold in one step: the sum has the same bits
+        A narrow[1] = {A(squares[0])};
+        sum_over_lanes(narrow);
+        squares[0] = narrow[0];
+      }
       scale = norm.scale(A(squares[0]));
     }
     each_chunk([&](const Chunk<I>& c, int index, Elements<T, V>& x) {
       if (heads.rotates()) {
-        auto numbers = product_of(product_of(numbers_of(x), scale), weights_of<A, V>(a, heads.tensor, c));
-        if (c.rotated) rotate<interleaved>(numbers, angles_of<T, interleaved, V>(a, token, index));
+        auto numbers = norm.normalised(numbers_of(x), scale, weights_of<A, V>(a, heads.tensor, c), heads.tensor);
+        if (c.rotated) rotate_chunk<T, interleaved>(a, token, index, heads.head, numbers);
         x = rounded<T, V>(numbers);
       }
-      write<vectors>(x, heads.out + heads.head * heads.out_step, heads.out_stride, c);
+      heads.template write<vectors>(heads.head, c, x);
     });
   }
 }
@@ -280,29 +372,17 @@ struct Heads0 {
   }
 };
 
-// Returns the gradient of x. scaled_back: scale g
-template <typename A, int V>
-ROPE_FN Numbers<A, V> gradient_of(const Numbers<A, V>& x, const Numbers<A, V>& scaled_back,
-                                  const Numbers<A, V>& weights, A scaled_common) {
-  auto y = product_of(scaled_back, weights);
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    y.first[i] = fma(x.first[i], scaled_common, y.first[i]);
-    y.second[i] = fma(x.second[i], scaled_common, y.second[i]);
-  }
-  return y;
-}
-
 // Writes the gradients of q and k, and the sums of each part: the gradient of a weight from these tokens alone.
 // sums: [parts of q and k, head_dim]
 //
 // A thread adds up the terms of a few heads in the arithmetic type, and these sums in double, in shared memory. The
 // launch bounds leave a thread 168 registers, or 128 if it has few channels.
-template <typename T, int V, bool vectors, bool interleaved, typename I>
+template <typename T, int V, bool vectors, bool interleaved, typename I, bool general>
 __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
                          double* sums) {
   using A = arithmetic_t<T>;
+  constexpr int at_once = kHeadsAtOnce<general>;
   constexpr int kSteps = 4;  // whose terms are added up in the arithmetic type
   __shared__ double totals[2 * V][kThreads];
   const RotateArgs& a = n.rotate;
@@ -317,9 +397,9 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
   // adds and writes nothing.
   const bool active = lane < tiling.chunks;
   const int index = min(lane, tiling.chunks - 1);
-  const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
+  const auto chunk = Chunk<I>::template at<V>(p, tiling, index);
   const auto weights = weights_of<A, V>(a, part.tensor, chunk);
-  const Norm<A> norm(a, tiling);
+  const Norm<T, V, general> norm(a, tiling);
   Numbers<A, V> terms{};
 #pragma unroll
   for (int i = 0; i < 2 * V; i++) totals[i][thread] = 0.0;
@@ -339,13 +419,14 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
     while (s >= seq) s -= seq, b++;
     const bool inside = token_at + token_team < part.end;
     Token<I> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
-    AnglesOf<T, interleaved, V, I> angles(a, token, index);
+    AnglesOf<T, interleaved, V, I, general> angles(a, token, index);
     const Heads0<T, I> at(n, part, token.b, token.s);
-    Elements<T, V> x[kBackwardHeads], g[kBackwardHeads];
+    Elements<T, V> x[at_once], g[at_once];
+    const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
     const auto read_heads = [&](I first) {
 #pragma unroll
-      for (int i = 0; i < kBackwardHeads; i++) {
-        const I head = min(first + i * head_teams, part.heads - 1);
+      for (int i = 0; i < at_once; i++) {
+        const I head = head_at(first, i);
         read<vectors>(at.gradients + head * I(part.o.in[2]), I(part.o.in[3]), chunk, g[i]);
         read<vectors>(at.x + head * I(part.strides[2]), I(part.strides[3]), chunk, x[i]);
       }
@@ -356,36 +437,31 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
     read_heads(head_team);
     if (chunk.rotated) angles.finish();
     for (I first = head_team;;) {
-      Numbers<A, V> back[kBackwardHeads];  // g in the formulas of ../args.h
-      A products[2 * kBackwardHeads];      // of each head: the sum of x^2, and that of g w x
+      Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
+      A products[2 * at_once];      // of each head: the sum of x^2, and that of g w x
 #pragma unroll
-      for (int i = 0; i < kBackwardHeads; i++) {
+      for (int i = 0; i < at_once; i++) {
         back[i] = numbers_of(g[i]);
-        if (chunk.rotated) rotate<interleaved>(back[i], angles.angles);
+        if (chunk.rotated) angles.rotate(back[i], head_at(first, i));
+        back[i] = norm.rotated_back(back[i]);
         const auto numbers = numbers_of(x[i]);
         const A squares = dot(numbers, numbers, chunk.whole()),
-                product = dot(back[i], product_of(numbers, weights), chunk.whole());
+                product = norm.product(numbers, back[i], weights, part.tensor, chunk.whole());
         products[2 * i] = active ? squares : A(0);
         products[2 * i + 1] = active ? product : A(0);
       }
       sum_over_lanes(products);
 #pragma unroll
-      for (int i = 0; i < kBackwardHeads; i++) {
+      for (int i = 0; i < at_once; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
         forget_numbers(x[i]);
-        const A scale = norm.scale(products[2 * i]), common = norm.common(scale, products[2 * i + 1]);
-        const auto numbers = numbers_of(x[i]), scaled_back = product_of(back[i], scale);
-#pragma unroll
-        for (int j = 0; j < V; j++) {
-          terms.first[j] = fma(scaled_back.first[j], numbers.first[j], terms.first[j]);
-          terms.second[j] = fma(scaled_back.second[j], numbers.second[j], terms.second[j]);
-        }
-        const auto y = gradient_of(numbers, scaled_back, weights, common * scale);
+        const auto y = norm.gradient(numbers_of(x[i]), back[i], weights, part.tensor, norm.scale(products[2 * i]),
+                                     products[2 * i + 1], terms);
         write<vectors>(rounded<T, V>(y), at.out + head * I(part.o.out[2]), I(part.o.out[3]), chunk);
       }
       if (++steps == kSteps) add_terms();
-      first += kBackwardHeads * head_teams;
+      first += at_once * head_teams;
       if (first - head_team >= part.heads) break;
       read_heads(first);
     }
@@ -403,7 +479,7 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
 
 // A thread block is one warp, the team of every head.
 template <typename T, int V, bool vectors, bool interleaved>
-__global__ void __launch_bounds__(kWarp)
+__global__ void __launch_bounds__(kWarp, 12)
     norm_wide_backward_kernel(const __grid_constant__ NormBackwardArgs n,
                               const __grid_constant__ BackwardTiling backward, double* sums) {
   using A = arithmetic_t<T>;
@@ -413,47 +489,49 @@ __global__ void __launch_bounds__(kWarp)
   const Tiling& tiling = backward.tiling;
   wait_for_previous_kernel();
   const Part<I> part(n, backward);
-  const Norm<A> norm(a, tiling);
+  const Norm<T, V, true> norm(a, tiling);
   for (I token_at = part.begin; token_at < part.end; token_at++) {
     Token<I> token(a, tiling, token_at / p.seq, token_at % p.seq);
     token.arrive();
     token.template check<false>();
     const Heads0<T, I> at(n, part, token.b, token.s);
     for (I head = 0; head < part.heads; head++) {
-      // Calls f with each chunk of this lane, and its x, weights, and gradient rotated back.
-      const auto each_chunk = [&](auto&& f) {
-        for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
-          const auto c = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-          Elements<T, V> x, g;
-          read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g);
-          read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x);
-          auto back = numbers_of(g);
-          if (c.rotated) rotate<interleaved>(back, angles_of<T, interleaved, V>(a, token, index));
-          f(c, numbers_of(x), weights_of<A, V>(a, part.tensor, c), back);
-        }
-      };
-      using N = Numbers<A, V>;
-      double products[2] = {0.0, 0.0};
-      each_chunk([&](const Chunk<I>& c, const N& x, const N& weights, const N& back) {
-        products[0] += dot(x, x, c.whole());
-        products[1] += dot(back, product_of(x, weights), c.whole());
-      });
-      sum_over_lanes(products);
-      const A scale = norm.scale(A(products[0])), common = norm.common(scale, A(products[1]));
       const bool begins = token_at == part.begin && head == 0;  // then the sums hold nothing yet
-      each_chunk([&](const Chunk<I>& c, const N& x, const N& weights, const N& back) {
-        const auto scaled_back = product_of(back, scale), terms = product_of(scaled_back, x);
-        const auto y = gradient_of(x, scaled_back, weights, common * scale);
-        write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
-        // No other thread adds to the sums of these channels.
-        double* const own = sums + blockIdx.x * p.head_dim;
+      double products[2] = {0.0, 0.0};
+      A scale = A(0);
+#pragma unroll 1
+      for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
+        for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
+          const auto c = Chunk<I>::template at<V>(p, tiling, index);
+          Elements<T, V> x_read, g_read;
+          read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g_read);
+          read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x_read);
+          auto g = numbers_of(g_read);
+          if (c.rotated) rotate_chunk<T, interleaved>(a, token, index, head, g);
+          g = norm.rotated_back(g);
+          const auto x = numbers_of(x_read), weights = weights_of<A, V>(a, part.tensor, c);
+          if (pass == 0) {
+            products[0] += dot(x, x, c.whole());
+            products[1] += norm.product(x, g, weights, part.tensor, c.whole());
+            continue;
+          }
+          Numbers<A, V> terms{};
+          const auto y = norm.gradient(x, g, weights, part.tensor, scale, A(products[1]), terms);
+          write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
+          // No other thread adds to the sums of these channels.
+          double* const own = sums + blockIdx.x * p.head_dim;
 #pragma unroll
-        for (int i = 0; i < V; i++) {
-          double &first = own[c.first + i], &second = own[c.second + i];
-          first = begins ? double(terms.first[i]) : first + double(terms.first[i]);
-          if (c.whole()) second = begins ? double(terms.second[i]) : second + double(terms.second[i]);
+          for (int i = 0; i < V; i++) {
+            double &first = own[c.first + i], &second = own[c.second + i];
+            first = begins ? double(terms.first[i]) : first + double(terms.first[i]);
+            if (c.whole()) second = begins ? double(terms.second[i]) : second + double(terms.second[i]);
+          }
         }
-      });
+        if (pass == 0) {
+          sum_over_lanes(products);
+          scale = norm.scale(A(products[0]));
+        }
+      }
     }
   }
 }
@@ -496,26 +574,27 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
 template <typename T, typename F>
 cudaError_t with_shape(const Tiling& tiling, bool interleaved, F&& f) {
   using Full = std::integral_constant<int, 16 / sizeof(T)>;
-  const auto with_pairing = [&](auto v, auto vectors) {
-    return interleaved ? f(v, vectors, std::true_type()) : f(v, vectors, std::false_type());
+  if (tiling.vector == 1) return f(std::integral_constant<int, 1>(), std::false_type(), std::false_type());
+  const auto with_pairing = [&](auto vectors) {
+    return interleaved ? f(Full(), vectors, std::true_type()) : f(Full(), vectors, std::false_type());
   };
-  if (tiling.vector == 1) return with_pairing(std::integral_constant<int, 1>(), std::false_type());
-  return tiling.vectors ? with_pairing(Full(), std::true_type()) : with_pairing(Full(), std::false_type());
+  return tiling.vectors ? with_pairing(std::true_type()) : with_pairing(std::false_type());
 }
 
 }  // namespace
 
-// Only the kernels that access vectors exist with element offsets of 32 bits too.
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
   return with_type(a.x_dtype, [&](auto tag) {
     using T = decltype(tag);
-    return with_shape<T>(plan.tiling, a.params.interleaved, [&](auto v, auto vectors, auto pairing) {
-      constexpr int V = decltype(v)::value;
-      constexpr bool vec = decltype(vectors)::value, interleaved = decltype(pairing)::value;
-      using Narrow = std::conditional_t<vec, int32_t, int64_t>;
-      if (!in_one_step(plan.tiling)) return start(plan, queue, norm_wide_kernel<T, V, vec, interleaved>, a);
-      if (plan.wide_index) return start(plan, queue, norm_kernel<T, V, vec, interleaved, int64_t>, a);
-      return start(plan, queue, norm_kernel<T, V, vec, interleaved, Narrow>, a);
+    return with_shape<T>(plan.tiling, a.params.interleaved, [&](auto v, auto vectors, auto interleaved) {
+      constexpr int V = v();
+      constexpr bool vec = vectors(), pairs = interleaved();
+      if (!plan.tiling.one_step) return start(plan, queue, norm_wide_kernel<T, V, vec, pairs>, a);
+      if constexpr (vec) {  // only kernels that access vectors exist with element offsets of 32 bits too
+        if (plan.general) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, true>, a);
+        if (!plan.wide_index) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, false>, a);
+      }
+      return start(plan, queue, norm_kernel<T, V, vec, pairs, int64_t, false>, a);
     });
   });
 }
@@ -527,13 +606,16 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
   const auto start_parts = [&](auto kernel) { return start(plan.grid, plan.block, queue, kernel, n, tiling, sums); };
   const auto with_kernel = [&](auto tag) {
     using T = decltype(tag);
-    return with_shape<T>(tiling.tiling, a.params.interleaved, [&](auto v, auto vectors, auto pairing) {
-      constexpr int V = decltype(v)::value;
-      constexpr bool vec = decltype(vectors)::value, interleaved = decltype(pairing)::value;
-      using Narrow = std::conditional_t<vec, int32_t, int64_t>;
-      if (!in_one_step(tiling.tiling)) return start_parts(norm_wide_backward_kernel<T, V, vec, interleaved>);
-      if (plan.wide_index) return start_parts(norm_backward_kernel<T, V, vec, interleaved, int64_t>);
-      return start_parts(norm_backward_kernel<T, V, vec, interleaved, Narrow>);
+    return with_shape<T>(tiling.tiling, a.params.interleaved, [&](auto v, auto vectors, auto interleaved) {
+      constexpr int V = v();
+      constexpr bool vec = vectors(), pairs = interleaved();
+      if (!tiling.tiling.one_step) return start_parts(norm_wide_backward_kernel<T, V, vec, pairs>);
+      if constexpr (vec) {
+        if (plan.general && !plan.wide_index) return start_parts(norm_backward_kernel<T, V, vec, pairs, int32_t, true>);
+        if (!plan.wide_index) return start_parts(norm_backward_kernel<T, V, vec, pairs, int32_t, false>);
+      }
+      if (plan.general) return start_parts(norm_backward_kernel<T, V, false, pairs, int64_t, true>);
+      return start_parts(norm_backward_kernel<T, V, vec, pairs, int64_t, false>);
     });
   };
   if (plan.grid.x != 0) {

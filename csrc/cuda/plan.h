@@ -9,7 +9,11 @@
 // Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
 // shares of heads_per_thread_block heads of that list, and z for the sequences of the batch. Inside a thread block,
 // teams are assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are
-// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]).
+// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]). A head of v with
+// more channels than a team has threads for stands in the list once for each piece of head_dim channels.
+//
+// Kernels. For each combination of types there is a kernel for what models usually need, and a general kernel that can
+// also read tables by head, round as torch's operators do, and copy a v with another head_dim than q and k.
 #pragma once
 
 #include <cmath>
@@ -26,6 +30,10 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 // (benchmarks/results/kernels.md).
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
+// Heads that a thread loads at a time, unless they are wide. A general kernel needs more registers for each.
+template <bool general>
+constexpr int kHeadsAtOnce = general ? 1 : 2;
+inline int heads_at_once(bool general) { return general ? kHeadsAtOnce<true> : kHeadsAtOnce<false>; }
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
@@ -44,23 +52,24 @@ struct Tiling {
   rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
   rope_int heads;                   // of the list
   rope_int k_start, v_start;        // where the heads of k and v begin in it
+  rope_int v_pieces;                // each head of v is this many pieces of head_dim channels; the last may have less
   rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
   rope_int first_position, last_position;  // the positions that are allowed
   int q_in_place, k_in_place;              // the result is written over the input
-  bool vectors;                            // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;                      // rows of cos and sin are read in vectors
-  bool narrow_slots;                       // every valid slot fits in 32 bits
-  double per_channel;                      // 1 / head_dim
+  // A team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a whole warp and
+  // goes over each head in steps of one chunk for each lane.
+  bool one_step;
+  bool vectors;        // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;  // rows of cos and sin are read in vectors
+  bool narrow_slots;   // every valid slot fits in 32 bits
+  double per_channel;  // 1 / head_dim
 };
-
-// Returns whether a team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a
-// whole warp and goes over each head in steps of one chunk for each lane.
-inline bool in_one_step(const Tiling& t) { return t.chunks <= kWarp; }
 
 struct Plan {
   Tiling tiling;
   bool wide_index;  // element offsets need 64 bits
+  bool general;     // the kernels that can do everything are needed, see is_general()
   Dim3 block;       // chunks, heads, tokens
   Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
 };
@@ -70,23 +79,27 @@ struct Plan {
 template <typename F>
 bool all_sides(const RotateArgs& a, F&& f) {
   const RopeParams& p = a.params;
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, bool cache) {
-    const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, heads, p.head_dim};
-    return heads == 0 || f(data, strides, sizes);
+  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, rope_int channels, bool cache) {
+    const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, heads, channels};
+    return heads == 0 || channels == 0 || f(data, strides, sizes);
   };
-  const bool cache = p.v.heads != 0;
-  return side(a.q_in, p.q.in, p.q.heads, false) && side(a.q_out, p.q.out, p.q.heads, false) &&
-         side(a.k_in, p.k.in, p.k.heads, false) && side(a.k_out, p.k.out, p.k.heads, cache) &&
-         side(a.v_in, p.v.in, p.v.heads, false) && side(a.v_out, p.v.out, p.v.heads, cache);
+  const auto sides = [&](const void* in, const void* out, const Operand& o, rope_int channels, bool cache) {
+    return side(in, o.in, o.heads, channels, false) && side(out, o.out, o.heads, channels, cache);
+  };
+  return sides(a.q_in, a.q_out, p.q, p.head_dim, false) && sides(a.k_in, a.k_out, p.k, p.head_dim, p.has_cache) &&
+         sides(a.v_in, a.v_out, p.v, p.v_dim, p.has_cache);
 }
 
 // Returns the largest element offset in positions, slots, tables and frequencies.
 inline rope_int last_parameter(const RopeParams& p) {
   const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
   const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
-  return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1],
-                   b * p.cos[0] + row * p.cos[1] + columns * p.cos[2],
-                   b * p.sin[0] + row * p.sin[1] + columns * p.sin[2], columns * p.inv_freq});
+  const rope_int head = std::max(p.q.heads, p.k.heads) - 1;
+  const auto last_of = [&](const rope_int* table) {
+    return b * table[0] + row * table[1] + head * table[2] + columns * table[3];
+  };
+  return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1], last_of(p.cos),
+                   last_of(p.sin), columns * p.inv_freq[1]});
 }
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
@@ -95,7 +108,7 @@ inline rope_int last_parameter(const RopeParams& p) {
 inline int merge_batch(RotateArgs& a) {
   RopeParams& p = a.params;
   if (p.batch == 1) return 1;
-  const bool cache = p.v.heads != 0, by_token = p.source == kTableByToken;
+  const bool cache = p.has_cache, by_token = p.source == kTableByToken || p.source == kTableByHead;
   if (cache && !p.has_slots) return 1;                        // sequence b goes to block b
   if (!p.has_positions && !by_token && p.seq != 1) return 1;  // each sequence starts at position 0 again
   rope_int* strides[10];  // of each tensor: strides[i][0] between sequences, strides[i][1] between tokens
@@ -134,9 +147,9 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * v) + 1 chunks.
   const auto fits_thread_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
   const auto reaches = [&](int v) {
-    return all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
-      return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
-    });
+    return p.v_dim % v == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
+             return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
+           });
   };
   Plan plan{};
   Tiling& t = plan.tiling;
@@ -151,27 +164,31 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     }
   }
   t.q_in_place = a.q_in == a.q_out;
-  t.k_in_place = a.k_in == a.k_out;
+  t.k_in_place = a.k_in == a.k_out && !p.has_cache;
   const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
+  t.one_step = t.chunks <= kWarp;
+  t.v_pieces = ceil_div(p.v_dim, p.head_dim);
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
   // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
   // it stops.
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
-  }) || last_parameter(p) > INT32_MAX;
+  }) || last_parameter(p) > INT32_MAX ||
+                    p.v.heads * t.v_pieces > INT32_MAX / 4;
+  plan.general = p.rounding != kOnce || p.source == kTableByHead || (p.v.heads && p.v_dim != p.head_dim);
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {
-      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[2] == 1 && strides[1] * table_size % 16 == 0 &&
-             strides[0] * table_size % 16 == 0;
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && strides[2] * table_size % 16 == 0 &&
+             strides[1] * table_size % 16 == 0 && strides[0] * table_size % 16 == 0;
     };
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
   t.per_channel = 1.0 / double(p.head_dim);
-  const PositionRange range = position_range(p, /*cache_by_position=*/p.v.heads && !p.has_slots);
+  const PositionRange range = position_range(p, /*cache_by_position=*/p.has_cache && !p.has_slots);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
   // number that is at least 0; it is greater than INT64_MAX + offset.
@@ -183,31 +200,42 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
 // with the least time. If some have about the same, it takes the one with most teams over heads, which share angles.
 //
 // Times count loads: the time from one load to the next that needs it is 1. A thread loads the position, then angles,
-// then two heads at a time. The GPU holds a number of thread blocks at a time, and takes all of them in rounds.
+// then its heads, kHeadsAtOnce at a time. The GPU holds a number of thread blocks at a time, and takes all of them in
+// rounds.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
-  const RopeParams& p = a.params;
+  RopeParams& p = a.params;
+  if (p.head_dim == 0) {  // v alone has channels
+    p.q.heads = p.k.heads = 0;
+    p.head_dim = std::min<rope_int>(p.v_dim, 1024);
+    p.has_norm = 0;
+  }
   Plan plan = plan_head(a, p.has_norm, [&](auto&& f) { return all_sides(a, f); });
   Tiling& t = plan.tiling;
   t.position_step = position_step;
   t.k_start = p.q.heads;
   t.v_start = t.k_start + p.k.heads;
-  t.heads = t.v_start + p.v.heads;
+  t.heads = t.v_start + p.v.heads * t.v_pieces;
   if (t.heads == 0 || t.chunks == 0) return plan;  // an empty grid
 
+  // Only the kernel for wide heads is a general one for any layout.
+  if (plan.general && (plan.wide_index || !t.vectors)) t.one_step = false;
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
-  const rope_int x = p.has_norm ? power_of_two(std::min(t.chunks, kWarp)) : std::min(t.chunks, kThreads);
+  const rope_int x = !p.has_norm ? std::min(t.chunks, kThreads) : t.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
   const double held =  // thread blocks that the GPU holds at a time
-      double(processors) * (p.has_norm ? kNormThreadBlocks : resident_thread_blocks(p.v.heads, plan.wide_index));
+      double(processors) *
+      (p.has_norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
   // The time in which memory gives all heads.
   const double memory = double(p.batch * p.seq) * double(t.heads * p.head_dim * size_of(a.x_dtype)) /
                         (double(processors) * kBytesUnderWay);
+  const rope_int at_once = heads_at_once(plan.general);
   // Returns the time of `rounds` rounds with n heads for each thread. The GPU is not full in a last round that is not
   // whole; then the loads of a thread may take longer than memory needs.
   const auto time_of = [&](double rounds, rope_int n) {
     const double whole = std::floor(rounds), rest = rounds - whole;
-    return whole / rounds * memory + (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, 2))));
+    return whole / rounds * memory +
+           (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, at_once))));
   };
   const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
   const rope_int most = tokens_adjacent ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
@@ -239,7 +267,6 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
 // head_dim sums. A second kernel adds up the parts. A part of q has about as many heads as one of k. The parts follow
 // from sizes alone, so that every launch of a call gives the same bits.
 constexpr rope_int kParts = 1024;  // the most parts, or one more; an H200 holds 396 of these thread blocks at a time
-constexpr int kBackwardHeads = 2;  // heads that a thread loads at a time, unless they are wide
 constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a time
 // A thread block that adds up parts has kSumChannels x kSumTeams threads.
 constexpr int kSumChannels = 16, kSumTeams = 32;
@@ -259,6 +286,7 @@ struct BackwardTiling {
 struct BackwardPlan {
   BackwardTiling tiling;
   bool wide_index;  // element offsets need 64 bits
+  bool general;     // see Plan
   Dim3 block;       // chunks, teams
   Dim3 grid;        // the parts of q, then those of k
 };
@@ -281,11 +309,12 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   Tiling& t = plan.tiling.tiling;
   const Plan head = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); });
   plan.wide_index = head.wide_index;
+  plan.general = head.general;
   t = head.tiling;
   t.position_step = 1;
   // The thread block of a wide head is a single team, which takes one head at a time.
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = in_one_step(t) ? kThreads / x : 1;
-  const rope_int heads = in_one_step(t) ? kBackwardHeads : 1;  // that a team takes at a time
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = t.one_step ? kThreads / x : 1;
+  const rope_int heads = t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
   const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
   rope_int of_part = std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), kParts));
@@ -315,6 +344,7 @@ constexpr rope_int kTableBlocks = 512;       // thread blocks that fill a GPU
 struct TableTiling {
   Tiling tiling;
   int blocks_per_row;  // thread blocks that divide the chunks of a row
+  rope_int heads;      // the number of heads, if the tables are by head; they have a row for each
 };
 
 struct TablePlan {
@@ -337,12 +367,15 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
     t.rotated = int(p.rotary_dim / 2);
   }
   t.chunks = t.rotated;
-  const rope_int rows = b.tokens.rows;
+  const bool by_head = p.source == kTableByHead;
+  plan.tiling.heads = by_head ? p.q.heads : 1;
+  const rope_int rows = b.tokens.rows * plan.tiling.heads;
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
   // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
   const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
-  const rope_int heads = std::max<rope_int>(1, tokens * (p.q.heads + p.k.heads));
+  const rope_int of_token = by_head ? 1 + (p.k.heads != 0) : p.q.heads + p.k.heads;
+  const rope_int heads = std::max<rope_int>(1, tokens * of_token);
   const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
   const rope_int most = power_of_two(ceil_div(heads, filling));
   rope_int x = std::min<rope_int>(chunks, kTableThreads), y = std::min(most, kTableThreads / x);

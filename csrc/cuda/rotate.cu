@@ -4,12 +4,11 @@
 namespace rope::cuda {
 namespace {
 
-constexpr int kHeadsAtOnce = 2;  // heads that a thread loads at a time
-
-template <typename T, int V, bool cache, bool interleaved, typename I>
-__global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache, sizeof(I) == 8))
+template <typename T, int V, bool cache, bool interleaved, typename I, bool general>
+__global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache && !general, sizeof(I) == 8))
     rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   constexpr bool vectors = V > 1;
+  constexpr int at_once = kHeadsAtOnce<general>;
   const RopeParams& p = a.params;
   wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
@@ -17,19 +16,19 @@ __global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache, sizeof
   int index = int(threadIdx.x);
   do {
     Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(s));
-    const auto chunk = Chunk<I>::template at<interleaved, V>(p, tiling, index);
-    Heads<T, I, cache> heads(a, token, !chunk.rotated);
+    const auto chunk = Chunk<I>::template at<V>(p, tiling, index);
+    Heads<T, I, cache, general> heads(a, token, !chunk.rotated);
     if (!heads.next(0)) continue;
-    Elements<T, V> x[kHeadsAtOnce];
+    Elements<T, V> x[at_once];
     // Starts all loads at once. The thread does not read a head of another team, which may be about to write it.
     const auto read_heads = [&] {
 #pragma unroll
-      for (int i = 0; i < kHeadsAtOnce; i++) {
+      for (int i = 0; i < at_once; i++) {
         const I head = heads.head_at(i);
-        if (i == 0 || head < heads.end) read<vectors>(heads.in + head * heads.in_step, heads.in_stride, chunk, x[i]);
+        if (i == 0 || head < heads.end) heads.template read<vectors>(head, chunk, x[i]);
       }
     };
-    AnglesOf<T, interleaved, V, I> angles(a, token, index);
+    AnglesOf<T, interleaved, V, I, general> angles(a, token, index);
     const bool rotates = chunk.rotated && heads.rotates();
     token.arrive();
     if (rotates) angles.read();
@@ -39,17 +38,17 @@ __global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache, sizeof
     for (;;) {
       heads.locate();
 #pragma unroll
-      for (int i = 0; i < kHeadsAtOnce; i++) {
+      for (int i = 0; i < at_once; i++) {
         const I head = heads.head_at(i);
         if (head >= heads.out_end) break;
         if (chunk.rotated && heads.rotates()) {
           auto numbers = numbers_of(x[i]);
-          rotate<interleaved>(numbers, angles.angles);
+          angles.rotate(numbers, head);
           x[i] = rounded<T, V>(numbers);
         }
-        write<vectors>(x[i], heads.out + head * heads.out_step, heads.out_stride, chunk);
+        heads.template write<vectors>(head, chunk, x[i]);
       }
-      if (!heads.next(kHeadsAtOnce)) break;
+      if (!heads.next(at_once)) break;
       read_heads();
     }
   } while (!vectors &&
@@ -58,23 +57,29 @@ __global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache, sizeof
 
 template <typename T, int V>
 cudaError_t launch(const RotateArgs& a, const Plan& plan, Queue queue) {
-  const auto with_index = [&](auto index) {
+  const auto with = [&](auto cache, auto index, auto general) {
     using I = decltype(index);
-    const auto with_cache = [&](auto cache) {
-      constexpr bool c = decltype(cache)::value;
-      return start(plan, queue,
-                   a.params.interleaved ? rotate_kernel<T, V, c, true, I> : rotate_kernel<T, V, c, false, I>, a);
-    };
-    return a.params.v.heads ? with_cache(std::true_type()) : with_cache(std::false_type());
+    // If vectors have one channel, the same kernel rotates either pairing.
+    return start(plan, queue,
+                 a.params.interleaved ? rotate_kernel<T, V, cache(), (V > 1), I, general()>
+                                      : rotate_kernel<T, V, cache(), false, I, general()>,
+                 a);
   };
-  return plan.wide_index ? with_index(int64_t()) : with_index(int32_t());
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (plan.general) {  // offsets of 32 bits are for the widest vectors alone
+    using Narrow = std::conditional_t<sizeof(T) * V == 16, int32_t, int64_t>;
+    return plan.wide_index ? with(yes, int64_t(), yes) : with(yes, Narrow(), yes);
+  }
+  if (a.params.has_cache) return plan.wide_index ? with(yes, int64_t(), no) : with(yes, int32_t(), no);
+  return plan.wide_index ? with(no, int64_t(), no) : with(no, int32_t(), no);
 }
 
 }  // namespace
 
 cudaError_t architecture(int& found) {
   cudaFuncAttributes attributes{};
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, rotate_kernel<float, 4, false, false, int32_t>);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, rotate_kernel<float, 4, false, false, int32_t, false>);
   found = attributes.ptxVersion;
   return error;
 }

@@ -33,10 +33,12 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   const TokensOfRows& tokens = t.tokens;
   const unsigned blocks = unsigned(backward.blocks_per_row), group = blockIdx.x / blocks,
                  share = blockIdx.x - group * blocks;
-  const int64_t row = int64_t(group) * blockDim.z + threadIdx.z;
+  const bool by_head = p.source == kTableByHead;
+  const int64_t out_row = int64_t(group) * blockDim.z + threadIdx.z;  // [rows, heads], if the table is by head
+  const int64_t row = by_head ? out_row / backward.heads : out_row, first_head = by_head ? out_row % backward.heads : 0;
   const int index = int(share * blockDim.x + threadIdx.x), teams = int(blockDim.y);
   const bool inside = row < tokens.rows && index < backward.tiling.chunks;
-  const auto chunk = Chunk<I>::template at<interleaved, V>(p, backward.tiling, index);
+  const auto chunk = Chunk<I>::template at<V>(p, backward.tiling, index);
   Sums<A, V> total;
   if (inside) {
     // The row has the entries begin to end - 1, see TokensOfRows.
@@ -55,9 +57,10 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in);
       const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
       if (o.heads == 0) continue;
+      const rope_int heads = by_head ? 1 : o.heads;  // that the row rotated
       // The teams are divided among heads and tokens: head_teams teams take the heads of one token, and token_teams
       // tokens are taken at the same time. To go on by token_teams tokens, each team goes to another entry and copy.
-      const unsigned head_teams = unsigned(min((o.heads + kTableHeads - 1) / kTableHeads, rope_int(teams)));
+      const unsigned head_teams = unsigned(min((heads + kTableHeads - 1) / kTableHeads, rope_int(teams)));
       const unsigned token_teams = unsigned(teams) / head_teams;
       const unsigned token_team = threadIdx.y / head_teams, head_team = threadIdx.y - token_team * head_teams;
       // A division in 32 bits is faster. All numbers of copies that are greater than the number of threads give the
@@ -68,19 +71,19 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       while (entry < end) {
         const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
         const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
-        const T* g = gradients + sequence * o.in[0] + s * o.in[1];
-        const T* x = xs + sequence * strides[0] + s * strides[1];
-        for (I h = head_team; h < o.heads; h += kTableHeads * head_teams) {
+        const T* g = gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2];
+        const T* x = xs + sequence * strides[0] + s * strides[1] + first_head * strides[2];
+        for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
 #pragma unroll
           for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
-            const I head = h + i * head_teams < o.heads ? h + i * head_teams : h;
+            const I head = h + i * head_teams < heads ? h + i * head_teams : h;
             read<(V > 1)>(g + head * o.in[2], I(o.in[3]), chunk, g_read[i]);
             read<(V > 1)>(x + head * strides[2], I(strides[3]), chunk, x_read[i]);
           }
 #pragma unroll
           for (int i = 0; i < kTableHeads; i++) {
-            if (h + i * head_teams >= o.heads) break;
+            if (h + i * head_teams >= heads) break;
             auto product = numbers_of(g_read[i]);
             rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read[i])));
             total.add(product);
@@ -109,9 +112,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
     for (int other = 0; other < teams; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
     sum = scaled(sum - over, hi, lo);
     // The result belongs to cos or sin of the pair that this channel is in.
-    const I channel = i < V ? chunk.first + i : chunk.second + (i - V), pairs = I(p.rotary_dim / 2);
-    const bool of_sin = interleaved ? channel % 2 != 0 : channel >= pairs;
-    const I at = row * pairs + (interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
+    const I channel = (i < V ? chunk.first + i : chunk.second + (i - V)) - p.rotary_start, pairs = I(p.rotary_dim / 2);
+    const bool of_sin = p.interleaved ? channel % 2 != 0 : channel >= pairs;
+    const I at = out_row * pairs + (p.interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
     if (of_sin && p.inverse) sum = -sum;
     void* const to = of_sin ? t.sin_grad : t.cos_grad;
     if (a.table_dtype == DType::kFloat) {
@@ -129,9 +132,10 @@ cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Qu
     using T = decltype(tag);
     const auto with_vector = [&](auto v) {
       constexpr int V = decltype(v)::value;
-      return start(plan.grid, plan.block, queue,
-                   b.rotate.params.interleaved ? table_backward_kernel<T, V, true> : table_backward_kernel<T, V, false>,
-                   b, plan.tiling);
+      return start(
+          plan.grid, plan.block, queue,
+          b.rotate.params.interleaved ? table_backward_kernel<T, V, (V > 1)> : table_backward_kernel<T, V, false>, b,
+          plan.tiling);
     };
     constexpr int full = 16 / sizeof(T);
     return plan.tiling.tiling.vector == full ? with_vector(std::integral_constant<int, full>())

@@ -24,7 +24,10 @@
   X(14, k_in_place)                                                                                         \
   X(15, lanes)         /* threads of a team, which share a head for its norm: a power of two, at most 32 */ \
   X(16, listed)        /* in table_backward: the tokens of each table row are listed */                     \
-  X(17, position_type) /* PositionType of the positions that cos_sin takes */
+  X(17, position_type) /* PositionType of the positions that cos_sin takes */                               \
+  X(18, split_inv_freq)                                                                                     \
+  X(19, rounding) /* Rounding */                                                                            \
+  X(20, v_pieces) /* v has another head_dim than q, and its heads are taken in pieces */
 
 namespace rope {
 namespace mps {
@@ -41,8 +44,8 @@ enum { kHeads = 4 };
 // The number of threads in a SIMD group. The host checks that the GPU agrees.
 enum { kSimd = 32 };
 
-// csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
-// then those of k, then those of v.
+// csrc/mps/plan.h explains chunks, shares and pieces. The kernels count the heads of q, k and v in one list: first
+// those of q, then those of k, then those of v.
 struct TiledParams {
   RopeParams params;
   rope_int last_position;            // the largest valid position, if there is a range
@@ -50,8 +53,10 @@ struct TiledParams {
   unsigned k_start, v_start, heads;  // in the list of heads: the first of k, the first of v, and the end
   unsigned shares;                   // of a token: share s takes the heads s, s + shares, s + 2 shares ...
   unsigned tokens;                   // batch * seq
+  unsigned pieces;                   // of a head of v; each piece counts as a head
   int tokens_first;                  // neighbouring threads take neighbouring tokens; otherwise neighbouring shares
   int has_range;                     // a position must lie in 0 .. last_position
+  float one;                         // 1, which the shaders' compiler does not know; see RoundedStep
 };
 
 // Parameters of the norm's backward. An item is the work that a team does at once: kHeads neighbouring heads of q or of
@@ -74,7 +79,7 @@ struct TableBackward {
   TokensOfRows tokens;
 };
 
-static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 48 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
+static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 56 && sizeof(NormBackward) == sizeof(TiledParams) + 88 &&
                   sizeof(TableBackward) == sizeof(TiledParams) + 104,
               "the layout must be the same on host and device");
 

@@ -243,10 +243,10 @@ bool ready(const RotateCall& call) {
   const Tensor& q = *call.q;
   if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
   if (!call.positions && !call.slots) check_position_range(call, call.params(), 0, q.size(-3) - 1);
-  return q.size(-1) != 0 && (q.size(-2) != 0 || (call.k && call.k->size(-2) != 0));
+  return q.numel() || (call.k && call.k->numel()) || (call.v && call.v->numel());
 }
 
-struct Mps {
+struct Mps : AnyBackend {
   static void rotate(const RotateCall& call) {
     if (!ready(call)) return;
     const Plan p = plan(call);
@@ -324,13 +324,13 @@ struct Mps {
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const NSUInteger threads = threads_of(kernel, kTableThreads);
     TableBackward n{p.rotate, {}, {}, call.tokens()};
-    TORCH_CHECK_NOT_IMPLEMENTED(n.tokens.rows <= UINT32_MAX, call.rotate.op, ": cos has ", n.tokens.rows,
+    const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
+    TORCH_CHECK_NOT_IMPLEMENTED(grid.z <= UINT32_MAX, call.rotate.op, ": cos has ", grid.z,
                                 " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
     strides_of(call.q, n.q);
     if (call.k) strides_of(*call.k, n.k);
     Tensor order, starts;
     if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
-    const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
     encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
@@ -360,11 +360,11 @@ struct Mps {
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble,
                                 "rope.cos_sin: positions is float64 but must be float16, bfloat16, float32 or an "
                                 "integer type, because Metal has no float64");
-    TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq.scalar_type() != at::kDouble,
-                                "rope.cos_sin: inv_freq is float64 but must be float32, because Metal has no float64");
+    TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq.scalar_type() != at::kDouble, "rope.cos_sin: inv_freq is ", kNoFloat64);
     Constants constants{};
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
+    constants.split_inv_freq = c.split_inv_freq;
     const Kernel name{"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""};
     id<MTLComputePipelineState> kernel = pipeline(name, constants);
     encode(name, kernel, [&](id<MTLComputeCommandEncoder> encoder) {

@@ -9,16 +9,18 @@
 //   half-split    V neighbouring channels of the first half of the rotated channels, and their partners, which are the
 //                 same V channels of the second half;
 //   interleaved   2V neighbouring rotated channels, which are V whole pairs;
-//   not rotated   2V neighbouring channels past rotary_dim. The last chunk of a head may have only V channels.
+//   not rotated   the next 2V of the channels before and after the rotated ones. The last chunk of a head may have only
+//                 V channels.
 // So both channels of a pair are always in one chunk, chunk c rotates the pairs cV .. cV + V - 1, whose angles are
 // neighbours in a table row, and neighbouring threads read neighbouring memory. The rotated chunks of a head come
 // first. Chunks that are not rotated exist only if their channels must be written; see copies() in csrc/plan.h.
 //
-// The heads of a token are divided into shares; the heads of q, k and v are one list. With n shares, share s has the
-// heads s, s + n, s + 2n ... A thread takes its chunk of every head of its share, so that the angles are computed or
-// read once for these heads. Neighbouring threads take neighbouring chunks, then neighbouring shares, whose heads lie
-// side by side in memory, then neighbouring tokens. If tokens lie closer together in memory than heads, tokens come
-// before shares.
+// The heads of a token are divided into shares; the heads of q, k and v are one list. If v has another head_dim than q,
+// each of its heads is taken in pieces of q's head_dim, and each piece counts as a head; the last may be shorter. With
+// n shares, share s has the heads s, s + n, s + 2n ... A thread takes its chunk of every head of its share, so that the
+// angles are computed or read once for these heads, unless a table by head has a row for each. Neighbouring threads
+// take neighbouring chunks, then neighbouring shares, whose heads lie side by side in memory, then neighbouring tokens.
+// If tokens lie closer together in memory than heads, tokens come before shares.
 //
 // Many tokens have few shares, so that a table row is read seldom. Few tokens have many, down to one head in a share,
 // so that many cores work; if that is not enough, V is smaller too.
@@ -114,6 +116,12 @@ inline bool needs_64_bits(const Tensor& t) {
   return t.numel() && last_offset(t.strides().data(), t.sizes().data(), int(t.dim())) > UINT32_MAX;
 }
 
+// Ends a message about frequencies.
+constexpr const char* kNoFloat64 =
+    "float64 but must be float32, because Metal has no float64; pass torch_rope.inv_freq(..., device=\"mps\"), in "
+    "which "
+    "two float32 numbers add up to each frequency";
+
 // Returns the name of the dtype of t in Metal. The error message calls t `name`.
 inline const char* type_of(const char* op, const char* name, const Tensor& t) {
   switch (t.scalar_type()) {
@@ -165,6 +173,8 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   c.interleaved = p.interleaved;
   c.inverse = p.inverse;
   c.source = p.source;
+  c.rounding = p.rounding;
+  c.split_inv_freq = p.split_inv_freq;
   c.scaled = is_scaled(p);
   c.position_bytes = bytes(call.positions ? &*call.positions : nullptr);
   c.slot_bytes = bytes(call.slots);
@@ -175,7 +185,13 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   c.q_in_place = call.q == call.q_out;
   c.k_in_place = call.k && call.k == call.k_out;
 
-  const rope_int tokens = p.batch * p.seq, heads = p.q.heads + p.k.heads + p.v.heads;
+  if (p.head_dim == 0) {  // only v has channels
+    p.q.heads = p.k.heads = 0;
+    p.head_dim = p.v_dim;
+  }
+  const rope_int pieces = ceil_div(p.v_dim, p.head_dim), tokens = p.batch * p.seq,
+                 heads = p.q.heads + p.k.heads + p.v.heads * pieces;
+  c.v_pieces = p.v.heads && p.v_dim != p.head_dim;
   const auto check_size = [&](const char* name, rope_int n, rope_int most) {
     TORCH_CHECK_NOT_IMPLEMENTED(n <= most, call.op, ": ", name, " is ", n, " but must be at most ", most,
                                 "; the tensors are too large for Metal");
@@ -191,7 +207,8 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result.
   // V = 8 gives the bits of V = 4; see dot() in shaders/device.h.
   const auto aligned = [&](int vector) {
-    return fits(p, vector) && all(tensors, [&](const Tensor* t) { return in_vectors(*t, vector); });
+    return fits(p, vector) && (!p.v.heads || p.v_dim % vector == 0) &&
+           all(tensors, [&](const Tensor* t) { return in_vectors(*t, vector); });
   };
   const bool four = p.has_norm ? fits(p, 4) : aligned(4);
   plan.wide_head = p.has_norm && chunks_of(p, four ? 4 : 1, true).all > kSimd;
@@ -220,13 +237,15 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   r.heads = unsigned(heads);
   r.shares = unsigned(shares);
   r.tokens = unsigned(tokens);
+  r.pieces = unsigned(pieces);
   r.tokens_first = p.q.in[2] > p.q.in[p.seq > 1 ? 1 : 0];
   const PositionRange range = position_range(p, /*cache_by_position=*/call.v && !call.slots);
   r.has_range = range.limited;
   r.last_position = range.last;
+  r.one = 1.0f;
 
   TORCH_CHECK_NOT_IMPLEMENTED(p.source != kInvFreq || call.inv_freq->scalar_type() == at::kFloat, call.op,
-                              ": inv_freq is float64 but must be float32, because Metal has no float64");
+                              ": inv_freq is ", kNoFloat64);
   const bool narrow = std::max({tokens * heads, p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
                       all(tensors, fits_32) && all(parameters, fits_32);
   const std::string_view type = type_of(call.op, call.q_name(), *call.q);
@@ -285,17 +304,19 @@ inline Parts parts_of(const Plan& plan, rope_int teams) {
   return parts;
 }
 
-// Returns the grid of table_backward, in threads: chunks along x, table rows along z. The threads along y share the
-// work for one chunk of one table row: the heads, in groups of kHeads, of all tokens that it rotated. They are in one
-// threadgroup, which adds their sums, so the order of a sum follows from sizes and `threads` alone. `threads` is the
-// size limit of a threadgroup.
+// Returns the grid of table_backward, in threads: chunks along x, table rows along z; a table by head has a row for
+// each head. The threads along y share the work for one chunk of one table row: the heads, in groups of kHeads, of all
+// tokens that it rotated. They are in one threadgroup, which adds their sums, so the order of a sum follows from sizes
+// and `threads` alone. `threads` is the size limit of a threadgroup.
 inline Size3 grid_of(const Plan& plan, const TokensOfRows& tokens, rope_int threads) {
   const rope_int chunks = plan.rotate.chunks;
   // How many tokens a row rotated. If the tokens are listed, the host does not know it; mostly it is one token of each
   // sequence.
   const rope_int row_tokens = tokens.listed ? plan.rotate.params.batch : tokens.copies;
-  const rope_int groups = ceil_div(plan.rotate.heads, kHeads);
-  return {chunks, std::min(row_tokens * groups, threads / std::min(chunks, threads)), tokens.rows};
+  const bool by_head = plan.rotate.params.source == kTableByHead;
+  const rope_int groups = by_head ? 1 : ceil_div(plan.rotate.heads, kHeads);
+  return {chunks, std::min(row_tokens * groups, threads / std::min(chunks, threads)),
+          tokens.rows * (by_head ? plan.rotate.params.q.heads : 1)};
 }
 
 // Lays out the gradients of cos and sin. Only the function constants that table_backward uses are set: the others would
@@ -309,6 +330,7 @@ inline Plan plan(const TableBackwardCall& call) {
   plan.constants.tensors = all.tensors;
   plan.constants.interleaved = all.interleaved;
   plan.constants.inverse = all.inverse;
+  if (all.source == kTableByHead) plan.constants.source = kTableByHead;
   plan.constants.scaled = all.scaled;
   plan.constants.vectors = all.vectors;
   plan.constants.native_tables = all.native_tables;

@@ -13,10 +13,11 @@ from test_rotary_embedding import LONG, module, some
 
 import torch_rope
 from torch_rope import RotaryEmbedding, frequencies, multimodal
+from torch_rope.families import WHOLE_HEADS
 
 transformers = needed("transformers")
 
-from transformers import AutoConfig, LlamaConfig  # noqa: E402
+from transformers import AutoConfig, GlmConfig, LlamaConfig  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding  # noqa: E402
 from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions  # noqa: E402
@@ -100,7 +101,32 @@ def test_a_default_config_gives_the_frequencies_of_transformers(family):
         assert_same(frequencies.from_config(saved, layer_type), ours)
 
 
-@pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, "llama", "mistral", "phi3", "olmo2", "exaone4"}))
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, "cohere2", "nanochat"} - {"gptj", "gemma4", "deepseek_v4"}))
+def test_partial_rotary_factor_is_ignored_if_the_family_ignores_it(family):
+    """Llama, like most families, rotates whole heads if the kind is default. GLM and others rotate a part."""
+    config = AutoConfig.for_model(family)
+    text = config.get_text_config()
+    layer_types = [name for name, value in text.rope_parameters.items() if isinstance(value, dict)]
+    text.rope_parameters = {name: dict(PART) for name in layer_types} or dict(PART)
+    for layer_type, inv_freq, attention_factor in tables_of_module(config):
+        ours = frequencies.from_config(config, layer_type)
+        assert_near(ours, inv_freq, attention_factor, *frequencies.parse(config, layer_type))
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2", "OPT", "T5", "Bloom", "Mamba", "ViT"])
+def test_a_model_that_does_not_rotate_is_refused(name):
+    config = getattr(transformers, f"{name}Config")()
+    for given in (config, json.loads(config.to_json_string(use_diff=False))):
+        with pytest.raises(
+            ValueError, match=f"from_config: model_type is '{config.model_type}' but must be that of a mo"
+        ):
+            RotaryEmbedding.from_config(given)
+
+
+@pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, *WHOLE_HEADS}))
 def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type):
     """The config.json has only sizes."""
     sizes = {"hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 8192}
@@ -180,9 +206,10 @@ def test_a_random_part_of_a_head_gives_the_frequencies_of_transformers():
     rng, odd = random.Random(0), 0
     for _ in range(60):
         arguments, sizes, rope = draw("default", rng)
-        rotary = LlamaRotaryEmbedding if rope["partial_rotary_factor"] == 1 else GlmRotaryEmbedding
+        whole = rope["partial_rotary_factor"] == 1
+        rotary, make = (LlamaRotaryEmbedding, LlamaConfig) if whole else (GlmRotaryEmbedding, GlmConfig)
         del rope["factor"], arguments["factor"]
-        config = LlamaConfig(**sizes, rope_parameters=rope)
+        config = make(**sizes, rope_parameters=rope)
         ours = frequencies.from_config(config)
         assert_near(ours, *rotary.compute_default_rope_parameters(config), "default", arguments)
         assert_same(frequencies.default(**arguments), ours)
@@ -207,7 +234,7 @@ def test_from_config_raises_if_a_needed_layer_type_is_missing():
 # ---- Modules ----
 
 MODELS = {
-    "llama": {},
+    "llama": {"partial_rotary_factor": 0.5},  # Llama ignores it
     "qwen3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": LONG}},
     "cohere": {},
     "ernie4_5": {},

@@ -410,7 +410,7 @@ def test_scores_depend_only_on_the_distance(size, interleaved, dtype, shift, dev
     needs(dtype, device)
     seq, q_heads, k_heads, _, rotary_dim = size[1:]
     q, k = q_and_k(size, dtype)
-    inv_freq = torch_rope.inv_freq(rotary_dim).to(device)
+    inv_freq = torch_rope.inv_freq(rotary_dim, device=device)
 
     def heads_first(q, k):
         return q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(q_heads // k_heads, 1)
@@ -433,7 +433,7 @@ def test_rotate_preserves_lengths_and_inverse_undoes_it(size, interleaved, dtype
     batch, seq, *_, rotary_dim = size
     x, _ = q_and_k(size, dtype)
     arguments = {
-        "inv_freq": torch_rope.inv_freq(rotary_dim).to(device),
+        "inv_freq": torch_rope.inv_freq(rotary_dim, device=device),
         "positions": torch.randint(0, 2**24, (batch, seq), device=device),
         "interleaved": interleaved,
     }
@@ -451,7 +451,7 @@ def test_rotate_preserves_lengths_and_inverse_undoes_it(size, interleaved, dtype
 def test_rotate_at_position_0_returns_the_same_bits(size, interleaved, dtype, device):
     needs(dtype, device)
     x = q_and_k(size, dtype)[0].to(device)
-    inv_freq = torch_rope.inv_freq(size[-1]).to(device)
+    inv_freq = torch_rope.inv_freq(size[-1], device=device)
     positions = torch.zeros(size[1], dtype=torch.int64, device=device)
     for inverse in (False, True):
         arguments = {"inv_freq": inv_freq, "interleaved": interleaved, "inverse": inverse}
@@ -466,7 +466,7 @@ def test_rotate_at_position_0_returns_the_same_bits(size, interleaved, dtype, de
 def test_rotate_qk_in_place_does_what_an_inference_engine_needs(dtype, device):
     tokens, q_heads, k_heads, head_dim, max_seq_len, theta = 128, 32, 8, 128, 8192, 10000.0
     cos, sin = torch_rope.cos_sin(
-        torch.arange(max_seq_len, device=device), torch_rope.inv_freq(head_dim, base=theta).to(device)
+        torch.arange(max_seq_len, device=device), torch_rope.inv_freq(head_dim, base=theta, device=device)
     )
     angles = np.arange(max_seq_len)[:, None] * theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     frequency = 2.0**-24 * angles  # inv_freq is rounded to float32

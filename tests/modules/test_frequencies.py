@@ -530,8 +530,26 @@ def test_wrong_lists_of_longrope_raise_an_error():
         (GEMMA_3, "local", "layer_type is 'local' but must be one of 'full_attention', 'sliding_attention'"),
         (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
         ("config.json", None, "config is 'config.json' but must be a dict, or a config object of transformers"),
-        ({"num_attention_heads": 4}, None, "hidden_size is None but must be a number unless head_dim is given"),
-        ({"hidden_size": 256}, None, "num_attention_heads is None but must be a number unless head_dim is given"),
+        (
+            7,
+            None,
+            "config is 7 but must be a dict, or a config object of transformers, which AutoConfig.from_pretrained",
+        ),
+        (
+            {"model_type": "llama", "num_attention_heads": 4},
+            None,
+            "hidden_size is None but must be a number unless head_dim is given",
+        ),
+        (
+            {"hidden_size": 256, "rope_theta": 1e4},
+            None,
+            "num_attention_heads is None but must be a number unless head_dim is given",
+        ),
+        (
+            {"model_type": "unheard_of", "hidden_size": 256, "num_attention_heads": 4, "rope_theta": None},
+            None,
+            "model_type is 'unheard_of' but must be that of a model that rotates: the config has none of rope_parameters",
+        ),
         (
             {"head_dim": 64, "rope_scaling": {"type": "linear"}},
             None,

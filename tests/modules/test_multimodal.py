@@ -24,15 +24,15 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_pair_follows_its_axis(order, dtype, device):
     sections, axis_of = ORDERS[order]
-    inv_freq = torch_rope.inv_freq(2 * PAIRS).to(device)
+    inv_freq = torch_rope.inv_freq(2 * PAIRS, device=device)  # on mps two parts, which the matrix has too
     positions = torch.randint(0, 50000, (3, 2, 9)).to(dtype).to(device)
     matrix = getattr(multimodal, order)(inv_freq, sections)
-    assert matrix.shape == (3, PAIRS) and torch.equal(matrix.sum(0), inv_freq)
+    assert matrix.shape == (*inv_freq.shape[:-1], 3, PAIRS) and torch.equal(matrix.sum(-2), inv_freq)
     with Seen() as seen:
         cos, sin = torch_rope.axial_cos_sin(positions, matrix, attention_factor=1.2)
-    assert seen.ops == {torch.ops.rope._axial_cos_sin.default}  # one launch
+    assert seen.ops == {torch.ops.rope.axial_cos_sin.default}  # one launch
     axes = torch.tensor([axis_of(j) for j in range(PAIRS)])
-    angle = positions.cpu().double()[axes].movedim(0, -1) * inv_freq.cpu().double()
+    angle = positions.cpu().double()[axes].movedim(0, -1) * torch_rope.inv_freq(2 * PAIRS)
     for out, exact in ((cos, angle.cos()), (sin, angle.sin())):
         assert out.shape == (2, 9, PAIRS) and (out.cpu() - 1.2 * exact).abs().max() <= 1.2 * 5e-7 + 1e-7
     # The tables have a row for each token, as every layer takes them.
@@ -45,7 +45,7 @@ def test_each_pair_follows_its_axis(order, dtype, device):
 
 
 def test_axial_has_all_frequencies_on_every_axis(device):
-    inv_freq = torch_rope.inv_freq(40).to(device)
+    inv_freq = torch_rope.inv_freq(40, device=device)
     positions = torch.stack([torch.arange(12) // 4, torch.arange(12) % 4]).to(device)  # [2, tokens]
     cos, sin = torch_rope.axial_cos_sin(positions, multimodal.axial(inv_freq))
     for out, one in zip((cos, sin), torch_rope.cos_sin(positions, inv_freq), strict=True):

@@ -10,6 +10,7 @@ import torch
 from cases import EMULATED, EXHAUSTIVE, checks_ranges, covering
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_rope import RotaryEmbedding, frequencies
@@ -80,8 +81,6 @@ def test_rotates_by_the_frequencies_of_its_kind(of, start, positions, device):
     }[positions]
     given = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     inv_freq, factor = exact_frequencies(kind, start + 7)
-    if device == "mps" and max_position is None:
-        inv_freq = inv_freq.float().double()  # the module has float32 frequencies there
     for x, out in zip((q, k), rope(q, k, **given), strict=True):
         # An angle is right to 5e-7, a table to one float32 rounding. On mps the power of dynamic is float32, too.
         part = 5e-7 if not (kind == "dynamic" and device == "mps") else 3e-5
@@ -107,7 +106,7 @@ CASTS = {
     "half": lambda m: m.half(),
     "double": lambda m: m.double(),
     "to(channels_last)": lambda m: m.to(memory_format=torch.channels_last),
-    "to(its device)": lambda m: m.to(next(m.buffers()).device),
+    "to(its device)": lambda m: m.to(next(iter(tables_of(m).values())).device),
     "requires_grad_": lambda m: m.requires_grad_(False),
     "in a model": lambda m: torch.nn.ModuleDict({"rope": m, "linear": torch.nn.Linear(2, 2)}).to(torch.bfloat16)[
         "rope"
@@ -183,14 +182,117 @@ def test_reset_parameters_fills_the_buffers_again(max_position, device):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def tables_of(rope):
+    """Returns the tensors that the module rotates by."""
+    return {name: t for name, t in rope.angles(1).items() if isinstance(t, torch.Tensor)}
+
+
+@pytest.mark.parametrize("kind,max_position", FEW)
+def test_buffers_that_are_cast_through_their_data_keep_their_values_for_rotations(kind, max_position, device):
+    """FSDP1 casts buffers so, and casts them back to evaluate in full precision. It also moves them so."""
+    rope = module(kind, max_position).to(device)
+    q, k = some(device)
+    before, addresses = tables_of(rope), [t.data_ptr() for t in tables_of(rope).values()]
+    expected = rope(q, k, offset=LONG)
+    original = {name: t.dtype for name, t in rope.named_buffers()}
+    for dtypes in (dict.fromkeys(original, torch.bfloat16), original):
+        for name, t in rope.named_buffers():
+            t.data = t.to(dtypes[name])
+        assert [t.data_ptr() for t in tables_of(rope).values()] == addresses
+        copies = [rope, copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))] if not EMULATED else [rope]
+        for each in copies:
+            assert tables_of(each).keys() == before.keys()
+            assert all(torch.equal(t, before[name]) for name, t in tables_of(each).items())
+            assert all(map(torch.equal, each(q, k, offset=LONG), expected))
+        for each in copies[1:]:
+            assert {name: t.dtype for name, t in each.named_buffers()} == original
+    torch._dynamo.reset()
+    rope.requires_grad_(False)
+    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
+    for t in rope.buffers():
+        t.data = t.to(torch.bfloat16)
+    assert all(map(torch.equal, compiled(q, k, offset=LONG), expected))
+    rope.reset_parameters()
+    assert all(torch.equal(t, before[name]) for name, t in tables_of(rope).items())
+
+
+def test_buffers_that_are_moved_through_their_data_are_filled_there(device):
+    rope, moved = module("longrope", 64).to(device), module("longrope", 64)
+    for t in moved.buffers():
+        t.data = t.to(device)
+    with torch.inference_mode():
+        found = tables_of(moved)
+    assert all(torch.equal(t, found[name]) and not found[name].is_inference() for name, t in tables_of(rope).items())
+
+
+def test_a_module_that_is_made_in_inference_mode_can_train(device):
+    with torch.inference_mode():
+        rope = module().to(device)
+    q, k = (x.requires_grad_() for x in some(device))
+    rope(q, k)[0].sum().backward()
+    assert q.grad.any()
+
+
+def test_values_that_the_user_assigns_are_used_and_not_cast(device):
+    rope = module().to(device)
+    mine, qk = rope.inv_freq.float() / 3, tuple(some(device))
+    called = torch.func.functional_call(rope, {"inv_freq": mine}, qk)
+    assert all(map(torch.equal, called, torch.ops.rope.rotate_qk(*qk, inv_freq=mine)))
+    rope.inv_freq = mine
+    rope = copy.deepcopy(rope.half()).to(device)
+    assert torch.equal(tables_of(rope)["inv_freq"], mine)
+    del rope.inv_freq
+    rope.register_buffer("inv_freq", mine)
+    assert tables_of(rope)["inv_freq"] is mine
+
+
+class Third(torch.nn.Module):
+    def forward(self, inv_freq):
+        return inv_freq / 3
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_parametrization_of_the_frequencies_is_not_cast(learned, device):
+    rope = module().to(device)
+    if learned:
+        rope.inv_freq = torch.nn.Parameter(rope.inv_freq)
+    expected = rope.inv_freq.detach() / 3
+    parametrize.register_parametrization(rope, "inv_freq", Third())
+    for cast in CASTS.values():
+        cast(rope)
+        assert torch.equal(tables_of(rope)["inv_freq"], expected)
+    if device != "mps":
+        assert torch.equal(tables_of(rope.to("cpu"))["inv_freq"], expected.cpu())
+        rope.to(device)
+    parametrize.remove_parametrizations(rope, "inv_freq")
+    assert torch.equal(tables_of(rope)["inv_freq"], expected)
+
+
+def test_a_parametrization_that_is_removed_leaves_its_values(device):
+    """They are in the buffer that was there before, but in other memory."""
+    rope = module().to(device)
+    expected = rope.inv_freq / 3
+    parametrize.register_parametrization(rope, "inv_freq", Third())
+    parametrize.remove_parametrizations(rope, "inv_freq")
+    assert torch.equal(tables_of(rope)["inv_freq"], expected)
+
+
+def test_share_memory_shares_the_buffers():
+    for rope in (module(), module("longrope", 64), module()):
+        torch.nn.Sequential(rope).share_memory()
+        assert all(t.is_shared() for t in rope.buffers()) and all(t.is_shared() for t in tables_of(rope).values())
+
+
 def test_a_parameter_may_replace_the_frequencies(device):
     rope = module().to(device)
     learned = torch.nn.Parameter(rope.inv_freq.float())
     del rope.inv_freq
     rope.inv_freq = learned
     q, k = some(device)
-    rope.to(device)(q, k)[0].square()[..., 0].sum().backward()
-    assert rope.inv_freq is learned and learned.grad.any()
+    rope.to(device).bfloat16()(q, k)[0].square()[..., 0].sum().backward()
+    assert rope.inv_freq is learned and learned.grad.any() and learned.dtype == learned.grad.dtype == torch.float32
+    rope.half().double()
+    assert learned.dtype == learned.grad.dtype == torch.float32
 
 
 def test_results_on_the_meta_device_have_the_right_shapes():
@@ -259,7 +361,7 @@ def test_rotary_dim_and_interleaved_are_passed_on(device):
     rope = RotaryEmbedding(HEAD_DIM, rotary_dim=8, interleaved=True).to(device)
     q, k = some(device)
     expected = torch.ops.rope.rotate_qk(q, k, inv_freq=rope.inv_freq, interleaved=True)
-    assert rope.inv_freq.shape == (4,) and all(map(torch.equal, rope(q, k), expected))
+    assert rope.inv_freq.shape[-1] == 4 and all(map(torch.equal, rope(q, k), expected))
 
 
 @pytest.mark.cpu
@@ -288,22 +390,45 @@ def test_positions_outside_the_tables_raise_an_error(device):
                 rope(q, k, **wrong)
 
 
+def test_heads_of_another_size_raise_an_error_unless_rotary_dim_is_given(device):
+    wider = list(some(device, head_dim=2 * HEAD_DIM))
+    message = "q has head_dim 64 but must have head_dim 32, as the module has; .*make it with rotary_dim=32"
+    with pytest.raises(ValueError, match=message):
+        module().to(device)(*wider)
+    with pytest.raises(ValueError, match="must have at most 8, because q has head_dim 16"):
+        RotaryEmbedding(HEAD_DIM, rotary_dim=HEAD_DIM).to(device)(*some(device, head_dim=16))
+    config = {"model_type": "llama", "head_dim": HEAD_DIM}
+    for rope in (RotaryEmbedding(HEAD_DIM, rotary_dim=HEAD_DIM), RotaryEmbedding.from_config(config)):
+        q = rope.to(device)(*wider)[0]
+        assert torch.equal(q[..., :HEAD_DIM], rope(*(x[..., :HEAD_DIM] for x in wider))[0])
+        assert torch.equal(q[..., HEAD_DIM:], wider[0][..., HEAD_DIM:])
+    with pytest.raises(ValueError, match=r"rope.rotate_qk: q has shape \[7, 32\] but must have shape \[seq, heads"):
+        module().to(device)(*(x[0, :, 0] for x in some(device)))
+
+
 @pytest.mark.cpu
 def test_wrong_arguments_raise_an_error():
     with pytest.raises(ValueError, match="kind is 'yarns' but must be one of 'default'"):
         RotaryEmbedding(64, kind="yarns")
     with pytest.raises(ValueError, match="rotary_dim is 66 but must be at most head_dim, which is 64"):
         RotaryEmbedding(64, rotary_dim=66)
-    with pytest.raises(ValueError, match="rotary_dim is 63 but must be even"):
-        RotaryEmbedding(63)
+    for wrong in ({}, {"rotary_dim": 63}):
+        with pytest.raises(
+            ValueError, match="head_dim is 63 but must be even to rotate all channels; or pass a smaller"
+        ):
+            RotaryEmbedding(63, **wrong)
+    for wrong in (0, 64.0, "64"):
+        with pytest.raises(ValueError, match=f"head_dim is {wrong!r} but must be a positive integer"):
+            RotaryEmbedding(wrong)
     with pytest.raises(ValueError, match="max_position is 100 but must be None for kind 'dynamic'"):
         module("dynamic", 100)
     with pytest.raises(ValueError, match="max_position is 0 but must be at least 1"):
         module(max_position=0)
     with pytest.raises(ValueError, match="frequencies.yarn: factor is 0.5 but must be a number that is at least 1"):
         RotaryEmbedding(64, kind="yarn", factor=0.5, original_max_position=9)
-    with pytest.raises(TypeError, match="factor"):
-        RotaryEmbedding(64, kind="linear")
+    message = "factor is missing but must be given, because kind 'yarn' needs factor, original_max_position"
+    with pytest.raises(TypeError, match=message):
+        RotaryEmbedding(64, kind="yarn")
     with pytest.raises(
         TypeError, match="truncate is given but must not be, because kind 'linear' takes only base, factor"
     ):

@@ -10,8 +10,9 @@ NEIGHBOURS = [
     "cos[0] sin[0]",
     "cos[1] sin[1]",
     "cos[2] sin[2]",
-    "cos[0] cos[1] cos[2]",
-    "sin[0] sin[1] sin[2]",
+    "cos[3] sin[3]",
+    "cos[0] cos[1] cos[2] cos[3]",
+    "sin[0] sin[1] sin[2] sin[3]",
     "positions[0] positions[1]",
     "slots[0] slots[1]",
     "positions[0] slots[0]",
@@ -50,5 +51,5 @@ NEIGHBOURS = [
     "t tokens: copies entries",
     # CosSinParams
     "p params: axes tokens pairs axes",
-    "inv_freq[0] inv_freq[1]",
+    "inv_freq[0] inv_freq[1] inv_freq[2]",
 ]

@@ -5,11 +5,13 @@ AUTOGRAD = "csrc/autograd/"
 HEADER, IN_PLACE, NORM, ROTATION, TABLES = (
     AUTOGRAD + name for name in ("autograd.h", "in_place.cpp", "norm.cpp", "rotation.cpp", "tables.cpp")
 )
-CHECKS, CALL, CALL_H, OPS, OVERLAP, OVERLAP_H, ANGLE, PAIRS = (
+CHECKS, CALL, CALL_H, OPS, META, OVERLAP, OVERLAP_H, ANGLE, PAIRS = (
     f"csrc/{name}"
-    for name in ("checks.cpp", "call.cpp", "call.h", "ops.h", "overlap.cpp", "overlap.h", "angle.h", "rotation.h")
-)
-FILES = [HEADER, IN_PLACE, NORM, ROTATION, TABLES, CHECKS, CALL, CALL_H, OPS, OVERLAP, OVERLAP_H, ANGLE, PAIRS]
+    for name in (
+        "checks.cpp", "call.cpp", "call.h", "ops.h", "ops.cpp", "overlap.cpp", "overlap.h", "angle.h", "rotation.h"
+    )
+)  # fmt: skip
+FILES = [HEADER, IN_PLACE, NORM, ROTATION, TABLES, CHECKS, CALL, CALL_H, OPS, META, OVERLAP, OVERLAP_H, ANGLE, PAIRS]
 TESTS = ["tests/operators", "tests/backends/cpu", "tests/modules", "tests/pytorch"]  # the quick tests first
 
 # The files in which members are exchanged with their neighbours, and the neighbours in addition to those of neighbours.py.
@@ -26,6 +28,8 @@ NEIGHBOURS = [
     "s in: own[0] own[1]",
     "s in: own[2] own[3]",
     "s in: own[4] own[5]",
+    "p: rotary_start rotary_dim",
+    "p: head_dim v_dim",
 ]
 
 # Each line: the mistake, the file, the code that stands there («» around the part that is replaced), the replacement.
@@ -43,15 +47,18 @@ MUTANTS = [
     ("a message names the size of the other tensor", CHECKS, "a.name, \" has \", axis.before, «size(*a, axis.d)»,", "size(*b, axis.d)"),
     ("the numbers of dimensions of two shapes are not compared", CHECKS, "bool same = «a->dim() == b->dim()»;", "true"),
     ("the sizes of two shapes are not compared", CHECKS, "same = «equal(size(*a, d), size(*b, d))»;", "true"),
-    ("the last two dimensions of shapes are never compared", CHECKS, "d < «a->dim() - except»; d++", "a->dim() - 2"),
+    ("the last two dimensions of shapes are never compared", CHECKS, "same && d < «a->dim()»; d++", "a->dim() - 2"),
     ("float64 frequencies are rejected", CHECKS, "ROPE_CHECK_TYPE(type == at::kFloat || «type == at::kDouble», \"inv_freq is", "false"),
     ("integer tensors are accepted", CHECKS, "ROPE_CHECK_TYPE(«is_rotatable(x->scalar_type())», x.name", "true"),
     ("k may have another number of dimensions than q", CHECKS, "ROPE_CHECK_VALUE(«k->dim() == q->dim()»,", "true"),
-    ("k may have another batch than q", CHECKS, "  if (q->dim() == 4) check_same(call, kBatch, k, q, advice);\n", ""),
-    ("k may have another seq than q", CHECKS, "  check_same(call, kSeq, k, q, advice, \"; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)\");\n", ""),
-    ("k may have another head_dim than q", CHECKS, "  check_same(call, kHeadDim, k, q, advice);\n", ""),
+    ("k may have another batch than q", CHECKS, "  if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);\n", ""),
+    ("k may have another seq than q", CHECKS, "  check_same(call, kSeq, k, q, may_differ,\n             \"; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)\");\n", ""),
+    ("k may have another head_dim than q", CHECKS, "    check_same(call, kHeadDim, {\"k\", call.k}, {\"q\", call.q}, may_differ);\n", ""),
     ("rotary_dim may be larger than head_dim", CHECKS, "ROPE_CHECK_VALUE(«(half * 2).sym_le(head_dim)», name", "c10::SymBool(true)"),
     ("rotary_dim must be smaller than head_dim", CHECKS, "«(half * 2).sym_le(head_dim)», name", "(half * 2).sym_lt(head_dim)"),
+    ("a negative rotary_start is accepted", CHECKS, "ROPE_CHECK_VALUE(«call.rotary_start > 0», \"rotary_start is", "true"),
+    ("channels past the head may be rotated", CHECKS, "ROPE_CHECK_VALUE(«(half * 2 + call.rotary_start).sym_le(head_dim)», \"rotary_start is", "c10::SymBool(true)"),
+    ("the last channel of a head cannot be rotated", CHECKS, "«(half * 2 + call.rotary_start).sym_le(head_dim)», \"rotary_start is", "(half * 2 + call.rotary_start).sym_lt(head_dim)"),
     ("a table may have any batch", CHECKS, "ROPE_CHECK_VALUE(«own.sym_eq(1).sym_or(own.sym_eq(batch))», t.name", "c10::SymBool(true)"),
     ("a table with a batch of one is rejected", CHECKS, "«own.sym_eq(1).sym_or(own.sym_eq(batch))», t.name", "own.sym_eq(batch)"),
     ("sin may have another dtype than cos", CHECKS, "  check_same_type(call, sin, cos);\n", ""),
@@ -63,6 +70,9 @@ MUTANTS = [
     ("an offset is accepted with a table by token", CHECKS, "ROPE_CHECK_VALUE(«equal(call.offset, 0)», \"offset is", "true"),
     ("a table by token may have another seq than x", CHECKS, "ROPE_CHECK_VALUE(«equal(size(*cos, 1), seq)», \"cos has", "true"),
     ("the batch of a table by token is not checked", CHECKS, "  check_batch(call, cos);\n", ""),
+    ("a table by head may have other heads than q or k", CHECKS, "    if (x.tensor) check_same(call, kHeads, cos, x, \": a 4-D table has a row per token and head\");\n", ""),
+    ("a table by head may have other heads than k", CHECKS, "Named{\"k\", «call.k»}}) {\n    if (x.tensor) check_same", "call.q"),
+    ("a table may have five dimensions", CHECKS, "check_dims(call, cos, 2, «4»,", "5"),
     ("positions may have any dtype", CHECKS, "ROPE_CHECK_TYPE(«t->scalar_type() == at::kInt || t->scalar_type() == at::kLong», t.name", "true"),
     ("int32 positions are rejected", CHECKS, "ROPE_CHECK_TYPE(«t->scalar_type() == at::kInt» || t->scalar_type()", "false"),
     ("positions may have three dimensions", CHECKS, "  check_dims(call, t, 1, 2, shapes);\n", ""),
@@ -71,12 +81,16 @@ MUTANTS = [
     ("a message names the other norm weight", CHECKS, "                   «call.q_norm_weight» ? \"k_norm_weight is None", "call.k_norm_weight"),
     ("norm weights may have any dtype", CHECKS, "ROPE_CHECK_TYPE(«type == at::kFloat || type == x_type», weight.name", "true"),
     ("norm weights may have another size than head_dim", CHECKS, "ROPE_CHECK_VALUE(«equal(size(*weight, 0), head_dim)», weight.name", "true"),
-    ("v is not compared with q", CHECKS, "  check_like_q(call, v);\n", ""),
-    ("v may have another number of heads than k", CHECKS, "  check_same(call, kHeads, v, k);\n", ""),
+    ("v is not compared with q", CHECKS, "  check_like_q(call, v, \"; only the heads and head_dim may differ\");\n", ""),
+    ("a cache may have another number of heads than its tensor", CHECKS, "    check_same(call, kHeads, cache, x, \"; pass a head-major cache as \", cache.name, \".transpose(-3, -2)\");\n", ""),
     ("a cache may have another dtype than k", CHECKS, "    check_same_type(call, cache, k);\n", ""),
-    ("a cache may have another head_dim than k", CHECKS, "    check_same(call, kHeadDim, cache, k);\n", ""),
-    ("v_cache may have other blocks than k_cache", CHECKS, "  check_same_shape(call, v_cache, k_cache, /*except=*/2);\n", ""),
-    ("a table by token is accepted without slots", CHECKS, "ROPE_CHECK_VALUE(«!(call.cos && call.cos->dim() == 3)», \"slots is None", "true"),
+    ("a cache may have another head_dim than its tensor", CHECKS, "    check_same(call, kHeadDim, cache, x);\n", ""),
+    ("v_cache may have other blocks than k_cache", CHECKS, "ROPE_CHECK_VALUE(«same», \"v_cache has shape", "true"),
+    ("v_cache may have another block_size than k_cache", CHECKS, "same && d < «k_cache->dim() - 2»; d++", "1"),
+    ("the cache of k is compared with v", CHECKS, "{std::pair(k_cache, «k»), std::pair(v_cache, v)}", "v"),
+    ("the cache of v is compared with k", CHECKS, "{std::pair(k_cache, k), std::pair(v_cache, «v»)}", "k"),
+    ("a table by token is accepted without slots", CHECKS, "ROPE_CHECK_VALUE(«!(call.cos && call.cos->dim() > 2)», \"slots is None", "true"),
+    ("a table by head is accepted without slots", CHECKS, "!(call.cos && «call.cos->dim() > 2»), \"slots is None", "call.cos->dim() == 3"),
     ("a batch larger than the number of blocks is accepted", CHECKS, "ROPE_CHECK_VALUE(«batch.sym_le(blocks)», \"k_cache has shape", "c10::SymBool(true)"),
     ("slots may have another batch than q", CHECKS, "ROPE_CHECK_VALUE(«equal(own, batch)», \"slots has shape", "true"),
     ("the seq of 1-D slots is taken for their batch", CHECKS, "own = «slots.dim() == 2» ? size(slots, 0) : kOne;", "true"),
@@ -98,7 +112,10 @@ MUTANTS = [
     ("a call without an angle source is accepted", CHECKS, "ROPE_CHECK_VALUE(«call.cos.has_value() || call.inv_freq.has_value()»,", "true"),
     ("two angle sources are accepted", CHECKS, "ROPE_CHECK_VALUE(«!(call.cos.has_value() && call.inv_freq.has_value())»,", "true"),
     ("tables are not checked", CHECKS, "  if (call.cos) check_tables(call);\n", ""),
-    ("inv_freq may have two dimensions", CHECKS, "    check_dims(call, {\"inv_freq\", &*call.inv_freq}, 1, 1, \"[rotary_dim / 2]\",\n               \"; for several axes, make tables with axial_cos_sin\");\n", ""),
+    ("inv_freq is not checked", CHECKS, "    check_inv_freq(call, *call.inv_freq, 1, \"[rotary_dim / 2] or [2, rotary_dim / 2]\",\n                   \"; for several axes, make tables with axial_cos_sin\");\n", ""),
+    ("inv_freq may have one dimension too many", CHECKS, "{\"inv_freq\", &inv_freq}, dims, «dims + 1», shapes", "dims + 2"),
+    ("inv_freq may have any number of parts", CHECKS, "ROPE_CHECK_VALUE(«equal(size(inv_freq, 0), 2)», \"inv_freq has", "true"),
+    ("inv_freq in two parts may be float64", CHECKS, "ROPE_CHECK_TYPE(«type == at::kFloat», \"inv_freq has shape", "true"),
     ("norm weights are not checked", CHECKS, "  check_norm(call);\n", ""),
     ("in-place operators are not checked for overlap", CHECKS, "  if (in_place) check_overlap(call);\n", ""),
     ("operators that return new tensors are checked for overlap", CHECKS, "if («in_place») check_overlap", "true"),
@@ -108,8 +125,9 @@ MUTANTS = [
     ("k is not compared with its gradient", CHECKS, "  if (k) check({\"k\", k}, {\"k_out_grad\", call.k});\n", ""),
     ("cos_sin accepts uint16 positions", CHECKS, "«type <= at::kLong»)", "true"),
     ("cos_sin accepts an integer dtype for its results", CHECKS, "ROPE_CHECK_TYPE(«is_rotatable(result)», \"dtype is", "true"),
-    ("_axial_cos_sin accepts positions without a dimension of axes", CHECKS, "ROPE_CHECK_VALUE(«positions.dim() > 0», \"positions has", "true"),
-    ("_axial_cos_sin accepts positions with another number of axes than inv_freq", CHECKS, "    check_same(call, {0, \"\", \" axes\"}, {\"positions\", &positions}, {\"inv_freq\", &inv_freq});\n", ""),
+    ("axial_cos_sin accepts positions without a dimension of axes", CHECKS, "ROPE_CHECK_VALUE(«positions.dim() > 0», \"positions has", "true"),
+    ("axial_cos_sin accepts positions with another number of axes than inv_freq", CHECKS, "ROPE_CHECK_VALUE(«equal(own, needed)», \"positions has \", own", "true"),
+    ("the parts of frequencies are taken for axes", CHECKS, "needed = «size(inv_freq, -2)»;", "size(inv_freq, 0)"),
     ("positions whose sum with the offset overflows are accepted", CHECKS, "TORCH_CHECK_INDEX(«!overflow» && first >= 0", "true"),
     ("negative positions are accepted", CHECKS, "!overflow && «first >= 0» && last < limit", "true"),
     ("positions past the last row are accepted", CHECKS, "first >= 0 && «last < limit», call.op", "true"),
@@ -131,7 +149,13 @@ MUTANTS = [
     ("byte offsets of the other tensor are counted backwards from its first element", OVERLAP, "target += «other.step(d) * (other.sizes_[d] - 1)»;", "0"),
     # calls
     ("strides of a 3-D tensor are aligned to the left", CALL, "std::copy(t.strides().rbegin(), t.strides().rend(), std::reverse_iterator(strides + 4));", "std::copy(t.strides().begin(), t.strides().end(), strides);"),
-    ("a table with a batch of one gets a batch stride", CALL, "if («table.dim() == 3 && table.size(0) == 1») strides[0] = 0;", "false"),
+    ("a table with a batch of one gets a batch stride", CALL, "strides[0] = dims > 2« && table.size(0) > 1» ? table.stride(0)", " && true"),
+    ("all heads have the row of the first", CALL, "strides[2] = dims == 4 ? «table.stride(2)» : 0;", "0"),
+    ("the rows of a table are its sequences", CALL, "table.stride(«dims == 2 ? 0 : 1»)", "0"),
+    ("strided columns of a table are read as if adjacent", CALL, "strides[3] = «table.stride(-1)»;", "1"),
+    ("the first part of a frequency is added twice", CALL, "strides[0] = split ? «inv_freq.stride(0)» : 0;", "0"),
+    ("strided frequencies are read as if adjacent", CALL, "strides[d] = «inv_freq.stride(d - !split)»;", "1"),
+    ("the second part of a frequency is left out", CALL, "    p.split_inv_freq = frequency_strides(*inv_freq, 1, p.inv_freq);\n", "    frequency_strides(*inv_freq, 1, p.inv_freq);\n"),
     ("positions with a batch of one get a batch stride", CALL, "t.dim() == 2« && t.size(0) > 1» ? t.stride(0)", " && true"),
     ("all sequences read the positions of the first", CALL, "strides[0] = «t.dim() == 2 && t.size(0) > 1» ?", "false"),
     ("attention_factor is rounded to one float", CALL, "«float(attention_factor - p.factor_hi)» : 0.0f", "0.0f"),
@@ -139,7 +163,14 @@ MUTANTS = [
     ("a NaN in attention_factor keeps its bits", CALL, "p.factor_hi = «std::isnan(attention_factor)» ?", "false"),
     ("the batch of a 4-D tensor is one", CALL, "p.batch = «q->dim() == 4» ? q->size(0) : 1;", "false"),
     ("rotary_dim is the number of columns", CALL, "p.rotary_dim = «2 * cos->size(-1)»;", "cos->size(-1)"),
-    ("tables by token are read by position", CALL, "p.source = «cos->dim() == 3» ?", "false"),
+    ("tables by token are read by position", CALL, "p.source = cos->dim() == 2 ? kTableByPosition : «cos->dim() == 3 ? kTableByToken : kTableByHead»;", "cos->dim() == 3 ? kTableByPosition : kTableByHead"),
+    ("tables by head are read by token", CALL, "p.source = cos->dim() == 2 ? kTableByPosition : «cos->dim() == 3 ? kTableByToken : kTableByHead»;", "kTableByToken"),
+    ("rotary_start is ignored", CALL, "p.rotary_start = «rotary_start»;", "0"),
+    ("heads of v have the channels of q", CALL, "p.v_dim = «v->size(-1)»;", "q->size(-1)"),
+    ("eager_rounding is ignored", CALL, "if («eager_rounding») {\n    p.rounding", "false"),
+    ("products with tables of x's dtype are rounded to float32", CALL, "p.rounding = «cos && cos->scalar_type() == q->scalar_type()» ?", "false"),
+    ("products with float32 tables are rounded to x's dtype", CALL, "p.rounding = «cos && cos->scalar_type() == q->scalar_type()» ?", "cos.has_value()"),
+    ("an eager rotation multiplies by a sum of two floats", CALL, "«p.factor_lo = 0.0f;»  // torch multiplies", ""),
     ("a 4-D cache has one block", CALL, "p.blocks = «k_out->dim() == 4» ?", "false"),
     ("the weight of k is read with the stride of q's", CALL, "p.k_norm_weight = «k_norm_weight->stride(0)»;", "q_norm_weight->stride(0)"),
     ("norm_eps is missing for float64", CALL, "  a.norm_eps = norm_eps;\n", ""),
@@ -157,6 +188,8 @@ MUTANTS = [
     ("the opposite rotation is the same rotation", CALL_H, "a.inverse = «!inverse»;", "inverse"),
     ("the opposite rotation is always the inverse", CALL_H, "a.inverse = «!inverse»;", "true"),
     ("messages call x q", CALL_H, "return «k ? \"q\" : \"x\"»;", '"q"'),
+    ("the norm ignores rotary_start", CALL_H, "interleaved, false, «rotary_start», eager_rounding},", "int64_t(0)"),
+    ("the norm ignores eager_rounding", CALL_H, "interleaved, false, rotary_start, «eager_rounding»},", "false"),
     # operators
     ("results always come from at::empty_like", OPS, "if («!x.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()») return", "true"),
     ("results are always contiguous", OPS, "at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options())", "at::empty_symint(x.sym_sizes(), x.options())"),
@@ -170,7 +203,23 @@ MUTANTS = [
     ("the backward of tables accepts inv_freq and rejects tables", OPS, "TORCH_CHECK_VALUE(«call.cos», call.op", "call.inv_freq"),
     ("cos_sin ignores attention_factor", OPS, "Backend::cos_sin({positions, inv_freq, «attention_factor», cos, sin});", "1.0"),
     ("slots are ignored", OPS, "call.slots = «pointer(slots)»;", "nullptr"),
+    ("rotate_into_cache_ ignores rotary_start", OPS, "interleaved, «rotary_start», eager_rounding};\n    RotateCall call", "int64_t(0)"),
+    ("rotate_into_cache_ ignores eager_rounding", OPS, "interleaved, rotary_start, «eager_rounding»};\n    RotateCall call", "false"),
+    # tensors that no back end takes
+    ("None is accepted for q", CHECKS, "  check({call.q_name(), call.q});\n", ""),
+    ("cos_sin accepts None for positions", CHECKS, "ROPE_CHECK_VALUE(«positions.defined()», \"positions is None", "true"),
+    ("cos_sin accepts None for inv_freq", CHECKS, "ROPE_CHECK_VALUE(«inv_freq.defined()», \"inv_freq is None", "true"),
+    ("None for all tensors is not named", META, "TORCH_CHECK_VALUE(«is_given || !is_needed», name", "true"),
+    ("None for a tensor that is not needed is an error", META, "TORCH_CHECK_VALUE(is_given« || !is_needed», name", ""),
+    ("a nested tensor is not named", META, "TORCH_CHECK_NOT_IMPLEMENTED(\n        «!t.is_nested()», name", "true"),
+    ("a sparse tensor is not named", META, "TORCH_CHECK_NOT_IMPLEMENTED(«t.layout() == at::kStrided» && ", "true"),
+    ("a quantized tensor is not named", META, "t.layout() == at::kStrided« && !t.is_quantized()», name", ""),
+    ("a device without kernels is not named", META, "TORCH_CHECK_NOT_IMPLEMENTED(«op.hasKernelForDispatchKey(c10::highestPriorityBackendTypeId(t.key_set()))», name", "true"),
     # autograd
+    ("a result that depends on no input which requires grad requires grad", HEADER, "if («!differentiable.begin()[i]») constant", "false"),
+    ("the result of k requires grad if q does", ROTATION, "{q.requires_grad(), «k && k->requires_grad()»}", "q.requires_grad()"),
+    ("the normalised k does not require grad if only its weight does", NORM, "{any_needed(q, q_norm_weight), «any_needed(k, k_norm_weight)»}", "any_needed(k)"),
+    ("the gradient of k's weight does not require grad", NORM, "{of_q, of_k, of_q, «of_k»}", "false"),
     ("tangents are not noticed", HEADER, "return «has_tangent(t)» || (t.defined()", "false"),
     ("tangents of optional tensors are not noticed", HEADER, "return t.has_value() && «has_tangent(*t)»; }", "false"),
     ("torch.func transforms are not hidden", HEADER, "OutOfFunctorchsSight() : transforms_(«std::move(at::functorch::functorchTLSAccessor())»)", "nullptr"),
@@ -182,7 +231,9 @@ MUTANTS = [
     ("one tensor of the angles is left among the operator's own", HEADER, "own.erase(own.begin(), own.begin() + «tensors_»);", "tensors_ - 1"),
     ("sin is replaced by cos", HEADER, "return Angles{cos, «sin», inv_freq, others...};", "cos"),
     ("the derivative with respect to tables keeps the channels that pass through", ROTATION, "if («rotary_dim == head_dim») return rotate_op()(angles, x);", "true"),
-    ("zeros are added before the rotated channels", ROTATION, "at::constant_pad_nd_symint(part, {0, head_dim - rotary_dim})", "at::constant_pad_nd_symint(part, {head_dim - rotary_dim, 0})"),
+    ("zeros are exchanged between the two sides of the rotated channels", ROTATION, "«at::constant_pad_nd_symint(part, {start, head_dim - rotary_dim - start})»", "at::constant_pad_nd_symint(part, {head_dim - rotary_dim - start, start})"),
+    ("the derivative with respect to tables is that of the first channels", ROTATION, "x.narrow_symint(-1, «start», rotary_dim)", "c10::SymInt(0)"),
+    ("the derivative with respect to tables begins at rotary_start twice", ROTATION, "  of_part.rotary_start = 0;\n", ""),
     ("a missing gradient of one result is rotated with the other", ROTATION, "if (wanted(0)« && wanted(1)») {", " || wanted(1)"),
     ("gradients are computed that are not needed", ROTATION, "grads[i].defined()« && ctx->needs_input_grad(first + i)»;", ""),
     ("the gradient of q alone is not rotated back", ROTATION, "result[first] = rotate_op()(«angles.back()», grads[0]);", "angles"),
@@ -212,6 +263,8 @@ MUTANTS = [
     ("the gradient of an angle has the wrong sign if only cos has a gradient", TABLES, ": «-(grads[0].to(type) * sin)»;", "grads[0].to(type) * sin"),
     ("the gradient of frequencies lacks a sum over positions", TABLES, "for (int64_t d = 1; «d < positions.dim()»; d++) f = f.sum(1);", "d + 1 < positions.dim()"),
     ("the gradient of an angle lacks attention_factor", TABLES, "axial_cos_sin_op().call(positions, inv_freq, «ctx->saved_data[\"attention_factor\"].toDouble()», type);", "1.0"),
+    ("the derivative of an angle lacks the second part of a frequency", TABLES, "inv_freq = «inv_freq.sum(0)»;", "inv_freq[0]"),
+    ("the second part of a frequency has no gradient", TABLES, "? «f.unsqueeze(0).expand_symint(inv_freq.sym_sizes())» : f", "at::stack({f, at::zeros_like(f)})"),
     ("the tangent of an angle lacks attention_factor", TABLES, "axial_cos_sin_op().call(p[0], p[1], «attention_factor», type);", "1.0"),
     ("the backward of tables does not notice that the gradient of k requires grad", TABLES, "if (!any_needed(q_out_grad, «k_out_grad», q, k)) {", "q_out_grad"),
     ("the backward of tables exchanges the tangents of x and of gradients", TABLES, "return «i % 2 == varied» ? tangent_or_zeros", "i % 2 != varied"),
@@ -268,6 +321,9 @@ MUTANTS = [
     ("the first channel of a pair is that of the other pairing", PAIRS, "return «interleaved ? 2 * pair : pair»;", "interleaved ? pair : 2 * pair"),
     ("the partner of a channel is that of the other pairing", PAIRS, "return «interleaved ? I(1) : pairs»;", "interleaved ? pairs : I(1)"),
     ("the low half of attention_factor is missing", PAIRS, "fma(value, factor_hi, «value * factor_lo»)", "T(0.0f)"),
+    ("the first product of an eager rotation is not rounded", PAIRS, "return «round(own * cos)» +", "own * cos"),
+    ("the second product of an eager rotation is not rounded", PAIRS, "+ «round(partner * signed_sin)»;", "partner * signed_sin"),
+    ("a product of an eager rotation is fused with the sum", PAIRS, "return «round(own * cos) + round(partner * signed_sin)»;", "fma(own, cos, round(partner * signed_sin))"),
 ]  # fmt: skip
 
 # Exchanges of neighbours, or of any part if the replacement is *, that make no difference. Each line: the file, the code
@@ -276,8 +332,6 @@ EQUIVALENT = [
     (CALL, "«a.k_in» = address(*k);\n    strides_of", "a.v_in", "TableBackwardArgs has no v_in"),
     (CALL, "«p.positions[0]» =", "*", "the CPU copies positions and inv_freq to be contiguous and reads no strides; plans.py has the mistake for GPUs"),
     (CALL, "«p.positions[1]» =", "*", "as the line above"),
-    (CALL, "«p.inv_freq[0]» =", "*", "as the line above"),
-    (CALL, "«p.inv_freq[1]» =", "*", "as the line above"),
     (CALL, ": «rotate.cos»->size(0) > 1;", "*", "sin has the shape of cos"),
     (CALL, "rows = «rotate.cos»->size(0)", "*", "sin has the shape of cos"),
     (ROTATION, "rotary_dim = «angles.cos»->sym_size(-1)", "*", "sin has the shape of cos"),
@@ -286,7 +340,7 @@ EQUIVALENT = [
     (OPS, "TORCH_CHECK_VALUE(«call.cos», call.op", "*", "sin is given if cos is given"),
     (OPS, "at::empty_symint(«call.cos->sym_sizes(), call.cos->options()»)", "*", "sin has the shape of cos"),
     (CHECKS, "if (!«call.q_norm_weight») return;", "*", "one is given if the other is given"),
-    (CHECKS, "!(«call.cos && call.cos->dim() == 3), \"slots is None but must be given, because cos has shape \",\n                     call.cos->sym_sizes()»,", "*", "sin has the shape of cos"),
+    (CHECKS, "!(«call.cos && call.cos->dim() > 2), \"slots is None but must be given, because cos has shape \",\n                     call.cos->sym_sizes()»,", "*", "sin has the shape of cos"),
     (CHECKS, "ROPE_CHECK_VALUE(«call.cos.has_value()» ||", "*", "sin is given if cos is given"),
     (CHECKS, "!(«call.cos.has_value()» && call.inv_freq", "*", "sin is given if cos is given"),
     (CHECKS, "if («call.cos») check_tables", "*", "sin is given if cos is given"),

@@ -35,13 +35,17 @@ def calls(draw):
     """Draws the arguments of a call of rotate_into_cache_."""
     small = st.integers(0, 3)
     batch, seq, pairs = draw(small), draw(st.integers(0, 8)), draw(st.one_of(small, st.integers(0, 40)))
-    kind = draw(st.sampled_from(["table", "token", "inv_freq"]))
-    slots = draw(st.sampled_from(["int32", "int64"])) if kind == "token" or draw(st.booleans()) else None
-    positions = draw(st.sampled_from([None, "int32", "int64"])) if kind != "token" else None
+    kind = draw(st.sampled_from(["table", "token", "head", "inv_freq"]))
+    per_token = kind in ("token", "head")
+    slots = draw(st.sampled_from(["int32", "int64"])) if per_token or draw(st.booleans()) else None
+    positions = draw(st.sampled_from([None, "int32", "int64"])) if not per_token else None
+    heads, rest = draw(small), draw(st.integers(0, 9))
     return {
         "seed": draw(st.integers(0, 2**32)),
         "dtype": draw(st.sampled_from(DTYPES)),
-        "size": (batch, seq, draw(small), draw(small), 2 * pairs + draw(st.integers(0, 9)), 2 * pairs),
+        "size": (batch, seq, heads, heads if kind == "head" else draw(small), 2 * pairs + rest, 2 * pairs),
+        "start": draw(st.integers(0, rest)),
+        "v_shape": draw(st.one_of(st.none(), st.tuples(small, st.integers(0, 200)))),
         "dims": draw(st.sampled_from([4, 3])) if batch == 1 else 4,
         "scale": draw(st.sampled_from([1.0, 1e-4, 300.0])),
         "packed": draw(st.booleans()),
@@ -50,9 +54,10 @@ def calls(draw):
         "v": draw(layouts(4)),
         "kind": kind,
         "table_dtype": draw(st.sampled_from(["float32", "dtype of x"])),
+        "two_parts": draw(st.booleans()),  # of inv_freq
         "shared": draw(st.booleans()),  # positions, or a table by token, for all sequences of the batch
         "positions": positions,
-        "offset": draw(st.integers(0, 9)) if kind != "token" else 0,
+        "offset": draw(st.integers(0, 9)) if not per_token else 0,
         "strided": draw(st.booleans()),
         "slots": slots,
         "slots_dims": draw(st.sampled_from([2, 1])) if batch == 1 else 2,
@@ -97,6 +102,8 @@ def test_any_call_writes_the_right_values_and_nothing_else(call, device):
     else:
         heads = {"q": q_heads, "k": k_heads, "v": k_heads}
         q, k, v = (lay_out(call[name], (batch, seq, n, head_dim), make) for name, n in heads.items())
+    if call["v_shape"]:
+        v = lay_out(call["v"], (batch, seq, *call["v_shape"]), make)
 
     def strided(t, step=2):
         return spread(t.cpu(), (step,) * t.dim(), range(t.dim())) if call["strided"] else t
@@ -124,13 +131,17 @@ def test_any_call_writes_the_right_values_and_nothing_else(call, device):
         unique = unique[0] if call["shared"] and call["strided"] else unique
         angles["positions"] = laid_out(unique.to(getattr(torch, call["positions"])), 3)
     if call["kind"] == "inv_freq":
-        angles["inv_freq"] = laid_out(freq.float())
+        first = (freq * torch.rand(freq.shape)).float()
+        parts = torch.stack([first, (freq - first).float()]) if call["two_parts"] else freq.float()
+        angles["inv_freq"] = laid_out(parts)
     else:
-        shape = (rows,) if call["kind"] == "table" else (one_or_batch, seq)
+        shape = {"table": (rows,), "token": (one_or_batch, seq)}.get(call["kind"], (one_or_batch, seq, q_heads))
         angle = torch.randint(0, 3000, shape).double().unsqueeze(-1) * freq
         angles["cos"] = laid_out(angle.cos().to(table_dtype))
         angles["sin"] = laid_out(angle.sin().to(table_dtype), 3)
 
+    if call["start"]:
+        angles["rotary_start"] = call["start"]
     if slots is not None:
         misplace_pads(angles, slots)
 
@@ -139,7 +150,7 @@ def test_any_call_writes_the_right_values_and_nothing_else(call, device):
             return lay_out(call["v_cache"], (*shape, 2), make).unbind(-1)
         return lay_out(call["cache"], shape, make), lay_out(call["v_cache"], shape, make)
 
-    caches = Caches(cache, blocks, block_size, k_heads, head_dim, dtype, device)
+    caches = Caches(cache, blocks, block_size, k_heads, head_dim, dtype, device, call["v_shape"])
     norm = make_norm(call["weights"], head_dim, dtype, device, call["norm_eps"])
     if call["dims"] == 3:
         q, k, v = q[0], k[0], v[0]
@@ -155,13 +166,14 @@ def table_calls(draw):
     """Draws the arguments of a call of _rotate_table_backward."""
     dims = draw(st.sampled_from([3, 4]))
     pairs = draw(st.one_of(st.integers(1, 3), st.integers(1, 40)))
-    kind = draw(st.sampled_from(["table", "token", "token shared"]))
+    kind = draw(st.sampled_from(["table", "token", "token shared", "head", "head shared"]))
+    heads = draw(st.lists(st.integers(0, 9), min_size=1, max_size=2))
     return {
         "seed": draw(st.integers(0, 2**32)),
         "dtype": draw(st.sampled_from(DTYPES)),
         "table_dtype": draw(st.sampled_from(["float32", "dtype of x"])),
         "size": (1 if dims == 3 else draw(st.integers(0, 3)), draw(st.integers(0, 20))),
-        "heads": draw(st.lists(st.integers(0, 9), min_size=1, max_size=2)),
+        "heads": heads[:1] * len(heads) if kind.startswith("head") else heads,
         "head_dim": 2 * pairs + draw(st.integers(0, 9)),
         "pairs": pairs,
         "dims": dims,
@@ -176,6 +188,7 @@ def table_calls(draw):
             "interleaved": draw(st.booleans()),
             "inverse": draw(st.booleans()),
         },
+        "at_the_end": draw(st.booleans()),  # the last channels are rotated
     }
 
 
@@ -197,7 +210,9 @@ def test_gradients_of_tables_are_right_in_any_call(call, device):
 
     given, x = tensors(call["layouts"][:2]), tensors(call["layouts"][2:])
     rows = call["rows"] if call["positions"] else seq + call["offset"] + call["rows"]
-    shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}[call["kind"]]
+    shape = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}
+    shape |= {"head": (batch, seq, call["heads"][0]), "head shared": (1, seq, call["heads"][0])}
+    shape = shape[call["kind"]]
     table_dtype = dtype if dtype == torch.float64 or call["table_dtype"] == "dtype of x" else torch.float32
     angles = {
         name: moved(spread(torch.randn(*shape, pairs).to(table_dtype), *strides), device)
@@ -214,8 +229,9 @@ def test_gradients_of_tables_are_right_in_any_call(call, device):
         angles["positions"] = positions.to(getattr(torch, call["positions"])).to(device)
     both = [t for side in (given, x) for t in (*side, None)[:2]]
     tables = (angles["cos"], angles["sin"], None, angles.get("positions"), angles.get("offset", 0))
-    outs = torch.ops.rope._rotate_table_backward(*both, *tables, **call["flags"])
-    *expected, cos_size, sin_size = table_backward(given, x, **angles, **call["flags"])
+    flags = call["flags"] | {"rotary_start": (call["head_dim"] - 2 * pairs) * call["at_the_end"]}
+    outs = torch.ops.rope._rotate_table_backward(*both, *tables, **flags)
+    *expected, cos_size, sin_size = table_backward(given, x, **angles, **flags)
     terms = 2 * batch * seq * sum(call["heads"])
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
     for out, e, size in zip(outs, expected, (cos_size, sin_size), strict=True):

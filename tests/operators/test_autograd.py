@@ -18,15 +18,25 @@ SHAPES = [(2, 3, 2, 5), (2, 3, 1, 5)]
 # Maps the source of the angles to (shape of cos and sin or of inv_freq, the other arguments).
 SOURCES = {
     "table": ((6, 2), {"offset": 3}),
-    "table at positions [S]": ((6, 2), {"positions": [3, 0, 3], "offset": 1}),
+    "table at positions [S]": ((6, 2), {"positions": [3, 0, 3], "offset": 1, "rotary_start": 1}),
     "table at positions [1,S]": ((6, 2), {"positions": [[5, 0, 2]], "inverse": True}),
-    "table at positions [B,S]": ((6, 2), {"positions": [[3, 0, 2], [1, 1, 5]], "attention_factor": 1.3}),
+    "table at positions [B,S]": (
+        (6, 2),
+        {"positions": [[3, 0, 2], [1, 1, 5]], "attention_factor": 1.3, "eager_rounding": True},
+    ),
     "token": ((2, 3, 2), {"attention_factor": -0.7}),
-    "token shared": ((1, 3, 2), {"inverse": True}),
+    "token shared": ((1, 3, 2), {"inverse": True, "rotary_start": 1, "eager_rounding": True}),
+    "head": ((2, 3, 2, 2), {"inverse": True, "rotary_start": 1}),
+    "head shared": ((1, 3, 2, 2), {"attention_factor": 0.7}),
     "inv_freq": ((2,), {"offset": 3, "attention_factor": 1.3}),
     "inv_freq at positions [S]": ((2,), {"positions": [3, 0, -2], "inverse": True}),
     "inv_freq at positions [B,S]": ((2,), {"positions": [[3, 0, 2], [1, 1, 5]], "offset": -2}),
 }
+
+
+def shapes_for(source):
+    """Returns the shapes of q and k. With tables by head they have as many heads."""
+    return SHAPES[:1] * 2 if source.startswith("head") else SHAPES
 
 
 def doubles(device, *shapes, requires_grad=True):
@@ -74,7 +84,7 @@ def learned(source, interleaved, device):
 )
 def test_gradients_pass_gradcheck(case, device):
     """The angles are constant in some cases and learned in others."""
-    q, k = doubles(device, *(shape[4 - case["dims"] :] for shape in SHAPES))
+    q, k = doubles(device, *(shape[4 - case["dims"] :] for shape in shapes_for(case["source"])))
     angles, rotated = learned(case["source"], case["interleaved"], device)
     xs = [q, k] if case["which"] == "qk" else [q]
 
@@ -113,8 +123,8 @@ def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
     options = {"attention_factor": 1.3, "dtype": torch.float64}
     for function, inputs in (
         (lambda p, f: rope.cos_sin(p, f, **options), (positions, freq)),
-        (lambda p, f: rope._axial_cos_sin(p, f, **options), (on_axes, freqs)),
-        (lambda f: rope._axial_cos_sin(on_axes.detach().mul(9).long(), f, **options), (freqs,)),
+        (lambda p, f: rope.axial_cos_sin(p, f, **options), (on_axes, freqs)),
+        (lambda f: rope.axial_cos_sin(on_axes.detach().mul(9).long(), f, **options), (freqs,)),
     ):
         assert gradcheck(function, inputs, **EVERY_MODE)
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
@@ -206,17 +216,87 @@ def test_backward_raises_if_a_saved_tensor_was_overwritten(device):
 # ---- learned tables and frequencies ----
 
 
+def test_each_part_of_split_frequencies_has_the_gradient_of_the_sum(device):
+    whole = torch.rand(4, device=device)
+    first = whole * torch.rand(4, device=device)
+    x, positions = torch.randn(2, 5, 3, 10, device=device), torch.arange(5, device=device) * 1.5
+    given, tangent = torch.randn(2, 5, 3, 10, device=device), torch.randn(4, device=device)
+
+    def loss(freq):
+        matrix = freq.unsqueeze(-2).expand(*freq.shape[:-1], 3, 4)  # the same on each of three axes
+        cos, sin = rope.axial_cos_sin(positions.expand(3, 5), matrix)
+        rotated = rope.rotate(x, inv_freq=freq, offset=3, rotary_start=1)
+        return sum(rope.cos_sin(positions, freq)).sin().sum() + (cos * sin).sum() + (rotated * given).sum()
+
+    parts = torch.stack([first, whole - first]).requires_grad_()
+    (expected,) = torch.autograd.grad(loss(whole.requires_grad_()), whole)
+    (found,) = torch.autograd.grad(loss(parts), parts)
+    torch.testing.assert_close(found, torch.stack([expected, expected]), rtol=1e-4, atol=1e-3)
+    directional = torch.func.jvp(loss, (parts.detach(),), (torch.stack([tangent, -2 * tangent]),))[1]
+    torch.testing.assert_close(directional, -(expected * tangent).sum(), rtol=1e-3, atol=1e-3)
+
+
 def test_integer_positions_have_no_gradient(device):
     freq = torch_rope.inv_freq(8, device=device).requires_grad_()
     cos, sin = rope.cos_sin(torch.arange(5, device=device), freq)
     (cos + sin).sum().backward()
-    assert freq.grad.dtype == torch.float32
+    assert freq.grad.dtype == freq.dtype and freq.grad.shape == freq.shape
     with torch.no_grad():
         assert not rope.cos_sin(torch.arange(5, device=device), freq)[0].requires_grad
 
 
-@pytest.mark.parametrize("used", ["q", "k", "qk"])
-@pytest.mark.parametrize("needed", ["q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin"])
+# The results of each operator that require grad if only one input does.
+REQUIRING = {
+    "rotate_qk": {"q": [True, False], "k": [False, True], "cos": [True, True]},
+    "norm_rotate_qk": {"q": [True, False], "q_norm_weight": [True, False], "k": [False, True]},
+    "_norm_rotate_qk_backward": {"q_out_grad": [True, False] * 2, "k": [False, True] * 2},
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "checkpointed"])
+@pytest.mark.parametrize("op, name", [(op, name) for op, names in REQUIRING.items() for name in names])
+def test_a_result_requires_grad_only_if_an_input_that_it_depends_on_does(op, name, how, device):
+    call = call_of(op, device)
+    leaf = call[name].clone().requires_grad_()
+
+    def function(t):
+        return getattr(rope, op)(**call | {name: t})
+
+    expected = function(leaf)
+    if how == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    if how == "checkpointed":
+        outs = torch.utils.checkpoint.checkpoint(function, leaf, use_reentrant=False)
+    else:
+        outs = function(leaf)
+    assert [out.requires_grad for out in outs] == REQUIRING[op][name]
+    gradients = [
+        torch.autograd.grad([o.square().sum() for o in of if o.requires_grad], leaf)[0] for of in (outs, expected)
+    ]
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
+@pytest.mark.parametrize("needed", ["q", "k"])
+def test_the_second_gradient_of_one_input_is_right_if_the_other_requires_no_grad(needed, device):
+    call = call_of("rotate_qk", device)
+    leaf = call[needed].requires_grad_()
+    loss = sum(out.square().sum() for out in rope.rotate_qk(**call))  # that of the other input has no graph
+    (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf)
+    torch.testing.assert_close(first, 2 * leaf)
+    torch.testing.assert_close(second, 8 * leaf)
+
+
+@pytest.mark.parametrize(
+    "needed, used",
+    [
+        (needed, used)
+        for needed in ["q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin"]
+        for used in ["q", "k", "qk"]
+        if {"cos", "sin", *used} & {*needed.split()}
+    ],
+)
 def test_backward_computes_only_the_gradients_that_are_needed(needed, used, device):
     """The loss may use one output only, and some inputs may be frozen.
 
@@ -230,7 +310,8 @@ def test_backward_computes_only_the_gradients_that_are_needed(needed, used, devi
     outs = dict(zip("qk", rope.rotate_qk(**inputs, attention_factor=1.3), strict=True))
     given = {name: torch.randn_like(outs[name]) for name in used}
     with Calls() as calls:
-        torch.autograd.backward([outs[name] for name in used], [given[name] for name in used])
+        of = [name for name in used if outs[name].requires_grad]
+        torch.autograd.backward([outs[name] for name in of], [given[name] for name in of])
     rotated = len(set(needed) & set(used))  # the gradients that backward rotates: those of q, k or both
     assert [name for name in calls.names if name.startswith("rope::rotate")] == (
         [f"rope::rotate{'_qk' * (rotated - 1)}"] if rotated else []
@@ -453,7 +534,7 @@ def test_a_tangent_is_rotated_like_x(mode, device):
 def test_torch_func_agrees_with_plain_autograd(source, device):
     """Every transform gives the gradients of plain autograd, with respect to q, k and the angles."""
     angles, rotated = learned(source, True, device)
-    inputs = (*doubles(device, *SHAPES, requires_grad=False), *(t.detach() for t in angles))
+    inputs = (*doubles(device, *shapes_for(source), requires_grad=False), *(t.detach() for t in angles))
     every = tuple(range(len(inputs)))
 
     def loss(*inputs):

@@ -20,11 +20,13 @@ from cases import (
     checks_ranges,
     covering,
     each_number_of_threads,
+    make_angles,
     many,
     misplace_pads,
     moved,
     name_of,
     on_gpu,
+    rotated_channels,
     set_apart,
     some_slots,
     spread,
@@ -58,19 +60,27 @@ def garbage(shape, dtype):
 class Caches:
     """The caches k and v in one of the layouts, in memory that is filled with garbage.
 
-    layout: a key of CACHES, or a function like its values. memory: the tensors that k and v are views of.
+    layout: a key of CACHES, or a function like its values. v_shape: the heads and head_dim of the cache v, unless they
+    are those of k. memory: the tensors that k and v are views of.
     """
 
-    def __init__(self, layout, blocks, block_size, heads, head_dim, dtype, device):
+    def __init__(self, layout, blocks, block_size, heads, head_dim, dtype, device, v_shape=None):
         self.layout = layout if callable(layout) else CACHES[layout]
-        self.shape = (blocks, block_size, heads, head_dim)
+        self.shape, self.v_shape = (blocks, block_size, heads, head_dim), v_shape
         self.memory = []
 
         def make(*shape):
             self.memory.append(garbage(shape, dtype).to(device))
             return self.memory[-1]
 
-        self.k, self.v = self.layout(make, *self.shape)
+        self.k, self.v = self.views(make)
+
+    def views(self, make):
+        """Returns the caches k and v, in memory that make(*shape) returns."""
+        k, v = self.layout(make, *self.shape)
+        if self.v_shape is not None:
+            v = self.layout(make, *self.shape[:2], *self.v_shape)[1]
+        return k, v
 
     def after(self, slots, k, v):
         """Returns what the memory must hold, on the CPU, after the tokens whose slot is not negative are written.
@@ -79,7 +89,7 @@ class Caches:
         """
         memory = [bits(m).clone() for m in self.memory]
         rest = iter(memory)
-        caches = self.layout(lambda *_: next(rest), *self.shape)
+        caches = self.views(lambda *_: next(rest))
         k_cache, v_cache = (t if t.dim() == 4 else t[None] for t in caches)
         k, v = (bits(t) if t.dim() == 4 else bits(t)[None] for t in (k, v))
         for b, s in np.ndindex(slots.shape):
@@ -111,7 +121,7 @@ def inside(angles, pads):
     pads: which tokens are pads, [batch, seq].
     """
     cos, positions = angles.get("cos"), angles.get("positions")
-    if cos is None or cos.dim() == 3:
+    if cos is None or cos.dim() > 2:
         return angles, np.zeros_like(pads)
     positions = np.arange(pads.shape[1]) if positions is None else positions.cpu().numpy()
     positions = np.broadcast_to(positions.astype(object) + angles.get("offset", 0), pads.shape)  # the sum is exact
@@ -140,10 +150,11 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
 
     torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **options)
     rotary_dim = 2 * angles.get("inv_freq", angles.get("cos")).shape[-1]
+    rotated = rotated_channels((rotary_dim,), angles)
     lost = torch.from_numpy(lost).view(q.shape[:-2])
     found, right = q.cpu().clone(), q_rotated.cpu()
-    assert found[lost][..., :rotary_dim].isnan().all()
-    found[..., :rotary_dim][lost] = right[..., :rotary_dim][lost]
+    assert found[lost][..., rotated].isnan().all()
+    found[..., rotated][lost] = right[..., rotated][lost]
     assert same(found, right)
     assert same(k, k_before) and same(v, v_before)
     assert all(map(same, caches.memory, memory))
@@ -163,13 +174,14 @@ def allowed(size, dims, source, cache, slots, **_):
     batch = size[0]
     if batch > 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
         return False
-    return slots != "none" or not source.kind.startswith("token")
+    return slots != "none" or not source.kind.startswith(("token", "head"))
 
 
 FACTORS = CALLS | {
     "dims": [4, 3],
     "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
     "v": list(LAYOUTS),
+    "v_shape": [None, None, (1, 201), (3, 16), (0, 8)],  # heads and head_dim; None: those of k
     "cache": list(CACHES),
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
     "weights": ["none", "dtype of x", "float32", "strided"],
@@ -177,15 +189,20 @@ FACTORS = CALLS | {
 }
 
 
-def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_dim, dtype, device):
-    """Returns q, k and v in these layouts. If q_layout is "qkv", they are slices of one tensor."""
+def make_qkv(q_layout, k_layout, v_layout, batch, seq, q_heads, k_heads, head_dim, dtype, device, v_shape=None):
+    """Returns q, k and v in these layouts. If q_layout is "qkv", they are slices of one tensor.
 
-    def make(layout, heads):
-        return LAYOUTS[layout](torch.Size((batch, seq, heads, head_dim)), dtype, device)
+    v_shape: the heads and head_dim of v, unless they are those of k. v is then a tensor of its own.
+    """
+
+    def make(layout, heads, dim=head_dim):
+        return LAYOUTS[layout](torch.Size((batch, seq, heads, dim)), dtype, device)
 
     if q_layout == "qkv":
-        return make("bshd", q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
-    return make(q_layout, q_heads), make(k_layout, k_heads), make(v_layout, k_heads)
+        q, k, v = make("bshd", q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
+    else:
+        q, k, v = make(q_layout, q_heads), make(k_layout, k_heads), make(v_layout, k_heads)
+    return q, k, v if v_shape is None else make(v_layout or "bshd", *v_shape)
 
 
 def make_slots(kind, batch, seq, cells, device):
@@ -223,11 +240,12 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
-    batch, seq, _, k_heads, head_dim, rotary_dim = size
-    q, k, v = make_qkv(case["q"], case["k"], case["v"], *size[:-1], dtype, device)
-    v.copy_(garbage(v.shape, dtype))
+    batch, seq, q_heads, _, head_dim, _ = size
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
+    k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
+    layouts, v_shape = (case["q"], case["k"], case["v"]), case["v_shape"]
+    q, k, v = make_qkv(*layouts, batch, seq, q_heads, k_heads, head_dim, dtype, device, v_shape)
+    v.copy_(garbage(v.shape, dtype))
     if case["slots"] == "none":
         slots, blocks, block_size = None, batch + 2, seq + 40
         set_apart(angles, batch, block_size)
@@ -237,7 +255,7 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
         slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
         misplace_pads(angles, slots)
     norm = make_norm(case["weights"], head_dim, dtype, device)
-    caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device)
+    caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device, v_shape)
     if case["dims"] == 3:
         q, k, v = q[0], k[0], v[0]
     options = {name: case[name] for name in ("attention_factor", "interleaved")}
@@ -339,7 +357,7 @@ class Akunu:
         """Returns the arguments of the operators for the same angles, twice: as inv_freq and as a table."""
         theta = torch_rope.inv_freq(self.head_dim, self.theta)
         inv_freq = (theta if self.freqs is None else 1 / torch.from_numpy(self.freqs)) * self.freq_scale
-        inv_freq = inv_freq.to(device)
+        inv_freq = inv_freq.float().to(device)
         cos, sin = torch_rope.cos_sin(torch.arange(self.max_seq, device=device), inv_freq)
         return {"inv_freq": inv_freq}, {"cos": cos, "sin": sin}
 
@@ -602,7 +620,7 @@ def test_padding_of_ragged_batches_is_not_written(dtype, layout, side, device):
     slots = torch.where(real, torch.arange(batch)[:, None] * block_size + positions, -1)
     blocks, size = (1, batch * block_size) if layout == "sequence" else (batch, block_size)
     caches = Caches(layout, blocks, size, 2, 64, dtype, device)
-    angles = {"inv_freq": torch_rope.inv_freq(64).to(device), "positions": positions.to(device)}
+    angles = {"inv_freq": torch_rope.inv_freq(64, device=device), "positions": positions.to(device)}
     q, k, v = make_qkv("bhsd", "bhsd", "bhsd", batch, seq, 4, 2, 64, dtype, device)
     check(q, k, v, caches, angles, slots.to(device))
 
@@ -622,7 +640,7 @@ def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float3
     """Returns the arguments of a small call: q, k, v, the caches, and a dict of the angles."""
     q, k, v = make_qkv("bshd", "bhsd", "packed", batch, seq, 4, k_heads, 32, dtype, device)
     caches = Caches(layout, blocks, block_size, k_heads, 32, dtype, device)
-    return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24).to(device)}
+    return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24, device=device)}
 
 
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
@@ -734,7 +752,7 @@ def test_a_large_prompt_gives_the_same_bits_in_pieces(dtype, layout, weights, de
     packed = torch.randn(1, seq, q_heads + 2 * k_heads, head_dim).to(dtype).to(device)
     slots = some_slots((1, seq), blocks * block_size, torch.int32, device) if with_slots else None
     norm = make_norm(weights, head_dim, dtype, device)
-    inv_freq = torch_rope.inv_freq(head_dim).to(device)
+    inv_freq = torch_rope.inv_freq(head_dim, device=device)
     caches = Caches(layout, blocks, block_size, k_heads, head_dim, dtype, device)
     before = [m.clone() for m in caches.memory]
 

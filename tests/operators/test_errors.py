@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from cases import checks_ranges, supported
+from cases import OPERATORS, checks_ranges, schema_of, supported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -74,6 +74,10 @@ def values(numbers, dtype=torch.int64):
     return lambda a: torch.tensor(numbers, dtype=dtype, device=a["q"].device)
 
 
+def both_tables(*shape):
+    return {"cos": ones(*shape), "sin": ones(*shape)}
+
+
 def cast(name, dtype):
     return lambda a: a[name].to(dtype)
 
@@ -103,7 +107,9 @@ def out_of_range(low, high, offset, limit):
 
 
 ANGLE_SOURCE = "; pass one angle source: cos and sin, or inv_freq"
-ROW_PER_TOKEN = ": a 3-D table has a row per token; pass a 2-D table to select rows by position"
+ROW_PER_TOKEN = ": such a table has a row per token; pass a 2-D table to select rows by position"
+
+THREE_HEADS = {"k": ones(B, S, H, D), "k_cache": ones(B, 20, H, D)}
 
 CASES = [
     # x, q and k
@@ -113,6 +119,7 @@ CASES = [
         q=ones(S, D),
     ),
     bad("{q} has shape [1, 2, 6, 3, 16] but must have shape [seq", q=ones(1, B, S, H, D)),
+    bad("{q} is None but must be a tensor", q=None),
     bad("{q} is int64 but must be float16, bfloat16, float32 or float64", TypeError, q=ints(B, S, H, D)),
     bad("{q} is complex64 but must be float16", TypeError, q=ones(B, S, H, D, dtype=torch.complex64)),
     bad("k is bfloat16 but must be float32, the dtype of q", TypeError, "qk", k=cast("k", torch.bfloat16)),
@@ -150,11 +157,12 @@ CASES = [
         sin=ones(20, 32),
     ),
     bad(
-        "cos has shape [4] but must have shape [max_position, rotary_dim / 2] or [batch or 1, seq, rotary_dim / 2]",
+        "cos has shape [4] but must have shape [max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or "
+        "[batch or 1, seq, heads, rotary_dim / 2]",
         cos=ones(4),
         sin=ones(4),
     ),
-    bad("cos has shape [2, 6, 1, 4] but must have shape [max_position", cos=ones(B, S, 1, 4), sin=ones(B, S, 1, 4)),
+    bad("cos has shape [1, 2, 6, 1, 4] but must have shape [max_position", **both_tables(1, B, S, 1, 4)),
     bad("sin has shape [20, 3] but must have shape [20, 4], the shape of cos", sin=ones(20, 3)),
     bad("sin has shape [19, 4] but must have shape [20, 4], the shape of cos", sin=ones(19, 4)),
     bad("sin has shape [1, 20, 4] but must have shape [20, 4], the shape of cos", sin=ones(1, 20, 4)),
@@ -173,7 +181,7 @@ CASES = [
         sin=cast("sin", torch.float64),
     ),
     bad(
-        "cos has 5 rows per sequence but must have 6, the seq of {q}: a 3-D table has a row per token",
+        "cos has 5 rows per sequence but must have 6, the seq of {q}: such a table has a row per token",
         cos=ones(1, 5, 4),
         sin=ones(1, 5, 4),
     ),
@@ -190,8 +198,38 @@ CASES = [
         sin=ones(1, S, 4),
         offset=3,
     ),
+    bad(
+        "cos has 2 heads but must have 3, as {q} has: a 4-D table has a row per token and head",
+        **both_tables(B, S, 2, 4),
+    ),
+    bad(
+        "cos has 3 heads but must have 1, as k has: a 4-D table has a row per token and head",
+        ops="qk",
+        **both_tables(B, S, 3, 4),
+    ),
+    bad("cos has batch 3 but must have batch 2, as {q} has, or batch 1", **both_tables(3, S, 3, 4)),
+    bad("positions is given but must be None, because cos has", positions=ints(S), **both_tables(1, S, 3, 4)),
+    bad("slots is None but must be given, because cos has", ops="cache", **(both_tables(B, S, 3, 4) | THREE_HEADS)),
+    # rotary_start
+    bad("rotary_start is -1 but must be at least 0", rotary_start=-1),
+    bad(
+        "rotary_start is 9 but must be at most 8, because {q} has head_dim 16 and 8 channels are rotated",
+        rotary_start=9,
+    ),
     # inv_freq
-    bad("inv_freq has shape [1, 4] but must have shape [rotary_dim / 2]", cos=None, sin=None, inv_freq=ones(1, 4)),
+    bad(
+        "inv_freq has shape [1, 4] but must have shape [rotary_dim / 2] or [2, rotary_dim / 2]",
+        cos=None,
+        sin=None,
+        inv_freq=ones(1, 4),
+    ),
+    bad(
+        "inv_freq has shape [2, 4] and is float64 but must be float32, because it is the sum of two parts",
+        TypeError,
+        cos=None,
+        sin=None,
+        inv_freq=ones(2, 4, dtype=torch.float64),
+    ),
     bad(
         "inv_freq is float16 but must be float32 or float64",
         TypeError,
@@ -260,14 +298,12 @@ CASES = [
     bad("v has shape [6, 16] but must have shape [seq, heads, head_dim] or", ops="cache", v=ones(S, D)),
     bad("v is bfloat16 but must be float32, the dtype of q", TypeError, "cache", v=cast("v", torch.bfloat16)),
     bad("v has 3 dimensions but must have 4, as q has", ops="cache", v=ones(S, 1, D)),
-    bad("v has batch 1 but must have batch 2, as q has; only the heads may differ", ops="cache", v=ones(1, S, 1, D)),
-    bad("v has seq 5 but must have seq 6, as q has; only the heads may differ", ops="cache", v=ones(B, 5, 1, D)),
     bad(
-        "v has head_dim 8 but must have head_dim 16, as q has; only the heads may differ",
+        "v has batch 1 but must have batch 2, as q has; only the heads and head_dim may differ",
         ops="cache",
-        v=ones(B, S, 1, 8),
+        v=ones(1, S, 1, D),
     ),
-    bad("v has 3 heads but must have 1, as k has", ops="cache", v=ones(B, S, H, D)),
+    bad("v has seq 5 but must have seq 6, as q has; only the heads and", ops="cache", v=ones(B, 5, 1, D)),
     # the caches
     bad(
         "k_cache is bfloat16 but must be float32, the dtype of k",
@@ -291,29 +327,31 @@ CASES = [
         k_cache=ones(B, 1, 20, D),
     ),
     bad(
-        "v_cache has 3 heads but must have 1, as k has; pass a head-major cache as v_cache.transpose",
+        "v_cache has 3 heads but must have 1, as v has; pass a head-major cache as v_cache.transpose",
         ops="cache",
         v_cache=ones(B, 20, H, D),
     ),
-    bad("v_cache has head_dim 12 but must have head_dim 16, as k has", ops="cache", v_cache=ones(B, 20, 1, 12)),
+    bad("k_cache has head_dim 12 but must have head_dim 16, as k has", ops="cache", k_cache=ones(B, 20, 1, 12)),
+    bad("v_cache has head_dim 16 but must have head_dim 12, as v has", ops="cache", v=ones(B, S, 1, 12)),
     bad(
-        "v_cache has shape [20, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        "v_cache has shape [20, 1, 16] but must have the blocks and block_size of k_cache, which has shape "
+        "[2, 20, 1, 16]",
         ops="cache",
         v_cache=ones(20, 1, D),
     ),
     bad(
-        "v_cache has shape [2, 19, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        "v_cache has shape [2, 19, 1, 16] but must have the blocks and block_size of k_cache",
         ops="cache",
         v_cache=ones(B, 19, 1, D),
     ),
     bad(
-        "v_cache has shape [3, 20, 1, 16] but must have shape [2, 20, 1, 16], the shape of k_cache",
+        "v_cache has shape [3, 20, 1, 16] but must have the blocks and block_size of k_cache",
         ops="cache",
         v_cache=ones(3, 20, 1, D),
     ),
     # the cells to write: blocks and slots
     bad(
-        "slots is None but must be given, because cos has shape [2, 6, 4]: a 3-D table has a row per token",
+        "slots is None but must be given, because cos has shape [2, 6, 4]: such a table has a row per token",
         ops="cache",
         cos=ones(B, S, 4),
         sin=ones(B, S, 4),
@@ -693,10 +731,10 @@ def test_an_index_error_keeps_its_type_under_torch_compile(message, error, ops, 
         (torch.arange(3), torch.ones(4).long(), None, TypeError, "inv_freq is int64 but must be float32 or float64"),
         (
             torch.arange(3),
-            torch.ones(2, 4),
+            torch.ones(3, 4),
             None,
             ValueError,
-            "inv_freq has shape [2, 4] but must have shape [rotary_dim",
+            "inv_freq has shape [3, 4] but must have shape [rotary_dim",
         ),
         (
             torch.arange(3),
@@ -743,8 +781,8 @@ def test_a_tensor_on_another_device_is_an_error(op, name, device):
     ],
 )
 def test_axial_cos_sin_raises_errors(positions, message, device):
-    with pytest.raises(ValueError, match=re.escape("rope._axial_cos_sin: " + message)):
-        rope._axial_cos_sin(positions.to(device), torch.ones(2, 4, device=device))
+    with pytest.raises(ValueError, match=re.escape("rope.axial_cos_sin: " + message)):
+        rope.axial_cos_sin(positions.to(device), torch.ones(2, 4, device=device))
 
 
 def test_a_message_shows_symbolic_sizes():
@@ -817,6 +855,76 @@ def test_none_instead_of_a_tensor_is_an_error(op, name, device):
     good = arguments(op, device)
     with pytest.raises(ValueError, match=f"rope.{op}: {name} is None but must be a tensor"):
         getattr(rope, op)(**good | {name: None})
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op not in ("cos_sin", "axial_cos_sin")])
+def test_none_instead_of_all_tensors_is_an_error(op):
+    needed = [a.name for a in schema_of(op).arguments if not a.has_default_value()]
+    with pytest.raises(ValueError, match=f"rope.{op}: {needed[0]} is None but must be a tensor"):
+        getattr(rope, op)(**dict.fromkeys(needed))
+
+
+@pytest.mark.parametrize("op", ["cos_sin", "axial_cos_sin"])
+@pytest.mark.parametrize("none", [["positions"], ["inv_freq"], ["positions", "inv_freq"]])
+def test_none_instead_of_positions_or_frequencies_is_an_error(op, none):
+    given = {"positions": torch.ones(1, 3), "inv_freq": torch.ones(1, 4)}
+    with pytest.raises(ValueError, match=f"rope.{op}: {none[0]} is None but must be a tensor"):
+        getattr(rope, op)(**given | dict.fromkeys(none))
+
+
+class OnXpu(torch.Tensor):
+    """A tensor on a device for which there are no kernels."""
+
+    @staticmethod
+    def __new__(cls, t):
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device="xpu")
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return op(*args, **kwargs)
+
+
+NESTED = (
+    " is a nested tensor but must be a plain tensor; pass the values of a nested tensor with layout=torch.jagged, and "
+    "positions that torch_rope.positions_from_cu_seqlens makes of its offsets"
+)
+REFUSED = {  # how to make the tensor -> the end of the message
+    "jagged": (lambda t: torch.nested.nested_tensor([*t], layout=torch.jagged), NESTED),
+    "nested": (lambda t: torch.nested.nested_tensor([*t], layout=torch.strided), NESTED),
+    "sparse": (torch.Tensor.to_sparse, " is a torch.sparse.FloatTensor but must be dense and not quantized"),
+    "quantized": (
+        lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+        " is a QuantizedCPUQInt8Type but must be dense and not quantized",
+    ),
+    "xpu": (OnXpu, " is on xpu but must be on a device for which this build of torch_rope has kernels"),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore:.*(nested|quantiz)")
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_tensors_that_no_back_end_takes_are_refused_by_name(op, kind):
+    """The last tensor is of this kind and all others are plain. Without autograd, the error is the same."""
+    needed = [a for a in schema_of(op).arguments if not a.has_default_value()]
+    names = [a.name for a in needed if a.type.kind() == "TensorType"]
+    make, message = REFUSED[kind]
+    given = dict.fromkeys(a.name for a in needed) | {name: torch.ones(2, 3, 1, 4) for name in names}
+    given[names[-1]] = make(given[names[-1]])
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context(), pytest.raises(NotImplementedError, match=re.escape(f"rope.{op}: {names[-1]}{message}")):
+            getattr(rope, op)(**given)
+
+
+@pytest.mark.parametrize("offset", [2**63, -(2**63) - 1])
+@pytest.mark.parametrize("op", OWN)
+def test_an_offset_that_is_no_int64_is_an_error(op, offset):
+    function = getattr(torch_rope, op.removesuffix("_") if "cache" in op else op)
+    a = arguments(op)
+    own = [a.pop(name) for name in OWN[op][:5]]
+    with pytest.raises(ValueError, match=f"rope.{op}: offset is {offset} but must be at least -2..63 and below 2..63"):
+        function(*own, **a, offset=offset)
 
 
 # ---- which tensors may be written in place ----

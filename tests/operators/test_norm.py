@@ -55,9 +55,9 @@ def weight(kind, head_dim, dtype, device):
     return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
 
 
-def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32")):
+def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32"), start="first"):
     """Returns [q, k, q_norm_weight, k_norm_weight] and the arguments that give the angles."""
-    q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype)
+    q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype, start=start)
     return [q, k, *(weight(kind, size[-2], dtype, device) for kind in kinds)], angles
 
 
@@ -65,7 +65,7 @@ def make_case(case, device):
     """Returns what make() returns for a case of FACTORS, and the options of the call."""
     where = [case[name] for name in ("size", "source", "q", "k", "dtype")]
     options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
-    return *make(*where, device, (case["q_weight"], case["k_weight"])), options
+    return *make(*where, device, (case["q_weight"], case["k_weight"]), case["start"]), options
 
 
 def assert_right(outs, tensors, angles, norm_eps, **options):
@@ -630,7 +630,10 @@ def test_a_frozen_input_has_no_gradient_and_changes_no_other(needed, device):
     given = like(outs)
     expected = dict(zip(NAMES, grad(outs, inputs, given), strict=True))
     frozen = {name: t.detach().requires_grad_(name in needed) for name, t in zip(NAMES, inputs, strict=True)}
-    torch.autograd.backward(norm_rotate_qk(**frozen, **angles, **OPTIONS), given)
+    outs = norm_rotate_qk(**frozen, **angles, **OPTIONS)
+    torch.autograd.backward(
+        *zip(*((out, g) for out, g in zip(outs, given, strict=True) if out.requires_grad), strict=True)
+    )
     for name, t in frozen.items():
         assert (t.grad is not None) == (name in needed)
         assert t.grad is None or torch.equal(t.grad, expected[name])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import CACHES, DTYPES, SOURCES, set_apart, some_slots, supported
+from cases import CACHES, DTYPES, SOURCES, STARTS, make_angles, set_apart, some_slots, supported
 from oracle import assert_close, cos_sin, limits, rotate
 from test_cache import PADS
 
@@ -19,6 +19,7 @@ from torch_rope import _signatures, reference
 
 rope = torch.ops.rope
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM = 2, 5, 3, 2, 24, 16
+ROUNDED_ANGLE = 64 * 2.0**-53  # how far an angle of up to 64 radians may be off that is rounded to float64
 FLAGS = [{}, {"interleaved": True}, {"attention_factor": 1.2, "inverse": True}]
 # (source, dtype, number): every source with every dtype. The number selects the other options of a call, so that each
 # option occurs with many sources and dtypes.
@@ -37,31 +38,35 @@ def on_cpu(value, exact):
     return value.double() if exact and value.is_floating_point() else value
 
 
-def assert_near(actual, right, interleaved, ulps, plus):
+def assert_near(actual, right, interleaved, start, ulps, plus):
     """Asserts that `actual` is close to `right`, the result of the reference on float64 copies of the arguments.
 
-    If `actual` is float64, the reference may be wrong by as much as the operator, so the limit is doubled.
+    If `actual` is float64, the reference may be wrong by as much as the operator, so the limit is doubled; and its
+    angles, which are rounded to float64, may be wrong by the last bit of an angle of 64 radians.
     """
-    rotated = right[..., :ROTARY_DIM].unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    size = rotated.norm(dim=-1 if interleaved else -2, keepdim=True).expand(rotated.shape).flatten(-2)
-    size = torch.cat([size, right[..., ROTARY_DIM:].abs()], -1)
+    plus = max(plus, ROUNDED_ANGLE) if actual.dtype == torch.float64 else plus
+    channels = slice(start, start + ROTARY_DIM)
+    rotated = right[..., channels].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    size = right.abs()
+    size[..., channels] = rotated.norm(dim=-1 if interleaved else -2, keepdim=True).expand(rotated.shape).flatten(-2)
     assert_close(actual, (right.numpy(), size.numpy()), 2 * ulps if actual.dtype == torch.float64 else ulps, plus)
 
 
-def arguments(source, dtype, device, batch=BATCH):
+def arguments(source, dtype, device, start, batch=BATCH):
     """Returns [q, k, v], [q_norm_weight, k_norm_weight], and a dict of the arguments for the angles."""
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
-    xs = [torch.randn(batch, SEQ, h, HEAD_DIM).to(dtype).to(device) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    size, table_dtype = (batch, SEQ, HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM), torch.promote_types(dtype, torch.float32)
+    k_heads, angles = make_angles(size, source, table_dtype, device, start)
+    xs = [torch.randn(batch, SEQ, h, HEAD_DIM).to(dtype).to(device) for h in (HEADS, k_heads, KV_HEADS)]
     weights = [torch.randn(HEAD_DIM).to(dtype).to(device) for _ in "qk"]
-    table_dtype = torch.promote_types(dtype, torch.float32)
-    return xs, weights, source.arguments(batch, SEQ, ROTARY_DIM, table_dtype, device)
+    return xs, weights, angles
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
 def test_rotations_agree_with_the_reference(source, dtype, number, norm, device):
-    xs, weights, angles = arguments(source, dtype, device)
+    xs, weights, angles = arguments(source, dtype, device, [*STARTS][number % 4])
     xs, weights, flags = xs[:2], weights if norm else [], dict(FLAGS[number % 3])
     if norm:
         flags.pop("inverse", None)
@@ -72,10 +77,10 @@ def test_rotations_agree_with_the_reference(source, dtype, number, norm, device)
     found = getattr(rope, op)(*xs, *weights, **angles, **flags)
     right = getattr(reference, op)(*on_cpu([*xs, *weights], True), **on_cpu(angles, True), **flags)
     for actual, r in zip(found, right, strict=True):
-        assert_near(actual, r, "interleaved" in flags, *limit)
+        assert_near(actual, r, "interleaved" in flags, angles.get("rotary_start", 0), *limit)
 
     # On arguments of the dtype of x the reference is within the same limits of the oracle, and rounds once.
-    limit = (0.51, 0.0) if dtype in (torch.float16, torch.bfloat16) else limit
+    limit = (0.51, 0.0) if dtype in (torch.float16, torch.bfloat16) else (limit[0], max(limit[1], ROUNDED_ANGLE))
     own = getattr(reference, op)(*on_cpu([*xs, *weights], False), **on_cpu(angles, False), **flags)
     for x, weight, actual in zip(xs, weights or (None, None), own, strict=True):
         assert actual.dtype == dtype
@@ -87,10 +92,11 @@ def test_rotations_agree_with_the_reference(source, dtype, number, norm, device)
 @pytest.mark.parametrize("source, dtype, number", COVER, ids=str)
 def test_rotate_into_cache_agrees_with_the_reference(source, dtype, number, device):
     cache, batch = [("sequence", 1), ("blocks", 2), ("blocks kv heads", 2)][number % 3]
-    xs, weights, angles = arguments(source, dtype, device, batch)
+    xs, weights, angles = arguments(source, dtype, device, [*STARTS][number % 4], batch)
+    start = angles.get("rotary_start", 0)
     blocks, size = batch + 1, SEQ + 47
     options = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True)) if number % 2 else {}
-    paged = "token" in source.kind or number % 4 > 1
+    paged = source.kind.startswith(("token", "head")) or number % 4 > 1
     if paged:
         cells = size if cache == "sequence" else blocks * size
         options["slots"] = some_slots((batch, SEQ), cells, torch.int32, device)
@@ -99,13 +105,18 @@ def test_rotate_into_cache_agrees_with_the_reference(source, dtype, number, devi
     if cache == "sequence":
         xs = [x[0] for x in xs]
     make = lambda *shape: torch.randn(shape).to(dtype).to(device)  # noqa: E731
-    caches = CACHES[cache](make, blocks, size, KV_HEADS, HEAD_DIM)
+    caches = CACHES[cache](make, blocks, size, xs[1].shape[-2], HEAD_DIM)
+    if number % 5 == 0:  # v has a shape of its own
+        xs[2] = make(*xs[2].shape[:-2], 1, HEAD_DIM + 7)
+        caches = caches[0], CACHES[cache](make, blocks, size, 1, HEAD_DIM + 7)[1]
+    elif xs[1].shape[-2] != KV_HEADS:
+        xs[2] = make(*xs[1].shape)
     before, right = on_cpu(caches, True), on_cpu([*xs, *caches], True)
     reference.rotate_into_cache(*right, **on_cpu(angles, True), **on_cpu(options, True), interleaved=True)
     rope.rotate_into_cache_(*xs, *caches, **angles, **options, interleaved=True)
     limit = limits(dtype, angles, norm=number % 2 == 1)
-    assert_near(xs[0], right[0], True, *limit)
-    assert_near(caches[0], right[3], True, *limit)
+    assert_near(xs[0], right[0], True, start, *limit)
+    assert_near(caches[0], right[3], True, start, *limit)
     assert torch.equal(caches[1].cpu().double(), right[4])
     tokens = (options["slots"] >= 0).sum().item() if paged else batch * SEQ
     for found, r, b in zip(caches, right[3:], before, strict=True):
@@ -131,7 +142,7 @@ def test_pads_agree_with_the_reference(slots, positions, offset, device):
 @pytest.mark.parametrize("attention_factor", [1.0, 1.3])
 @pytest.mark.parametrize("positions", [torch.tensor([0, 3, 2**24 - 1]), torch.rand(2, 3) * 100], ids=["int64", "float"])
 def test_tables_and_their_reference_agree_with_the_oracle(positions, attention_factor, device):
-    inv_freq = torch_rope.inv_freq(ROTARY_DIM)
+    inv_freq = torch_rope.inv_freq(ROTARY_DIM, dtype=torch.float32)  # so the products of the reference are exact
     right = cos_sin(positions.numpy(), inv_freq.double().numpy(), np.longdouble)
     for dtype in (None, *DTYPES):
         if not supported(device, dtype):
@@ -139,7 +150,10 @@ def test_tables_and_their_reference_agree_with_the_oracle(positions, attention_f
         options = {"attention_factor": attention_factor, "dtype": dtype}
         for functions, where in (torch_rope, device), (reference, "cpu"):
             p, f = positions.to(where), inv_freq.to(where)
-            for tables in functions.cos_sin(p, f, **options), functions.axial_cos_sin(p[None], f[None], **options):
+            for tables in (
+                functions.cos_sin(p, f, **options),
+                functions.axial_cos_sin(p[None], f.unsqueeze(-2), **options),
+            ):
                 for table, value in zip(tables, right, strict=True):
                     assert table.dtype == (dtype or torch.float32)
                     size = np.full(value.shape, attention_factor)
@@ -159,7 +173,7 @@ def test_the_angles_of_all_axes_are_added(device):
 
 NONE = inspect.Parameter.empty
 FUNCTIONS = {  # operator -> function of torch_rope, for every operator except those for gradients
-    s.name: {"rotate_into_cache_": "rotate_into_cache", "_axial_cos_sin": "axial_cos_sin"}.get(s.name, s.name)
+    s.name: {"rotate_into_cache_": "rotate_into_cache"}.get(s.name, s.name)
     for s in _signatures.operators()
     if not s.name.endswith("_backward")
 }

@@ -13,19 +13,19 @@ from cases import (
     Source,
     covering,
     each_number_of_threads,
+    make_angles,
     name_of,
     supported,
 )
 from oracle import numpy_of, table_backward, ulp
 
-TABLES = [source for source in SOURCES if source.kind != "inv_freq"]
+TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
 
 
-def make(size, source, layouts, with_k, dtype, device, table_dtype):
+def make(size, source, layouts, with_k, dtype, device, table_dtype, start="first"):
     """Returns (the gradients of the results, x, the angle arguments) for a call of the operator. x is [q] or [q, k]."""
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
-    angles = source.arguments(batch, seq, rotary_dim, table_dtype, device)
-    shapes = [torch.Size((batch, seq, heads, head_dim)) for heads in (q_heads, k_heads)][: 1 + with_k]
+    k_heads, angles = make_angles(size, source, table_dtype, device, start)
+    shapes = [torch.Size((*size[:2], heads, size[4])) for heads in (size[2], k_heads)][: 1 + with_k]
     given = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts, shapes, strict=False)]
     x = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts[2:], shapes, strict=False)]
     return given, x, angles
@@ -34,8 +34,7 @@ def make(size, source, layouts, with_k, dtype, device, table_dtype):
 def call(given, x, angles, flags):
     """Returns (the gradient of cos, the gradient of sin)."""
     pairs = [t for both in (given, x) for t in (*both, None)[:2]]
-    cos, sin, positions, offset = (angles.get(name) for name in ("cos", "sin", "positions", "offset"))
-    return torch.ops.rope._rotate_table_backward(*pairs, cos, sin, None, positions, offset or 0, **flags)
+    return torch.ops.rope._rotate_table_backward(*pairs, **angles, **flags)
 
 
 def assert_sums(actual, expected, magnitudes, arithmetic, terms):
@@ -74,7 +73,7 @@ def test_gradients_of_tables_agree_with_the_oracle(case, device):
         pytest.skip("Apple GPUs have no float64")
     table_dtype = torch.float32 if case["tables"] == "float32" else dtype
     layouts = [case[name] for name in ("q_grad", "k_grad", "q", "k")]
-    given, x, angles = make(size, case["source"], layouts, case["with_k"], dtype, device, table_dtype)
+    given, x, angles = make(size, case["source"], layouts, case["with_k"], dtype, device, table_dtype, case["start"])
     flags = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
     outs = call(given, x, angles, flags)
     cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
@@ -165,7 +164,7 @@ def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
     limit = 250 if dtype in (torch.uint8, torch.bfloat16) else 2**24
     positions = torch.randint(0, limit, (count, 5, 40)).to(dtype).to(device)
     for more in ({}, {"attention_factor": 1.3, "dtype": torch.bfloat16}):
-        outs = torch.ops.rope._axial_cos_sin(positions, mixed, **more)
+        outs = torch.ops.rope.axial_cos_sin(positions, mixed, **more)
         for out, all_axes in zip(outs, torch.ops.rope.cos_sin(positions, freq.to(device), **more), strict=True):
             assert out.shape == (5, 40, 24) and out.dtype == more.get("dtype", torch.float32)
             assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
@@ -174,7 +173,7 @@ def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
 def test_one_token_may_have_thousands_of_pairs(device):
     positions, freq = torch.tensor([[3], [-5], [1]]).to(device), torch.rand(3, 3000).to(device)
     angle = angle_of(positions, freq)
-    for out, exact in zip(torch.ops.rope._axial_cos_sin(positions, freq), (angle.cos(), angle.sin()), strict=True):
+    for out, exact in zip(torch.ops.rope.axial_cos_sin(positions, freq), (angle.cos(), angle.sin()), strict=True):
         assert (out.cpu().double() - exact).abs().max() <= 5e-7
 
 
@@ -189,7 +188,7 @@ def test_angles_are_sums_over_the_axes(axes, dtype, device):
     freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # with other strides
     angle = (numpy_of(positions, np.longdouble)[..., None] * numpy_of(freq, np.longdouble)[:, None]).sum(0)
     for out, exact in zip(
-        torch.ops.rope._axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
+        torch.ops.rope.axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
     ):
         limit = 5e-7 if dtype == torch.float32 else 1e-11
         assert np.max(abs(numpy_of(out, np.longdouble) - exact)) <= limit
@@ -251,7 +250,7 @@ def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype
         return [t.grad for t in inputs if t.requires_grad]
 
     actual = gradients(
-        lambda p, f: torch.ops.rope._axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype),
+        lambda p, f: torch.ops.rope.axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype),
         positions.to(device),
         freq.to(device),
     )

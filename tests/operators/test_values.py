@@ -13,11 +13,13 @@ from cases import (
     KERNELS,
     LAYOUTS,
     SOURCES,
+    STARTS,
     Source,
     covering,
     each_number_of_threads,
     make_qk,
     name_of,
+    rotated_channels,
     supported,
 )
 from oracle import assert_close, cos_sin, limits, numpy_of, rotate, ulp
@@ -35,8 +37,9 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     for x, out in (q, q_out), (k, k_out):
         assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
         assert out.stride() == torch.empty_like(x).stride()
-    rotary_dim = case["size"][-1]
-    assert torch.equal(q_out[..., rotary_dim:], q[..., rotary_dim:])
+    kept = torch.ones(case["size"][-2], dtype=torch.bool)
+    kept[rotated_channels(case["size"], angles)] = False
+    assert torch.equal(q_out[..., kept], q[..., kept])
     assert torch.equal(q, q_before) and torch.equal(k, k_before)
 
     # The other operators give the same bits.
@@ -56,7 +59,8 @@ FLAGS = {"attention_factor": [1.0, 1.2079441541679836, -0.37], "inverse": [False
     "case",
     covering(
         {
-            "source": [SOURCES[i] for i in (0, 3, 5, 7, 8, 11)],
+            "source": [SOURCES[i] for i in (0, 3, 5, 7, 8, 12, 14)],
+            "start": list(STARTS),
             "dtype": DTYPES,
             "flags": list(itertools.product(*FLAGS.values())),
         }
@@ -110,10 +114,16 @@ def test_an_element_has_the_same_bits_in_any_call(dtype, interleaved, device):
 
 @pytest.mark.cpu
 def test_the_number_of_threads_does_not_change_a_bit():
-    q, k, angles = make_qk("cpu", (2, 300, 8, 2, 128, 128), SOURCES[7], "bshd", "bhsd")
-    first = torch.ops.rope.rotate_qk(q, k, **angles)
-    for _ in each_number_of_threads():
-        assert all(map(torch.equal, torch.ops.rope.rotate_qk(q, k, **angles), first))
+    for layouts in (("bshd", "bhsd"), ("bhds", "every second channel")):
+        q, k, angles = make_qk("cpu", (2, 300, 8, 2, 128, 128), SOURCES[7], *layouts)
+        results = []
+        for _ in each_number_of_threads():
+            caches = torch.zeros(2, 1, 600, 2, 128)
+            torch_rope.rotate_into_cache(
+                q.clone(), k, k.flip(0), *caches, slots=torch.arange(600).view(2, 300), **angles
+            )
+            results.append((*torch_rope.rotate_qk(q, k, **angles), caches))
+        assert all(all(map(torch.equal, result, results[0])) for result in results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -253,7 +263,7 @@ def test_positions_past_2_24_keep_their_low_bits(device):
     angle = positions.double().unsqueeze(-1) * freq.float().double()
     cases = [torch_rope.cos_sin(positions.to(device), freq.float().to(device))]
     two = (torch.stack([t, torch.zeros_like(t)]).to(device) for t in (positions, freq.float()))  # the second axis is 0
-    cases.append(torch.ops.rope._axial_cos_sin(*two))
+    cases.append(torch.ops.rope.axial_cos_sin(*two))
     for cos, sin in cases:
         assert (cos.cpu().double() - angle.cos()).abs().max() <= 5e-7
         assert (sin.cpu().double() - angle.sin()).abs().max() <= 5e-7
@@ -299,15 +309,14 @@ def test_tables_with_a_factor_that_float32_cannot_hold_are_infinite(factor, devi
 def test_cos_sin_takes_positions_of_any_shape_and_dtype(dtype, device):
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
-    freq = torch_rope.inv_freq(6)
     low, high = (0, 255) if dtype == torch.uint8 else (-100, 100)
     positions = (torch.rand(2, 3, 4) * (high - low) + low).to(dtype)
-    angle = positions.double().unsqueeze(-1) * freq.double()
+    angle = positions.double().unsqueeze(-1) * torch_rope.inv_freq(6)
     for seen in (positions, positions.transpose(0, 2), positions[1, 2, 3], positions[:, :0]):
         index = torch.arange(positions.numel()).view(positions.shape)
         index = {3: index, 0: index[1, 2, 3]}.get(seen.dim(), index) if seen.numel() else index[:, :0]
         index = index.transpose(0, 2) if seen.shape == (4, 3, 2) else index
-        cos, sin = torch_rope.cos_sin(seen.to(device), freq.to(device))
+        cos, sin = torch_rope.cos_sin(seen.to(device), torch_rope.inv_freq(6, device=device))
         assert cos.shape == sin.shape == (*seen.shape, 3) and cos.dtype == torch.float32 and cos.is_contiguous()
         expected = angle.reshape(-1, 3)[index.reshape(-1)].view(*seen.shape, 3)
         torch.testing.assert_close(cos.cpu().double(), expected.cos(), rtol=0, atol=5e-7)
@@ -316,11 +325,10 @@ def test_cos_sin_takes_positions_of_any_shape_and_dtype(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_cos_sin_scales_and_rounds_once(dtype, device):
-    freq = torch_rope.inv_freq(64)
-    positions = torch.arange(300)
-    angle = positions.double().unsqueeze(-1) * freq.double()
+    positions, freq = torch.arange(300), torch_rope.inv_freq(64, device=device)
+    angle = positions.double().unsqueeze(-1) * torch_rope.inv_freq(64)
     for t, exact in zip(
-        torch_rope.cos_sin(positions.to(device), freq.to(device), attention_factor=1.7, dtype=dtype),
+        torch_rope.cos_sin(positions.to(device), freq, attention_factor=1.7, dtype=dtype),
         (angle.cos(), angle.sin()),
         strict=True,
     ):
@@ -330,8 +338,9 @@ def test_cos_sin_scales_and_rounds_once(dtype, device):
 
 
 def test_inv_freq_is_computed_in_float64():
-    exact = [1e6 ** (-2 * i / 128) for i in range(64)]
-    assert torch_rope.inv_freq(128, 1e6).tolist() == torch.tensor(exact, dtype=torch.float64).float().tolist()
+    exact = torch.tensor([1e6 ** (-2 * i / 128) for i in range(64)], dtype=torch.float64)
+    torch.testing.assert_close(torch_rope.inv_freq(128, 1e6), exact, rtol=3e-16, atol=0)
+    assert torch.equal(torch_rope.inv_freq(128, 1e6, dtype=torch.float32), exact.float())
     assert torch_rope.inv_freq(0).shape == (0,)
     for bad in (
         dict(rotary_dim=3),

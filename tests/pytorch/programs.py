@@ -46,7 +46,7 @@ def norm_weights(device):
     return [torch.rand(DIM, device=device) + 0.5, (torch.rand(DIM, 2, device=device) + 0.5)[:, 0]]
 
 
-def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None):
+def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None, kv_heads=KV_HEADS):
     """Returns the tensors that op takes before its angles.
 
     layouts: functions as in LAYOUTS; the tensors that are rotated or copied take one after the other.
@@ -58,12 +58,13 @@ def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None):
         if name in weights:
             return weights[name]
         if name == "k_cache":
-            t = torch.randn(batch, LENGTH, KV_HEADS, DIM, device=device)
+            t = torch.randn(batch, LENGTH, kv_heads, DIM, device=device)
         elif name == "v_cache":
-            t = torch.randn(batch, KV_HEADS, LENGTH, DIM, device=device).transpose(1, 2)
+            t = torch.randn(batch, kv_heads, LENGTH, DIM, device=device).transpose(1, 2)
         else:
             heads, layout = ROTATED[name]
             layout = next(layouts) if layouts else layout
+            heads = kv_heads if heads == KV_HEADS else heads
             t = layout(torch.Size((batch, seq, heads, DIM)), torch.float32, device)
         return t if dims == 4 else t[0]
 

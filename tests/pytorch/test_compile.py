@@ -45,7 +45,7 @@ def test_compiled_values_are_eager_values(device):
     """The operators keep every bit, because the compiled program calls the same kernels."""
     cos, sin = tables(device, rotary_dim=4)
     positions = torch.randint(0, 60, (3, 6, 2), device=device)[1:, :, 0]
-    narrow = positions.int()
+    narrow, by_head = positions.int(), torch.randint(0, 60, (2, 6, HEADS), device=device)
     freq, (q_weight, k_weight) = torch_rope.inv_freq(DIM, device=device), norm_weights(device)
     k_weight = k_weight.bfloat16()
     norm = {"norm_eps": 0.1, "attention_factor": 1.3, "interleaved": True}
@@ -54,6 +54,8 @@ def test_compiled_values_are_eager_values(device):
         "transposed": lambda q, k: rope.rotate(q.transpose(1, 2), cos, sin, offset=3).transpose(1, 2),
         "positions": lambda q, k: rope.rotate_qk(q, k, cos, sin, positions=positions, inverse=True),
         "inv_freq": lambda q, k: rope.rotate_qk(q, k, inv_freq=freq, positions=narrow),
+        "rotary_start": lambda q, k: rope.rotate_qk(q, k, cos, sin, rotary_start=3, eager_rounding=True),
+        "by head": lambda q, k: rope.rotate(q, cos[positions][:, :, None].expand(-1, -1, HEADS, -1), sin[by_head]),
         "norm": lambda q, k: rope.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, None, positions, **norm),
         "cos_sin": lambda q, k: rope.cos_sin(positions, freq, attention_factor=1.3, dtype=torch.float16),
         "in place": lambda q, k: rope.rotate_qk_(q, k, inv_freq=freq),
@@ -158,7 +160,8 @@ def test_a_decode_loop_does_not_recompile_for_each_offset(op, device):
     def function(offset, *t):
         by_table, by_frequency = t[: len(t) // 2], t[len(t) // 2 :]
         of_table = getattr(rope, op)(*by_table, cos, sin, offset=offset)
-        of_frequency = getattr(rope, op)(*by_frequency, inv_freq=freq, offset=offset)
+        newer = {"rotary_start": 3, "eager_rounding": True}
+        of_frequency = getattr(rope, op)(*by_frequency, inv_freq=freq[..., :2], offset=offset, **newer)
         return of_table and (*of_table, *of_frequency)
 
     program = Counted(function)
@@ -358,7 +361,7 @@ def learned(source, device):
         )
     assert source == "axes"
     return [torch.stack([freq, 1 - freq])], lambda q, k, f, n: rope.rotate_qk(
-        q, k, *rope._axial_cos_sin((torch.arange(q.shape[1], device=device) + n).expand(2, 1, -1), f)
+        q, k, *rope.axial_cos_sin((torch.arange(q.shape[1], device=device) + n).expand(2, 1, -1), f)
     )
 
 

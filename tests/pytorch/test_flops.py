@@ -17,7 +17,7 @@ TOKENS, ROTARY = 2 * 6, 4
 ROTATION, NORM = 3 * ROTARY, 4 * DIM
 FLOPS = {  # for one head; None: not counted, because a table is made once, and most of its cost is cos and sin
     "cos_sin": None,
-    "_axial_cos_sin": None,
+    "axial_cos_sin": None,
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotate_into_cache_"), ROTATION),
     "norm_rotate_qk": ROTATION + NORM,
     "_norm_rotate_qk_backward": ROTATION + 11 * DIM,

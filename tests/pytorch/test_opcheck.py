@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import CACHES, EXHAUSTIVE, LAYOUTS, OPERATORS, SOURCES, covering, name_of, set_apart, some_slots, supported
-from programs import DIM, IN_PLACE, KV_HEADS, ROTATING, copies, norm_weights, operands, rope, tables
+from programs import DIM, HEADS, IN_PLACE, KV_HEADS, ROTATING, copies, norm_weights, operands, rope, tables
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_rope
@@ -71,15 +71,16 @@ def cases_of(op):
 
     def allowed(source, needs, dims, cache="", slots=True, **_):
         if op == "_rotate_table_backward":
-            return source.kind != "inv_freq"
+            return "inv_freq" not in source.kind
         if op == "_norm_rotate_qk_backward":
             return needs == "nothing" or source == SOURCES[3]
-        return slots or not (source.kind.startswith("token") or (dims == 4 and "sequence" in cache))
+        return slots or not (source.kind.startswith(("token", "head")) or (dims == 4 and "sequence" in cache))
 
     crossed = {"rotate": [("source", "needs")], "rotate_into_cache_": [("dims", "slots")]}
     layouts = list(LAYOUTS if op in IN_PLACE else READ_LAYOUTS)
     for i, case in enumerate(covering(factors, allowed, strength=1, interacting=crossed.get(op, []))):
         flags = {"rotary_dim": (DIM, DIM // 2)[i % 2], "interleaved": i % 3 == 0, "inverse": i % 5 == 0}
+        flags |= {"rotary_start": (0, 0, 0, 3)[i % 4], "eager_rounding": i % 7 == 0, "v_shape": (None, (1, 12))[i % 2]}
         yield case | {"layout": layouts[i % len(layouts)]} | flags
 
 
@@ -93,12 +94,17 @@ def test_rotating_operators_pass_opcheck(op, case, device):
     names = list(LAYOUTS if op in IN_PLACE else READ_LAYOUTS)
     first, batch = names.index(case["layout"]), 2 if dims == 4 else 1
     layouts = [READ_LAYOUTS[name] for name in names[first:] + names[:first]]
-    xs = operands(op, device, 3, batch, dims=dims, layouts=layouts)
-    angles = source.arguments(batch, 3, case["rotary_dim"], torch.float32, device)
-    keywords = angles | {"interleaved": case["interleaved"], "attention_factor": 1.2}
+    kv_heads = HEADS if source.kind.startswith("head") else KV_HEADS
+    xs = operands(op, device, 3, batch, dims=dims, layouts=layouts, kv_heads=kv_heads)
+    angles = source.arguments(batch, 3, case["rotary_dim"], torch.float32, device, HEADS)
+    keywords = angles | {name: case[name] for name in ("interleaved", "rotary_start", "eager_rounding")}
+    keywords["attention_factor"] = 1.2
     keywords |= {"norm_eps": 0.1} if "norm" in op or "cache" in op else {"inverse": case["inverse"]}
     if "cache" in case:
-        xs[3:] = CACHES[case["cache"]](lambda *shape: torch.randn(shape, device=device), batch + 1, 48, KV_HEADS, DIM)
+        xs[3:] = CACHES[case["cache"]](lambda *shape: torch.randn(shape, device=device), batch + 1, 48, kv_heads, DIM)
+        if case["v_shape"]:
+            xs[2] = torch.randn(*xs[2].shape[:-2], *case["v_shape"], device=device)
+            xs[4] = torch.randn(*xs[3].shape[:-2], *case["v_shape"], device=device)
         if case["slots"]:
             keywords["slots"] = some_slots((batch, 3), xs[3].shape[:-2].numel(), case["slots"], device)
         else:
@@ -117,7 +123,7 @@ def test_the_gradient_of_tables_without_k_passes_opcheck(device):
     opcheck("_rotate_table_backward", (q_grad, None, q.requires_grad_(), None, cos, sin), {}, device)
 
 
-# Positions. Their first dimension is that of the axes for _axial_cos_sin.
+# Positions. Their first dimension is that of the axes for axial_cos_sin.
 POSITIONS = {
     "int64": lambda: torch.arange(6).view(2, 3),
     "float32 strided": lambda: torch.rand(3, 2).T,

@@ -4,6 +4,7 @@ equal bit for bit if nothing is summed over ranks."""
 
 import contextlib
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -70,6 +71,7 @@ DIMS = {
     **dict.fromkeys(("k_cache", "v_cache"), {"B": 0, "S": 1, "H": 2, "D": 3}),
     **dict.fromkeys(("positions", "slots", "cos by token", "sin by token"), {"B": 0, "S": 1, "D": 2}),
     **dict.fromkeys(("cos by token of one", "sin by token of one"), {"S": 1, "D": 2}),
+    **dict.fromkeys(("cos by head", "sin by head"), {"B": 0, "S": 1, "H": 2, "D": 3}),
     **dict.fromkeys(("positions of one",), {"S": 0}),
     **dict.fromkeys(("inv_freq", "cos", "sin", "q_norm_weight", "k_norm_weight"), {"D": 0}),
 }
@@ -82,6 +84,8 @@ def tensors(device):
     cos, sin = torch_rope.cos_sin(torch.arange(16, device=device), inv_freq)
     made = {"inv_freq": inv_freq, "positions": positions, "cos": cos, "sin": sin}
     made |= {"cos by token": cos[positions], "sin by token": sin[positions]}
+    by_head = torch.randint(0, 16, (BATCH, SEQ, HEADS), device=device)
+    made |= {"cos by head": cos[by_head], "sin by head": sin[by_head]}
     made |= {"positions of one": positions[0]}  # [seq], the same for all sequences
     made |= {"cos by token of one": cos[positions[:1]], "sin by token of one": sin[positions[:1]]}
     for name, heads in (("x", HEADS), ("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
@@ -127,8 +131,14 @@ ANGLES = [
 ]
 
 
+# For an x with as many heads as the tables.
+ANGLES_BY_HEAD = [{"cos by head": c, "sin by head": s} for c, s in ("RR", "HH", "HR", "RH", "BB", "SS", "BH", "DD")]
+
+
 def is_taken(xs, angles, written, linear):
     """Returns whether the specification accepts these placements. xs: the letters of the rotated arguments."""
+    if "cos by head" in angles and "H" in xs + list(angles.values()):  # then the heads of all are split
+        return set(xs) <= ({"H"} if written else {"H", "R"}) and set(angles.values()) <= {"H", "R"}
     of_tokens = [a for name, a in angles.items() if name not in ("inv_freq", "cos", "sin")]
     letters = xs + list(angles.values())
     if "D" in letters or "P" in angles.values() or ("P" in xs and not linear):
@@ -159,7 +169,8 @@ def cases(op):
     written, linear = op.endswith("_"), not op.startswith("norm")
     norm = {} if linear else {"q_norm_weight": "R", "k_norm_weight": "R"}
     taken = lambda case: is_taken([case[name] for name in names], case["angles"], written, linear)  # noqa: E731
-    for case, is_so in with_those_taken(dict.fromkeys(names, "RBSHDP") | {"angles": ANGLES}, taken):
+    angles = ANGLES + (ANGLES_BY_HEAD if names == ["x"] else [])
+    for case, is_so in with_those_taken(dict.fromkeys(names, "RBSHDP") | {"angles": angles}, taken):
         yield {name: case[name] for name in names} | norm | case["angles"], is_so
     if norm:
         letters = {"q": "R", "k": "R"} | norm | {"inv_freq": "R"}
@@ -171,13 +182,12 @@ def is_taken_with_a_cache(case):
     """Returns whether the specification accepts a call of rotate_into_cache_."""
     letters = {letter for name, letter in case.items() if name != "slots"}
     read, caches = {case["k"], case["v"]}, (case["k_cache"], case["v_cache"])
+    pairs = (case["k"], case["k_cache"]), (case["v"], case["v_cache"])
     if letters & {"S", "D", "P"}:
         return False
     if "B" in letters:  # sequence b writes to block b
         return not case["slots"] and case["q"] == "B" and caches == ("B", "B") and read <= {"B", "R"}
-    if "H" in caches:
-        return caches == ("H", "H") and read <= {"H", "R"}
-    return read == {"R"}
+    return all(x in {"R", cache} and cache in {"R", "H"} for x, cache in pairs)
 
 
 def cache_cases():
@@ -257,7 +267,7 @@ def test_every_placement_is_accepted_or_raises_an_error_that_names_it(ranks, op)
 
 
 def test_every_operator_has_a_rule():
-    """The rules of the backward operators, of cos_sin and of _axial_cos_sin are tested below."""
+    """The rules of the backward operators, of cos_sin and of axial_cos_sin are tested below."""
     from torch.distributed.tensor import DTensor
 
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
@@ -392,7 +402,7 @@ def check_tables(device):
     whole = [distributed(t, mesh, Replicate()) for t in (inv_freq, by_axis)]
     for op, frequencies, placed_frequencies, given, first in (
         ("cos_sin", inv_freq, whole[0], positions[0], 0),
-        ("_axial_cos_sin", by_axis, whole[1], positions, 1),
+        ("axial_cos_sin", by_axis, whole[1], positions, 1),
     ):
         wanted = getattr(ops, op)(given, frequencies)
         for dim in (None, first, first + 1):
@@ -403,8 +413,8 @@ def check_tables(device):
                 assert_same(result, value)
         with pytest.raises(NotImplementedError, match=rf"rope\.{op}: inv_freq is Shard\(dim=0\) .* its (pairs|axes)"):
             getattr(ops, op)(distributed(given, mesh, Replicate()), distributed(frequencies, mesh, Shard(0)))
-    with pytest.raises(NotImplementedError, match=r"rope\._axial_cos_sin: positions is Shard\(dim=0\) .* its axes"):
-        ops._axial_cos_sin(distributed(positions, mesh, Shard(0)), whole[1])
+    with pytest.raises(NotImplementedError, match=r"rope\.axial_cos_sin: positions is Shard\(dim=0\) .* its axes"):
+        ops.axial_cos_sin(distributed(positions, mesh, Shard(0)), whole[1])
     # Learned frequencies go through tables by token. The tokens are split along batch or seq, or whole.
     q = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM, device=device)
     learned = [inv_freq.clone().requires_grad_(), distributed(inv_freq, mesh, Replicate()).requires_grad_()]
@@ -637,8 +647,9 @@ def check_modules(device):
                 rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)))
             with pytest.raises(ValueError, match="must have the positions of all 6 tokens of the DTensor q"):
                 rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions[:, :3])
+        rope = torch_rope.RotaryEmbedding(HEAD_DIM, device="meta", **arguments)
         distribute_module(rope, mesh)
-        rope.reset_parameters()
+        rope.to_empty(device=device).bfloat16()
         placed = [distributed(t, mesh, Shard(2)) for t in (q, k)]
         angles = rope.angles(SEQ, distributed(positions, mesh, Replicate()))
         assert all(isinstance(a, DTensor) for a in angles.values() if isinstance(a, torch.Tensor))
@@ -680,6 +691,44 @@ def check_modules(device):
 @on(2)
 def test_rotary_embedding_with_dtensors_and_fsdp(ranks):
     ranks(check_modules)
+
+
+def check_buffers_under_mixed_precision(device, full_precision):
+    """The model is evaluated first, so FSDP casts a buffer to bfloat16, and with full_precision back, before its first
+    use."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "01"[full_precision]
+    half = torch.bfloat16
+    policy = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+    for arguments in ({}, {"max_position": 16}):
+
+        class Attention(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.wq = torch.nn.Linear(16, HEADS * HEAD_DIM)
+                self.rope = torch_rope.RotaryEmbedding(HEAD_DIM, **arguments)  # noqa: B023
+
+            def forward(self, x):
+                q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
+                return q, *self.rope(q, q[..., :1, :], offset=3)
+
+        here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        model = FullyShardedDataParallel(Attention(), mixed_precision=policy, device_id=here)
+        exact = torch_rope.RotaryEmbedding(HEAD_DIM, device=here, **arguments)
+        for training in (False, True, False):
+            q, *found = model.train(training)(torch.randn(BATCH, SEQ, 16, device=here))
+            dtype = torch.float32 if full_precision and not training else half
+            assert q.dtype == dtype and (dtype == half) == all(t.dtype == half for t in model.buffers())
+            for out, wanted in zip(found, exact(q, q[..., :1, :], offset=3), strict=True):
+                assert torch.equal(out, wanted)
+        assert not [name for name in model.state_dict() if "rope" in name]
+
+
+@on(2)
+@pytest.mark.parametrize("full_precision", [False, True])
+def test_fsdp1_casts_the_buffers_and_the_module_rotates_by_their_values(full_precision, ranks):
+    ranks(check_buffers_under_mixed_precision, full_precision)
 
 
 @pytest.mark.parametrize("world", [2, 4] if EXHAUSTIVE else [4])

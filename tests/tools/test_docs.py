@@ -77,9 +77,11 @@ def test_the_code_of_the_usage_page_runs_and_computes_what_it_says():
     original = v["rope"].parametrizations.inv_freq.original
     assert original.grad.shape == (head_dim // 2,) and original.grad.count_nonzero() > 0
     assert math.isclose(float(v["rope"].inv_freq[1].detach()), 10000.0 ** (-2 / head_dim))
-    # In place and functional results of multi-head latent attention are the same.
-    assert torch.equal(v["mla_q"][..., v["nope"] :], v["rotated"][0])
-    assert torch.equal(v["k_rope"].unsqueeze(2), v["rotated"][1])
+    # Multi-head latent attention: q in place is what the functional operator returned, for positions that are those of
+    # the first sequence, and the cache has the latent and the rotated key of each token that has a slot.
+    assert torch.equal(v["mla_q"][0], v["mla_q_rotated"][0])
+    cells = v["cache"].flatten(0, 1)[v["slots"][0], 0]
+    assert torch.equal(cells, torch.cat([v["latents"][0, :, 0], v["k_pe_rotated"][0, :, 0]], -1))
 
 
 COMMANDS = sorted(

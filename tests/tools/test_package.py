@@ -43,7 +43,7 @@ def test_the_installed_package_has_its_version_and_type_marker():
 
 
 # The public names that are not operators.
-OTHER_NAMES = {"RotaryEmbedding", "axial_cos_sin", "frequencies", "inv_freq", "multimodal", "positions_from_cu_seqlens"}
+OTHER_NAMES = {"RotaryEmbedding", "frequencies", "inv_freq", "multimodal", "positions_from_cu_seqlens"}
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():
@@ -56,11 +56,14 @@ def test_every_public_name_has_a_docstring_and_every_function_names_its_equivale
 def test_schemas_do_not_change():
     """Graphs that users have exported contain these schemas."""
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
-    angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False"
-    norm = "*, float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
+    newer = ", int rotary_start=0, bool eager_rounding=False"
+    angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False" + newer
+    norm = "*, float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False" + newer
+    cos_sin = "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
+    cos_sin += "-> (Tensor cos, Tensor sin)"
     schemas = {
-        "cos_sin": "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
-        "-> (Tensor cos, Tensor sin)",
+        "cos_sin": cos_sin,
+        "axial_cos_sin": cos_sin,
         "rotate": f"(Tensor x, {angles}) -> Tensor",
         "rotate_": f"(Tensor(a!) x, {angles}) -> ()",
         "rotate_qk": f"(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import torch_rope
 from torch_rope import reference
+from torch_rope.frequencies import on_device
 
 rope = torch.ops.rope
 HALF = torch.float16, torch.bfloat16
@@ -53,13 +54,22 @@ def exact(value):
 
 def magnitude(result: Tensor, options: dict) -> Tensor:
     """Returns the magnitude of each channel's pair, or 0 for a channel that is copied and so must keep its bits."""
-    rotary_dim = 2 * options["cos" if "cos" in options else "inv_freq"].shape[-1]
-    rotated, rest = result.detach().split([rotary_dim, result.shape[-1] - rotary_dim], -1)
+    rotary_dim, start = 2 * options["cos" if "cos" in options else "inv_freq"].shape[-1], options["rotary_start"]
+    before, rotated, after = result.detach().tensor_split((start, start + rotary_dim), -1)
     pairs, dim = (
         (rotated.unflatten(-1, (-1, 2)), -1) if options["interleaved"] else (rotated.unflatten(-1, (2, -1)), -2)
     )
     size = pairs.norm(dim=dim, keepdim=True).expand(pairs.shape).flatten(-2)
-    return torch.cat([size, rest.abs() if "q_norm_weight" in options else torch.zeros_like(rest)], -1)
+    rest = [t.abs() if "q_norm_weight" in options else torch.zeros_like(t) for t in (before, after)]
+    return torch.cat([rest[0], size, rest[1]], -1)
+
+
+def in_parts(rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns frequencies for results of dtype in two parts. For float64 the second is 0, because the expected angle is
+    a product in float64, which then is exact."""
+    inv_freq = torch_rope.inv_freq(rotary_dim)
+    high = inv_freq.float()
+    return high, (inv_freq - high).float() * (dtype != torch.float64)
 
 
 def right(op: str, xs: list[Tensor], options: dict) -> list[tuple[Tensor, Tensor]]:
@@ -81,9 +91,9 @@ def right(op: str, xs: list[Tensor], options: dict) -> list[tuple[Tensor, Tensor
 
 # ---- The cases ----
 
-# (batch, seq, heads of q, heads of k and v, head_dim, rotary_dim)
-SIZES = [(2, 5, 4, 2, 64, 64), (1, 1, 8, 2, 128, 128), (1, 33, 3, 1, 80, 32), (3, 7, 2, 2, 128, 64)]
-CASES = list(itertools.product(SIZES, range(8), (False, True)))  # (size, source of the angles, interleaved)
+# (batch, seq, heads of q, heads of k and v, head_dim, rotary_dim, rotary_start)
+SIZES = [(2, 5, 4, 2, 64, 64, 0), (1, 1, 8, 2, 128, 128, 0), (1, 33, 3, 1, 80, 32, 17), (3, 7, 2, 2, 128, 64, 64)]
+CASES = list(itertools.product(SIZES, range(10), (False, True)))  # (size, source of the angles, interleaved)
 LAYOUTS = [
     lambda make, b, s, h, d: make(b, s, h, d),
     lambda make, b, s, h, d: make(b, h, s, d).transpose(1, 2),
@@ -99,13 +109,14 @@ CACHES = [  # each makes (k_cache, v_cache) of n blocks of m cells
 ]
 
 
-# Tables by position and by token: the shape of cos without its pairs, and positions of 2 sequences of 9 tokens.
+# Tables by position, by token and by head: the shape of cos without its pairs, and positions of 2 sequences of 9 tokens.
 TABLES = [
     ((12,), None),
     ((12,), [[0, 9, 2, 5, 7, 1, 8, 3, 10], [4, 4, 4, 9, 9, 0, 1, 2, 3]]),  # some rows rotate several tokens
     ((12,), [5] * 9),
     ((2, 9), None),
     ((1, 9), None),
+    ((2, 9, 4), None),
 ]
 
 
@@ -201,21 +212,24 @@ class Check:
         tables = reference.cos_sin(torch.arange(rows), torch_rope.inv_freq(rotary_dim))
         return [t.to(self.device) for t in tables]
 
-    def angles(self, source: int, b: int, s: int, rotary_dim: int, dtype: torch.dtype) -> dict:
+    def angles(self, source: int, b: int, s: int, heads: int, rotary_dim: int, dtype: torch.dtype) -> dict:
         """Returns the arguments that give the angles.
 
-        source: 0 to 2 are tables by position, 3 and 4 are tables by token, 5 to 7 are inv_freq.
+        source: 0 to 2 are tables by position, 3 and 4 are tables by token, 5 to 7 are inv_freq, 8 and 9 are tables by head.
         """
         rows = s + 40
-        if source < 5:
-            shape = *{3: (b, s), 4: (1, s)}.get(source, (rows,)), rotary_dim // 2
+        if source not in (5, 6, 7):
+            shapes = {3: (b, s), 4: (1, s), 8: (b, s, heads), 9: (1, s, heads)}
+            shape = *shapes.get(source, (rows,)), rotary_dim // 2
             angle = torch.rand(shape, dtype=torch.float64) * 2 * torch.pi
-            tables = [t.to(dtype if source in (1, 4) else torch.float32) for t in (angle.cos(), angle.sin())]
+            tables = [t.to(dtype if source in (1, 4, 9) else torch.float32) for t in (angle.cos(), angle.sin())]
             wide = [torch.cat([t, t], -1).to(self.device) for t in tables]
             narrow = [t.to(self.device) for t in tables] if source != 2 else [t[:, : shape[-1]] for t in wide]
             found = dict(zip(("cos", "sin"), narrow, strict=True))
         else:
-            found = {"inv_freq": torch_rope.inv_freq(rotary_dim).to(self.device)}
+            high, low = in_parts(rotary_dim, dtype)
+            of_device = on_device(high.double() + low, self.device)  # two parts if there is no float64
+            found = {"inv_freq": {5: high, 6: torch.stack([high, low]), 7: of_device}[source].to(self.device)}
         # No two positions of a sequence are equal, because each token needs its own cell in a cache.
         some = torch.stack([torch.randperm(rows)[:s] for _ in range(b)])
         far = torch.randint(2**24 - 9, (b, s))
@@ -228,8 +242,8 @@ class Check:
         """Returns the arguments of a case: ([q, k, v], options, the random generator for further choices)."""
         torch.manual_seed(number)
         pick, make = random.Random(number), partial(self.make, dtype=dtype)
-        (b, s, *heads, d, rotary_dim), source, interleaved = CASES[number]
-        heads.append(heads[-1])
+        (b, s, *heads, d, rotary_dim, rotary_start), source, interleaved = CASES[number]
+        heads = [heads[0]] * 3 if source > 7 else [*heads, heads[-1]]
         layout = pick.choice([*LAYOUTS, None])
         if layout:
             qkv = [layout(make, b, s, h, d) for h in heads]
@@ -238,8 +252,11 @@ class Check:
             qkv = [t.unflatten(-1, (-1, d)) for t in packed.split([h * d for h in heads], -1)]
         if b == 1 and pick.random() < 0.3:
             qkv = [t[0] for t in qkv]
-        options = self.angles(source, b, s, rotary_dim, dtype)
+        if "cache" in op and pick.random() < 0.5:  # v has a shape of its own
+            qkv[2] = make(*qkv[0].shape[:-2], 3, d // 2 + 9)
+        options = self.angles(source, b, s, heads[0], rotary_dim, dtype)
         options |= {"interleaved": interleaved, "attention_factor": pick.choice((1.0, 1.7))}
+        options["rotary_start"] = rotary_start
         if "norm" in op or ("cache" in op and pick.random() < 0.5):
             of = pick.choice((dtype, torch.float32))
             options |= {"q_norm_weight": self.make(d, dtype=of), "k_norm_weight": self.make(d, dtype=of)}
@@ -248,13 +265,16 @@ class Check:
             options["inverse"] = pick.random() < 0.5
         return qkv, options, pick
 
-    def caches(self, k, options, pick):
+    def caches(self, k, v, options, pick):
         """Returns ([k_cache, v_cache], options), where options contains slots, or nothing."""
         x = k if k.dim() == 4 else k[None]
         b, s, h, d = x.shape
         by_position = "cos" in options and options["cos"].dim() == 2 and pick.random() < 0.5
         n, m = (b + 1, s + 40) if by_position else (b * s // 16 + 2, 16)
-        caches = pick.choice(CACHES)(partial(self.make, dtype=k.dtype), n, m, h, d)
+        layout, make = pick.choice(CACHES), partial(self.make, dtype=k.dtype)
+        caches = layout(make, n, m, h, d)
+        if k.shape != v.shape:
+            caches = caches[0], layout(make, n, m, *v.shape[-2:])[1]
         if by_position:
             return [t[0] for t in caches] if b == 1 and pick.random() < 0.5 else caches, {}
         cells = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(n * m)[: b * s].view(b, s))
@@ -267,7 +287,7 @@ class Check:
         (q, k, v), options, pick = self.arguments(op, dtype, number)
         xs = [q] if op in ("rotate", "rotate_") else [q, k]
         if "cache" in op:
-            caches, slots = self.caches(k, options, pick)
+            caches, slots = self.caches(k, v, options, pick)
             xs, options = [q, k, v, *caches], options | slots
         results = right(op, xs, options)
         if "cache" in op:
@@ -312,10 +332,11 @@ class Check:
     def table_gradient(self, dtype: torch.dtype, table: int, interleaved: bool, head_dim: int) -> None:
         """Compares gradients of cos and sin with those of the reference."""
         rotary_dim = head_dim // 8 * 4
-        q, k = (self.make(2, 9, heads, head_dim, dtype=dtype) for heads in (5, 2))
         shape, positions = TABLES[table]
+        q, k = (self.make(2, 9, heads, head_dim, dtype=dtype) for heads in ((4, 4) if len(shape) == 3 else (5, 2)))
         tables = [self.make(*shape, rotary_dim // 2, dtype=torch.float32 if table % 2 else dtype) for _ in "cs"]
         options = {"interleaved": interleaved, "offset": 1 if len(shape) == 1 else 0, "attention_factor": 1.5}
+        options["rotary_start"] = head_dim // 4
         if positions is not None:
             options["positions"] = torch.tensor(positions)
         on_device = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -332,13 +353,33 @@ class Check:
         for name, out, e in zip(("cos", "sin"), found, expected, strict=True):
             self.near_largest(f"gradient of {name}", out, e, ulps=ulps)
 
+    def eager(self, dtype: torch.dtype, table_dtype: torch.dtype, interleaved: bool) -> None:
+        """Checks that eager rounding gives the bits of torch's operators, up to the order of a norm's sum."""
+        q, k = (self.make(2, 9, heads, 72, dtype=dtype) for heads in (5, 2))
+        tables = [t.to(table_dtype) for t in self.tables(9, 48)]
+        weights = [self.make(72, dtype=of) for of in (dtype, torch.float32)]
+        options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
+        found, given = [], [t.cpu() for t in (q, k)]
+        for f, device in ((partial(self.call, "rotate_qk"), self.device), (reference.rotate_qk, "cpu")):
+            leaves = [t.detach().to(device).requires_grad_() for t in (q, k)]
+            outs = f(*leaves, *(t.to(device) for t in tables), **options)
+            found.append([*outs, *torch.autograd.grad(outs, leaves, [g.to(device) for g in given])])
+            self.after_call()
+        self.same(*found)
+        outs = self.call("norm_rotate_qk", q, k, *weights, *tables, **options)
+        expected = reference.norm_rotate_qk(*(t.cpu() for t in (q, k, *weights, *tables)), **options)
+        sizes = {"cos": tables[0], "rotary_start": 8, "interleaved": interleaved, "q_norm_weight": weights[0]}
+        for name, out, e in zip("qk", outs, map(exact, expected), strict=True):
+            with describing(name):
+                self.near(out, e, magnitude(e, sizes), 3 if dtype in HALF else 6)
+
     def axes(self, dtype: torch.dtype, position_dtype: torch.dtype) -> None:
         """Checks the tables of three axes, which are those of one axis if the other positions are 0."""
         positions = torch.randint(1000, (3, 2, 30)).to(position_dtype)
-        inv_freq = torch_rope.inv_freq(64).expand(3, 32) * (torch.arange(32) % 3 == torch.arange(3)[:, None])
+        inv_freq = torch.stack(in_parts(64, dtype))[:, None] * (torch.arange(32) % 3 == torch.arange(3)[:, None])
         expected = reference.axial_cos_sin(positions, inv_freq, attention_factor=1.25, dtype=torch.float64)
         found = self.call(
-            "_axial_cos_sin", *(t.to(self.device) for t in (positions, inv_freq)), attention_factor=1.25, dtype=dtype
+            "axial_cos_sin", *(t.to(self.device) for t in (positions, inv_freq)), attention_factor=1.25, dtype=dtype
         )
         bound = (2,) if dtype == torch.float64 else (0.51, ANGLE_ERROR)
         for name, out, e in zip(("cos", "sin"), found, expected, strict=True):
@@ -348,7 +389,7 @@ class Check:
     def angle(self, base: float, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> None:
         """Checks the angles of cos_sin, and those of rotate, which rotates the pair (1, 0) to (cos, sin)."""
         p = torch.cat([torch.arange(99), torch.randint(2**24, (400,)), torch.arange(2**24 - 99, 2**24)]).to(dtype)
-        p, freq = p / 1024 if dtype.is_floating_point else p, torch_rope.inv_freq(128, base)
+        p, freq = p / 1024 if dtype.is_floating_point else p, torch_rope.inv_freq(128, base).float()
         angle = p.double().unsqueeze(-1) * freq.double()
         p, freq = p.to(self.device), freq.to(self.device)
         if out_dtype:  # the result must be rounded only once, after the multiplication by the factor
@@ -491,6 +532,12 @@ class Check:
         kinds = kinds[:: 3 if self.quick else 1]
         for_each_dtype(
             "gradient, tables", lambda dtype: {kind: partial(self.table_gradient, dtype, *kind) for kind in kinds}
+        )
+        for_each_dtype(
+            "eager rounding",
+            lambda dtype: {
+                (str(t), i): partial(self.eager, dtype, t, i) for t in {dtype, torch.float32} for i in (False, True)
+            },
         )
         for_each_dtype("cos_sin", lambda dtype: {base: partial(self.angle, base, torch.int64, dtype) for base in bases})
         for_each_dtype(

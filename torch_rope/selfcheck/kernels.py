@@ -70,7 +70,7 @@ def kernel(check: Check, family: str, kind: str, variant: str) -> None:
     """Makes a call that runs this kernel, and checks the result."""
     dtype, (head_dim, rotary_dim) = TYPES[kind], sizes(family, variant)
     if family == "cos_sin":
-        positions, inv_freq = torch.arange(40), torch_rope.inv_freq(64)
+        positions, inv_freq = torch.arange(40), torch_rope.inv_freq(64).float()
         expected = reference.cos_sin(positions, inv_freq, dtype=torch.float64)
         outs = check.call("cos_sin", positions.to(check.device), inv_freq.to(check.device), dtype=dtype)
         for out, e in zip(outs, expected, strict=True):

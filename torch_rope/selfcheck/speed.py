@@ -76,7 +76,7 @@ def bandwidth(check: Check, kind: str, tokens: int) -> None:
     new = partial(torch.randn, device=check.device, dtype=DTYPE)
     q, k = (new(1, tokens, heads, DIM) for heads in (HEADS, KV_HEADS))
     cos, sin = check.tables(tokens, DIM)
-    inv_freq, weight = torch_rope.inv_freq(DIM).to(check.device), torch.ones(DIM, device=check.device)
+    inv_freq, weight = torch_rope.inv_freq(DIM, device=check.device), torch.ones(DIM, device=check.device)
     moved = 2 * bytes_of_q_and_k
     op, _, variant = kind.partition(" ")
     if kind == "table backward":

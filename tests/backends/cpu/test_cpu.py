@@ -1,10 +1,13 @@
-"""Tests that the CPU kernels give the same bits with every instruction set and with every way to write results."""
+"""Tests that the CPU kernels give the same bits with every instruction set, and however heads are read and written."""
 
+import itertools
 import platform
 
 import pytest
 import torch
-from cases import python
+from cases import DTYPES, python
+
+import torch_rope
 
 pytestmark = pytest.mark.cpu
 
@@ -21,20 +24,20 @@ def add(t):
 for case in covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS):
     torch.manual_seed(1)
     q, k, angles = make_qk("cpu", **case)
-    (batch, seq, _, k_heads, head_dim, _), dtype = case["size"], case["dtype"]
+    (batch, seq, _, _, head_dim, _), dtype = case["size"], case["dtype"]
     weights = {"q_norm_weight": torch.rand(head_dim), "k_norm_weight": torch.rand(head_dim).to(dtype)}
     slots = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq)
     options = angles | {"interleaved": case["interleaved"], "attention_factor": 1.1}
     outs = [*torch_rope.rotate_qk(q, k, **options), *torch_rope.norm_rotate_qk(q, k, **weights, **options)]
-    outs += torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
+    for eager in (False, True):
+        options["eager_rounding"] = eager
+        outs += torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
     for norm in ({}, weights):
-        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, k_heads, head_dim, dtype=dtype)
+        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=dtype)
         torch_rope.rotate_into_cache(rotated, k, -k, *cache, slots=slots, **norm, **options)
         outs += [rotated, cache]
     if "cos" in angles:
-        tables = [angles.get(name) for name in ("cos", "sin", "inv_freq", "positions")]
-        offset = angles.get("offset", 0)
-        outs += torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, *tables, offset)
+        outs += torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
     for out in outs:
         add(out)
 positions = torch.cat([torch.arange(3000), torch.randint(-2**24, 2**24, (3000,))])
@@ -88,3 +91,37 @@ def test_results_written_past_the_caches_have_the_same_bits(head_dim, rotary_dim
         for s in range(0, seq, 500):
             part = torch.ops.rope.rotate(x[:, s : s + 500], inv_freq=freq, offset=s, interleaved=interleaved)
             assert torch.equal(whole[:, s : s + 500], part)
+
+
+def in_order(order, gap, t):
+    """Returns a copy of t. order: its dimensions in memory order. gap: whether only every second index of the last one
+    of them is used."""
+    shape = [t.shape[d] for d in order]
+    memory = torch.zeros(*shape[:-1], shape[-1] * (1 + gap), dtype=t.dtype)[..., :: 1 + gap]
+    return memory.permute(*(order.index(d) for d in range(4))).copy_(t)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_in_every_order_in_memory_have_the_same_bits(dtype, interleaved):
+    """Heads whose channels are no neighbours are copied to scratch, many at a time, and back."""
+    batch, seq, heads, head_dim, rotary_dim = 2, 75, 5, 22, 20
+    q, k, v = torch.randn(3, batch, seq, heads, head_dim, dtype=torch.float64).to(dtype)
+    angles = {"inv_freq": torch_rope.inv_freq(rotary_dim), "interleaved": interleaved}
+    weights = [torch.rand(head_dim) for _ in "qk"]
+    slots = torch.arange(20, 20 + batch * seq).view(batch, seq)  # runs of neighbouring cells, and pads between them
+    slots[0, 10:20] = torch.arange(10)
+    slots[1, 33:37] = slots[0, 0] = -1
+    rotated, normed = torch_rope.rotate_qk(q, k, **angles), torch_rope.norm_rotate_qk(q, k, *weights, **angles)
+    caches = torch.zeros(2, 1, 200, heads, head_dim, dtype=dtype)
+    torch_rope.rotate_into_cache(q.clone(), k, v, *caches, slots=slots, **angles)
+    for order, gap in itertools.product(itertools.permutations(range(4)), (False, True)):
+        x, y, z = (in_order(order, gap, t) for t in (q, k, v))
+        assert all(map(torch.equal, torch_rope.rotate_qk(x, y, **angles), rotated))
+        assert all(map(torch.equal, torch_rope.norm_rotate_qk(x, y, *weights, **angles), normed))
+        for some_order in (order, (0, 1, 2, 3)):
+            some = [in_order(some_order, gap, torch.zeros_like(cache)) for cache in caches]
+            torch_rope.rotate_into_cache(x.clone(), y, z, *some, slots=slots, **angles)
+            assert all(map(torch.equal, some, caches))
+        torch_rope.rotate_qk_(x, y, **angles)
+        assert all(map(torch.equal, (x, y), rotated))

@@ -38,17 +38,20 @@ def meta(*shape, dtype=torch.float32, layout="bshd", start=0):
 
 
 def arguments(
-    q, k=None, v=None, outputs=None, *, in_place=False, rotary_dim=None, positions=None, slots=None, tables=None,
-    by_token=False, inv_freq=None, norm=False,
+    q, k=None, v=None, outputs=None, *, in_place=False, rotary_dim=None, rotary_start=0, positions=None, slots=None,
+    tables=None, by_token=False, inv_freq=None, norm=False, rounding=0,
 ):  # fmt: skip
     """Returns the arguments of the plan functions for a call. outputs: the results, which have the strides of the inputs if
-    not given; with a v they are the two caches, and q is in place."""
+    not given; with a v they are the two caches, and q is in place. Tables of four dimensions are by head."""
     addresses = itertools.count(2**40, 2**36)  # multiples of 16
 
     def given(t, address, dims):
         if t is None:
             return None
         return address + t.storage_offset() * t.itemsize, [0] * (dims - t.dim()) + list(t.stride())
+
+    def shared_by_heads(t):
+        return t if t is None or t.dim() == 4 else t.unsqueeze(-2).expand(*t.shape[:-1], 2, -1)
 
     inputs = [q, k, v]
     outputs = [*([q, *outputs] if v is not None else outputs or inputs), None][:3]
@@ -58,17 +61,21 @@ def arguments(
         sides.append((given(x, address, 4), given(out, address if stays else next(addresses), 4)))
     return (
         ORDER.index(q.dtype),
-        (q.shape[0], q.shape[1], q.shape[3], q.shape[3] if rotary_dim is None else rotary_dim),
+        (
+            *(q.shape[0], q.shape[1], q.shape[3], q.shape[3] if rotary_dim is None else rotary_dim, rotary_start),
+            0 if v is None else v.shape[3],
+        ),
         [0 if t is None else t.shape[2] for t in inputs],
         sides,
         (0, 0) if v is None else outputs[1].shape[:2],
         given(positions, next(addresses), 2),
         given(slots, next(addresses), 2),
-        *(given(t, next(addresses), 3) for t in tables or (None, None)),
-        2 if tables is None else int(by_token),
+        *(given(shared_by_heads(t), next(addresses), 4) for t in tables or (None, None)),
+        2 if tables is None else 3 if tables[0].dim() == 4 else int(by_token),
         0 if tables is None else tables[0].shape[-2],
         1 if inv_freq is None else inv_freq.stride(0),
         norm,
+        rounding,
     )
 
 

@@ -82,13 +82,13 @@ def one_dispatch(simulator, names=BUFFERS):
 
 # ---- what a call costs ----
 
-# (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
+# (batch, seq, heads of q, heads of k, head_dim, rotary_dim, rotary_start)
 COSTS = [
-    (1, 1, 32, 8, 128, 128),
-    (1, 33, 9, 3, 64, 32),
-    (1, 5, 4, 4, 80, 20),
-    (2, 3, 6, 5, 7, 6),
-    (1, 257, 37, 8, 16, 16),  # a share has 6 heads, and the last share 3
+    (1, 1, 32, 8, 128, 128, 0),
+    (1, 33, 9, 3, 64, 32, 16),
+    (1, 5, 4, 4, 80, 20, 60),
+    (2, 3, 6, 5, 7, 6, 1),
+    (1, 257, 37, 8, 16, 16, 0),  # a share has 6 heads, and the last share 3
 ]
 
 
@@ -96,14 +96,14 @@ COSTS = [
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("size", COSTS, ids=str)
 def test_each_element_is_read_once_and_written_once(size, dtype, interleaved, device, simulated):
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim, start = size
     q, k, v = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
     k_cache, v_cache = (randn(batch, seq + 3, k_heads, head_dim, dtype=dtype) for _ in "kv")
     weights = [randn(head_dim) for _ in "qk"]
     cos, sin = tables(seq + 3, rotary_dim)
     positions = torch.arange(seq).to("mps")
     tokens, many = batch * seq, seq == 257
-    options = dict(positions=positions, interleaved=interleaved)
+    options = dict(positions=positions, interleaved=interleaved, rotary_start=start)
 
     def check(heads, **expected):
         """Checks what the dispatch read and wrote. Each share reads the angles of its token at most once."""
@@ -125,12 +125,12 @@ def test_each_element_is_read_once_and_written_once(size, dtype, interleaved, de
     torch.ops.rope.rotate(q, cos, sin, inverse=True, **options)
     check(q_heads, q_in=(q.nbytes, 0), q_out=(0, q.nbytes))
 
-    # A call in place leaves the channels past rotary_dim alone.
+    # A call in place leaves the channels alone that are not rotated.
     torch.ops.rope.rotate_qk_(q, k, cos, sin, **options)
     rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
     check(heads, q_out=(rotated_q,) * 2, k_out=(rotated_k,) * 2)
 
-    torch.ops.rope.rotate_qk(q, k, inv_freq=torch_rope.inv_freq(rotary_dim).to("mps"), **options)
+    torch.ops.rope.rotate_qk(q, k, inv_freq=torch_rope.inv_freq(rotary_dim, device="mps"), **options)
     # Each share of a token computes cos and sin of a pair once, with 4 calls of rint.
     assert one_dispatch(simulated)[1]["rints"] == 4 * tokens * shares_of(tokens, heads) * rotary_dim // 2
 
@@ -179,22 +179,75 @@ def test_heads_too_wide_for_a_simd_group_are_read_twice(q_heads, k_heads, device
 @pytest.mark.parametrize("size", COSTS, ids=str)
 def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, simulated):
     """The dispatch reads each element once and writes each table row once, even a row that rotated no token."""
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = size
+    batch, seq, q_heads, k_heads, head_dim, rotary_dim, start = size
     q, k = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
     positions = torch.randint(0, seq + 3, (batch, seq)).to("mps")
     by_position, by_token = tables(seq + 3, rotary_dim), [randn(batch, seq, rotary_dim // 2, dtype=dtype) for _ in "cs"]
     rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
     for angles in (by_position, by_token, [*by_position, positions], [*by_position, positions[0] - 2, 2]):
-        cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, interleaved=interleaved)
+        cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, interleaved=interleaved, rotary_start=start)
         buffers, dispatch = one_dispatch(simulated, TABLE_BUFFERS)
         assert buffers["q_given"] == buffers["q"] == (rotated_q, 0)
         assert buffers["k_given"] == buffers["k"] == (rotated_k, 0)
         assert buffers["cos_grad"] == buffers["sin_grad"] == (0, cos_grad.nbytes)
         tokens_of_a_row = 1 if angles is by_token else batch
         assert dispatch["threads"][1] == tokens_of_a_row * math.ceil((q_heads + k_heads) / 4)
-        if head_dim % 8 == rotary_dim % 8 == 0:
+        if head_dim % 8 == rotary_dim % 8 == start % 4 == 0:
             for name in ("q_given", "k_given", "q", "k"):
                 assert set(dispatch["buffers"][TABLE_BUFFERS.index(name)]["loads"]) == {str(4 * dtype.itemsize)}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tables_by_head_are_read_once_for_q_and_once_for_k(shared, device, simulated):
+    q, k = randn(3, 9, 5, 32), randn(3, 9, 5, 32)
+    cos, sin = randn(1 if shared else 3, 9, 5, 16), randn(1 if shared else 3, 9, 5, 16)
+    reads, weight = 2 * (3 if shared else 1), randn(32)
+    for args in (q, k), (q, k, weight, weight):
+        (torch.ops.rope.norm_rotate_qk if len(args) == 4 else torch.ops.rope.rotate_qk)(*args, cos, sin)
+        buffers, dispatch = one_dispatch(simulated)
+        assert buffers["cos"] == buffers["sin"] == (reads * cos.nbytes, 0)
+        assert buffers["q_in"] == (q.nbytes, 0) and buffers["k_out"] == (0, k.nbytes)
+    for given, x in ((q, k), (q * 2, k * 2)), (q, q * 2):
+        cos_grad, _ = table_backward(given, x, cos, sin)
+        buffers, dispatch = one_dispatch(simulated, TABLE_BUFFERS)
+        assert buffers["q_given"] == buffers["q"] == (q.nbytes, 0)
+        assert buffers["cos_grad"] == buffers["sin_grad"] == (0, cos_grad.nbytes)
+        assert dispatch["threads"] == [4, 3 if shared else 1, cos.numel() // 16]
+
+
+V_SHAPES = [  # (heads of q, heads of k, head_dim, heads of v, head_dim of v, bytes of a load of v)
+    (128, 1, 64, 1, 512, 16),  # DeepSeek's latents
+    (7, 3, 32, 3, 24, 16),
+    (7, 3, 32, 2, 84, 8),
+    (7, 3, 32, 2, 33, 2),
+    (7, 3, 33, 2, 64, 2),
+    (7, 3, 300, 2, 310, 2),  # with a norm these heads are wide
+    (7, 0, 32, 5, 50, 2),
+    (7, 3, 32, 0, 50, None),
+    (7, 3, 0, 20, 24, 16),
+]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("shape", V_SHAPES, ids=str)
+def test_a_v_of_its_own_shape_is_read_once_and_written_once(shape, norm, device, simulated):
+    q_heads, k_heads, head_dim, v_heads, v_dim, load = shape
+    new, tokens = (lambda *s: randn(*s, dtype=torch.float16)), 40
+    q, k, v = new(tokens, q_heads, head_dim), new(tokens, k_heads, head_dim), new(tokens, v_heads, v_dim)
+    k_cache, v_cache = new(50, k_heads, head_dim), new(50, v_heads, v_dim)
+    cos, sin = tables(50, head_dim // 4 * 2)
+    weights = dict(q_norm_weight=randn(head_dim), k_norm_weight=randn(head_dim)) if norm else {}
+    expected = v_cache.clone()
+    expected[3 : 3 + tokens] = v
+    rotated = torch.ops.rope.rotate_qk(q, k, cos, sin, offset=3)
+    simulated.last_dispatches()
+    torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, cos, sin, offset=3, **weights)
+    buffers, dispatch = one_dispatch(simulated)
+    assert torch.equal(v_cache, expected)
+    assert norm or (torch.equal(q, rotated[0]) and torch.equal(k_cache[3 : 3 + tokens], rotated[1]))
+    if v_heads:
+        assert buffers["v_in"] == (v.nbytes, 0) and buffers["v_out"] == (0, v.nbytes)
+        assert set(dispatch["buffers"][BUFFERS.index("v_in")]["loads"]) == {str(load)}
 
 
 @pytest.mark.parametrize(
@@ -205,13 +258,13 @@ def test_gradients_of_tables_are_one_dispatch(size, dtype, interleaved, device, 
 def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
     """The dispatch reads positions of any strides without a copy."""
     positions = torch.arange(10).to("mps").as_strided(shape, stride)
-    freq = torch_rope.inv_freq(64).to("mps").expand(shape[0], 32)
-    cos, sin = torch.ops.rope._axial_cos_sin(positions, freq)
+    freq = torch_rope.inv_freq(64).float().to("mps").expand(shape[0], 32)
+    cos, sin = torch.ops.rope.axial_cos_sin(positions, freq)
     (dispatch,) = simulated.last_dispatches()
     assert dispatch["rints"] == 4 * shape[0] * cos.numel()
     assert dispatch["buffers"][3]["bytes_written"] == dispatch["buffers"][4]["bytes_written"] == cos.nbytes
     assert dispatch["buffers"][1]["bytes"] == 10 * 8 and dispatch["buffers"][2]["bytes"] == 32 * 4
-    dense = torch.ops.rope._axial_cos_sin(positions.clone(memory_format=torch.contiguous_format), freq)
+    dense = torch.ops.rope.axial_cos_sin(positions.clone(memory_format=torch.contiguous_format), freq)
     assert torch.equal(cos, dense[0]) and torch.equal(sin, dense[1])
     if shape[0] == 1:
         simulated.last_dispatches()
@@ -225,29 +278,34 @@ def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
 
 
 @pytest.mark.parametrize(
-    "head_dim, rotary_dim, dtype",
+    "head_dim, rotary_dim, start, dtype",
     [
-        (32, 32, torch.float32),
-        (32, 32, torch.bfloat16),
-        (56, 48, torch.bfloat16),
-        (48, 32, torch.float16),
-        (12, 8, torch.float32),
-        (66, 66, torch.float32),  # with a norm these heads are wide
+        (32, 32, 0, torch.float32),
+        (32, 32, 0, torch.bfloat16),
+        (56, 48, 8, torch.bfloat16),
+        (48, 32, 8, torch.float16),
+        (12, 8, 4, torch.float32),
+        (66, 66, 0, torch.float32),  # with a norm these heads are wide
     ],
     ids=str,
 )
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_a_token_has_the_same_bits_among_many_tokens(heads_first, interleaved, head_dim, rotary_dim, dtype, device):
+def test_a_token_has_the_same_bits_among_many_tokens(
+    heads_first, interleaved, head_dim, rotary_dim, start, dtype, device
+):
     """Among many tokens a thread takes several heads and long vectors, alone it takes one head and short ones."""
 
-    def make(heads, seq=201):
+    def make(heads, seq=201, head_dim=head_dim):
         x = randn(2, heads, seq, head_dim, dtype=dtype)
         return x.transpose(1, 2) if heads_first else x.transpose(1, 2).contiguous()
 
-    q, k, v, caches = make(17), make(5), make(5), [make(5, 205) for _ in "kv"]
+    v_dim = 40 if heads_first else head_dim
+    q, k, v, caches = make(17), make(5), make(5, head_dim=v_dim), [make(5, 205), make(5, 205, v_dim)]
     weights = [randn(head_dim), randn(head_dim, dtype=dtype)]
-    options = dict(zip(("cos", "sin"), tables(205, rotary_dim), strict=True), interleaved=interleaved)
+    options = dict(
+        zip(("cos", "sin"), tables(205, rotary_dim), strict=True), interleaved=interleaved, rotary_start=start
+    )
     named = dict(q_norm_weight=weights[0], k_norm_weight=weights[1])
     ops = torch.ops.rope
 
@@ -269,10 +327,10 @@ def test_a_token_has_the_same_bits_among_many_tokens(heads_first, interleaved, h
             assert torch.equal(one, whole[:, at])
 
 
-@pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (56, 48), (48, 32)])
+@pytest.mark.parametrize("head_dim, rotary_dim, start", [(64, 64, 0), (56, 48, 8), (48, 32, 8)])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 def test_a_norm_has_the_same_bits_with_vectors_of_eight_and_of_four(
-    interleaved, head_dim, rotary_dim, device, simulated
+    interleaved, head_dim, rotary_dim, start, device, simulated
 ):
     """The order of a sum shows in few of many numbers, after they are rounded to 16 bits."""
     base, weight = randn(4 + 200 * 24 * head_dim, dtype=torch.float16), randn(head_dim)
@@ -281,7 +339,7 @@ def test_a_norm_has_the_same_bits_with_vectors_of_eight_and_of_four(
     angles = tables(200, rotary_dim)
     simulated.last_dispatches()
     outs = [
-        torch.ops.rope.norm_rotate_qk(x, x[:, :3], weight, weight, *angles, interleaved=interleaved)
+        torch.ops.rope.norm_rotate_qk(x, x[:, :3], weight, weight, *angles, interleaved=interleaved, rotary_start=start)
         for x in (aligned, shifted)
     ]
     assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32", "_v4_u32"]
@@ -399,7 +457,7 @@ def test_a_position_out_of_range_gives_nan_and_writes_no_cell(dtype, norm, devic
 
     named = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False))
     slots = torch.tensor([[1, 2, 4, 0, 3, -1]]).to("mps")
-    for angles in dict(cos=cos, sin=sin), dict(inv_freq=torch_rope.inv_freq(32).to("mps")):
+    for angles in dict(cos=cos, sin=sin), dict(inv_freq=torch_rope.inv_freq(32, device="mps")):
         for where in dict(slots=slots[0]), {}:  # without slots the table or the cache ends after position 7
             if "cos" not in angles and where:
                 continue  # then every position is valid
@@ -434,7 +492,7 @@ def test_a_position_that_overflows_is_out_of_range(device):
         out, _ = torch.ops.rope.rotate_qk(q, k, cos, sin, positions=positions, offset=offset)
         assert [i for i in range(3) if not out[i].isnan().all()] == inside
         x, caches = q.clone(), [torch.zeros(9, 1, 32, device="mps") for _ in "kv"]
-        freq = torch_rope.inv_freq(32).to("mps")
+        freq = torch_rope.inv_freq(32, device="mps")
         torch.ops.rope.rotate_into_cache_(x, k, k, *caches, inv_freq=freq, positions=positions, offset=offset)
         assert [i for i in range(3) if not x[i].isnan().any()] == inside
         assert all(cache.any(-1).sum() == len(inside) for cache in caches)
@@ -481,8 +539,8 @@ def test_the_bits_are_those_of_the_cpu(device):
     positions = torch.randint(-(2**40), 2**40, (3, 500))
     positions[:, 250:] %= 7  # the sum over axes rounds small angles
     for kind in (torch.int64, torch.float32):
-        for op, given in (("cos_sin", positions[0]), ("_axial_cos_sin", positions)):
-            freq = torch_rope.inv_freq(64) * torch.rand(*given.shape[:-1], 32)
+        for op, given in (("cos_sin", positions[0]), ("axial_cos_sin", positions)):
+            freq = torch_rope.inv_freq(64).float() * torch.rand(*given.shape[:-1], 32)
             outs = getattr(torch.ops.rope, op)(given.to(kind).to("mps"), freq.to("mps"))
             for t, e in zip(outs, getattr(torch.ops.rope, op)(given.to(kind), freq), strict=True):
                 assert torch.equal(t.cpu(), e)
@@ -494,7 +552,7 @@ def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, de
     """A value that is too large for a sum makes this sum infinite and changes nothing else."""
     x, weight = torch.ones(1, 3, 2, head_dim), torch.ones(head_dim)
     x[0, 1, 0, 3] = value
-    freq = torch_rope.inv_freq(head_dim)
+    freq = torch_rope.inv_freq(head_dim).float()
     results = []
     for where in "cpu", "mps":
         leaves = [t.to(where).requires_grad_() for t in (x, x.clone(), weight, weight.clone())]
@@ -506,7 +564,7 @@ def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, de
 
 def test_gradients_of_weights_sum_over_many_wide_heads(device):
     """There are so many heads that the SIMD group of a part adds to its sums more than once."""
-    x, weight, freq = torch.randn(1, 8300, 4, 67), torch.randn(67), torch_rope.inv_freq(66)
+    x, weight, freq = torch.randn(1, 8300, 4, 67), torch.randn(67), torch_rope.inv_freq(66).float()
     seed = torch.randn(1, 8300, 4, 67)
     results = []
     for where in "cpu", "mps":
@@ -539,7 +597,7 @@ def test_small_threadgroups_give_the_same_results(head_dim, rotary_dim, threads,
     """A pipeline allows only small threadgroups if its kernel needs many registers."""
     simulated.max_threads(threads)
     q, k = randn(2, 9, 5, head_dim), randn(2, 9, 2, head_dim)
-    freq = torch_rope.inv_freq(rotary_dim).to("mps")
+    freq = torch_rope.inv_freq(rotary_dim, device="mps")
     for x, out in zip((q, k), torch.ops.rope.rotate_qk(q, k, inv_freq=freq), strict=True):
         assert_close(out, rotate(x, inv_freq=freq), *limits(torch.float32, {"inv_freq": freq}))
     leaves = [t.requires_grad_() for t in (q, k, randn(head_dim), randn(head_dim))]
@@ -586,7 +644,7 @@ def test_strides_choose_the_kernel(untouched, device, simulated):
         (randn(2048, dtype=torch.float16).as_strided((1, 2, 32, 16), (0, 512, 16, 1)), "v1_u32"),  # few threads
     ):
         simulated.last_dispatches()
-        torch.ops.rope.rotate(x, inv_freq=torch_rope.inv_freq(16).to("mps"))
+        torch.ops.rope.rotate(x, inv_freq=torch_rope.inv_freq(16, device="mps"))
         assert simulated.last_dispatches()[0]["kernel"].endswith(kernel)
 
 
@@ -599,7 +657,7 @@ def test_element_offsets_may_exceed_2_31_and_2_32(heads_first, untouched, device
         q = untouched(far + 256, torch.float16).as_strided(shape, strides, 8)
         q.copy_(randn(*shape, dtype=torch.float16))
         dense = q.contiguous()
-        freq, weight = torch_rope.inv_freq(16).to("mps"), randn(16)
+        freq, weight = torch_rope.inv_freq(16, device="mps"), randn(16)
         expected = torch.ops.rope.rotate(dense, inv_freq=freq)
         assert torch.equal(torch.ops.rope.rotate(q, inv_freq=freq), expected)
         normed = torch.ops.rope.norm_rotate_qk(dense, dense, weight, weight, inv_freq=freq)[1]
@@ -619,17 +677,29 @@ def test_element_offsets_of_parameters_may_exceed_2_32(untouched, device):
     near = {name: randn(2, dtype=torch.float16) for name in ("q_norm_weight", "k_norm_weight")}
     near |= {name: randn(2, 1, dtype=torch.float16) for name in ("cos", "sin")}
     near["positions"] = torch.tensor([1, 0], dtype=torch.int32).to("mps")
-    expected = torch.ops.rope.norm_rotate_qk(q, k, **near)
-    for name, t in near.items():
-        there = untouched(far + 8, t.dtype).as_strided(t.shape, (far, 1)[: t.dim()]).copy_(t)
-        outs = torch.ops.rope.norm_rotate_qk(q, k, **near | {name: there})
-        assert all(map(torch.equal, outs, expected)), name
+    parts = {"inv_freq": torch.rand(2, 1).to("mps")}
+
+    def check(xs, near, names):
+        expected = torch.ops.rope.norm_rotate_qk(*xs, **near)
+        for name in names:
+            t = near[name]
+            dim = next(d for d in range(t.dim()) if t.shape[d] == 2)
+            strides = [far if d == dim else 1 for d in range(t.dim())]
+            there = untouched(far + 8, t.dtype).as_strided(t.shape, strides).copy_(t)
+            outs = torch.ops.rope.norm_rotate_qk(*xs, **near | {name: there})
+            assert all(map(torch.equal, outs, expected)), name
+
+    check((q, k), near, near)
+    weights = {name: t for name, t in near.items() if "weight" in name}
+    check((q, k), weights | parts, parts)
+    by_head = {name: randn(1, 1, 2, 1, dtype=torch.float16) for name in ("cos", "sin")}
+    check((q.view(1, 2, 2), k.view(1, 2, 2)), weights | by_head, by_head)
 
 
 def test_an_empty_tensor_may_begin_past_the_end_of_its_storage(device):
     x = randn(2, 2, 16)
     empty = x.as_strided((2, 0, 16), (32, 16, 1), 300)
-    freq = torch_rope.inv_freq(16).to("mps")
+    freq = torch_rope.inv_freq(16, device="mps")
     out, none = torch.ops.rope.rotate_qk(x, empty, inv_freq=freq)
     assert none.shape == empty.shape and torch.equal(out, torch.ops.rope.rotate(x, inv_freq=freq))
 
@@ -637,12 +707,18 @@ def test_an_empty_tensor_may_begin_past_the_end_of_its_storage(device):
 def test_a_cache_of_2_32_blocks_may_have_no_heads(device):
     cache = torch.empty(2**32, 0, 16, device="mps")
     q, k = randn(2, 3, 16), randn(2, 0, 16)
-    expected = torch.ops.rope.rotate(q, inv_freq=torch_rope.inv_freq(16).to("mps"))
+    expected = torch.ops.rope.rotate(q, inv_freq=torch_rope.inv_freq(16, device="mps"))
     torch.ops.rope.rotate_into_cache_(
-        q, k, k, cache, cache.clone(), inv_freq=torch_rope.inv_freq(16).to("mps"), slots=torch.tensor([3, 4]).to("mps")
+        q,
+        k,
+        k,
+        cache,
+        cache.clone(),
+        inv_freq=torch_rope.inv_freq(16, device="mps"),
+        slots=torch.tensor([3, 4]).to("mps"),
     )
     assert torch.equal(q, expected)
-    torch.ops.rope.rotate_(torch.empty(2**31, 0, 16, device="mps"), inv_freq=torch_rope.inv_freq(16).to("mps"))
+    torch.ops.rope.rotate_(torch.empty(2**31, 0, 16, device="mps"), inv_freq=torch_rope.inv_freq(16, device="mps"))
 
 
 @pytest.mark.parametrize("size", [(2**31, 1, 1, 2), (1, 2**31, 1, 2), (1, 1, 2**31, 2), (1, 1, 1, 2**31)], ids=str)
@@ -658,7 +734,7 @@ def test_sizes_past_2_31_are_refused(size, device):
 
 def test_70000_sequences_tokens_or_heads(device):
     """In CUDA some axes of a grid end at 65535. Metal has no such limit, so nothing has to be split."""
-    freq = torch_rope.inv_freq(2).to("mps")
+    freq = torch_rope.inv_freq(2, device="mps")
     for shape in (70000, 1, 1, 2), (1, 70000, 1, 2), (1, 1, 70000, 2):
         x = randn(*shape)
         assert_close(
@@ -694,9 +770,13 @@ def test_float64_is_refused(device):
         freq = bits.view(torch.float64)
     except TypeError:
         pytest.skip("torch makes no float64 tensor on mps")
-    with pytest.raises(NotImplementedError, match="rope.rotate: inv_freq is float64 .*, because Metal has no float64"):
+    with pytest.raises(
+        NotImplementedError, match="rope.rotate: inv_freq is float64 .* no float64; pass torch_rope.inv_freq"
+    ):
         torch.ops.rope.rotate(x, inv_freq=freq)
-    with pytest.raises(NotImplementedError, match="rope.cos_sin: inv_freq is float64 .*, because Metal has no float64"):
+    with pytest.raises(
+        NotImplementedError, match="rope.cos_sin: inv_freq is float64 .* no float64; pass torch_rope.inv_freq"
+    ):
         torch.ops.rope.cos_sin(bits, freq)
 
 
@@ -705,7 +785,9 @@ def test_an_error_inside_the_queue_reaches_the_caller(simulated):
     x, weight = randn(1, 1, 67), randn(67)
     simulated.max_threads(16)
     with pytest.raises(RuntimeError, match="a threadgroup has 32 threads but must have at most 16"):
-        torch.ops.rope._norm_rotate_qk_backward(x, x, x, x, weight, weight, inv_freq=torch_rope.inv_freq(66).to("mps"))
+        torch.ops.rope._norm_rotate_qk_backward(
+            x, x, x, x, weight, weight, inv_freq=torch_rope.inv_freq(66, device="mps")
+        )
 
 
 def test_threads_of_the_host_may_call_at_the_same_time(device):
@@ -736,7 +818,7 @@ def test_the_module_counts_the_calls_of_each_kernel(device):
             found[kernel] += calls
         return found
 
-    x, freq = randn(3, 2, 10), torch_rope.inv_freq(10).to("mps")
+    x, freq = randn(3, 2, 10), torch_rope.inv_freq(10, device="mps")
     torch.ops.rope.rotate(x, inv_freq=freq)
     before = counts()
     assert before["library rotate"] == 0
@@ -748,7 +830,7 @@ def test_the_module_counts_the_calls_of_each_kernel(device):
 
 def test_calls_are_reported_to_the_profiler_of_torch(device, simulated):
     """The profiler ends the encoder after each call, so every call has to begin anew with a new encoder."""
-    x, weight, freq = randn(3, 2, 64), randn(64), torch_rope.inv_freq(64).to("mps")
+    x, weight, freq = randn(3, 2, 64), randn(64), torch_rope.inv_freq(64, device="mps")
     expected = torch.ops.rope.rotate(x, inv_freq=freq)
     simulated.profile(True)
     found = torch.ops.rope.rotate(x, inv_freq=freq)
@@ -762,7 +844,7 @@ def test_calls_are_reported_to_the_profiler_of_torch(device, simulated):
 def test_a_call_does_not_see_the_buffers_of_the_call_before(device):
     """A buffer stays bound in the encoder, which all operators share, until another one is bound."""
     q, k, v = randn(2, 4, 64), randn(2, 1, 64), randn(2, 1, 64)
-    freq, caches = torch_rope.inv_freq(64).to("mps"), [randn(4, 1, 64) for _ in "kv"]
+    freq, caches = torch_rope.inv_freq(64, device="mps"), [randn(4, 1, 64) for _ in "kv"]
     positions, weight = torch.tensor([3, 1]).to("mps"), randn(64)
     slots = torch.tensor([2, 0]).to("mps")
     expected = torch.ops.rope.rotate(q, inv_freq=freq)

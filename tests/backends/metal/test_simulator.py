@@ -147,7 +147,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(simulator.__file__).parent)!r})
 import simulator, torch, torch_rope
 simulator.load(compiled=True)
-x, inv_freq = torch.randn(3, 2, 64), torch_rope.inv_freq(64)
+x, inv_freq = torch.randn(3, 2, 64), torch_rope.inv_freq(64).float()
 assert torch.equal(torch_rope.rotate(x.to("mps"), inv_freq=inv_freq.to("mps")).cpu(), torch_rope.rotate(x, inv_freq=inv_freq))
 (shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", Path("/proc/self/maps").read_text()))
 assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
@@ -547,14 +547,18 @@ torch.manual_seed(0)
 x = torch.randn(2, 9, 4, 96).to("mps")
 w = torch.rand(96).to("mps")
 outs = []
-for inv_freq in torch_rope.inv_freq(64), torch_rope.inv_freq(96):
-    outs += torch_rope.norm_rotate_qk(x, x, w, w, inv_freq=inv_freq.to("mps"), offset=100003, attention_factor=1.3)
-    outs += torch_rope.cos_sin(torch.arange(1000, 1100, device="mps"), inv_freq.to("mps"))
+for rotary_dim in 64, 96:
+    inv_freq = torch_rope.inv_freq(rotary_dim, device="mps")
+    outs += torch_rope.norm_rotate_qk(x, x, w, w, inv_freq=inv_freq[0], offset=100003, attention_factor=1.3)
+    outs += torch_rope.cos_sin(torch.arange(1000, 1100, device="mps"), inv_freq)
     positions = torch.randint(0, 2**24, (3, 100)).to("mps")
-    outs += torch.ops.rope._axial_cos_sin(positions, torch.rand(3, 48).to("mps"), attention_factor=1.3)
-    tables = torch_rope.cos_sin(torch.arange(9, device="mps"), inv_freq.to("mps"))
+    outs += torch.ops.rope.axial_cos_sin(positions, torch.rand(2, 3, 48).to("mps"), attention_factor=1.3)
+    tables = torch_rope.cos_sin(torch.arange(9, device="mps"), inv_freq)
     outs += torch.ops.rope._rotate_table_backward(x, x, x * w, x * w, *tables, attention_factor=1.3)
-print(torch.hash_tensor(torch.cat([t.cpu().flatten() for t in outs])).item())
+    for dtype in torch.float32, torch.float16:
+        args = [t.to(dtype) for t in (x, x * w, w, w, *tables)]
+        outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3, eager_rounding=True)
+print(torch.hash_tensor(torch.cat([t.cpu().float().flatten() for t in outs])).item())
 """
     source = f"{START}kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {{ const float a = x[i]; x[i] = a * a - 1.00048828125; }}"
     hashes = set()

@@ -28,24 +28,25 @@ void* set(const Given<n>& given, rope_int* strides) {
   return reinterpret_cast<void*>(address);
 }
 
-RotateArgs args(int dtype, const Strides<4>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
-                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<3>& cos,
-                const Given<3>& sin, int source, rope_int table_rows, rope_int inv_freq, bool norm) {
+RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
+                const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
+                const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, bool norm, int rounding) {
   RotateArgs a{};
   RopeParams& p = a.params;
   a.x_dtype = DType(dtype);
   a.table_dtype = dtype == int(DType::kDouble) ? DType::kDouble : DType::kFloat;
-  p.batch = sizes[0], p.seq = sizes[1], p.head_dim = sizes[2], p.rotary_dim = sizes[3];
+  p.batch = sizes[0], p.seq = sizes[1], p.head_dim = sizes[2], p.rotary_dim = sizes[3], p.rotary_start = sizes[4];
+  p.v_dim = sizes[5];
   p.q.heads = heads[0], p.k.heads = heads[1], p.v.heads = heads[2];
   a.q_in = set(std::get<0>(qkv[0]), p.q.in), a.q_out = set(std::get<1>(qkv[0]), p.q.out);
   a.k_in = set(std::get<0>(qkv[1]), p.k.in), a.k_out = set(std::get<1>(qkv[1]), p.k.out);
   a.v_in = set(std::get<0>(qkv[2]), p.v.in), a.v_out = set(std::get<1>(qkv[2]), p.v.out);
-  p.blocks = cache[0], p.block_size = cache[1];
+  p.has_cache = cache[1] > 0, p.blocks = cache[0], p.block_size = cache[1];
   p.has_positions = bool(positions), a.positions = set(positions, p.positions);
   p.has_slots = bool(slots), a.slots = set(slots, p.slots);
   a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
-  p.source = source, p.table_rows = table_rows, p.inv_freq = inv_freq;
-  p.has_norm = norm;
+  p.source = source, p.table_rows = table_rows, p.inv_freq[1] = inv_freq;
+  p.has_norm = norm, p.rounding = rounding;
   a.wide_positions = a.wide_slots = true;
   p.factor_hi = 1;
   return a;
@@ -63,7 +64,7 @@ py::bytes bytes_of(const Parameter& p) {
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["position_range"] = py::make_tuple(t.first_position, t.last_position);
-  d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
+  d["one_step"] = t.one_step, d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
 }
 
 template <typename... Call>
@@ -74,9 +75,10 @@ py::dict plan(int processors, Call... call) {
   py::dict d;
   add(d, t);
   d["heads_per_thread_block"] = t.heads_per_thread_block;
-  d["starts"] = py::make_tuple(0, t.k_start, t.v_start);
+  d["starts"] = py::make_tuple(0, t.k_start, t.v_start), d["v_pieces"] = t.v_pieces;
   d["position_step"] = t.position_step;
-  d["wide_index"] = plan.wide_index, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["wide_index"] = plan.wide_index, d["general"] = plan.general;
+  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   d["batch"] = a.params.batch, d["seq"] = a.params.seq;
   const RopeParams& p = a.params;
   d["strides"] = py::make_tuple(p.q.in[1], p.q.out[1], p.k.in[1], p.k.out[1], p.v.in[1], p.positions[1], p.slots[1]);
@@ -96,7 +98,8 @@ py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
     d[name] = py::make_tuple(share.parts, share.tokens, share.teams);
   };
   add_share("q", plan.tiling.q), add_share("k", plan.tiling.k);
-  d["wide_index"] = plan.wide_index, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["wide_index"] = plan.wide_index, d["general"] = plan.general;
+  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 
@@ -117,7 +120,7 @@ py::dict plan_tables(const Tokens& tokens, Call... call) {
   const cuda::TablePlan plan = cuda::plan_table_backward(t);
   py::dict d;
   add(d, plan.tiling.tiling);
-  d["blocks_per_row"] = plan.tiling.blocks_per_row, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["heads"] = plan.tiling.heads, d["blocks_per_row"] = plan.tiling.blocks_per_row, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 

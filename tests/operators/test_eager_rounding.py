@@ -1,0 +1,202 @@
+"""Tests that eager_rounding=True gives the bits of the formula in plain PyTorch operators, which the reference is.
+
+tests/integrations/test_eager_bits.py shows that these are the bits of real models.
+"""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from cases import CALLS, DTYPES, SOURCES, covering, make_qk, name_of, some_slots, supported
+from test_norm import WEIGHTS, weight
+
+import torch_rope
+from torch_rope import reference
+
+rope = torch.ops.rope
+# The rounding happens in the same loops as without eager_rounding, so fewer layouts and sources are enough.
+LAYOUTS = ["bshd", "bhsd", "bhds", "odd start"]
+FACTORS = CALLS | {
+    "source": [SOURCES[i] for i in (1, 3, 6, 8, 12)],
+    "q": LAYOUTS,
+    "k": LAYOUTS,
+    "tables": ["dtype of x", "float32"],
+    "attention_factor": [1.0, 1.2079441541679836],
+    "inverse": [False, True],
+}
+LOOPS = [("size", "dtype", "interleaved")]  # which decide which loop or kernel runs
+
+
+def on_cpu(values):
+    return {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in values.items()}
+
+
+def make(case, device):
+    """Returns q, k, the arguments for the angles, and the flags of a call."""
+    table_dtype = torch.float32 if case["tables"] == "float32" else case["dtype"]
+    q, k, angles = make_qk(device, **case, table_dtype=table_dtype)
+    flags = {name: case[name] for name in ("attention_factor", "interleaved", "inverse")}
+    return q, k, angles, flags | {"eager_rounding": True}
+
+
+def tables_of(angles, x):
+    """Returns the angles with tables instead of inv_freq, made by the back end of x. The reference computes frequencies
+    in float64, and their cos and sin may differ in the last bit."""
+    if "inv_freq" not in angles:
+        return angles
+    angles = dict(angles)
+    inv_freq, positions, offset = (angles.pop(name, None) for name in ("inv_freq", "positions", "offset"))
+    positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions.long()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = rope.cos_sin(torch.atleast_2d(positions + (offset or 0)), inv_freq, dtype=dtype)
+    return angles | {"cos": cos, "sin": sin}
+
+
+@pytest.mark.heart
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS), ids=name_of)
+def test_the_bits_are_those_of_plain_operators(case, device):
+    q, k, angles, flags = make(case, device)
+    plain = on_cpu(tables_of(angles, q))
+    expected = [reference.rotate(x.cpu(), **plain, **flags) for x in (q, k)]
+    found = rope.rotate_qk(q, k, **angles, **flags)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f.cpu(), e)
+    assert torch.equal(rope.rotate(q, **angles, **flags), found[0])
+    rope.rotate_qk_(q, k, **angles, **flags)
+    assert torch.equal(q, found[0]) and torch.equal(k, found[1])
+
+
+@pytest.mark.parametrize("case", covering(FACTORS), ids=name_of)
+def test_gradients_have_the_bits_of_autograd_through_plain_operators(case, device):
+    """The second derivative too: the gradient of the gradient with respect to the gradient that comes in."""
+    q, k, angles, flags = make(case, device)
+    given = [torch.randn_like(x.cpu().double()).to(x.dtype) for x in (q, k)]
+    expected = []
+    for x, g in zip((q, k), given, strict=True):
+        x, g = x.detach().cpu().requires_grad_(), g.clone().requires_grad_()
+        out = reference.rotate(x, **on_cpu(tables_of(angles, q)), **flags)
+        (gradient,) = torch.autograd.grad(out, x, g, create_graph=True)
+        expected += [gradient.detach(), torch.autograd.grad(gradient, g, g.detach())[0]]
+    xs = [x.detach().requires_grad_() for x in (q, k)]
+    gs = [g.to(device).requires_grad_() for g in given]
+    found = torch.autograd.grad(rope.rotate_qk(*xs, **angles, **flags), xs, gs, create_graph=True)
+    again = torch.autograd.grad(found, gs, [g.detach() for g in gs])
+    for f, e in zip((found[0], again[0], found[1], again[1]), expected, strict=True):
+        assert torch.equal(f.cpu(), e)
+
+
+@pytest.mark.parametrize("number, dtype", list(itertools.product(range(3), DTYPES)), ids=str)
+def test_any_shape(number, dtype, device):
+    """ROPE_EXAMPLES=500 in the environment tries 500 shapes with each dtype."""
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    draw = random.Random(number)
+    for _ in range(int(os.environ.get("ROPE_EXAMPLES", 30)) // 3):
+        batch, seq, heads, kv_heads = (draw.randint(1, n) for n in (3, 9, 4, 3))
+        pairs, table_dtype = draw.randint(1, 70), draw.choice([dtype, torch.float32])
+        start, rest, flags = draw.randint(0, 9), draw.randint(0, 9), {"interleaved": draw.random() < 0.5}
+        q, k = (torch.randn(batch, seq, n, start + 2 * pairs + rest).to(dtype) for n in (heads, kv_heads))
+        angle = torch.randn(batch, seq, pairs) * 9
+        tables = [t.to(table_dtype) for t in (angle.cos(), angle.sin())]
+        flags |= {"rotary_start": start, "eager_rounding": True}
+        found = rope.rotate_qk(q.to(device), k.to(device), *(t.to(device) for t in tables), **flags)
+        for x, f in zip((q, k), found, strict=True):
+            assert torch.equal(f.cpu(), reference.rotate(x, *tables, **flags)), (x.shape, table_dtype, flags)
+
+
+# ---- with a norm ----
+
+
+def candidates(x, w, norm_eps):
+    """Yields the normalised x for each scale that a sum in another order may give: the exact one and its neighbours."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + norm_eps).to(wide.dtype)
+    for ulps in range(-4, 5):
+        s = scale
+        for _ in range(abs(ulps)):
+            s = torch.nextafter(s, s.new_full((), torch.inf if ulps > 0 else 0.0))
+        normalised = wide * s
+        yield ((normalised.to(x.dtype) if w.dtype == x.dtype else normalised) * w).to(x.dtype)
+
+
+NORM_FACTORS = FACTORS | {"q_weight": WEIGHTS, "k_weight": WEIGHTS, "norm_eps": [1e-6, 1e-2]}
+
+
+def make_norm(case, device):
+    """Returns [q, k, q_norm_weight, k_norm_weight], the arguments for the angles, and the flags of a call."""
+    q, k, angles, flags = make(case, device)
+    flags.pop("inverse")
+    weights = [weight(case[name], q.shape[-1], q.dtype, device) for name in ("q_weight", "k_weight")]
+    return [q, k, *weights], angles, flags
+
+
+@pytest.mark.heart
+@pytest.mark.parametrize("case", covering(NORM_FACTORS, interacting=LOOPS), ids=name_of)
+def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sum(case, device):
+    tensors, angles, flags = make_norm(case, device)
+    found = rope.norm_rotate_qk(*tensors, **angles, norm_eps=case["norm_eps"], **flags)
+    plain = on_cpu(tables_of(angles, tensors[0]))
+    for x, w, f in zip(tensors[:2], tensors[2:], found, strict=True):
+        right = [
+            (reference.rotate(n, **plain, **flags) == f.cpu()).all(-1)
+            for n in candidates(x.cpu(), w.cpu(), case["norm_eps"])
+        ]
+        assert torch.stack(right).any(0).all()
+
+
+@pytest.mark.parametrize("case", covering(NORM_FACTORS), ids=name_of)
+def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, device):
+    """Few elements of a 16-bit gradient have other bits, because sums have another order, and these are neighbours."""
+    tensors, angles, flags = make_norm(case, device)
+    flags["norm_eps"] = case["norm_eps"]
+    leaves = [t.detach().cpu().requires_grad_() for t in tensors]
+    outs = reference.norm_rotate_qk(*leaves, **on_cpu(tables_of(angles, tensors[0])), **flags)
+    given = [torch.randn_like(out.double()).to(out.dtype) for out in outs]
+    expected = torch.autograd.grad(outs, leaves, given)
+    inputs = [t.detach().requires_grad_() for t in tensors]
+    found = torch.autograd.grad(rope.norm_rotate_qk(*inputs, **angles, **flags), inputs, [g.to(device) for g in given])
+    eps = torch.finfo(tensors[0].dtype).eps
+    for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+        assert f.dtype == e.dtype
+        f, e = f.cpu().double(), e.double()
+        if i >= 2:  # a sum over all tokens and heads, which plain operators round in the dtype of x
+            torch.testing.assert_close(f, e, rtol=0, atol=float(16 * eps * e.abs().amax()))
+            continue
+        # A gradient of q or k is a difference of two terms of about this size, which may be much larger.
+        scale = torch.rsqrt(tensors[i].cpu().double().square().mean(-1, keepdim=True) + case["norm_eps"])
+        term = given[i].double().abs().amax(-1, keepdim=True) * leaves[i + 2].abs().amax() * scale
+        assert ((f - e).abs() <= 8 * eps * term).all()
+        if tensors[0].dtype in (torch.bfloat16, torch.float16):
+            assert (f != e).double().mean() < 0.02 + 2 / f.numel()
+
+
+def test_the_cache_gets_the_same_bits(device):
+    for tables, norm in itertools.product(("dtype of x", "float32"), (False, True)):
+        case = {"size": (2, 6, 3, 2, 40, 24), "source": SOURCES[3], "start": "second", "dtype": torch.bfloat16}
+        q, k, angles, flags = make(
+            case | {"tables": tables, "attention_factor": 1.3, "interleaved": True, "inverse": False}, device
+        )
+        flags.pop("inverse")
+        weights = [weight(kind, 40, q.dtype, device) for kind in ("own", "float32")]
+        names = {"q_norm_weight": weights[0], "k_norm_weight": weights[1]} if norm else {}
+        op = rope.norm_rotate_qk if norm else rope.rotate_qk
+        expected = op(q, k, *(weights if norm else ()), **angles, **flags)
+        caches = [torch.zeros(3, 8, 2, 40, dtype=q.dtype, device=device) for _ in "kv"]
+        slots = some_slots((2, 6), 24, torch.int64, device, skipped=0)
+        rope.rotate_into_cache_(q, k, k, *caches, **angles, slots=slots, **names, **flags)
+        assert torch.equal(q, expected[0])
+        assert torch.equal(caches[0].flatten(0, 1)[slots], expected[1])
+        assert torch.equal(caches[1].flatten(0, 1)[slots], k)
+
+
+def test_the_default_rounds_once(device):
+    """The two modes differ, so a test of one would find the other."""
+    x = torch.randn(1, 50, 4, 64).bfloat16().to(device)
+    cos, sin = (
+        t.bfloat16()
+        for t in torch_rope.cos_sin(torch.arange(50, device=device), torch_rope.inv_freq(64, device=device))
+    )
+    once, eager = (rope.rotate(x, cos, sin, eager_rounding=eager) for eager in (False, True))
+    assert 0.1 < (once != eager).float().mean() < 0.9
