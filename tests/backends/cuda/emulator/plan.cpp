@@ -64,7 +64,8 @@ py::bytes bytes_of(const Parameter& p) {
 void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["position_range"] = py::make_tuple(t.first_position, t.last_position);
-  d["one_step"] = t.one_step, d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors, d["narrow_slots"] = t.narrow_slots;
+  d["one_step"] = t.one_step, d["narrow_slots"] = t.narrow_slots;
+  d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors;
 }
 
 template <typename... Call>
@@ -120,7 +121,8 @@ py::dict plan_tables(const Tokens& tokens, Call... call) {
   const cuda::TablePlan plan = cuda::plan_table_backward(t);
   py::dict d;
   add(d, plan.tiling.tiling);
-  d["heads"] = plan.tiling.heads, d["blocks_per_row"] = plan.tiling.blocks_per_row, d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["heads"] = plan.tiling.heads, d["blocks_per_row"] = plan.tiling.blocks_per_row;
+  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 
