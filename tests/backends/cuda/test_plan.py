@@ -218,11 +218,16 @@ def test_aligned_table_rows_are_read_in_vectors(columns, start, step, expected, 
 
 
 @pytest.mark.parametrize("gap, expected", [(8, True), (2, False)])
-def test_tables_of_several_sequences_are_read_in_vectors_if_aligned(gap, expected, plan):
-    good = torch.empty(2, 5, 64, device="meta")
-    table = good.as_strided(good.shape, (5 * 64 + gap, 64, 1))
-    for tables in (table, table), (good, table), (table, good):
-        assert plan(meta(2, 5, 2, 128), rotary_dim=128, tables=tables, by_token=True)["table_vectors"] == expected
+@pytest.mark.parametrize("dimension", range(3))
+def test_tables_of_several_sequences_and_heads_are_read_in_vectors_if_aligned(dimension, gap, expected, plan):
+    by_head, strides = torch.empty(3, 5, 2, 64, device="meta"), [640, 128, 64, 1]
+    strides[dimension] += gap
+    odd = by_head.as_strided(by_head.shape, strides)
+    for good, table, options in (by_head, odd, {}), (by_head[:, :, 0], odd[:, :, 0], {"by_token": True}):
+        if dimension >= table.dim() - 1:
+            continue  # the heads share the table
+        for tables in (table, table), (good, table), (table, good):
+            assert plan(meta(3, 5, 2, 128), rotary_dim=128, tables=tables, **options)["table_vectors"] == expected
 
 
 @pytest.mark.parametrize("axis", ["address", 0, 1, 2])
@@ -298,6 +303,8 @@ def test_element_offsets_of_positions_slots_tables_and_frequencies_count(last, w
         {"tables": (good, of(1, last - 1))},
         {"tables": (of(last - 3, 2, 1), good), "by_token": True},
         {"tables": (good, of(1, last - 3, 2)), "by_token": True},
+        {"tables": (of(1, 2, last - 4, 1), of(1, 1, 1, 1))},
+        {"tables": (of(1, 1, 1, 1), of(1, 2, last - 4, 1))},
         {"inv_freq": of(last)},
     ):
         assert plan(q, q, **options)["wide_index"] == wide
@@ -322,6 +329,40 @@ def test_element_offsets_along_each_axis_of_positions_slots_and_tables_count(las
     by_position = torch.empty(7, 4, device="meta"), of(7, 4, axis=0)
     for tables in by_position, by_position[::-1]:
         assert plan(q, q, rotary_dim=8, tables=tables)["wide_index"] == wide
+
+
+@pytest.mark.parametrize("head_dim, wide", [(4096, True), (4, False)])
+def test_so_many_pieces_of_v_need_numbers_of_64_bits(head_dim, wide, plan):
+    q, (k, v) = meta(1, 1, 1, 2), (torch.empty(0, device="meta").as_strided((1, 1, 2**20, d), (0, 0, 0, 1)) for d in (2, head_dim))  # fmt: skip
+    assert plan(q, k, v, outputs=[k, v])["wide_index"] == wide
+
+
+# ---- general kernels ----
+
+
+def test_a_general_kernel_runs_only_where_it_is_needed(plan, plan_backward):
+    """It reads tables by head, rounds every step, or copies a v with another head_dim."""
+    q, k, narrow, wide = (meta(2, 5, 2, d) for d in (64, 64, 32, 80))
+    by_token = torch.empty(2, 5, 32, device="meta")
+    by_head = by_token.unsqueeze(2).expand(2, 5, 2, 32)
+    for norm in (False, True):
+        usual = {}, {"rounding": 0, "rotary_start": 8, "rotary_dim": 32}, {"tables": [by_token] * 2, "by_token": True}
+        general = {"rounding": 1}, {"rounding": 2}, {"tables": [by_head] * 2}
+        for expected, cases in (False, usual), (True, general):
+            for options in cases:
+                assert plan(q, k, **options, norm=norm)["general"] == expected
+                assert plan(q, k, k, **options, norm=norm, outputs=[k, k])["general"] == expected
+                assert plan_backward(q, k, **options)["general"] == expected
+        for v in (narrow, wide):
+            assert plan(q, k, v, outputs=[k, v], norm=norm)["general"]
+        # Of the kernels for heads that a team holds at once, only those for vectors and offsets of 32 bits are general.
+        for layout, x_dtype in ("bshd", torch.float32), ("every second channel", torch.bfloat16):
+            x = meta(2, 5, 2, 64, dtype=x_dtype, layout=layout)
+            for rounding in (0, 1):
+                p = plan(x, x, rounding=rounding, norm=True)
+                assert p["one_step"] == (rounding == 0 or p["vectors"])
+    far = q.as_strided(q.shape, (2**31, 128, 64, 1))
+    assert plan(far, norm=True)["one_step"] and not plan(far, norm=True, rounding=1)["one_step"]
 
 
 @pytest.mark.parametrize(
@@ -357,9 +398,10 @@ def test_positions_are_within_the_table_and_the_cache(plan):
 
 
 def heads_of(plan, heads):
-    """Returns how often each head of q, k and v is taken. The teams of a thread block take the heads of its share, a part of
-    the list of all heads, in turns."""
+    """Returns how often each head of q and k, and each piece of a head of v, is taken. The teams of a thread block take the
+    heads of its share, a part of the list of all heads, in turns."""
     _, teams, _ = plan["block"]
+    heads = [*heads[:2], heads[2] * plan["v_pieces"]]
     assert plan["starts"] == (0, heads[0], heads[0] + heads[1])
     counts = [0] * sum(heads)
     for first in range(0, plan["grid"][1] * plan["heads_per_thread_block"], plan["heads_per_thread_block"]):
@@ -369,23 +411,26 @@ def heads_of(plan, heads):
     return [counts[start : start + n] for start, n in zip(plan["starts"], heads, strict=True)]
 
 
-def channels_of(plan, head_dim, rotary_dim, norm):
+def channels_of(plan, head_dim, rotary_dim, rotary_start, norm):
     """Returns how often each channel of a head is written, with the channels of Chunk in device.cuh."""
+
+    def other(i):  # channel i of those that are not rotated
+        return i if i < rotary_start else i + rotary_dim
+
     vector, chunks, rotated, threads = plan["vector"], plan["chunks"], plan["rotated"], plan["block"][0]
     counts = [0] * head_dim
     for thread in range(threads):
         step = threads if norm or vector == 1 else chunks
         for chunk in range(thread, chunks, step):
             if chunk < rotated:
-                starts = [chunk * vector, chunk * vector + rotary_dim // 2]
+                starts = [rotary_start + chunk * vector + half for half in (0, rotary_dim // 2)]
             else:
-                starts = [rotary_dim + (chunk - rotated) * vector]
-                starts.append(starts[0] + (chunks - rotated) * vector)
+                starts = [(chunk - rotated) * vector, (chunk - 2 * rotated + chunks) * vector]
+                starts = [other(start) for start in starts if start < head_dim - rotary_dim]
             for start in starts:
-                if start < head_dim:
-                    assert start + vector <= head_dim
-                    for channel in range(start, start + vector):
-                        counts[channel] += 1
+                assert start + vector <= head_dim
+                for channel in range(start, start + vector):
+                    counts[channel] += 1
     return counts
 
 
@@ -402,22 +447,26 @@ def random_size(draw):
     q_heads, k_heads = draw.choice([1, 2, 3, 8, 32, 71, 300]), draw.choice([0, 1, 2, 8, 40])
     head_dim = draw.choice([2, 7, 24, 64, 80, 100, 128, 256, 640, 2032, 2050, 4098])
     rotary_dim = draw.choice([head_dim // 2 * 2, draw.randint(0, head_dim // 2) * 2, head_dim // 4 * 2])
-    return batch, seq, q_heads, k_heads, head_dim, rotary_dim
+    rest = head_dim - rotary_dim
+    rotary_start = draw.choice([0, rest, rest // 16 * 8, draw.randint(0, rest)])
+    return batch, seq, q_heads, k_heads, head_dim, {"rotary_dim": rotary_dim, "rotary_start": rotary_start}
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(200))
 def test_every_head_token_and_channel_is_taken_once(seed, plan):
     draw = random.Random(seed)
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
+    batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
+    rotary_dim = rotated["rotary_dim"]
     dtype, kind, norm = draw.choice(DTYPES), draw.choice(["new", "in place", "cache"]), draw.random() < 0.4
     q, k = (
         meta(batch, seq, h, head_dim, dtype=dtype, layout=draw.choice(["bshd", "bhsd", "packed", "odd start"]))
         for h in (q_heads, k_heads)
     )
-    options = {"rotary_dim": rotary_dim, "norm": norm, "processors": draw.choice([1, 20, H200])}
+    options = rotated | {"norm": norm, "rounding": draw.randrange(3), "processors": draw.choice([1, 20, H200])}
+    v_dim = draw.choice([head_dim, 2 * head_dim, head_dim // 2, 3 * head_dim + 1, draw.randint(1, 2 * head_dim)])
     if kind == "cache":
-        tensors = [q, k, k]
-        options["outputs"] = [meta(batch + 1, 5000, k_heads, head_dim, dtype=dtype) for _ in "kv"]
+        tensors = [q, k, meta(batch, seq, k_heads, v_dim, dtype=dtype)]
+        options["outputs"] = [meta(batch + 1, 5000, k_heads, d, dtype=dtype) for d in (head_dim, v_dim)]
     else:
         tensors = draw.choice([[q], [q, k]])
         options["in_place"] = kind == "in place" and not norm
@@ -431,8 +480,11 @@ def test_every_head_token_and_channel_is_taken_once(seed, plan):
     assert_within_limits(p, norm)
     assert p["batch"] * p["seq"] == batch * seq and p["grid"][2] == p["batch"]
     assert (p["grid"][0] - 1) * p["block"][2] < p["seq"] <= p["grid"][0] * p["block"][2]
-    assert heads_of(p, heads) == [[1] * n for n in heads]
-    assert channels_of(p, head_dim, rotary_dim, norm) == [1] * written + [0] * (head_dim - written)
+    pieces = math.ceil(v_dim / head_dim) if kind == "cache" else 0
+    assert p["v_pieces"] == pieces and heads_of(p, heads) == [[1] * heads[0], [1] * heads[1], [1] * heads[2] * pieces]
+    start = rotated["rotary_start"]
+    expected = [int(written == head_dim or start <= channel < start + rotary_dim) for channel in range(head_dim)]
+    assert channels_of(p, head_dim, **rotated, norm=norm) == expected
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -553,6 +605,7 @@ def test_a_decode_step_is_one_sequence(layout, plan):
         {"positions": each},
         {"tables": (tokens, tokens), "by_token": True},
         {"tables": (tokens[0], tokens[0]), "by_token": True},
+        {"tables": [tokens.unsqueeze(2).expand(300, 1, 2, 32)] * 2},
     ):
         for p in (plan(q, k, **options), plan(q, in_place=True, **options)):
             assert merged(p) and p["seq"] == 300 and p["position_step"] == ("positions" in options)
@@ -566,7 +619,12 @@ def test_sequences_that_follow_each_other_in_memory_are_merged(plan):
     """Their positions, or the rows of a table by token, must follow each other too."""
     q, k = meta(3, 7, 8, 64), meta(3, 7, 2, 64, layout="packed")
     positions, tokens = torch.empty(3, 7, device="meta"), torch.empty(3, 7, 32, device="meta")
-    for options in ({"positions": positions}, {"tables": (tokens, tokens), "by_token": True}):
+    by_head = torch.empty(3, 7, 8, 32, device="meta")
+    for options in (
+        {"positions": positions},
+        {"tables": (tokens, tokens), "by_token": True},
+        {"tables": [by_head] * 2},
+    ):
         p = plan(q, k, **options)
         assert merged(p) and p["seq"] == 21 and p["position_step"] == 1
         assert p["strides"][:4] == (8 * 64, 8 * 64, 5 * 64, 5 * 64)
@@ -588,6 +646,7 @@ def test_sequences_are_not_merged_if_strides_or_positions_differ(plan):
         plan(q[:, 1:], k[:, 1:], positions=positions[:, 1:]),
         plan(q, k, outputs=[q, meta(3, 7, 2, 64, layout="bhsd")], positions=positions),
         plan(q, k, tables=(tokens[0], tokens[0]), by_token=True),
+        plan(q, k, tables=[torch.empty(1, 7, 8, 32, device="meta").expand(3, 7, 8, 32)] * 2),
         plan(q, k, tables=(tokens, other), by_token=True),
         plan(q, k, tables=(other, tokens), by_token=True),
         plan(q, k, k, outputs=[cache, cache], positions=positions),  # sequence b is written to block b
@@ -605,14 +664,14 @@ def test_sequences_are_not_merged_if_strides_or_positions_differ(plan):
 @pytest.mark.parametrize("seed", range(100))
 def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
     draw = random.Random(seed)
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
+    batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
     dtype = draw.choice(DTYPES)
     q, k = (meta(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
-    p = plan_backward(q, k, rotary_dim=rotary_dim)
+    p = plan_backward(q, k, **rotated, rounding=(rounding := draw.randrange(2)))
     assert_within_limits(p, norm=True)
     (lanes, teams, one), tokens = p["block"], batch * seq
     wide = p["chunks"] > WARP  # then a thread block is one team, which takes one head at a time
-    at_once = 1 if wide else 2
+    at_once = 1 if wide or rounding else 2
     assert lanes * teams == (WARP if wide else THREADS) and one == 1
     assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1) and p["grid"][0] <= MOST_PARTS + 1
     for heads, (parts, part_tokens, head_teams) in (q_heads, p["q"]), (k_heads, p["k"]):
@@ -631,7 +690,7 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
         steps = range(0, heads, at_once * head_teams)
         taken = [first + i * head_teams + team for first in steps for i in range(at_once) for team in range(head_teams)]
         assert [head for head in taken if head < heads] == list(range(heads))
-    assert channels_of(p, head_dim, rotary_dim, norm=True) == [1] * head_dim
+    assert channels_of(p, head_dim, **rotated, norm=True) == [1] * head_dim
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (64, 8), (8, 8), (3, 24)], ids=str)
@@ -673,11 +732,15 @@ def taken(heads, entries, copies, teams):
     return counts
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(150))
 def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_tables):
     draw = random.Random(seed)
-    batch, seq, q_heads, k_heads, head_dim, rotary_dim = random_size(draw)
-    dtype, listed, own = draw.choice(DTYPES), draw.random() < 0.5, draw.random() < 0.5
+    batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
+    rotary_dim = rotated["rotary_dim"]
+    dtype, listed, own, by_head = draw.choice(DTYPES), *(draw.random() < 0.5 for _ in range(3))
+    if by_head:
+        listed, k_heads = False, min(k_heads, 1) * q_heads
+        rotated["tables"] = [torch.empty(1, 1, 1, 1, device="meta").expand(batch, seq, q_heads, rotary_dim // 2)] * 2
     layouts = [draw.choice(["bshd", "bhsd", "packed", "odd start"]) for _ in "qkqk"]
     heads = [q_heads, k_heads, q_heads, k_heads]
     q, k, *x = (
@@ -686,7 +749,9 @@ def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_t
     entries, copies = (batch * seq, 1) if own else (seq, batch)
     rows = draw.choice([1, 16, 5000]) if listed else entries
     tokens = {"rows": rows, "copies": copies, "entries": entries, "listed": listed}
-    p = plan_tables(q, k, outputs=x, rotary_dim=rotary_dim, **tokens)
+    p = plan_tables(q, k, outputs=x, **rotated, **tokens)
+    if by_head:
+        rows *= q_heads
     if rotary_dim == 0:
         assert p["grid"] == (0, 0, 0)
         return
@@ -696,7 +761,7 @@ def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_t
         p["chunks"] == p["rotated"] == rotary_dim // 2 // p["vector"] and (per_row - 1) * x < p["chunks"] <= per_row * x
     )
     assert (blocks // per_row - 1) * z < rows <= blocks // per_row * z and blocks % per_row == 0
-    for h in (h for h in (q_heads, k_heads) if h):
+    for h in {min(h, 1) if by_head else h for h in (q_heads, k_heads)} - {0}:
         for of_row in {0, 1, 3} | {entries // rows} if listed else {1}:
             if of_row * copies * h < 20000:
                 assert set(taken(h, of_row, copies, y)) <= {1}
