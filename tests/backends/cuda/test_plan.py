@@ -355,7 +355,7 @@ def test_a_general_kernel_runs_only_where_it_is_needed(plan, plan_backward):
                 assert plan_backward(q, k, **options)["general"] == expected
         for v in (narrow, wide):
             assert plan(q, k, v, outputs=[k, v], norm=norm)["general"]
-        # Of the kernels for heads that a team holds at once, only those for vectors and offsets of 32 bits are general.
+        # A norm of a whole head at once has a general kernel only for vectors and offsets of 32 bits.
         for layout, x_dtype in ("bshd", torch.float32), ("every second channel", torch.bfloat16):
             x = meta(2, 5, 2, 64, dtype=x_dtype, layout=layout)
             for rounding in (0, 1):
