@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
+#include <ATen/cpu/Utils.h>
 
 #include <algorithm>
 #include <memory>
@@ -19,8 +20,8 @@ const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
 #if defined(__x86_64__)
     const std::string capability = at::get_cpu_capability();
-    if (capability == "AVX512") return avx512;
-    if (capability == "AVX2") return avx2;
+    if (capability == "AVX512" && at::cpu::is_avx512_vnni_supported()) return avx512;
+    if (capability == "AVX512" || capability == "AVX2") return avx2;
 #endif
     return plain;
   }();

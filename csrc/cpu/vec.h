@@ -17,10 +17,10 @@
 #if defined(ROPE_AVX512)
 #define ROPE_VECTOR_BYTES 64
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), \
                              apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #endif
 #elif defined(ROPE_AVX2)
 #define ROPE_VECTOR_BYTES 32
@@ -234,10 +234,10 @@ inline Floats odd_elements(u32v lanes) { return Floats(f32v(lanes & 0xffff0000u)
 // Rounds to bfloat16, which is then the high half of each lane. The low half has no meaning.
 inline u32v rounded_high(Floats a) {
 #if defined(ROPE_AVX512)
-  // Adds 0x8000 instead of 0x7fff where the last bit that is kept is 1. A masked addition takes fewer instructions.
-  const __m512i u = __m512i(a.v), below = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
-  const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
-  return u32v(_mm512_mask_add_epi32(below, odd, u, _mm512_set1_epi32(0x8000)));
+  // The two halves of a lane of `more` are the last bit that is kept and 0x7fff. One instruction adds both to the lane.
+  const __m512i u = __m512i(a.v);
+  const __m512i more = _mm512_ternarylogic_epi32(u, _mm512_set1_epi32(0x10000), _mm512_set1_epi32(0x7fff), 0xea);
+  return u32v(_mm512_dpwssd_epi32(u, more, _mm512_set1_epi16(1)));
 #else
   const u32v u = u32v(a.v);
   return u + 0x7fff + ((u >> 16) & 1);

@@ -525,8 +525,10 @@ struct AnglesOf {
       finish_row();
     }
     if constexpr (general) {
-      if (a.params.rounding == kEachNarrow) return rotate_eagerly<interleaved>(n, angles, rounded_to<T>);
-      if (a.params.rounding == kEachWide) return rotate_eagerly<interleaved>(n, angles, [](A x) { return x; });
+      if (a.params.rounding != kOnce) {
+        const bool narrow = a.params.rounding == kEachNarrow;
+        return rotate_eagerly<interleaved>(n, angles, [=](A x) { return narrow ? rounded_to<T>(x) : x; });
+      }
     }
     cuda::rotate<interleaved>(n, angles);
   }

@@ -247,7 +247,7 @@ MUTANTS = [
     ("bfloat16 is truncated", VEC, "out.bits = uint16_t((u «+ 0x7fffu + ((u >> 16) & 1)») >> 16);", ""),
     ("ties of bfloat16 are rounded away from zero", VEC, "(u + 0x7fffu + «((u >> 16) & 1)») >> 16", "1"),
     ("ties of vectors of bfloat16 are rounded away from zero", VEC, "return u + 0x7fff + «((u >> 16) & 1)»;", "u32v{} + 1"),
-    ("ties of vectors of bfloat16 are rounded down with AVX-512", VEC, "_mm512_mask_add_epi32(below, «odd», u", "__mmask16(0)"),
+    ("ties of vectors of bfloat16 are rounded down with AVX-512", VEC, "_mm512_ternarylogic_epi32(u, «_mm512_set1_epi32(0x10000)», _mm512", "_mm512_setzero_si512()"),
     ("a vector of bfloat16 is not rounded", VEC, "if constexpr (__is_same(T, bf16)) return «odd_elements(rounded_high(a))»;", "a"),
     ("a vector of float16 is not rounded", VEC, "store(narrow, a);\n    return «load(narrow)»;", "a"),
     ("a number is not rounded", VEC, "round_to(x, narrow);\n  return «to_arithmetic(narrow)»;", "x"),

@@ -28,7 +28,7 @@ WATCHED = (
     " -fsanitize=thread,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds,float-cast-overflow"
     " --param tsan-instrument-func-entry-exit=0"
 )
-OPTIMISED = {"emulator.cpp": "-O2", "module.cpp": "-O0"}  # to optimise pybind11's templates takes long
+OPTIMISED = {"": "-O1", "emulator.cpp": "-O2", "module.cpp": "-O0"}  # to optimise pybind11's templates takes long
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 # The kernels compile twice as fast without the checks that WATCHED has too, and without that of null pointers, an
 # access to which AddressSanitizer reports too.
@@ -37,53 +37,61 @@ SANITIZED_KERNEL = (
 )
 
 
-def _ninja(folder: Path, sanitize: bool) -> str:
-    """Returns the text of build.ninja."""
+def _ninja(folder: Path) -> str:
+    """Returns the text of build.ninja, which makes checked/_C.so and asan/_C.so. They share the objects in `common`."""
 
     def sources_of(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
     kernels = [*sources_of("csrc/cuda/*.cu"), "benchmarks/peers.cu", f"{HERE}/selftest.cu"]
-    hosts = [s for room in ("", "autograd/", "cuda/") for s in sources_of(f"csrc/{room}*.cpp")]
+    hosts = [s for room in ("", "autograd/") for s in sources_of(f"csrc/{room}*.cpp")]
     hosts.remove("csrc/module.cpp")
     torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
     python = f"-isystem {sysconfig.get_path('include')}"
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
-    host = SANITIZED if sanitize else ""
+    compile_ = f"g++ $in -c -o $out -MMD -MF $out.d {COMMON} $flags -I{HERE}/cuda"
     lines = [
         f"builddir = {folder}",
         "rule kernel",
-        f"  command = g++ -x c++ $in -c -o $out -MMD -MF $out.d {COMMON} {KERNEL} {SANITIZED_KERNEL if sanitize else WATCHED} -I{HERE}/cuda",
+        f"  command = {compile_.replace('g++', 'g++ -x c++')} {KERNEL}",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule host",
-        f"  command = g++ $in -c -o $out -MMD -MF $out.d {COMMON} -DROPE_CUDA_KEY=CPU $optimise {host} -I{HERE}/cuda {torch_paths} {python}",
+        f"  command = {compile_} -DROPE_CUDA_KEY=CPU {torch_paths} {python}",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule link",
-        f"  command = g++ -shared $in -o $out {host} {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
+        f"  command = g++ -shared $in -o $out $flags {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
-    # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared memory.
-    sources = [*kernels, f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", *hosts]
-    objects = {source: folder / (source.replace("/", "_") + ".o") for source in sources}
-    for source, made in objects.items():
-        lines.append(f"build {made}: {'kernel' if source in kernels else 'host'} {source}")
-        lines.append(f"  optimise = {OPTIMISED.get(Path(source).name, '-O0' if sanitize else '-O1')}")
-    lines.append(f"build {folder}/_C.so: link {' '.join(map(str, objects.values()))}")
+
+    def objects(kind: str, rule: str, sources: list[str], flags: dict[str, str]) -> list[str]:
+        made = []
+        for source in sources:
+            made.append(f"{folder}/{kind}/{source.replace('/', '_')}.o")
+            lines.extend([f"build {made[-1]}: {rule} {source}", f"  flags = {flags.get(Path(source).name, flags[''])}"])
+        return made
+
+    common = objects("common", "host", hosts, {"": "-O1"})
+    own = [f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", "csrc/cuda/cuda.cpp"]
+    for kind, kernel_flags, flags in ("checked", WATCHED, OPTIMISED), ("asan", SANITIZED_KERNEL, {"": SANITIZED}):
+        # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared memory.
+        made = objects(kind, "kernel", kernels, {"": kernel_flags}) + objects(kind, "host", own, flags)
+        lines.append(f"build {folder}/{kind}/_C.so: link {' '.join(made + common)}")
+        lines.append(f"  flags = {SANITIZED if kind == 'asan' else ''}")
     return "\n".join(lines) + "\n"
 
 
 def build(sanitize: bool = False) -> Path:
     """Builds the module if its sources have changed, and returns its path."""
-    configuration = f"emulator-{'asan' if sanitize else 'checked'}"
-    folder = Path("build", f"{configuration}-{sys.implementation.cache_tag}-torch-{torch.__version__}")
+    folder = Path("build", f"emulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
+    library = folder / ("asan" if sanitize else "checked") / "_C.so"
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ROOT / folder / "build.ninja").write_text(_ninja(folder, sanitize))
+        (ROOT / folder / "build.ninja").write_text(_ninja(folder))
         jobs = os.environ.get("MAX_JOBS", "2")
         made = subprocess.run(
-            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs],
+            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, library],
             cwd=ROOT,
             env={
                 name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
@@ -94,7 +102,7 @@ def build(sanitize: bool = False) -> Path:
         )
         if made.returncode:
             raise RuntimeError(made.stdout)
-    return ROOT / folder / "_C.so"
+    return ROOT / library
 
 
 def load(path: Path):
