@@ -29,10 +29,10 @@ SHOWN = "sm_90"
 
 # The kernels that are judged, in bfloat16 with half-split pairs: (name, its template arguments, the call that it runs).
 JUDGED = [
-    ("rotate", r"rotate_kernel<bfloat16, 8, false, false, int>", "rotate"),
-    ("cache", r"rotate_kernel<bfloat16, 8, true, false, int>", "cache"),
-    ("norm", r"norm_kernel<bfloat16, 8, true, false, int>", "norm cache"),
-    ("norm backward", r"norm_backward_kernel<bfloat16, 8, true, false, int>", None),
+    ("rotate", r"rotate_kernel<bfloat16, 8, false, false, int, false>", "rotate"),
+    ("cache", r"rotate_kernel<bfloat16, 8, true, false, int, false>", "cache"),
+    ("norm", r"norm_kernel<bfloat16, 8, true, false, int, false>", "norm cache"),
+    ("norm backward", r"norm_backward_kernel<bfloat16, 8, true, false, int, false>", None),
 ]
 CALLS = ["rotate", "cache", "norm cache"]
 HEADS = [(32, 8), (8, 1), (64, 8)]

@@ -407,10 +407,10 @@ def cuda_kernels(_: list[dict]) -> str:
     rows = json.loads((FOLDER / "kernels.json").read_text())["kernels"]
     known = {x["kernel"]: x for x in rows if x["arch"] == "sm_90"}
     names = {
-        "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int>",
-        "`rotate_into_cache_`": "rotate_kernel<bfloat16, 8, true, {}, int>",
-        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, {}, int>",
-        "backward of `norm_rotate_qk`": "norm_backward_kernel<bfloat16, 8, true, {}, int>",
+        "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int, false>",
+        "`rotate_into_cache_`": "rotate_kernel<bfloat16, 8, true, {}, int, false>",
+        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, {}, int, false>",
+        "backward of `norm_rotate_qk`": "norm_backward_kernel<bfloat16, 8, true, {}, int, false>",
         "gradients of cos and sin": "table_backward_kernel<bfloat16, 8, {}>",
     }
     cells = []

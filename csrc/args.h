@@ -51,7 +51,7 @@ struct CosSinArgs {
   CosSinParams params;
   double attention_factor;           // for float64 arithmetic; params has it for float32
   DType dtype, inv_freq_dtype;       // dtype is that of cos and sin
-  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs], with the strides in params
+  const void *positions, *inv_freq;  // [axes, tokens], [axes, pairs] or [2, axes, pairs], with the strides in params
   void *cos, *sin;                   // [tokens, pairs], contiguous, aligned to 16 bytes
 };
 

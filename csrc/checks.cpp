@@ -146,7 +146,7 @@ void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& so
                    " is larger than head_dim", advice);
   if (call.rotary_start == 0) return;
   ROPE_CHECK_VALUE(call.rotary_start > 0, "rotary_start is ", call.rotary_start, " but must be at least 0");
-  ROPE_CHECK_VALUE((half * 2 + call.rotary_start).sym_le(head_dim), "rotary_start is ", call.rotary_start,
+  ROPE_CHECK_VALUE((head_dim - half * 2).sym_ge(call.rotary_start), "rotary_start is ", call.rotary_start,
                    " but must be at most ", head_dim - half * 2, ", because ", call.q_name(), " has head_dim ",
                    head_dim, " and ", half * 2, " channels are rotated");
 }

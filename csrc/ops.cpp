@@ -14,7 +14,7 @@ struct Meta : AnyBackend {
 
 // The kernel of every operator for tensors that no back end takes, and for None. It raises the error.
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::string name = "rope." + op.schema().name().substr(6);  // without "rope::"
+  const std::string name = python_name(op);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
   for (size_t i = 0; i < values.size(); i++) {

@@ -69,6 +69,12 @@ struct Unpacked<R(const A&, Own...)> : UnpackedAs<A, R, Types<Own...>, TypesOf<A
 template <auto f>
 constexpr auto* kernel = &Unpacked<std::remove_pointer_t<decltype(f)>>::template kernel<f>;
 
+// Returns the name of an operator as messages have it, such as rope.rotate_.
+inline std::string python_name(const c10::OperatorHandle& op) {
+  std::string name = op.schema().name();  // rope::rotate_
+  return name.replace(name.find("::"), 2, ".");
+}
+
 // ---- the operators ----
 
 // A back end inherits from this struct, and may hide its function by a quicker one.

@@ -15,7 +15,7 @@ namespace rope {
 enum AngleSource : int {
   kTableByPosition = 0,  // cos, sin: [max_position, rotary_dim / 2]
   kTableByToken = 1,     // cos, sin: [batch or 1, seq, rotary_dim / 2]
-  kInvFreq = 2,          // inv_freq: [rotary_dim / 2]
+  kInvFreq = 2,          // inv_freq: [rotary_dim / 2] or [2, rotary_dim / 2]
   kTableByHead = 3,      // cos, sin: [batch or 1, seq, heads, rotary_dim / 2]
 };
 

@@ -585,8 +585,8 @@ def from_config(config: Any, layer_type: str | None = None, seq_len: int | None 
         seq_len: the length of the sequence, for dynamic and longrope, which depend on it. Other kinds ignore it.
 
     If a dict leaves an entry out, the value is the one that transformers fills in for its model_type, for the families
-    in docs/families.md. For any other family, base is 10000, and ``hidden_size // num_attention_heads`` channels are
-    rotated. If the rope_type is "default", partial_rotary_factor is ignored for the families whose model ignores it,
+    in docs/families.md. For any other family that has an entry about a rotation, base is 10000, and
+    ``hidden_size // num_attention_heads`` channels are rotated. If the rope_type is "default", partial_rotary_factor is ignored for the families whose model ignores it,
     such as Llama (torch_rope.families.WHOLE_HEADS).
 
     The result does not say whether a layer rotates at all (some layers of Llama 4, SmolLM3 and Cohere 2 do not), nor

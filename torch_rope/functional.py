@@ -22,10 +22,17 @@ from torch_rope.frequencies import on_device
 _ops = torch.ops.rope
 
 
-def _check_offset(op: str, offset: int | torch.SymInt) -> None:
-    """Raises ValueError if offset is no int64. torch has raised RuntimeError then, whose message is unclear."""
-    if isinstance(offset, int) and not -(2**63) <= offset < 2**63:
-        raise ValueError(f"rope.{op}: offset is {offset} but must be at least -2**63 and below 2**63") from None
+def _check_int64(op: str, **given: int | torch.SymInt) -> None:
+    """Raises ValueError if an argument is no int64. torch has raised RuntimeError then, whose message is unclear."""
+    for name, n in given.items():
+        if isinstance(n, int) and not -(2**63) <= n < 2**63:
+            raise ValueError(f"rope.{op}: {name} is {n} but must be at least -2**63 and below 2**63") from None
+
+
+def _newer_flags(rotary_start: int, eager_rounding: bool) -> dict:
+    if not (rotary_start or eager_rounding):
+        return {}
+    return {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
 
 
 def _flags(attention_factor: float, interleaved: bool, inverse: bool, rotary_start: int, eager_rounding: bool) -> dict:
@@ -34,9 +41,7 @@ def _flags(attention_factor: float, interleaved: bool, inverse: bool, rotary_sta
     if attention_factor == 1.0 and not (interleaved or inverse or rotary_start or eager_rounding):
         return {}
     flags = {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
-    if rotary_start or eager_rounding:
-        flags |= {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
-    return flags
+    return flags | _newer_flags(rotary_start, eager_rounding)
 
 
 def _norm_flags(
@@ -46,9 +51,7 @@ def _norm_flags(
     if norm_eps == 1e-6 and attention_factor == 1.0 and not (interleaved or rotary_start or eager_rounding):
         return {}
     flags = {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
-    if rotary_start or eager_rounding:
-        flags |= {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
-    return flags
+    return flags | _newer_flags(rotary_start, eager_rounding)
 
 
 def inv_freq(
@@ -258,7 +261,7 @@ def rotate(
             **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("rotate", offset)
+        _check_int64("rotate", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -307,7 +310,7 @@ def rotate_(
             **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("rotate_", offset)
+        _check_int64("rotate_", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -363,7 +366,7 @@ def rotate_qk(
             **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("rotate_qk", offset)
+        _check_int64("rotate_qk", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -414,7 +417,7 @@ def rotate_qk_(
             **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("rotate_qk_", offset)
+        _check_int64("rotate_qk_", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -449,8 +452,8 @@ def norm_rotate_qk(
     rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
     between the norm and the rotation, unless eager_rounding is True: then the normalised x is rounded to the dtype of x,
     multiplied by a weight of that dtype and rounded again, as in Qwen3, or multiplied by a float32 weight and rounded
-    once, as in Gemma 3; only the order of the sum of squares differs from PyTorch's. The squares are summed in float32 (float64 if q is float64), and overflow for the
-    same values as in PyTorch's rms_norm.
+    once, as in Gemma 3; only the order of the sum of squares differs from PyTorch's. The squares are summed in float32
+    (float64 if q is float64), and overflow for the same values as in PyTorch's rms_norm.
 
     Returns:
         (q, k), each with the shape and dtype of its argument.
@@ -485,7 +488,7 @@ def norm_rotate_qk(
             **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("norm_rotate_qk", offset)
+        _check_int64("norm_rotate_qk", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -584,5 +587,5 @@ def rotate_into_cache(
             **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_offset("rotate_into_cache_", offset)
+        _check_int64("rotate_into_cache_", offset=offset, rotary_start=rotary_start)
         raise

@@ -43,8 +43,9 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
             f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {inv_freq.shape[-1]} numbers that are at "
             "least 0, one for each frequency"
         )
-    rows = torch.tensor([[a == axis for a in axes] for axis in range(max(axes, default=-1) + 1)], dtype=torch.bool)
-    return torch.where(rows.view(-1, len(axes)).to(inv_freq.device), inv_freq.unsqueeze(-2), 0.0)
+    numbers = torch.arange(max(axes, default=-1) + 1).unsqueeze(-1)
+    follows = numbers == torch.tensor(axes, dtype=torch.long)  # [max(axes) + 1, pairs]
+    return torch.where(follows.to(inv_freq.device), inv_freq.unsqueeze(-2), 0.0)
 
 
 def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:

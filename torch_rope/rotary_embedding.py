@@ -170,7 +170,7 @@ class RotaryEmbedding(nn.Module):
                 tensor, it must hold the positions of all ranks.
         """
         shape = q.shape
-        if self._rotates_all and shape[-1] != self.head_dim:
+        if self._rotates_all and len(shape) > 2 and shape[-1] != self.head_dim:
             raise ValueError(
                 f"torch_rope.RotaryEmbedding: q has head_dim {shape[-1]} but must have head_dim {self.head_dim}, as "
                 f"the module has; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
@@ -218,6 +218,8 @@ class RotaryEmbedding(nn.Module):
         if not isinstance(length, Tensor):
             if length <= self._changes_above:
                 return inv_freq
+            if inv_freq.dim() == 2 and self._is_filled("inv_freq"):  # two parts, because the device has no float64
+                return frequencies.on_device(self._dynamic(self._inv_freq, length), inv_freq.device)
             length = torch.full((), length, dtype=inv_freq.dtype, device=inv_freq.device)
         factor = self.arguments["factor"]
         s = (factor * length.to(inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
@@ -275,11 +277,15 @@ class RotaryEmbedding(nn.Module):
 
         PyTorch calls this method in ``to``, ``half``, ``cuda``, ``to_empty``, ``share_memory`` and so on, with a
         function fn for every tensor of the module. fn may cast floating-point tensors, so it gets integers of the same
-        memory.
+        memory. In ``type`` it casts these too; then only its device counts.
         """
 
         def move(t: Tensor) -> Tensor:
-            return fn(_integers(t)).view(t.dtype) if t.is_floating_point() else fn(t)
+            if not t.is_floating_point():
+                return fn(t)
+            integers = _integers(t)
+            moved = fn(integers)
+            return (moved if moved.dtype == integers.dtype else integers.to(moved.device)).view(t.dtype)
 
         filled = {name: self._buffers.pop(name) for name in self._names if self._is_filled(name)}
         on_meta = [name for name in self._names if getattr(self._buffers.get(name), "is_meta", False)]
@@ -304,7 +310,7 @@ class RotaryEmbedding(nn.Module):
         """
         buffer = self.__dict__.get("_buffers", {}).get(name)
         super().__setattr__(name, value)
-        if buffer is not None and buffer.is_meta and isinstance(value, Tensor) and not value.is_meta:
+        if buffer is not None and buffer.is_meta and name in self._buffers and value is not None and not value.is_meta:
             self._fill(value.device, name)
 
     def __delattr__(self, name: str) -> None:

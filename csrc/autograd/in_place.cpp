@@ -21,11 +21,6 @@ void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack* sta
   }
 }
 
-std::string python_name(const c10::OperatorHandle& op) {
-  std::string name = op.schema().name();  // rope::rotate_
-  return name.replace(name.find("::"), 2, ".");
-}
-
 // Returns what a message recommends instead of an in-place operator.
 std::string functional_name(const c10::OperatorHandle& op) {
   std::string name = python_name(op);

@@ -15,7 +15,7 @@
 namespace rope::cpu {
 
 // Returns the kernels for the instruction set that torch itself has chosen, so ATEN_CPU_CAPABILITY=default|avx2 applies
-// to them too.
+// to them too. Those for AVX-512 need its extension VNNI, which the first processors with AVX-512 did not have.
 const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
 #if defined(__x86_64__)

@@ -94,7 +94,7 @@ bool all_sides(const RotateArgs& a, F&& f) {
 inline rope_int last_parameter(const RopeParams& p) {
   const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
   const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
-  const rope_int head = std::max(p.q.heads, p.k.heads) - 1;
+  const rope_int head = p.q.heads - 1;  // k has as many if a table is by head
   const auto last_of = [&](const rope_int* table) {
     return b * table[0] + row * table[1] + head * table[2] + columns * table[3];
   };

@@ -119,8 +119,7 @@ inline bool needs_64_bits(const Tensor& t) {
 // Ends a message about frequencies.
 constexpr const char* kNoFloat64 =
     "float64 but must be float32, because Metal has no float64; pass torch_rope.inv_freq(..., device=\"mps\"), in "
-    "which "
-    "two float32 numbers add up to each frequency";
+    "which two float32 numbers add up to each frequency";
 
 // Returns the name of the dtype of t in Metal. The error message calls t `name`.
 inline const char* type_of(const char* op, const char* name, const Tensor& t) {

@@ -106,7 +106,10 @@ PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES, "cohere2", "nanochat"} - {"gptj", "gemma4", "deepseek_v4"}))
 def test_partial_rotary_factor_is_ignored_if_the_family_ignores_it(family):
-    """Llama, like most families, rotates whole heads if the kind is default. GLM and others rotate a part."""
+    """Llama, like most families, rotates whole heads if the kind is default. GLM and others rotate a part.
+
+    The rope_parameters of the three families that are left out have other entries.
+    """
     config = AutoConfig.for_model(family)
     text = config.get_text_config()
     layer_types = [name for name, value in text.rope_parameters.items() if isinstance(value, dict)]

@@ -324,6 +324,7 @@ EQUIVALENT = [
     (DEVICE, "if («cell.block» < 0) out_end = 0;", "cell.in_block", "a pad has no block and no index in it, and both are -1"),
     (TABLES, "gradients + sequence * «o.in[0]»", "o.out[0]", "these gradients have no result tensor, and the strides of out are those of in"),
     (TABLES, "gradients + sequence * o.in[0] + s * «o.in[1]»", "o.out[1]", "the strides of out are those of in"),
+    (TABLES, "s * o.in[1] + first_head * «o.in[2]»;", "o.out[2]", "the strides of out are those of in"),
     (TABLES, "g + head * «o.in[2]», I(o.in[3])", "o.out[2]", "the strides of out are those of in"),
     (TABLES, "g + head * o.in[2], I(«o.in[3]»)", "o.out[3]", "the strides of out are those of in"),
     (plans.PLAN, "((«p.k.heads || p.v.heads») && !k_in_place)", "*", "if k is not in place, q is not in place either or there is a v"),

@@ -181,7 +181,7 @@ FACTORS = CALLS | {
     "dims": [4, 3],
     "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
     "v": list(LAYOUTS),
-    "v_shape": [None, None, (1, 201), (3, 16), (0, 8)],  # heads and head_dim; None: those of k
+    "v_shape": [None, None, (1, 201), (2, 200), (3, 16), (0, 8)],  # heads and head_dim; None: those of k
     "cache": list(CACHES),
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
     "weights": ["none", "dtype of x", "float32", "strided"],
@@ -662,6 +662,20 @@ def test_empty_tensors_are_accepted(sizes, with_slots, weights, device):
     batch, seq = q.shape[:2]
     slots = some_slots((batch, seq), 32, torch.int64, device) if with_slots else None
     check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
+
+
+@pytest.mark.parametrize("v_layout", ["bshd", "every second channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "k_heads, head_dim, v_shape",
+    [(0, 32, (3, 32)), (2, 32, (2, 72)), (1, 64, (2, 200)), (2, 0, (3, 24)), (1, 0, (1, 2060))],
+    ids=str,
+)
+def test_v_is_written_if_k_has_no_heads_no_channels_or_fewer(k_heads, head_dim, v_shape, dtype, v_layout, device):
+    q, k, v = make_qkv("bshd", "bhsd", v_layout, 2, 5, 4, k_heads, head_dim, dtype, device, v_shape)
+    caches = Caches("blocks", 3, 16, k_heads, head_dim, dtype, device, v_shape)
+    angles = {"inv_freq": torch_rope.inv_freq(head_dim // 2, device=device)}
+    check(q, k, v, caches, angles, some_slots((2, 5), 48, torch.int64, device), {})
 
 
 MOST, LEAST = 2**63 - 1, -(2**63)

@@ -216,6 +216,7 @@ CASES = [
         "rotary_start is 9 but must be at most 8, because {q} has head_dim 16 and 8 channels are rotated",
         rotary_start=9,
     ),
+    bad(f"rotary_start is {2**63 - 1} but must be at most 8", rotary_start=2**63 - 1),
     # inv_freq
     bad(
         "inv_freq has shape [1, 4] but must have shape [rotary_dim / 2] or [2, rotary_dim / 2]",
@@ -917,14 +918,15 @@ def test_tensors_that_no_back_end_takes_are_refused_by_name(op, kind):
             getattr(rope, op)(**given)
 
 
-@pytest.mark.parametrize("offset", [2**63, -(2**63) - 1])
+@pytest.mark.parametrize("n", [2**63, -(2**63) - 1])
+@pytest.mark.parametrize("name", ["offset", "rotary_start"])
 @pytest.mark.parametrize("op", OWN)
-def test_an_offset_that_is_no_int64_is_an_error(op, offset):
+def test_an_argument_that_is_no_int64_is_an_error(op, name, n):
     function = getattr(torch_rope, op.removesuffix("_") if "cache" in op else op)
     a = arguments(op)
     own = [a.pop(name) for name in OWN[op][:5]]
-    with pytest.raises(ValueError, match=f"rope.{op}: offset is {offset} but must be at least -2..63 and below 2..63"):
-        function(*own, **a, offset=offset)
+    with pytest.raises(ValueError, match=f"rope.{op}: {name} is {n} but must be at least -2..63 and below 2..63"):
+        function(*own, **a | {name: n})
 
 
 # ---- which tensors may be written in place ----

@@ -161,17 +161,23 @@ def test_channels_past_rotary_dim_are_only_normalised(dtype, interleaved, device
 # ---- the same bits ----
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("head_dim", [128, 80, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_head_has_the_same_bits_in_any_layout_and_any_call(dtype, head_dim, interleaved, device):
+@pytest.mark.parametrize(
+    "dtype, head_dim, interleaved, eager_rounding",
+    [
+        tuple(case.values())
+        for case in covering({"dtype": DTYPES, "head_dim": [128, 80, 7], "interleaved": [0, 1], "eager": [0, 1]})
+    ],
+    ids=str,
+)
+def test_a_head_has_the_same_bits_in_any_layout_and_any_call(dtype, head_dim, interleaved, eager_rounding, device):
     """The result of a head does not depend on the layout, nor on the other tokens and heads of the call.
 
     It is the same in tensors of three dimensions and of four.
     """
     size = (2, 20, 6, 2, head_dim, head_dim // 2 * 2)
     (q, k, *weights), angles = make(size, Source("table", offset=2), "bshd", "bshd", dtype, device)
-    tables, options = (angles["cos"], angles["sin"]), {"interleaved": interleaved}
+    tables = angles["cos"], angles["sin"]
+    options = {"interleaved": bool(interleaved), "eager_rounding": bool(eager_rounding)}
     whole = norm_rotate_qk(q, k, *weights, *tables, offset=2, **options)
     for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
         x, y = (f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))

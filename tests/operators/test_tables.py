@@ -178,15 +178,19 @@ def test_one_token_may_have_thousands_of_pairs(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("axes", [0, 1, 2, 3, 40])
-def test_angles_are_sums_over_the_axes(axes, dtype, device):
-    """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis."""
+@pytest.mark.parametrize("axes, parts", [(0, 1), (1, 1), (2, 1), (3, 1), (40, 1), (1, 2), (3, 2)])
+def test_angles_are_sums_over_the_axes(axes, parts, dtype, device):
+    """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis. A frequency may be a sum of two parts."""
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
     positions = torch.randint(-(2**20), 2**20, (axes, 2000)).to(device)
     positions[:, 1000:] %= 50  # few turns, so that the rounding of the sum over axes matters
-    freq = torch.rand(axes, 9, dtype=dtype, device="cpu").to(device).t().contiguous().t()  # with other strides
-    angle = (numpy_of(positions, np.longdouble)[..., None] * numpy_of(freq, np.longdouble)[:, None]).sum(0)
+    freq = torch.rand(parts, axes, 9, dtype=dtype if parts == 1 else torch.float32, device="cpu")
+    freq[1:] *= 2.0**-25
+    freq = freq.to(device).mT.contiguous().mT  # with other strides
+    exact = numpy_of(freq, np.longdouble).sum(0)
+    freq = freq if parts == 2 else freq[0]
+    angle = (numpy_of(positions, np.longdouble)[..., None] * exact[:, None]).sum(0)
     for out, exact in zip(
         torch.ops.rope.axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
     ):

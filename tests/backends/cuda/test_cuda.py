@@ -276,11 +276,18 @@ def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
     x.copy_(torch.randn(x.shape, device=device))
     dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
     y = dense.clone()
-    same(rope.rotate_qk(x, y, inv_freq=freq), rope.rotate_qk(dense, y, inv_freq=freq))
-    normed = rope.norm_rotate_qk(dense, y, weight, weight, inv_freq=freq)
-    same(rope.norm_rotate_qk(x, y, weight, weight, inv_freq=freq), normed)
-    gradients = [rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)]
-    same(*gradients)
+    for eager in (False, True):
+        options = {"inv_freq": freq, "eager_rounding": eager}
+        same(*(rope.rotate_qk(q, y, **options) for q in (x, dense)))
+        same(*(rope.norm_rotate_qk(q, y, weight, weight, **options) for q in (x, dense)))
+        same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, **options) for g in (x, dense)))
+    slots, caches = (
+        torch.tensor([[4, 1], [3, 6]], device=device),
+        torch.zeros(2, 3, 4, 2, 2, 64, device=device).bfloat16(),
+    )
+    for k, cache in zip((x, dense), caches, strict=True):
+        rope.rotate_into_cache_(dense.clone(), k, k, *cache.unbind(2), inv_freq=freq, slots=slots)
+    same(caches[0], caches[1])
     table = torch.rand(2, 32, device=device)
     gradients = [rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)]
     same(*gradients)

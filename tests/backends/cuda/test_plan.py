@@ -177,6 +177,8 @@ def test_addresses_and_strides_limit_the_width_of_accesses(dtype, plan):
             assert width(plan(good(), good(), good(), outputs=[off, good()]), dtype) == narrowed(steps)
             once = off.narrow(dimension, 0, 1)  # the stride of one element does not matter
             assert width(plan(once), dtype) == 16
+        cut = meta(2, 5, 2, 64 + full, dtype=dtype)[..., : 64 + steps]  # the channels of v are not whole vectors
+        assert width(plan(good(), good(), cut, outputs=[good(), cut]), dtype) == narrowed(steps)
     apart = meta(2, 5, 2, 128, dtype=dtype)[..., ::2]
     assert width(plan(apart), dtype) == width(plan(good(), apart), dtype) == item
 
@@ -268,6 +270,7 @@ def test_element_offsets_have_64_bits_if_one_passes_2_31(dimension, plan, plan_b
             plan(t),
             plan(t, rotary_dim=32),
             plan(good, t),
+            plan(good, t, rotary_dim=32),
             plan(good, one_head, outputs=[t, one_head]),
             plan(one_head, good, outputs=[one_head, t]),
             plan(good, good, t, outputs=[good, good]),
