@@ -169,7 +169,7 @@ def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, d
         term = given[i].double().abs().amax(-1, keepdim=True) * leaves[i + 2].abs().amax() * scale
         assert ((f - e).abs() <= 8 * eps * term).all()
         if tensors[0].dtype in (torch.bfloat16, torch.float16):
-            assert (f != e).double().mean() < 1e-3 + 2 / f.numel()
+            assert (f != e).double().mean() < 4e-3 + 2 / f.numel()
 
 
 def test_the_cache_gets_the_same_bits(device):
