@@ -39,7 +39,7 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
 // with exactly one axis nothing has to be added. With several axes, the launch bound of 6 thread blocks lets a thread
-// have up to 80 registers, so that nothing spills; rotate.cu explains launch bounds.
+// have up to 80 registers, so that nothing spills on sm_80 and sm_90; plan.h explains launch bounds.
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
