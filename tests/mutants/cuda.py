@@ -321,6 +321,7 @@ MUTANTS += plans.MUTANTS
 
 # Replacements of a neighbour that change no result: file; text of the file, with «» around the member; replacement (* is any); reason.
 EQUIVALENT = [
+    (NORM, "if («tiling.chunks» > kWarp) {\n        sum_over_lanes(squares);", "tiling.rotated", "the last additions of a sum are rounded to float32 once more, within the bounds"),
     (DEVICE, "if («cell.block» < 0) out_end = 0;", "cell.in_block", "a pad has no block and no index in it, and both are -1"),
     (TABLES, "gradients + sequence * «o.in[0]»", "o.out[0]", "these gradients have no result tensor, and the strides of out are those of in"),
     (TABLES, "gradients + sequence * o.in[0] + s * «o.in[1]»", "o.out[1]", "the strides of out are those of in"),

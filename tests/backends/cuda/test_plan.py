@@ -310,7 +310,7 @@ def test_element_offsets_of_positions_slots_tables_and_frequencies_count(last, w
         {"tables": (of(1, 1, 1, 1), of(1, 2, last - 4, 1))},
         {"inv_freq": of(last)},
     ):
-        assert plan(q, q, **options)["wide_index"] == wide
+        assert plan(q, **options)["wide_index"] == plan(q, q, **options)["wide_index"] == wide
     assert plan(q, q, q, outputs=[cache, cache], slots=of(last - 3, 3))["wide_index"] == wide
 
 
