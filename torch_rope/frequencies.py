@@ -44,13 +44,18 @@ class Frequencies(NamedTuple):
         return self._replace(inv_freq=on_device(self.inv_freq, device))
 
 
+def in_two_parts(inv_freq: Tensor) -> Tensor:
+    """Returns float64 frequencies as two float32 parts, stacked first, which add up to them."""
+    high = inv_freq.float()
+    return torch.stack([high, (inv_freq - high).float()])
+
+
 def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
-    """Returns float64 frequencies on a device, as two float32 parts, stacked first, if the device has no float64."""
+    """Returns float64 frequencies on a device, in two parts if the device has no float64."""
     try:
         return inv_freq.to(device)
     except TypeError:
-        high = inv_freq.float()
-        return torch.stack([high, (inv_freq - high).float()]).to(device)
+        return in_two_parts(inv_freq).to(device)
 
 
 def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:

@@ -219,7 +219,7 @@ class RotaryEmbedding(nn.Module):
             if length <= self._changes_above:
                 return inv_freq
             if inv_freq.dim() == 2 and self._is_filled("inv_freq"):  # two parts, because the device has no float64
-                return frequencies.on_device(self._dynamic(self._inv_freq, length), inv_freq.device)
+                return frequencies.in_two_parts(self._dynamic(self._inv_freq, length)).to(inv_freq.device)
             length = torch.full((), length, dtype=inv_freq.dtype, device=inv_freq.device)
         factor = self.arguments["factor"]
         s = (factor * length.to(inv_freq.dtype) / self._changes_above - (factor - 1)).clamp(min=1.0)
