@@ -172,6 +172,19 @@ def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, d
             assert (f != e).double().mean() < 4e-3 + 2 / f.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_each_term_of_a_weights_gradient_is_rounded(dtype, device):
+    """A sum over two tokens of one head has no other rounding than that of its terms and its own."""
+    q, q_weight = torch.randn(1, 2, 1, 512).to(dtype), torch.rand(512).to(dtype)
+    tables = [t.to(dtype) for t in torch_rope.cos_sin(torch.arange(2), torch_rope.inv_freq(512, device="cpu"))]
+    given, gradients = torch.randn(1, 2, 1, 512).to(dtype), []
+    for norm, to in (reference.norm_rotate_qk, "cpu"), (rope.norm_rotate_qk, device):
+        weight = q_weight.to(to).requires_grad_()
+        out, _ = norm(*[q.to(to)] * 2, weight, weight.detach(), *(t.to(to) for t in tables), eager_rounding=True)
+        gradients.append(torch.autograd.grad(out, weight, given.to(to))[0].cpu())
+    assert torch.ne(*gradients).double().mean() < 0.02
+
+
 def test_the_cache_gets_the_same_bits(device):
     for tables, norm in itertools.product(("dtype of x", "float32"), (False, True)):
         case = {"size": (2, 6, 3, 2, 40, 24), "source": SOURCES[3], "start": "second", "dtype": torch.bfloat16}

@@ -201,6 +201,19 @@ def test_angles_are_sums_over_the_axes(axes, parts, dtype, device):
 # ---- autograd ----
 
 
+@pytest.mark.parametrize("axes", [1, 3])
+def test_both_parts_of_a_frequency_have_its_gradient(axes, device):
+    inputs = torch.rand(axes, 7) * 9, torch.rand(2, axes, 5)  # positions, frequencies in two parts
+    positions, parts = exact = [t.double().requires_grad_() for t in inputs]
+    tables = plain_cos_sin(positions, parts.sum(0))
+    given = [torch.randn(7, 5) for _ in tables]
+    expected = torch.autograd.grad(tables, exact, [g.double() for g in given])
+    inputs = [t.to(device).requires_grad_() for t in inputs]
+    found = torch.autograd.grad(torch.ops.rope.axial_cos_sin(*inputs), inputs, [g.to(device) for g in given])
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f.cpu().double(), e, rtol=1e-5, atol=1e-4)
+
+
 def plain_cos_sin(positions, inv_freq, factor=1.0):
     """Returns cos and sin, computed by plain torch in float64 on the CPU."""
     angle = angle_of(positions, inv_freq)

@@ -126,6 +126,22 @@ def test_the_number_of_threads_does_not_change_a_bit():
         assert all(all(map(torch.equal, result, results[0])) for result in results)
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("tokens", [1100, 3])
+def test_threads_that_divide_heads_rotate_each_head_once(tokens):
+    """If tokens are adjacent in memory, as in a convolution's q, threads divide the heads, and not the tokens."""
+    q, k = (torch.randn(2, n, 16, tokens).permute(0, 3, 1, 2) for n in (7, 3))
+    angles = {"inv_freq": torch_rope.inv_freq(16)}
+    expected = torch_rope.rotate_qk(q.contiguous(), k.contiguous(), **angles)
+    by_head = torch.rand(2, 2, tokens, 7, 8).unbind(0)
+    for _ in each_number_of_threads():
+        assert all(map(torch.equal, torch_rope.rotate_qk(q, k, **angles), expected))
+        in_place = [t.clone(memory_format=torch.preserve_format) for t in (q, k)]
+        torch_rope.rotate_qk_(*in_place, **angles)
+        assert all(map(torch.equal, in_place, expected))
+        assert torch.equal(torch_rope.rotate(q, *by_head), torch_rope.rotate(q.contiguous(), *by_head))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_table_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
     q, k, angles = make_qk(device, (2, 33, 3, 1, 64, 64), Source("inv_freq", offset=5), dtype=dtype)
