@@ -29,7 +29,8 @@ def _check_int64(op: str, **given: int | torch.SymInt) -> None:
             raise ValueError(f"rope.{op}: {name} is {n} but must be at least -2**63 and below 2**63") from None
 
 
-def _newer_flags(rotary_start: int, eager_rounding: bool) -> dict:
+def _start_and_rounding(rotary_start: int, eager_rounding: bool) -> dict:
+    """Returns these two keyword arguments, or neither if both have their default values."""
     if not (rotary_start or eager_rounding):
         return {}
     return {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
@@ -41,7 +42,7 @@ def _flags(attention_factor: float, interleaved: bool, inverse: bool, rotary_sta
     if attention_factor == 1.0 and not (interleaved or inverse or rotary_start or eager_rounding):
         return {}
     flags = {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
-    return flags | _newer_flags(rotary_start, eager_rounding)
+    return flags | _start_and_rounding(rotary_start, eager_rounding)
 
 
 def _norm_flags(
@@ -51,7 +52,7 @@ def _norm_flags(
     if norm_eps == 1e-6 and attention_factor == 1.0 and not (interleaved or rotary_start or eager_rounding):
         return {}
     flags = {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
-    return flags | _newer_flags(rotary_start, eager_rounding)
+    return flags | _start_and_rounding(rotary_start, eager_rounding)
 
 
 def inv_freq(
