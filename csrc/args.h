@@ -20,13 +20,15 @@ struct RotateArgs {
   const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim], with the strides in params
   void *q_out, *k_out, *v_out;
   const void *cos, *sin, *inv_freq, *positions, *slots, *q_norm_weight, *k_norm_weight;
+  const float *k_scale, *v_scale;  // null unless the cache is quantised
 };
 
-// The arguments of the backward of norm and rotation. Let x be a head before the norm and w the weights. The normalised
-// and weighted head is scale x w. Let g be its gradient: the gradient of the result, rotated back. Then
+// The arguments of the backward of norm and rotation. Let x be what is normalised together, a head or all heads of a
+// token, and w the weights. The normalised and weighted x is scale x w. Let g be its gradient: the gradient of the
+// result, rotated back. Then
 //   scale = 1 / sqrt(mean(x^2) + norm_eps)
 //   gradient of x = scale * (g w + common x), where common = -scale^2 * mean(g w x)
-//   gradient of w = sum of scale g x over all heads of all tokens
+//   gradient of w = sum of scale g x over all tokens, and over all heads that have the weight w
 struct NormBackwardArgs {
   RotateArgs rotate;        // rotates the gradients of the results back: they are its q_in and k_in
   const void *q_in, *k_in;  // the tensors that the forward call normalised

@@ -1,5 +1,6 @@
 // Converts checked calls to the structs that the back ends take.
 #include "call.h"
+#include "quantise.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/searchsorted.h>
@@ -49,6 +50,21 @@ bool frequency_strides(const Tensor& inv_freq, int64_t dims, rope_int* strides) 
 void token_strides(const Tensor& t, rope_int* strides) {
   strides[0] = t.dim() == 2 && t.size(0) > 1 ? t.stride(0) : 0;
   strides[1] = t.stride(-1);
+}
+
+// Writes the strides of a norm's weight as [head, channel].
+void weight_strides(const Tensor& weight, rope_int* strides) {
+  strides[0] = weight.dim() == 2 ? weight.stride(0) : 0;
+  strides[1] = weight.stride(-1);
+}
+
+CacheFormat format_of(const Tensor& cache, const Tensor* scale) {
+  if (!scale) return {};
+  CacheFormat f = cache.scalar_type() == at::kFloat8_e4m3fn ? kFloat8E4M3
+                  : cache.scalar_type() == at::kFloat8_e5m2 ? kFloat8E5M2
+                                                            : kInt8;
+  f.scale = scale->numel() == 1 ? 0 : scale->stride(0);
+  return f;
 }
 
 // Splits attention_factor into a sum of two floats, for float32 arithmetic.
@@ -101,6 +117,9 @@ RopeParams RotateCall::params() const {
     p.has_cache = 1;
     p.v = operand_of(*v, *v_out);
     p.v_dim = v->size(-1);
+    p.norm_v = norm_v;
+    p.k_cache = format_of(*k_out, k_scale);
+    p.v_cache = format_of(*v_out, v_scale);
     p.blocks = k_out->dim() == 4 ? k_out->size(0) : 1;
     p.block_size = k_out->size(-3);
   }
@@ -110,10 +129,11 @@ RopeParams RotateCall::params() const {
   }
   if (q_norm_weight) {
     p.has_norm = 1;
-    p.q_norm_weight = q_norm_weight->stride(0);
-    p.k_norm_weight = k_norm_weight->stride(0);
-    p.norm_eps = float(norm_eps);
+    p.norm_over_heads = norm_over_heads();
+    weight_strides(*q_norm_weight, p.q_norm_weight);
+    weight_strides(*k_norm_weight, p.k_norm_weight);
   }
+  p.norm_eps = float(norm_eps);
   p.offset = offset.guard_int(__FILE__, __LINE__);
   split_factor(attention_factor, p);
   p.interleaved = interleaved;
@@ -140,6 +160,8 @@ RotateArgs RotateCall::args() const {
     a.v_in = address(*v);
     a.v_out = v_out->mutable_data_ptr();
   }
+  if (k_scale) a.k_scale = static_cast<const float*>(address(*k_scale));
+  if (v_scale) a.v_scale = static_cast<const float*>(address(*v_scale));
   if (inv_freq) {
     a.inv_freq = address(*inv_freq);
     a.inv_freq_dtype = dtype_of(*inv_freq);

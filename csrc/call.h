@@ -63,8 +63,9 @@ struct RotateCall : Angles {
   const Tensor* q_out = q;
   const Tensor* k_out = k;
 
-  // The weights of the RMS norm that is applied to every head before the rotation. Both are null if there is no norm.
-  const Tensor* q_norm_weight = nullptr;  // [head_dim]
+  // The weights of the RMS norm before the rotation: [head_dim] to normalise each head, or [heads, head_dim] to normalise
+  // all heads of a token together. Both are null if there is no norm.
+  const Tensor* q_norm_weight = nullptr;
   const Tensor* k_norm_weight = nullptr;
   double norm_eps = 0;
 
@@ -74,6 +75,11 @@ struct RotateCall : Angles {
   const Tensor* v = nullptr;  // [seq, v_heads, v_dim] or [batch, seq, v_heads, v_dim]
   const Tensor* v_out = nullptr;
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
+  // What the numbers of a quantised cache are divided by: one element, or [heads] of that cache. Null for a cache of
+  // the dtype of q.
+  const Tensor* k_scale = nullptr;
+  const Tensor* v_scale = nullptr;
+  bool norm_v = false;  // each head of v is normalised, without a weight
 
   void set_norm(const Tensor* q_weight, const Tensor* k_weight, double eps) {
     q_norm_weight = q_weight;
@@ -81,6 +87,7 @@ struct RotateCall : Angles {
     norm_eps = eps;
   }
   const char* q_name() const { return k ? "q" : "x"; }
+  bool norm_over_heads() const { return q_norm_weight && q_norm_weight->dim() == 2; }
 
   // These need real tensors and a call that passed check().
   RopeParams params() const;
@@ -92,7 +99,7 @@ struct NormBackwardCall {
   RotateCall rotate;  // rotates the gradients of the results back
   const Tensor& q;    // the tensors that the forward call normalised
   const Tensor& k;
-  const Tensor& q_norm_weight_grad;  // [head_dim], contiguous
+  const Tensor& q_norm_weight_grad;  // the shape of the weight, contiguous
   const Tensor& k_norm_weight_grad;
 
   NormBackwardArgs args() const;  // needs real tensors and a call that passed the checks

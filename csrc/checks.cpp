@@ -41,6 +41,8 @@ const char* name_of(at::ScalarType type) {
                                                               {at::kUInt32, "uint32"},
                                                               {at::kUInt64, "uint64"},
                                                               {at::kBool, "bool"},
+                                                              {at::kFloat8_e4m3fn, "float8_e4m3fn"},
+                                                              {at::kFloat8_e5m2, "float8_e5m2"},
                                                               {at::kComplexFloat, "complex64"},
                                                               {at::kComplexDouble, "complex128"}};
   for (const auto& [known, name] : names) {
@@ -51,6 +53,10 @@ const char* name_of(at::ScalarType type) {
 
 bool is_rotatable(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+// Returns whether a cache of this dtype is quantised.
+bool is_quantised(at::ScalarType type) {
+  return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2 || type == at::kChar;
 }
 
 // ---- checks of one or two tensors ----
@@ -207,14 +213,42 @@ void check_norm(const RotateCall& call) {
   if (!call.q_norm_weight) return;
   const c10::SymInt& head_dim = size(*call.q, -1);
   const at::ScalarType x_type = call.q->scalar_type();
-  for (const Named& weight : {Named{"q_norm_weight", call.q_norm_weight}, Named{"k_norm_weight", call.k_norm_weight}}) {
+  const Named q{"q", call.q}, k{"k", call.k}, q_weight{"q_norm_weight", call.q_norm_weight},
+      k_weight{"k_norm_weight", call.k_norm_weight};
+  for (const auto& [weight, x] : {std::pair(q_weight, q), std::pair(k_weight, k)}) {
     const at::ScalarType type = weight->scalar_type();
     ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, weight.name, " is ", name_of(type), " but must be ",
                     name_of(x_type), ", the dtype of q", or_float32(x_type));
-    check_dims(call, weight, 1, 1, "[head_dim], one weight for each channel of a head");
-    ROPE_CHECK_VALUE(equal(size(*weight, 0), head_dim), weight.name, " has shape ", weight->sym_sizes(),
-                     " but must have shape [head_dim] with head_dim ", head_dim, ", as q has");
+    check_dims(call, weight, 1, 2,
+               "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
+    ROPE_CHECK_VALUE(equal(size(*weight, -1), head_dim), weight.name, " has shape ", weight->sym_sizes(),
+                     " but must have shape ", weight->dim() == 1 ? "[head_dim]" : "[heads, head_dim]",
+                     " with head_dim ", head_dim, ", as q has");
+    if (weight->dim() == 2) check_same(call, kHeads, weight, x, ": a 2-D weight has a row for each head");
   }
+  ROPE_CHECK_VALUE(k_weight->dim() == q_weight->dim(), "k_norm_weight has shape ", k_weight->sym_sizes(),
+                   " but must have ", q_weight->dim() == 1 ? "shape [head_dim]" : "shape [heads, head_dim]",
+                   ", as q_norm_weight has");
+}
+
+// Checks the dtype of a cache, and its scale, which a quantised cache needs and no other cache has. x: what is written
+// to the cache.
+void check_scale(const RotateCall& call, const Named& cache, const Named& scale, const Named& x) {
+  const at::ScalarType type = cache->scalar_type(), x_type = x->scalar_type();
+  ROPE_CHECK_TYPE(type == x_type || is_quantised(type), cache.name, " is ", name_of(type), " but must be ",
+                  name_of(x_type), ", the dtype of ", x.name, ", or float8_e4m3fn, float8_e5m2 or int8");
+  ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", cache.name,
+                   " is ", name_of(type));
+  if (!scale.tensor) return;
+  ROPE_CHECK_VALUE(type != x_type, scale.name, " is given but must be None, because ", cache.name, " is ",
+                   name_of(type), ", the dtype of ", x.name);
+  ROPE_CHECK_TYPE(scale->scalar_type() == at::kFloat, scale.name, " is ", name_of(scale->scalar_type()),
+                  " but must be float32");
+  const c10::SymInt& heads = size(*cache, -2);
+  const bool one = scale->dim() != 1 ? equal(scale->sym_numel(), 1) : equal(size(*scale, 0), 1);
+  ROPE_CHECK_VALUE(one || (scale->dim() == 1 && equal(size(*scale, 0), heads)), scale.name, " has shape ",
+                   scale->sym_sizes(), " but must have one element, or shape [heads] with ", heads, " heads, as ",
+                   cache.name, " has");
 }
 
 // Checks v, the caches and slots. Call it after q and k have been checked.
@@ -223,11 +257,12 @@ void check_cache(const RotateCall& call) {
   const c10::SymInt& batch = batch_of(*call.q);
   check_like_q(call, v, "; only the heads and head_dim may differ");
   for (const auto& [cache, x] : {std::pair(k_cache, k), std::pair(v_cache, v)}) {
-    check_same_type(call, cache, k);
     check_dims(call, cache, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
     check_same(call, kHeads, cache, x, "; pass a head-major cache as ", cache.name, ".transpose(-3, -2)");
     check_same(call, kHeadDim, cache, x);
   }
+  check_scale(call, k_cache, {"k_scale", call.k_scale}, k);
+  check_scale(call, v_cache, {"v_scale", call.v_scale}, v);
   bool same = v_cache->dim() == k_cache->dim();
   for (int64_t d = 0; same && d < k_cache->dim() - 2; d++) same = equal(size(*v_cache, d), size(*k_cache, d));
   ROPE_CHECK_VALUE(same, "v_cache has shape ", v_cache->sym_sizes(), " but must have the blocks and block_size of ",
@@ -255,7 +290,8 @@ void for_each_parameter(const RotateCall& call, F&& f) {
   for (const Named& t :
        {Named{"cos", address(call.cos)}, Named{"sin", address(call.sin)}, Named{"inv_freq", address(call.inv_freq)},
         Named{"positions", address(call.positions)}, Named{"slots", call.slots},
-        Named{"q_norm_weight", call.q_norm_weight}, Named{"k_norm_weight", call.k_norm_weight}}) {
+        Named{"q_norm_weight", call.q_norm_weight}, Named{"k_norm_weight", call.k_norm_weight},
+        Named{"k_scale", call.k_scale}, Named{"v_scale", call.v_scale}}) {
     if (t.tensor) f(t);
   }
 }

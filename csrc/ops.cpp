@@ -43,7 +43,8 @@ std::vector<std::string> schemas() {
   const std::string newer = ", int rotary_start=0, bool eager_rounding=False";
   const std::string angles =
       source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False" + newer;
-  const std::string norm_flags = "*, float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False" + newer;
+  const std::string norm = "float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False";
+  const std::string norm_flags = "*, " + norm + newer;
   const std::string cos_sin =
       "Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> "
       "(Tensor cos, Tensor sin)";
@@ -62,7 +63,9 @@ std::vector<std::string> schemas() {
       "Tensor k_norm_weight, " +
           source + norm_flags + ") -> (Tensor, Tensor, Tensor, Tensor)",
       "rotate_into_cache_(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, " + source +
-          "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, " + norm_flags + ") -> ()",
+          "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
+          "Tensor? v_scale=None, " +
+          norm + ", bool norm_v=False" + newer + ") -> ()",
   };
 }
 

@@ -2,7 +2,8 @@
 // checks of its arguments, and writes the results into the tensors of the call. The values of positions and slots are
 // not checked yet, because that needs the data of a tensor.
 //   static void rotate(const RotateCall&);
-//     Rotates q and k into q_out and k_out, after the norm if there is one. Copies v into v_out if there is a v.
+//     Rotates q and k into q_out and k_out, after the norm if there is one. Writes v, which may have a norm too, into
+//     v_out if there is a v. Quantises what goes to a quantised cache.
 //   static void norm_backward(const NormBackwardCall&);
 //     Writes the gradients of q, k and both weights for a rotation with a norm.
 //   static void table_backward(const TableBackwardCall&);
@@ -140,8 +141,10 @@ struct Ops {
   static void rotate_into_cache_(Tensor& q, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
                                  const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq,
                                  const OptTensor& positions, c10::SymInt offset, const OptTensor& slots,
-                                 const OptTensor& q_norm_weight, const OptTensor& k_norm_weight, double norm_eps,
-                                 double attention_factor, bool interleaved, int64_t rotary_start, bool eager_rounding) {
+                                 const OptTensor& q_norm_weight, const OptTensor& k_norm_weight,
+                                 const OptTensor& k_scale, const OptTensor& v_scale, double norm_eps,
+                                 double attention_factor, bool interleaved, bool norm_v, int64_t rotary_start,
+                                 bool eager_rounding) {
     const NormAngles angles{cos,         sin,          inv_freq,      positions, offset, norm_eps, attention_factor,
                             interleaved, rotary_start, eager_rounding};
     RotateCall call{angles, "rope.rotate_into_cache_", &q, &k};
@@ -150,6 +153,9 @@ struct Ops {
     call.v = &v;
     call.v_out = &v_cache;
     call.slots = pointer(slots);
+    call.k_scale = pointer(k_scale);
+    call.v_scale = pointer(v_scale);
+    call.norm_v = norm_v;
     check(call, true);
     Backend::rotate(call);
   }

@@ -36,6 +36,19 @@ struct Operand {
   rope_int out[4];  // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
 };
 
+// How numbers are stored in a cache: in the dtype of x, or divided by a scale and rounded to float8 or int8. quantise.h
+// uses the numbers from `magic` on.
+struct CacheFormat {
+  rope_int scale;        // stride of the scales, one for each head; 0: there is one scale for all
+  int quantised;         // 0: the dtype of x, and all other members are 0
+  float magic;           // a power of two; the floats from it on have the distance of the dtype's smallest numbers
+  int highest;           // the bits of the largest number, as a float
+  int beyond;            // added to `highest` for the negative numbers
+  int least_normal;      // the bits of the smallest normal number, as a float
+  int shift, bias;       // of a normal number: bits of the mantissa that a float has in addition; difference of biases
+  int nan, flip, carry;  // the bits of a NaN; what a negative number's bits are XORed with, and what is then added
+};
+
 // One call of a rotating operator.
 struct RopeParams {
   rope_int batch, seq, head_dim;
@@ -49,21 +62,24 @@ struct RopeParams {
   rope_int offset;
   rope_int slots[2];  // strides: batch, seq
   rope_int blocks, block_size;
-  rope_int q_norm_weight, k_norm_weight;  // strides
-  float factor_hi, factor_lo;             // attention_factor is the sum of the two
+  CacheFormat k_cache, v_cache;
+  rope_int q_norm_weight[2], k_norm_weight[2];  // strides: head, channel; see norm_over_heads
+  float factor_hi, factor_lo;                   // attention_factor is the sum of the two
   float norm_eps;
   int source;          // AngleSource
   int rounding;        // Rounding
   int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
   int has_positions;
   int has_slots;
-  int has_cache;  // rotated k and a copy of v are written to caches
-  int has_norm;
+  int has_cache;        // rotated k and a copy of v are written to caches
+  int has_norm;         // q and k are normalised
+  int norm_over_heads;  // all heads of a token together, with a weight for each head; otherwise each head by itself
+  int norm_v;           // each head of v is normalised, without a weight
   int interleaved;
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 472, "RopeParams must have the same layout on host and device");
+static_assert(sizeof(RopeParams) == 592, "RopeParams must have the same layout on host and device");
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.

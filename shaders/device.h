@@ -539,7 +539,7 @@ inline bool has_native_weights(int tensor) { return tensor == kQ ? k_native_q_we
 template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
-  const I stride = I(tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight);
+  const I stride = I((tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight)[1]);
   float first[V], second[V];
   if (has_native_weights(tensor)) {
     read_parameters<T>(from, c.first * stride, stride, k_weight_vectors, first);

@@ -76,14 +76,13 @@ def norm_rotate_qk(
     eager_rounding: bool = False,
     **flags,
 ) -> tuple[Tensor, Tensor]:
-    """RMS-normalises each head of q and k and rotates it, as :func:`torch_rope.norm_rotate_qk` does.
+    """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does.
 
     The other arguments are those of :func:`rotate`.
     """
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
+        normalised = _normalised(x, norm_eps, over_heads=weight.dim() == 2)
         if not eager_rounding:
             return normalised * weight
         return ((normalised.to(x.dtype) if weight.dtype == x.dtype else normalised) * weight).to(x.dtype)
@@ -91,6 +90,24 @@ def norm_rotate_qk(
     q_normalised, k_normalised = norm(q, q_norm_weight), norm(k, k_norm_weight)
     rotated = rotate_qk(q_normalised, k_normalised, *angles, eager_rounding=eager_rounding, **flags)
     return tuple(x.to(q.dtype) for x in rotated)
+
+
+def _normalised(x: Tensor, norm_eps: float, over_heads: bool) -> Tensor:
+    """Returns x divided by the root mean square of each head, or of all heads of a token, in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().mean((-2, -1) if over_heads else -1, keepdim=True) + norm_eps)
+
+
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a quantised cache stores for x, ``[..., heads, head_dim]``.
+
+    x is divided by the scale, saturated to the finite range of dtype and rounded to nearest even. scale has one element,
+    or ``[heads]``. A NaN stays a NaN in float8 and becomes 0 in int8.
+    """
+    quotient = x / (scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1))
+    if dtype.is_floating_point:
+        return quotient.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    return quotient.nan_to_num(0.0).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).round().to(dtype)
 
 
 def rotate_into_cache(
@@ -107,9 +124,22 @@ def rotate_into_cache(
     slots: Tensor | None = None,
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_v: bool = False,
+    eager_rounding: bool = False,
     **flags,
 ) -> None:
     """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache` does."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    flags["eager_rounding"] = eager_rounding
+    # Numbers for a quantised cache are not rounded to the dtype of q first, unless PyTorch's operators would do so.
+    k = k.to(wide) if k_scale is not None and not eager_rounding else k
+    if norm_v:
+        normalised = _normalised(v, norm_eps, over_heads=False)
+        v = normalised if v_scale is not None and not eager_rounding else normalised.to(v.dtype)
     if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
         given = torch.arange(q.shape[-3], device=q.device) if positions is None else positions.long()
         p, rows = given + offset, len(cos)
@@ -120,7 +150,10 @@ def rotate_into_cache(
     if q_norm_weight is None:
         rotated_q, rotated_k = rotate_qk(q, k, *angles, **flags)
     else:
-        rotated_q, rotated_k = norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, **flags)
+        rotated_q, rotated_k = (
+            norm_rotate_qk(x, x, weight, weight, *angles, norm_eps=norm_eps, **flags)[0]
+            for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
+        )
     q.copy_(rotated_q)
     block_size = k_cache.shape[-3]
     if slots is None:  # sequence b writes to block b, each token at its position
@@ -129,7 +162,9 @@ def rotate_into_cache(
     slots = slots.flatten()
     written = slots >= 0
     block, index = slots[written] // block_size, slots[written] % block_size
-    for cache, new in ((k_cache, rotated_k), (v_cache, v)):
+    for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
+        if scale is not None:  # as bytes, because PyTorch does not index float8
+            cache, new = cache.view(torch.uint8), quantise(new.to(wide), scale, cache.dtype).view(torch.uint8)
         blocks = cache if cache.dim() == 4 else cache.unsqueeze(0)
         blocks[block, index] = new.flatten(0, -3)[written]
 

@@ -27,27 +27,33 @@ const auto& norm_rotate_qk_backward_op() {
 //
 // The norm is n = x r w, where r = 1 / sqrt(mean(x^2) + eps). Let h be the gradient of n, and u = h w. Then
 //   gradient of x = r (u - r^2 mean(u x) x),
-//   gradient of w = sum of h x r over all heads of all tokens.
+//   gradient of w = sum of h x r over all tokens, and over all heads if these share w.
+// A weight has the dimensions over which a mean is taken: [head_dim] or [heads, head_dim].
 
 Tensor widened(const Tensor& t) { return t.to(at::toOpMathType(t.scalar_type())); }
-Tensor mean_product(const Tensor& a, const Tensor& b) { return (a * b).mean(-1, /*keepdim=*/true); }
-Tensor inverse_rms(const Tensor& x, double eps) { return (mean_product(x, x) + eps).rsqrt(); }
-Tensor sum_of_heads(const Tensor& t) {
-  std::vector<int64_t> dims(t.dim() - 1);
+Tensor mean_product(const Tensor& a, const Tensor& b, const Tensor& weight) {
+  const int64_t dims[] = {-1, -2};
+  return (a * b).mean(at::IntArrayRef(dims, size_t(weight.dim())), /*keepdim=*/true);
+}
+Tensor inverse_rms(const Tensor& x, const Tensor& weight, double eps) {
+  return (mean_product(x, x, weight) + eps).rsqrt();
+}
+Tensor sum_for(const Tensor& weight, const Tensor& terms) {
+  std::vector<int64_t> dims(terms.dim() - weight.dim());
   std::iota(dims.begin(), dims.end(), 0);
-  return t.sum(dims);
+  return terms.sum(dims).to(weight.scalar_type());
 }
 
 Tensor norm(const Tensor& x, const Tensor& weight, double eps) {
   const Tensor wide = widened(x);
-  return (wide * inverse_rms(wide, eps) * weight).to(x.scalar_type());
+  return (wide * inverse_rms(wide, weight, eps) * weight).to(x.scalar_type());
 }
 
 std::pair<Tensor, Tensor> norm_backward(const Tensor& gradient, const Tensor& x_narrow, const Tensor& weight,
                                         double eps) {
-  const Tensor x = widened(x_narrow), h = widened(gradient), r = inverse_rms(x, eps), u = h * weight;
-  const Tensor x_grad = r * (u - r.square() * mean_product(u, x) * x);
-  return {x_grad.to(x_narrow.scalar_type()), sum_of_heads(h * x * r).to(weight.scalar_type())};
+  const Tensor x = widened(x_narrow), h = widened(gradient), r = inverse_rms(x, weight, eps), u = h * weight;
+  const Tensor x_grad = r * (u - r.square() * mean_product(u, x, weight) * x);
+  return {x_grad.to(x_narrow.scalar_type()), sum_for(weight, h * x * r)};
 }
 
 // Computes the backward of norm_backward: returns the gradients of h, x and w, given the gradients a of x_grad and b of
@@ -56,13 +62,14 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward_backward(const Tensor& a_narrow
                                                           const Tensor& gradient, const Tensor& x_narrow,
                                                           const Tensor& weight, double eps) {
   const Tensor x = widened(x_narrow), h = widened(gradient), a = widened(a_narrow), w = widened(weight);
-  const Tensor r = inverse_rms(x, eps), r2 = r.square(), u = h * w;
-  const Tensor ux = mean_product(u, x), ax = mean_product(a, x);
+  const Tensor r = inverse_rms(x, w, eps), r2 = r.square(), u = h * w;
+  const Tensor ux = mean_product(u, x, w), ax = mean_product(a, x, w);
   const Tensor du = r * (a - r2 * ax * x);
-  const Tensor dr = mean_product(a, u) - 3 * r2 * ux * ax + mean_product(b * h, x);  // the gradient of r / head_dim
+  // the gradient of r, divided by the number of channels over which the mean is taken
+  const Tensor dr = mean_product(a, u, w) - 3 * r2 * ux * ax + mean_product(b * h, x, w);
   const Tensor dx = r * (b * h - r2 * (ux * a + ax * u + dr * x));
   const Tensor dh = du * w + b * x * r;
-  return {dh.to(gradient.scalar_type()), dx.to(x_narrow.scalar_type()), sum_of_heads(h * du).to(weight.scalar_type())};
+  return {dh.to(gradient.scalar_type()), dx.to(x_narrow.scalar_type()), sum_for(weight, h * du)};
 }
 
 struct NormRotateQkBackwardFunction : torch::autograd::Function<NormRotateQkBackwardFunction> {

@@ -175,7 +175,7 @@ template <typename A, int V, typename I>
 ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>& c) {
   const void* weight = tensor == 0 ? a.q_norm_weight : a.k_norm_weight;
   const DType dtype = tensor == 0 ? a.q_norm_dtype : a.k_norm_dtype;
-  const rope_int stride = tensor == 0 ? a.params.q_norm_weight : a.params.k_norm_weight;
+  const rope_int stride = (tensor == 0 ? a.params.q_norm_weight : a.params.k_norm_weight)[1];
   Numbers<A, V> w;
   const auto get = [&](auto tag) {
     using W = decltype(tag);
