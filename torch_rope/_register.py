@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+from torch._C._functorch import is_batchedtensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.flop_counter import register_flop_formula
@@ -101,11 +102,6 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
     """Runs a mapped call of an operator, and returns (results, mapped dimensions), as register_vmap expects."""
     name, size = signature.name, info.batch_size
     dims, given = signature.by_name(in_dims[: len(args)]), signature.by_name(args) | kwargs
-    if "k_cache" in given:
-        mapped = next(argument for argument, dim in dims.items() if dim is not None)
-        raise RuntimeError(
-            f"rope.{name}: {mapped} is mapped by vmap but must not be; pass the mapped dimension as the batch"
-        )
     if any(dims[written] is None for written in signature.written):
         written = next(written for written in signature.rotated if dims[written] is None)
         raise RuntimeError(
@@ -124,8 +120,20 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
     return (outs[0], 0) if len(outs) == 1 else (outs, (0,) * len(outs))
 
 
+def _refuse_vmap(signature: Signature, *args, **kwargs):
+    given = signature.by_name(args) | kwargs
+    mapped = next(name for name, a in given.items() if isinstance(a, Tensor) and is_batchedtensor(a))
+    raise RuntimeError(
+        f"rope.{signature.name}: {mapped} is mapped by vmap but must not be; pass the mapped dimension as the batch"
+    )
+
+
+_library = torch.library.Library("rope", "FRAGMENT")
 for _signature in operators():
-    torch.library.register_vmap(f"rope::{_signature.name}", functools.partial(_vmap, _signature))
+    if "k_cache" in _signature.arguments:  # register_vmap takes no operator with tensors that are keyword-only
+        _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
+    else:
+        torch.library.register_vmap(f"rope::{_signature.name}", functools.partial(_vmap, _signature))
 
 
 # ---- nested tensors ----
