@@ -111,7 +111,7 @@ bool ready(const RotateCall& call, const RopeParams& p) {
 // write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
 // cache lines in common.
 int64_t shares_of_heads(const RopeParams& p) {
-  if (p.q.out[1] >= p.q.out[3] || p.source == kTableByHead || p.has_cache) return 1;
+  if (p.q.out[1] >= p.q.out[3] || p.source == kTableByHead || p.has_cache || p.norm_over_heads) return 1;
   return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.q.heads, p.k.heads)));
 }
 // Returns the call for share i of the heads of q and k.
@@ -164,23 +164,28 @@ struct Cpu : AnyBackend {
     // The gradients of the weights are sums over all tokens. The tokens are cut into slices whose size follows from the
     // shapes alone, one thread sums each slice, and the sums of the slices are then added in their order. So the number
     // of threads does not change a bit of the result. A slice has at least about kGrain elements, and there are at most
-    // 256 slices, which limits `sums`.
+    // 256 slices, or 128 if there is a weight for each head, which limits `sums`.
     const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
-                  slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + 255) / 256}),
+                  most = p.norm_over_heads ? 128 : 256,
+                  slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + most - 1) / most}),
                   slices = (tokens + slice - 1) / slice;
-    const int64_t both_weights = 2 * p.head_dim;
-    const Tensor sums = at::empty({slices, 2, p.head_dim}, call.q.options().dtype(at::kDouble));
+    const Tensor &q_weight_grad = call.q_norm_weight_grad, &k_weight_grad = call.k_norm_weight_grad;
+    const int64_t of_q = q_weight_grad.numel(), of_k = k_weight_grad.numel(), both_weights = of_q + of_k;
+    const Tensor sums = at::empty({slices, both_weights}, call.q.options().dtype(at::kDouble));
     double* const sum = sums.mutable_data_ptr<double>();
     const Kernels& k = kernels();
     parallel(slices, slice * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
       for (int64_t i = begin; i < end; i++)
         k.norm_backward(n, i * slice, std::min(tokens, (i + 1) * slice), sum + i * both_weights, scratch);
     });
-    for (int64_t i = 1; i < slices; i++) {
-      for (int64_t d = 0; d < both_weights; d++) sum[d] += sum[i * both_weights + d];
-    }
-    call.q_norm_weight_grad.copy_(sums[0][0]);
-    call.k_norm_weight_grad.copy_(sums[0][1]);
+    parallel(both_weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
+      for (int64_t i = 1; i < slices; i++) {
+        for (int64_t d = begin; d < end; d++) sum[d] += sum[i * both_weights + d];
+      }
+    });
+    const Tensor total = sums.select(0, 0);
+    q_weight_grad.copy_(total.narrow(0, 0, of_q).view_as(q_weight_grad));
+    k_weight_grad.copy_(total.narrow(0, of_q, of_k).view_as(k_weight_grad));
   }
 
   // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.

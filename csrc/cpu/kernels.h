@@ -22,8 +22,8 @@ struct Kernels {
   // Rotates the tokens [begin, end) of batch * seq, and copies v if there is one.
   void (*rotate)(const TunedRotateArgs&, int64_t begin, int64_t end, void* scratch);
   size_t (*norm_backward_scratch)(const NormBackwardArgs&);
-  // Writes the gradients of q and k for the tokens [begin, end), and to weight_grads, [2, head_dim], what these tokens
-  // add to the gradients of both weights.
+  // Writes the gradients of q and k for the tokens [begin, end), and to weight_grads what these tokens add to the
+  // gradients of both weights, that of q first.
   void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
   size_t (*table_backward_scratch)(const TableBackwardArgs&);
   // Writes the gradients of the table rows whose first entry has an index in [begin, end), see TokensOfRows. The index

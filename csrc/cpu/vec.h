@@ -130,6 +130,8 @@ typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef float f32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many floats as f64v has doubles
 typedef uint32_t u32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint32_t u32half __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));
+typedef int32_t i32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
+typedef uint8_t u8v __attribute__((vector_size(ROPE_VECTOR_BYTES / 4)));  // as many numbers as f32v has floats
 typedef uint64_t u64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef uint16_t u16v __attribute__((vector_size(ROPE_VECTOR_BYTES / 2)));  // as many numbers as f32v has floats
 
@@ -174,7 +176,14 @@ struct Floats {
 inline Floats operator+(Floats a, Floats b) { return Floats(a.v + b.v); }
 inline Floats operator-(Floats a, Floats b) { return Floats(a.v - b.v); }
 inline Floats operator*(Floats a, Floats b) { return Floats(a.v * b.v); }
+inline Floats operator/(Floats a, Floats b) { return Floats(a.v / b.v); }
 inline Floats operator-(Floats a) { return Floats(-a.v); }
+
+// These are for ../quantise.h.
+inline int32_t bits_of(float a) { return bits_as<int32_t>(a); }
+inline float float_of(int32_t bits) { return bits_as<float>(bits); }
+inline i32v bits_of(Floats a) { return i32v(a.v); }
+inline Floats float_of(i32v bits) { return Floats(f32v(bits)); }
 
 inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
 inline double plain_nan(double a) { return a == a ? a : __builtin_nan(""); }
@@ -312,6 +321,16 @@ inline Floats rounded(Floats a) {
     return load(narrow);
   }
   return a;
+}
+
+// Converts to float32 by rounding to odd: a result that is not exact is the neighbour with an odd mantissa. If it is
+// then rounded to a dtype of less than 22 bits, the double is rounded once. Infinity stands for all numbers beyond
+// float32.
+inline float rounded_to_odd(double x) {
+  const float near = float(x);
+  const int32_t bits = bits_of(near);
+  if (double(near) == x || near != near || bits & 1 || (bits & 0x7fffffff) == 0x7f800000) return near;
+  return float_of(__builtin_fabs(double(near)) > __builtin_fabs(x) ? bits - 1 : bits + 1);
 }
 
 struct Doubles {
