@@ -449,6 +449,14 @@ def rotated_channels(size, angles) -> slice:
     return slice(start, start + size[-1])
 
 
+QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]  # the dtypes of quantised caches
+
+
+def has_dtype(device: str, dtype: torch.dtype | None) -> bool:
+    """Returns whether a cache on this device may have this dtype. Metal has no float8."""
+    return device != "mps" or dtype not in QUANTISED[:2]
+
+
 def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:
     """Returns whether the device has this dtype, and that of the frequencies. Apple GPUs have no float64."""
     return device != "mps" or torch.float64 not in (dtype, source.freq_dtype if source else None)

@@ -53,13 +53,15 @@ def rotate(
     error of a result is measured against it.
 
     The arguments are those of torch.ops.rope.rotate: torch tensors, x is [batch, seq, heads, head_dim] or [seq, heads,
-    head_dim]. With norm_weight, [head_dim], each head is first RMS-normalised over all its channels.
+    head_dim]. With norm_weight, [head_dim] or [heads, head_dim], each head is first RMS-normalised over all its channels,
+    or all heads of a token together.
     """
     kind = np.longdouble if x.dtype == torch.float64 else np.float64
     values = numpy_of(x, kind)
     values = values if values.ndim == 4 else values[None]
     if norm_weight is not None:
-        mean = (values**2).sum(-1, keepdims=True) / max(values.shape[-1], 1)
+        axes = (-2, -1)[-norm_weight.ndim :]
+        mean = (values**2).sum(axes, keepdims=True) / max(norm_weight.numel(), 1)
         values = values / np.sqrt(mean + kind(norm_eps)) * numpy_of(norm_weight, kind)
     batch, seq = values.shape[:2]
     p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
@@ -82,6 +84,31 @@ def rotate(
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
     size[..., first] = size[..., second] = np.hypot(out[..., first], out[..., second])
     return out.reshape(x.shape), size.reshape(x.shape)
+
+
+def quantise(x: np.ndarray, scale: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Returns the numbers that a quantised cache of this dtype stores for x, [..., heads, head_dim].
+
+    scale: one element, or [heads]. The number next to x / scale is looked up among all numbers of dtype; of two that are
+    equally near, it is the one with the even code. Its sign is kept if it is zero.
+    """
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(dtype).double().numpy()
+    order = np.array([i for i in np.argsort(numbers, kind="stable") if np.isfinite(numbers[i]) and i != 0x80])
+    if not dtype.is_floating_point:
+        order = np.argsort(numbers)
+    numbers = numbers[order]
+    with np.errstate(all="ignore"):
+        quotient = x / (scale.reshape(()) if scale.size == 1 else scale[:, None]).astype(x.dtype)
+        wide = quotient.astype(np.longdouble)
+        above = np.clip(np.searchsorted(numbers, wide), 1, len(numbers) - 1)
+        nearer = np.abs(wide - numbers[above]) - np.abs(wide - numbers[above - 1])
+        tie_to_above = (nearer == 0) & (order[above] % 2 == 0)
+        stored = np.where((nearer < 0) | tie_to_above, numbers[above], numbers[above - 1])
+    stored = np.where(wide >= numbers[-1], numbers[-1], np.where(wide <= numbers[0], numbers[0], stored))
+    if not dtype.is_floating_point:
+        return np.where(np.isnan(quotient), 0, stored)
+    return np.copysign(np.where(np.isnan(quotient), np.nan, stored), quotient.astype(np.float64))
 
 
 def table_backward(

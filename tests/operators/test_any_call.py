@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from cases import DTYPES, misplace_pads, moved, some_slots, spread, supported
+from cases import DTYPES, QUANTISED, has_dtype, misplace_pads, moved, some_slots, spread, supported
 from oracle import table_backward
-from test_cache import Caches, check, make_norm, same
+from test_cache import Caches, check, make_norm, make_scales, same
 from test_tables import assert_sums
 
 import torch_rope
@@ -65,7 +65,11 @@ def calls(draw):
         "v_cache": draw(st.one_of(layouts(4), layouts(5))),  # 5 dimensions: both caches are in one tensor
         "block_size": draw(st.integers(1, 20)),
         "more_blocks": draw(st.integers(0, 2)),
-        "weights": draw(st.sampled_from(["none", "dtype of x", "float32", "strided"])),
+        "weights": draw(st.sampled_from(["none", "dtype of x", "float32", "strided", "over heads"])),
+        "quantised": draw(st.tuples(*[st.sampled_from([None, *QUANTISED])] * 2)),
+        "scales": draw(st.sampled_from(["one element", "no dimensions", "heads", "strided"])),
+        "norm_v": draw(st.booleans()),
+        "eager_rounding": draw(st.sampled_from([False, False, True])),
         "norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
         "attention_factor": draw(st.sampled_from([1.0, 1.2079441541679836, -0.37])),
         "interleaved": draw(st.booleans()),
@@ -150,13 +154,16 @@ def test_any_call_writes_the_right_values_and_nothing_else(call, device):
             return lay_out(call["v_cache"], (*shape, 2), make).unbind(-1)
         return lay_out(call["cache"], shape, make), lay_out(call["v_cache"], shape, make)
 
-    caches = Caches(cache, blocks, block_size, k_heads, head_dim, dtype, device, call["v_shape"])
-    norm = make_norm(call["weights"], head_dim, dtype, device, call["norm_eps"])
+    quantised = [d if has_dtype(device, d) else torch.int8 for d in call["quantised"]]
+    caches = Caches(cache, blocks, block_size, k_heads, head_dim, dtype, device, call["v_shape"], quantised)
+    norm = make_norm(call["weights"], head_dim, dtype, device, call["norm_eps"], (q_heads, k_heads))
+    of_cache = make_scales(call["scales"], quantised, (k_heads, v.shape[-2]), device) | {"norm_v": call["norm_v"]}
     if call["dims"] == 3:
         q, k, v = q[0], k[0], v[0]
     before = [m.clone() for m in memory]
     q_before = q.clone()
-    check(q, k, v, caches, angles, slots, norm, **{n: call[n] for n in ("attention_factor", "interleaved")})
+    options = {n: call[n] for n in ("attention_factor", "interleaved", "eager_rounding")}
+    check(q, k, v, caches, angles, slots, norm, of_cache, **options)
     q.copy_(q_before)
     assert all(map(same, memory, before))  # q is the only one of these that was written
 

@@ -17,9 +17,11 @@ from cases import (
     CALLS,
     KERNELS,
     LAYOUTS,
+    QUANTISED,
     checks_ranges,
     covering,
     each_number_of_threads,
+    has_dtype,
     make_angles,
     many,
     misplace_pads,
@@ -32,11 +34,11 @@ from cases import (
     spread,
     supported,
 )
-from oracle import assert_close, limits, rotate
+from oracle import assert_close, limits, numpy_of, quantise, rotate, ulp
 
 import torch_rope
 
-INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype with this many bytes
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer dtype with this many bytes
 
 
 def bits(t):
@@ -53,7 +55,8 @@ def garbage(shape, dtype):
     """Returns a tensor of random bits, many of them NaNs, as a cache may hold before it is written."""
     words = torch.randint(-(2**63), 2**63 - 1, (math.prod(shape) * dtype.itemsize // 8 + 1,))
     t = words.view(dtype)[: math.prod(shape)]
-    t[::7] = float("nan")
+    if dtype.itemsize > 1:
+        t[::7] = float("nan")
     return t.view(shape)
 
 
@@ -61,35 +64,48 @@ class Caches:
     """The caches k and v in one of the layouts, in memory that is filled with garbage.
 
     layout: a key of CACHES, or a function like its values. v_shape: the heads and head_dim of the cache v, unless they
-    are those of k. memory: the tensors that k and v are views of.
+    are those of k. quantised: the dtypes of k and v, where None stands for `dtype`. memory: the tensors that k and v are
+    views of.
     """
 
-    def __init__(self, layout, blocks, block_size, heads, head_dim, dtype, device, v_shape=None):
+    def __init__(
+        self, layout, blocks, block_size, heads, head_dim, dtype, device, v_shape=None, quantised=(None, None)
+    ):
         self.layout = layout if callable(layout) else CACHES[layout]
         self.shape, self.v_shape = (blocks, block_size, heads, head_dim), v_shape
+        self.dtypes = [d or dtype for d in quantised]
         self.memory = []
 
-        def make(*shape):
-            self.memory.append(garbage(shape, dtype).to(device))
-            return self.memory[-1]
+        def make(dtype):
+            def make(*shape):
+                self.memory.append(garbage(shape, dtype).to(device))
+                return self.memory[-1]
 
-        self.k, self.v = self.views(make)
+            return make
 
-    def views(self, make):
-        """Returns the caches k and v, in memory that make(*shape) returns."""
-        k, v = self.layout(make, *self.shape)
-        if self.v_shape is not None:
-            v = self.layout(make, *self.shape[:2], *self.v_shape)[1]
+        self.k, self.v = self.views(*map(make, self.dtypes))
+
+    def views(self, make_k, make_v):
+        """Returns the caches k and v, in memory that make_k(*shape) and make_v(*shape) return."""
+        k, v = self.layout(make_k, *self.shape)
+        if self.v_shape is not None or self.dtypes[0] != self.dtypes[1]:
+            v = self.layout(make_v, *self.shape[:2], *(self.v_shape or self.shape[2:]))[1]
         return k, v
 
-    def after(self, slots, k, v):
+    def cells(self, cache, slots):
+        """Returns what a cache holds for each token, on the CPU: that of cell 0 for a token with a negative slot."""
+        cache = bits(cache if cache.dim() == 4 else cache[None])
+        slots = torch.from_numpy(np.where(slots < 0, 0, slots))
+        return cache[slots // self.shape[1], slots % self.shape[1]]
+
+    def after(self, slots, k, v, memory):
         """Returns what the memory must hold, on the CPU, after the tokens whose slot is not negative are written.
 
-        slots: a numpy array [batch, seq]. A plain loop writes the tokens of k and v to a copy of the memory.
+        slots: a numpy array [batch, seq]. memory: the bits of the memory before. A plain loop writes the tokens of k and
+        v to it.
         """
-        memory = [bits(m).clone() for m in self.memory]
         rest = iter(memory)
-        caches = self.views(lambda *_: next(rest))
+        caches = self.views(*[lambda *_: next(rest)] * 2)
         k_cache, v_cache = (t if t.dim() == 4 else t[None] for t in caches)
         k, v = (bits(t) if t.dim() == 4 else bits(t)[None] for t in (k, v))
         for b, s in np.ndindex(slots.shape):
@@ -132,23 +148,74 @@ def inside(angles, pads):
     return angles | {"positions": positions, "offset": 0}, lost
 
 
-def check(q, k, v, caches, angles, slots=None, norm=None, **options):
+def numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, options):
+    """Returns the numbers of k and v before they are rounded or quantised, and by how much each number may be off.
+
+    They are numpy arrays in the arithmetic type. k_rotated: k rotated by the functional operator.
+    """
+    wide = torch.promote_types(k.dtype, torch.float32)
+    kind = np.float64 if wide == torch.float64 else np.float32
+    numbers_of_v = numpy_of(v, kind), 0
+    if norm_v:
+        value = numpy_of(v, np.longdouble)
+        value = value / np.sqrt((value**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + norm.get("norm_eps", 1e-6))
+        numbers_of_v = value, 6 * ulp(abs(value), wide)
+    if options.get("eager_rounding"):
+        return (numpy_of(k_rotated, kind), 0), numbers_of_v
+    if norm:  # the order of its sum differs between dtypes
+        of_k = {"norm_weight": norm["k_norm_weight"], "norm_eps": norm["norm_eps"]}
+        value, magnitude = rotate(k, **angles, **without(options, "eager_rounding"), **of_k)
+        ulps, plus = limits(wide, angles, norm=True)
+        return (value, ulps * ulp(magnitude, wide) + plus * magnitude), numbers_of_v
+    tables = {name: t.to(wide) for name, t in angles.items() if name in ("cos", "sin")}
+    return (numpy_of(torch.ops.rope.rotate(k.to(wide), **angles | tables, **options), kind), 0), numbers_of_v
+
+
+def without(options, name):
+    return {n: value for n, value in options.items() if n != name}
+
+
+def assert_stored(cells, dtype, numbers, scale, first):
+    """Asserts that the cells hold the numbers: rounded to dtype or, if there is a scale, quantised.
+
+    cells: [tokens, heads, head_dim], as integers. numbers: (values, by how much each may be off). first: the dtype that
+    they are rounded to first, or None.
+    """
+    values, error = numbers
+    found = numpy_of(cells.view(dtype))
+    bounds = []
+    for bound in (values - error, values + error) if np.any(error) else (values,):
+        if first or scale is None:
+            bound = numpy_of(torch.from_numpy(bound.astype(np.float64)).to(first or dtype))
+        if first == torch.float32:
+            bound = bound.astype(np.float32)
+        bounds.append(bound if scale is None else quantise(bound, scale.cpu().numpy(), dtype))
+    low, high = bounds[0], bounds[-1]
+    nan = np.isnan(low)
+    assert np.array_equal(np.isnan(found), nan)
+    assert ((low <= found) & (found <= high) | nan).all()
+    if low is high:
+        assert np.array_equal(np.signbit(found)[~nan], np.signbit(low)[~nan])
+
+
+def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **options):
     """Calls the operator and checks q, k, v, the caches and all memory around the caches.
 
     q and the cells that are written must have the bits that the functional operators return, and these must be close to
-    the oracle. The rotated channels of q must be NaN for a pad whose position the table lacks. All other memory must be
-    as before.
+    the oracle. Cells of a quantised cache, and those of v after a norm, must hold what the oracle stores there. The
+    rotated channels of q must be NaN for a pad whose position the table lacks. All other memory must be as before.
 
-    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None.
+    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None. of_cache: a dict of k_scale, v_scale and norm_v,
+    or None.
     """
-    norm, given = norm or {}, angles
+    norm, of_cache, given = norm or {}, of_cache or {}, angles
     q_before, k_before, v_before = q.clone(), k.clone(), v.clone()
     where = slots_of(q, slots, angles.get("positions"), angles.get("offset", 0), block_size=caches.shape[1])
     angles, lost = inside(angles, where < 0)
     q_rotated, k_rotated = functional(q, k, angles, norm, options)
-    memory = caches.after(where, k_rotated, v)
+    memory = [bits(m).clone() for m in caches.memory]
 
-    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **options)
+    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **of_cache, **options)
     rotary_dim = 2 * angles.get("inv_freq", angles.get("cos")).shape[-1]
     rotated = rotated_channels((rotary_dim,), angles)
     lost = torch.from_numpy(lost).view(q.shape[:-2])
@@ -157,13 +224,28 @@ def check(q, k, v, caches, angles, slots=None, norm=None, **options):
     found[..., rotated][lost] = right[..., rotated][lost]
     assert same(found, right)
     assert same(k, k_before) and same(v, v_before)
-    assert all(map(same, caches.memory, memory))
+
+    norm_v, scales = of_cache.get("norm_v", False), [of_cache.get(name) for name in ("k_scale", "v_scale")]
+    stored, written = [k_rotated, v], where.reshape(-1) >= 0
+    for i, cache in enumerate((caches.k, caches.v)):
+        normalised = norm_v and i == 1
+        if (scales[i] is None and not normalised) or not written.any():
+            continue
+        cells = caches.cells(cache, where)
+        numbers = numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, options)[i]
+        numbers = [n.reshape(where.size, *cells.shape[2:])[written] if np.ndim(n) else n for n in numbers]
+        first = q.dtype if normalised and options.get("eager_rounding") else None
+        assert_stored(cells.flatten(0, 1)[written], caches.dtypes[i], numbers, scales[i], first)
+        stored[i] = cells.view(caches.dtypes[i]).view(stored[i].shape)
+    assert all(map(same, caches.memory, caches.after(where, *stored, memory)))
 
     # The values of the functional operators are right.
+    if options.get("eager_rounding"):
+        return
     near = limits(q.dtype, angles, options.get("attention_factor", 1.0), bool(norm))
     for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
         with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
-        assert_close(out, rotate(x, **angles, **options, **with_norm), *near)
+        assert_close(out, rotate(x, **angles, **without(options, "eager_rounding"), **with_norm), *near)
 
 
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
@@ -184,7 +266,11 @@ FACTORS = CALLS | {
     "v_shape": [None, None, (1, 201), (2, 200), (3, 16), (0, 8)],  # heads and head_dim; None: those of k
     "cache": list(CACHES),
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
-    "weights": ["none", "dtype of x", "float32", "strided"],
+    "weights": ["none", "dtype of x", "float32", "strided", "over heads"],
+    "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)],
+    "scales": ["one element", "no dimensions", "heads", "strided"],
+    "norm_v": [False, True],
+    "eager_rounding": [False, True],
     "attention_factor": [1.0, 1.2079441541679836],
 }
 
@@ -215,19 +301,37 @@ def make_slots(kind, batch, seq, cells, device):
     return slots.mT.contiguous().mT if "column" in kind else slots
 
 
-def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6):
+def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6, heads=(1, 1)):
     """Returns the arguments of the norm, an empty dict if there is none.
 
-    kind: "none", "dtype of x", "float32" (q_norm_weight is float32, k_norm_weight has the dtype of x) or "strided".
+    kind: "none", "dtype of x", "float32" (q_norm_weight is float32, k_norm_weight has the dtype of x), "strided", or
+    "over heads": [heads, head_dim] for these heads of q and of k.
     """
     if kind == "none":
         return {}
+    if kind == "over heads":
+        q, k = ((torch.rand(n, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype) for n in heads)
+        k = spread(k, (1, 2), (1, 1))
+        return {"q_norm_weight": q.to(device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}
     q, k = (torch.rand(2, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype)
     if kind == "float32":
         q = q.float()
     if kind == "strided":
         q, k = spread(q, (2,), (1,)), spread(k, (3,), (2,))
     return {"q_norm_weight": moved(q, device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}
+
+
+def make_scales(kind, dtypes, heads, device):
+    """Returns the scales of the caches whose dtype is not None. kind: one of FACTORS["scales"]."""
+    scales = {}
+    for name, dtype, n, step in zip(("k_scale", "v_scale"), dtypes, heads, (2, 3), strict=True):
+        if dtype is None:
+            continue
+        scale = torch.rand(n if kind in ("heads", "strided") else 1) + 0.5
+        scale *= {torch.int8: 0.03, torch.float8_e4m3fn: 0.01, torch.float8_e5m2: 0.0001}[dtype]
+        scale = spread(scale, (step,), (1,)) if kind == "strided" else scale
+        scales[name] = scale.view(()).to(device) if kind == "no dimensions" else moved(scale, device)
+    return scales
 
 
 @pytest.mark.heart
@@ -240,12 +344,14 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
+    quantised = [d if has_dtype(device, d) else torch.int8 for d in case["quantised"]]
     batch, seq, q_heads, _, head_dim, _ = size
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
     layouts, v_shape = (case["q"], case["k"], case["v"]), case["v_shape"]
     q, k, v = make_qkv(*layouts, batch, seq, q_heads, k_heads, head_dim, dtype, device, v_shape)
-    v.copy_(garbage(v.shape, dtype))
+    if not case["norm_v"]:
+        v.copy_(garbage(v.shape, dtype))
     if case["slots"] == "none":
         slots, blocks, block_size = None, batch + 2, seq + 40
         set_apart(angles, batch, block_size)
@@ -254,12 +360,91 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
         blocks = batch * seq // block_size + 2 if "sequence" not in case["cache"] else 1
         slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
         misplace_pads(angles, slots)
-    norm = make_norm(case["weights"], head_dim, dtype, device)
-    caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device, v_shape)
+    norm = make_norm(case["weights"], head_dim, dtype, device, heads=(q_heads, k_heads))
+    caches = Caches(case["cache"], blocks, block_size, k_heads, head_dim, dtype, device, v_shape, quantised)
+    of_cache = make_scales(case["scales"], quantised, (k_heads, v.shape[-2]), device) | {"norm_v": case["norm_v"]}
     if case["dims"] == 3:
         q, k, v = q[0], k[0], v[0]
-    options = {name: case[name] for name in ("attention_factor", "interleaved")}
-    check(q, k, v, caches, angles, slots, norm, **options)
+    options = {name: case[name] for name in ("attention_factor", "interleaved", "eager_rounding")}
+    check(q, k, v, caches, angles, slots, norm, of_cache, **options)
+
+
+# --- Quantised caches -------------------------------------------------------------------------------------------------
+
+
+def quantised_by_torch(x, scale, dtype):
+    """Returns what a quantised cache stores for x, as integers."""
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    quotient = (x / scale).clamp(limits.min, limits.max)
+    return bits((quotient if dtype.is_floating_point else quotient.nan_to_num(0.0).round()).to(dtype))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-20, 1e30, 1e-30, -2.5, 0.0, math.inf, math.nan, 1e-45], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, scale, interleaved, device):
+    """All float16 and all bfloat16 numbers are, and many random float32 bits: with NaNs, infinities and subnormals.
+
+    Heads are rotated by a zero angle, which changes no finite number, or not rotated, or they are those of v.
+    """
+    if not has_dtype(device, stored):
+        pytest.skip("Metal has no float8")
+    if dtype == torch.float32:
+        n = 10_000_000 // 1024 if scale == 0.37 and not on_gpu(device) else 100
+        x = torch.randint(-(2**31), 2**31 - 1, (n, 8, 128)).to(torch.int32).view(torch.float32)
+    else:
+        x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(64, 8, 128)
+    finite = x.nan_to_num(0.0, 0.0, 0.0) + 0.0  # the rotation may change the sign of a zero
+    x, finite, scale = (t.to(device) for t in (x, finite, torch.tensor(scale)))
+    scales = {"k_scale": scale, "v_scale": scale.view(1)}
+    for pairs, k in (64, finite), (13, finite), (0, x):
+        k_cache, v_cache = (torch.empty(x.shape, dtype=torch.int8, device=device).view(stored) for _ in "kv")
+        angles = torch.ones(len(x), pairs, device=device), torch.zeros(len(x), pairs, device=device)
+        torch.ops.rope.rotate_into_cache_(
+            x[:, :1].clone(), k, x, k_cache, v_cache, *angles, interleaved=interleaved, **scales
+        )
+        for cache, given in (k_cache, k), (v_cache, x):
+            found, expected = bits(cache), quantised_by_torch(given.cpu().float(), scale.cpu(), stored)
+            if on_gpu(device):  # the sign of a NaN may be any
+                found, expected = (t.where(~t.view(stored).float().isnan(), 0) for t in (found, expected))
+            if device == "mps":  # Metal may take subnormal numbers for zeros
+                found, expected = (t.where(given.cpu().float().abs() >= 2.0**-126, 0) for t in (found, expected))
+            assert torch.equal(found, expected)
+
+
+def test_numbers_of_float64_are_rounded_once(device):
+    """A number that float32 would round to the middle of two float8 numbers is rounded to the nearer one."""
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    middle = torch.tensor([1.0625, 1.1875, -17.0, 0.0009765625 * 1.5, -300.0, 447.0, 464.0], dtype=torch.float64)
+    x = torch.cat(
+        [middle, middle * (1 + 1e-12), middle * (1 - 1e-12), torch.tensor([1e300, -1e300, 1e-300, 0.0, -0.0])]
+    )
+    x = x.view(1, 1, -1)
+    for dtype in QUANTISED:
+        cache = torch.empty(x.shape, dtype=torch.int8, device=device).view(dtype)
+        scale, angles = torch.tensor(0.5, device=device), torch.ones(1, 0, device=device).double()
+        given = x.to(device)
+        torch.ops.rope.rotate_into_cache_(
+            given.clone(), given, given, cache, cache.clone(), angles, angles, k_scale=scale, v_scale=scale
+        )
+        expected = quantise(x.numpy(), np.float32([0.5]), dtype)
+        assert np.array_equal(numpy_of(cache), expected)
+        assert np.array_equal(np.signbit(numpy_of(cache)), np.signbit(expected))
+
+
+def test_a_scale_is_read_when_the_kernel_runs(device):
+    """Its new value is used in the next call, and its values are not read before: an operator is not told of them."""
+    q, k, v, caches, angles = a_call(device=device)
+    cache = torch.zeros(caches.k.shape, dtype=torch.int8, device=device)
+    scale = torch.full((2,), 0.05, device=device)
+    for factor in (1, 2):
+        k_cache, v_cache = cache.clone(), cache.clone()
+        torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, k_scale=scale, v_scale=scale[:1])
+        expected = quantise(numpy_of(v, np.float32), np.float32([0.05 * factor]), torch.int8)
+        assert np.array_equal(numpy_of(v_cache[:2, :5]), expected)
+        scale *= 2
 
 
 # --- The seven kernels of akunu, from its documentation, as loops over flat float16 memory ----------------------------

@@ -43,29 +43,36 @@ WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
 FACTORS = CALLS | {
     "q_weight": WEIGHTS,
     "k_weight": WEIGHTS,
+    "over_heads": [False, True],
     "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
     "attention_factor": [1.0, 1.2079441541679836, -0.37],
 }
 
 
-def weight(kind, head_dim, dtype, device):
-    """Returns [head_dim] weights between -0.5 and 1.5, of both signs."""
+def weight(kind, head_dim, dtype, device, *heads):
+    """Returns [head_dim] or [heads, head_dim] weights between -0.5 and 1.5, of both signs."""
     dtype = torch.float32 if "float32" in kind else dtype
     step = {"float32 strided": 3, "own strided": 2}.get(kind, 1)
-    return (torch.rand(head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[::step]
+    return (torch.rand(*heads, head_dim * step, dtype=torch.float64) * 2 - 0.5).to(dtype).to(device)[..., ::step]
 
 
-def make(size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32"), start="first"):
-    """Returns [q, k, q_norm_weight, k_norm_weight] and the arguments that give the angles."""
+def make(
+    size, source, q_layout, k_layout, dtype, device, kinds=("float32", "float32"), start="first", over_heads=False
+):
+    """Returns [q, k, q_norm_weight, k_norm_weight] and the arguments that give the angles.
+
+    over_heads: there is a weight for each head, so all heads of a token are normalised together.
+    """
     q, k, angles = make_qk(device, size, source, q_layout, k_layout, dtype, start=start)
-    return [q, k, *(weight(kind, size[-2], dtype, device) for kind in kinds)], angles
+    heads = [x.shape[2:3] if over_heads else () for x in (q, k)]
+    return [q, k, *(weight(kind, size[-2], dtype, device, *h) for kind, h in zip(kinds, heads, strict=True))], angles
 
 
 def make_case(case, device):
     """Returns what make() returns for a case of FACTORS, and the options of the call."""
     where = [case[name] for name in ("size", "source", "q", "k", "dtype")]
     options = {name: case[name] for name in ("norm_eps", "attention_factor", "interleaved")}
-    return *make(*where, device, (case["q_weight"], case["k_weight"]), case["start"]), options
+    return *make(*where, device, (case["q_weight"], case["k_weight"]), case["start"], case["over_heads"]), options
 
 
 def assert_right(outs, tensors, angles, norm_eps, **options):
@@ -102,7 +109,7 @@ def test_every_head_dim_is_accurate(dtype, interleaved, device):
     for head_dim in (*range(1, 132), 255, 256, 257, 1000):
         rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
         size = (1, 3, 2, 1, head_dim, rotary_dim)
-        tensors, angles = make(size, SOURCES[7], "bshd", "packed", dtype, device)
+        tensors, angles = make(size, SOURCES[7], "bshd", "packed", dtype, device, over_heads=head_dim % 3 == 0)
         outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved, attention_factor=1.3)
         assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
@@ -117,6 +124,20 @@ def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
     values = torch.tensor([1.2345, 0.7071, 1e-3, 77.7], device=device).to(dtype)[:, None]
     tensors = [values.expand_as(q), values[:1].expand_as(k), *weights]
     assert_right(norm_rotate_qk(*tensors, **angles), tensors, angles, 1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 12, 40, 65, 130])
+@pytest.mark.parametrize("head_dim, dtype", [*zip((128, 64, 20, 256), DTYPES, strict=True)], ids=str)
+def test_every_number_of_heads_is_normalised_together(head_dim, dtype, heads, device):
+    """Half of the heads of q hold equal values, whose roundings all have one sign and add up."""
+    size = (1, 5, heads, heads // 3 + 1, head_dim, head_dim)
+    tensors, angles = make(size, SOURCES[2], "bshd", "bhsd", dtype, device, ("own", "float32"), over_heads=True)
+    tensors[0][..., ::2, :] = 1.2345
+    outs = norm_rotate_qk(*tensors, **angles)
+    assert_right(outs, tensors, angles, 1e-6)
+    given = like(outs)
+    gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
+    assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
 
 
 @pytest.mark.parametrize("norm_eps", [1e-6, 0.0])
@@ -162,20 +183,26 @@ def test_channels_past_rotary_dim_are_only_normalised(dtype, interleaved, device
 
 
 @pytest.mark.parametrize(
-    "dtype, head_dim, interleaved, eager_rounding",
+    "dtype, head_dim, interleaved, eager_rounding, over_heads",
     [
         tuple(case.values())
-        for case in covering({"dtype": DTYPES, "head_dim": [128, 80, 7], "interleaved": [0, 1], "eager": [0, 1]})
+        for case in covering(
+            {"dtype": DTYPES, "head_dim": [128, 80, 7], "interleaved": [0, 1], "eager": [0, 1], "over_heads": [0, 1]}
+        )
     ],
     ids=str,
 )
-def test_a_head_has_the_same_bits_in_any_layout_and_any_call(dtype, head_dim, interleaved, eager_rounding, device):
+def test_a_head_has_the_same_bits_in_any_layout_and_any_call(
+    dtype, head_dim, interleaved, eager_rounding, over_heads, device
+):
     """The result of a head does not depend on the layout, nor on the other tokens and heads of the call.
 
     It is the same in tensors of three dimensions and of four.
     """
     size = (2, 20, 6, 2, head_dim, head_dim // 2 * 2)
-    (q, k, *weights), angles = make(size, Source("table", offset=2), "bshd", "bshd", dtype, device)
+    (q, k, *weights), angles = make(
+        size, Source("table", offset=2), "bshd", "bshd", dtype, device, over_heads=over_heads
+    )
     tables = angles["cos"], angles["sin"]
     options = {"interleaved": bool(interleaved), "eager_rounding": bool(eager_rounding)}
     whole = norm_rotate_qk(q, k, *weights, *tables, offset=2, **options)
@@ -183,7 +210,7 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(dtype, head_dim, in
         x, y = (f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))
         assert_same(norm_rotate_qk(x, y, *weights, *tables, offset=2, **options), whole)
     for token, head in (0, 1), (19, 0):
-        here = (slice(1, 2), slice(token, token + 1), slice(head, head + 1))
+        here = (slice(1, 2), slice(token, token + 1), slice(None) if over_heads else slice(head, head + 1))
         alone = norm_rotate_qk(q[here], k[here], *weights, *tables, offset=2 + token, **options)
         assert_same(alone, [t[here] for t in whole])
     assert_same(norm_rotate_qk(q[1], k[1], *weights, *tables, offset=2, **options), [t[1] for t in whole])
@@ -210,13 +237,13 @@ def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interl
         assert_same([t[..., : 2 * pairs] for t in outs], [t[..., order[: 2 * pairs]] for t in whole])
 
 
-@pytest.mark.parametrize("head_dim", [128, 100])
+@pytest.mark.parametrize("head_dim, over_heads", [(128, False), (100, False), (64, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_many_tokens_have_the_bits_of_shorter_calls(dtype, head_dim, device):
+def test_many_tokens_have_the_bits_of_shorter_calls(dtype, head_dim, over_heads, device):
     """The bits do not depend on the number of threads either."""
     seq = many(1500, device)
     size = (2, seq, 8, 2, head_dim, head_dim)
-    (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device)
+    (q, k, *weights), angles = make(size, Source("inv_freq"), "bshd", "bhsd", dtype, device, over_heads=over_heads)
     whole = norm_rotate_qk(q, k, *weights, **angles)
     for start in range(0, seq, 133):
         piece = slice(start, start + 133)
@@ -390,9 +417,13 @@ by_source = pytest.mark.parametrize("source", ANGLES, ids=str)
 by_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 
 
-def leaves(device, size=SIZE, source=SOURCES[1], dtype=torch.float64, requires_grad=True):
+over_heads_too = pytest.mark.parametrize("over_heads", [False, True], ids=["each head", "over heads"])
+
+
+def leaves(device, size=SIZE, source=SOURCES[1], dtype=torch.float64, requires_grad=True, over_heads=False):
     """Returns [q, k, q_norm_weight, k_norm_weight] and the angles, in float64 because finite differences need it."""
-    tensors, angles = make(size, source, "bhsd", "packed", dtype, device, ("own strided", "own"))
+    kinds = ("own strided", "own")
+    tensors, angles = make(size, source, "bhsd", "packed", dtype, device, kinds, over_heads=over_heads)
     return [t.requires_grad_(requires_grad) for t in tensors], angles
 
 
@@ -421,7 +452,7 @@ def definition(
     end = 2 * c.shape[-1]
     outs = []
     for x, w in (q, q_norm_weight), (k, k_norm_weight):
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps) * w
+        x = x * torch.rsqrt(x.square().mean((-2, -1)[-w.dim() :], keepdim=True) + norm_eps) * w
         a, b = (x[..., 0:end:2], x[..., 1:end:2]) if interleaved else x[..., :end].chunk(2, -1)
         pairs = torch.stack([a * c - b * s, b * c + a * s], -1 if interleaved else -2).flatten(-2)
         outs.append(torch.cat([pairs, x[..., end:]], -1))
@@ -432,11 +463,18 @@ def definition(
 @pytest.mark.heart
 @pytest.mark.parametrize(
     "case",
-    covering({"source": ANGLES, "dims": [(6, 4), (4, 4), (3, 0)], "interleaved": [False, True]}),
+    covering(
+        {
+            "source": [*ANGLES, Source("head")],
+            "dims": [(6, 4), (4, 4), (3, 0)],
+            "interleaved": [False, True],
+            "over_heads": [False, True],
+        }
+    ),
     ids=name_of,
 )
 def test_gradients_pass_gradcheck(case, device):
-    inputs, angles = leaves(device, (2, 2, 2, 1, *case["dims"]), case["source"])
+    inputs, angles = leaves(device, (2, 2, 2, 1, *case["dims"]), case["source"], over_heads=case["over_heads"])
     function = lambda *t: norm_rotate_qk(*t, **angles, **OPTIONS, interleaved=case["interleaved"])  # noqa: E731
     assert gradcheck(function, inputs, **EVERY_MODE)
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
@@ -444,9 +482,10 @@ def test_gradients_pass_gradcheck(case, device):
 
 @pytest.mark.shared
 @by_pairing
-def test_gradients_of_the_backward_pass_gradcheck(interleaved, device):
+@over_heads_too
+def test_gradients_of_the_backward_pass_gradcheck(over_heads, interleaved, device):
     """The backward is an operator of its own, which is differentiable in all six inputs."""
-    inputs, angles = leaves(device, (1, 2, 2, 1, 3, 2))
+    inputs, angles = leaves(device, (1, 2, 2, 1, 3, 2), over_heads=over_heads)
     inputs = [g.requires_grad_() for g in like(inputs[:2])] + inputs
     function = lambda *t: rope._norm_rotate_qk_backward(*t, **angles, **OPTIONS, interleaved=interleaved)  # noqa: E731
     assert gradcheck(function, inputs, **EVERY_MODE)
@@ -455,9 +494,10 @@ def test_gradients_of_the_backward_pass_gradcheck(interleaved, device):
 
 @by_pairing
 @by_source
-def test_derivatives_to_the_third_order_are_those_of_the_definition(source, interleaved, device):
+@over_heads_too
+def test_derivatives_to_the_third_order_are_those_of_the_definition(over_heads, source, interleaved, device):
     """torch differentiates the definition by itself."""
-    inputs, angles = leaves(device, source=source)
+    inputs, angles = leaves(device, source=source, over_heads=over_heads)
     derivatives = []
     for function in norm_rotate_qk, definition:
         torch.manual_seed(1)
@@ -481,11 +521,12 @@ def gradients_by_the_oracle(x, weight, gradient, angles, norm_eps, **options):
     """
     h, pair = rotate(gradient, **angles, **options, inverse=True)
     x, w = (numpy_of(t, h.dtype.type) for t in (x, weight))
-    r = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + h.dtype.type(norm_eps))
+    axes = (-2, -1)[-w.ndim :]
+    r = 1 / np.sqrt((x**2).mean(axes, keepdims=True) + h.dtype.type(norm_eps))
 
     def formula(h, x, w, minus):
-        of_x = r * (h * w - minus * r**2 * (h * w * x).mean(-1, keepdims=True) * x)
-        return of_x, (h * x * r).sum(tuple(range(x.ndim - 1)))
+        of_x = r * (h * w - minus * r**2 * (h * w * x).mean(axes, keepdims=True) * x)
+        return of_x, (h * x * r).sum(tuple(range(x.ndim - w.ndim)))
 
     return zip(formula(h, x, w, 1), formula(pair, abs(x), abs(w), -1), strict=True)
 
@@ -526,17 +567,17 @@ def test_gradients_are_within_roundings_of_the_oracle(case, device):
     gradients = grad(norm_rotate_qk(*inputs, **angles, **options), inputs, given)
     for x, g in zip(inputs, gradients, strict=True):
         assert g.dtype == x.dtype and g.shape == x.shape
-        assert x.dim() == 1 or g.stride() == torch.empty_like(x).stride()
+        assert x.dim() < 3 or g.stride() == torch.empty_like(x).stride()
     assert_accurate(gradients, tensors, given, angles, **options)
 
 
-@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("positive, over_heads", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, device):
+def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, over_heads, device):
     """All terms of the sum may have one sign. The bits are the same each time and with any number of threads."""
     heads = (8, 2) if positive else (2, 8)
     size = (2, many(10000, device), *heads, 24, 16)
-    tensors, angles = make(size, Source("table"), "bshd", "bhsd", dtype, device)
+    tensors, angles = make(size, Source("table"), "bshd", "bhsd", dtype, device, over_heads=over_heads)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     run = lambda: rope._norm_rotate_qk_backward(*given, *tensors, **angles)  # noqa: E731
@@ -549,9 +590,11 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, devi
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_gradients_have_the_same_bits_in_any_layout(head_dim, dtype, device):
+@over_heads_too
+def test_gradients_have_the_same_bits_in_any_layout(over_heads, head_dim, dtype, device):
     """The order of a sum is the order of tokens and heads, not of their addresses."""
-    tensors, angles = make((2, 9, 5, 2, head_dim, 20), Source("table"), "bshd", "bshd", dtype, device)
+    size = (2, 9, 5, 2, head_dim, 20)
+    tensors, angles = make(size, Source("table"), "bshd", "bshd", dtype, device, over_heads=over_heads)
     given = like(tensors[:2])
     expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
     for layout in LAYOUTS.values():
@@ -569,8 +612,10 @@ def test_incoming_gradients_may_be_expanded(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
-def test_gradients_of_empty_tensors_are_zero(shape, device):
-    inputs = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, shape[-1:], shape[-1:])]
+@over_heads_too
+def test_gradients_of_empty_tensors_are_zero(over_heads, shape, device):
+    weight = shape[-2:] if over_heads else shape[-1:]
+    inputs = [torch.randn(s, device=device, requires_grad=True) for s in (shape, shape, weight, weight)]
     outs = norm_rotate_qk(*inputs, inv_freq=torch_rope.inv_freq(shape[-1], device=device))
     for _ in range(3):  # the gradients are allocated in memory that held NaNs
         left = [torch.full_like(inputs[-1], torch.nan) for _ in range(5)]
@@ -594,11 +639,15 @@ def test_a_head_that_has_no_norm_changes_no_gradient_of_another_head(value, head
 
 
 @pytest.mark.parametrize("dtype, fraction", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
-def test_second_derivatives_are_accurate_in_the_dtypes_of_training(dtype, fraction, device):
+@over_heads_too
+def test_second_derivatives_are_accurate_in_the_dtypes_of_training(over_heads, dtype, fraction, device):
     """The error is at most this fraction of the largest element that torch finds for the definition in float64."""
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
-    tensors, angles = make((2, 9, 4, 2, 16, 12), SOURCES[2], "bhsd", "packed", dtype, device, ("float32", "own"))
+    kinds = ("float32", "own")
+    tensors, angles = make(
+        (2, 9, 4, 2, 16, 12), SOURCES[2], "bhsd", "packed", dtype, device, kinds, over_heads=over_heads
+    )
     found = []
     for function, wide in (norm_rotate_qk, False), (definition, True):
         inputs = [(t.double() if wide else t).detach().requires_grad_() for t in tensors]
@@ -706,7 +755,8 @@ def test_tangents_are_those_of_the_definition(source, moved, mode, device):
 
     This holds with grad off too.
     """
-    inputs, angles = leaves(device, source=source, requires_grad=mode == "grad")
+    over_heads = source is ANGLES[0]
+    inputs, angles = leaves(device, source=source, requires_grad=mode == "grad", over_heads=over_heads)
     with fwAD.dual_level(), torch.set_grad_enabled(mode == "grad"):
         duals = [
             fwAD.make_dual(t, torch.randn_like(t)) if n in moved else t for n, t in zip(NAMES, inputs, strict=True)
@@ -745,10 +795,10 @@ def test_torch_func_gives_the_gradients_of_the_definition(device):
 
 
 @pytest.mark.shared
-@by_source
-def test_torch_func_gives_the_jacobians_and_hessians_of_the_definition(source, device):
+@pytest.mark.parametrize("source, over_heads", [*((s, False) for s in ANGLES), (ANGLES[0], True)], ids=str)
+def test_torch_func_gives_the_jacobians_and_hessians_of_the_definition(source, over_heads, device):
     """Forward and reverse mode are nested in every way."""
-    tensors, angles = leaves(device, (2, 2, 1, 1, 4, 4), source, requires_grad=False)
+    tensors, angles = leaves(device, (2, 2, 2, 1, 4, 4), source, requires_grad=False, over_heads=over_heads)
     function, truth = (lambda *t, f=f: f(*t, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
     loss, true_loss = (loss_of(f, **angles, **OPTIONS) for f in (norm_rotate_qk, definition))
     for mode in jacrev, jacfwd:
