@@ -37,15 +37,14 @@ struct Operand {
 };
 
 // How numbers are stored in a cache: in the dtype of x, or divided by a scale and rounded to float8 or int8. quantise.h
-// uses the numbers from `magic` on.
+// uses the numbers from `highest` on.
 struct CacheFormat {
   rope_int scale;        // stride of the scales, one for each head; 0: there is one scale for all
   int quantised;         // 0: the dtype of x, and all other members are 0
-  float magic;           // a power of two; the floats from it on have the distance of the dtype's smallest numbers
   int highest;           // the bits of the largest number, as a float
   int beyond;            // added to `highest` for the negative numbers
-  int least_normal;      // the bits of the smallest normal number, as a float
-  int shift, bias;       // of a normal number: bits of the mantissa that a float has in addition; difference of biases
+  int least_exponent;    // the bits of a float: the numbers below it are as far apart as those from it to its double
+  int shift;             // bits of the mantissa that a float has in addition
   int nan, flip, carry;  // the bits of a NaN; what a negative number's bits are XORed with, and what is then added
 };
 
@@ -79,7 +78,7 @@ struct RopeParams {
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 592, "RopeParams must have the same layout on host and device");
+static_assert(sizeof(RopeParams) == 576, "RopeParams must have the same layout on host and device");
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
