@@ -55,6 +55,13 @@ def _norm_flags(
     return flags | _start_and_rounding(rotary_start, eager_rounding)
 
 
+def _cache_flags(k_scale: Tensor | None, v_scale: Tensor | None, norm_v: bool) -> dict:
+    """Returns the keyword arguments of a cache alone, or none of them if all have their default values."""
+    if k_scale is None and v_scale is None and not norm_v:
+        return {}
+    return {"k_scale": k_scale, "v_scale": v_scale, "norm_v": norm_v}
+
+
 def inv_freq(
     rotary_dim: int,
     base: float = 10000.0,
@@ -439,17 +446,21 @@ def norm_rotate_qk(
     rotary_start: int = 0,
     eager_rounding: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMS-normalises each head of q and k and then rotates it, in one pass: the QK-norm of Qwen3 and Gemma 3.
+    """RMS-normalises q and k and then rotates them, in one pass: the QK-norm of Qwen3, Gemma, OLMo-2 and Wan.
 
     Args:
         q, k: as in :func:`rotate_qk`.
-        q_norm_weight, k_norm_weight: ``[head_dim]``, with any stride, float32 or the dtype of q. Pass a weight that is
-            stored as its difference from one (Gemma) as ``1 + weight``.
+        q_norm_weight, k_norm_weight: float32 or the dtype of q, with any strides. ``[head_dim]`` normalises each head by
+            itself (Qwen3, Gemma). ``[heads, head_dim]``, with the heads of q or of k, normalises all heads of a token
+            together (OLMo-2, Wan, LTX, MiniMax-M2): pass ``weight.unflatten(-1, (heads, head_dim))``. Both weights have
+            the same number of dimensions. Pass a weight that is stored as its difference from one (Gemma 3) as
+            ``1 + weight``.
         norm_eps: the number that is added to the mean of the squares. Default: 1e-6.
 
     All other arguments are those of :func:`rotate`.
 
-    The norm is taken over all head_dim channels (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
+    The norm is taken over all head_dim channels of a head, or over the heads * head_dim channels of a token, for q and
+    for k separately (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
     rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
     between the norm and the rotation, unless eager_rounding is True: then the normalised x is rounded to the dtype of x,
     multiplied by a weight of that dtype and rounded again, as in Qwen3, or multiplied by a float32 weight and rounded
@@ -467,6 +478,10 @@ def norm_rotate_qk(
     torch.func. The first derivatives, too, are computed in one pass. The gradients of the weights are summed in an
     order that does not depend on the number of threads.
 
+    There is no v here. A model that normalises v without a weight (Gemma 4) does so in training with
+    ``torch.nn.functional.rms_norm(v, (v_dim,), eps=norm_eps)``, which has gradients; :func:`rotate_into_cache` does it
+    with norm_v.
+
     Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
 
     Example::
@@ -474,6 +489,8 @@ def norm_rotate_qk(
         # q [batch, seq, 32, 128], k [batch, seq, 8, 128], norm weights [128]
         q, k = torch_rope.norm_rotate_qk(q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq)  # Qwen3
         q, k = torch_rope.norm_rotate_qk(q, k, 1 + q_norm.weight, 1 + k_norm.weight, inv_freq=inv_freq)  # Gemma 3
+        q_weight, k_weight = q_norm.weight.view(32, 128), k_norm.weight.view(8, 128)  # OLMo-2
+        q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
     try:
         return _ops.norm_rotate_qk.default(
@@ -508,9 +525,12 @@ def rotate_into_cache(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     norm_eps: float = 1e-6,
     attention_factor: float = 1.0,
     interleaved: bool = False,
+    norm_v: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
 ) -> None:
@@ -526,6 +546,12 @@ def rotate_into_cache(
     With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
     any number of tokens: one in a decode step, or a whole prompt.
 
+    A cache may be *quantised*: float8_e4m3fn, float8_e5m2 or int8, with a scale. It stores a number x as x / scale, in
+    float32 (float64 if q is float64), saturated to the finite range of the dtype (448, 57344; -128 to 127) and rounded
+    once, to nearest even; attention multiplies what it reads by the scale. Infinities are saturated too. A NaN stays a
+    NaN in float8 and becomes 0 in int8. With eager_rounding, x is rounded to the dtype of q before it is divided. The
+    scale is read by the kernel, never by the host, so a CUDA graph uses its new value.
+
     Args:
         q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written.
         k: as q, with kv_heads heads. It is only read.
@@ -533,8 +559,8 @@ def rotate_into_cache(
             such as the latent of multi-head latent attention (DeepSeek). It is only read. v_heads may be 0. q, k and v
             may be slices of one packed tensor.
         k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` for a cache
-            of one block. Both have the same blocks and block_size, the heads and head_dim of k and of v, the dtype of q,
-            and any strides; they may be slices of one tensor. Pass a head-major cache transposed:
+            of one block. Both have the same blocks and block_size, the heads and head_dim of k and of v, the dtype of q
+            or each one of a quantised cache, and any strides; they may be slices of one tensor. Pass a head-major cache transposed:
             a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads, max_seq,
             head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache (vLLM) as
             it is.
@@ -545,6 +571,9 @@ def rotate_into_cache(
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
             of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
+        k_scale, v_scale: float32, one element or ``[heads]`` of that cache. Pass one for each quantised cache, and for no
+            other.
+        norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
         attention_factor, interleaved, rotary_start, eager_rounding: as in :func:`rotate`.
 
     Returns:
@@ -552,12 +581,13 @@ def rotate_into_cache(
 
     Raises:
         ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
-            given; or a tensor that is written shares memory with itself or with another argument (between a cache and
+            given; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory with itself or with another argument (between a cache and
             q, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, or a position or a slot is outside the cache. Nothing is written
             then. On a GPU, positions and slots in tensors are checked in the kernel instead; docs/cuda.md and
             docs/metal.md say what happens there.
+        NotImplementedError: a cache on an Apple GPU is float8, which Metal lacks.
         RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
     Equivalent to :func:`torch_rope.reference.rotate_into_cache`.
@@ -586,6 +616,7 @@ def rotate_into_cache(
             q_norm_weight,
             k_norm_weight,
             **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
+            **_cache_flags(k_scale, v_scale, norm_v),
         )
     except RuntimeError:
         _check_int64("rotate_into_cache_", offset=offset, rotary_start=rotary_start)
