@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 && !any ? kNormThread
       const auto numbers = numbers_of(x[i]);
       squares[i] = dot(numbers, numbers, chunk.whole());
     }
-    if (!any || normalises(p)) sum_over_lanes(squares);
+    if (!any || p.has_norm || p.norm_v) sum_over_lanes(squares);
     if (!present) continue;
 #pragma unroll
     for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
@@ -297,10 +297,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 && !any ? kNormThread
     for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
       if (head >= heads.out_end) break;
-      const bool norms = heads.normalises(), rotates = chunk.rotated && heads.rotates();
-      heads.template write<vectors>(head, chunk, x[i], norms || rotates, [&](auto& numbers) {
+      const bool norms = heads.normalises(), rotated = chunk.rotated && heads.rotates();
+      heads.template write<vectors>(head, chunk, x[i], norms || rotated, [&](auto& numbers) {
         if (norms) numbers = norm.normalised(numbers, norm.scale(squares[i]), weights, heads.tensor);
-        if (rotates) angles.rotate(numbers, head);
+        if (rotated) angles.rotate(numbers, head);
       });
     }
     present = heads.next(at_once);
@@ -652,13 +652,6 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const I first_sum = part.tensor == 0 ? 0 : q.parts * (q.channels - share.channels);
   double* const of_part = sums + first_sum + blockIdx.x * share.channels;
   double* const own = share.channels <= kSharedSums ? dynamic_shared : of_part;
-  // Calls f with each of the thread's chunks, its index and its head.
-  const auto each_chunk = [&](auto&& f) {
-    for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
-      const auto c = Chunk<I>::template at<V>(p, tiling, index);
-      for (I head = threadIdx.y; head < part.heads; head += blockDim.y) f(c, index, head);
-    }
-  };
   for (I token_at = part.begin; token_at < part.end; token_at++) {
     Token<I> token(a, tiling, token_at / p.seq, token_at % p.seq);
     token.arrive();
@@ -668,24 +661,30 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     A scale = A(0);
 #pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
-      each_chunk([&](const Chunk<I>& c, int index, I head) {
-        Elements<T, V> x_read, g_read;
-        read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g_read);
-        read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x_read);
-        auto g = numbers_of(g_read);
-        if (c.rotated) rotate_chunk<T, interleaved>(a, token, index, head, g);
-        g = norm.rotated_back(g);
-        const auto x = numbers_of(x_read), weights = weights_of<A, V>(a, part.tensor, c, head);
-        if (pass == 0) {
-          products[0] += dot(x, x, c.whole());
-          products[1] += norm.product(x, g, weights, part.tensor, c.whole());
-          return;
+      for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
+        const auto c = Chunk<I>::template at<V>(p, tiling, index);
+        AnglesOf<T, interleaved, V, I, true> angles(a, token, index);
+        if (c.rotated) angles.read();
+        if (c.rotated) angles.finish();
+        for (I head = threadIdx.y; head < part.heads; head += blockDim.y) {
+          Elements<T, V> x_read, g_read;
+          read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g_read);
+          read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x_read);
+          auto g = numbers_of(g_read);
+          if (c.rotated) angles.rotate(g, head);
+          g = norm.rotated_back(g);
+          const auto x = numbers_of(x_read), weights = weights_of<A, V>(a, part.tensor, c, head);
+          if (pass == 0) {
+            products[0] += dot(x, x, c.whole());
+            products[1] += norm.product(x, g, weights, part.tensor, c.whole());
+            continue;
+          }
+          Numbers<A, V> terms{};
+          const auto y = norm.gradient(x, g, weights, part.tensor, scale, A(products[1]), terms);
+          write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
+          add_to_sums(own + head * p.head_dim, c, terms, token_at == part.begin);
         }
-        Numbers<A, V> terms{};
-        const auto y = norm.gradient(x, g, weights, part.tensor, scale, A(products[1]), terms);
-        write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
-        add_to_sums(own + head * p.head_dim, c, terms, token_at == part.begin);
-      });
+      }
       if (pass == 0) {
         sum_over_thread_block(products);
         scale = norm.scale(A(products[0]));
@@ -693,14 +692,9 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     }
   }
   if (own == of_part) return;
-  each_chunk([&](const Chunk<I>& c, int, I head) {
-#pragma unroll
-    for (int i = 0; i < 2 * V; i++) {
-      if (i >= V && !c.whole()) break;
-      const I at = head * p.head_dim + (i < V ? c.first + i : c.second + (i - V));
-      of_part[at] = own[at];
-    }
-  });
+  __syncthreads();
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  for (int i = thread; i < share.channels; i += kTokenThreads) of_part[i] = own[i];
 }
 
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;

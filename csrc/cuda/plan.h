@@ -80,8 +80,6 @@ struct Plan {
   Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
 };
 
-// Returns whether a call normalises q and k, or v.
-inline bool normalises(const RopeParams& p) { return p.has_norm || p.norm_v; }
 // Returns whether a call needs what only kernels with a norm can do.
 inline bool needs_any(const RopeParams& p) { return p.norm_v || p.k_cache.quantised || p.v_cache.quantised; }
 // Returns whether a kernel with a norm takes the call.
