@@ -30,11 +30,10 @@ ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
   }
 }
 
-// Adds up what the threads of a thread block of kTokenThreads give for each of n sums, and returns the results to each
-// of them.
-template <int n>
+// Adds up what the threads of a thread block give for each of n sums, and returns the results to each of them.
+template <int threads, int n>
 ROPE_FN void sum_over_thread_block(double (&sums)[n]) {
-  __shared__ double of_warps[n][kTokenThreads / kWarp];
+  __shared__ double of_warps[n][threads / kWarp];
   const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
   sum_over_lanes(sums, kWarp);
   __syncthreads();  // all threads have read the sums of the call before this one
@@ -407,7 +406,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
       squares[0] += dot(numbers, numbers, c.whole());
     }
   }
-  sum_over_thread_block(squares);
+  sum_over_thread_block<kTokenThreads>(squares);
   const A scale = norm.scale(A(squares[0]));
   for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
     const auto c = Chunk<I>::template at<V>(a.params, tiling, index);
@@ -637,7 +636,7 @@ __global__ void __launch_bounds__(kWarp, 12)
 // same heads in all of them. So each sum of a part belongs to one thread. The sums are in shared memory, if they fit.
 // sums: [parts of q, channels of q], then [parts of k, channels of k], where the channels are those of all heads
 template <typename T, int V, bool vectors, bool interleaved>
-__global__ void __launch_bounds__(kTokenThreads, 2)
+__global__ void __launch_bounds__(kThreads, vectors ? kBackwardThreadBlocks : 2)
     norm_over_heads_backward_kernel(const __grid_constant__ NormBackwardArgs n,
                                     const __grid_constant__ BackwardTiling backward, double* sums) {
   using A = arithmetic_t<T>;
@@ -686,7 +685,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
         }
       }
       if (pass == 0) {
-        sum_over_thread_block(products);
+        sum_over_thread_block<kThreads>(products);
         scale = norm.scale(A(products[0]));
       }
     }
@@ -694,7 +693,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   if (own == of_part) return;
   __syncthreads();
   const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
-  for (int i = thread; i < share.channels; i += kTokenThreads) of_part[i] = own[i];
+  for (int i = thread; i < share.channels; i += kThreads) of_part[i] = own[i];
 }
 
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;

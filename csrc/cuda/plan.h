@@ -298,9 +298,9 @@ constexpr rope_int kParts = 1024;  // the most parts, or one more; an H200 holds
 constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a time
 // A thread block that adds up parts has kSumChannels x kSumTeams threads.
 constexpr int kSumChannels = 16, kSumTeams = 32;
-// The same for the norm over all heads, whose thread blocks write a sum for each channel of all heads. They hold up to
-// kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all. An H200 holds 264 of them.
-constexpr rope_int kTokenParts = 256, kSharedSums = 5120;
+// The norm over all heads has fewer parts, because each writes a sum for each channel of all heads. A thread block
+// holds up to kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all.
+constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
 
 // How the tokens of q, or those of k, are divided.
 struct Share {
@@ -349,7 +349,7 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   const bool over_heads = p.norm_over_heads;
   // The thread block of a wide head is a single team, which takes one head at a time.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-  const rope_int teams = over_heads ? kTokenThreads / x : t.one_step ? kThreads / x : 1;
+  const rope_int teams = over_heads || t.one_step ? kThreads / x : 1;
   const rope_int heads = !over_heads && t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
   const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.

@@ -235,7 +235,7 @@ MUTANTS = [
     ("the first numbers are stored for the second", DEVICE, "narrowed_to_odd(«n.second[i]» / scale)", "n.first[i]"),
     ("the weights of head 0 are used for all heads", NORM, "static_cast<const W*>(weight) + «head * strides[0]»;", "0"),
     ("the warps of a thread block are not summed", NORM, "for (const double of_warp : of_warps[i]) sums[i] += «of_warp»;", "of_warps[i][0]"),
-    ("sums of a thread block are written before those of the last token are read", NORM, "«  __syncthreads();  // all threads have read the sums of the call before this one\n»", ""),
+    ("sums of a thread block are written before those of the last token are read", NORM, "«  __syncthreads();»  // all threads have read the sums of the call before this one", ""),
     ("sums of warps are read before they are written", NORM, "    sums[i] = 0.0;\n  }\n«  __syncthreads();\n»", ""),
     ("the later pieces of v are left out", NORM, "piece < «(head + 1) * pieces»; piece++", "head * pieces + 1"),
     ("the pieces of v are summed in the order of one", NORM, "if (tiling.chunks > kWarp« || pieces > 1») {", ""),

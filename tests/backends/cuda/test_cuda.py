@@ -494,7 +494,7 @@ def test_the_backward_of_a_norm_over_all_heads_is_two_launches(heads, device, re
     torch_rope._C.last_launches()
     rope._norm_rotate_qk_backward(g, g_k, q, k, *weights, inv_freq=torch_rope.inv_freq(128, device=device))
     parts, sums = torch_rope._C.last_launches()
-    of_part = math.ceil(tokens * (heads + 2) / 256 / heads) * heads  # heads
+    of_part = math.ceil(tokens * (heads + 2) / 384 / heads) * heads  # heads
     rows = [math.ceil(tokens / math.ceil(of_part / h)) for h in (heads, 2)]
     channels = rows[0] * heads * 128 + rows[1] * 2 * 128  # of all parts
     assert parts["grid"] == (sum(rows), 1, 1)
