@@ -636,7 +636,7 @@ __global__ void __launch_bounds__(kWarp, 12)
 // same heads in all of them. So each sum of a part belongs to one thread. The sums are in shared memory, if they fit.
 // sums: [parts of q, channels of q], then [parts of k, channels of k], where the channels are those of all heads
 template <typename T, int V, bool vectors, bool interleaved>
-__global__ void __launch_bounds__(kThreads, vectors ? kBackwardThreadBlocks : 2)
+__global__ void __launch_bounds__(kThreads, vectors && !interleaved ? kBackwardThreadBlocks : 2)
     norm_over_heads_backward_kernel(const __grid_constant__ NormBackwardArgs n,
                                     const __grid_constant__ BackwardTiling backward, double* sums) {
   using A = arithmetic_t<T>;
