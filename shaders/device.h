@@ -377,13 +377,13 @@ inline bool exists(I channel, I end) {
   return !k_v_pieces || channel < end;
 }
 
+// Channels that do not exist become 0, so that a sum over them is right.
 template <typename T, int V, typename I>
 inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c, I end = ~I(0)) {
   Values<T, V> x;
   if (V >= 4 && k_vectors) {
-    T first[V] = {}, second[V];
+    T first[V] = {}, second[V] = {};
     if (exists(c.first, end)) read_vector(from + c.first, first);
-    for (int i = 0; i < V; i++) second[i] = first[i];
     if (c.whole && exists(c.second, end)) read_vector(from + c.second, second);
     for (int i = 0; i < V; i++) {
       x.of[i] = first[i];
@@ -393,7 +393,7 @@ inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c, I end = 
     for (int i = 0; i < V; i++) {
       const I first = c.first + I(i), second = c.second + I(i);
       x.of[i] = exists(first, end) ? from[first * stride] : T(0);
-      x.of[V + i] = c.whole && exists(second, end) ? from[second * stride] : x.of[i];
+      x.of[V + i] = c.whole && exists(second, end) ? from[second * stride] : T(0);
     }
   }
   return x;
