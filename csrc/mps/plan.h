@@ -324,9 +324,9 @@ inline Size3 group_of(const Size3& grid, rope_int threads) {
 // How the norm's backward sums the gradients of the weights. The items of q, and separately those of k, are cut into
 // parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
 // from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on Metal's
-// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts. A
-// part has at least 4 items for each team of the threadgroup, or 32 items if heads are wide or the norm is over all
-// heads.
+// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts, or
+// 256 if the norm is over all heads. A part has at least 4 items for each team of the threadgroup, or 32 items if heads
+// are wide or the norm is over all heads.
 struct Parts {
   rope_int q_items, k_items;
   rope_int part_items;  // items of a part
@@ -340,7 +340,8 @@ inline Parts parts_of(const Plan& plan, rope_int teams) {
   if (plan.over_heads) parts.q_items = parts.k_items = tokens;
   const rope_int items = std::max(parts.q_items, parts.k_items);
   const rope_int least = plan.wide_head || plan.over_heads ? rope_int(kSimd) : teams * 4;
-  parts.part_items = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
+  const rope_int most = plan.over_heads ? 256 : 1024;  // over all heads the sums of a part are longer
+  parts.part_items = least * std::max(ceil_div(items, most * least), rope_int(1));
   parts.count = ceil_div(items, parts.part_items);
   return parts;
 }

@@ -13,6 +13,7 @@ from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
 from oracle import assert_close, limits, rotate
 
 import torch_rope
+from torch_rope import reference
 
 BUFFERS = [
     "params",
@@ -708,6 +709,19 @@ def test_gradients_of_weights_sum_over_many_wide_heads(device):
     for expected, found in zip(*results, strict=True):
         size = expected.abs().max().item()
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
+
+
+def test_gradients_of_weights_over_all_heads_sum_over_many_tokens(device):
+    """There are so many tokens that the threadgroup of a part adds to its sums more than once."""
+    q, k, freq = torch.randn(8300, 3, 2), torch.randn(8300, 1, 2), torch.ones(1)
+    leaves = [q, k, torch.randn(3, 2), torch.randn(1, 2)]
+    given = torch.randn(8300, 3, 2), torch.randn(8300, 1, 2)
+    found = torch.ops.rope._norm_rotate_qk_backward(*(t.to("mps") for t in (*given, *leaves)), inv_freq=freq.to("mps"))
+    leaves = [t.double().requires_grad_() for t in leaves]
+    outs = reference.norm_rotate_qk(*leaves, inv_freq=freq.double())
+    expected = torch.autograd.grad(outs, leaves, [t.double() for t in given])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-6, atol=2e-6 * b.abs().max().item())
 
 
 def test_a_gradient_of_a_table_that_overflows_is_infinite(device):
