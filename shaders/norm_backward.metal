@@ -20,7 +20,7 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
   BackwardHead<T> head;
   head.gradient = head_of(tensor == kQ ? buffers.q_in : buffers.k_in, o.in, token.b, token.s, h);
   head.x = head_of(xs, strides, token.b, token.s, h);
-  head.out = head_of(tensor == kQ ? buffers.q_out : static_cast<device T*>(buffers.k_out), o.out, token.b, token.s, h);
+  head.out = head_of(static_cast<device T*>(tensor == kQ ? buffers.q_out : buffers.k_out), o.out, token.b, token.s, h);
   head.gradient_stride = o.in[3];
   head.x_stride = strides[3];
   head.out_stride = o.out[3];

@@ -28,6 +28,14 @@ NEIGHBOURS = [
     "p params: rotary_start rotary_dim",
     "p params: head_dim v_dim",
     "hi lo",
+    "k_scale v_scale",
+    "p params: k_cache v_cache",
+    "c constants: k_quantised v_quantised",
+    "c constants: has_norm norm_v",
+    ": k_k_quantised k_v_quantised",
+    "s: q_channels k_channels",
+    "walk walk_of_group: chunk head",
+    "walk walk_of_group: chunk_step head_step",
 ]
 
 # For each mistake: its effect; the file; text of the file, with «» around the replaced part; the replacement.

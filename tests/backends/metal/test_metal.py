@@ -848,12 +848,13 @@ def test_element_offsets_of_parameters_may_exceed_2_32(untouched, device):
     check((q.view(1, 2, 2), k.view(1, 2, 2)), weights | by_head, by_head)
 
 
-def test_element_offsets_of_scales_and_caches_may_exceed_2_32(untouched, device):
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm over all heads"])
+def test_element_offsets_of_scales_and_caches_may_exceed_2_32(norm, untouched, device):
     """In each case one tensor has elements far from its first."""
     far = 2**32 + 16
     q, k, v = (randn(3, 2, 4, dtype=torch.float16) for _ in "qkv")
     near = {f"{x}_scale": torch.rand(2).to("mps") / 50 for x in "kv"}
-    near |= {f"{x}_norm_weight": randn(2, 4, dtype=torch.float16) for x in "qk"}
+    near |= {f"{x}_norm_weight": randn(2, 4, dtype=torch.float16) for x in "qk" if norm}
     near |= {f"{x}_cache": torch.zeros(3, 2, 4, dtype=torch.int8, device="mps") for x in "kv"}
     freq, expected = torch_rope.inv_freq(4, device="mps"), None
     for name in [None, *near]:
