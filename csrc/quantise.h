@@ -29,8 +29,8 @@ ROPE_FN auto quantised(F x, Format f) {
   // them.
   const auto steps = bits_of(float_of(magnitude) + F(f.magic)) - (bits_of(F(f.magic)));
   // A normal float8 is a float with a shorter mantissa and a smaller bias.
-  const auto below_half = (1 << (f.shift - 1)) - 1;
-  const auto normal = ((magnitude + below_half + ((magnitude >> f.shift) & 1)) >> f.shift) - f.bias;
+  const auto half = (1 << (f.shift - 1)) - 1;
+  const auto normal = ((magnitude + half + ((magnitude >> f.shift) & 1)) >> f.shift) - f.bias;
   const auto rounded = magnitude < f.least_normal ? steps : normal;
   const auto result = given > 0x7f800000 ? (sign ^ sign) + f.nan : rounded;
   return (result ^ (sign & f.flip)) + (sign & f.carry);
