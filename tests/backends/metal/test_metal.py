@@ -618,6 +618,18 @@ def test_a_slot_past_the_cache_gives_nan_in_q_and_writes_no_cell(dtype, norm, de
     assert all(cache.count_nonzero() == 2 * 2 * 64 for cache in caches)
 
 
+@pytest.mark.parametrize("norm_v", [False, True])
+def test_a_norm_over_all_heads_writes_no_cell_for_a_pad(norm_v, device):
+    slots = torch.tensor([5, -1, 12, -7, 1]).to("mps")
+    q, k, v, weights = randn(5, 4, 64), randn(5, 2, 64), randn(5, 3, 64), dict(norm_v=norm_v)
+    weights |= dict(q_norm_weight=randn(4, 64), k_norm_weight=randn(2, 64))
+    caches = [torch.zeros(3, 4, heads, 64, device="mps") for heads in (2, 3)]
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *tables(5, 64), slots=slots, **weights)
+    assert q[2].isnan().all() and not q[[0, 1, 3, 4]].isnan().any()
+    for cache in caches:
+        assert cache.view(12, -1).any(-1).nonzero().flatten().tolist() == [1, 5]
+
+
 def test_a_position_that_overflows_is_out_of_range(device):
     positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
     q, k, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
