@@ -31,7 +31,8 @@ SHOWN = "sm_90"
 JUDGED = [
     ("rotate", r"rotate_kernel<bfloat16, 8, false, false, int, false>", "rotate"),
     ("cache", r"rotate_kernel<bfloat16, 8, true, false, int, false>", "cache"),
-    ("norm", r"norm_kernel<bfloat16, 8, true, false, int, false>", "norm cache"),
+    ("norm", r"norm_kernel<bfloat16, 8, true, false, int, false, false>", "norm cache"),
+    ("quantised cache", r"norm_kernel<bfloat16, 8, true, false, int, true, true>", None),
     ("norm backward", r"norm_backward_kernel<bfloat16, 8, true, false, int, false>", None),
 ]
 CALLS = ["rotate", "cache", "norm cache"]
@@ -423,9 +424,11 @@ def markdown(found: dict) -> str:
         "tables and frequencies; one call executes few of them. Kernels of doubles have 40 bytes of stack for sincos of large",
         "angles.",
         "",
-        "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets>`",
-        "- `norm_kernel` and `norm_backward_kernel`: `<dtype, channels of a vector, a vector is one access, interleaved, offsets>`",
-        "- `norm_wide_kernel` and `norm_wide_backward_kernel`, for heads that no warp holds at once: the same without offsets",
+        "- `rotate_kernel<dtype, channels of a vector, into a cache, interleaved, offsets, general>`",
+        "- `norm_backward_kernel<dtype, channels of a vector, a vector is one access, interleaved, offsets, general>`",
+        "- `norm_kernel`: the same, and whether it also normalises v and writes to quantised caches",
+        "- `norm_wide_kernel` and `norm_wide_backward_kernel`, for heads that no warp holds at once, `norm_over_heads_kernel` and",
+        "  `norm_over_heads_backward_kernel`: `<dtype, channels of a vector, a vector is one access, interleaved>`",
         "- `table_backward_kernel<dtype, channels of a vector, interleaved>`",
         "- `cos_sin_kernel<dtype, channels of a vector, several axes>`",
         "",

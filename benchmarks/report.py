@@ -409,7 +409,7 @@ def cuda_kernels(_: list[dict]) -> str:
     names = {
         "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int, false>",
         "`rotate_into_cache_`": "rotate_kernel<bfloat16, 8, true, {}, int, false>",
-        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, {}, int, false>",
+        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, {}, int, false, false>",
         "backward of `norm_rotate_qk`": "norm_backward_kernel<bfloat16, 8, true, {}, int, false>",
         "gradients of cos and sin": "table_backward_kernel<bfloat16, 8, {}>",
     }

@@ -75,7 +75,7 @@ struct RotateCall : Angles {
   const Tensor* v = nullptr;  // [seq, v_heads, v_dim] or [batch, seq, v_heads, v_dim]
   const Tensor* v_out = nullptr;
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
-  // What the numbers of a quantised cache are divided by: one element, or [heads] of that cache. Null for a cache of
+  // The numbers of a quantised cache are divided by its scale: one element, or [heads] of that cache. Null for a cache of
   // the dtype of q.
   const Tensor* k_scale = nullptr;
   const Tensor* v_scale = nullptr;

@@ -23,6 +23,14 @@ using namespace metal;
 #include "../csrc/mps/kernels.h"
 #include "../csrc/rotation.h"
 
+namespace rope {
+// These are for csrc/quantise.h.
+inline int bits_of(float x) { return as_type<int>(x); }
+inline float float_of(int bits) { return as_type<float>(bits); }
+}  // namespace rope
+
+#include "../csrc/quantise.h"
+
 #define ROPE_CONSTANT(index, name) constant int k_##name [[function_constant(index)]];
 ROPE_CONSTANTS(ROPE_CONSTANT)
 
@@ -37,6 +45,9 @@ constant bool k_has_inv_freq = k_source == rope::kInvFreq;
 constant bool k_has_positions = k_position_bytes != 0;
 constant bool k_has_slots = k_slot_bytes != 0;
 constant bool k_is_listed = k_listed != 0;
+constant bool k_has_weights = k_has_norm != 0;
+constant bool k_has_k_scale = k_k_quantised != 0;
+constant bool k_has_v_scale = k_v_quantised != 0;
 
 // Each head of a token has angles of its own.
 constant bool k_by_head = k_source == rope::kTableByHead;
@@ -49,10 +60,12 @@ namespace mps {
 template <typename T>
 struct Buffers {
   device const T *q_in, *k_in, *v_in;  // [batch, seq, heads, head_dim], with the strides of RopeParams
-  device T *q_out, *k_out, *v_out;     // the same; k_out and v_out may be caches [blocks, block_size, heads, head_dim]
+  device T* q_out;                     // the same
+  device void *k_out, *v_out;          // the same, or caches [blocks, block_size, heads, head_dim], of T or of bytes
   device const void *cos, *sin;
   device const float* inv_freq;
   device const void *positions, *slots, *q_weight, *k_weight;
+  device const float *k_scale, *v_scale;
 };
 
 #define ROPE_ANGLE_BUFFERS                                                                        \
@@ -63,28 +76,33 @@ struct Buffers {
 #define ROPE_BUFFERS(T)                                                                                                \
   device const T *q_in [[buffer(kBufferQIn), function_constant(k_has_q_in)]], device T *q_out [[buffer(kBufferQOut)]], \
       device const T *k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],                                      \
-      device T *k_out [[buffer(kBufferKOut), function_constant(k_has_k)]],                                             \
+      device void *k_out [[buffer(kBufferKOut), function_constant(k_has_k)]],                                          \
       device const T *v_in [[buffer(kBufferVIn), function_constant(k_has_v)]],                                         \
-      device T *v_out [[buffer(kBufferVOut), function_constant(k_has_v)]], ROPE_ANGLE_BUFFERS,                         \
-      device const void *slots [[buffer(kBufferSlots), function_constant(k_has_slots)]]
-#define ROPE_WEIGHTS \
-  device const void *q_weight [[buffer(kBufferQWeight)]], device const void *k_weight [[buffer(kBufferKWeight)]]
+      device void *v_out [[buffer(kBufferVOut), function_constant(k_has_v)]], ROPE_ANGLE_BUFFERS,                      \
+      device const void *slots [[buffer(kBufferSlots), function_constant(k_has_slots)]],                               \
+      device const float *k_scale [[buffer(kBufferKScale), function_constant(k_has_k_scale)]],                         \
+      device const float *v_scale [[buffer(kBufferVScale), function_constant(k_has_v_scale)]]
+#define ROPE_WEIGHTS                                                                        \
+  device const void *q_weight [[buffer(kBufferQWeight), function_constant(k_has_weights)]], \
+      device const void *k_weight [[buffer(kBufferKWeight), function_constant(k_has_weights)]]
 // Absent arguments are not read, not even as addresses.
 #define ROPE_IF(has, argument) (has) ? (argument) : nullptr
-#define ROPE_BUFFERS_PASSED(q_weight, k_weight) \
-  {k_has_q_in ? q_in : q_out,                   \
-   k_has_k_in ? k_in : ROPE_IF(k_has_k, k_out), \
-   ROPE_IF(k_has_v, v_in),                      \
-   q_out,                                       \
-   ROPE_IF(k_has_k, k_out),                     \
-   ROPE_IF(k_has_v, v_out),                     \
-   ROPE_IF(k_has_cos, cos),                     \
-   ROPE_IF(k_has_sin, sin),                     \
-   ROPE_IF(k_has_inv_freq, inv_freq),           \
-   ROPE_IF(k_has_positions, positions),         \
-   ROPE_IF(k_has_slots, slots),                 \
-   q_weight,                                    \
-   k_weight}
+#define ROPE_BUFFERS_PASSED(q_weight, k_weight)                               \
+  {k_has_q_in ? q_in : q_out,                                                 \
+   k_has_k_in ? k_in : static_cast<device const T*>(ROPE_IF(k_has_k, k_out)), \
+   ROPE_IF(k_has_v, v_in),                                                    \
+   q_out,                                                                     \
+   ROPE_IF(k_has_k, k_out),                                                   \
+   ROPE_IF(k_has_v, v_out),                                                   \
+   ROPE_IF(k_has_cos, cos),                                                   \
+   ROPE_IF(k_has_sin, sin),                                                   \
+   ROPE_IF(k_has_inv_freq, inv_freq),                                         \
+   ROPE_IF(k_has_positions, positions),                                       \
+   ROPE_IF(k_has_slots, slots),                                               \
+   q_weight,                                                                  \
+   k_weight,                                                                  \
+   ROPE_IF(k_has_k_scale, k_scale),                                           \
+   ROPE_IF(k_has_v_scale, v_scale)}
 
 #define ROPE_KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
@@ -340,6 +358,14 @@ inline void write_vector(thread const T (&x)[8], device T* to) {
   const uint2 left = as_type<uint2>(low), right = as_type<uint2>(high);
   *reinterpret_cast<device uint4*>(to) = uint4(left[0], left[1], right[0], right[1]);
 }
+inline void write_vector(thread const char (&x)[8], device char* to) {
+  char4 low, high;
+  for (int i = 0; i < 4; i++) {
+    low[i] = x[i];
+    high[i] = x[4 + i];
+  }
+  *reinterpret_cast<device uint2*>(to) = uint2(as_type<uint>(low), as_type<uint>(high));
+}
 template <typename T>
 inline void write_vector(thread const T (&x)[1], device T* to) {
   to[0] = x[0];
@@ -351,13 +377,13 @@ inline bool exists(I channel, I end) {
   return !k_v_pieces || channel < end;
 }
 
+// Channels that do not exist become 0, so that a sum over them is right.
 template <typename T, int V, typename I>
 inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c, I end = ~I(0)) {
   Values<T, V> x;
   if (V >= 4 && k_vectors) {
-    T first[V] = {}, second[V];
+    T first[V] = {}, second[V] = {};
     if (exists(c.first, end)) read_vector(from + c.first, first);
-    for (int i = 0; i < V; i++) second[i] = first[i];
     if (c.whole && exists(c.second, end)) read_vector(from + c.second, second);
     for (int i = 0; i < V; i++) {
       x.of[i] = first[i];
@@ -367,7 +393,7 @@ inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c, I end = 
     for (int i = 0; i < V; i++) {
       const I first = c.first + I(i), second = c.second + I(i);
       x.of[i] = exists(first, end) ? from[first * stride] : T(0);
-      x.of[V + i] = c.whole && exists(second, end) ? from[second * stride] : x.of[i];
+      x.of[V + i] = c.whole && exists(second, end) ? from[second * stride] : T(0);
     }
   }
   return x;
@@ -435,6 +461,15 @@ inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
 
 enum Tensor { kQ = 0, kK = 1, kV = 2 };
 
+// Returns whether the heads of a tensor are normalised.
+inline bool is_normalised(int tensor) { return tensor == kV ? k_norm_v != 0 : k_has_norm != 0; }
+// Returns whether the heads of a tensor go into a quantised cache.
+inline bool is_quantised(int tensor) { return tensor == kK ? k_k_quantised != 0 : tensor == kV && k_v_quantised != 0; }
+// Returns how many pieces of a head belong to one team: the norm of v needs a whole head.
+inline uint pieces_of(constant TiledParams& r, int tensor) {
+  return k_norm_v && k_v_pieces && tensor == kV ? r.pieces : 1;
+}
+
 // Returns the address of head h of token s of sequence b, for a tensor [batch, seq, heads, head_dim] with these
 // strides. For a cache b is the block, and s the index in the block.
 template <typename T, typename I>
@@ -450,10 +485,26 @@ struct Head {
   I end;    // of a piece: the channels from its first to the end of v's head, which may be fewer or more than head_dim
   device const T* in;
   device T* out;
+  device char* bytes;       // instead of `out`, if the head goes into a quantised cache
+  float scale;              // of such a cache
   I in_stride, out_stride;  // from a channel to the next
   bool in_place;
   bool written;  // false if the head belongs into a cache, but its token has no cell; then `out` must not be used
 };
+
+// Returns piece `index` of a head of v, whose first piece is given.
+template <typename T, typename I>
+inline Head<T, I> piece_of(constant RopeParams& p, Head<T, I> head, I index) {
+  const I first = index * I(p.head_dim);
+  head.end = head.end - first;
+  head.in += first * head.in_stride;
+  if (is_quantised(head.tensor)) {
+    head.bytes += first * head.out_stride;
+  } else {
+    head.out += first * head.out_stride;
+  }
+  return head;
+}
 
 // Returns head h of the list of heads: those of q, then those of k, then those of v.
 template <typename T, typename I>
@@ -463,25 +514,50 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
   head.tensor = k_tensors < 2 || h < r.k_start ? kQ : k_tensors < 3 || h < r.v_start ? kK : kV;
   constant Operand& o = head.tensor == kQ ? p.q : head.tensor == kK ? p.k : p.v;
   head.index = I(h - (head.tensor == kQ ? 0 : head.tensor == kK ? r.k_start : r.v_start));
-  head.end = I(p.head_dim);
-  I first = 0;  // the first channel of the piece
-  if (k_v_pieces && head.tensor == kV) {
+  const bool in_pieces = k_v_pieces && head.tensor == kV;
+  head.end = in_pieces ? I(p.v_dim) : I(p.head_dim);
+  I piece = 0;
+  if (in_pieces && !k_norm_v) {
     const I number = head.index;
     head.index = number / I(r.pieces);
-    first = (number - head.index * I(r.pieces)) * I(p.head_dim);
-    head.end = I(p.v_dim) - first;
+    piece = number - head.index * I(r.pieces);
   }
   const bool to_cache = k_tensors == 3 && head.tensor != kQ;
   head.written = !to_cache || token.cached;
   const I block = to_cache ? token.block : token.b, index = to_cache ? token.in_block : token.s;
   head.in = head.tensor == kQ ? x.q_in : head.tensor == kK ? x.k_in : x.v_in;
   head.in_stride = I(o.in[3]);
-  head.in = head_of(head.in, o.in, token.b, token.s, head.index) + first * head.in_stride;
-  head.out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
+  head.in = head_of(head.in, o.in, token.b, token.s, head.index);
   head.out_stride = I(o.out[3]);
-  if (head.written) head.out = head_of(head.out, o.out, block, index, head.index) + first * head.out_stride;
+  device void* out = head.tensor == kQ ? x.q_out : head.tensor == kK ? x.k_out : x.v_out;
+  if (is_quantised(head.tensor)) {
+    head.bytes = static_cast<device char*>(out);
+    if (head.written) head.bytes = head_of(head.bytes, o.out, block, index, head.index);
+    head.scale =
+        head.tensor == kK ? x.k_scale[head.index * I(p.k_cache.scale)] : x.v_scale[head.index * I(p.v_cache.scale)];
+  } else {
+    head.out = static_cast<device T*>(out);
+    if (head.written) head.out = head_of(head.out, o.out, block, index, head.index);
+  }
   head.in_place = head.tensor == kQ ? k_q_in_place != 0 : head.tensor == kK && k_k_in_place != 0;
+  if (piece) head = piece_of(p, head, piece);
   return head;
+}
+
+// Writes a chunk of a head. x: its numbers, rounded to T. A quantised cache takes the numbers themselves, unless
+// torch's operators would round them.
+template <typename T, int V, typename I>
+inline void write(constant RopeParams& p, Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, I> c) {
+  if (!is_quantised(head.tensor)) {
+    write(x, head.out, head.out_stride, c, head.end);
+    return;
+  }
+  constant CacheFormat& format = head.tensor == kK ? p.k_cache : p.v_cache;
+  const Numbers<V> given = rounded_eagerly<T>(numbers);
+  Values<char, V> bytes;
+  for (int i = 0; i < 2 * V; i++)
+    bytes.of[i] = static_cast<char>(quantised<float, constant CacheFormat&>(given.of[i] / head.scale, format));
+  write(bytes, head.bytes, head.out_stride, c, head.end);
 }
 
 // ---- teams and sums ----
@@ -535,18 +611,19 @@ inline float dot(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
 // Returns whether the weights of q's or k's norm have type T.
 inline bool has_native_weights(int tensor) { return tensor == kQ ? k_native_q_weight != 0 : k_native_k_weight != 0; }
 
-// Returns the weights of q's or k's norm for the channels of a chunk.
+// Returns the weights of q's or k's norm for the channels of a chunk. head: matters only if the norm is over all heads.
 template <typename T, int V, typename I>
-inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c) {
+inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int tensor, Chunk<V, I> c, I head = 0) {
   device const void* from = tensor == kQ ? x.q_weight : x.k_weight;
-  const I stride = I((tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight)[1]);
+  constant rope_int* strides = tensor == kQ ? r.params.q_norm_weight : r.params.k_norm_weight;
+  const I row = head * I(strides[0]), stride = I(strides[1]);
   float first[V], second[V];
   if (has_native_weights(tensor)) {
-    read_parameters<T>(from, c.first * stride, stride, k_weight_vectors, first);
-    read_parameters<T>(from, c.second * stride, stride, k_weight_vectors, second);
+    read_parameters<T>(from, row + c.first * stride, stride, k_weight_vectors, first);
+    read_parameters<T>(from, row + c.second * stride, stride, k_weight_vectors, second);
   } else {
-    read_parameters<float>(from, c.first * stride, stride, k_weight_vectors, first);
-    read_parameters<float>(from, c.second * stride, stride, k_weight_vectors, second);
+    read_parameters<float>(from, row + c.first * stride, stride, k_weight_vectors, first);
+    read_parameters<float>(from, row + c.second * stride, stride, k_weight_vectors, second);
   }
   Numbers<V> w;
   for (int i = 0; i < V; i++) {
@@ -568,9 +645,22 @@ inline Numbers<V> product(Numbers<V> x, float y) {
   return x;
 }
 
-// Returns the factor by which the norm multiplies every channel of a head: 1 / sqrt(mean of the squares + norm_eps).
-inline float scale_of(float squares, constant RopeParams& p) {
-  return 1.0f / precise::sqrt(squares / float(p.head_dim) + p.norm_eps);
+// Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:
+// how many are normalised together.
+inline float scale_of(float squares, float channels, constant RopeParams& p) {
+  return 1.0f / precise::sqrt(squares / channels + p.norm_eps);
+}
+
+// How threads divide the chunks of many heads, so that neighbouring threads take neighbouring chunks, and a thread has
+// few chunks of many heads: it takes the chunks chunk, chunk + chunk_step ... of the heads head, head + head_step ...
+struct Walk {
+  uint chunk, chunk_step, head, head_step;
+};
+// Returns the walk of a thread, one of `threads`, through heads of `chunks` chunks. Threads that are left over get no
+// chunk.
+inline Walk walk_of(uint thread_index, uint threads, uint chunks) {
+  const uint columns = min(chunks, threads), rows = threads / columns, row = thread_index / columns;
+  return {row < rows ? thread_index - row * columns : chunks, columns, row, rows};
 }
 
 }  // namespace mps

@@ -20,7 +20,7 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
   BackwardHead<T> head;
   head.gradient = head_of(tensor == kQ ? buffers.q_in : buffers.k_in, o.in, token.b, token.s, h);
   head.x = head_of(xs, strides, token.b, token.s, h);
-  head.out = head_of(tensor == kQ ? buffers.q_out : buffers.k_out, o.out, token.b, token.s, h);
+  head.out = head_of(static_cast<device T*>(tensor == kQ ? buffers.q_out : buffers.k_out), o.out, token.b, token.s, h);
   head.gradient_stride = o.in[3];
   head.x_stride = strides[3];
   head.out_stride = o.out[3];
@@ -29,15 +29,15 @@ inline BackwardHead<T> backward_head_at(constant NormBackward& n, Buffers<T> buf
 
 // The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
 // formulas. With eager rounding the formulas are those of torch's autograd, in the order in which it computes them:
-//   common = -1/2 * sum(g w x) * scale^3 / head_dim, gradient of x = g w scale + common * 2 x
+//   common = -1/2 * sum(g w x) * scale^3 / channels, gradient of x = g w scale + common * 2 x
 struct Factors {
   float scale, common;
 };
-// squares: the sum of x^2 over a head; products: the sum of g w x.
-inline Factors factors_of(float squares, float products, constant RopeParams& p) {
-  const float scale = scale_of(squares, p), head_dim = float(p.head_dim);
-  return {scale, k_rounding == kOnce ? -(scale * scale * (products / head_dim))
-                                     : -0.5f * products * (scale * scale * scale) / head_dim};
+// channels: how many are normalised together; squares: the sum of x^2 over them; products: the sum of g w x.
+inline Factors factors_of(float squares, float products, float channels, constant RopeParams& p) {
+  const float scale = scale_of(squares, channels, p);
+  return {scale, k_rounding == kOnce ? -(scale * scale * (products / channels))
+                                     : -0.5f * products * (scale * scale * scale) / channels};
 }
 
 // Returns the gradient of x. weighted: g w.
@@ -54,6 +54,27 @@ inline Numbers<V> gradient_of(Numbers<V> x, Numbers<V> weighted, Factors f) {
 template <typename T, int V>
 inline Numbers<V> terms_of(Numbers<V> gradient, Numbers<V> x, float scale, bool native) {
   return rounded_eagerly<T>(product(gradient, rounded_eagerly<T>(product(x, scale), native)), native);
+}
+
+// A chunk of a head in the backward: x, g and g w.
+template <int V>
+struct BackwardChunk {
+  Numbers<V> x, gradient, weighted;
+};
+
+// Reads chunk `index` of head h. The weights are those of a norm over all heads.
+template <typename T, int V>
+inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> buffers, int tensor, Token<ulong> token,
+                                          ulong h, uint index, BackwardHead<T> head, Angles<V> angles) {
+  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+  BackwardChunk<V> c;
+  c.x = numbers_of(read(head.x, head.x_stride, chunk));
+  c.gradient = numbers_of(read(head.gradient, head.gradient_stride, chunk));
+  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, h, index);
+  if (chunk.rotated) c.gradient = rounded_eagerly<T>(rotate<T>(c.gradient, angles));
+  const Numbers<V> weights = weights_of<T, V>(r, buffers, tensor, chunk, h);
+  c.weighted = rounded_eagerly<T>(product(c.gradient, weights), has_native_weights(tensor));
+  return c;
 }
 
 }  // namespace mps
@@ -127,7 +148,7 @@ template <typename T, int V>
       squares = sum_over_lanes(squares);
       products = sum_over_lanes(products);
       if (present) {
-        const Factors f = factors_of(squares, products, p);
+        const Factors f = factors_of(squares, products, float(p.head_dim), p);
         write(rounded<T, V>(gradient_of(x, weighted, f)), head.out, head.out_stride, chunk);
         const Numbers<V> terms = terms_of<T>(gradient, x, f.scale, native);
         for (int j = 0; j < 2 * V; j++) total[j].add(terms.of[j]);
@@ -186,7 +207,8 @@ template <typename T>
         squares.add(dot(x, x, chunk));
         products.add(dot(rounded_eagerly<T>(product(gradient, weights), native), x, chunk));
       }
-      const Factors f = factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), p);
+      const Factors f =
+          factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), float(p.head_dim), p);
       if (i == lane) factors = f;
     }
     for (uint first = 0; first < r.chunks; first += kSimd) {  // no thread may leave: they exchange factors
@@ -219,14 +241,94 @@ template <typename T>
   }
 }
 
+// The backward of a norm over all heads. A part is some neighbouring tokens of q or of k, which the threadgroup takes
+// kSimd at a time. First each SIMD group computes the factors of its tokens. Then the threads divide the chunks of all
+// heads: each reads its chunks again in all of these tokens, writes their gradients, and adds to the sums of the
+// weights' gradients. So no order follows from the number of threads.
+template <typename T, int V>
+[[kernel]] void norm_backward_over_heads(constant NormBackward& n [[buffer(kBufferParams)]], ROPE_BACKWARD_BUFFERS(T),
+                                         threadgroup float* factors [[threadgroup(0)]],
+                                         uint2 group [[threadgroup_position_in_grid]],
+                                         uint2 groups [[threadgroups_per_grid]],
+                                         uint2 threads [[threads_per_threadgroup]],
+                                         uint simd [[simdgroup_index_in_threadgroup]],
+                                         uint lane [[thread_index_in_simdgroup]]) {
+  const Buffers<T> buffers = ROPE_BACKWARD_BUFFERS_PASSED;
+  constant TiledParams& r = n.rotate;
+  constant RopeParams& p = r.params;
+  const int tensor = group.y == 0 ? kQ : kK;
+  const bool native = has_native_weights(tensor);
+  device const T* xs = tensor == kQ ? q_before : k_before;
+  const uint heads = uint(tensor == kQ ? p.q.heads : p.k.heads);
+  const ulong channels = ulong(heads) * ulong(p.head_dim);
+  const ulong begin = ulong(group.x) * n.part_items,
+              end = min(begin + n.part_items, ulong(tensor == kQ ? n.q_items : n.k_items));
+  device float* to = sums + ulong(group.x) * channels;
+  if (tensor == kK) to += ulong(groups.x) * ulong(p.q.heads * p.head_dim);
+  const Walk walk = walk_of(lane, kSimd, r.chunks), walk_of_group = walk_of(simd * kSimd + lane, threads.x, r.chunks);
+  for (ulong some = begin; some < end; some += kSimd) {
+    const uint count = uint(min(end - some, ulong(kSimd)));
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the tokens before are not needed any more
+    for (uint i = simd; i < count; i += threads.x / kSimd) {
+      const ulong b = (some + i) / ulong(p.seq);
+      const Token<ulong> token = token_at<T, ulong>(r, buffers, b, some + i - b * ulong(p.seq));
+      Sum squares, products;
+      for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
+        const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+        Angles<V> angles;
+        if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
+        for (uint h = walk.head; h < heads; h += walk.head_step) {
+          const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(h));
+          const BackwardChunk<V> c = backward_chunk_at<T, V>(r, buffers, tensor, token, ulong(h), index, head, angles);
+          squares.add(dot(c.x, c.x, chunk));
+          products.add(dot(c.weighted, c.x, chunk));
+        }
+      }
+      const Factors f =
+          factors_of(sum_over_lanes(squares.value()), sum_over_lanes(products.value()), float(channels), p);
+      if (lane == 0) {
+        factors[2 * i] = f.scale;
+        factors[2 * i + 1] = f.common;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint index = walk_of_group.chunk; index < r.chunks; index += walk_of_group.chunk_step) {
+      const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+      for (uint h = walk_of_group.head; h < heads; h += walk_of_group.head_step) {
+        Sum total[2 * V];
+        for (uint i = 0; i < count; i++) {
+          const ulong b = (some + i) / ulong(p.seq);
+          const Token<ulong> token = token_at<T, ulong>(r, buffers, b, some + i - b * ulong(p.seq));
+          const BackwardHead<T> head = backward_head_at<T>(n, buffers, xs, tensor, token, ulong(h));
+          Angles<V> angles;
+          if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
+          const BackwardChunk<V> c = backward_chunk_at<T, V>(r, buffers, tensor, token, ulong(h), index, head, angles);
+          const Factors f = {factors[2 * i], factors[2 * i + 1]};
+          write(rounded<T, V>(gradient_of(c.x, c.weighted, f)), head.out, head.out_stride, chunk);
+          const Numbers<V> terms = terms_of<T>(c.gradient, c.x, f.scale, native);
+          for (int j = 0; j < 2 * V; j++) total[j].add(terms.of[j]);
+        }
+        device float* row = to + ulong(h) * ulong(p.head_dim);
+        for (int j = 0; j < (chunk.whole ? 2 * V : V); j++) {
+          device float* sum = row + chunk.channel(j);
+          *sum = some == begin ? total[j].value() : *sum + total[j].value();
+        }
+      }
+    }
+  }
+}
+
 // Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
 // q, 1 for k.
 template <typename T>
 [[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
                           device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
                           uint2 at [[thread_position_in_grid]]) {
+  const uint channels = at.y == 0 ? s.q_channels : s.k_channels;
+  if (at.x >= channels) return;
+  device const float* own = sums + (at.y == 0 ? 0 : ulong(s.parts) * s.q_channels) + at.x;
   Sum sum;
-  for (uint part = 0; part < s.parts; part++) sum.add(sums[(ulong(at.y) * s.parts + part) * s.head_dim + at.x]);
+  for (uint part = 0; part < s.parts; part++) sum.add(own[ulong(part) * channels]);
   device void* to = at.y == 0 ? q_weight_grad : k_weight_grad;
   if (has_native_weights(at.y == 0 ? kQ : kK)) {
     static_cast<device T*>(to)[at.x] = static_cast<T>(sum.value());
@@ -235,10 +337,12 @@ template <typename T>
   }
 }
 
-#define ROPE_NORM_BACKWARD(T)                                  \
-  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)  \
-  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)  \
-  ROPE_KERNEL("norm_backward_wide_" #T, norm_backward_wide<T>) \
+#define ROPE_NORM_BACKWARD(T)                                                       \
+  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)                       \
+  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)                       \
+  ROPE_KERNEL("norm_backward_wide_" #T, norm_backward_wide<T>)                      \
+  ROPE_KERNEL("norm_backward_over_heads_" #T "_v4", norm_backward_over_heads<T, 4>) \
+  ROPE_KERNEL("norm_backward_over_heads_" #T "_v1", norm_backward_over_heads<T, 1>) \
   ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
 ROPE_NORM_BACKWARD(float)
 ROPE_NORM_BACKWARD(half)

@@ -30,11 +30,13 @@ template <typename T, int V, typename I>
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       if (!present[i] || !heads[i].written) continue;
+      Numbers<V> n = numbers_of(x[i]);
       if (chunk.rotated && heads[i].tensor != kV) {
         if (k_by_head) angles = angles_of<T, V>(r, buffers, token, heads[i].index, at.x);
-        x[i] = rounded<T, V>(rotate<T>(numbers_of(x[i]), angles));
+        n = rotate<T>(n, angles);
+        x[i] = rounded<T, V>(n);
       }
-      write(x[i], heads[i].out, heads[i].out_stride, chunk, heads[i].end);
+      write(r.params, x[i], n, heads[i], chunk);
     }
   }
 }

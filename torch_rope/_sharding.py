@@ -5,7 +5,8 @@ mesh may therefore split
 
 - the batch or the sequence, if it splits them in the same way for every argument that has them (q, k, positions, tables
   by token); or
-- the heads, those of q and those of k independently.
+- the heads, those of q and those of k independently, unless a norm takes all heads of a token together: its sum would
+  cross ranks.
 
 q and k may also be Partial, that is, sums of what the ranks hold, because a rotation is linear. An argument that is
 only read and is whole on every rank is cut to match the others.
@@ -31,10 +32,11 @@ def _of_dim(placement: Placement, dim: int) -> Placement:
 
 
 class _Argument:
-    """A tensor argument of a call. axes: the names of its dimensions."""
+    """A tensor argument of a call. axes: the names of its dimensions. keyword: it is keyword-only, and DTensor passes
+    such an argument as it is."""
 
-    def __init__(self, op: str, name: str, spec: DTensorSpec, axes: tuple[str, ...], written: bool):
-        self.op, self.name, self.spec, self.axes, self.written = op, name, spec, axes, written
+    def __init__(self, op: str, name: str, spec: DTensorSpec, axes: tuple[str, ...], written: bool, keyword: bool):
+        self.op, self.name, self.spec, self.axes, self.written, self.keyword = op, name, spec, axes, written, keyword
         self.placements = list(spec.placements)  # the placements that the operator takes it with; the rules change them
 
     def axis(self, m: int) -> str | None:
@@ -53,7 +55,7 @@ class _Argument:
             return
         # A rank can cut its part out of its local tensor, unless a later mesh dimension already splits the same axis.
         cut_up = any(getattr(p, "dim", None) == dim for p in self.placements[m + 1 :])
-        if self.axis(m) is not None or self.written or cut_up:
+        if self.axis(m) is not None or self.written or self.keyword or cut_up:
             why = f", and {self.name} is written in place" if self.written else ""
             self.refuse(m, f"be {needs!r}, because {first.name} is {placement!r}, split along its {axis}{why}")
         self.placements[m] = needs
@@ -71,7 +73,7 @@ class _Call(dict):
     """The tensor arguments of a call, by name, in the order of the schema."""
 
     def __init__(self, signature: Signature, schema: OpSchema):
-        self.signature, given = signature, signature.by_name(schema.args_schema)
+        self.signature, given = signature, signature.by_name(schema.args_schema) | schema.kwargs_schema
         specs = {name: a.strategies[0].output_spec for name, a in given.items() if isinstance(a, OpStrategy)}
         x = specs[signature.rotated[0]].shape if signature.rotated else ()
         for name, spec in specs.items():
@@ -80,7 +82,10 @@ class _Call(dict):
                 axes = ("batch" if len(x) == 4 and spec.shape[0] == x[0] else "batch of 1", *axes[1:])
             if axes[:1] == ("blocks",) and "slots" not in specs and len(x) == 4 and spec.shape[0] == x[0]:
                 axes = ("batch", *axes[1:])  # sequence b writes to block b
-            self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, name in signature.written)
+            if name.endswith("_scale") and spec.shape.numel() == 1:
+                axes = ("one element",)
+            keyword = name in schema.kwargs_schema
+            self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, name in signature.written, keyword)
 
     def check(self, m: int, *may_sum: str, may_split: tuple[str, ...] = ("batch", "seq", "heads")) -> None:
         """Raises an error if mesh dimension m splits an argument along an axis that is not in may_split, or if an
@@ -123,11 +128,13 @@ class _Call(dict):
     def split_heads(self, m: int, *groups: tuple[str, ...]) -> None:
         """Makes mesh dimension m split the heads of all arguments of a group if it splits those of one.
 
-        Tables by head have the heads of q and of k, so the groups of q and k become one.
+        Tables by head have the heads of q and of k, so the groups of q and k become one. Arguments that the call lacks
+        or that have no heads are left out.
         """
+        groups = tuple(tuple(n for n in group if n in self and "heads" in self[n].axes) for group in groups)
         tables = tuple(name for name in ("cos", "sin") if name in self and "heads" in self[name].axes)
         if tables:
-            rotated = [group for group in groups if not group[0].startswith("v")]
+            rotated = [group for group in groups if not group[0].startswith("v_")]
             groups = (sum(rotated, tables), *(group for group in groups if group not in rotated))
         for group in groups:
             arguments = [self[name] for name in group]
@@ -140,8 +147,24 @@ class _Call(dict):
 _Rule = Callable[[_Call, int], list[Placement]]
 
 
+def _check_norm(call: _Call, m: int, **normalised: tuple[str, ...]) -> None:
+    """Raises an error if mesh dimension m splits heads that are normalised together. normalised: for q and k the names
+    of the arguments that have their heads."""
+    for x, names in normalised.items():
+        weight = call.get(f"{x}_norm_weight")
+        if weight is None or "heads" not in weight.axes:
+            continue
+        for a in (weight, *(call[name] for name in names)):
+            if a.axis(m) == "heads":
+                how = f"call redistribute to gather {a.name} or to split its batch, or normalise {x} before the call"
+                why = f"because {weight.name} normalises all heads of a token together, and a sum would cross ranks"
+                a.refuse(m, f"not be split along its heads, {why}; {how}")
+
+
 def _rotate(call: _Call, m: int) -> list[Placement]:
     rotated = call.signature.rotated
+    if "q_norm_weight" in call:
+        _check_norm(call, m, q=("q",), k=("k",))
     call.check(m, *(rotated if "q_norm_weight" not in call else ()))  # a norm is not linear
     call.split_tokens(m)
     call.split_heads(m, *((name,) for name in rotated))
@@ -149,13 +172,15 @@ def _rotate(call: _Call, m: int) -> list[Placement]:
 
 
 def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
+    _check_norm(call, m, q=("q",), k=("k", "k_cache"))
     call.check(m)
     if not call.split_tokens(m):
-        call.split_heads(m, ("q",), ("k_cache", "k"), ("v_cache", "v"))
+        call.split_heads(m, ("q",), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
     return []
 
 
 def _norm_backward(call: _Call, m: int) -> list[Placement]:
+    _check_norm(call, m, q=("q_out_grad", "q"), k=("k_out_grad", "k"))
     call.check(m, "q_out_grad", "k_out_grad")
     call.split_tokens(m)
     call.split_heads(m, ("q_out_grad", "q"), ("k_out_grad", "k"))
@@ -207,6 +232,7 @@ def _strategy(signature: Signature, rule: _Rule, schema: OpSchema) -> OpStrategy
         if a.placements == list(a.spec.placements)
         else DTensorSpec(mesh, tuple(a.placements), a.spec.tensor_meta)
         for a in call.values()
+        if not a.keyword
     ]
     results = None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
     return OpStrategy([OpSpec(results, ins, redistribute_cost=[[0.0]] * len(ins))])
@@ -224,9 +250,11 @@ _RULES = {
 for _signature in operators():
     _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
     _names = _signature.arguments
-    # The key of a cached decision: the tensors in order, dtype, and from the argument with the number _keyed_from on
+    # The key of a cached decision: the tensors in order, scales, dtype, and from the argument with the number _keyed_from on
     # also which arguments are None.
     _keyed_from = _names.index("slots") if "slots" in _names else len(_names)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
-        _signature.op, functools.partial(_strategy, _signature, _rule), RuntimeSchemaInfo(_keyed_from, ["dtype"])
+        _signature.op,
+        functools.partial(_strategy, _signature, _rule),
+        RuntimeSchemaInfo(_keyed_from, ["dtype", "k_scale", "v_scale"]),
     )

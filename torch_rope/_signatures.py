@@ -17,7 +17,7 @@ AXES = {
     **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "heads", "pairs")),  # heads: only if there are four
     **dict.fromkeys(("positions", "slots"), ("batch or 1", "seq")),
     **dict.fromkeys(("q_norm_weight", "k_norm_weight"), ("heads", "head_dim")),  # heads: for a norm over all heads
-    **dict.fromkeys(("k_scale", "v_scale"), ("heads",)),  # no heads if there is one element
+    **dict.fromkeys(("k_scale", "v_scale"), ("heads",)),  # a scale of one element has no heads
     "inv_freq": ("part", "axes", "pairs"),  # axes: only in axial_cos_sin
 }
 BY_POSITION = "rows", "pairs"  # the axes of cos and sin if they are 2-D, that is, tables by position

@@ -76,7 +76,7 @@ struct Cuda : AnyBackend {
     const Plan plan = plan_rotate(a, processors(device.index()));
     if (plan.grid.x == 0) return;
     const Queue on = queue(device.index());
-    C10_CUDA_CHECK(a.params.has_norm ? norm_rotate(a, plan, on) : cuda::rotate(a, plan, on));
+    C10_CUDA_CHECK(takes_norm(a.params) ? norm_rotate(a, plan, on) : cuda::rotate(a, plan, on));
   }
 
   static void norm_backward(const NormBackwardCall& call) {
@@ -89,7 +89,7 @@ struct Cuda : AnyBackend {
     const c10::Device device = call.q.device();
     const c10::cuda::CUDAGuard guard(device);
     const BackwardPlan plan = plan_norm_backward(n);
-    const Tensor sums = at::empty({plan.grid.x, n.rotate.params.head_dim}, call.q.options().dtype(at::kDouble));
+    const Tensor sums = at::empty({plan.sums}, call.q.options().dtype(at::kDouble));
     C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
                                        call.q_norm_weight_grad.mutable_data_ptr(),
                                        call.k_norm_weight_grad.mutable_data_ptr(), queue(device.index())));

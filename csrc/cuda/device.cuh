@@ -18,14 +18,17 @@
 #define ROPE_FN __device__ __forceinline__
 
 namespace rope {
-// The functions that rotation.h and angle.h expect.
+// The functions that rotation.h, angle.h and quantise.h expect.
 ROPE_FN float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 ROPE_FN double fma(double a, double b, double c) { return ::fma(a, b, c); }
 ROPE_FN float rint(float a) { return ::rintf(a); }
 ROPE_FN void cosine_and_sine(double angle, double& cos, double& sin) { ::sincos(angle, &sin, &cos); }
+ROPE_FN int bits_of(float a) { return __float_as_int(a); }
+ROPE_FN float float_of(int a) { return __int_as_float(a); }
 }  // namespace rope
 
 #include "../angle.h"
+#include "../quantise.h"
 #include "../rotation.h"
 
 namespace rope::cuda {
@@ -78,6 +81,14 @@ ROPE_FN arithmetic_t<T> rounded_to(arithmetic_t<T> x) {
   round_to(x, y);
   return to_arithmetic(y);
 }
+
+// Returns x as a float, rounded to odd: cut off, and with the last bit set if that changed it. A float8 or int8 that is
+// rounded from the result is the one that x itself is rounded to.
+ROPE_FN float narrowed_to_odd(double x) {
+  const float cut = __double2float_rz(x);
+  return float_of(bits_of(cut) | int(double(cut) != x));
+}
+ROPE_FN float narrowed_to_odd(float x) { return x; }
 
 // Converts a word to its two elements, the first of which is in the lower half, and back.
 template <typename T>
@@ -650,8 +661,9 @@ ROPE_FN void rotate_chunk(const RotateArgs& a, const Token<I>& t, int chunk, I h
 // A loop over the heads that a team takes of its thread block's share of the list of heads, see plan.h. Team
 // threadIdx.y begins with head threadIdx.y of the share and goes on by blockDim.y. The loop is in one of the three
 // tensors at a time. I is an integer type that holds every element offset of the call. cache: the call may have a v,
-// and then k and v go to a cache. general: the heads of v may be in pieces.
-template <typename T, typename I, bool cache, bool general>
+// and then k and v go to a cache. general: the heads of v may be in pieces. any: the caches may be quantised, and v
+// normalised.
+template <typename T, typename I, bool cache, bool general, bool any = false>
 struct Heads {
   const RotateArgs& a;
   const Token<I>& token;
@@ -663,7 +675,7 @@ struct Heads {
   I end = 0;                        // end of the tensor's heads in the share
   I out_end = -1;                   // end of the heads that are written: 0 if the token is a pad; -1: not located yet
   const T* in = nullptr;            // head 0 of the token
-  T* out = nullptr;                 // head 0 of the result
+  T* out = nullptr;                 // head 0 of the result; of a quantised cache, the address of its bytes
   I in_step = 0, out_step = 0;      // stride of heads
   I in_stride = 0, out_stride = 0;  // stride of channels
 
@@ -677,6 +689,20 @@ struct Heads {
 
   // Returns whether the tensor is rotated: v is only copied.
   ROPE_FN bool rotates() const { return !cache || tensor < 2; }
+
+  // Returns whether the heads of the tensor are normalised.
+  ROPE_FN bool normalises() const {
+    if constexpr (!any) return rotates();
+    return tensor < 2 ? a.params.has_norm : a.params.norm_v;
+  }
+
+  // Begins with all heads of a tensor, whatever the thread block's share is.
+  ROPE_FN void take(int which) {
+    tensor = which;
+    start = head = 0;
+    end = I(operand().heads);
+    find_input();
+  }
 
   // Returns the head that this team takes i steps from now.
   ROPE_FN I head_at(int i) const { return head + I(i) * I(blockDim.y); }
@@ -696,7 +722,7 @@ struct Heads {
   // Returns whether locate() was called since the loop began with this tensor.
   ROPE_FN bool located() const { return out_end >= 0; }
 
-  // Reads or writes the chunk of a head, or of a piece of a head of v.
+  // Reads the chunk of a head, or of a piece of a head of v.
   template <bool vectors, int V>
   ROPE_FN void read(I head, const Chunk<I>& c, Elements<T, V>& x) const {
     if (in_pieces()) {
@@ -706,14 +732,17 @@ struct Heads {
       cuda::read<vectors>(in + head * in_step, in_stride, c, x);
     }
   }
-  template <bool vectors, int V>
-  ROPE_FN void write(I head, const Chunk<I>& c, const Elements<T, V>& x) const {
-    if (in_pieces()) {
-      const Piece piece(token, head);
-      cuda::write<vectors>(x, out + piece.head * out_step + piece.first * out_stride, out_stride, c, piece.last);
-    } else {
-      cuda::write<vectors>(x, out + head * out_step, out_stride, c);
+  // Writes the same. If `changes`, it first applies change() to the numbers.
+  template <bool vectors, int V, typename F>
+  ROPE_FN void write(I head, const Chunk<I>& c, Elements<T, V>& x, bool changes, F&& change) const {
+    const bool quantises = any && format().quantised;
+    if (changes || quantises) {
+      auto numbers = numbers_of(x);
+      if (changes) change(numbers);
+      if (quantises) return write_to<vectors>(reinterpret_cast<uint8_t*>(out), head, c, quantised(head, numbers));
+      x = rounded<T, V>(numbers);
     }
+    write_to<vectors>(out, head, c, x);
   }
 
   // Points `out` at this tensor's result. Call it after reading and before writing, so that no read waits for the slot.
@@ -729,7 +758,12 @@ struct Heads {
       cell = cell_of(token);
       if (cell.block < 0) out_end = 0;
     }
-    out += cell.block * I(o.out[0]) + cell.in_block * I(o.out[1]);
+    const I offset = cell.block * I(o.out[0]) + cell.in_block * I(o.out[1]);
+    if (any && format().quantised) {
+      out = reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(out) + offset);
+    } else {
+      out += offset;
+    }
   }
 
  private:
@@ -745,6 +779,38 @@ struct Heads {
     }
   };
   ROPE_FN bool in_pieces() const { return general && tensor == 2; }
+
+  // Writes the chunk of a head, or of a piece of a head of v, to a result that begins at `to`.
+  template <bool vectors, typename E, int V>
+  ROPE_FN void write_to(E* to, I head, const Chunk<I>& c, const Elements<E, V>& x) const {
+    if (in_pieces()) {
+      const Piece piece(token, head);
+      cuda::write<vectors>(x, to + piece.head * out_step + piece.first * out_stride, out_stride, c, piece.last);
+    } else {
+      cuda::write<vectors>(x, to + head * out_step, out_stride, c);
+    }
+  }
+
+  // The format of what the tensor is written to. That of q has no member that is not 0.
+  ROPE_FN CacheFormat format() const {
+    return tensor == 0 ? CacheFormat{} : tensor == 1 ? a.params.k_cache : a.params.v_cache;
+  }
+
+  // Returns what a quantised cache stores of a head, or of a piece of a head of v.
+  template <typename A, int V>
+  ROPE_FN Elements<uint8_t, V> quantised(I head, Numbers<A, V> n) const {
+    if (a.params.rounding != kOnce) n = numbers_of(rounded<T, V>(n));
+    const CacheFormat f = format();
+    const rope_int of_scale = tensor == 2 ? Piece(token, head).head : head;
+    const A scale = A((tensor == 1 ? a.k_scale : a.v_scale)[of_scale * f.scale]);
+    Elements<uint8_t, V> bytes;
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+      bytes.first.of[i] = uint8_t(rope::quantised(narrowed_to_odd(n.first[i] / scale), f));
+      bytes.second.of[i] = uint8_t(rope::quantised(narrowed_to_odd(n.second[i] / scale), f));
+    }
+    return bytes;
+  }
 
   ROPE_FN const Operand& operand() const {
     const RopeParams& p = a.params;
@@ -764,6 +830,12 @@ struct Heads {
     head = at - start;
     const Operand& o = operand();
     end = in_pieces() ? share_end - start : min(share_end - start, I(o.heads));
+    find_input();
+  }
+
+  // Points `in` at this tensor.
+  ROPE_FN void find_input() {
+    const Operand& o = operand();
     out_end = -1;
     in = static_cast<const T*>(tensor == 0 ? a.q_in : !cache || tensor == 1 ? a.k_in : a.v_in);
     in += token.b * I(o.in[0]) + token.s * I(o.in[1]);
@@ -799,6 +871,7 @@ cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters.
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = dim3(block.x, block.y, block.z);
+  config.dynamicSmemBytes = queue.dynamic_shared;
   config.stream = queue.stream;
   config.attrs = &dependent;
   config.numAttrs = queue.dependent ? 1 : 0;

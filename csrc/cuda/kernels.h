@@ -13,6 +13,9 @@ struct Queue {
   // A kernel may begin before the previous kernel of the stream has ended (programmatic dependent launch). So its
   // thread blocks are ready when that one ends. Needs code for sm_90 or later.
   bool dependent;
+  unsigned dynamic_shared = 0;  // bytes of shared memory that a thread block has besides the variables of its kernel
+
+  Queue with_shared(unsigned bytes) const { return {stream, dependent, bytes}; }
 };
 
 // Returns the architecture that the kernels are compiled for of which the current device runs the code, such as 90.
@@ -21,8 +24,8 @@ cudaError_t architecture(int& found);
 cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 
-// sums: [plan.grid.x, head_dim], for the sums of each part. The kernels write them before they read them.
-// q_gradient, k_gradient: the gradients of the weights, [head_dim], contiguous, of the dtypes of the weights.
+// sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
+// q_gradient, k_gradient: the gradients of the weights, contiguous, of the shapes and dtypes of the weights.
 cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, void* q_gradient,
                           void* k_gradient, Queue queue);
 

@@ -1,12 +1,15 @@
-// The kernels that apply the RMS norm to every head and then rotate it, and the kernels of their backward. The first
-// ones can write k and v to a cache.
+// The kernels that apply the RMS norm and then rotate, and the kernels of their backward. The first ones can write k
+// and v to a cache.
 //
-// A team has a power of two of threads, at most a warp, which sum over their head with shuffles. There is a kernel for
-// heads that a team holds at once, a chunk for each lane (see Tiling::one_step), and one for wider heads, which a warp
-// goes over in steps of a chunk for each lane. Every lane of a warp takes part in every shuffle: a lane past the last
-// token, head or chunk reaches it too, but writes nothing. ../args.h has the formulas of the backward, see
+// If each head is normalised by itself, its team has a power of two of threads, at most a warp, which sum over it with
+// shuffles. There is a kernel for heads that a team holds at once, a chunk for each lane (see Tiling::one_step), and
+// one for wider heads, which a warp goes over in steps of a chunk for each lane. Every lane of a warp takes part in
+// every shuffle: a lane past the last token, head or chunk reaches it too, but writes nothing. If all heads of a token
+// are normalised together, a thread block sums over them. ../args.h has the formulas of the backward, see
 // NormBackwardArgs.
 #include "device.cuh"
+
+extern __shared__ double dynamic_shared[];
 
 namespace rope::cuda {
 namespace {
@@ -15,15 +18,34 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Adds up what the lanes of a team give for each of n sums, and returns the results to each of them.
 template <typename A, int n>
-ROPE_FN void sum_over_lanes(A (&sums)[n]) {
+ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
 #pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-    if (lanes == 8 && blockDim.x <= 8) break;  // a test at every step would take longer than the steps that it saves
+    if (lanes == 8 && team <= 8) break;  // a test at every step would take longer than the steps that it saves
 #pragma unroll
     for (int i = 0; i < n; i++) {
       const A other = __shfl_xor_sync(kAllLanes, sums[i], lanes);
-      if (lanes < int(blockDim.x)) sums[i] += other;
+      if (lanes < team) sums[i] += other;
     }
+  }
+}
+
+// Adds up what the threads of a thread block give for each of n sums, and returns the results to each of them.
+template <int threads, int n>
+ROPE_FN void sum_over_thread_block(double (&sums)[n]) {
+  __shared__ double of_warps[n][threads / kWarp];
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  sum_over_lanes(sums, kWarp);
+  __syncthreads();  // all threads have read the sums of the call before this one
+#pragma unroll
+  for (int i = 0; i < n; i++) {
+    if (thread % kWarp == 0) of_warps[i][thread / kWarp] = sums[i];
+    sums[i] = 0.0;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < n; i++) {
+    for (const double of_warp : of_warps[i]) sums[i] += of_warp;
   }
 }
 
@@ -102,7 +124,8 @@ ROPE_FN void add_product(Numbers<A, V>& sum, const Numbers<A, V>& x, A y) {
   }
 }
 
-// The norm of a head, and the steps of its backward, see ../args.h. Each step works on one chunk.
+// The norm of a head or of all heads of a token, and the steps of its backward, see ../args.h. Each step works on one
+// chunk.
 // general: the steps may have to be rounded as torch's operators round them. Then `narrow` says that the weights have
 // x's dtype, so that torch rounds their products to it.
 template <typename T, int V, bool general>
@@ -113,15 +136,15 @@ struct Norm {
   const bool eager;
   const A per_channel, eps;
 
-  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling)
+  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling, int tensor = 0)
       : a(a),
         eager(general && a.params.rounding != kOnce),
-        per_channel(A(tiling.per_channel)),
+        per_channel(A(tiling.per_channel[tensor])),
         eps(sizeof(A) == 8 ? A(a.norm_eps) : A(a.params.norm_eps)) {}
 
   ROPE_FN bool narrow(int tensor) const { return (tensor == 0 ? a.q_norm_dtype : a.k_norm_dtype) == a.x_dtype; }
 
-  // Returns the scale of a head, given the sum of its squares.
+  // Returns the scale, given the sum of the squares.
   ROPE_FN A scale(A squares) const {
     return eager ? eager_scale_of(squares * per_channel + eps) : scale_of(fma(squares, per_channel, eps));
   }
@@ -170,17 +193,24 @@ struct Norm {
   }
 };
 
-// Returns the norm weights of a chunk.
+// Returns the norm weights of a chunk; those of v are 1.
+// head: its stride is 0 if all heads have the same weights
 template <typename A, int V, typename I>
-ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>& c) {
+ROPE_FN Numbers<A, V> weights_of(const RotateArgs& a, int tensor, const Chunk<I>& c, I head = 0) {
   const void* weight = tensor == 0 ? a.q_norm_weight : a.k_norm_weight;
   const DType dtype = tensor == 0 ? a.q_norm_dtype : a.k_norm_dtype;
-  const rope_int stride = (tensor == 0 ? a.params.q_norm_weight : a.params.k_norm_weight)[1];
+  const rope_int* strides = tensor == 0 ? a.params.q_norm_weight : a.params.k_norm_weight;
+  const rope_int stride = strides[1];
   Numbers<A, V> w;
+  if (tensor == 2) {
+#pragma unroll
+    for (int i = 0; i < V; i++) w.first[i] = w.second[i] = A(1);
+    return w;
+  }
   const auto get = [&](auto tag) {
     using W = decltype(tag);
-    const W* from = static_cast<const W*>(weight);
-    if (V > 1 && stride == 1 && reinterpret_cast<uintptr_t>(weight) % 16 == 0) {
+    const W* from = static_cast<const W*>(weight) + head * strides[0];
+    if (V > 1 && stride == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       read_shared<true, V>(from + c.first, 1, w.first);
       read_shared<true, V>(from + c.second, 1, w.second);
     } else {
@@ -217,9 +247,9 @@ ROPE_FN void forget_numbers(Elements<T, V>& x) {
   }
 }
 
-// vectors: a vector is one access.
-template <typename T, int V, bool vectors, bool interleaved, typename I, bool general>
-__global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks : 4)
+// vectors: a vector is one access. any: see Heads.
+template <typename T, int V, bool vectors, bool interleaved, typename I, bool general, bool any>
+__global__ void __launch_bounds__(kThreads, sizeof(I) == 4 && !any ? kNormThreadBlocks : 4)
     norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = arithmetic_t<T>;
   constexpr int at_once = kHeadsAtOnce<general>;
@@ -229,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   Token<I> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(min(s, p.seq - 1)));
   const int lane = int(threadIdx.x);
   const auto chunk = Chunk<I>::template at<V>(p, tiling, lane);
-  Heads<T, I, true, general> heads(a, token, false);
+  Heads<T, I, true, general, any> heads(a, token, false);
   // A lane past the last token or chunk takes no head. It must not read one: another thread may be about to write it.
   bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
   AnglesOf<T, interleaved, V, I, general> angles(a, token, lane);
@@ -250,14 +280,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   if (rotates) angles.finish();
   const Norm<T, V, general> norm(a, tiling);
   do {
-    if (present && heads.rotates() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
+    if (present && heads.normalises() && !heads.located()) weights = weights_of<A, V>(a, heads.tensor, chunk);
     A squares[at_once];
 #pragma unroll
     for (int i = 0; i < at_once; i++) {
       const auto numbers = numbers_of(x[i]);
       squares[i] = dot(numbers, numbers, chunk.whole());
     }
-    sum_over_lanes(squares);
+    if (!any || p.has_norm || p.norm_v) sum_over_lanes(squares);
     if (!present) continue;
 #pragma unroll
     for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
@@ -266,12 +296,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
     for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
       if (head >= heads.out_end) break;
-      if (heads.rotates()) {
-        auto numbers = norm.normalised(numbers_of(x[i]), norm.scale(squares[i]), weights, heads.tensor);
-        if (chunk.rotated) angles.rotate(numbers, head);
-        x[i] = rounded<T, V>(numbers);
-      }
-      heads.template write<vectors>(head, chunk, x[i]);
+      const bool norms = heads.normalises(), rotated = chunk.rotated && heads.rotates();
+      heads.template write<vectors>(head, chunk, x[i], norms || rotated, [&](auto& numbers) {
+        if (norms) numbers = norm.normalised(numbers, norm.scale(squares[i]), weights, heads.tensor);
+        if (rotated) angles.rotate(numbers, head);
+      });
     }
     present = heads.next(at_once);
     if (!present) continue;
@@ -279,57 +308,119 @@ __global__ void __launch_bounds__(kThreads, sizeof(I) == 4 ? kNormThreadBlocks :
   } while (__any_sync(kAllLanes, present));
 }
 
+// Takes a head in steps of a chunk for each lane of a warp. Heads of v may have several pieces.
+template <typename T, int V, bool vectors, bool interleaved, typename I>
+ROPE_FN void take_head(const RotateArgs& a, const Tiling& tiling, const Token<I>& token,
+                       const Heads<T, I, true, true, true>& heads, I head, int lane) {
+  using A = arithmetic_t<T>;
+  const I pieces = heads.tensor == 2 ? I(tiling.v_together) : I(1);
+  // Calls f with each chunk of this lane, its index, the piece that it is in, and its elements.
+  const auto each_chunk = [&](auto&& f) {
+    for (I piece = head * pieces; piece < (head + 1) * pieces; piece++) {
+      for (int index = lane; index < tiling.chunks; index += kWarp) {
+        const auto c = Chunk<I>::template at<V>(a.params, tiling, index);
+        Elements<T, V> x{};  // channels past the end of v stay 0
+        heads.template read<vectors>(piece, c, x);
+        f(c, index, piece, x);
+      }
+    }
+  };
+  const Norm<T, V, true> norm(a, tiling, heads.tensor);
+  const bool norms = heads.normalises();
+  A scale = A(1);
+  if (norms) {
+    double squares[1] = {0.0};
+    each_chunk([&](const Chunk<I>& c, int, I, const Elements<T, V>& x) {
+      const auto numbers = numbers_of(x);
+      squares[0] += dot(numbers, numbers, c.whole());
+    });
+    if (tiling.chunks > kWarp || pieces > 1) {
+      sum_over_lanes(squares, kWarp);
+    } else {  // a head that other kernels hold in one step: the sum has the same bits
+      A narrow[1] = {A(squares[0])};
+      sum_over_lanes(narrow, kWarp);
+      squares[0] = narrow[0];
+    }
+    scale = norm.scale(A(squares[0]));
+  }
+  each_chunk([&](const Chunk<I>& c, int index, I piece, Elements<T, V>& x) {
+    const bool rotates = c.rotated && heads.rotates();
+    heads.template write<vectors>(piece, c, x, norms || rotates, [&](auto& numbers) {
+      if (norms) numbers = norm.normalised(numbers, scale, weights_of<A, V>(a, heads.tensor, c), heads.tensor);
+      if (rotates) rotate_chunk<T, interleaved>(a, token, index, head, numbers);
+    });
+  });
+}
+
 // A team is a warp. This kernel and that of its backward are always general ones.
 template <typename T, int V, bool vectors, bool interleaved>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 3)
     norm_wide_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
-  using A = arithmetic_t<T>;
   using I = int64_t;
-  const RopeParams& p = a.params;
   wait_for_previous_kernel();
   const I s = I(blockIdx.x) * blockDim.z + threadIdx.z;
-  if (s >= p.seq) return;
+  if (s >= a.params.seq) return;
   Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, s);
   token.arrive();
   token.template check<true>();
-  const Norm<T, V, true> norm(a, tiling);
-  Heads<T, I, true, true> heads(a, token, false);
+  Heads<T, I, true, true, true> heads(a, token, false);
   for (bool more = heads.next(0); more; more = heads.next(1)) {
     heads.locate();
     if (heads.head >= heads.out_end) continue;
-    // Calls f with each chunk of this lane, its index and its elements.
-    const auto each_chunk = [&](auto&& f) {
-      for (int index = int(threadIdx.x); index < tiling.chunks; index += kWarp) {
-        const auto c = Chunk<I>::template at<V>(p, tiling, index);
-        Elements<T, V> x;
-        heads.template read<vectors>(heads.head, c, x);
-        f(c, index, x);
-      }
-    };
-    A scale = A(1);
-    if (heads.rotates()) {
-      double squares[1] = {0.0};
-      each_chunk([&](const Chunk<I>& c, int, const Elements<T, V>& x) {
-        const auto numbers = numbers_of(x);
-        squares[0] += dot(numbers, numbers, c.whole());
-      });
-      if (tiling.chunks > kWarp) {
-        sum_over_lanes(squares);
-      } else {  // a head that other kernels hold in one step: the sum has the same bits
-        A narrow[1] = {A(squares[0])};
-        sum_over_lanes(narrow);
-        squares[0] = narrow[0];
-      }
-      scale = norm.scale(A(squares[0]));
+    take_head<T, V, vectors, interleaved>(a, tiling, token, heads, heads.head, int(threadIdx.x));
+  }
+}
+
+// Normalises all heads of a token together. A thread block takes q, k or v of a token, as blockIdx.y says. The threads
+// of one x take the same chunks of different heads of q or k, so that the angles of a chunk are computed once. A warp
+// takes a head of v.
+template <typename T, int V, bool vectors, bool interleaved>
+__global__ void __launch_bounds__(kTokenThreads, 2)
+    norm_over_heads_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
+  using A = arithmetic_t<T>;
+  using I = int64_t;
+  wait_for_previous_kernel();
+  const int tensor = int(blockIdx.y);
+  Token<I> token(a, tiling, tiling.first_sequence + blockIdx.z, I(blockIdx.x));
+  token.arrive();
+  token.template check<true>();
+  Heads<T, I, true, true, true> heads(a, token, false);
+  heads.take(tensor);
+  heads.locate();
+  if (heads.out_end == 0) return;
+  if (tensor == 2) {
+    const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    for (I head = thread / kWarp; head < heads.end; head += kTokenThreads / kWarp) {
+      take_head<T, V, vectors, interleaved>(a, tiling, token, heads, head, thread % kWarp);
     }
-    each_chunk([&](const Chunk<I>& c, int index, Elements<T, V>& x) {
-      if (heads.rotates()) {
-        auto numbers = norm.normalised(numbers_of(x), scale, weights_of<A, V>(a, heads.tensor, c), heads.tensor);
-        if (c.rotated) rotate_chunk<T, interleaved>(a, token, index, heads.head, numbers);
-        x = rounded<T, V>(numbers);
-      }
-      heads.template write<vectors>(heads.head, c, x);
-    });
+    return;
+  }
+  const Norm<T, V, true> norm(a, tiling, tensor);
+  double squares[1] = {0.0};
+  for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
+    const auto c = Chunk<I>::template at<V>(a.params, tiling, index);
+    for (I head = threadIdx.y; head < heads.end; head += blockDim.y) {
+      Elements<T, V> x;
+      heads.template read<vectors>(head, c, x);
+      const auto numbers = numbers_of(x);
+      squares[0] += dot(numbers, numbers, c.whole());
+    }
+  }
+  sum_over_thread_block<kTokenThreads>(squares);
+  const A scale = norm.scale(A(squares[0]));
+  for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
+    const auto c = Chunk<I>::template at<V>(a.params, tiling, index);
+    AnglesOf<T, interleaved, V, I, true> angles(a, token, index);
+    if (c.rotated) angles.read();
+    if (c.rotated) angles.finish();
+    for (I head = threadIdx.y; head < heads.end; head += blockDim.y) {
+      Elements<T, V> x;
+      heads.template read<vectors>(head, c, x);
+      heads.template write<vectors>(head, c, x, true, [&](auto& numbers) {
+        numbers = norm.normalised(numbers, scale, weights_of<A, V>(a, tensor, c, head), tensor);
+        if (c.rotated) angles.rotate(numbers, head);
+      });
+    }
   }
 }
 
@@ -477,6 +568,17 @@ __global__ void __launch_bounds__(kThreads, V == 8 ? kBackwardThreadBlocks : 4)
   }
 }
 
+// Adds the terms of a chunk to the sums of a head. begins: the sums hold nothing yet
+template <typename A, int V, typename I>
+ROPE_FN void add_to_sums(double* own, const Chunk<I>& c, const Numbers<A, V>& terms, bool begins) {
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    double &first = own[c.first + i], &second = own[c.second + i];
+    first = begins ? double(terms.first[i]) : first + double(terms.first[i]);
+    if (c.whole()) second = begins ? double(terms.second[i]) : second + double(terms.second[i]);
+  }
+}
+
 // A thread block is one warp, the team of every head.
 template <typename T, int V, bool vectors, bool interleaved>
 __global__ void __launch_bounds__(kWarp, 12)
@@ -519,13 +621,7 @@ __global__ void __launch_bounds__(kWarp, 12)
           const auto y = norm.gradient(x, g, weights, part.tensor, scale, A(products[1]), terms);
           write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
           // No other thread adds to the sums of these channels.
-          double* const own = sums + blockIdx.x * p.head_dim;
-#pragma unroll
-          for (int i = 0; i < V; i++) {
-            double &first = own[c.first + i], &second = own[c.second + i];
-            first = begins ? double(terms.first[i]) : first + double(terms.first[i]);
-            if (c.whole()) second = begins ? double(terms.second[i]) : second + double(terms.second[i]);
-          }
+          add_to_sums(sums + blockIdx.x * p.head_dim, c, terms, begins);
         }
         if (pass == 0) {
           sum_over_lanes(products);
@@ -536,26 +632,91 @@ __global__ void __launch_bounds__(kWarp, 12)
   }
 }
 
+// A thread block takes tokens of q or of k, as those of norm_backward_kernel do, and a thread the same chunks of the
+// same heads in all of them. So each sum of a part belongs to one thread. The sums are in shared memory, if they fit.
+// sums: [parts of q, channels of q], then [parts of k, channels of k], where the channels are those of all heads
+template <typename T, int V, bool vectors, bool interleaved>
+__global__ void __launch_bounds__(kThreads, vectors && !interleaved ? kBackwardThreadBlocks : 2)
+    norm_over_heads_backward_kernel(const __grid_constant__ NormBackwardArgs n,
+                                    const __grid_constant__ BackwardTiling backward, double* sums) {
+  using A = arithmetic_t<T>;
+  using I = int64_t;
+  const RotateArgs& a = n.rotate;
+  const RopeParams& p = a.params;
+  const Tiling& tiling = backward.tiling;
+  wait_for_previous_kernel();
+  const Part<I> part(n, backward);
+  const Norm<T, V, true> norm(a, tiling, part.tensor);
+  const Share &q = backward.q, &share = part.share;
+  const I first_sum = part.tensor == 0 ? 0 : q.parts * (q.channels - share.channels);
+  double* const of_part = sums + first_sum + blockIdx.x * share.channels;
+  double* const own = share.channels <= kSharedSums ? dynamic_shared : of_part;
+  for (I token_at = part.begin; token_at < part.end; token_at++) {
+    Token<I> token(a, tiling, token_at / p.seq, token_at % p.seq);
+    token.arrive();
+    token.template check<false>();
+    const Heads0<T, I> at(n, part, token.b, token.s);
+    double products[2] = {0.0, 0.0};
+    A scale = A(0);
+#pragma unroll 1
+    for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
+      for (int index = int(threadIdx.x); index < tiling.chunks; index += int(blockDim.x)) {
+        const auto c = Chunk<I>::template at<V>(p, tiling, index);
+        AnglesOf<T, interleaved, V, I, true> angles(a, token, index);
+        if (c.rotated) angles.read();
+        if (c.rotated) angles.finish();
+        for (I head = threadIdx.y; head < part.heads; head += blockDim.y) {
+          Elements<T, V> x_read, g_read;
+          read<vectors>(at.gradients + head * part.o.in[2], I(part.o.in[3]), c, g_read);
+          read<vectors>(at.x + head * part.strides[2], I(part.strides[3]), c, x_read);
+          auto g = numbers_of(g_read);
+          if (c.rotated) angles.rotate(g, head);
+          g = norm.rotated_back(g);
+          const auto x = numbers_of(x_read), weights = weights_of<A, V>(a, part.tensor, c, head);
+          if (pass == 0) {
+            products[0] += dot(x, x, c.whole());
+            products[1] += norm.product(x, g, weights, part.tensor, c.whole());
+            continue;
+          }
+          Numbers<A, V> terms{};
+          const auto y = norm.gradient(x, g, weights, part.tensor, scale, A(products[1]), terms);
+          write<vectors>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), c);
+          add_to_sums(own + head * p.head_dim, c, terms, token_at == part.begin);
+        }
+      }
+      if (pass == 0) {
+        sum_over_thread_block<kThreads>(products);
+        scale = norm.scale(A(products[0]));
+      }
+    }
+  }
+  if (own == of_part) return;
+  __syncthreads();
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  for (int i = thread; i < share.channels; i += kThreads) of_part[i] = own[i];
+}
+
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
 // blockIdx.y is 0 for q and 1 for k.
-// sums: [parts of q and k, head_dim]
+// sums: [parts of q, channels of q], then [parts of k, channels of k]
 __global__ void __launch_bounds__(kSumChannels* kSumTeams)
-    sum_parts_kernel(const double* sums, rope_int q_parts, rope_int k_parts, rope_int head_dim, DType q_dtype,
-                     DType k_dtype, void* q_gradient, void* k_gradient) {
+    sum_parts_kernel(const double* sums, const __grid_constant__ Share q_share, const __grid_constant__ Share k_share,
+                     DType q_dtype, DType k_dtype, void* q_gradient, void* k_gradient) {
   __shared__ double of_teams[kSumTeams][kSumChannels];
   wait_for_previous_kernel();
   const bool q = blockIdx.y == 0;
-  const rope_int begin = q ? 0 : q_parts, end = q ? q_parts : q_parts + k_parts;
+  const rope_int parts = q ? q_share.parts : k_share.parts, channels = q ? q_share.channels : k_share.channels;
+  if (!q) sums += q_share.parts * q_share.channels;
   const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
   const int team = int(threadIdx.y);
   double sum = 0.0;
-  if (channel < head_dim) {
+  if (channel < channels) {
 #pragma unroll 8
-    for (rope_int part = begin + team; part < end; part += kSumTeams) sum += sums[part * head_dim + channel];
+    for (rope_int part = team; part < parts; part += kSumTeams) sum += sums[part * channels + channel];
   }
   of_teams[team][threadIdx.x] = sum;
   __syncthreads();
-  if (team != 0 || channel >= head_dim) return;
+  if (team != 0 || channel >= channels) return;
   for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
   void* const gradient = q ? q_gradient : k_gradient;
   switch (q ? q_dtype : k_dtype) {
@@ -589,12 +750,14 @@ cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
     return with_shape<T>(plan.tiling, a.params.interleaved, [&](auto v, auto vectors, auto interleaved) {
       constexpr int V = v();
       constexpr bool vec = vectors(), pairs = interleaved();
+      if (a.params.norm_over_heads) return start(plan, queue, norm_over_heads_kernel<T, V, vec, pairs>, a);
       if (!plan.tiling.one_step) return start(plan, queue, norm_wide_kernel<T, V, vec, pairs>, a);
       if constexpr (vec) {  // only kernels that access vectors exist with element offsets of 32 bits too
-        if (plan.general) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, true>, a);
-        if (!plan.wide_index) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, false>, a);
+        if (plan.any) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, true, true>, a);
+        if (plan.general) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, true, false>, a);
+        if (!plan.wide_index) return start(plan, queue, norm_kernel<T, V, vec, pairs, int32_t, false, false>, a);
       }
-      return start(plan, queue, norm_kernel<T, V, vec, pairs, int64_t, false>, a);
+      return start(plan, queue, norm_kernel<T, V, vec, pairs, int64_t, false, false>, a);
     });
   });
 }
@@ -603,12 +766,15 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
                           void* k_gradient, Queue queue) {
   const RotateArgs& a = n.rotate;
   const BackwardTiling& tiling = plan.tiling;
-  const auto start_parts = [&](auto kernel) { return start(plan.grid, plan.block, queue, kernel, n, tiling, sums); };
+  const auto start_parts = [&](auto kernel) {
+    return start(plan.grid, plan.block, queue.with_shared(plan.dynamic_shared), kernel, n, tiling, sums);
+  };
   const auto with_kernel = [&](auto tag) {
     using T = decltype(tag);
     return with_shape<T>(tiling.tiling, a.params.interleaved, [&](auto v, auto vectors, auto interleaved) {
       constexpr int V = v();
       constexpr bool vec = vectors(), pairs = interleaved();
+      if (a.params.norm_over_heads) return start_parts(norm_over_heads_backward_kernel<T, V, vec, pairs>);
       if (!tiling.tiling.one_step) return start_parts(norm_wide_backward_kernel<T, V, vec, pairs>);
       if constexpr (vec) {
         if (plan.general && !plan.wide_index) return start_parts(norm_backward_kernel<T, V, vec, pairs, int32_t, true>);
@@ -621,9 +787,10 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
   if (plan.grid.x != 0) {
     if (const cudaError_t error = with_type(a.x_dtype, with_kernel)) return error;
   }
-  const Dim3 grid{unsigned(ceil_div(a.params.head_dim, kSumChannels)), 2, 1};
-  return start(grid, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, sums, tiling.q.parts, tiling.k.parts,
-               a.params.head_dim, a.q_norm_dtype, a.k_norm_dtype, q_gradient, k_gradient);
+  const Dim3 grid{unsigned(ceil_div(std::max(tiling.q.channels, tiling.k.channels), kSumChannels)), 2, 1};
+  if (grid.x == 0) return cudaSuccess;
+  return start(grid, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, sums, tiling.q, tiling.k, a.q_norm_dtype,
+               a.k_norm_dtype, q_gradient, k_gradient);
 }
 
 }  // namespace rope::cuda

@@ -13,7 +13,10 @@
 // more channels than a team has threads for stands in the list once for each piece of head_dim channels.
 //
 // Kernels. For each combination of types there is a kernel for what models usually need, and a general kernel that can
-// also read tables by head, round as torch's operators do, and copy a v with another head_dim than q and k.
+// also read tables by head, round as torch's operators do, and copy a v with another head_dim than q and k. Only
+// kernels with a norm normalise v and write to quantised caches: a general one, or the one for wide heads, which also
+// take such calls without a norm of q and k. A norm over all heads of a token has a kernel of its own, in which a
+// thread block takes all heads of q, k or v of a token.
 #pragma once
 
 #include <cmath>
@@ -30,6 +33,7 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 // spills (benchmarks/results/kernels.md).
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
+constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
 // Heads that a thread loads at a time, unless they are wide. A general kernel needs more registers for each.
 template <bool general>
 constexpr int kHeadsAtOnce = general ? 1 : 2;
@@ -53,6 +57,7 @@ struct Tiling {
   rope_int heads;                   // of the list
   rope_int k_start, v_start;        // where the heads of k and v begin in it
   rope_int v_pieces;                // each head of v is this many pieces of head_dim channels; the last may have less
+  rope_int v_together;              // pieces that a team takes together: all that are normalised together, else 1
   rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
   rope_int first_position, last_position;  // the positions that are allowed
@@ -60,34 +65,44 @@ struct Tiling {
   // A team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a whole warp and
   // goes over each head in steps of one chunk for each lane.
   bool one_step;
-  bool vectors;        // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;  // rows of cos and sin are read in vectors
-  bool narrow_slots;   // every valid slot fits in 32 bits
-  double per_channel;  // 1 / head_dim
+  bool vectors;           // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;     // rows of cos and sin are read in vectors
+  bool narrow_slots;      // every valid slot fits in 32 bits
+  double per_channel[3];  // of q, k and v: 1 / the number of channels that are normalised together
 };
 
 struct Plan {
   Tiling tiling;
   bool wide_index;  // element offsets need 64 bits
-  bool general;     // the kernels that can do everything are needed, see is_general()
+  bool general;     // a general kernel is needed
+  bool any;         // it must also normalise v or write to quantised caches
   Dim3 block;       // chunks, heads, tokens
   Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
 };
 
-// Calls f(data, strides, sizes) for each tensor of the call that has channels: q, k, v and their results. Stops and
-// returns false as soon as f does.
+// Returns whether a call needs what only kernels with a norm can do.
+inline bool needs_any(const RopeParams& p) { return p.norm_v || p.k_cache.quantised || p.v_cache.quantised; }
+// Returns whether a kernel with a norm takes the call.
+inline bool takes_norm(const RopeParams& p) { return p.has_norm || needs_any(p); }
+
+// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results.
+// Stops and returns false as soon as f does.
 template <typename F>
 bool all_sides(const RotateArgs& a, F&& f) {
   const RopeParams& p = a.params;
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, rope_int channels, bool cache) {
+  const int itemsize = size_of(a.x_dtype);
+  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, rope_int channels, bool cache,
+                        bool quantised) {
     const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, heads, channels};
-    return heads == 0 || channels == 0 || f(data, strides, sizes);
+    return heads == 0 || channels == 0 || f(data, strides, sizes, quantised ? 1 : itemsize);
   };
-  const auto sides = [&](const void* in, const void* out, const Operand& o, rope_int channels, bool cache) {
-    return side(in, o.in, o.heads, channels, false) && side(out, o.out, o.heads, channels, cache);
+  const auto sides = [&](const void* in, const void* out, const Operand& o, rope_int channels, bool cache,
+                         bool quantised) {
+    return side(in, o.in, o.heads, channels, false, false) && side(out, o.out, o.heads, channels, cache, quantised);
   };
-  return sides(a.q_in, a.q_out, p.q, p.head_dim, false) && sides(a.k_in, a.k_out, p.k, p.head_dim, p.has_cache) &&
-         sides(a.v_in, a.v_out, p.v, p.v_dim, p.has_cache);
+  return sides(a.q_in, a.q_out, p.q, p.head_dim, false, false) &&
+         sides(a.k_in, a.k_out, p.k, p.head_dim, p.has_cache, p.k_cache.quantised) &&
+         sides(a.v_in, a.v_out, p.v, p.v_dim, p.has_cache, p.v_cache.quantised);
 }
 
 // Returns the largest element offset in positions, slots, tables and frequencies.
@@ -142,12 +157,12 @@ inline int merge_batch(RotateArgs& a) {
 template <typename Sides>
 Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const RopeParams& p = a.params;
-  const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
+  const int full = 16 / size_of(a.x_dtype);
   // Returns whether a head can be cut into vectors of v channels. Without a norm, a vector kernel gives each thread one
   // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * v) + 1 chunks.
   const auto fits_thread_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
   const auto reaches = [&](int v) {
-    return p.v_dim % v == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes) {
+    return p.v_dim % v == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes, int itemsize) {
              return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
            });
   };
@@ -170,14 +185,17 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   t.chunks = int(chunks.all);
   t.one_step = t.chunks <= kWarp;
   t.v_pieces = ceil_div(p.v_dim, p.head_dim);
+  t.v_together = p.norm_v || p.norm_over_heads ? std::max<rope_int>(t.v_pieces, 1) : 1;
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
   // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
   // it stops.
-  plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes) {
+  plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes, int) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
   }) || last_parameter(p) > INT32_MAX ||
                     p.v.heads * t.v_pieces > INT32_MAX / 4;
-  plan.general = p.rounding != kOnce || p.source == kTableByHead || (p.v.heads && p.v_dim != p.head_dim);
+  plan.any = needs_any(p);
+  plan.general = plan.any || p.rounding != kOnce || p.source == kTableByHead || p.norm_over_heads ||
+                 (p.v.heads && p.v_dim != p.head_dim);
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {
@@ -187,7 +205,9 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
-  t.per_channel = 1.0 / double(p.head_dim);
+  const rope_int together[3] = {p.norm_over_heads ? p.q.heads * p.head_dim : p.head_dim,
+                                p.norm_over_heads ? p.k.heads * p.head_dim : p.head_dim, p.v_dim};
+  for (int i = 0; i < 3; i++) t.per_channel[i] = 1.0 / double(together[i]);
   const PositionRange range = position_range(p, /*cache_by_position=*/p.has_cache && !p.has_slots);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
@@ -208,24 +228,32 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   if (p.head_dim == 0) {  // v alone has channels
     p.q.heads = p.k.heads = 0;
     p.head_dim = std::min<rope_int>(p.v_dim, 1024);
-    p.has_norm = 0;
+    p.has_norm = p.norm_over_heads = 0;
   }
-  Plan plan = plan_head(a, p.has_norm, [&](auto&& f) { return all_sides(a, f); });
+  const bool norm = takes_norm(p);
+  Plan plan = plan_head(a, norm, [&](auto&& f) { return all_sides(a, f); });
   Tiling& t = plan.tiling;
   t.position_step = position_step;
   t.k_start = p.q.heads;
   t.v_start = t.k_start + p.k.heads;
-  t.heads = t.v_start + p.v.heads * t.v_pieces;
+  t.heads = t.v_start + p.v.heads * (t.v_pieces / t.v_together);
   if (t.heads == 0 || t.chunks == 0) return plan;  // an empty grid
 
-  // Only the kernel for wide heads is a general one for any layout.
+  if (p.norm_over_heads) {
+    const rope_int x = power_of_two(std::min(t.chunks, kWarp));
+    plan.block = {unsigned(x), unsigned(kTokenThreads / x), 1};
+    plan.grid = {unsigned(p.seq), t.heads > t.v_start ? 3u : 2u, unsigned(std::min(p.batch, kMaxGrid))};
+    return plan;
+  }
+  // Only the kernel for wide heads is a general one for any layout, and normalises the heads of v of another size.
   if (plan.general && (plan.wide_index || !t.vectors)) t.one_step = false;
+  if (p.norm_v && p.v_dim != p.head_dim) t.one_step = false;
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
-  const rope_int x = !p.has_norm ? std::min(t.chunks, kThreads) : t.one_step ? power_of_two(t.chunks) : kWarp;
+  const rope_int x = !norm ? std::min(t.chunks, kThreads) : t.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
   const double held =  // thread blocks that the GPU holds at a time
       double(processors) *
-      (p.has_norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
+      (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
   // The time in which memory gives all heads.
   const double memory = double(p.batch * p.seq) * double(t.heads * p.head_dim * size_of(a.x_dtype)) /
                         (double(processors) * kBytesUnderWay);
@@ -243,7 +271,7 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   // y: teams over heads, a power of two. z: teams over tokens. n: heads that a team takes.
   for (rope_int y = power_of_two(most + 1) / 2; y >= 1; y /= 2) {
     rope_int z = std::min(teams / y, kMaxBlockZ);
-    if (!p.has_norm) z = std::min(z, p.seq);
+    if (!norm) z = std::min(z, p.seq);
     const rope_int steps = ceil_div(t.heads, y);  // n, if one thread block takes all heads of a token
     const double groups = double(ceil_div(p.seq, z)) * double(p.batch);
     // As many thread blocks share the heads of a token as the GPU holds at a time.
@@ -270,12 +298,16 @@ constexpr rope_int kParts = 1024;  // the most parts, or one more; an H200 holds
 constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a time
 // A thread block that adds up parts has kSumChannels x kSumTeams threads.
 constexpr int kSumChannels = 16, kSumTeams = 32;
+// The norm over all heads has fewer parts, because each writes a sum for each channel of all heads. A thread block
+// holds up to kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all.
+constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
 
 // How the tokens of q, or those of k, are divided.
 struct Share {
   rope_int parts;
-  rope_int tokens;  // of a part
-  int teams;        // teams over the heads of a token, a power of two; the other teams are over tokens
+  rope_int tokens;    // of a part
+  int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
+  rope_int channels;  // the sums of a part: of each weight
 };
 
 struct BackwardTiling {
@@ -285,10 +317,12 @@ struct BackwardTiling {
 
 struct BackwardPlan {
   BackwardTiling tiling;
-  bool wide_index;  // element offsets need 64 bits
-  bool general;     // see Plan
-  Dim3 block;       // chunks, teams
-  Dim3 grid;        // the parts of q, then those of k
+  bool wide_index;          // element offsets need 64 bits
+  bool general;             // see Plan
+  Dim3 block;               // chunks, teams
+  Dim3 grid;                // the parts of q, then those of k
+  rope_int sums;            // the sums of all parts
+  unsigned dynamic_shared;  // bytes
 };
 
 // Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
@@ -297,7 +331,7 @@ bool all_gradient_sides(const Args& args, F&& f) {
   const RopeParams& p = args.rotate.params;
   const auto side = [&](const void* data, const rope_int* strides, rope_int heads) {
     const rope_int sizes[4] = {p.batch, p.seq, heads, p.head_dim};
-    return heads == 0 || f(data, strides, sizes);
+    return heads == 0 || f(data, strides, sizes, size_of(args.rotate.x_dtype));
   };
   return all_sides(args.rotate, f) && side(args.q_in, args.q, p.q.heads) && side(args.k_in, args.k, p.k.heads);
 }
@@ -312,21 +346,30 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   plan.general = head.general;
   t = head.tiling;
   t.position_step = 1;
+  const bool over_heads = p.norm_over_heads;
   // The thread block of a wide head is a single team, which takes one head at a time.
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = t.one_step ? kThreads / x : 1;
-  const rope_int heads = t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp));
+  const rope_int teams = over_heads || t.one_step ? kThreads / x : 1;
+  const rope_int heads = !over_heads && t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
   const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
-  rope_int of_part = std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), kParts));
+  rope_int of_part =
+      std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), over_heads ? kTokenParts : kParts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
   const auto share = [&](const Operand& o) -> Share {
-    if (o.heads == 0) return {0, 0, 1};
+    const rope_int channels = p.head_dim * (over_heads ? o.heads : 1);
+    if (o.heads == 0) return {0, 0, 1, channels};
     const rope_int tokens_of_part = ceil_div(of_part, o.heads);
     return {ceil_div(tokens, tokens_of_part), tokens_of_part,
-            int(std::min(power_of_two(ceil_div(o.heads, heads)), teams))};
+            int(std::min(power_of_two(ceil_div(o.heads, heads)), teams)), channels};
   };
   plan.tiling.q = share(p.q);
   plan.tiling.k = share(p.k);
+  for (const Share& s : {plan.tiling.q, plan.tiling.k}) {
+    plan.sums += s.parts * s.channels;
+    if (over_heads && s.channels <= kSharedSums)
+      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(s.channels * sizeof(double)));
+  }
   plan.block = {unsigned(x), unsigned(teams), 1};
   plan.grid = {unsigned(plan.tiling.q.parts + plan.tiling.k.parts), 1, 1};
   return plan;

@@ -41,12 +41,8 @@ __global__ void __launch_bounds__(kThreads, resident_thread_blocks(cache && !gen
       for (int i = 0; i < at_once; i++) {
         const I head = heads.head_at(i);
         if (head >= heads.out_end) break;
-        if (chunk.rotated && heads.rotates()) {
-          auto numbers = numbers_of(x[i]);
-          angles.rotate(numbers, head);
-          x[i] = rounded<T, V>(numbers);
-        }
-        heads.template write<vectors>(head, chunk, x[i]);
+        heads.template write<vectors>(head, chunk, x[i], chunk.rotated && heads.rotates(),
+                                      [&](auto& numbers) { angles.rotate(numbers, head); });
       }
       if (!heads.next(at_once)) break;
       read_heads();

@@ -26,8 +26,12 @@
   X(16, listed)        /* in table_backward: the tokens of each table row are listed */                     \
   X(17, position_type) /* PositionType of the positions that cos_sin takes */                               \
   X(18, split_inv_freq)                                                                                     \
-  X(19, rounding) /* Rounding */                                                                            \
-  X(20, v_pieces) /* v has another head_dim than q, and its heads are taken in pieces */
+  X(19, rounding)    /* Rounding */                                                                         \
+  X(20, v_pieces)    /* v has another head_dim than q, and its heads are taken in pieces */                 \
+  X(21, has_norm)    /* q and k are normalised */                                                           \
+  X(22, norm_v)      /* each head of v is normalised */                                                     \
+  X(23, k_quantised) /* the cache of k is quantised */                                                      \
+  X(24, v_quantised)
 
 namespace rope {
 namespace mps {
@@ -53,14 +57,15 @@ struct TiledParams {
   unsigned k_start, v_start, heads;  // in the list of heads: the first of k, the first of v, and the end
   unsigned shares;                   // of a token: share s takes the heads s, s + shares, s + 2 shares ...
   unsigned tokens;                   // batch * seq
-  unsigned pieces;                   // of a head of v; each piece counts as a head
+  unsigned pieces;                   // of a head of v; each piece counts as a head, unless there is a norm of v
   int tokens_first;                  // neighbouring threads take neighbouring tokens; otherwise neighbouring shares
   int has_range;                     // a position must lie in 0 .. last_position
   float one;                         // 1, which the shaders' compiler does not know; see RoundedStep
 };
 
 // Parameters of the norm's backward. An item is the work that a team does at once: kHeads neighbouring heads of q or of
-// k, or a single head if heads are wide. A part is a number of neighbouring items, which one threadgroup sums.
+// k, or a single head if heads are wide, or a token if the norm is over all heads. A part is a number of neighbouring
+// items, which one threadgroup sums.
 struct NormBackward {
   TiledParams rotate;   // rotates the gradients back
   rope_int q[4], k[4];  // strides of q and k before the norm
@@ -68,8 +73,10 @@ struct NormBackward {
   unsigned part_items;  // items of a part; the last part may have fewer
 };
 
+// Parameters of the sums over parts. The channels are those of a part's sums: head_dim, or heads * head_dim if the norm
+// is over all heads.
 struct SumParts {
-  unsigned parts, head_dim;
+  unsigned parts, q_channels, k_channels;
 };
 
 // Parameters of the gradients of cos and sin.
@@ -102,6 +109,8 @@ enum Buffer : int {
   kBufferQBefore,  // in the norm's backward: q before the norm
   kBufferKBefore,
   kBufferSums,  // in the norm's backward: the sums of each part
+  kBufferKScale,
+  kBufferVScale,
 };
 
 // Buffer numbers of the kernel that computes the gradients of cos and sin. kBufferParams comes before them.

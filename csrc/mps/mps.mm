@@ -20,8 +20,9 @@
 namespace rope::mps {
 namespace {
 
-// At most, per threadgroup. In a gradient of a table the threads of a threadgroup share the work for a row.
-constexpr NSUInteger kThreads = 128, kTableThreads = 256;
+// At most, per threadgroup. In a gradient of a table the threads of a threadgroup share the work for a row, and in a
+// norm over all heads that for a token.
+constexpr NSUInteger kThreads = 128, kTableThreads = 256, kTokenThreads = 256;
 
 id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
 
@@ -233,6 +234,8 @@ void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, c
   set(encoder, kBufferSlots, call.slots);
   set(encoder, kBufferQWeight, call.q_norm_weight);
   set(encoder, kBufferKWeight, call.k_norm_weight);
+  set(encoder, kBufferKScale, call.k_scale);
+  set(encoder, kBufferVScale, call.v_scale);
 }
 
 MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
@@ -253,13 +256,16 @@ struct Mps : AnyBackend {
     if (p.rotate.chunks == 0) return;
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
     const rope_int all = p.grid.x * p.grid.y * p.grid.z * std::max(p.constants.lanes, 1);
-    const NSUInteger most = threads_of(kernel, kThreads);
-    const auto threads = NSUInteger(group_threads(all, rope_int(most)));
+    const auto most = rope_int(threads_of(kernel, p.over_heads ? kTokenThreads : kThreads));
+    const auto threads = NSUInteger(p.over_heads ? token_threads(p, most) : group_threads(all, most));
     encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, p.rotate);
       set_tensors(encoder, call, p.constants);
-      if (call.q_norm_weight) {
+      if (p.over_heads) {
+        [encoder setThreadgroupMemoryLength:kSimd * sizeof(float) atIndex:0];  // the parts of a sum
+        [encoder dispatchThreadgroups:size_of(p.grid) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
+      } else if (p.constants.lanes) {
         const rope_int teams = rope_int(threads) / p.constants.lanes;
         [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, teams)), 1, 1)
                 threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
@@ -278,19 +284,22 @@ struct Mps : AnyBackend {
     }
     const Plan p = plan(gradients, {&call.q, &call.k});
     id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, kThreads);
+    const NSUInteger threads =
+        p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, p.over_heads ? kTokenThreads : kThreads);
     const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
-    const rope_int head_dim = p.rotate.params.head_dim;
+    const RopeParams& r = p.rotate.params;
+    const rope_int q_channels = p.over_heads ? r.q.heads * r.head_dim : r.head_dim,
+                   k_channels = p.over_heads ? r.k.heads * r.head_dim : r.head_dim;
     NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part_items)};
     strides_of(call.q, n.q);
     strides_of(call.k, n.k);
-    const Tensor sums = at::empty({2, parts.count, head_dim}, call.q.options().dtype(at::kFloat));
+    const Tensor sums = at::empty({parts.count, q_channels + k_channels}, call.q.options().dtype(at::kFloat));
     Constants weights{};
     weights.native_q_weight = p.constants.native_q_weight;
     weights.native_k_weight = p.constants.native_k_weight;
     id<MTLComputePipelineState> sum =
         pipeline({"norm_backward", "sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
-    const SumParts s{unsigned(parts.count), unsigned(head_dim)};
+    const SumParts s{unsigned(parts.count), unsigned(q_channels), unsigned(k_channels)};
     encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
       [encoder setComputePipelineState:kernel];
       set_params(encoder, n);
@@ -298,8 +307,9 @@ struct Mps : AnyBackend {
       set(encoder, kBufferQBefore, &call.q);
       set(encoder, kBufferKBefore, &call.k);
       set(encoder, kBufferSums, &sums);
-      // For each thread a sum for each of the up to 8 channels of its chunk.
-      if (!p.wide_head) [encoder setThreadgroupMemoryLength:threads * 8 * sizeof(float) atIndex:0];
+      // For each thread a sum for each of the up to 8 channels of its chunk, or two factors for each of kSimd tokens.
+      if (!p.wide_head)
+        [encoder setThreadgroupMemoryLength:(p.over_heads ? kSimd * 2 : threads * 8) * sizeof(float) atIndex:0];
       [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
               threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
       [encoder setComputePipelineState:sum];
@@ -307,7 +317,7 @@ struct Mps : AnyBackend {
       set(encoder, 1, &sums);
       set(encoder, 2, &call.q_norm_weight_grad);
       set(encoder, 3, &call.k_norm_weight_grad);
-      const Size3 grid{head_dim, 2, 1};
+      const Size3 grid{std::max(q_channels, k_channels), 2, 1};
       [encoder dispatchThreads:size_of(grid)
           threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kThreads))))];
     });

@@ -16,11 +16,12 @@
 // first. Chunks that are not rotated exist only if their channels must be written; see copies() in csrc/plan.h.
 //
 // The heads of a token are divided into shares; the heads of q, k and v are one list. If v has another head_dim than q,
-// each of its heads is taken in pieces of q's head_dim, and each piece counts as a head; the last may be shorter. With
-// n shares, share s has the heads s, s + n, s + 2n ... A thread takes its chunk of every head of its share, so that the
-// angles are computed or read once for these heads, unless a table by head has a row for each. Neighbouring threads
-// take neighbouring chunks, then neighbouring shares, whose heads lie side by side in memory, then neighbouring tokens.
-// If tokens lie closer together in memory than heads, tokens come before shares.
+// each of its heads is taken in pieces of q's head_dim, and each piece counts as a head; the last may be shorter. (If v
+// has a norm, all pieces of a head belong to one team and count as one head.) With n shares, share s has the heads s, s
+// + n, s + 2n ... A thread takes its chunk of every head of its share, so that the angles are computed or read once for
+// these heads, unless a table by head has a row for each. Neighbouring threads take neighbouring chunks, then
+// neighbouring shares, whose heads lie side by side in memory, then neighbouring tokens. If tokens lie closer together
+// in memory than heads, tokens come before shares.
 //
 // Many tokens have few shares, so that a table row is read seldom. Few tokens have many, down to one head in a share,
 // so that many cores work; if that is not enough, V is smaller too.
@@ -29,11 +30,15 @@
 //   rotate           A thread for each chunk, token and share.
 //   norm_rotate      The same, but a norm needs the sum over a whole head. So the threads that share a head, one for
 //                    each chunk, are a team: k_lanes threads of one SIMD group, where k_lanes is the smallest power of
-//                    two that is not less than the number of chunks. A team takes one share of one token.
+//                    two that is not less than the number of chunks. A team takes one share of one token. It also runs
+//                    if only v has a norm.
 //   norm_backward    Has the same teams, but a team takes many items. An item is kHeads neighbouring heads of q or of
 //                    k, because a threadgroup sums the gradient of one weight; see Parts.
 //   ..._wide         norm_rotate and norm_backward for heads of more than 32 chunks if V is 4: the team is a whole SIMD
 //                    group, V is 1, and a thread takes every 32nd chunk of a head.
+//   ..._over_heads   norm_rotate and norm_backward for a norm over all heads of a token. A threadgroup takes q, k or
+//                    v of one token; in the backward it takes a part: neighbouring tokens of q or of k. Its threads
+//                    divide the chunks of all heads. V is 4 or 1.
 //   table_backward   A threadgroup sums the gradients of one or more table rows; see grid_of.
 //   cos_sin          A thread for each element of cos.
 //
@@ -77,8 +82,9 @@ struct Plan {
   Kernel kernel;
   Constants constants;
   TiledParams rotate;
-  Size3 grid;      // threads; for a norm: teams, in x
-  bool wide_head;  // there is a norm, and heads have more chunks than a SIMD group has threads
+  Size3 grid;       // threads; for a norm: teams, in x; for a norm over all heads: threadgroups
+  bool wide_head;   // there is a norm of each head, and heads have more chunks than a SIMD group has threads
+  bool over_heads;  // there is a norm over all heads
 };
 
 // True if attention_factor is not 1.
@@ -136,6 +142,14 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
   }
 }
 
+// Refuses a cache of float8. x: the name of what is written to it.
+inline void check_cache_type(const RotateCall& call, const char* name, const Tensor& cache, const char* x) {
+  const at::ScalarType type = cache.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2, call.op, ": ", name, " is ",
+                              type == at::kFloat8_e5m2 ? "float8_e5m2" : "float8_e4m3fn",
+                              " but must be int8 or the dtype of ", x, ", because Metal has no float8");
+}
+
 // The heads of tokens are divided into about this many shares: the shares of a token are fewer the more tokens there
 // are. A GPU needs some ten thousand threads to read memory at its full speed, and a share has several threads.
 constexpr rope_int kSpread = 2048;
@@ -156,8 +170,12 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   for (const OptTensor* t : {&call.cos, &call.sin, &call.inv_freq, &call.positions}) {
     if (*t) parameters.push_back(&**t);
   }
-  for (const Tensor* t : {call.slots, call.q_norm_weight, call.k_norm_weight}) {
+  for (const Tensor* t : {call.slots, call.q_norm_weight, call.k_norm_weight, call.k_scale, call.v_scale}) {
     if (t) parameters.push_back(t);
+  }
+  if (call.v) {
+    check_cache_type(call, "k_cache", *call.k_out, "k");
+    check_cache_type(call, "v_cache", *call.v_out, "v");
   }
   const auto all = [](const auto& list, auto&& f) { return std::all_of(list.begin(), list.end(), f); };
   const auto fits_32 = [](const Tensor* t) { return !needs_64_bits(*t); };
@@ -183,13 +201,17 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
 
   c.q_in_place = call.q == call.q_out;
   c.k_in_place = call.k && call.k == call.k_out;
+  c.has_norm = p.has_norm;
+  c.norm_v = p.norm_v && p.v.heads && p.v_dim;
+  c.k_quantised = p.k_cache.quantised;
+  c.v_quantised = p.v_cache.quantised;
 
   if (p.head_dim == 0) {  // only v has channels
     p.q.heads = p.k.heads = 0;
     p.head_dim = p.v_dim;
   }
   const rope_int pieces = ceil_div(p.v_dim, p.head_dim), tokens = p.batch * p.seq,
-                 heads = p.q.heads + p.k.heads + p.v.heads * pieces;
+                 heads = p.q.heads + p.k.heads + p.v.heads * (c.norm_v ? 1 : pieces);
   c.v_pieces = p.v.heads && p.v_dim != p.head_dim;
   const auto check_size = [&](const char* name, rope_int n, rope_int most) {
     TORCH_CHECK_NOT_IMPLEMENTED(n <= most, call.op, ": ", name, " is ", n, " but must be at most ", most,
@@ -200,7 +222,10 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   check_size("batch * seq", tokens, INT32_MAX);
   const rope_int share_heads = std::max(ceil_div(heads * tokens, kSpread), rope_int(1));
   const rope_int shares = ceil_div(heads, share_heads);
-  if (p.has_norm) check_size("batch * seq * heads", tokens * shares, INT32_MAX);
+  const bool teams = p.has_norm || c.norm_v;  // threads share a head
+  plan.over_heads = p.norm_over_heads;
+  if (teams) check_size("batch * seq * heads", tokens * shares, INT32_MAX);
+  if (plan.over_heads) check_size("heads * head_dim", std::max(p.q.heads, p.k.heads) * p.head_dim, INT32_MAX);
 
   // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
   // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result.
@@ -209,18 +234,19 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
     return fits(p, vector) && (!p.v.heads || p.v_dim % vector == 0) &&
            all(tensors, [&](const Tensor* t) { return in_vectors(*t, vector); });
   };
-  const bool four = p.has_norm ? fits(p, 4) : aligned(4);
-  plan.wide_head = p.has_norm && chunks_of(p, four ? 4 : 1, true).all > kSimd;
-  const bool eight = !backward && call.q->element_size() == 2 && !plan.wide_head && four && aligned(8);
+  const bool four = teams ? fits(p, 4) : aligned(4);
+  plan.wide_head = teams && !plan.over_heads && chunks_of(p, four ? 4 : 1, true).all > kSimd;
+  const bool eight =
+      !backward && call.q->element_size() == 2 && !plan.wide_head && !plan.over_heads && four && aligned(8);
   const bool copied = copies(p, c.q_in_place, c.k_in_place);
   const auto threads = [&](int v) {  // with vectors of v channels
     const rope_int chunks = chunks_of(p, v, copied).all;
-    return tokens * shares * (p.has_norm ? power_of_two(chunks) : chunks);
+    return tokens * shares * (teams ? power_of_two(chunks) : chunks);
   };
   int vector = 1;
   if (eight && threads(8) >= kEnough) {
     vector = 8;
-  } else if (four && !plan.wide_head && (p.has_norm || backward || threads(4) >= kEnough)) {
+  } else if (four && !plan.wide_head && (teams || backward || threads(4) >= kEnough)) {
     vector = 4;
   }
   const Chunks chunks = chunks_of(p, vector, copied);
@@ -251,9 +277,16 @@ inline Plan plan(const RotateCall& call, std::initializer_list<const Tensor*> be
   static constexpr std::string_view kVariants[2][3] = {{"_v1_u64", "_v4_u64", "_v8_u64"},
                                                        {"_v1_u32", "_v4_u32", "_v8_u32"}};
   const std::string_view variant = kVariants[narrow][vector / 4];
-  if (!p.has_norm) {
+  if (!teams) {
     plan.kernel = {"rotate", "rotate", type, variant};
     plan.grid = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
+    return plan;
+  }
+  if (plan.over_heads) {
+    c.lanes = int(kSimd);
+    plan.kernel = {backward ? "norm_backward" : "norm",
+                   backward ? "norm_backward_over_heads" : "norm_rotate_over_heads", type, variant.substr(0, 3)};
+    plan.grid = {tokens, c.tensors, 1};
     return plan;
   }
   c.lanes = plan.wide_head ? int(kSimd) : int(power_of_two(chunks.all));
@@ -273,6 +306,13 @@ inline rope_int group_threads(rope_int all, rope_int most) {
   return std::clamp(all / 32 / kSimd * kSimd, rope_int(kSimd), most);
 }
 
+// Returns how many threads take q, k or v of a token if a norm is over all heads: at most `most`, which is a multiple
+// of kSimd, and not many more than there are chunks.
+inline rope_int token_threads(const Plan& plan, rope_int most) {
+  const rope_int chunks = std::max(plan.rotate.params.q.heads, plan.rotate.params.k.heads) * plan.rotate.chunks;
+  return std::clamp(ceil_div(chunks, kSimd) * kSimd, rope_int(kSimd), most);
+}
+
 // Returns the size of a threadgroup of at most `threads` threads. It takes as much of the grid as it can along x, then
 // along y, then along z, because threads that are neighbours along x read neighbouring memory.
 inline Size3 group_of(const Size3& grid, rope_int threads) {
@@ -284,8 +324,9 @@ inline Size3 group_of(const Size3& grid, rope_int threads) {
 // How the norm's backward sums the gradients of the weights. The items of q, and separately those of k, are cut into
 // parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
 // from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on Metal's
-// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts. A
-// part has at least 4 items for each team of the threadgroup, or 32 items if heads are wide.
+// compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts, or
+// 256 if the norm is over all heads. A part has at least 4 items for each team of the threadgroup, or 32 items if heads
+// are wide or the norm is over all heads.
 struct Parts {
   rope_int q_items, k_items;
   rope_int part_items;  // items of a part
@@ -296,9 +337,11 @@ inline Parts parts_of(const Plan& plan, rope_int teams) {
   const RopeParams& p = plan.rotate.params;
   const rope_int tokens = p.batch * p.seq, heads = plan.wide_head ? 1 : kHeads;  // heads of an item
   Parts parts{tokens * ceil_div(p.q.heads, heads), tokens * ceil_div(p.k.heads, heads)};
+  if (plan.over_heads) parts.q_items = parts.k_items = tokens;
   const rope_int items = std::max(parts.q_items, parts.k_items);
-  const rope_int least = plan.wide_head ? rope_int(kSimd) : teams * 4;
-  parts.part_items = least * std::max(ceil_div(items, 1024 * least), rope_int(1));
+  const rope_int least = plan.wide_head || plan.over_heads ? rope_int(kSimd) : teams * 4;
+  const rope_int most = plan.over_heads ? 256 : 1024;  // over all heads the sums of a part are longer
+  parts.part_items = least * std::max(ceil_div(items, most * least), rope_int(1));
   parts.count = ceil_div(items, parts.part_items);
   return parts;
 }

@@ -109,6 +109,8 @@ def out_of_range(low, high, offset, limit):
 ANGLE_SOURCE = "; pass one angle source: cos and sin, or inv_freq"
 ROW_PER_TOKEN = ": such a table has a row per token; pass a 2-D table to select rows by position"
 
+INT8_CACHES = {name: cast(name, torch.int8) for name in ("k_cache", "v_cache")}
+SCALES = {"k_scale": ones(1), "v_scale": ones()}
 THREE_HEADS = {"k": ones(B, S, H, D), "k_cache": ones(B, 20, H, D)}
 
 CASES = [
@@ -280,9 +282,36 @@ CASES = [
     ),
     bad("k_norm_weight is int64 but must be float32, the dtype of q", TypeError, "norm", k_norm_weight=ints(D)),
     bad(
-        "q_norm_weight has shape [1, 16] but must have shape [head_dim], one weight for each channel of a head",
+        "q_norm_weight has shape [1, 1, 16] but must have shape [head_dim], to normalise each head, or [heads, head_dim], "
+        "to normalise all heads of a token together",
+        ops="norm",
+        q_norm_weight=ones(1, 1, D),
+    ),
+    bad(
+        "q_norm_weight has 1 heads but must have 3, as q has: a 2-D weight has a row for each head",
         ops="norm",
         q_norm_weight=ones(1, D),
+    ),
+    bad(
+        "k_norm_weight has 3 heads but must have 1, as k has: a 2-D weight has a row for each head",
+        ops="norm",
+        q_norm_weight=ones(H, D),
+        k_norm_weight=ones(H, D),
+    ),
+    bad(
+        "q_norm_weight has shape [3, 8] but must have shape [heads, head_dim] with head_dim 16, as q has",
+        ops="norm",
+        q_norm_weight=ones(H, R),
+    ),
+    bad(
+        "k_norm_weight has shape [16] but must have shape [heads, head_dim], as q_norm_weight has",
+        ops="norm",
+        q_norm_weight=ones(H, D),
+    ),
+    bad(
+        "k_norm_weight has shape [1, 16] but must have shape [head_dim], as q_norm_weight has",
+        ops="norm",
+        k_norm_weight=ones(1, D),
     ),
     bad("k_norm_weight has shape [] but must have shape [head_dim]", ops="norm", k_norm_weight=ones()),
     bad(
@@ -313,7 +342,59 @@ CASES = [
         k_cache=cast("k_cache", torch.bfloat16),
     ),
     bad(
-        "v_cache is uint8 but must be float32, the dtype of k", TypeError, "cache", v_cache=cast("v_cache", torch.uint8)
+        "v_cache is uint8 but must be float32, the dtype of v, or float8_e4m3fn, float8_e5m2 or int8",
+        TypeError,
+        "cache",
+        v_cache=cast("v_cache", torch.uint8),
+    ),
+    # scales
+    bad("k_scale is None but must be given, because k_cache is int8", ops="cache", **INT8_CACHES, v_scale=ones(1)),
+    bad(
+        "v_scale is None but must be given, because v_cache is float8_e5m2",
+        ops="cache",
+        v_cache=lambda a: torch.zeros(B, 20, 1, D, dtype=torch.int8, device=a["q"].device).view(torch.float8_e5m2),
+    ),
+    bad(
+        "k_scale is given but must be None, because k_cache is float32, the dtype of k",
+        ops="cache",
+        k_scale=ones(1),
+    ),
+    bad(
+        "v_scale is given but must be None, because v_cache is float32, the dtype of v",
+        ops="cache",
+        k_cache=INT8_CACHES["k_cache"],
+        **SCALES,
+    ),
+    bad(
+        "k_scale is bfloat16 but must be float32",
+        TypeError,
+        "cache",
+        **INT8_CACHES | SCALES | {"k_scale": ones(1, dtype=torch.bfloat16)},
+    ),
+    bad(
+        "v_scale is float64 but must be float32",
+        TypeError,
+        "cache",
+        **INT8_CACHES | SCALES | {"v_scale": ones(1, dtype=torch.float64)},
+    ),
+    bad(
+        "v_scale has shape [2] but must have one element, or shape [heads] with 1 heads, as v_cache has",
+        ops="cache",
+        **INT8_CACHES | SCALES | {"v_scale": ones(2)},
+    ),
+    bad(
+        "k_scale has shape [0] but must have one element, or shape [heads] with 3 heads, as k_cache has",
+        ops="cache",
+        **INT8_CACHES | THREE_HEADS | {"k_cache": ints(B, 20, H, D, dtype=torch.int8)} | SCALES | {"k_scale": ones(0)},
+    ),
+    bad(
+        "k_scale has shape [1, 3] but must have one element, or shape [heads] with 3 heads, as k_cache has",
+        ops="cache",
+        **INT8_CACHES
+        | THREE_HEADS
+        | {"k_cache": ints(B, 20, H, D, dtype=torch.int8)}
+        | SCALES
+        | {"k_scale": ones(1, H)},
     ),
     bad(
         "k_cache has shape [20, 16] but must have shape "
@@ -510,6 +591,18 @@ CASES = [
         overlaps("v_cache", "positions"),
         ops="cache",
         positions=lambda a: a["v_cache"].view(torch.int32)[1, 19, 0, 10:],
+    ),
+    bad(
+        overlaps("v_cache", "k_scale"),
+        ops="cache",
+        **INT8_CACHES
+        | SCALES
+        | {"v_cache": lambda a: a["v_cache"].view(torch.int8)[..., :D], "k_scale": lambda a: a["v_cache"][0, 0, 0, :1]},
+    ),
+    bad(
+        overlaps("q", "v_scale"),
+        ops="cache",
+        **INT8_CACHES | SCALES | {"v_scale": lambda a: a["q"][1, 5, 2, 15]},
     ),
     bad(
         overlaps("v_cache", "q_norm_weight"),
@@ -759,7 +852,7 @@ def test_cos_sin_raises_errors(positions, inv_freq, dtype, error, message, devic
 @pytest.mark.parametrize(
     "op, name",
     [(op, name) for op in OPS["qk"] for name in (*OWN[op][1:], "cos", "sin", "positions", "inv_freq")]
-    + [("rotate_into_cache_", "slots")],
+    + [("rotate_into_cache_", name) for name in ("slots", "k_scale", "v_scale")],
 )
 def test_a_tensor_on_another_device_is_an_error(op, name, device):
     """All tensors must be on the device of x. The other device is meta, which every machine has."""
@@ -768,6 +861,9 @@ def test_a_tensor_on_another_device_is_an_error(op, name, device):
         a |= {"cos": None, "sin": None, "inv_freq": torch_rope.inv_freq(R, device=device)}
     if name == "slots":
         a["slots"] = torch.arange(B * S, device=device).view(B, S)
+    if name.endswith("scale"):
+        a |= {n: a[n].to(torch.int8) for n in ("k_cache", "v_cache")}
+        a |= {n: torch.ones(1, device=device) for n in ("k_scale", "v_scale")}
     a[name] = a[name].to("meta")
     here = re.escape(str(a["q"].device))
     with pytest.raises(ValueError, match=rf"rope.{op}: {name} is on meta but must be on {here}, the device of q"):

@@ -42,17 +42,20 @@ def tables(device, rotary_dim=DIM, rows=LENGTH):
     return cos, torch.stack([sin, cos], -1)[..., 0]
 
 
-def norm_weights(device):
+def norm_weights(device, over_heads=False, kv_heads=KV_HEADS):
+    if over_heads:
+        return [torch.rand(HEADS, DIM, device=device) + 0.5, torch.rand(DIM, kv_heads, device=device).T + 0.5]
     return [torch.rand(DIM, device=device) + 0.5, (torch.rand(DIM, 2, device=device) + 0.5)[:, 0]]
 
 
-def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None, kv_heads=KV_HEADS):
-    """Returns the tensors that op takes before its angles.
+def operands(op, device, seq=6, batch=2, *, dims=4, layouts=None, kv_heads=KV_HEADS, over_heads=False):
+    """Returns the tensors that op takes before its angles. over_heads: its norm takes all heads of a token together.
 
     layouts: functions as in LAYOUTS; the tensors that are rotated or copied take one after the other.
     """
     layouts = layouts and itertools.cycle(layouts)
-    weights = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
+    weights = norm_weights(device, over_heads, kv_heads)
+    weights = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
 
     def make(name):
         if name in weights:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, checks_ranges, covering, name_of, schema_of
+from cases import EXHAUSTIVE, checks_ranges, covering, has_dtype, name_of, schema_of
 from programs import (
     COMPILING,
     DIM,
@@ -93,15 +93,15 @@ def outputs_and_gradients(function, inputs, seeds, *more):
 
 
 @pytest.mark.heart
-@pytest.mark.parametrize("unused", ["nothing", "q", "k"])
-def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, device):
+@pytest.mark.parametrize("unused, over_heads", [("nothing", False), ("nothing", True), ("q", True), ("k", False)])
+def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, over_heads, device):
     """This holds at every length and offset. q, k and their weights have the gradients of eager, bit for bit."""
     cos, sin = tables(device, rotary_dim=4)
     options = {"norm_eps": 0.1, "attention_factor": 1.2, "interleaved": True}
 
     def run():
         for seq, offset in ((6, 2), (9, 5), (4, 30)):
-            inputs = operands("norm_rotate_qk", device, seq)
+            inputs = operands("norm_rotate_qk", device, seq, over_heads=over_heads)
             seeds = [None if name == unused else seed for name, seed in zip("qk", qk(device, seq), strict=True)]
             actual, expected = (outputs_and_gradients(f, inputs, seeds, offset) for f in (program, function))
             assert_same_bits(actual, expected)
@@ -255,6 +255,33 @@ def test_inputs_that_require_grad_may_be_rotated_in_place_without_grad(op, mode,
     with mode():
         for requires_grad in (False, True):
             assert_same_call(function, program, *(t.requires_grad_(requires_grad) for t in operands(op, device)))
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_a_compiled_decode_step_reads_the_scales_of_its_quantised_cache(stored, device):
+    """The caches are views of bytes, as vLLM keeps them. One program serves all steps, whatever the scales are."""
+    if not has_dtype(device, stored):
+        pytest.skip("Metal has no float8")
+    inv_freq = torch_rope.inv_freq(DIM, device=device)
+
+    def decode(q, k, v, k_cache, v_cache, k_scale, v_scale, offset):
+        k_cache, v_cache = k_cache.view(stored), v_cache.view(stored)
+        rope.rotate_into_cache_(
+            q, k, v, k_cache, v_cache, inv_freq=inv_freq, offset=offset, k_scale=k_scale, v_scale=v_scale, norm_v=True
+        )
+
+    program = compiled(decode, device, dynamic=True)
+    scales = [torch.rand(KV_HEADS, device=device) / 50, torch.tensor(0.02, device=device)]
+    for offset in (2, 3, 9):
+        tensors = operands("rotate_into_cache_", device, 1)[:3]
+        tensors += [torch.zeros(2, 32, KV_HEADS, DIM, dtype=torch.int8, device=device) for _ in "kv"]
+        expected = copies(tensors)
+        program(*tensors, *scales, offset)
+        decode(*expected, *scales, offset)
+        assert_same_bits(tensors, expected)
+        assert tensors[3].any() and tensors[4].any()
+        for scale in scales:
+            scale *= 1.7
 
 
 def test_compiled_under_autocast_gives_the_result_of_eager(device):

@@ -45,7 +45,7 @@ READ_LAYOUTS = LAYOUTS | EXPANDED
 NEEDS = {  # which operands require grad; with "angles" cos, sin and inv_freq do too
     "nothing": lambda i, x: False,
     "the first": lambda i, x: i == 0,
-    "weights": lambda i, x: x.dim() == 1,
+    "weights": lambda i, x: i in (2, 3),
     "all": lambda i, x: True,
     "angles": lambda i, x: True,
 }
@@ -80,6 +80,7 @@ def cases_of(op):
     layouts = list(LAYOUTS if op in IN_PLACE else READ_LAYOUTS)
     for i, case in enumerate(covering(factors, allowed, strength=1, interacting=crossed.get(op, []))):
         flags = {"rotary_dim": (DIM, DIM // 2)[i % 2], "interleaved": i % 3 == 0, "inverse": i % 5 == 0}
+        flags |= {"over_heads": i % 2 == 1, "norm_v": i % 3 == 0, "quantised": (None, torch.int8)[i // 2 % 2]}
         flags |= {"rotary_start": (0, 0, 0, 3)[i % 4], "eager_rounding": i % 7 == 0, "v_shape": (None, (1, 12))[i % 2]}
         yield case | {"layout": layouts[i % len(layouts)]} | flags
 
@@ -95,7 +96,8 @@ def test_rotating_operators_pass_opcheck(op, case, device):
     first, batch = names.index(case["layout"]), 2 if dims == 4 else 1
     layouts = [READ_LAYOUTS[name] for name in names[first:] + names[:first]]
     kv_heads = HEADS if source.kind.startswith("head") else KV_HEADS
-    xs = operands(op, device, 3, batch, dims=dims, layouts=layouts, kv_heads=kv_heads)
+    over_heads = case["over_heads"]
+    xs = operands(op, device, 3, batch, dims=dims, layouts=layouts, kv_heads=kv_heads, over_heads=over_heads)
     angles = source.arguments(batch, 3, case["rotary_dim"], torch.float32, device, HEADS)
     keywords = angles | {name: case[name] for name in ("interleaved", "rotary_start", "eager_rounding")}
     keywords["attention_factor"] = 1.2
@@ -110,8 +112,13 @@ def test_rotating_operators_pass_opcheck(op, case, device):
         else:
             set_apart(keywords, batch, 43)
         if case["norm"]:
-            keywords |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-    xs = [x.detach().requires_grad_(NEEDS[needs](i, x)) for i, x in enumerate(xs)]
+            weights = norm_weights(device, over_heads, kv_heads)
+            keywords |= dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+        if case["quantised"]:
+            xs[3] = xs[3].to(case["quantised"])
+            keywords["k_scale"] = torch.rand(kv_heads, 2, device=device)[:, 1]
+        keywords["norm_v"] = case["norm_v"]
+    xs = [x.detach().requires_grad_(NEEDS[needs](i, x) and x.is_floating_point()) for i, x in enumerate(xs)]
     if needs == "angles":
         for name in {"cos", "sin", "inv_freq"} & angles.keys():
             keywords[name].requires_grad_()

@@ -4,6 +4,7 @@ equal bit for bit if nothing is summed over ranks."""
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -74,6 +75,8 @@ DIMS = {
     **dict.fromkeys(("cos by head", "sin by head"), {"B": 0, "S": 1, "H": 2, "D": 3}),
     **dict.fromkeys(("positions of one",), {"S": 0}),
     **dict.fromkeys(("inv_freq", "cos", "sin", "q_norm_weight", "k_norm_weight"), {"D": 0}),
+    **dict.fromkeys(("q_norm_weight over heads", "k_norm_weight over heads"), {"H": 0, "D": 1}),
+    **dict.fromkeys(("k_scale", "v_scale"), {"H": 0}),
 }
 
 
@@ -94,6 +97,11 @@ def tensors(device):
         made[name] = torch.randn(BATCH, 16, KV_HEADS, HEAD_DIM, device=device)
     for name in ("q_norm_weight", "k_norm_weight"):
         made[name] = torch.rand(HEAD_DIM, device=device)
+    made["q_norm_weight over heads"] = torch.rand(HEADS, HEAD_DIM, device=device)
+    made["k_norm_weight over heads"] = torch.rand(KV_HEADS, HEAD_DIM, device=device)
+    for name in ("k", "v"):
+        made[f"{name}_cache of int8"] = made[f"{name}_cache"].to(torch.int8)
+        made[f"{name}_scale"] = torch.rand(KV_HEADS, device=device) + 0.1
     slots = torch.randperm(BATCH * 16, device=device)[: BATCH * SEQ]
     return made | {"slots": slots.view(BATCH, SEQ)}
 
@@ -176,6 +184,11 @@ def cases(op):
         letters = {"q": "R", "k": "R"} | norm | {"inv_freq": "R"}
         yield letters | {"q_norm_weight": "D"}, False
         yield letters | {"k_norm_weight": "P"}, False
+        over_heads = {"q_norm_weight over heads": "R", "k_norm_weight over heads": "R"}
+        for q, k in itertools.product("RBSH", repeat=2):
+            letters = {"q": q, "k": k} | over_heads | {"inv_freq": "R", "positions": "S" if "S" in (q, k) else "R"}
+            yield letters, "H" not in (q, k) and len({q, k} - {"R"}) <= 1
+        yield {"q": "R", "k": "R"} | over_heads | {"inv_freq": "R", "q_norm_weight over heads": "H"}, False
 
 
 def is_taken_with_a_cache(case):
@@ -279,12 +292,17 @@ def test_every_operator_has_a_rule():
 FREQUENCIES = {"inv_freq": "R", "positions": "R"}
 BY_ROW = {"cos": "R", "sin": "R", "positions": "R"}
 WEIGHTS = {"q_norm_weight": "R", "k_norm_weight": "R"}
+OVER_HEADS = {f"{name} over heads": letter for name, letter in WEIGHTS.items()}
 GRADIENTS = [
     *(("rotate", {"x": x} | FREQUENCIES) for x in "RBHP"),
     *(("rotate", {"x": x} | BY_ROW) for x in "RBH"),
     *(("rotate_qk", dict(zip("qk", qk, strict=True)) | FREQUENCIES) for qk in ("RR", "BB", "HH", "HR", "RH", "HP")),
     *(("rotate_qk", dict(zip("qk", qk, strict=True)) | BY_ROW) for qk in ("RR", "BB", "HH", "HR", "RH")),
     *(("norm_rotate_qk", dict(zip("qk", qk, strict=True)) | WEIGHTS | FREQUENCIES) for qk in ("RR", "BB", "HH", "HR")),
+    *(
+        ("norm_rotate_qk", {"q": x, "k": x} | OVER_HEADS | FREQUENCIES | {"positions": p})
+        for x, p in ("RR", "BR", "SS")
+    ),
     ("rotate_qk", {"q": "S", "k": "S"} | FREQUENCIES | {"positions": "S"}),
     ("rotate_qk", {"q": "S", "k": "S"} | BY_ROW | {"positions": "S"}),
     ("rotate_qk", {"q": "S", "k": "S", "cos by token": "S", "sin by token": "S"}),
@@ -301,7 +319,7 @@ def check_gradients(device, op, letters, incoming):
     plain = {name: plain[name] for name in letters}
     learned = [name for name in letters if name not in ("inv_freq", "positions")]
     if op == "norm_rotate_qk":
-        learned = [name for name in learned if name in ("q", "k", *WEIGHTS)]
+        learned = [name for name in learned if name in ("q", "k", *WEIGHTS, *OVER_HEADS)]
     placed = {name: distributed(t, mesh, placement(name, letters[name])) for name, t in plain.items()}
     for arguments in (plain, placed):
         for name in learned:
@@ -438,6 +456,41 @@ def test_cos_sin_is_split_like_its_positions(ranks):
     ranks(check_tables)
 
 
+# ---- quantised caches ----
+
+
+def check_scales(device):
+    """A scale for each head is split as its cache is. A scale of one element is whole."""
+    mesh, plain = mesh_of(device), tensors(device)
+    names = ["q", "k", "v", "k_cache of int8", "v_cache of int8", "inv_freq"]
+    for letter, scale, refused in [
+        ("H", "H", None),
+        ("B", "R", None),
+        ("R", "R", None),
+        ("H", "R", "k_scale is Replicate"),
+        ("R", "H", "k_scale is Shard|k_cache is Replicate"),
+        ("B", "H", "k_scale is Shard"),
+        ("H", "one element", None),
+        ("B", "one element", None),
+    ]:
+        one = {name: plain[name].clone() for name in (*names, "k_scale", "v_scale")}
+        if scale == "one element":
+            one |= {name: one[name][:1].clone() for name in ("k_scale", "v_scale")}
+        letters = dict.fromkeys(names, letter) | dict.fromkeys(("k_scale", "v_scale"), scale[-1:].replace("t", "R"))
+        letters["inv_freq"] = "R"
+        many = {name: distributed(t, mesh, placement(name.split()[0], letters[name])) for name, t in one.items()}
+        with pytest.raises(NotImplementedError, match=refused) if refused else contextlib.nullcontext():
+            call("rotate_into_cache_", many)
+            call("rotate_into_cache_", one)
+            for name in ("q", "k_cache of int8", "v_cache of int8"):
+                assert_same(many[name], one[name])
+
+
+@on(2)
+def test_scales_are_split_like_their_caches(ranks):
+    ranks(check_scales)
+
+
 # ---- messages ----
 
 
@@ -448,6 +501,7 @@ def refusals(device):
         ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R", "positions": "R"}),
         ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R"}),
         ("rotate_into_cache_", {"q": "H", "k": "H", "v": "H", "k_cache": "H", "v_cache": "R", "inv_freq": "R"}),
+        ("norm_rotate_qk", {"q": "H", "k": "H"} | OVER_HEADS | {"inv_freq": "R"}),
     ]
     messages = []
     for op, letters in calls:

@@ -5,7 +5,9 @@ On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CU
 
 import functools
 import itertools
+import math
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -416,6 +418,36 @@ def test_results_are_written_once_in_16_byte_stores(dtype, device, request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_cache_is_written_once_in_whole_vectors(dtype, device, request):
+    """In one launch, whatever is normalised. A quantised cache takes in one store what 16 bytes of x become."""
+    if request.config.getoption("--emulate") != "checked":
+        pytest.skip("needs an emulator that counts accesses: --emulate")
+    per_head, freq = 2 * 50 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
+    q, k, v = torch.randn(2, 50, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
+    scale = torch.ones(1, device=device)
+    for k_dtype, v_dtype in (
+        (torch.int8, torch.float8_e5m2),
+        (torch.float8_e4m3fn, dtype),
+        (dtype, torch.int8),
+        (dtype, dtype),
+    ):
+        caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=d) for d in (k_dtype, v_dtype)]
+        scales = {f"{x}_scale": None if cache.dtype == dtype else scale for x, cache in zip("kv", caches, strict=True)}
+        for over_heads, norm_v in itertools.product((None, False, True), (False, True)):
+            shapes = [(h, 128) if over_heads else (128,) for h in (8, 2)]
+            weights = [None if over_heads is None else torch.ones(shape, device=device) for shape in shapes]
+            norm = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True)) | {"norm_v": norm_v}
+            torch_rope._C.last_launches()
+            rope.rotate_into_cache_(q, k, v, *caches, inv_freq=freq, **norm, **scales)
+            (launch,) = torch_rope._C.last_launches()
+            stores = Counter({16: 8 * per_head})
+            for cache in caches:
+                stores[16 * cache.itemsize // dtype.itemsize] += 2 * per_head
+            assert launch["stores"] == stores
+            assert launch["loads"].keys() <= {4, 8, 16}  # 4: scales; 8: frequencies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device, request):
     """The gradients and the tensors that were rotated are read once, and each row is written once."""
     if request.config.getoption("--emulate") != "checked":
@@ -451,6 +483,28 @@ def test_the_backward_of_a_norm_is_two_launches_that_read_everything_once(dtype,
     assert sums["loads"] == {8: rows * 128} and sums["stores"] == {4: 2 * 128}
 
 
+@pytest.mark.parametrize("heads", [8, 48])
+def test_the_backward_of_a_norm_over_all_heads_is_two_launches(heads, device, request):
+    """The first reads everything twice. It keeps the sums in shared memory, unless there are too many."""
+    if request.config.getoption("--emulate") != "checked":
+        pytest.skip("needs an emulator that counts accesses: --emulate")
+    tokens, dtype = 2 * 300, torch.bfloat16
+    (g, g_k), (q, k) = (torch.randn(2, 300, heads + 2, 128, device=device).to(dtype).split([heads, 2], 2) for _ in "gx")
+    weights = [torch.rand(h, 128, device=device) for h in (heads, 2)]
+    torch_rope._C.last_launches()
+    rope._norm_rotate_qk_backward(g, g_k, q, k, *weights, inv_freq=torch_rope.inv_freq(128, device=device))
+    parts, sums = torch_rope._C.last_launches()
+    of_part = math.ceil(tokens * (heads + 2) / 384 / heads) * heads  # heads
+    rows = [math.ceil(tokens / math.ceil(of_part / h)) for h in (heads, 2)]
+    channels = rows[0] * heads * 128 + rows[1] * 2 * 128  # of all parts
+    assert parts["grid"] == (sum(rows), 1, 1)
+    vectors = tokens * (heads + 2) * 128 * dtype.itemsize // 16
+    in_memory = channels if heads == 8 else tokens * heads * 128 + rows[1] * 2 * 128
+    assert parts["stores"] == {16: vectors, 8: in_memory}
+    assert parts["loads"][16] == 2 * 2 * vectors + 2 * tokens * (heads + 2) * 128 * 4 // 16  # the last: weights
+    assert sums["loads"] == {8: channels} and sums["stores"] == {4: (heads + 2) * 128}
+
+
 def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
     for dtype in (torch.float32, torch.bfloat16):
         g, x = (torch.randn(3, 70, 5, 64, device=device).to(dtype) for _ in "gx")
@@ -476,6 +530,8 @@ def calls(device, dtype=torch.bfloat16):
     cos, sin = torch_rope.cos_sin(torch.arange(90, device=device), freq)
     weights, caches = torch.rand(2, 64, device=device), torch.zeros(2, 6, 16, 2, 64, device=device, dtype=dtype)
     inputs = {"q": q, "k": k, "v": v, "positions": positions, "slots": slots, "caches": caches, "weights": weights}
+    inputs |= {f"{name} over heads": torch.rand(h, 64, device=device) for name, h in (("q", 4), ("k", 2))}
+    inputs["scales"] = torch.rand(2, 2, device=device)
 
     def in_place(op, *names, **options):
         def run(t):
@@ -485,12 +541,17 @@ def calls(device, dtype=torch.bfloat16):
 
         return run
 
-    def into_cache(norm):
+    def into_cache(norm=None, quantised=False):
         def run(t):
-            q, caches = t["q"].clone(), t["caches"].clone()
-            weights = dict(zip(("q_norm_weight", "k_norm_weight"), t["weights"], strict=True)) if norm else {}
+            q, caches, more = t["q"].clone(), t["caches"].clone(), {}
+            if norm:
+                weights = t["weights"] if norm == "per head" else [t["q over heads"], t["k over heads"]]
+                more = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+            if quantised:
+                caches = torch.zeros_like(caches, dtype=torch.int8)
+                more |= {"k_scale": t["scales"][0], "v_scale": t["scales"][1], "norm_v": True}
             rope.rotate_into_cache_(
-                q, t["k"], t["v"], *caches, inv_freq=freq, positions=t["positions"], slots=t["slots"], **weights
+                q, t["k"], t["v"], *caches, inv_freq=freq, positions=t["positions"], slots=t["slots"], **more
             )
             return [q, caches]
 
@@ -513,8 +574,14 @@ def calls(device, dtype=torch.bfloat16):
         "rotate_qk_": in_place(rope.rotate_qk_, "q", "k"),
         "norm_rotate_qk": returning(rope.norm_rotate_qk, ["q", "k", "weights"], tables),
         "backward": returning(rope._norm_rotate_qk_backward, ["q", "k", "q", "k", "weights"], frequencies),
-        "rotate_into_cache_": into_cache(norm=False),
-        "rotate_into_cache_ norm": into_cache(norm=True),
+        "norm over heads": returning(rope.norm_rotate_qk, ["q", "k", "q over heads", "k over heads"], tables),
+        "backward over heads": returning(
+            rope._norm_rotate_qk_backward, ["q", "k", "q", "k", "q over heads", "k over heads"], frequencies
+        ),
+        "rotate_into_cache_": into_cache(),
+        "rotate_into_cache_ norm": into_cache("per head"),
+        "rotate_into_cache_ quantised": into_cache(quantised=True),
+        "rotate_into_cache_ over heads": into_cache("over heads", quantised=True),
         "gradients of tables": returning(rope._rotate_table_backward, ["q", "k", "q", "k"], tables),
         "cos_sin": lambda t: list(rope.cos_sin(t["positions"], freq)),
         "axial_cos_sin": lambda t: list(rope.axial_cos_sin(t["positions"], freq.expand(3, -1))),
@@ -523,7 +590,8 @@ def calls(device, dtype=torch.bfloat16):
 
 OPS = [
     "rotate", "rotate inv_freq", "rotate_qk", "rotate_", "rotate_qk_", "norm_rotate_qk", "backward",
-    "rotate_into_cache_", "rotate_into_cache_ norm", "gradients of tables", "cos_sin", "axial_cos_sin",
+    "norm over heads", "backward over heads", "rotate_into_cache_", "rotate_into_cache_ norm",
+    "rotate_into_cache_ quantised", "rotate_into_cache_ over heads", "gradients of tables", "cos_sin", "axial_cos_sin",
 ]  # fmt: skip
 
 

@@ -39,10 +39,12 @@ def meta(*shape, dtype=torch.float32, layout="bshd", start=0):
 
 def arguments(
     q, k=None, v=None, outputs=None, *, in_place=False, rotary_dim=None, rotary_start=0, positions=None, slots=None,
-    tables=None, by_token=False, inv_freq=None, norm=False, rounding=0,
+    tables=None, by_token=False, inv_freq=None, norm=False, rounding=0, over_heads=False, norm_v=False,
+    quantised=(False, False),
 ):  # fmt: skip
     """Returns the arguments of the plan functions for a call. outputs: the results, which have the strides of the inputs if
-    not given; with a v they are the two caches, and q is in place. Tables of four dimensions are by head."""
+    not given; with a v they are the two caches, and q is in place. Tables of four dimensions are by head. over_heads: of the norm.
+    quantised: the caches of k and v are."""
     addresses = itertools.count(2**40, 2**36)  # multiples of 16
 
     def given(t, address, dims):
@@ -74,7 +76,7 @@ def arguments(
         2 if tables is None else 3 if tables[0].dim() == 4 else int(by_token),
         0 if tables is None else tables[0].shape[-2],
         1 if inv_freq is None else inv_freq.stride(0),
-        norm,
+        sum(bit << i for i, bit in enumerate((norm, over_heads, norm_v, *quantised))),
         rounding,
     )
 
@@ -366,6 +368,73 @@ def test_a_general_kernel_runs_only_where_it_is_needed(plan, plan_backward):
                 assert p["one_step"] == (rounding == 0 or p["vectors"])
     far = q.as_strided(q.shape, (2**31, 128, 64, 1))
     assert plan(far, norm=True)["one_step"] and not plan(far, norm=True, rounding=1)["one_step"]
+
+
+def test_what_only_a_general_kernel_with_a_norm_can_do(plan):
+    """It normalises v and writes to quantised caches, with or without a norm of q and k."""
+    q, k = (meta(2, 5, h, 64, dtype=torch.bfloat16) for h in (8, 2))
+    for norm in (False, True):
+        assert not plan(q, k, k, outputs=[k, k], norm=norm)["any"]
+        for more in {"norm_v": True}, {"quantised": (True, False)}, {"quantised": (False, True)}:
+            p = plan(q, k, k, outputs=[k, k], norm=norm, **more)
+            assert p["any"] and p["general"] and p["one_step"] and p["vectors"]
+            assert_within_limits(p, norm=True)
+            assert heads_of(p, (8, 2, 2)) == [[1] * 8, [1] * 2, [1] * 2]
+            for v_dim in 32, 200:  # only the kernel for wide heads sums over a v of another size
+                v = meta(2, 5, 3, v_dim, dtype=torch.bfloat16)
+                p = plan(q, k, v, outputs=[k, v], norm=norm, **more)
+                together = p["v_pieces"] if "norm_v" in more else 1
+                assert p["v_pieces"] == math.ceil(v_dim / 64) and p["v_together"] == together
+                assert p["one_step"] == ("norm_v" not in more)
+                assert p["per_channel"] == (1 / 64, 1 / 64, 1 / v_dim)
+                p["v_pieces"] //= together
+                assert heads_of(p, (8, 2, 3)) == [[1] * 8, [1] * 2, [1] * 3 * p["v_pieces"]]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_strides_of_a_quantised_cache_count_bytes(which, plan):
+    """16 bytes of x become 8 bytes of a cache of bfloat16, which must be aligned."""
+    q, k = (meta(2, 5, h, 64, dtype=torch.bfloat16) for h in (8, 2))
+    for row, start, expected in (128, 0, True), (136, 8, True), (128, 4, False), (132, 0, False):
+        cache = meta(6, 7, 1, row, dtype=torch.uint8, start=start)[..., :128].view(6, 7, 2, 64)
+        caches, quantised = [k, k], [False, False]
+        caches[which], quantised[which] = cache, True
+        p = plan(q, k, k, outputs=caches, quantised=quantised)
+        assert p["vectors"] == p["one_step"] == expected and p["vector"] == 8
+    apart = meta(6, 7, 2, 68, dtype=torch.bfloat16)[..., :64]
+    assert plan(q, k, k, outputs=[apart] * 2)["vector"] == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 128), (80, 32), (7, 6), (4096, 4096)])
+def test_the_order_of_the_sums_over_all_heads_follows_from_sizes(head_dim, rotary_dim, dtype, plan, plan_backward):
+    """A thread block takes all heads of q, k or v of a token; the order of its sums follows from its shape."""
+    v_dim, expected = head_dim + 16, None
+    for layout, (batch, seq) in itertools.product(LAYOUTS, [(1, 1), (2, 9), (3, 4000)]):
+        q, k, v = (
+            meta(batch, seq, h, d, dtype=dtype, layout=layout) for h, d in ((60, head_dim), (2, head_dim), (3, v_dim))
+        )
+        caches = [meta(5, 10000, h, d, dtype=dtype) for h, d in ((2, head_dim), (3, v_dim))]
+        options = {"rotary_dim": rotary_dim, "norm": True, "over_heads": True}
+        for p in plan(q, **options), plan(q, k, **options), plan(q, k, v, outputs=caches, **options):
+            order = p["vector"], p["chunks"], p["rotated"], p["block"]
+            expected = expected or order
+            assert order == expected and p["general"]
+            assert p["grid"] == (p["seq"], 3 if p["v_pieces"] else 2, p["batch"])
+            assert p["batch"] * p["seq"] == batch * seq
+            assert p["per_channel"][0] == 1 / (60 * head_dim)
+        assert p["per_channel"] == (1 / (60 * head_dim), 1 / (2 * head_dim), 1 / v_dim)
+        x, y, z = p["block"]
+        assert x & (x - 1) == 0 and x <= WARP and x * y == 256 and z == 1
+        assert channels_of(p, head_dim, rotary_dim, 0, norm=True) == [1] * head_dim
+        b = plan_backward(q, k, rotary_dim=rotary_dim, over_heads=True)
+        assert (b["vector"], b["chunks"], b["rotated"], b["block"]) == (*expected[:3], (x, THREADS // x, 1))
+        assert b["grid"] == (b["q"][0] + b["k"][0], 1, 1) and b["grid"][0] <= 385
+        for parts, tokens, _ in b["q"], b["k"]:
+            assert (parts - 1) * tokens < batch * seq <= parts * tokens
+        sums = 60 * head_dim, 2 * head_dim
+        assert b["sums"] == b["q"][0] * sums[0] + b["k"][0] * sums[1]
+        assert b["dynamic_shared"] == 8 * max([n for n in sums if n <= 5120], default=0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
 from oracle import assert_close, limits, rotate
 
 import torch_rope
+from torch_rope import reference
 
 BUFFERS = [
     "params",
@@ -32,6 +33,8 @@ BUFFERS = [
     "q_before",
     "k_before",
     "sums",
+    "k_scale",
+    "v_scale",
 ]
 TABLE_BUFFERS = ["params", "q_given", "k_given", "q", "k", "order", "starts", "cos_grad", "sin_grad"]
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
@@ -250,6 +253,122 @@ def test_a_v_of_its_own_shape_is_read_once_and_written_once(shape, norm, device,
         assert set(dispatch["buffers"][BUFFERS.index("v_in")]["loads"]) == {str(load)}
 
 
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(
+    "size, loads, stores",
+    [
+        ((40, 9, 3, 64, 40), {"16"}, {"8"}),
+        ((40, 9, 3, 64, 60), {"8"}, {"4"}),
+        ((3, 9, 3, 66, 50), {"2"}, {"1"}),
+    ],
+    ids=str,
+)
+def test_quantised_caches_are_written_once_in_vectors(size, loads, stores, norm, device, simulated):
+    tokens, q_heads, heads, head_dim, v_dim = size
+    q, k, v = (
+        randn(tokens, h, d, dtype=torch.float16)
+        for h, d in ((q_heads, head_dim), (heads, head_dim), (heads + 1, v_dim))
+    )
+    caches = [torch.zeros(tokens, *x.shape[1:], dtype=torch.int8, device="mps") for x in (k, v)]
+    scales = dict(k_scale=torch.rand(1).to("mps"), v_scale=torch.rand(heads + 1).to("mps"))
+    weights = dict(q_norm_weight=randn(head_dim), k_norm_weight=randn(head_dim)) if norm else {}
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *tables(tokens, head_dim), **scales, **weights)
+    buffers, dispatch = one_dispatch(simulated)
+    wide = norm and head_dim == 66  # such heads are read twice
+    assert buffers["k_in"] == ((1 + wide) * k.nbytes, 0) and buffers["v_in"] == (v.nbytes, 0)
+    assert buffers["k_out"] == (0, caches[0].nbytes) and buffers["v_out"] == (0, caches[1].nbytes)
+    assert dispatch["messages"]["setBuffer"] == 9 + 2 * norm
+    for x in "kv":
+        assert buffers[f"{x}_scale"][0] > 0
+        assert set(dispatch["buffers"][BUFFERS.index(f"{x}_in")]["loads"]) == loads
+        assert set(dispatch["buffers"][BUFFERS.index(f"{x}_out")]["stores"]) == stores
+
+
+@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("start", [1, 4, 8])
+def test_a_quantised_cache_may_begin_at_any_byte(start, which, device):
+    q, k, v = (randn(40, 9, 64, dtype=torch.float16) for _ in "qkv")
+    scales = {f"{x}_scale": torch.rand(9).to("mps") / 50 for x in "kv"}
+    results = []
+    for at in 0, start:
+        caches = {
+            name: torch.zeros(41 * 9 * 64, dtype=torch.int8, device="mps")[at * (name == which) :][: 40 * 9 * 64]
+            for name in ("k_cache", "v_cache")
+        }
+        caches = {name: t.view(40, 9, 64) for name, t in caches.items()}
+        torch.ops.rope.rotate_into_cache_(
+            q.clone(), k, v, **caches, inv_freq=torch_rope.inv_freq(48, device="mps"), **scales
+        )
+        results.append([t.cpu() for t in caches.values()])
+    assert all(map(torch.equal, *results)) and all(t.any() for t in results[0])
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(
+    "head_dim, v_dim, reads",
+    [(64, 64, 1), (64, 24, 1), (64, 512, 15 / 8), (300, 300, 2), (300, 700, 2), (7, 33, 59 / 33)],
+    ids=str,
+)
+def test_a_norm_of_v_reads_a_head_once_or_twice(head_dim, v_dim, reads, norm, device, simulated):
+    """A thread keeps a chunk of v's first piece, and reads those of the other pieces again."""
+    q, k, v = randn(3, 9, head_dim), randn(3, 2, head_dim), randn(3, 5, v_dim)
+    caches, weight = [randn(4, 2, head_dim), randn(4, 5, v_dim)], randn(head_dim)
+    weights = dict(q_norm_weight=weight, k_norm_weight=weight) if norm else {}
+    angles, before = tables(4, head_dim // 4 * 2), q.clone()
+    expected = torch.ops.rope.rotate_qk(q, k, *angles)
+    simulated.last_dispatches()
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *angles, **weights, norm_v=True)
+    buffers, dispatch = one_dispatch(simulated)
+    assert ("wide" in dispatch["kernel"]) == (head_dim == 300)
+    assert buffers["v_in"] == (round(v.nbytes * reads), 0) and buffers["v_out"] == (0, v.nbytes)
+    scale = torch.rsqrt(v.cpu().double().square().mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(caches[1][:3].cpu().double(), v.cpu() * scale, rtol=4e-7, atol=0)
+    if norm:
+        return
+    assert "q_weight" not in buffers
+    assert torch.equal(q, expected[0]) and torch.equal(caches[0][:3], expected[1])
+    rotated = before.nbytes // head_dim * (head_dim // 4 * 2)
+    assert buffers["q_out"] == (rotated, rotated)  # the other channels are left alone
+
+
+# (tokens, heads of q, heads of k, head_dim, rotary_dim)
+OVER_HEADS = [(1, 32, 8, 128, 128), (37, 5, 3, 80, 40), (70, 3, 1, 7, 6), (2, 130, 2, 64, 64), (40, 3, 2, 512, 512)]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("size", OVER_HEADS, ids=str)
+def test_a_norm_over_all_heads_is_one_dispatch(size, dtype, device, simulated):
+    """It reads q and k twice. Its backward is two dispatches, of which the first reads q, k and their gradients twice."""
+    tokens, q_heads, k_heads, head_dim, rotary_dim = size
+    q, k, v = (randn(tokens, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
+    weights = [randn(h, head_dim) for h in (q_heads, k_heads)]
+    angles = tables(tokens, rotary_dim)
+    torch.ops.rope.norm_rotate_qk(q, k, *weights, *angles)
+    buffers, dispatch = one_dispatch(simulated)
+    assert dispatch["groups"] == [tokens, 2, 1]
+    for name, x in dict(q=q, k=k).items():
+        assert buffers[f"{name}_in"] == (2 * x.nbytes, 0) and buffers[f"{name}_out"] == (0, x.nbytes)
+    if head_dim % 8 == 0:
+        assert set(dispatch["buffers"][BUFFERS.index("q_in")]["loads"]) == {str(4 * dtype.itemsize)}
+
+    torch.ops.rope._norm_rotate_qk_backward(q, k, q * 2, k * 2, *weights, *angles)
+    backward, total = simulated.last_dispatches()
+    buffers = {BUFFERS[i]: (b["bytes_read"], b["bytes_written"]) for i, b in backward["buffers"].items()}
+    for name, x in dict(q=q, k=k).items():
+        assert buffers[f"{name}_in"] == buffers[f"{name}_before"] == (2 * x.nbytes, 0)
+        assert buffers[f"{name}_out"] == (0, x.nbytes)
+    assert total["kernel"].startswith("sum_parts")
+    assert total["buffers"][1]["bytes_read"] == math.ceil(tokens / 32) * (q.numel() + k.numel()) // tokens * 4
+
+    caches = [randn(tokens, k_heads, head_dim, dtype=dtype) for _ in "kv"]
+    named = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+    for norm_v in False, True:
+        torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *angles, **named, norm_v=norm_v)
+        buffers, dispatch = one_dispatch(simulated)
+        assert dispatch["groups"] == [tokens, 3, 1] and buffers["q_out"] == (2 * q.nbytes, q.nbytes)
+        assert buffers["v_in"] == ((1 + norm_v) * v.nbytes, 0) and buffers["v_out"] == (0, v.nbytes)
+
+
 @pytest.mark.parametrize(
     "shape, stride",
     [((1, 5), (0, 1)), ((1, 5), (0, 2)), ((1, 2, 3), (7, 3, 1)), ((3, 4), (1, 2)), ((2,), (9,))],
@@ -344,6 +463,20 @@ def test_a_norm_has_the_same_bits_with_vectors_of_eight_and_of_four(
     ]
     assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32", "_v4_u32"]
     assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("v_dim", [64, 24, 200])
+def test_a_norm_of_v_has_the_same_bits_with_vectors_of_eight_and_of_four(v_dim, device, simulated):
+    base = randn(4 + 200 * 24 * v_dim, dtype=torch.float16)
+    shifted = torch.cat([base[-4:], base[:-4]])[4:]
+    k, angles, found = randn(200, 3, 64, dtype=torch.float16), tables(200, 64), []
+    simulated.last_dispatches()
+    for v in base[:-4], shifted:  # the second begins 8 bytes past an aligned address
+        caches = [torch.empty(200, h, d, dtype=torch.float16, device="mps") for h, d in ((3, 64), (24, v_dim))]
+        torch.ops.rope.rotate_into_cache_(k.clone(), k, v.view(200, 24, v_dim), *caches, *angles, norm_v=True)
+        found.append(caches[1])
+    assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32", "_v4_u32"]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
@@ -485,6 +618,18 @@ def test_a_slot_past_the_cache_gives_nan_in_q_and_writes_no_cell(dtype, norm, de
     assert all(cache.count_nonzero() == 2 * 2 * 64 for cache in caches)
 
 
+@pytest.mark.parametrize("norm_v", [False, True])
+def test_a_norm_over_all_heads_writes_no_cell_for_a_pad(norm_v, device):
+    slots = torch.tensor([5, -1, 12, -7, 1]).to("mps")
+    q, k, v, weights = randn(5, 4, 64), randn(5, 2, 64), randn(5, 3, 64), dict(norm_v=norm_v)
+    weights |= dict(q_norm_weight=randn(4, 64), k_norm_weight=randn(2, 64))
+    caches = [torch.zeros(3, 4, heads, 64, device="mps") for heads in (2, 3)]
+    torch.ops.rope.rotate_into_cache_(q, k, v, *caches, *tables(5, 64), slots=slots, **weights)
+    assert q[2].isnan().all() and not q[[0, 1, 3, 4]].isnan().any()
+    for cache in caches:
+        assert cache.view(12, -1).any(-1).nonzero().flatten().tolist() == [1, 5]
+
+
 def test_a_position_that_overflows_is_out_of_range(device):
     positions = torch.tensor([2**63 - 3, -(2**63) + 3, 0], device="mps")
     q, k, (cos, sin) = randn(3, 1, 32), randn(3, 1, 32), tables(8, 32)
@@ -578,6 +723,19 @@ def test_gradients_of_weights_sum_over_many_wide_heads(device):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6 * size)
 
 
+def test_gradients_of_weights_over_all_heads_sum_over_many_tokens(device):
+    """There are so many tokens that the threadgroup of a part adds to its sums more than once."""
+    q, k, freq = torch.randn(8300, 3, 2), torch.randn(8300, 1, 2), torch.ones(1)
+    leaves = [q, k, torch.randn(3, 2), torch.randn(1, 2)]
+    given = torch.randn(8300, 3, 2), torch.randn(8300, 1, 2)
+    found = torch.ops.rope._norm_rotate_qk_backward(*(t.to("mps") for t in (*given, *leaves)), inv_freq=freq.to("mps"))
+    leaves = [t.double().requires_grad_() for t in leaves]
+    outs = reference.norm_rotate_qk(*leaves, inv_freq=freq.double())
+    expected = torch.autograd.grad(outs, leaves, [t.double() for t in given])
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-6, atol=2e-6 * b.abs().max().item())
+
+
 def test_a_gradient_of_a_table_that_overflows_is_infinite(device):
     """The gradient is infinite where its sum is, and no NaN appears. A NaN stays in its pair."""
     x = torch.ones(3, 2, 8)
@@ -605,7 +763,13 @@ def test_small_threadgroups_give_the_same_results(head_dim, rotary_dim, threads,
     grads = torch.autograd.grad(outs, leaves, outs)
     angles = (*tables(9, rotary_dim), torch.arange(9).to("mps") // 4)
     grads += table_backward((q * 2, k * 2), (q, k), *angles)
+    over_heads = [q.detach(), k.detach(), randn(5, head_dim), randn(2, head_dim)]
+    both = [*torch.ops.rope.norm_rotate_qk(*over_heads, inv_freq=freq)]
+    both += torch.ops.rope._norm_rotate_qk_backward(q * 2, k * 2, *over_heads, inv_freq=freq)
     simulated.max_threads(1024)
+    same = [*torch.ops.rope.norm_rotate_qk(*over_heads, inv_freq=freq)]
+    same += torch.ops.rope._norm_rotate_qk_backward(q * 2, k * 2, *over_heads, inv_freq=freq)
+    assert all(map(torch.equal, both, same))
     others = torch.ops.rope.norm_rotate_qk(*leaves, inv_freq=freq)
     for a, b in zip(outs, others, strict=True):
         assert torch.equal(a, b)
@@ -696,6 +860,28 @@ def test_element_offsets_of_parameters_may_exceed_2_32(untouched, device):
     check((q.view(1, 2, 2), k.view(1, 2, 2)), weights | by_head, by_head)
 
 
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm over all heads"])
+def test_element_offsets_of_scales_and_caches_may_exceed_2_32(norm, untouched, device):
+    """In each case one tensor has elements far from its first."""
+    far = 2**32 + 16
+    q, k, v = (randn(3, 2, 4, dtype=torch.float16) for _ in "qkv")
+    near = {f"{x}_scale": torch.rand(2).to("mps") / 50 for x in "kv"}
+    near |= {f"{x}_norm_weight": randn(2, 4, dtype=torch.float16) for x in "qk" if norm}
+    near |= {f"{x}_cache": torch.zeros(3, 2, 4, dtype=torch.int8, device="mps") for x in "kv"}
+    freq, expected = torch_rope.inv_freq(4, device="mps"), None
+    for name in [None, *near]:
+        tensors = {n: t.clone() for n, t in near.items()}
+        if name:
+            t = near[name]
+            strides = (far,) if t.dim() == 1 else (far, 1) if t.dim() == 2 else (4, far, 1)
+            tensors[name] = untouched(far + 64, t.dtype).as_strided(t.shape, strides).copy_(t)
+        x = q.clone()
+        torch.ops.rope.rotate_into_cache_(x, k, v, inv_freq=freq, **tensors)
+        found = [x, tensors["k_cache"].contiguous(), tensors["v_cache"].contiguous()]
+        expected = expected or found
+        assert all(map(torch.equal, found, expected)), name
+
+
 def test_an_empty_tensor_may_begin_past_the_end_of_its_storage(device):
     x = randn(2, 2, 16)
     empty = x.as_strided((2, 0, 16), (32, 16, 1), 300)
@@ -778,6 +964,27 @@ def test_float64_is_refused(device):
         NotImplementedError, match="rope.cos_sin: inv_freq is float64 .* no float64; pass torch_rope.inv_freq"
     ):
         torch.ops.rope.cos_sin(bits, freq)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_float8_is_refused(which, dtype, device):
+    q, k, v = (randn(2, 3, 16) for _ in "qkv")
+    caches = {f"{x}_cache": torch.zeros(2, 3, 16, dtype=torch.uint8, device="mps") for x in "kv"}
+    try:
+        given = {n: t.view(dtype if n[0] == which else torch.int8) for n, t in caches.items()}
+    except TypeError:
+        pytest.skip("torch makes no float8 tensor on mps")
+    before, scale = q.clone(), torch.ones(1, device="mps")
+    name = f"{which}_cache is {str(dtype).removeprefix('torch.')}"
+    with pytest.raises(
+        NotImplementedError,
+        match=f"rope.rotate_into_cache_: {name} but must be int8 or the dtype of {which}, because Metal has no float8",
+    ):
+        torch.ops.rope.rotate_into_cache_(
+            q, k, v, **given, inv_freq=torch_rope.inv_freq(16, device="mps"), k_scale=scale, v_scale=scale
+        )
+    assert torch.equal(q, before) and not any(t.any() for t in caches.values())
 
 
 def test_an_error_inside_the_queue_reaches_the_caller(simulated):

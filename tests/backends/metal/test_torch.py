@@ -132,5 +132,8 @@ def test_a_call_allocates_its_results_and_the_sums_of_a_weight(device):
     assert allocated(lambda: rope.rotate_qk(q, k, cos, sin)) == results
     assert allocated(lambda: rope.norm_rotate_qk(q, k, weight, weight, cos, sin)) == results
     gradients = allocated(lambda: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, cos, sin))
-    assert gradients == [*results, [16], [16], [2, 1, 16]]
+    assert gradients == [*results, [16], [16], [1, 2 * 16]]
+    both = cos.repeat(1, 8)[:4, :16], sin.repeat(1, 8)[:2, :16]  # the weights of a norm over all heads
+    gradients = allocated(lambda: rope._norm_rotate_qk_backward(q, k, q, k, *both, cos, sin))
+    assert gradients == [*results, [4, 16], [2, 16], [1, (4 + 2) * 16]]
     assert allocated(lambda: rope._rotate_table_backward(q, k, q, k, cos, sin)) == [[9, 8], [9, 8]]

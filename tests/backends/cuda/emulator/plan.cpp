@@ -28,9 +28,12 @@ void* set(const Given<n>& given, rope_int* strides) {
   return reinterpret_cast<void*>(address);
 }
 
+// What a call normalises or quantises. A call without a norm has 0, one whose heads are normalised has kNorm alone.
+enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16 };
+
 RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
                 const Strides<2>& cache, const Given<2>& positions, const Given<2>& slots, const Given<4>& cos,
-                const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, bool norm, int rounding) {
+                const Given<4>& sin, int source, rope_int table_rows, rope_int inv_freq, int features, int rounding) {
   RotateArgs a{};
   RopeParams& p = a.params;
   a.x_dtype = DType(dtype);
@@ -46,7 +49,9 @@ RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, con
   p.has_slots = bool(slots), a.slots = set(slots, p.slots);
   a.cos = set(cos, p.cos), a.sin = set(sin, p.sin);
   p.source = source, p.table_rows = table_rows, p.inv_freq[1] = inv_freq;
-  p.has_norm = norm, p.rounding = rounding;
+  p.has_norm = bool(features & kNorm), p.norm_over_heads = bool(features & kOverHeads);
+  p.norm_v = bool(features & kNormV), p.rounding = rounding;
+  p.k_cache.quantised = bool(features & kQuantisedK), p.v_cache.quantised = bool(features & kQuantisedV);
   a.wide_positions = a.wide_slots = true;
   p.factor_hi = 1;
   return a;
@@ -65,6 +70,7 @@ void add(py::dict& d, const cuda::Tiling& t) {
   d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["position_range"] = py::make_tuple(t.first_position, t.last_position);
   d["one_step"] = t.one_step, d["narrow_slots"] = t.narrow_slots;
+  d["per_channel"] = py::make_tuple(t.per_channel[0], t.per_channel[1], t.per_channel[2]);
   d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors;
 }
 
@@ -77,8 +83,9 @@ py::dict plan(int processors, Call... call) {
   add(d, t);
   d["heads_per_thread_block"] = t.heads_per_thread_block;
   d["starts"] = py::make_tuple(0, t.k_start, t.v_start), d["v_pieces"] = t.v_pieces;
+  d["v_together"] = t.v_together;
   d["position_step"] = t.position_step;
-  d["wide_index"] = plan.wide_index, d["general"] = plan.general;
+  d["wide_index"] = plan.wide_index, d["general"] = plan.general, d["any"] = plan.any;
   d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   d["batch"] = a.params.batch, d["seq"] = a.params.seq;
   const RopeParams& p = a.params;
@@ -100,6 +107,7 @@ py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   };
   add_share("q", plan.tiling.q), add_share("k", plan.tiling.k);
   d["wide_index"] = plan.wide_index, d["general"] = plan.general;
+  d["sums"] = plan.sums, d["dynamic_shared"] = plan.dynamic_shared;
   d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }

@@ -103,6 +103,13 @@ inline float rsqrtf(float x) {
   return __builtin_bit_cast(float, __builtin_bit_cast(int, root) + (__builtin_bit_cast(int, x) & 1 ? 2 : -2));
 }
 inline long long __float2ll_rn(float x) { return llrintf(x); }
+// Cuts off the bits that a float does not have.
+inline float __double2float_rz(double x) {
+  const float near = float(x);
+  return std::abs(double(near)) > std::abs(x) ? std::nextafterf(near, 0.0f) : near;
+}
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 
