@@ -187,8 +187,8 @@ class Data:
             if case.op == "norm over heads":
                 shapes = (case.heads, case.head_dim), (case.kv_heads, case.head_dim)
             self.weights = [(1 + noise(shape, torch.float32, device) / 8).to(self.dtype) for shape in shapes]
-        if case.op == "quantised cache":  # no rotated number is as large as 8
-            self.scales = [torch.full((1,), 8 / LARGEST[case.cache_dtype], device=device) for _ in "kv"]
+        if case.op == "quantised cache":
+            self.scales = [torch.full((1,), scale_of(case.cache_dtype), device=device) for _ in "kv"]
         if case.mode == "training":
             self.gradients = self._heads(with_v=False)[:2]
 
@@ -333,9 +333,14 @@ def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> 
     return ""
 
 
+def scale_of(dtype: str) -> float:
+    """Returns the scale of a quantised cache. No rotated number is as large as 8, so none is saturated."""
+    return 8 / LARGEST[dtype]
+
+
 def half_step(dtype: str, x: Tensor) -> Tensor:
     """Returns half the distance of the numbers of a quantised cache near x, times the scale."""
-    scale = 8 / LARGEST[dtype]
+    scale = scale_of(dtype)
     if dtype == "int8":
         return torch.full_like(x, scale / 2)
     info = torch.finfo(getattr(torch, dtype))

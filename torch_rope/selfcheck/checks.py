@@ -400,7 +400,6 @@ class Check:
         """Checks that eager rounding gives the bits of torch's operators, up to the order of a norm's sum."""
         q, k = (self.make(2, 9, heads, 72, dtype=dtype) for heads in (5, 2))
         tables = [t.to(table_dtype) for t in self.tables(9, 48)]
-        weights = [self.make(72, dtype=of) for of in (dtype, torch.float32)]
         options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
         found, given = [], [t.cpu() for t in (q, k)]
         for f, device in ((partial(self.call, "rotate_qk"), self.device), (reference.rotate_qk, "cpu")):
@@ -409,12 +408,14 @@ class Check:
             found.append([*outs, *torch.autograd.grad(outs, leaves, [g.to(device) for g in given])])
             self.after_call()
         self.same(*found)
-        outs = self.call("norm_rotate_qk", q, k, *weights, *tables, **options)
-        expected = reference.norm_rotate_qk(*(t.cpu() for t in (q, k, *weights, *tables)), **options)
-        sizes = {"cos": tables[0], "rotary_start": 8, "interleaved": interleaved, "q_norm_weight": weights[0]}
-        for name, out, e in zip("qk", outs, map(exact, expected), strict=True):
-            with describing(name):
-                self.near(out, e, magnitude(e, sizes), 3 if dtype in HALF else 6)
+        for shapes in (((72,), (72,)), ((5, 72), (2, 72))):  # a norm of each head, and over all heads
+            weights = [self.make(*shape, dtype=of) for shape, of in zip(shapes, (dtype, torch.float32), strict=True)]
+            outs = self.call("norm_rotate_qk", q, k, *weights, *tables, **options)
+            expected = reference.norm_rotate_qk(*(t.cpu() for t in (q, k, *weights, *tables)), **options)
+            sizes = {"cos": tables[0], "rotary_start": 8, "interleaved": interleaved, "q_norm_weight": weights[0]}
+            for name, out, e in zip("qk", outs, map(exact, expected), strict=True):
+                with describing(f"{name} with weights of shape {list(shapes[0])}"):
+                    self.near(out, e, magnitude(e, sizes), 3 if dtype in HALF else 6)
 
     def axes(self, dtype: torch.dtype, position_dtype: torch.dtype) -> None:
         """Checks the tables of three axes, which are those of one axis if the other positions are 0."""
