@@ -128,6 +128,11 @@ def our_angles(data: Data, source: str) -> tuple:
     return *tables, data.positions
 
 
+def flags_of(case: Case) -> dict:
+    """Returns the keyword arguments of a rotation. A default is not passed, because that takes time."""
+    return {"interleaved": True} if case.interleaved else {}
+
+
 @adapter(OURS + " inv_freq", source="inv_freq")
 @adapter(OURS)
 def rotate_qk(case: Case, data: Data, source="tables") -> Run:
@@ -482,14 +487,16 @@ def rms_norms(tensors, weights) -> list[Tensor]:
 
 @adapter(OURS, *EVERY_NORM)
 def norm_rotate_qk(case: Case, data: Data) -> Run:
-    forward = partial(rope.norm_rotate_qk, cos=data.cos, sin=data.sin, interleaved=case.interleaved)
+    forward = partial(rope.norm_rotate_qk, cos=data.cos, sin=data.sin, **flags_of(case))
     return run_of(case, data, forward, more=tuple(data.weights))
 
 
 @adapter("rms_norm, then " + OURS, *EVERY_NORM)
 def rms_norm_rotate_qk(case: Case, data: Data) -> Run:
+    flags = flags_of(case)
+
     def forward(q, k, *weights):
-        return rope.rotate_qk(*rms_norms((q, k), weights), data.cos, data.sin, interleaved=case.interleaved)
+        return rope.rotate_qk(*rms_norms((q, k), weights), data.cos, data.sin, **flags)
 
     return run_of(case, data, forward, more=tuple(data.weights))
 
@@ -595,6 +602,7 @@ def targets_of(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor, list[
 
 
 def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a quantised cache stores for x."""
     largest = LARGEST[str(dtype).removeprefix("torch.")]
     quotient = (x / scale).clamp(-largest, largest)
     return (quotient if dtype.is_floating_point else quotient.round()).to(dtype)
