@@ -1,5 +1,6 @@
 """Defines the cases that are measured, their data, and the expected results in float64."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch_rope import reference
 BASE, EPS = 10000.0, 1e-6
 CACHE = 8192  # tokens of a static cache; the smallest number of table rows if positions are given
 PAGE = 16  # tokens of a page of a paged cache
+LARGEST = {"float8_e4m3fn": 448, "int8": 127}  # the dtypes of quantised caches, and their largest numbers
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,14 @@ class Case:
     dtype: str = "bfloat16"
     layout: str = "bshd"  # the order in memory: "bshd", "bhsd", or "packed": q, k (and v) of a token together
     interleaved: bool = False
-    # "rotate", "norm" (QK-norm and rotation), "cache" (rotation and the write to a KV cache), "norm cache", "learned"
-    # (rotation with gradients of the tables), "tables" (cos_sin) or "model" (a whole model)
+    # "rotate", "norm" (QK-norm and rotation), "norm over heads" (the same, with all heads of a token normalised together),
+    # "cache" (rotation and the write to a KV cache), "norm cache", "quantised cache", "learned" (rotation with gradients
+    # of the tables), "tables" (cos_sin) or "model" (a whole model)
     op: str = "rotate"
     mode: str = "inference"  # "inference" (inference_mode), "no_grad", "grad" (forward only), "training" (and backward)
     positions: str = ""  # the dtype of given positions, one for each token; if it is "", positions are 0, 1, 2 ...
+    # the dtype of a paged cache; if it is "", a cache has q's dtype, and only several sequences have a paged one
+    cache_dtype: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -41,6 +46,10 @@ class Case:
     @property
     def tokens(self) -> int:
         return self.batch * self.seq
+
+    @property
+    def paged(self) -> bool:
+        return self.batch > 1 or bool(self.cache_dtype)
 
     @property
     def name(self) -> str:
@@ -57,6 +66,7 @@ class Case:
             self.op * (self.op != "rotate"),
             self.mode * (self.mode != "inference"),
             f"{self.positions} positions" * bool(self.positions),
+            f"{self.cache_dtype} pages" * bool(self.cache_dtype),
         ]
         return ", ".join(filter(None, parts))
 
@@ -80,8 +90,9 @@ class Case:
         size = passes * self.rotated * self.itemsize
         if in_place:  # the channels from rotary_dim on are not moved
             size = size * self.rotary_dim // self.head_dim if "norm" not in self.op else size
-        if "cache" in self.op:
-            size += 2 * self.tokens * self.kv_heads * self.head_dim * self.itemsize
+        if "cache" in self.op:  # v is read, and both k and v are written in the dtype of the cache
+            stored = getattr(torch, self.cache_dtype or self.dtype).itemsize
+            size += 2 * self.tokens * self.kv_heads * self.head_dim * stored
         tables = self.rows * self.rotary_dim * 4 * (2 if self.mode == "training" else 1)
         return size + tables + 8 * self.tokens * bool(self.positions)
 
@@ -133,6 +144,13 @@ def cases(device: str) -> list[Case]:
     for op in ("cache", "norm cache"):
         result += [Case("cache", seq, dtype=t, op=op, positions="int64") for seq in (1, 2048) for t in HALF_AND_FULL]
         result += [Case("cache", 1, 64, op=op, positions="int64")]
+    for dtype in ("bfloat16", *LARGEST):
+        op = "quantised cache" if dtype in LARGEST else "cache"
+        shapes = (2048, 1), (1, 1), (1, 64)
+        result += [Case("quantised", *shape, op=op, positions="int64", cache_dtype=dtype) for shape in shapes]
+    wan = {"head_dim": 128, "interleaved": True, "op": "norm over heads"}
+    for heads, mode in itertools.product((12, 40), ("inference", "training")):
+        result += [Case("norm-over-heads", 4096, heads=heads, kv_heads=heads, mode=mode, **wan)]
     result += [Case("mini-vllm", 128, dtype="float32", positions="int32")]
     result += [Case("host", 1, heads=9, kv_heads=3, head_dim=64, mode=m) for m in ("inference", "no_grad", "grad")]
     result += [Case("tables", 8192, op="tables")]
@@ -165,7 +183,12 @@ class Data:
             first = torch.randint(rows - case.seq + 1, (case.batch, 1), device=device)
             self.positions = (first + torch.arange(case.seq, device=device)).to(getattr(torch, case.positions))
         if "norm" in case.op:
-            self.weights = [(1 + noise((case.head_dim,), torch.float32, device) / 8).to(self.dtype) for _ in "qk"]
+            shapes = [(case.head_dim,)] * 2
+            if case.op == "norm over heads":
+                shapes = (case.heads, case.head_dim), (case.kv_heads, case.head_dim)
+            self.weights = [(1 + noise(shape, torch.float32, device) / 8).to(self.dtype) for shape in shapes]
+        if case.op == "quantised cache":
+            self.scales = [torch.full((1,), scale_of(case.cache_dtype), device=device) for _ in "kv"]
         if case.mode == "training":
             self.gradients = self._heads(with_v=False)[:2]
 
@@ -200,22 +223,33 @@ class Data:
     def caches(self) -> list[Tensor]:
         """k_cache and v_cache.
 
-        For one sequence they are static caches [1, kv_heads, tokens, head_dim], as in transformers. For several
-        sequences they are paged caches [pages, PAGE, kv_heads, head_dim], with slots.
+        They are static caches [1, kv_heads, tokens, head_dim], as in transformers, or paged caches
+        [pages, PAGE, kv_heads, head_dim], with slots: each sequence has as many pages as its tokens may need.
         """
-        case = self.case
-        if case.batch == 1:
-            shape = 1, case.kv_heads, CACHE, case.head_dim
+        case, dtype = self.case, getattr(torch, self.case.cache_dtype or self.case.dtype)
+        if case.paged:
+            each = 1 + (case.seq + PAGE - 2) // PAGE
+            shape = 4 * case.batch * each, PAGE, case.kv_heads, case.head_dim
+            pages = torch.randperm(shape[0], device=self.device)[: case.batch * each].view(case.batch, each)
+            page, place = self.positions.long() // PAGE, self.positions.long() % PAGE
+            self.slots = pages.gather(1, page - page[:, :1]) * PAGE + place
         else:
-            shape = 4 * case.batch, PAGE, case.kv_heads, case.head_dim
-            self.slots = torch.randperm(shape[0] * PAGE, device=self.device)[: case.batch].view(case.batch, 1)
-        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv"]
+            shape = 1, case.kv_heads, CACHE, case.head_dim
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in "kv"]
 
     def written(self) -> list[Tensor]:
-        """Returns k and v as they were written to the caches."""
-        if self.case.batch == 1:
+        """Returns k and v as they were written to the caches, or as they are read from quantised caches."""
+        if not self.case.paged:
             return [cache.transpose(1, 2)[:, self.positions[0].long()] for cache in self.caches]
-        return [cache.flatten(0, 1)[self.slots] for cache in self.caches]
+        found = [as_bytes(cache).flatten(0, 1)[self.slots].view(cache.dtype) for cache in self.caches]
+        if self.case.op != "quantised cache":
+            return found
+        return [x.float() * scale for x, scale in zip(found, self.scales, strict=True)]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Returns a tensor of numbers of one byte as uint8, because PyTorch does not index float8."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 def noise(shape: tuple, dtype: torch.dtype, device: str) -> Tensor:
@@ -277,19 +311,38 @@ def what_is_wrong(case: Case, results: list[Tensor], expected: list[Tensor]) -> 
     """Returns why results are wrong, or an empty string if they are right. Both arguments are for the same tokens.
 
     A result is wrong if its error is larger than rounding explains: the rounding of each intermediate number, and of an
-    angle of several thousand radians in float32.
+    angle of several thousand radians in float32. A number from a quantised cache may also be off by half a step of the
+    cache.
     """
     if len(results) != len(expected):
         return f"the number of results is {len(results)} but must be {len(expected)}"
     info = torch.finfo(getattr(torch, case.dtype))
-    for got, want in zip(results, expected, strict=True):
+    for number, (got, want) in enumerate(zip(results, expected, strict=True)):
         got = got if got.ndim == 4 else got.reshape(want.shape)
         if got.shape != want.shape:
             return f"a result has shape {tuple(got.shape)} but must have {tuple(want.shape)}"
         # Rotated heads are as large as the inputs. Sums over tokens are larger, and have larger errors.
         size = want.abs().amax().clamp(min=1.0)
-        error = (got.double() - want).abs().max() / size
+        error = (got.double() - want).abs()
+        if case.op == "quantised cache" and number > 0:
+            error = error - half_step(case.cache_dtype, want)
+        error = error.max() / size
         # The condition is negated, so that NaN is wrong too.
         if not error <= max(8 * info.eps, 8e-4 if case.seq <= 8192 else 1e-7 * case.seq):
             return f"the error is {error * size:.2g} and the largest expected number is {size:.2g}"
     return ""
+
+
+def scale_of(dtype: str) -> float:
+    """Returns the scale of a quantised cache. No rotated number is as large as 8, so none is saturated."""
+    return 8 / LARGEST[dtype]
+
+
+def half_step(dtype: str, x: Tensor) -> Tensor:
+    """Returns half the distance of the numbers of a quantised cache near x, times the scale."""
+    scale = scale_of(dtype)
+    if dtype == "int8":
+        return torch.full_like(x, scale / 2)
+    info = torch.finfo(getattr(torch, dtype))
+    exponent = torch.frexp((x / scale).abs().clamp(min=info.tiny)).exponent - 1
+    return scale * info.eps / 2 * torch.exp2(exponent.double())

@@ -24,10 +24,11 @@ from torch.nn import functional as F
 
 import torch_rope  # noqa: F401  torch.ops.rope
 
-from .cases import BASE, CACHE, EPS, PAGE, Case, Data
+from .cases import BASE, CACHE, EPS, LARGEST, PAGE, Case, Data, as_bytes
 
 rope = torch.ops.rope
 OURS = "torch_rope"
+EVERY_NORM = "norm", "norm over heads"
 EVERY_CACHE = "cache", "norm cache"
 
 
@@ -109,7 +110,7 @@ def check_cuda(data: Data, module: str) -> None:
 # ---- Rotation ----
 
 
-@adapter("copy", "rotate", "norm", "learned")
+@adapter("copy", "rotate", *EVERY_NORM, "learned")
 def copy(case: Case, data: Data) -> Run:
     """The limit: reads and writes q and k once (in training twice), into existing memory."""
     pairs = [(torch.empty_like(x), x) for x in (data.q, data.k)] * (2 if case.mode == "training" else 1)
@@ -125,6 +126,11 @@ def our_angles(data: Data, source: str) -> tuple:
     """Returns (cos, sin, inv_freq, positions)."""
     tables = (data.cos, data.sin, None) if source == "tables" else (None, None, data.inv_freq)
     return *tables, data.positions
+
+
+def flags_of(case: Case) -> dict:
+    """Returns the keyword arguments of a rotation. A default is not passed, because that takes time."""
+    return {"interleaved": True} if case.interleaved else {}
 
 
 @adapter(OURS + " inv_freq", source="inv_freq")
@@ -475,18 +481,22 @@ def least(case: Case, data: Data, threads: int) -> Run:
 
 
 def rms_norms(tensors, weights) -> list[Tensor]:
-    return [F.rms_norm(x, x.shape[-1:], w, EPS) for x, w in zip(tensors, weights, strict=True)]
+    """Normalises each head, or all heads of a token together if the weights are [heads, head_dim]."""
+    return [F.rms_norm(x, x.shape[-w.ndim :], w, EPS) for x, w in zip(tensors, weights, strict=True)]
 
 
-@adapter(OURS, "norm")
+@adapter(OURS, *EVERY_NORM)
 def norm_rotate_qk(case: Case, data: Data) -> Run:
-    return run_of(case, data, partial(rope.norm_rotate_qk, cos=data.cos, sin=data.sin), more=tuple(data.weights))
+    forward = partial(rope.norm_rotate_qk, cos=data.cos, sin=data.sin, **flags_of(case))
+    return run_of(case, data, forward, more=tuple(data.weights))
 
 
-@adapter("rms_norm, then " + OURS, "norm")
+@adapter("rms_norm, then " + OURS, *EVERY_NORM)
 def rms_norm_rotate_qk(case: Case, data: Data) -> Run:
+    flags = flags_of(case)
+
     def forward(q, k, *weights):
-        return rope.rotate_qk(*rms_norms((q, k), weights), data.cos, data.sin)
+        return rope.rotate_qk(*rms_norms((q, k), weights), data.cos, data.sin, **flags)
 
     return run_of(case, data, forward, more=tuple(data.weights))
 
@@ -516,17 +526,43 @@ def transformers_norm(case: Case, data: Data, compile=False) -> Run:
     return run_of(case, data, forward, more=weights, after=data.wide_rows, compiled=compile)
 
 
-# ---- Rotation and the write of k and v to a cache, with and without QK-norm ----
+def wan(q, k, q_weight, k_weight, cos, sin) -> list[Tensor]:
+    """Does what Wan's attention in diffusers does to q and k. diffusers has no function for it that could be called."""
+
+    def rotate(x):
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        c, s = cos[..., 0::2], sin[..., 1::2]
+        out = torch.empty_like(x)
+        out[..., 0::2] = a * c - b * s
+        out[..., 1::2] = a * s + b * c
+        return out.type_as(x)
+
+    rows = [x.flatten(2) for x in (q, k)]
+    rows = rms_norms(rows, (q_weight.flatten(), k_weight.flatten()))
+    return [rotate(row.unflatten(2, x.shape[2:])) for row, x in zip(rows, (q, k), strict=True)]
+
+
+@adapter("diffusers compiled", "norm over heads", compile=True)
+@adapter("diffusers", "norm over heads")
+def diffusers(case: Case, data: Data, compile=False) -> Run:
+    """Wan's norm of a token's row and its rotation. The tables are float32 and have each number twice."""
+    tables = [t.repeat_interleave(2, -1)[:, :, None] for t in data.rows]
+    return run_of(
+        case, data, compiled(wan) if compile else wan, more=tuple(data.weights), after=tables, compiled=compile
+    )
+
+
+# ---- Rotation and the write of k and v to a cache, with and without QK-norm, quantised or not ----
 
 
 @adapter("copy", *EVERY_CACHE)
 def copy_into_cache(case: Case, data: Data) -> Run:
     """The limit: reads and writes q, k and v once."""
     caches, q_copy = data.caches, torch.empty_like(data.q)
-    if case.batch == 1:
-        targets = [cache.transpose(1, 2)[:, : case.seq] for cache in caches]
+    if case.paged:
+        targets = [cache.flatten(0, 1)[: case.tokens].view_as(data.k) for cache in caches]
     else:
-        targets = [cache.flatten(0, 1)[: case.tokens].unsqueeze(1) for cache in caches]
+        targets = [cache.transpose(1, 2)[:, : case.seq] for cache in caches]
 
     def call():
         q_copy.copy_(data.q)
@@ -542,33 +578,46 @@ def cache_run(case: Case, data: Data, call: Callable, **options) -> Run:
     return Run(call, lambda q: [q, *data.written()], context=torch.inference_mode, **options)
 
 
-@adapter(OURS, *EVERY_CACHE)
+@adapter(OURS, *EVERY_CACHE, "quantised cache")
 def rotate_into_cache(case: Case, data: Data) -> Run:
-    caches = [cache.transpose(1, 2) if case.batch == 1 else cache for cache in data.caches]
+    caches = [cache if case.paged else cache.transpose(1, 2) for cache in data.caches]
     weights = getattr(data, "weights", ())
     arguments = data.q, data.k, data.v, *caches, data.cos, data.sin, None, data.positions, 0, data.slots, *weights
+    scales = dict(zip(("k_scale", "v_scale"), data.scales, strict=True)) if case.op == "quantised cache" else {}
 
     def call():
-        rope.rotate_into_cache_(*arguments)
+        rope.rotate_into_cache_(*arguments, **scales)
         return data.q
 
     return cache_run(case, data, call, in_place=True)
 
 
-def targets_of(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor]:
-    """Returns the arguments of write: the caches, their dimension of tokens, and the index of each token there."""
-    if case.batch == 1:
-        return [cache.transpose(1, 2) for cache in data.caches], 1, data.positions[0]
-    return [cache.flatten(0, 1) for cache in data.caches], 0, data.slots.flatten()
+def targets_of(case: Case, data: Data) -> tuple[list[Tensor], int, Tensor, list[Tensor]]:
+    """Returns the arguments of write: the caches, their dimension of tokens, the index of each token there, and the
+    scales of quantised caches."""
+    scales = getattr(data, "scales", [])
+    if case.paged:
+        return [cache.flatten(0, 1) for cache in data.caches], 0, data.slots.flatten(), scales
+    return [cache.transpose(1, 2) for cache in data.caches], 1, data.positions[0], scales
 
 
-def write(kv: tuple, caches: list[Tensor], dim: int, index: Tensor) -> None:
-    """Writes k and v to the caches by index_copy_, as transformers' StaticCache does."""
+def quantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a quantised cache stores for x."""
+    largest = LARGEST[str(dtype).removeprefix("torch.")]
+    quotient = (x / scale).clamp(-largest, largest)
+    return (quotient if dtype.is_floating_point else quotient.round()).to(dtype)
+
+
+def write(kv: tuple, caches: list[Tensor], dim: int, index: Tensor, scales: list[Tensor]) -> None:
+    """Writes k and v to the caches by index_copy_, as transformers' StaticCache does. Quantises them if there are
+    scales."""
+    if scales:
+        kv = [quantised(x, scale, cache.dtype) for x, scale, cache in zip(kv, scales, caches, strict=True)]
     for cache, x in zip(caches, kv, strict=True):
-        cache.index_copy_(dim, index, x if dim else x[:, 0])
+        as_bytes(cache).index_copy_(dim, index, as_bytes(x if dim else x.flatten(0, 1)))
 
 
-@adapter(OURS + ", then index_copy_", *EVERY_CACHE)
+@adapter(OURS + ", then index_copy_", *EVERY_CACHE, "quantised cache")
 def rotate_then_write(case: Case, data: Data) -> Run:
     """torch_rope with separate operators, which rotate and then write."""
     targets, angles = targets_of(case, data), (data.cos, data.sin, None, data.positions)
@@ -594,8 +643,8 @@ def layer(q, k, v, weights, cos, sin, *targets) -> Tensor:
     return q
 
 
-@adapter("transformers compiled", *EVERY_CACHE, compile=True)
-@adapter("transformers", *EVERY_CACHE)
+@adapter("transformers compiled", *EVERY_CACHE, "quantised cache", compile=True)
+@adapter("transformers", *EVERY_CACHE, "quantised cache")
 def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
     """A layer of transformers. If it is compiled, it is one graph."""
     arguments = data.q, data.k, data.v, getattr(data, "weights", None), *data.wide_rows, *targets_of(case, data)
@@ -637,8 +686,10 @@ def flashinfer_into_cache(case: Case, data: Data) -> Run:
     from flashinfer.page import append_paged_kv_cache
     from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
-    if case.batch == 1:
+    if not case.paged:
         raise NotImplementedError("it takes no static cache with the heads first")
+    if case.seq > 1:
+        raise NotImplementedError("it is only for decode steps")
     caches, table = tuple(data.caches), torch.cat([data.cos, data.sin], -1)
     each = torch.arange(case.batch + 1, device="cuda").int()
     slots = data.slots.flatten().int()

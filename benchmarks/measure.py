@@ -14,7 +14,7 @@ from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cases import Case, Data, right_answer, what_is_wrong
-from .implementations import ADAPTERS, EVERY_CACHE, Run
+from .implementations import ADAPTERS, Run
 
 ROUNDS, SECONDS = 11, 2.0  # the largest number of rounds of a case in a pass, and their approximate time
 LONG = 4.0  # seconds; a call that takes longer is timed once
@@ -55,7 +55,7 @@ def measure(
     for name, make in makers.items():
         starting(name)
         try:
-            if case.op in ("rotate", *EVERY_CACHE):  # some implementations work in place, so q and k are restored
+            if case.op == "rotate" or "cache" in case.op:  # some implementations work in place, so q and k are restored
                 fresh = Data(case, device)
                 sets[0].q.copy_(fresh.q)
                 sets[0].k.copy_(fresh.k)
@@ -195,7 +195,8 @@ class Counter(TorchDispatchMode):
         if func.namespace == "rope":
             moved, flops = self.ours(func, args)
         elif name in SPARSE:
-            moved, flops = 2 * min(size(t) for t in given + made if t.is_floating_point()), 0
+            # A number is a floating-point number or has one byte; an index is neither.
+            moved, flops = 2 * min(size(t) for t in given + made if t.is_floating_point() or t.itemsize == 1), 0
         else:
             written = made or [a for a, of in zip(args, func._schema.arguments, strict=False) if of.is_write]
             read = given[1:] if name == "copy_" else given
@@ -211,13 +212,17 @@ class Counter(TorchDispatchMode):
         Heads are read and written once. Only the table rows and the cells of the call's tokens count.
         """
         case, by_name = self.case, dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        heads = [
-            x for name, x in by_name.items() if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name
-        ]
-        rotated = [x for name, x in by_name.items() if name in ("q", "k")]
+        heads = {
+            name: x
+            for name, x in by_name.items()
+            if isinstance(x, torch.Tensor) and x.ndim >= 3 and "cache" not in name
+        }
         norm = any("norm_weight" in name and x is not None for name, x in by_name.items())
         backward = "backward" in func._schema.name
-        moved = sum(size(x) for x in heads) + sum(size(x) for x in (rotated if backward else heads))
+        written = {name: x for name, x in heads.items() if name in ("q", "k")} if backward else heads
+        moved = sum(size(x) for x in heads.values())
+        # k and v are written in the dtype of their caches.
+        moved += sum(size(x) // x.itemsize * by_name.get(f"{name}_cache", x).itemsize for name, x in written.items())
         return moved + case.rows * case.rotary_dim * 4, case.flops_of(norm)
 
 

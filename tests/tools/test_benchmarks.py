@@ -46,16 +46,37 @@ def test_every_implementation_is_right_or_skipped_with_a_reason(name, measured):
     assert found["torch_rope"]["status"] == "timed"
 
 
-def test_a_compiled_implementation_is_right(measured):
-    case = small(cases.Case("x"))
-    assert measured(case, ["transformers compiled"])["transformers compiled"]["status"] == "timed"
+@pytest.mark.parametrize(
+    "group, name",
+    [
+        ("decode", "transformers compiled"),
+        ("quantised", "transformers compiled"),
+        ("norm-over-heads", "diffusers compiled"),
+    ],
+)
+def test_a_compiled_implementation_is_right(group, name, measured):
+    case = [case for case in SMALL.values() if case.group == group][-1]
+    assert measured(case, [name])[name]["status"] == "timed"
+
+
+def of_cache(op: str) -> dict:
+    """Returns the arguments of Case that a cache needs, or nothing for another op."""
+    return {"positions": "int64", "cache_dtype": "int8" * (op == "quantised cache")} if "cache" in op else {}
 
 
 @pytest.mark.parametrize(
-    "op, mode", [("rotate", "inference"), ("rotate", "training"), ("norm", "training"), ("cache", "inference")]
+    "op, mode",
+    [
+        ("rotate", "inference"),
+        ("rotate", "training"),
+        ("norm", "training"),
+        ("norm over heads", "training"),
+        ("cache", "inference"),
+        ("quantised cache", "inference"),
+    ],
 )
 def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
-    case = cases.Case("x", 5, op=op, mode=mode, positions="int64" * (op == "cache"))
+    case = cases.Case("x", 5, op=op, mode=mode, **of_cache(op))
     right = implementations.ADAPTERS[op, "torch_rope"]
 
     def pair_of_neighbours(case, data):
@@ -63,7 +84,7 @@ def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
 
     def stale(case, data):  # returns its inputs unchanged
         run = right(case, data)
-        return dataclasses.replace(run, call=lambda: data.q if op == "cache" else [data.q, data.k])
+        return dataclasses.replace(run, call=lambda: data.q if "cache" in op else [data.q, data.k])
 
     if op == "rotate":
         monkeypatch.setitem(implementations.ADAPTERS, (op, "wrong"), pair_of_neighbours)
@@ -72,6 +93,30 @@ def test_a_wrong_implementation_is_not_timed(op, mode, measured, monkeypatch):
     found = measured(case, ["stale", "torch_rope"])
     assert found["stale"]["status"] == "wrong" and "samples_us" not in found["stale"]
     assert found["torch_rope"]["status"] == "timed"
+
+
+@pytest.mark.parametrize("dtype", cases.LARGEST)
+def test_another_scale_of_a_quantised_cache_is_wrong(dtype, measured, monkeypatch):
+    case = cases.Case("x", 5, op="quantised cache", positions="int64", cache_dtype=dtype)
+    right = implementations.ADAPTERS["quantised cache", "torch_rope"]
+
+    def other_scale(case, data):
+        scales, data.scales = data.scales, [data.scales[0], data.scales[1] * 1.25]
+        run = right(case, data)
+        data.scales = scales
+        return run
+
+    monkeypatch.setitem(implementations.ADAPTERS, ("quantised cache", "other scale"), other_scale)
+    assert measured(case, ["other scale"])["other scale"]["status"] == "wrong"
+
+
+def test_bytes_of_a_quantised_cache_are_counted(measured):
+    """q, k and v are read and q is written in bfloat16; k and v are written as int8; there are 64 rows of tables."""
+    case = cases.Case("x", 64, op="quantised cache", positions="int64", cache_dtype="int8")
+    numbers, kv = 64 * 128, 64 * 8 * 128
+    found = measured(case, ["torch_rope"])["torch_rope"]
+    assert found["moved_bytes"] == 2 * numbers * (32 + 32 + 8 + 8) + 2 * kv + 64 * 64 * 2 * 4
+    assert found["needed_bytes"] == found["moved_bytes"] + 8 * 64
 
 
 def test_launches_memory_and_bytes_of_a_call_are_counted(measured):

@@ -155,6 +155,33 @@ def test_a_cell_that_must_not_be_written_is_found(device, monkeypatch):
     assert failed and all("v_cache: the error is" in result["error"] for result in failed)
 
 
+def test_a_wrong_scale_is_found(device, monkeypatch):
+    write = rope.rotate_into_cache_
+
+    def broken(*args, v_scale=None, **kwargs):
+        write(*args, v_scale=v_scale if v_scale is None else 1.1 * v_scale, **kwargs)
+
+    monkeypatch.setattr(rope, "rotate_into_cache_", broken)
+    check = checks.Check(torch.device(device), quick=True)
+    results = [*found_by(check, "quantised caches bfloat16"), *found_by(check, "quantised caches, extremes")]
+    failed = [result["case"] for result in results if result["status"] == "failed"]
+    for dtype in check.cache_dtypes:
+        assert str(dtype) in failed and any(case.endswith(f"'{dtype}')") for case in failed)
+    assert not any(case.endswith("'None')") for case in failed)  # their v is not quantised
+
+
+def test_a_norm_of_each_head_by_itself_is_found(device, monkeypatch):
+    norm = rope.norm_rotate_qk
+
+    def broken(q, k, q_norm_weight, k_norm_weight, *args, **kwargs):
+        return norm(q, k, q_norm_weight[0], k_norm_weight[0], *args, **kwargs)
+
+    monkeypatch.setattr(rope, "norm_rotate_qk", broken)
+    names = "norm over all heads bfloat16", "gradient, norm over all heads bfloat16"
+    results = found_by(checks.Check(torch.device(device), quick=True), *names)
+    assert len(results) > 6 and all(result["status"] == "failed" for result in results)
+
+
 @pytest.mark.parametrize("name", ["meta", "tpu", "nonsense:3", "cpu:"])
 def test_a_missing_device_is_reported_in_one_line(name, capsys):
     assert selfcheck.main(["--device", name]) == 2
@@ -167,7 +194,7 @@ def test_speeds_are_measured(device, monkeypatch):
     medians = speed.medians
     monkeypatch.setattr(speed, "medians", lambda check, contenders, seconds: medians(check, contenders, 0))
     results = found_by(checks.Check(torch.device(device)), "speed", "decode", *programs.FIRST)
-    assert len(results) == len(speed.CALLS) + 4 and all(result["status"] == "passed" for result in results), results
+    assert len(results) == len(speed.CALLS) + 5 and all(result["status"] == "passed" for result in results), results
 
 
 def test_what_a_machine_cannot_do_is_skipped_with_the_reason(device, monkeypatch):

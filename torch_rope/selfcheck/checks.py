@@ -22,6 +22,9 @@ from torch_rope.frequencies import on_device
 
 rope = torch.ops.rope
 HALF = torch.float16, torch.bfloat16
+# The dtypes of quantised caches, and their least and largest numbers.
+QUANTISED = {torch.float8_e4m3fn: (-448, 448), torch.float8_e5m2: (-57344, 57344), torch.int8: (-128, 127)}
+QUOTIENT_ERROR = 2e-6  # the largest error of a number before it is quantised, as a part of its pair's magnitude
 ANGLE_ERROR = 5e-7  # the largest error of cos and sin that are computed from inv_freq at positions below 2^24
 
 
@@ -64,6 +67,12 @@ def magnitude(result: Tensor, options: dict) -> Tensor:
     return torch.cat([rest[0], size, rest[1]], -1)
 
 
+def ulp(dtype: torch.dtype, size: Tensor) -> Tensor:
+    """Returns the distance between neighbouring numbers of a floating-point dtype, at the given size."""
+    info = torch.finfo(dtype)
+    return info.eps * torch.exp2(torch.frexp(size.clamp(min=info.tiny)).exponent.double() - 1)
+
+
 def in_parts(rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns frequencies for results of dtype in two parts. For float64 the second is 0, because the expected angle is
     a product in float64, which then is exact."""
@@ -75,16 +84,24 @@ def in_parts(rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def right(op: str, xs: list[Tensor], options: dict) -> list[tuple[Tensor, Tensor]]:
     """Returns the expected results: pairs of a result and the magnitude of each channel's pair.
 
-    The results are those of x or q, of q and k, or of q and both caches.
+    The results are those of x or q, of q and k, or of q and both caches. What a quantised cache stores is not rounded.
     """
+    dtypes = [x.dtype for x in xs[3:]]
     xs, options = list(map(exact, xs)), {name: exact(value) for name, value in options.items()}
     if "cache" in op:
-        q, k, v, k_cache, v_cache = xs
-        before = k_cache.clone()
-        reference.rotate_into_cache(*xs, **options)
-        written = k_cache != before  # all other cells must keep their bits, and v is copied bit for bit
-        sizes = magnitude(q, options), magnitude(k_cache, options) * written, torch.zeros_like(v_cache)
-        return list(zip((q, k_cache, v_cache), sizes, strict=True))
+        scales = options.pop("k_scale", None), options.pop("v_scale", None)
+        caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in xs[3:]]
+        reference.rotate_into_cache(*xs[:3], *caches, **options)
+        # Without a norm, v is copied bit for bit.
+        sizes = magnitude(caches[0], options), caches[1].abs() * options["norm_v"]
+        results = [(xs[0], magnitude(xs[0], options))]
+        for new, size, old, scale, dtype in zip(caches, sizes, xs[3:], scales, dtypes, strict=True):
+            unwritten = new.isnan()  # these cells must keep their bits
+            if scale is not None:
+                scale = scale.expand(new.shape[-2])[:, None]
+                new, size = (new / scale).clamp(*QUANTISED[dtype]), size.maximum(new.abs()) / scale
+            results.append((torch.where(unwritten, old, new), size.masked_fill(unwritten, 0.0)))
+        return results
     outs = reference.norm_rotate_qk(*xs, **options) if "norm" in op else [reference.rotate(x, **options) for x in xs]
     return [(out, magnitude(out, options)) for out in outs]
 
@@ -156,6 +173,7 @@ class Check:
     def __init__(self, device: torch.device, quick: bool = False):
         self.device, self.quick = device, quick
         self.dtypes = [torch.float32, *HALF] + ([torch.float64] if device.type != "mps" else [])  # Metal has no float64
+        self.cache_dtypes = list(QUANTISED) if device.type != "mps" else [torch.int8]  # and no float8
         self.worst = (-1.0, "")  # the largest error so far: its part of the allowed error, and a text
         self.before_call: Callable[[str], None] = lambda text: None
         self.after_call: Callable[[], None] = lambda: None
@@ -188,9 +206,14 @@ class Check:
 
     def near(self, actual: Tensor, expected: Tensor, size: Tensor, ulps: float, part: float = 0.0) -> None:
         """Raises AssertionError unless the error is at most this many ulps at the given size, plus part * size."""
-        info = torch.finfo(actual.dtype)
-        step = info.eps * torch.exp2(torch.frexp(size.clamp(min=info.tiny)).exponent.double() - 1)
+        step = ulp(actual.dtype, size)
         self.within(actual, expected, ulps + part * size / step, step, " ulp")
+
+    def nearest(self, actual: Tensor, expected: Tensor, size: Tensor) -> None:
+        """Raises AssertionError unless the numbers of a quantised cache are the nearest ones to the expected numbers."""
+        floating = actual.dtype.is_floating_point
+        step = ulp(actual.dtype, expected.abs()) if floating else torch.ones_like(expected)
+        self.within(actual, expected, 0.5 + QUOTIENT_ERROR * size / step, step, " ulp")
 
     def near_largest(self, name: str, actual: Tensor, expected: Tensor, part: float = 0.0, ulps: float = 12) -> None:
         """Raises AssertionError unless a gradient's error is a few ulps of its largest element."""
@@ -238,8 +261,11 @@ class Check:
             found["positions"] = positions.to(self.device)
         return found | {"offset": {0: 3, 2: -2, 5: 100000, 7: 8}.get(source, 0)}
 
-    def arguments(self, op: str, dtype: torch.dtype, number: int):
-        """Returns the arguments of a case: ([q, k, v], options, the random generator for further choices)."""
+    def arguments(self, op: str, dtype: torch.dtype, number: int, over_heads: bool = False):
+        """Returns the arguments of a case: ([q, k, v], options, the random generator for further choices).
+
+        If over_heads is True, there is a norm, and it normalises all heads of a token together.
+        """
         torch.manual_seed(number)
         pick, make = random.Random(number), partial(self.make, dtype=dtype)
         (b, s, *heads, d, rotary_dim, rotary_start), source, interleaved = CASES[number]
@@ -257,38 +283,52 @@ class Check:
         options = self.angles(source, b, s, heads[0], rotary_dim, dtype)
         options |= {"interleaved": interleaved, "attention_factor": pick.choice((1.0, 1.7))}
         options["rotary_start"] = rotary_start
-        if "norm" in op or ("cache" in op and pick.random() < 0.5):
+        if "cache" in op:
+            options["norm_v"] = pick.random() < 0.5
+        if "norm" in op or over_heads or ("cache" in op and pick.random() < 0.5):
             of = pick.choice((dtype, torch.float32))
-            options |= {"q_norm_weight": self.make(d, dtype=of), "k_norm_weight": self.make(d, dtype=of)}
-            options["norm_eps"] = pick.choice((1e-6, 0.01))
+            for name, x in zip(("q_norm_weight", "k_norm_weight"), qkv, strict=False):
+                options[name] = self.make(*x.shape[-2 if over_heads else -1 :], dtype=of)
         elif "cache" not in op:
             options["inverse"] = pick.random() < 0.5
+        if "q_norm_weight" in options or "norm_v" in options:
+            options["norm_eps"] = pick.choice((1e-6, 0.01))
         return qkv, options, pick
 
-    def caches(self, k, v, options, pick):
-        """Returns ([k_cache, v_cache], options), where options contains slots, or nothing."""
+    def caches(self, k, v, dtypes, options, pick):
+        """Returns ([k_cache, v_cache], options), where options contains slots, or nothing. The caches have these dtypes."""
         x = k if k.dim() == 4 else k[None]
         b, s, h, d = x.shape
         by_position = "cos" in options and options["cos"].dim() == 2 and pick.random() < 0.5
         n, m = (b + 1, s + 40) if by_position else (b * s // 16 + 2, 16)
-        layout, make = pick.choice(CACHES), partial(self.make, dtype=k.dtype)
-        caches = layout(make, n, m, h, d)
-        if k.shape != v.shape:
-            caches = caches[0], layout(make, n, m, *v.shape[-2:])[1]
+        layout = pick.choice(CACHES)
+        caches = layout(partial(self.make, dtype=dtypes[0]), n, m, h, d)
+        if k.shape != v.shape or dtypes[0] != dtypes[1]:
+            caches = caches[0], layout(partial(self.make, dtype=dtypes[1]), n, m, *v.shape[-2:])[1]
         if by_position:
             return [t[0] for t in caches] if b == 1 and pick.random() < 0.5 else caches, {}
         cells = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(n * m)[: b * s].view(b, s))
         return caches, {"slots": cells.to(pick.choice((torch.int32, torch.int64))).to(self.device)}
 
+    def scale(self, dtype: torch.dtype, heads: int) -> Tensor:
+        """Returns a scale for a quantised cache. With it, some normally distributed numbers are saturated."""
+        return ((0.5 + torch.rand(heads)) * 3 / QUANTISED[dtype][1]).to(self.device)
+
     # -- cases --
 
-    def value(self, op: str, dtype: torch.dtype, number: int) -> None:
-        """Checks all results of an operator, and that it changes nothing else."""
-        (q, k, v), options, pick = self.arguments(op, dtype, number)
+    def value(self, op: str, dtype: torch.dtype, number: int, over_heads=False, cache_dtypes=(None, None)) -> None:
+        """Checks all results of an operator, and that it changes nothing else.
+
+        A dtype of None means that this cache is not quantised.
+        """
+        (q, k, v), options, pick = self.arguments(op, dtype, number, over_heads)
         xs = [q] if op in ("rotate", "rotate_") else [q, k]
         if "cache" in op:
-            caches, slots = self.caches(k, v, options, pick)
+            caches, slots = self.caches(k, v, [of or dtype for of in cache_dtypes], options, pick)
             xs, options = [q, k, v, *caches], options | slots
+            for name, cache in zip(("k_scale", "v_scale"), caches, strict=True):
+                if cache.dtype in QUANTISED:
+                    options[name] = self.scale(cache.dtype, pick.choice((1, cache.shape[-2])))
         results = right(op, xs, options)
         if "cache" in op:
             results[1:1] = None, None  # k and v
@@ -296,15 +336,18 @@ class Check:
         outs = self.call(op, *xs, **options)
         in_place = op.endswith("_")
         outs = xs if in_place else outs if isinstance(outs, tuple) else (outs,)
-        ulps = 6 if "q_norm_weight" in options else 2 if options["attention_factor"] == 1.0 else 3
+        ulps = 6 if "norm_eps" in options else 2 if options["attention_factor"] == 1.0 else 3
         part = ANGLE_ERROR if "inv_freq" in options else 0.0
         # In float64 the expected result has an error of its own.
         bound = {torch.float32: (ulps, part), torch.float64: (ulps + 2,)}
         for name, x, out, e in zip(("q", "k", "v", "k_cache", "v_cache"), xs, outs, results):  # noqa: B905
             if e:
                 with describing(name):
-                    self.near(out, *e, *bound.get(dtype, (1,)))
-                demand(out.dtype == dtype, f"the result is {out.dtype} but must be {dtype}")
+                    if out.dtype in QUANTISED:
+                        self.nearest(out, *e)
+                    else:
+                        self.near(out, *e, *bound.get(dtype, (1,)))
+                demand(out.dtype == x.dtype, f"the result is {out.dtype} but must be {x.dtype}")
                 strides = torch.empty_like(x).stride()
                 demand(in_place or out.stride() == strides, f"the strides are {out.stride()} but must be {strides}")
         written = [x for x, e in zip(xs, results, strict=True) if in_place and e]
@@ -312,9 +355,9 @@ class Check:
             if not any(t is x for x in written):
                 self.same([t], [old])
 
-    def gradient(self, op: str, dtype: torch.dtype, number: int) -> None:
+    def gradient(self, op: str, dtype: torch.dtype, number: int, over_heads: bool = False) -> None:
         """Compares gradients with those of the reference, in ulps at the largest gradient."""
-        qkv, options, _ = self.arguments(op, dtype, number)
+        qkv, options, _ = self.arguments(op, dtype, number, over_heads)
         xs = qkv[:1] if op == "rotate" else qkv[:2]
         weights = [options.pop(name) for name in ("q_norm_weight", "k_norm_weight") if name in options]
         leaves = [t.detach().requires_grad_() for t in (*xs, *weights)]
@@ -357,7 +400,6 @@ class Check:
         """Checks that eager rounding gives the bits of torch's operators, up to the order of a norm's sum."""
         q, k = (self.make(2, 9, heads, 72, dtype=dtype) for heads in (5, 2))
         tables = [t.to(table_dtype) for t in self.tables(9, 48)]
-        weights = [self.make(72, dtype=of) for of in (dtype, torch.float32)]
         options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
         found, given = [], [t.cpu() for t in (q, k)]
         for f, device in ((partial(self.call, "rotate_qk"), self.device), (reference.rotate_qk, "cpu")):
@@ -366,12 +408,14 @@ class Check:
             found.append([*outs, *torch.autograd.grad(outs, leaves, [g.to(device) for g in given])])
             self.after_call()
         self.same(*found)
-        outs = self.call("norm_rotate_qk", q, k, *weights, *tables, **options)
-        expected = reference.norm_rotate_qk(*(t.cpu() for t in (q, k, *weights, *tables)), **options)
-        sizes = {"cos": tables[0], "rotary_start": 8, "interleaved": interleaved, "q_norm_weight": weights[0]}
-        for name, out, e in zip("qk", outs, map(exact, expected), strict=True):
-            with describing(name):
-                self.near(out, e, magnitude(e, sizes), 3 if dtype in HALF else 6)
+        for shapes in (((72,), (72,)), ((5, 72), (2, 72))):  # a norm of each head, and over all heads
+            weights = [self.make(*shape, dtype=of) for shape, of in zip(shapes, (dtype, torch.float32), strict=True)]
+            outs = self.call("norm_rotate_qk", q, k, *weights, *tables, **options)
+            expected = reference.norm_rotate_qk(*(t.cpu() for t in (q, k, *weights, *tables)), **options)
+            sizes = {"cos": tables[0], "rotary_start": 8, "interleaved": interleaved, "q_norm_weight": weights[0]}
+            for name, out, e in zip("qk", outs, map(exact, expected), strict=True):
+                with describing(f"{name} with weights of shape {list(shapes[0])}"):
+                    self.near(out, e, magnitude(e, sizes), 3 if dtype in HALF else 6)
 
     def axes(self, dtype: torch.dtype, position_dtype: torch.dtype) -> None:
         """Checks the tables of three axes, which are those of one axis if the other positions are 0."""
@@ -442,6 +486,24 @@ class Check:
         self.same((q[:, :, 16:], *caches), (before[0][:, :, 16:], *before[1:]))
         nan = q.isnan().cpu()
         demand(nan[1:3, :, :16].all().item() and not nan[::3].any(), "the wrong channels are NaN")
+
+    def extremes(self, cache_dtype: torch.dtype) -> None:
+        """Checks what a quantised cache stores for numbers between two of its own, for large ones, and for NaN."""
+        numbers = torch.tensor(
+            [torch.nan, torch.inf, 1e30, 465, 447, 128, 127.5, 18, 17, 2.5, 1.5, 0.5, 2**-9, 2**-10, 0]
+        )
+        v, scale = torch.cat([numbers, -numbers])[None, None] * 2, torch.tensor([2.0])
+        q, k, k_cache = (self.make(1, 1, 16) for _ in range(3))
+        v_cache = torch.zeros(v.shape, dtype=cache_dtype, device=self.device)
+        args = q, k, v.to(self.device), k_cache, v_cache, *self.tables(1, 16)
+        self.call("rotate_into_cache_", *args, v_scale=scale.to(self.device))
+        found, expected = v_cache.cpu().double(), reference.quantise(v, scale, cache_dtype).double()
+        wrong = (found != expected) & ~(found.isnan() & expected.isnan())
+        cases = ", ".join(
+            f"{n} as {a}, not {e}"
+            for n, a, e in zip(*(t[wrong].tolist() for t in (v / 2, found, expected)), strict=True)
+        )
+        demand(not cases, f"wrong numbers are stored: {cases}")
 
     def out_of_range(self) -> None:
         """Checks what happens if a position or a slot is out of range.
@@ -521,12 +583,30 @@ class Check:
                 group(f"{name} {str(dtype)[6:]}", cases(dtype))
 
         ops = ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
+
+        def over_heads(check: Callable, op: str) -> Callable[[torch.dtype], dict]:
+            return lambda dtype: {n: partial(check, op, dtype, n, over_heads=True) for n in numbers}
+
+        kinds = list(itertools.product((*self.cache_dtypes, None), repeat=2))[:-1]  # without (None, None)
+        stored = list(zip(itertools.cycle(numbers), kinds * (1 if self.quick else 6)))
+
         for op in ops:
             for_each_dtype(op, lambda dtype, op=op: {n: partial(self.value, op, dtype, n) for n in numbers})
         for op in ops[::2]:
             for_each_dtype(
                 f"gradient, {op}", lambda dtype, op=op: {n: partial(self.gradient, op, dtype, n) for n in numbers[::2]}
             )
+        for_each_dtype("norm over all heads", over_heads(self.value, "norm_rotate_qk"))
+        for_each_dtype("norm over all heads, cache", over_heads(self.value, "rotate_into_cache_"))
+        for_each_dtype("gradient, norm over all heads", over_heads(self.gradient, "norm_rotate_qk"))
+        for_each_dtype(
+            "quantised caches",
+            lambda dtype: {
+                (n, *map(str, kind)): partial(self.value, "rotate_into_cache_", dtype, n, cache_dtypes=kind)
+                for n, kind in stored
+            },
+        )
+        group("quantised caches, extremes", {dtype: partial(self.extremes, dtype) for dtype in self.cache_dtypes})
         kinds = list(itertools.product(range(len(TABLES)), (False, True), (64, 20)))
         random.Random(0).shuffle(kinds)
         kinds = kinds[:: 3 if self.quick else 1]

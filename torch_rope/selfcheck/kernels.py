@@ -19,8 +19,10 @@ FAMILIES = {  # each kernel's family, and what follows the type in its name
     "rotate": ("_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"),
     "norm_rotate": ("_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"),
     "norm_rotate_wide": ("",),
+    "norm_rotate_over_heads": ("_v4", "_v1"),
     "norm_backward": ("_v4", "_v1"),
     "norm_backward_wide": ("",),
+    "norm_backward_over_heads": ("_v4", "_v1"),
     "sum_parts": ("",),
     "table_backward": ("_v4_u32", "_v1_u32"),  # its kernels for 64 bits need tensors that are large
     "cos_sin": ("",),
@@ -77,7 +79,7 @@ def kernel(check: Check, family: str, kind: str, variant: str) -> None:
             check.near(out, e, torch.ones_like(e), 0.51, ANGLE_ERROR)
         return
     q, k = (check.make(2, 20, heads, head_dim, dtype=dtype) for heads in (5, 2))
-    weights = [check.make(head_dim) for _ in "qk"]
+    weights = [check.make(*x.shape[-2 if "over_heads" in family else -1 :]) for x in (q, k)]
     far = "u64" in variant
     cos, sin = check.tables(1 if far else 20, rotary_dim)
     given, positions = [cos, sin], None

@@ -32,7 +32,8 @@ def groups(check: Check) -> list[Group]:
         Group("two threads, new pipelines", threads, apart=True),
         Group(
             "graph capture",
-            {op: partial(graph_capture, check, op) for op in ("rotate_qk", "norm_rotate_qk")},
+            {op: partial(graph_capture, check, op) for op in ("rotate_qk", "norm_rotate_qk")}
+            | {"a scale": partial(scale_in_graph, check)},
             apart=True,
         ),
         Group("exit while work runs", {"": partial(leave_work, check)}, apart=True),
@@ -99,23 +100,46 @@ def two_threads(check: Check, different: bool) -> None:
             check.near_largest("a result", out, e)
 
 
-def graph_capture(check: Check, op: str) -> None:
-    """Captures a call in a graph, and replays it with another input."""
+def captured(check: Check, call):
+    """Captures a call in a graph. Returns the graph and what the call returned."""
     graphs = {"cuda": ("CUDAGraph", "graph"), "mps": ("MetalGraph", "metal_graph")}.get(check.device.type)
     module = getattr(torch, check.device.type, None)
     if not graphs or not all(hasattr(module, name) for name in graphs):
         raise Skip(f"this torch has no graph capture for {check.device.type}")
+    call()  # makes the pipeline before the capture
+    check.synchronize()
+    graph = getattr(module, graphs[0])()
+    with getattr(module, graphs[1])(graph):
+        outs = call()
+    return graph, outs
+
+
+def graph_capture(check: Check, op: str) -> None:
+    """Captures a call in a graph, and replays it with another input."""
     q, k, cos, sin, *weights = layer(check)
     args = [*(weights if "norm" in op else []), cos, sin]
     other = check.make(*q.shape)
-    expected = check.call(op, other, k, *args)  # also makes the pipeline before the capture
-    graph = getattr(module, graphs[0])()
-    with getattr(module, graphs[1])(graph):
-        outs = getattr(rope, op)(q, k, *args)
+    expected = check.call(op, other, k, *args)
+    graph, outs = captured(check, lambda: getattr(rope, op)(q, k, *args))
     q.copy_(other)
     graph.replay()
     check.synchronize()
     check.same(outs, expected)
+
+
+def scale_in_graph(check: Check) -> None:
+    """Captures a call that writes quantised caches, and replays it with another scale."""
+    q, k, cos, sin, *_ = layer(check)
+    caches = [torch.zeros(k.shape, dtype=torch.int8, device=check.device) for _ in "kv"]
+    scale = torch.full((1,), 0.02, device=check.device)
+    args, scales = (q, k, -k, *caches, cos, sin), {"k_scale": scale, "v_scale": scale}
+    graph, _ = captured(check, lambda: rope.rotate_into_cache_(*args, **scales))
+    scale.fill_(0.05)
+    graph.replay()
+    check.synchronize()
+    found = [cache.clone() for cache in caches]
+    check.call("rotate_into_cache_", *args, **scales)
+    check.same(found, caches)
 
 
 def leave_work(check: Check) -> None:
@@ -158,14 +182,19 @@ COMPILED = {
     "a norm": lambda q, k, cos, sin, q_weight, k_weight: [
         x * 2 for x in rope.norm_rotate_qk(-q, k, q_weight, k_weight, cos, sin)
     ],
+    "a norm over all heads": lambda q, k, cos, sin, *_: [
+        x * 2 for x in rope.norm_rotate_qk(-q, k, q[0, 0], k[0, 0], cos, sin)
+    ],
     "a cache": lambda q, k, cos, sin, *_: into_cache(q * 2, k, cos, sin),
+    "a quantised cache": lambda q, k, cos, sin, *_: into_cache(q * 2, k, cos, sin, torch.int8),
     "cos_sin": lambda q, k, cos, *_: rope.cos_sin(k[0, :, 0, 0] * 2, cos[0].abs()),
 }
 
 
-def into_cache(q, k, cos, sin):
-    caches = torch.zeros_like(k), torch.zeros_like(k)
-    rope.rotate_into_cache_(q, k, -k, *caches, cos, sin)
+def into_cache(q, k, cos, sin, quantised=None):
+    caches = [torch.zeros_like(k, dtype=quantised) for _ in "kv"]
+    scale = torch.full((1,), 0.02, device=k.device) if quantised else None
+    rope.rotate_into_cache_(q, k, -k, *caches, cos, sin, k_scale=scale, v_scale=scale, norm_v=bool(quantised))
     return q, *caches
 
 
@@ -173,7 +202,7 @@ def inductor(check: Check, name: str) -> None:
     """Compares the results and the gradients of compiled code with those of eager mode."""
     given = layer(check, torch.float16 if "pointwise" in name else torch.float32)
     torch._dynamo.reset()
-    gradients = name not in ("a cache", "cos_sin")
+    gradients = name not in ("a cache", "a quantised cache", "cos_sin")
 
     def results(function):
         leaves = [t.clone().requires_grad_(gradients and i not in (2, 3)) for i, t in enumerate(given)]

@@ -26,6 +26,8 @@ CALLS = [
     ("rotate_qk_ not in vectors", (4096,)),
     ("norm_rotate_qk", (1, 4096)),
     ("norm_rotate_qk backward", (4096,)),
+    ("norm_rotate_qk over heads", (1, 4096)),
+    ("norm_rotate_qk backward over heads", (4096,)),
     ("table backward", (4096,)),
 ]
 
@@ -34,7 +36,7 @@ def groups(check: Check) -> list[Group]:
     sizes = [(kind, tokens) for kind, all_tokens in CALLS for tokens in all_tokens]
     sizes.sort(key=lambda size: size[1])  # so that a slow device measures small sizes of all kinds
     cases = {f"{kind} [{tokens}]": partial(bandwidth, check, kind, tokens) for kind, tokens in sizes}
-    against = {op: partial(decode, check, op) for op in ("rotate_qk_", "rotate_into_cache_")}
+    against = {op: partial(decode, check, op) for op in ("rotate_qk_", "rotate_into_cache_", "rotate_into_cache_ int8")}
     return [
         Group("speed", cases, seconds=20, apart=True),
         Group("decode", against, seconds=10, apart=True),
@@ -76,16 +78,17 @@ def bandwidth(check: Check, kind: str, tokens: int) -> None:
     new = partial(torch.randn, device=check.device, dtype=DTYPE)
     q, k = (new(1, tokens, heads, DIM) for heads in (HEADS, KV_HEADS))
     cos, sin = check.tables(tokens, DIM)
-    inv_freq, weight = torch_rope.inv_freq(DIM, device=check.device), torch.ones(DIM, device=check.device)
+    inv_freq = torch_rope.inv_freq(DIM, device=check.device)
+    weights = [torch.ones(x.shape[-2 if "over heads" in kind else -1 :], device=check.device) for x in (q, k)]
     moved = 2 * bytes_of_q_and_k
     op, _, variant = kind.partition(" ")
     if kind == "table backward":
         call = partial(rope._rotate_table_backward, q, k, q, k, cos, sin)  # reads gradients and q and k
-    elif variant == "backward":  # reads gradients and q and k, and writes gradients
-        call = partial(rope._norm_rotate_qk_backward, q, k, q, k, weight, weight, cos, sin)
+    elif variant.startswith("backward"):  # reads gradients and q and k, and writes gradients
+        call = partial(rope._norm_rotate_qk_backward, q, k, q, k, *weights, cos, sin)
         moved = 3 * bytes_of_q_and_k
     elif op == "norm_rotate_qk":
-        call = partial(rope.norm_rotate_qk, q, k, weight, weight, cos, sin)
+        call = partial(rope.norm_rotate_qk, q, k, *weights, cos, sin)
     elif variant == "inv_freq":
         call = partial(rope.rotate_qk_, q, k, inv_freq=inv_freq)
     else:
@@ -106,18 +109,22 @@ def new_token(check: Check):
     return q, k, v, *check.tables(4096, DIM)
 
 
-def decode(check: Check, op: str) -> None:
+def decode(check: Check, op_and_dtype: str) -> None:
     """Measures an operator on one token, with a wait after many calls and after each call, and plain torch."""
     q, k, v, cos, sin = new_token(check)
     p = torch.tensor([[77]]).to(check.device)
-    cache = [torch.zeros(1, 256, KV_HEADS, DIM, dtype=DTYPE, device=check.device) for _ in "kv"]
+    op, _, quantised = op_and_dtype.partition(" ")
+    dtype = getattr(torch, quantised) if quantised else DTYPE
+    cache = [torch.zeros(1, 256, KV_HEADS, DIM, dtype=dtype, device=check.device) for _ in "kv"]
+    scale = torch.full((1,), 0.03, device=check.device)
     row = torch.arange(1, device=check.device)[:, None]
 
     def plain():
         new_q, new_k = reference.rotate_qk(q, k, cos, sin, positions=p)
         q.copy_(new_q)
         if "cache" in op:
-            cache[0][row, p], cache[1][row, p] = new_k, v
+            new = [reference.quantise(x, scale, dtype) for x in (new_k, v)] if quantised else (new_k, v)
+            cache[0][row, p], cache[1][row, p] = new
         else:
             k.copy_(new_k)
 
@@ -125,12 +132,13 @@ def decode(check: Check, op: str) -> None:
         call()
         check.synchronize()
 
-    ours = partial(getattr(rope, op), q, k, *([v, *cache] if "cache" in op else []), cos, sin, positions=p)
+    scales = {"k_scale": scale, "v_scale": scale} if quantised else {}
+    ours = partial(getattr(rope, op), q, k, *([v, *cache] if "cache" in op else []), cos, sin, positions=p, **scales)
     calls = [ours, plain, partial(wait_after, ours), partial(wait_after, plain)]
     with torch.no_grad():
         times = medians(check, calls, 1.0)
     for name, many, each in (("torch_rope", *times[::2]), ("plain torch", *times[1::2])):
-        check.measured("decode", {"call": op, "by": name, "us": many * 1e6, "us with a wait": each * 1e6})
+        check.measured("decode", {"call": op_and_dtype, "by": name, "us": many * 1e6, "us with a wait": each * 1e6})
 
 
 def mlx(check: Check) -> None:
