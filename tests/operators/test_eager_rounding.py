@@ -109,10 +109,15 @@ def test_any_shape(number, dtype, device):
 # ---- with a norm ----
 
 
+def together(w):
+    """Returns the dimensions over which a norm with this weight takes the mean."""
+    return (-2, -1)[-w.dim() :]
+
+
 def candidates(x, w, norm_eps):
     """Yields the normalised x for each scale that a sum in another order may give: the exact one and its neighbours."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + norm_eps).to(wide.dtype)
+    scale = torch.rsqrt(x.double().square().mean(together(w), keepdim=True) + norm_eps).to(wide.dtype)
     for ulps in range(-4, 5):
         s = scale
         for _ in range(abs(ulps)):
@@ -121,14 +126,22 @@ def candidates(x, w, norm_eps):
         yield ((normalised.to(x.dtype) if w.dtype == x.dtype else normalised) * w).to(x.dtype)
 
 
-NORM_FACTORS = FACTORS | {"q_weight": WEIGHTS, "k_weight": WEIGHTS, "norm_eps": [1e-6, 1e-2]}
+NORM_FACTORS = FACTORS | {
+    "q_weight": WEIGHTS,
+    "k_weight": WEIGHTS,
+    "over_heads": [False, True],
+    "norm_eps": [1e-6, 1e-2],
+}
 
 
 def make_norm(case, device):
     """Returns [q, k, q_norm_weight, k_norm_weight], the arguments for the angles, and the flags of a call."""
     q, k, angles, flags = make(case, device)
     flags.pop("inverse")
-    weights = [weight(case[name], q.shape[-1], q.dtype, device) for name in ("q_weight", "k_weight")]
+    weights = [
+        weight(case[name], q.shape[-1], q.dtype, device, *([x.shape[2]] if case["over_heads"] else []))
+        for name, x in (("q_weight", q), ("k_weight", k))
+    ]
     return [q, k, *weights], angles, flags
 
 
@@ -140,7 +153,7 @@ def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sum(cas
     plain = on_cpu(tables_of(angles, tensors[0]))
     for x, w, f in zip(tensors[:2], tensors[2:], found, strict=True):
         right = [
-            (reference.rotate(n, **plain, **flags) == f.cpu()).all(-1)
+            (reference.rotate(n, **plain, **flags) == f.cpu()).flatten(-w.dim()).all(-1)
             for n in candidates(x.cpu(), w.cpu(), case["norm_eps"])
         ]
         assert torch.stack(right).any(0).all()
@@ -164,9 +177,10 @@ def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, d
         if i >= 2:  # a sum over all tokens and heads, which plain operators round in the dtype of x
             torch.testing.assert_close(f, e, rtol=0, atol=float(16 * eps * e.abs().amax()))
             continue
+        axes = together(tensors[i + 2])
         # A gradient of q or k is a difference of two terms of about this size, which may be much larger.
-        scale = torch.rsqrt(tensors[i].cpu().double().square().mean(-1, keepdim=True) + case["norm_eps"])
-        term = given[i].double().abs().amax(-1, keepdim=True) * leaves[i + 2].abs().amax() * scale
+        scale = torch.rsqrt(tensors[i].cpu().double().square().mean(axes, keepdim=True) + case["norm_eps"])
+        term = given[i].double().abs().amax(axes, keepdim=True) * leaves[i + 2].abs().amax() * scale
         assert ((f - e).abs() <= 8 * eps * term).all()
         if tensors[0].dtype in (torch.bfloat16, torch.float16):
             assert (f != e).double().mean() < 4e-3 + 2 / f.numel()

@@ -28,7 +28,7 @@ void* set(const Given<n>& given, rope_int* strides) {
   return reinterpret_cast<void*>(address);
 }
 
-// What a call normalises or quantises. A call without a norm has 0, one whose heads are normalised has kNorm alone.
+// A call is normalised and quantised as these bits say: 0 without a norm, kNorm alone if each head is normalised.
 enum Features { kNorm = 1, kOverHeads = 2, kNormV = 4, kQuantisedK = 8, kQuantisedV = 16 };
 
 RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, const std::array<Side, 3>& qkv,
