@@ -56,10 +56,13 @@ try:
 except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install transformers accelerate gguf")
 
-QUANTISED = ["float8_e4m3fn", "float8_e5m2", "int8"]
-# Later tokens have larger numbers than the prompt in some heads, so a scale leaves room for them.
+# A scale leaves room for tokens after the prompt. In four chats, the numbers of later tokens were up to 1.65 times as
+# large as those of the prompt, but in nine of ten heads less than 1.3 times. What does not fit is saturated. With 1.5
+# instead of 1.25, the logits of int8 were further off.
 HEADROOM = 1.25
-BOUNDS = {"float8_e4m3fn": 5.0, "float8_e5m2": 5.0, "int8": 5.0}
+# The mean difference of logits that is allowed with each dtype of a cache, in percent of the largest logit: twice the
+# largest of the same chats. If the kernel gets the scales of k for v, the difference is 31 percent.
+BOUNDS = {"float8_e4m3fn": 4.0, "float8_e5m2": 6.0, "int8": 2.0}
 
 # ---- The decoder. Its modules are named as in GGUF, so that GGUF's weights can be loaded. ----
 
@@ -535,7 +538,7 @@ def main() -> None:
     parser.add_argument("--half-split", action="store_true", help="also run with q and k permuted to half-split pairs")
     parser.add_argument("--compile", action="store_true", help="also run with decoding under torch.compile")
     parser.add_argument(
-        "--cache", nargs="+", choices=QUANTISED, help="compare quantised caches with a bfloat16 cache instead"
+        "--cache", nargs="+", choices=BOUNDS, help="compare quantised caches with a bfloat16 cache instead"
     )
     for family in FAMILIES:
         parser.add_argument(
