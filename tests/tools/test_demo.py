@@ -26,7 +26,7 @@ def run(example: str, *arguments: str) -> list[str]:
 
 
 def demo(option: str, *more: str) -> list[str]:
-    """Runs the command of make demo that has option. make would build the extension first, which other tests use."""
+    """Runs the command of make demo that has option. make itself would build the extension, which other tests use."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     plan = subprocess.run(
         ["make", "--dry-run", "demo"], cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=True
