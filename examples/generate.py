@@ -17,13 +17,13 @@ compiles more than once.
 With --cache, the decoder runs in bfloat16, once with a bfloat16 cache and once with each quantised cache. The prompt is
 processed twice: its k and v in bfloat16 give the scales, one for each head of k and of v, and then it fills the
 quantised caches. Attention reads cache * scale. Each decoder generates its own text; then all get the tokens of the
-bfloat16 cache, and their logits are compared. The exit status is 1 if the logits with a quantised cache are off
-by more than BOUNDS on average, or if a layer does not call torch_rope once per step.
+bfloat16 cache, and their logits are compared. The exit status is 1 if the logits with a quantised cache are off by more
+than BOUNDS on average, or if a layer does not call torch_rope once per step.
 
 With --qwen3, --olmo2 and --gemma4, the logits of a small random model are compared with those of transformers. The exit
-status is 1 if they differ by more than rounding does. OLMo-2 normalises all heads of a token together, and has its other
-norms after attention and after the feed-forward network. Gemma 4 also normalises v, without a weight. The small Gemma 4
-has only layers with full attention; it has no per-layer embeddings, experts, shared caches or scales of layers.
+status is 1 if they differ by more than rounding does. OLMo-2 normalises all heads of a token together, and its other
+norms come after attention and after the feed-forward network. Gemma 4 also normalises v, without a weight. The small
+Gemma 4 has only layers with full attention; it has no per-layer embeddings, experts, shared caches or scales of layers.
 
 For your own model, copy `Layer` and `Decoder`.
 """
@@ -61,9 +61,9 @@ except ImportError as error:
 # large as those of the prompt, but in nine of ten heads less than 1.3 times. What does not fit is saturated. With 1.5
 # instead of 1.25, the logits of int8 were further off.
 HEADROOM = 1.25
-# The mean difference of logits that is allowed with each dtype of a cache, in percent of the largest logit: twice the
-# largest of the same chats. If the kernel gets the scales of k for v, the difference is 31 percent.
-BOUNDS = {"float8_e4m3fn": 4.0, "float8_e5m2": 6.0, "int8": 2.0}
+# The mean difference of logits that is allowed with each dtype of a cache, in percent of the largest logit. It is twice
+# the largest that was measured in seven chats. If the kernel gets the scales of k for v, the difference is 31 percent.
+BOUNDS = {"float8_e4m3fn": 5.5, "float8_e5m2": 6.5, "int8": 2.7}
 
 # ---- The decoder. Its modules are named as in GGUF, so that GGUF's weights can be loaded. ----
 
