@@ -25,7 +25,8 @@ OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
-	$(BIN)/python examples/generate.py --qwen3
+	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --cache float8_e4m3fn float8_e5m2 int8
+	$(BIN)/python examples/generate.py --qwen3 --olmo2 --gemma4
 
 # Trains a language model on the README by transformers alone and with torch_rope, and draws build/finetune.png.
 finetune: .venv/demo .venv/built

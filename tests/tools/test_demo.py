@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,24 +25,45 @@ def run(example: str, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_make_demo_generates_the_tokens_of_transformers_and_the_logits_of_qwen3():
-    """Runs the command of the README, if the tree is built: it must not build the extension that other tests use."""
+def demo(option: str, *more: str) -> list[str]:
+    """Runs the command of make demo that has option. make itself would build the extension, which other tests use."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    built = subprocess.run(["make", "--question", ".venv/demo", ".venv/built"], cwd=ROOT, capture_output=True)
-    if built.returncode or sys.prefix != str(ROOT / ".venv"):
-        pytest.skip("the tree is not built in .venv; make demo builds it")
-    result = subprocess.run(
-        ["make", "demo"], cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=300
+    plan = subprocess.run(
+        ["make", "--dry-run", "demo"], cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=True
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
-    table = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
-    assert table[""] == ["transformers", "torch_rope", "half-split", "compiled"]
-    assert table["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # the model has 30 layers
-    assert "All 64 tokens are equal." in lines
-    assert "Graphs compiled for 63 positions: 1." in lines
-    (line,) = [line for line in lines if line.startswith("Largest difference of logits: ")]
-    assert float(line.split()[4]) < 1e-5
+    (command,) = [line for line in plan.stdout.splitlines() if "generate.py" in line and option in line]
+    _, _, *arguments = shlex.split(command.replace("$PROMPT", "Why is the sky blue?"))
+    return run("generate.py", *arguments, *more)
+
+
+def table(lines: list[str]) -> dict[str, list[str]]:
+    return {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
+
+
+def test_the_demo_generates_the_tokens_of_transformers():
+    lines = demo("--half-split", "--tokens", "32")
+    rows = table(lines)
+    assert rows[""] == ["transformers", "torch_rope", "half-split", "compiled"]
+    assert rows["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # the model has 30 layers
+    assert "All 32 tokens are equal." in lines
+    assert "Graphs compiled for 31 positions: 1." in lines
+
+
+def test_the_demo_with_quantised_caches_predicts_nearly_what_a_bfloat16_cache_does():
+    rows = table(demo("--cache", "--tokens", "8"))
+    assert rows[""] == ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
+    assert rows["rotate_into_cache_ per step"] == ["30"] * 4
+    size, *quantised = (int(number.replace(",", "")) for number in rows["bytes of the caches"])
+    assert quantised == [size // 2] * 3
+    exact, *means = (float(percent) for percent in rows["mean difference, %"])
+    assert exact == 0
+    assert min(means) > 0
+
+
+def test_the_demo_has_the_logits_of_transformers_for_models_with_norms():
+    lines = demo("--qwen3")
+    differences = [float(line.split()[4]) for line in lines if line.startswith("Largest difference of logits: ")]
+    assert len(differences) == 3 and max(differences) < 5e-5
 
 
 def test_a_patched_smollm2_generates_the_same_tokens():
