@@ -63,8 +63,8 @@ struct RotateCall : Angles {
   const Tensor* q_out = q;
   const Tensor* k_out = k;
 
-  // The weights of the RMS norm before the rotation: [head_dim] to normalise each head, or [heads, head_dim] to normalise
-  // all heads of a token together. Both are null if there is no norm.
+  // The weights of the RMS norm before the rotation: [head_dim] to normalise each head, or [heads, head_dim] to
+  // normalise all heads of a token together. Both are null if there is no norm.
   const Tensor* q_norm_weight = nullptr;
   const Tensor* k_norm_weight = nullptr;
   double norm_eps = 0;
@@ -75,8 +75,8 @@ struct RotateCall : Angles {
   const Tensor* v = nullptr;  // [seq, v_heads, v_dim] or [batch, seq, v_heads, v_dim]
   const Tensor* v_out = nullptr;
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
-  // The numbers of a quantised cache are divided by its scale: one element, or [heads] of that cache. Null for a cache of
-  // the dtype of q.
+  // The numbers of a quantised cache are divided by its scale: one element, or [heads] of that cache. Null for a cache
+  // of the dtype of q.
   const Tensor* k_scale = nullptr;
   const Tensor* v_scale = nullptr;
   bool norm_v = false;  // each head of v is normalised, without a weight

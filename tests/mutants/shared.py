@@ -5,13 +5,30 @@ AUTOGRAD = "csrc/autograd/"
 HEADER, IN_PLACE, NORM, ROTATION, TABLES = (
     AUTOGRAD + name for name in ("autograd.h", "in_place.cpp", "norm.cpp", "rotation.cpp", "tables.cpp")
 )
-CHECKS, CALL, CALL_H, OPS, META, OVERLAP, OVERLAP_H, ANGLE, PAIRS = (
+CHECKS, CALL, CALL_H, OPS, META, OVERLAP, OVERLAP_H, ANGLE, PAIRS, QUANTISE = (
     f"csrc/{name}"
     for name in (
-        "checks.cpp", "call.cpp", "call.h", "ops.h", "ops.cpp", "overlap.cpp", "overlap.h", "angle.h", "rotation.h"
+        "checks.cpp", "call.cpp", "call.h", "ops.h", "ops.cpp", "overlap.cpp", "overlap.h", "angle.h", "rotation.h",
+        "quantise.h",
     )
 )  # fmt: skip
-FILES = [HEADER, IN_PLACE, NORM, ROTATION, TABLES, CHECKS, CALL, CALL_H, OPS, META, OVERLAP, OVERLAP_H, ANGLE, PAIRS]
+FILES = [
+    HEADER,
+    IN_PLACE,
+    NORM,
+    ROTATION,
+    TABLES,
+    CHECKS,
+    CALL,
+    CALL_H,
+    OPS,
+    META,
+    OVERLAP,
+    OVERLAP_H,
+    ANGLE,
+    PAIRS,
+    QUANTISE,
+]
 TESTS = ["tests/operators", "tests/backends/cpu", "tests/modules", "tests/pytorch"]  # the quick tests first
 
 # The files in which members are exchanged with their neighbours, and the neighbours in addition to those of neighbours.py.
@@ -80,10 +97,10 @@ MUTANTS = [
     ("one norm weight may be given without the other", CHECKS, "ROPE_CHECK_VALUE(«(call.q_norm_weight == nullptr) == (call.k_norm_weight == nullptr)»,", "true"),
     ("a message names the other norm weight", CHECKS, "                   «call.q_norm_weight» ? \"k_norm_weight is None", "call.k_norm_weight"),
     ("norm weights may have any dtype", CHECKS, "ROPE_CHECK_TYPE(«type == at::kFloat || type == x_type», weight.name", "true"),
-    ("norm weights may have another size than head_dim", CHECKS, "ROPE_CHECK_VALUE(«equal(size(*weight, 0), head_dim)», weight.name", "true"),
+    ("norm weights may have another size than head_dim", CHECKS, "ROPE_CHECK_VALUE(«equal(size(*weight, -1), head_dim)», weight.name", "true"),
     ("v is not compared with q", CHECKS, "  check_like_q(call, v, \"; only the heads and head_dim may differ\");\n", ""),
     ("a cache may have another number of heads than its tensor", CHECKS, "    check_same(call, kHeads, cache, x, \"; pass a head-major cache as \", cache.name, \".transpose(-3, -2)\");\n", ""),
-    ("a cache may have another dtype than k", CHECKS, "    check_same_type(call, cache, k);\n", ""),
+    ("a cache may have another dtype than k", CHECKS, "«type == x_type || is_quantised(type)», cache.name", "true"),
     ("a cache may have another head_dim than its tensor", CHECKS, "    check_same(call, kHeadDim, cache, x);\n", ""),
     ("v_cache may have other blocks than k_cache", CHECKS, "ROPE_CHECK_VALUE(«same», \"v_cache has shape", "true"),
     ("v_cache may have another block_size than k_cache", CHECKS, "same && d < «k_cache->dim() - 2»; d++", "1"),
@@ -172,7 +189,7 @@ MUTANTS = [
     ("products with float32 tables are rounded to x's dtype", CALL, "p.rounding = «cos && cos->scalar_type() == q->scalar_type()» ?", "cos.has_value()"),
     ("an eager rotation multiplies by a sum of two floats", CALL, "«p.factor_lo = 0.0f;»  // torch multiplies", ""),
     ("a 4-D cache has one block", CALL, "p.blocks = «k_out->dim() == 4» ?", "false"),
-    ("the weight of k is read with the stride of q's", CALL, "p.k_norm_weight = «k_norm_weight->stride(0)»;", "q_norm_weight->stride(0)"),
+    ("the weight of k is read with the stride of q's", CALL, "weight_strides(«*k_norm_weight», p.k_norm_weight)", "*q_norm_weight"),
     ("norm_eps is missing for float64", CALL, "  a.norm_eps = norm_eps;\n", ""),
     ("attention_factor is missing for float64", CALL, "a.attention_factor = «attention_factor»;\n  a.norm_eps", "1.0"),
     ("int32 positions are read as int64", CALL, "a.wide_positions = «positions->scalar_type() == at::kLong»;", "true"),
@@ -195,7 +212,7 @@ MUTANTS = [
     ("results are always contiguous", OPS, "at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options())", "at::empty_symint(x.sym_sizes(), x.options())"),
     ("rotate_ is not checked for overlap", OPS, "\"rope.rotate_\", &x, nullptr};\n    check(call, «true»);", "false"),
     ("rotate_qk_ is not checked for overlap", OPS, "\"rope.rotate_qk_\", &q, &k};\n    check(call, «true»);", "false"),
-    ("rotate_into_cache_ is not checked for overlap", OPS, "call.slots = pointer(slots);\n    check(call, «true»);", "false"),
+    ("rotate_into_cache_ is not checked for overlap", OPS, "call.norm_v = norm_v;\n    check(call, «true»);", "false"),
     ("the norm's backward does not rotate gradients back", OPS, "RotateCall call{«angles.back()», \"rope._norm", "Angles(angles)"),
     ("q gets the norm weight of k", OPS, "norm_rotate_qk\", &q, &k};\n    call.set_norm(«&q_norm_weight», &k", "&k_norm_weight"),
     ("the norm's backward does not check shapes of gradients", OPS, "    check_gradients(call, q, &k);\n", ""),
@@ -274,15 +291,15 @@ MUTANTS = [
     ("cos_sin ignores the tangent of frequencies", TABLES, "    if (has_tangent(inv_freq)) add(p[0], inv_freq._fw_grad(/*level=*/0));\n", ""),
     ("cos_sin keeps only one of two tangents", TABLES, "angle = angle.defined() ? «angle + part» : part;", "part"),
     ("cos_sin does not check its arguments if a derivative is needed", TABLES, "  check_cos_sin(\"rope.cos_sin\", positions, inv_freq, dtype, /*axes=*/false);\n", ""),
-    ("the derivative of the norm lacks norm_eps", NORM, "(mean_product(x, x)« + eps»).rsqrt()", " + 0.0"),
-    ("the tangent of the norm lacks the weight", NORM, "return («wide * inverse_rms(wide, eps) * weight»).to", "wide * inverse_rms(wide, eps)"),
-    ("the tangent of the norm's backward lacks the derivative of r", NORM, "const Tensor x_grad = r * («u - r.square() * mean_product(u, x) * x»);", "u"),
-    ("the tangent of a weight's gradient lacks r", NORM, "sum_of_heads(«h * x * r»).to", "h * x"),
-    ("a term of dr has the wrong factor", NORM, "mean_product(a, u) - «3 * r2 * ux * ax» + mean_product", "2 * r2 * ux * ax"),
-    ("a term of dr is missing", NORM, " + «mean_product(b * h, x)»;  // the gradient of r", "0 * mean_product(b * h, x)"),
+    ("the derivative of the norm lacks norm_eps", NORM, "(mean_product(x, x, weight)« + eps»).rsqrt()", " + 0.0"),
+    ("the tangent of the norm lacks the weight", NORM, "return («wide * inverse_rms(wide, weight, eps) * weight»).to", "wide * inverse_rms(wide, weight, eps)"),
+    ("the tangent of the norm's backward lacks the derivative of r", NORM, "const Tensor x_grad = r * («u - r.square() * mean_product(u, x, weight) * x»);", "u"),
+    ("the tangent of a weight's gradient lacks r", NORM, "sum_for(weight, «h * x * r»)", "h * x"),
+    ("a term of dr has the wrong factor", NORM, "mean_product(a, u, w) - «3 * r2 * ux * ax» + mean_product", "2 * r2 * ux * ax"),
+    ("a term of dr is missing", NORM, "3 * r2 * ux * ax + «mean_product(b * h, x, w)»;", "0 * mean_product(b * h, x, w)"),
     ("a term of dx is missing", NORM, "(ux * a« + ax * u» + dr * x)", ""),
     ("a term of dh is missing", NORM, "const Tensor dh = du * w« + b * x * r»;", ""),
-    ("the gradient of a weight uses u instead of h", NORM, "sum_of_heads(«h * du»).to", "u * du"),
+    ("the gradient of a weight uses u instead of h", NORM, "sum_for(weight, «h * du»)", "u * du"),
     ("the norm's second backward does not rotate gradients back", NORM, "const auto [q_h, k_h] = rotate_qk_op()(«angles.back()», s.own[0], s.own[1]);", "Angles(angles)"),
     ("the norm's second backward rotates its result back", NORM, "std::tie(result[0], result[1]) = rotate_qk_op()(angles, q_h_grad, k_h_grad);", "std::tie(result[0], result[1]) = rotate_qk_op()(angles.back(), q_h_grad, k_h_grad);"),
     ("gradients are returned for a result that is not used", NORM, "      if (!grads[i].defined()) result[i] = result[i + 2] = Tensor();\n", ""),
@@ -324,6 +341,35 @@ MUTANTS = [
     ("the first product of an eager rotation is not rounded", PAIRS, "return «round(own * cos)» +", "own * cos"),
     ("the second product of an eager rotation is not rounded", PAIRS, "+ «round(partner * signed_sin)»;", "partner * signed_sin"),
     ("a product of an eager rotation is fused with the sum", PAIRS, "return «round(own * cos) + round(partner * signed_sin)»;", "fma(own, cos, round(partner * signed_sin))"),
+    ("a derivative takes the mean over each head", NORM, "size_t(«weight.dim()»)), /*keepdim=*/true)", "1"),
+    ("the gradients of a weight are summed over heads", NORM, "dims(terms.dim() - «weight.dim()»)", "1"),
+    ("a weight has as many heads as it likes", CHECKS, "if («weight->dim() == 2») check_same", "false"),
+    ("a norm of each head and one over all heads may be mixed", CHECKS, "ROPE_CHECK_VALUE(«k_weight->dim() == q_weight->dim()»", "true"),
+    ("a weight may have three dimensions", CHECKS, "check_dims(call, weight, 1, «2»,", "3"),
+    ("a quantised cache needs no scale", CHECKS, "ROPE_CHECK_VALUE(«scale.tensor || type == x_type»", "true"),
+    ("a cache that is not quantised may have a scale", CHECKS, "ROPE_CHECK_VALUE(«type != x_type», scale.name", "true"),
+    ("a scale may have any dtype", CHECKS, "ROPE_CHECK_TYPE(«scale->scalar_type() == at::kFloat»", "true"),
+    ("a scale may have any shape", CHECKS, "ROPE_CHECK_VALUE(«one || (scale->dim() == 1 && equal(size(*scale, 0), heads))»", "true"),
+    ("a scale of several dimensions is taken for one of heads", CHECKS, "one || («scale->dim() == 1» && equal", "scale->dim() > 0"),
+    ("v_cache needs no scale", CHECKS, "  check_scale(call, v_cache, {\"v_scale\", call.v_scale}, v);\n", ""),
+    ("a scale may be on another device or share memory with a cache", CHECKS, ",\n        Named{\"k_scale\", call.k_scale}", ",\n        Named{\"k_scale\", nullptr}"),
+    ("float8_e5m2 is stored as float8_e4m3fn", CALL, "cache.scalar_type() == at::kFloat8_e4m3fn ? kFloat8E4M3", "cache.scalar_type() != at::kChar ? kFloat8E4M3"),
+    ("a scale of one element is read for each head", CALL, "f.scale = «scale->numel() == 1» ? 0", "false"),
+    ("scales are adjacent", CALL, "? 0 : «scale->stride(0)»;", "1"),
+    ("a weight has one row for all heads", CALL, "strides[0] = weight.dim() == 2 ? «weight.stride(0)» : 0;", "0"),
+    ("the scale of v is that of k", CALL, "if (v_scale) a.v_scale = static_cast<const float*>(address(«*v_scale»))", "*k_scale"),
+    ("v is not normalised if k is not", CALL, "p.norm_v = «norm_v»;", "norm_v && q_norm_weight"),
+    ("norm_eps is that of q and k alone", CALL, "  p.norm_eps = «float(norm_eps)»;", "q_norm_weight ? float(norm_eps) : 0.0f"),
+    ("numbers are not saturated", QUANTISE, "given < limit ? given : limit", "given"),
+    ("negative numbers are saturated as positive ones", QUANTISE, "«(sign & f.beyond)» + f.highest", "0 * sign"),
+    ("small numbers are rounded as normal ones", QUANTISE, "own > least ? own : least", "own"),
+    ("the exponents that are skipped are not counted", QUANTISE, "steps + «((exponent - least) >> f.shift)»", "0 * exponent"),
+    ("a NaN is a number", QUANTISE, "given > 0x7f800000 ? (sign ^ sign) + f.nan : number", "number"),
+    ("negative numbers are positive", QUANTISE, "(result ^ (sign & f.flip))", "result"),
+    ("an int8 has one bit for its sign", QUANTISE, " + (sign & f.carry);", ";"),
+    ("float8_e4m3fn has the steps of e5m2", QUANTISE, "0, 121 << 23, «20», 0x7f", "21"),
+    ("the largest e5m2 is half as large", QUANTISE, "0x47600000", "0x46e00000"),
+    ("an int8 is cut to 127 on both sides", QUANTISE, "0x42fe0000, «0x20000», 134", "0"),
 ]  # fmt: skip
 
 # Exchanges of neighbours, or of any part if the replacement is *, that make no difference. Each line: the file, the code
