@@ -24,7 +24,14 @@ REASONS: dict[tuple[str, str], str] = {}
 
 
 def cpu_results() -> list[dict]:
-    return read(REFERENCE)
+    """Returns the reference's lines, and those of groups that it lacks from the results of other machines with a CPU."""
+    lines = read(REFERENCE)
+    for path in sorted(FOLDER.glob("*.jsonl")):
+        groups = {x.get("group") for x in lines}
+        machine, *others = read(path)
+        if machine["device"] == "cpu":
+            lines += [x | {"machine": machine} for x in others if x.get("group") not in groups]
+    return lines
 
 
 def timed(lines: list[dict], **fields) -> list[dict]:
@@ -111,7 +118,8 @@ def group(name: str) -> Callable[[list[dict]], str]:
                     cell = f"**{cell}**" if OURS[0] in times and faster(by_name[n], by_name[OURS[0]]) else cell
                 cells.append(cell)
             rows.append([label(next(iter(by_name.values()))), *cells])
-        return markdown(header, rows)
+        elsewhere = next((x["machine"] for x in of_group if "machine" in x), None)
+        return markdown(header, rows) + (f"\n\n{machine([elsewhere])}" if elsewhere else "")
 
     return block
 

@@ -45,6 +45,7 @@ struct CacheFormat {
   int beyond;            // added to `highest` for the negative numbers
   int least_exponent;    // the bits of a float: the numbers below it are as far apart as those from it to its double
   int shift;             // bits of the mantissa that a float has in addition
+  int power;             // added to the bits of an exponent, see quantise.h
   int nan, flip, carry;  // the bits of a NaN; what a negative number's bits are XORed with, and what is then added
 };
 
@@ -78,7 +79,7 @@ struct RopeParams {
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 576, "RopeParams must have the same layout on host and device");
+static_assert(sizeof(RopeParams) == 592, "RopeParams must have the same layout on host and device");
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.
