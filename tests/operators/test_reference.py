@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import CACHES, DTYPES, SOURCES, STARTS, make_angles, set_apart, some_slots, supported
+from cases import CACHES, DTYPES, QUANTISED, SOURCES, STARTS, has_dtype, make_angles, set_apart, some_slots, supported
 from oracle import assert_close, cos_sin, limits, rotate
 from test_cache import PADS
 
@@ -122,6 +122,30 @@ def test_rotate_into_cache_agrees_with_the_reference(source, dtype, number, devi
     for found, r, b in zip(caches, right[3:], before, strict=True):
         others = (r == b).all(-1).all(-1)
         assert (~others).sum() == tokens and torch.equal(found.cpu().double()[others], b[others])
+
+
+@pytest.mark.parametrize("eager_rounding", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", QUANTISED, ids=str)
+def test_quantised_caches_agree_with_the_reference(stored, dtype, eager_rounding, device):
+    """All heads of q and k are normalised together, and v too. A number near the middle of two may go to either."""
+    if not has_dtype(device, stored):
+        pytest.skip("Metal has no float8")
+    heads = HEADS, KV_HEADS, KV_HEADS
+    xs = [torch.randn(2, SEQ, n, HEAD_DIM).to(dtype) for n in heads]
+    caches = [torch.zeros(3, SEQ + 5, KV_HEADS, HEAD_DIM, dtype=torch.int8).view(stored) for _ in "kv"]
+    options = {"inv_freq": torch_rope.inv_freq(ROTARY_DIM, dtype=torch.float32)}
+    options |= {"k_scale": torch.rand(KV_HEADS) / 30 + 0.02, "v_scale": torch.tensor(0.03)}
+    options |= {f"{x}_norm_weight": torch.rand(n, HEAD_DIM) for x, n in zip("qk", heads, strict=False)}
+    flags = {"norm_v": True, "norm_eps": 1e-2, "offset": 3, "eager_rounding": eager_rounding}
+    right, found = ([t.clone().to(d) for t in (*xs, *caches)] for d in ("cpu", device))
+    reference.rotate_into_cache(*right, **options, **flags)
+    torch_rope.rotate_into_cache(*found, **{name: t.to(device) for name, t in options.items()}, **flags)
+    torch.testing.assert_close(found[0].cpu(), right[0])
+    for actual, expected in zip(found[3:], right[3:], strict=True):
+        codes = [t.cpu().view(torch.int8).int() for t in (actual, expected)]
+        assert codes[1].any() and (codes[0] - codes[1]).abs().max() <= 1
+        assert torch.ne(*codes).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("slots, positions, offset", PADS)
