@@ -451,7 +451,7 @@ def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
             sys.exit(f"The mean difference of {name} is {difference:.2f} % but must be at most {BOUNDS[name]} %.")
 
 
-# What each model has that Llama has not: arguments of Config, and of the configuration of transformers.
+# Each model differs from Llama by arguments of Config and of the configuration of transformers.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": ({"qk_norm": "head"}, {}),
     "olmo2": ({"qk_norm": "token", "pre_norm": False, "post_norm": True}, {}),

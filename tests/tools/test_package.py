@@ -58,7 +58,7 @@ def test_schemas_do_not_change():
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
     newer = ", int rotary_start=0, bool eager_rounding=False"
     angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False" + newer
-    norm = "*, float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False" + newer
+    norm = "float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
     cos_sin = "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
     cos_sin += "-> (Tensor cos, Tensor sin)"
     schemas = {
@@ -68,10 +68,11 @@ def test_schemas_do_not_change():
         "rotate_": f"(Tensor(a!) x, {angles}) -> ()",
         "rotate_qk": f"(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
         "rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
-        "norm_rotate_qk": f"(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, {source}{norm}) "
-        "-> (Tensor, Tensor)",
+        "norm_rotate_qk": f"(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, {source}"
+        f"*, {norm}{newer}) -> (Tensor, Tensor)",
         "rotate_into_cache_": f"(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, {source}"
-        f"Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, {norm}) -> ()",
+        "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
+        f"Tensor? v_scale=None, {norm}, bool norm_v=False{newer}) -> ()",
     }
     assert {name: str(getattr(torch.ops.rope, name).default._schema) for name in schemas} == {
         name: f"rope::{name}{schema}" for name, schema in schemas.items()
