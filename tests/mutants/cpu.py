@@ -280,7 +280,7 @@ MUTANTS = [
     ("copies of heads have one scale", LOOPS, "rows.next_head = «!heads_outside»;", "0"),
     ("copies of one head have the scale of the first one", LOOPS, "rows.first_head += «heads_outside ? outer : first»;", "0"),
     ("a head with its own table rows has the scale of the first one", LOOPS, "        own.first_head = h;\n", ""),
-    ("v is not normalised", LOOPS, "if («!p.norm_v») return copy_tile(dense);", "true"),
+    ("v is not normalised", LOOPS, "if («!t.p.norm_v») return copy_tile(t);", "true"),
     ("v is normalised over head_dim of k", LOOPS, "norm.inverse_rms(sum_of_squares<A>(x, t.head_dim), «t.head_dim»);\n    write_channels", "norm.head_dim + 0 * t.head_dim"),
     ("each head is normalised by itself", LOOPS, "«t.rows.scales ? t.rows.scales[token] : norm.inverse_rms(sum_of_squares<A>(x, norm.head_dim), norm.head_dim)»", "norm.inverse_rms(sum_of_squares<A>(x, norm.head_dim), norm.head_dim)"),
     ("all tokens have the norm of the first one", LOOPS, "t.rows.scales[«token»]", "0 * token"),
