@@ -840,13 +840,6 @@ MUTANTS = [
         PARALLEL,
     ),
     (
-        "DTensor: a decision is reused for another placement of a scale",
-        SHARDING,
-        '["dtype", "k_scale", "v_scale"]',
-        '["dtype"]',
-        PARALLEL,
-    ),
-    (
         "reference: the heads of a token are normalised one by one",
         REFERENCE,
         "over_heads=weight.dim() == 2",

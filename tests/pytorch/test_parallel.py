@@ -463,27 +463,34 @@ def check_scales(device):
     """A scale for each head is split as its cache is. A scale of one element is whole."""
     mesh, plain = mesh_of(device), tensors(device)
     names = ["q", "k", "v", "k_cache of int8", "v_cache of int8", "inv_freq"]
-    for letter, scale, refused in [
-        ("H", "H", None),
-        ("B", "R", None),
-        ("R", "R", None),
-        ("H", "R", "k_scale is Replicate"),
-        ("R", "H", "k_scale is Shard|k_cache is Replicate"),
-        ("B", "H", "k_scale is Shard"),
-        ("H", "one element", None),
-        ("B", "one element", None),
+    for letter, k_scale, v_scale, refused in [
+        ("H", "H", "H", None),
+        ("B", "R", "R", None),
+        ("R", "R", "R", None),
+        ("H", "R", "H", "k_scale is Replicate"),
+        ("H", "H", "R", "v_scale is Replicate"),
+        ("R", "H", "R", "k_scale is Shard|k_cache is Replicate"),
+        ("B", "R", "H", "v_scale is Shard"),
+        ("H", "one", "one", None),
+        ("B", "one", "one", None),
     ]:
         one = {name: plain[name].clone() for name in (*names, "k_scale", "v_scale")}
-        if scale == "one element":
+        if k_scale == "one":
             one |= {name: one[name][:1].clone() for name in ("k_scale", "v_scale")}
-        letters = dict.fromkeys(names, letter) | dict.fromkeys(("k_scale", "v_scale"), scale[-1:].replace("t", "R"))
-        letters["inv_freq"] = "R"
-        many = {name: distributed(t, mesh, placement(name.split()[0], letters[name])) for name, t in one.items()}
+        letters = dict.fromkeys(names, letter) | {"k_scale": k_scale, "v_scale": v_scale, "inv_freq": "R"}
+        placements = {name: placement(name.split()[0], letters[name].replace("one", "R")) for name in one}
+        many = {name: distributed(t, mesh, placements[name]) for name, t in one.items()}
         with pytest.raises(NotImplementedError, match=refused) if refused else contextlib.nullcontext():
             call("rotate_into_cache_", many)
             call("rotate_into_cache_", one)
             for name in ("q", "k_cache of int8", "v_cache of int8"):
                 assert_same(many[name], one[name])
+    letters = dict.fromkeys(["q", "k", "v", "inv_freq", *OVER_HEADS], "R") | {"k_cache": "H", "v_cache": "H"}
+    with pytest.raises(NotImplementedError, match="k_cache is .* because k_norm_weight normalises all heads"):
+        call(
+            "rotate_into_cache_",
+            {n: distributed(plain[n], mesh, placement(n, letter)) for n, letter in letters.items()},
+        )
 
 
 @on(2)
