@@ -303,7 +303,7 @@ EQUIVALENT = [
     (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim + p.v.heads * p.v_dim»,", "*", "it only decides how much work a thread gets"),
     (HOST, "bytes = «p.batch * p.seq * per_token * int64_t(call.q->element_size())»;", "*", "it only decides whether memory is prefetched"),
     (HOST, "r.stream = «r.q_in != r.q_out» && !p.has_norm", "*", "it only decides how results are written, not what"),
-    (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  slice", "*", "slices of any size are right"),
+    (HOST, "per_token = «(p.q.heads + p.k.heads) * p.head_dim»,\n                  most", "*", "slices of any size are right"),
     (HOST, "«call.q.options()».dtype", "*", "k is on the same device"),
     (HOST, "parallel(tokens.entries, «tokens.copies * (p.q.heads + p.k.heads) * p.head_dim»,", "*", "it only decides how much work a thread gets"),
     (HOST, "parallel(p.tokens, «8 * p.axes * p.pairs»,", "*", "it only decides how much work a thread gets"),

@@ -352,8 +352,8 @@ MUTANTS = [
     ("a scale may have any shape", CHECKS, "ROPE_CHECK_VALUE(«one || (scale->dim() == 1 && equal(size(*scale, 0), heads))»", "true"),
     ("a scale of several dimensions is taken for one of heads", CHECKS, "one || («scale->dim() == 1» && equal", "scale->dim() > 0"),
     ("v_cache needs no scale", CHECKS, "  check_scale(call, v_cache, {\"v_scale\", call.v_scale}, v);\n", ""),
-    ("a scale may be on another device or share memory with a cache", CHECKS, ",\n        Named{\"k_scale\", call.k_scale}", ",\n        Named{\"k_scale\", nullptr}"),
-    ("float8_e5m2 is stored as float8_e4m3fn", CALL, "cache.scalar_type() == at::kFloat8_e4m3fn ? kFloat8E4M3", "cache.scalar_type() != at::kChar ? kFloat8E4M3"),
+    ("a scale may be on another device or share memory with a cache", CHECKS, "Named{\"k_scale\", «call.k_scale»}", "nullptr"),
+    ("float8_e5m2 is stored as float8_e4m3fn", CALL, "«cache.scalar_type() == at::kFloat8_e4m3fn» ? kFloat8E4M3", "cache.scalar_type() != at::kChar"),
     ("a scale of one element is read for each head", CALL, "f.scale = «scale->numel() == 1» ? 0", "false"),
     ("scales are adjacent", CALL, "? 0 : «scale->stride(0)»;", "1"),
     ("a weight has one row for all heads", CALL, "strides[0] = weight.dim() == 2 ? «weight.stride(0)» : 0;", "0"),
@@ -366,10 +366,7 @@ MUTANTS = [
     ("the exponents that are skipped are not counted", QUANTISE, " + «(exponent >> f.shift)»;", "0 * exponent"),
     ("a NaN is a number", QUANTISE, "given > 0x7f800000 ? (sign ^ sign) + f.nan : number", "number"),
     ("negative numbers are positive", QUANTISE, "(result ^ (sign & f.flip))", "result"),
-    ("an int8 has one bit for its sign", QUANTISE, " + (sign & f.carry);", ";"),
-    ("float8_e4m3fn has the steps of e5m2", QUANTISE, "0, 121 << 23, 20, «(20 << 23)» + 56", "(21 << 23)"),
-    ("the largest e5m2 is half as large", QUANTISE, "0x47600000", "0x46e00000"),
-    ("an int8 is cut to 127 on both sides", QUANTISE, "0x42fe0000, «0x20000», 134", "0"),
+    ("an int8 has one bit for its sign", QUANTISE, "«(sign & f.carry)»;", "0 * sign"),
 ]  # fmt: skip
 
 # Exchanges of neighbours, or of any part if the replacement is *, that make no difference. Each line: the file, the code
