@@ -28,9 +28,9 @@ def cpu_results() -> list[dict]:
     lines = read(REFERENCE)
     for path in sorted(FOLDER.glob("*.jsonl")):
         groups = {x.get("group") for x in lines}
-        machine, *others = read(path)
-        if machine["device"] == "cpu":
-            lines += [x | {"machine": machine} for x in others if x.get("group") not in groups]
+        found, *others = read(path)
+        if found["device"] == "cpu":
+            lines += [x | {"machine": found} for x in others if x.get("group") not in groups]
     return lines
 
 

@@ -121,6 +121,7 @@ def _vmap(signature: Signature, info, in_dims, *args, **kwargs):
 
 
 def _refuse_vmap(signature: Signature, *args, **kwargs):
+    """Raises the error of the cache operator, of which no argument may be mapped."""
     given = signature.by_name(args) | kwargs
     mapped = next(name for name, a in given.items() if isinstance(a, Tensor) and is_batchedtensor(a))
     raise RuntimeError(

@@ -163,8 +163,7 @@ def _check_norm(call: _Call, m: int, **normalised: tuple[str, ...]) -> None:
 
 def _rotate(call: _Call, m: int) -> list[Placement]:
     rotated = call.signature.rotated
-    if "q_norm_weight" in call:
-        _check_norm(call, m, q=("q",), k=("k",))
+    _check_norm(call, m, q=("q",), k=("k",))
     call.check(m, *(rotated if "q_norm_weight" not in call else ()))  # a norm is not linear
     call.split_tokens(m)
     call.split_heads(m, *((name,) for name in rotated))

@@ -187,7 +187,7 @@ def assert_stored(cells, dtype, numbers, scale, first):
     for bound in (values - error, values + error) if np.any(error) else (values,):
         if first or scale is None:
             bound = numpy_of(torch.from_numpy(bound.astype(np.float64)).to(first or dtype))
-        if first == torch.float32:
+        if first and first != torch.float64:  # then it is divided in float32
             bound = bound.astype(np.float32)
         bounds.append(bound if scale is None else quantise(bound, scale.cpu().numpy(), dtype))
     low, high = bounds[0], bounds[-1]
