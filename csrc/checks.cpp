@@ -245,8 +245,8 @@ void check_scale(const RotateCall& call, const Named& cache, const Named& scale,
   ROPE_CHECK_TYPE(scale->scalar_type() == at::kFloat, scale.name, " is ", name_of(scale->scalar_type()),
                   " but must be float32");
   const c10::SymInt& heads = size(*cache, -2);
-  const bool one = scale->dim() != 1 ? equal(scale->sym_numel(), 1) : equal(size(*scale, 0), 1);
-  ROPE_CHECK_VALUE(one || (scale->dim() == 1 && equal(size(*scale, 0), heads)), scale.name, " has shape ",
+  const c10::SymBool one = scale->sym_numel().sym_eq(1);
+  ROPE_CHECK_VALUE(scale->dim() == 1 ? one.sym_or(size(*scale, 0).sym_eq(heads)) : one, scale.name, " has shape ",
                    scale->sym_sizes(), " but must have one element, or shape [heads] with ", heads, " heads, as ",
                    cache.name, " has");
 }
