@@ -18,6 +18,7 @@ transformers = needed("transformers")
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
+from torch_rope.integrations.transformers import rebuild, rotary  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 DOC = (ROOT / "docs" / "families.md").read_text()
@@ -185,9 +186,9 @@ def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(fam
     expected, expected_gradients = train_step(model, inputs)
     calls = set()
     for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(integration, name)
+        operator = getattr(rotary, name)
         count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
-        monkeypatch.setattr(integration, name, count)
+        monkeypatch.setattr(rotary, name, count)
     handle = integration.patch(model)
     calls.clear()  # patch itself calls the operators too
     actual, gradients = train_step(model, inputs)
@@ -199,8 +200,8 @@ def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(fam
     assert f", {pairing}" in str(handle)
     assert (pairing.startswith("interleaved")) == (family in INTERLEAVED)
 
-    monkeypatch.setattr(integration, "_rotate", lambda x, *args, **kwargs: x)
-    monkeypatch.setattr(integration, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
+    monkeypatch.setattr(rotary, "_rotate", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(rotary, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
     broken, broken_gradients = train_step(model, inputs)
     assert difference(broken, expected) > BROKEN
     assert difference(broken_gradients, expected_gradients) > BROKEN
@@ -227,7 +228,7 @@ def test_the_documentation_lists_all_modeling_files():
     # hunyuan_vl's function is a rotation, but its table has different angles for a pair; see test_transformers.py.
     served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():
-        family, rebuilder = file.__name__.split(".")[-2], integration._Rebuilder()
+        family, rebuilder = file.__name__.split(".")[-2], rebuild.Rebuilder()
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
         types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         classes = [c for c in vars(file).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]

@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import aot_eager
 transformers = needed("transformers")
 
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import patch  # noqa: E402
+from torch_rope.integrations.transformers import patch, rebuild, rotary  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -54,9 +54,9 @@ def calls(monkeypatch):
     """A list of the operators of torch_rope that patched models call."""
     counted = []
     for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(integration, name)
+        operator = getattr(rotary, name)
         monkeypatch.setattr(
-            integration, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
+            rotary, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
         )
     return counted
 
@@ -215,7 +215,7 @@ def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, undo_firs
         handle = patch(model)
     calls.clear()
     assert difference(model(tokens()).logits, expected) < LOGITS
-    assert calls == [integration.torch.ops.rope.rotate_qk.default, "hook"] * 2
+    assert calls == [torch.ops.rope.rotate_qk.default, "hook"] * 2
     if undo_first:
         handle.undo()
         calls.clear()
@@ -503,7 +503,7 @@ def test_k_may_be_none_if_the_original_function_accepts_none():
         q = q * cos + rotate_half(q) * sin
         return q if k is None else (q, k * cos + rotate_half(k) * sin)
 
-    new = integration._RotaryFunction(apply_rotary).replacement("apply_rotary")
+    new = rotary.RotaryFunction(apply_rotary).replacement("apply_rotary")
     q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
     assert torch.equal(new(q, None, angle.cos(), angle.sin()), apply_rotary(q, None, angle.cos(), angle.sin()))
     for actual, expected in zip(
@@ -517,7 +517,7 @@ apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos
 
 def test_tables_may_have_another_dtype_than_q():
     """This happens if the rotary module computes in bfloat16 and a norm of q computes in float32."""
-    new = integration._RotaryFunction(apply_rotary_pos_emb).replacement("apply_rotary_pos_emb")
+    new = rotary.RotaryFunction(apply_rotary_pos_emb).replacement("apply_rotary_pos_emb")
     q, k, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
     tables = angle.cos().bfloat16(), angle.sin().bfloat16()
     torch.testing.assert_close(new(q, k, *tables), apply_rotary_pos_emb(q, k, *tables))
@@ -531,7 +531,7 @@ def test_a_rebuilt_function_keeps_its_decorator():
     def attention(*args):
         return apply_rotary_pos_emb(*args)
 
-    new = integration._Rebuilder().rebuild(attention)
+    new = rebuild.Rebuilder().rebuild(attention)
     args = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.ones(2, 5, 16), torch.zeros(2, 5, 16)
     assert new is not attention and torch.equal(new(*args)[0], 2 * args[0])
 
