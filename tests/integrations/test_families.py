@@ -18,7 +18,7 @@ transformers = needed("transformers")
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import rebuild, rotary  # noqa: E402
+from torch_rope.integrations.transformers import methods, rotary  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 DOC = (ROOT / "docs" / "families.md").read_text()
@@ -228,7 +228,7 @@ def test_the_documentation_lists_all_modeling_files():
     # hunyuan_vl's function is a rotation, but its table has different angles for a pair; see test_transformers.py.
     served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():
-        family, rebuilder = file.__name__.split(".")[-2], rebuild.Rebuilder()
+        family, rebuilder = file.__name__.split(".")[-2], methods.Rebuilder()
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
         types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         classes = [c for c in vars(file).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]

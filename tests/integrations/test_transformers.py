@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import aot_eager
 transformers = needed("transformers")
 
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import patch, rebuild, rotary  # noqa: E402
+from torch_rope.integrations.transformers import methods, patch, rotary  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -531,7 +531,7 @@ def test_a_rebuilt_function_keeps_its_decorator():
     def attention(*args):
         return apply_rotary_pos_emb(*args)
 
-    new = rebuild.Rebuilder().rebuild(attention)
+    new = methods.Rebuilder().rebuild(attention)
     args = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.ones(2, 5, 16), torch.zeros(2, 5, 16)
     assert new is not attention and torch.equal(new(*args)[0], 2 * args[0])
 

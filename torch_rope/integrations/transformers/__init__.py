@@ -15,13 +15,14 @@ from typing import Any
 from torch import nn
 
 from torch_rope.integrations.transformers.hub import apply_rotary_transformers, kernel_mapping
-from torch_rope.integrations.transformers.rebuild import Rebuilder, names
+from torch_rope.integrations.transformers.methods import Rebuilder
+from torch_rope.integrations.transformers.rebuild import names
 from torch_rope.integrations.transformers.rotary import has_form, sample_tables
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch"]
 
 
-def patch(model: nn.Module) -> "Patch":
+def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> "Patch":
     """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
 
     The change takes effect at once and concerns this model only. The returned handle restores the model, either by its
@@ -35,21 +36,47 @@ def patch(model: nn.Module) -> "Patch":
     caches are not touched, and other models of the same class do not change. A deepcopy of a patched model is patched;
     a model that was pickled and loaded is not.
 
-    The rotated q and k have the dtype of q and k. transformers returns float32 if q and k are bfloat16 or float16 and
-    cos and sin are float32, as under autocast; attention then rounds q and k back to their dtype.
-
     Args:
         model: a model of transformers, or any module that contains one.
+        rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
+            ``torch.compile``: torch_rope rounds after each operation, as PyTorch's operators do. The handle lists the
+            functions whose bits cannot be had. "once" rounds once, at the end, which is more accurate; q and k keep their
+            dtype then, also where the tables are wider (autocast).
+        fuse: also fuses what stands around the rotation, as far as a layer allows it: the norm of q and k, the write into
+            a StaticCache or DynamicCache, and the rotation in place if no gradient is needed. Each layer is tried on
+            random numbers, and what would change its results by more than rounding is left as it is; the handle says
+            what and why.
+        exact_angles: also replaces the rotary modules, so that positions times frequencies are computed exactly, for any
+            position and whatever dtype the model has. The handle lists the modules that are left as they are, and why.
 
     Returns:
-        A :class:`Patch`.
+        A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
 
     Raises:
-        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged.
-        ValueError: no module of the model rotates, or the model is already patched. The model is unchanged.
+        TypeError: model is not a module.
+        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged. A model
+            whose tables cannot be seen now raises it in its first forward, if the two channels of a pair have different
+            angles.
+        ValueError: no module of the model rotates, or the model is already patched in another way. The model is
+            unchanged.
     """
-    name, rebuilder, replaced = type(model).__name__, Rebuilder(), []
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"torch_rope.integrations.transformers.patch: model is {model!r} but must be a loaded model, such as "
+            "AutoModelForCausalLM.from_pretrained(...) returns"
+        )
+    if rounding not in ("eager", "once"):
+        raise ValueError(
+            f'torch_rope.integrations.transformers.patch: rounding is {rounding!r} but must be "eager" or "once"'
+        )
+    options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
+    before = vars(model).get(_HANDLE)
+    if before is not None and before.options == options:
+        return before
+    name, rebuilder, replaced, notes = type(model).__name__, Rebuilder(rounding), [], []
+    fuser = None
     for path, module in model.named_modules():
+        rebuilder.paths[module] = path or "the model itself"
         for method, (function, *inherited) in rebuilder.methods(type(module)):
             where = f"{name} is not patched: {type(module).__name__}.{method} of {path or 'the model itself'}"
             # The hooks of accelerate keep the module's own forward in this attribute, and call it.
@@ -58,9 +85,10 @@ def patch(model: nn.Module) -> "Patch":
             bound = getattr(current, "__self__", None) is module
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
+                there = before or "; ".join(map(str, function._torch_rope))
                 raise ValueError(
                     f"{where} already calls torch_rope, because this model, or the model that it was copied from, "
-                    "is patched"
+                    f"is patched; undo that patch first. What is there: {there}"
                 )
             try:
                 new = rebuilder.rebuild(function)
@@ -72,6 +100,9 @@ def patch(model: nn.Module) -> "Patch":
                         f"{where} was replaced by {current!r} but must be a method of the module; patch the model "
                         "before the method is replaced"
                     )
+                if fuse:
+                    fuser = fuser or _fuser(model, rebuilder)
+                    new = fuser.fuse(module, function) or new
                 replaced.append(_Replaced(path, module, attribute, current, types.MethodType(new, module)))
             elif re.match("_?apply_(rotary|rope)", method):
                 raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
@@ -90,7 +121,17 @@ def patch(model: nn.Module) -> "Patch":
     for r in replaced:
         vars(r.module)[r.attribute] = r.method
         vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
-    return Patch(model, replaced)
+    vars(model)[_HANDLE] = handle = Patch(model, replaced, options, notes)
+    return handle
+
+
+_HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
+
+
+def _fuser(model: nn.Module, rebuilder: Rebuilder) -> Any:
+    from torch_rope.integrations.transformers.fuse import Fuser  # transformers must be installed for it
+
+    return Fuser(model, rebuilder)
 
 
 def _replicate(self: nn.Module) -> nn.Module:
@@ -124,8 +165,8 @@ class _Replaced:
 class Patch:
     """The handle that :func:`patch` returns. ``str()`` of it lists the replaced methods."""
 
-    def __init__(self, model: nn.Module, replaced: list[_Replaced]):
-        self._model, self._replaced = model, replaced
+    def __init__(self, model: nn.Module, replaced: list[_Replaced], options: dict[str, Any], notes: list[str]):
+        self._model, self._replaced, self.options, self.notes = model, replaced, options, notes
 
     def undo(self) -> None:
         """Restores the model. If the model is restored already, this does nothing.
@@ -150,6 +191,10 @@ class Patch:
             else:
                 del vars(r.module)[name]
         self._replaced = []
+        vars(self._model).pop(_HANDLE, None)
+
+    def __reduce__(self):
+        return type(None), ()  # a copy of the model has no handle
 
     def __enter__(self) -> "Patch":
         return self
@@ -163,7 +208,9 @@ class Patch:
         lines = {}
         for r in self._replaced:
             path = re.sub(r"\b\d+\b", "*", f"{r.path}.{r.method.__name__}".lstrip("."))
-            line = f"{path} of %d {type(r.module).__name__}: {'; '.join(map(str, r.method.__func__._torch_rope))}"
+            function = r.method.__func__
+            does = [*map(str, function._torch_rope), *getattr(function, "_torch_rope_fused", [])]
+            line = f"{path} of %d {type(r.module).__name__}: {'; '.join(does)}"
             lines[line] = lines.get(line, 0) + 1
         for path, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -1,14 +1,14 @@
-"""Rebuilds the methods that call a rotary function."""
+"""Rebuilds functions from their source, so that they call something else by a name of theirs."""
 
+import __future__
+
+import ast
+import copy
 import functools
-import re
+import inspect
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-
-from torch_rope.integrations.transformers.rotary import Call, RotaryFunction
-
-_ROTARY = re.compile("(^|_)(rotary|rope|rotate)(_|$)")
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 
 def names(code: types.CodeType) -> Iterator[str]:
@@ -19,102 +19,127 @@ def names(code: types.CodeType) -> Iterator[str]:
             yield from names(constant)
 
 
-class Rebuilder:
-    """Copies functions so that they call torch_rope instead of a global rotary function.
+def wrapped(function: Callable) -> types.FunctionType | None:
+    """Returns the function that a decorator made this function from, or None."""
+    inner = getattr(function, "__wrapped__", None)
+    return inner if isinstance(inner, types.FunctionType) else None
 
-    A function shares its globals with its module, so each copy gets globals of its own. Nothing else in the module
-    changes.
+
+class Source:
+    """The source of a function.
+
+    A function that is rebuilt keeps its globals, its defaults, its closure and the lines of its file. So a later
+    assignment to a global of its module is seen, and an error shows the line where it happened. Only the names that
+    rebuild is told become variables of a closure.
+
+    Raises NotImplementedError if the source is not there, or is not the source that Python runs.
     """
 
-    def __init__(self):
-        self._rebuilt: dict[Callable, Callable] = {}
-        self._replacements: dict[Callable, Callable] = {}
-        self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
-
-    def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
-        """Returns the methods of a class: for each name a list of functions, in which overriding functions come first.
-
-        Methods of torch and of transformers' own base classes are left out.
-        """
-        if module_class not in self._methods:
-            found = {}
-            for base in module_class.__mro__:
-                package = base.__module__.split(".")
-                if package[0] != "torch" and (package[0] != "transformers" or package[1] == "models"):
-                    for name, value in vars(base).items():
-                        found.setdefault(name, []).append(value)
-            self._methods[module_class] = [
-                (name, functions)
-                for name, functions in found.items()
-                if all(isinstance(f, types.FunctionType) for f in functions)
-            ]
-        return self._methods[module_class]
-
-    def calls_rotary(self, function: Callable) -> bool:
-        """Returns whether a function calls a rotary function, known or not."""
+    def __init__(self, function: types.FunctionType):
+        self.function = function
         try:
-            return self.rebuild(function) is not function
-        except NotImplementedError:
-            return True
+            lines, _ = inspect.findsource(function)
+            module, self._imports = _parse("".join(lines))
+        except (OSError, SyntaxError):
+            raise NotImplementedError("has no source, which is needed to rebuild it") from None
+        self._parents, self.node = self._find(module, ())
+        if self.node is None or not _same(self._compile(()), function.__code__):
+            raise NotImplementedError("has a source that differs from the code that runs")
 
-    def rebuild(self, function: Callable) -> Callable:
-        """Returns a copy of function that calls torch_rope, or function itself if it calls no rotary function.
+    def _find(self, node: ast.AST, parents: tuple) -> tuple[tuple, ast.FunctionDef | None]:
+        """Returns the classes around the function, and the function."""
+        code = self.function.__code__
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef) and child.name == code.co_name:
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                if first == code.co_firstlineno:
+                    node = copy.deepcopy(child)
+                    node.decorator_list = []
+                    return parents, node
+            inside = (child.name,) if isinstance(child, ast.ClassDef) else parents
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                inside = ()
+            found = self._find(child, inside)
+            if found[1] is not None:
+                return found
+        return (), None
 
-        Raises NotImplementedError if it calls a rotary function that torch_rope does not support.
-        """
-        if function not in self._rebuilt:
-            self._rebuilt[function] = function  # ends the recursion of functions that call each other
-            self._rebuilt[function] = self._rebuild(function)
-        return self._rebuilt[function]
+    def _compile(self, variables: tuple[str, ...]) -> types.CodeType:
+        """Returns the code of the function, in which the variables are free."""
+        body: ast.stmt = self.node
+        for name in self._parents:  # super() and private names need the class
+            body = ast.ClassDef(name, bases=[], keywords=[], body=[body], decorator_list=[], type_params=[])
+        code = self.function.__code__
+        free = dict.fromkeys((*variables, *(n for n in code.co_freevars if n != "__class__")))
+        arguments = ast.arguments([], [ast.arg(n) for n in free], None, [], [], None, [])
+        outer = ast.FunctionDef("outer", arguments, [body], [], type_params=[])
+        module = ast.fix_missing_locations(ast.Module([*self._imports, outer], []))
+        flags = code.co_flags & _FUTURE
+        compiled = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
+        return next(
+            c for c in _nested(compiled) if c.co_name == self.node.name and c.co_firstlineno == self.node.lineno
+        )
 
-    def _rebuild(self, function: Callable) -> Callable:
-        inner = getattr(function, "__wrapped__", None)
-        if isinstance(inner, types.FunctionType):  # a decorator made function, and holds inner in the closure
-            new = self.rebuild(inner)
-            if new is inner:
-                return function
-            closure = tuple(types.CellType(new) if c.cell_contents is inner else c for c in function.__closure__ or ())
-            if closure == function.__closure__:
-                raise NotImplementedError(
-                    f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
-                )
-            return self._copy(function, function.__globals__, closure, new._torch_rope)
-        new = {}
-        for name in dict.fromkeys(names(function.__code__)):
-            value = function.__globals__.get(name)
-            if callable(value) and not isinstance(value, type) and _ROTARY.search(name):
-                new[name] = self._replacement(name, value)
-            elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-                rebuilt = self.rebuild(value)
-                if rebuilt is not value:
-                    new[name] = rebuilt
-        if not new:
-            return function
-        # __name__ is left out, because torch.compile would look for the names in the module that __name__ names.
-        own = {name: value for name, value in function.__globals__.items() if name != "__name__"} | new
-        return self._copy(function, own, function.__closure__, sum((f._torch_rope for f in new.values()), ()))
+    def rebuild(self, variables: Mapping[str, Any]) -> types.FunctionType:
+        """Returns the function, in which each of these names is a variable of the closure with this value."""
+        function, code = self.function, self._compile(tuple(variables))
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells |= {name: types.CellType(value) for name, value in variables.items()}
+        return copy_of(function, code, tuple(cells[name] for name in code.co_freevars))
 
-    @staticmethod
-    def _copy(function: Callable, own_globals: dict, closure: tuple | None, calls: tuple[Call, ...]) -> Callable:
-        new = types.FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__, closure)
-        functools.update_wrapper(new, function)
-        del new.__wrapped__  # otherwise inspect and torch.compile would use function itself
-        new.__kwdefaults__ = function.__kwdefaults__
-        new._torch_rope = calls
-        return new
 
-    def _replacement(self, name: str, function: Callable) -> Callable:
-        if function not in self._replacements:
-            try:
-                self._replacements[function] = RotaryFunction(function).replacement(name)
-            except NotImplementedError as error:
-                # The function may call other rotary functions for parts of the channels.
-                try:
-                    new = self.rebuild(function) if isinstance(function, types.FunctionType) else function
-                except NotImplementedError:
-                    new = function
-                if new is function:
-                    raise NotImplementedError(f"calls {name}: {error}") from None
-                new._torch_rope = tuple(replace(call, of_parts=True) for call in new._torch_rope)
-                self._replacements[function] = new
-        return self._replacements[function]
+def copy_of(function: types.FunctionType, code: types.CodeType, closure: tuple) -> types.FunctionType:
+    """Returns a function with everything of this function but its code and its closure."""
+    new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    vars(new).update({name: value for name, value in vars(function).items() if name != "__wrapped__"})
+    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__"):
+        setattr(new, name, getattr(function, name))
+    new.__annotations__ = getattr(function, "__annotations__", {})
+    return new
+
+
+_FUTURE = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str) -> tuple[ast.Module, list[ast.stmt]]:
+    """Returns the tree of a file, and its imports: Python calls a method of an imported name by other instructions."""
+    tree = ast.parse(text)
+    return tree, [
+        node
+        for node in _statements(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__"
+    ]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the statements outside of functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            yield from _statements(child)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _same(a: types.CodeType, b: types.CodeType) -> bool:
+    """Returns whether two pieces of code do the same, wherever they stand."""
+    if (a.co_code, a.co_names, a.co_varnames, len(a.co_consts)) != (
+        b.co_code,
+        b.co_names,
+        b.co_varnames,
+        len(b.co_consts),
+    ):
+        return False
+    for x, y in zip(a.co_consts, b.co_consts, strict=True):
+        both = isinstance(x, types.CodeType) and isinstance(y, types.CodeType)
+        if not (_same(x, y) if both else x == y):
+            return False
+    return True

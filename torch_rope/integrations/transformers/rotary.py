@@ -94,6 +94,28 @@ class Rotation:
     inverse: bool
     unsqueeze_dim: int | None  # None if the function has an argument of this name
 
+    @property
+    def flags(self):
+        flags = {"interleaved": True} if self.pairing != "half-split" else {}
+        if self.inverse:
+            flags["inverse"] = True
+        return flags
+
+    @property
+    def simple(self):
+        return self.pairing != "interleaved in, half-split out"
+
+    def check(self, tables):
+        return len(tables) == 1 or has_form(self.tables, *tables)
+
+    def operands(self, tensors, tables, unsqueeze_dim):
+        cos, sin = _TABLES[self.tables][1](*tables)
+        if cos.dtype != torch.float32 and cos.dtype != tensors[0].dtype:
+            cos, sin = cos.float(), sin.float()
+        if _seq_is_before_heads(cos, unsqueeze_dim):
+            return list(tensors), cos, sin, lambda x: x
+        return [x.transpose(-3, -2) for x in tensors], cos, sin, lambda x: x.transpose(-3, -2)
+
     def functions(self) -> tuple[Callable, Callable]:
         """Returns two functions that do this rotation with torch_rope: one of x, and one of q and k.
 
@@ -156,7 +178,7 @@ class RotaryFunction:
     NotImplementedError if the function has other arguments, or does something other than rotate.
     """
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, rounding="once"):
         self.function = function
         # The kernels package turns a function into a module whose forward has the signature.
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
@@ -254,6 +276,22 @@ class RotaryFunction:
             source += f" if {self.tensors[1]} is not None else original({call})"
         make = eval(f"lambda rotate, original: lambda {', '.join(arguments)}: {source}")
         return make(rotate_x if len(self.tensors) == 1 else rotate_q_and_k, self.function)
+
+    def rotate(self, tensors, tables, unsqueeze_dim):
+        f = self.rotation.functions()
+        if len(tensors) == 1:
+            return f[0](*tensors, tables, unsqueeze_dim)
+        if tensors[1] is None:
+            return f[0](tensors[0], tables, unsqueeze_dim)
+        return f[1](*tensors, tables, unsqueeze_dim)
+
+    def with_signature(self, f, *first):
+        u = "unsqueeze_dim" if self.rotation.unsqueeze_dim is None else self.rotation.unsqueeze_dim
+        args = [*first, *(n if p.default is p.empty else f"{n}={p.default!r}" for n, p in self.parameters.items())]
+        lead = "".join(f"{n}, " for n in first)
+        return eval(
+            f"lambda f: lambda {', '.join(args)}: f({lead}({', '.join(self.tensors)},), ({', '.join(self.tables)},), {u})"
+        )(f)
 
     def replacement(self, name: str) -> Callable:
         """Returns a function of this name, with the arguments of this one, that calls torch_rope."""

@@ -1,0 +1,208 @@
+"""Rebuilds the methods of a model that call a rotary function, so that they call torch_rope."""
+
+import ast
+import re
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_rope.integrations.transformers.rebuild import Source, copy_of, names, wrapped
+from torch_rope.integrations.transformers.rotary import Call, RotaryFunction
+
+_ROTARY = re.compile("(^|_)(rotary|rope|rotate)(_|$)")
+
+
+class Calls(ast.NodeTransformer):
+    """Gives the calls of rotary functions a first argument, by which the function knows who calls it."""
+
+    def __init__(self, rotary: set[str], first: ast.expr):
+        self.rotary, self.first, self.found = rotary, first, []
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  ast looks for this name
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.rotary:
+            self.found.append(node)
+            node.func = ast.Name(with_caller(node.func.id), ast.Load())
+            node.args.insert(0, self.first)
+        return node
+
+
+def caller(node: ast.FunctionDef, is_method: bool) -> ast.expr:
+    """Returns what a function passes on as the caller of a rotary function: self, or None outside of methods."""
+    arguments = (*node.args.posonlyargs, *node.args.args)
+    return ast.Name(arguments[0].arg, ast.Load()) if is_method and arguments else ast.Constant(None)
+
+
+def with_caller(name: str) -> str:
+    """Returns the name that a rotary function has where it is called with its caller."""
+    return f"_torch_rope_{name}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A rotary function as a rebuilt method calls it."""
+
+    name: str
+    function: RotaryFunction
+    call: Call
+
+
+class Rebuilder:
+    """Rebuilds the methods of one model.
+
+    Args:
+        rounding: see :func:`torch_rope.integrations.transformers.patch`.
+    """
+
+    def __init__(self, rounding: str = "eager"):
+        self.rounding = rounding
+        self.paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the path of each module in the model
+        self._checked: weakref.WeakSet = weakref.WeakSet()
+        self._rebuilt: dict[tuple[Callable, bool], Callable] = {}
+        self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
+
+    def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
+        """Returns the methods of a class: for each name a list of functions, in which overriding functions come first.
+
+        Methods of torch and of transformers' own base classes are left out.
+        """
+        if module_class not in self._methods:
+            found = {}
+            for base in module_class.__mro__:
+                package = base.__module__.split(".")
+                if package[0] != "torch" and (package[0] != "transformers" or package[1] == "models"):
+                    for name, value in vars(base).items():
+                        found.setdefault(name, []).append(value)
+            self._methods[module_class] = [
+                (name, functions)
+                for name, functions in found.items()
+                if all(isinstance(f, types.FunctionType) for f in functions)
+            ]
+        return self._methods[module_class]
+
+    def calls_rotary(self, function: Callable) -> bool:
+        """Returns whether a method calls a rotary function, known or not."""
+        try:
+            return self.rebuild(function) is not function
+        except NotImplementedError:
+            return True
+
+    def rebuild(self, function: Callable, is_method: bool = True) -> Callable:
+        """Returns a copy of function that calls torch_rope, or function itself if it calls no rotary function.
+
+        Raises NotImplementedError if it calls a rotary function that torch_rope does not support.
+        """
+        key = function, is_method
+        if key not in self._rebuilt:
+            self._rebuilt[key] = function  # ends the recursion of functions that call each other
+            self._rebuilt[key] = self._rebuild(function, is_method)
+        return self._rebuilt[key]
+
+    def _rebuild(self, function: Callable, is_method: bool) -> Callable:
+        inner = wrapped(function)
+        if inner is not None:
+            while wrapped(inner) is not None:
+                inner = wrapped(inner)
+            new = self.rebuild(inner, is_method)
+            return function if new is inner else decorated(function, new)
+        sites, variables = self.called(function)
+        if not variables:
+            return function
+        source = Source(function)
+        source.node = Calls({site.name for site in sites}, caller(source.node, is_method)).visit(source.node)
+        new = source.rebuild(variables | self.checked(sites))
+        new._torch_rope = calls_of(sites, variables)
+        return new
+
+    def called(self, function: types.FunctionType) -> tuple[list[Site], dict[str, Callable]]:
+        """Returns the rotary functions that a function calls, and what takes the place of the names of its globals."""
+        sites, variables = [], {}
+        for name in dict.fromkeys(names(function.__code__)):
+            value = function.__globals__.get(name)
+            if callable(value) and not isinstance(value, type) and _ROTARY.search(name):
+                site = self._site(name, value)
+                if isinstance(site, Site):
+                    sites.append(site)
+                    site = site.function.with_signature(site.function.rotate)
+                variables[name] = site
+            elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+                rebuilt = self.rebuild(value, False)
+                if rebuilt is not value:
+                    variables[name] = rebuilt
+        return sites, variables
+
+    def _site(self, name: str, function: Callable) -> Site | Callable:
+        try:
+            known = RotaryFunction(function, self.rounding)
+            operator = "rotate" if len(known.tensors) == 1 else "rotate_qk"
+            return Site(name, known, Call(name, operator, known.rotation))
+        except NotImplementedError as error:
+            # The function may call other rotary functions for parts of the channels.
+            try:
+                new = self.rebuild(function, False) if isinstance(function, types.FunctionType) else function
+            except NotImplementedError:
+                new = function
+            if new is function:
+                raise NotImplementedError(f"calls {name}: {error}") from None
+            new._torch_rope = tuple(replace(call, of_parts=True) for call in new._torch_rope)
+            return new
+
+    def checked(self, sites: list[Site]) -> dict[str, Callable]:
+        """Returns the rotary functions that take their caller, and look at the first tables of each caller."""
+        return {with_caller(site.name): self._checked_function(site) for site in sites}
+
+    def _checked_function(self, site: Site) -> Callable:
+        rotate, first_tables = site.function.rotate, self.first_tables
+
+        def rotate_and_check(caller, tensors, tables, unsqueeze_dim):
+            first_tables(site, caller, tables)
+            return rotate(tensors, tables, unsqueeze_dim)
+
+        return site.function.with_signature(rotate_and_check, "caller")
+
+    def first_tables(self, site: Site, caller: nn.Module | None, tables: tuple) -> None:
+        """Looks at the tables that a caller passes for the first time, but not in a compiled graph."""
+        if (
+            not torch.compiler.is_compiling()
+            and (key := site.function if caller is None else caller) not in self._checked
+        ):
+            self.check(site, caller, tables)
+            self._checked.add(key)
+
+    def check(self, site: Site, caller: nn.Module | None, tables: tuple) -> None:
+        """Raises NotImplementedError if the two channels of a pair have different angles in these tables."""
+        if site.function.rotation.check(tables):
+            return
+        where = f" of {self.paths.get(caller, 'the model')} ({type(caller).__name__})" if caller is not None else ""
+        raise NotImplementedError(
+            f"torch_rope: cos and sin that {site.name}{where} was called with have different angles for the two "
+            "channels of a pair but must have the same angle; undo the patch, or see "
+            "torch_rope.integrations.transformers.register"
+        )
+
+
+def decorated(function: Callable, inner: Callable) -> Callable:
+    """Returns inner with the decorators of function."""
+    before = wrapped(function)
+    if before is None:
+        return inner
+    inner = decorated(before, inner)
+    closure = tuple(types.CellType(inner) if c.cell_contents is before else c for c in function.__closure__ or ())
+    if closure == function.__closure__:
+        raise NotImplementedError(
+            f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
+        )
+    new = copy_of(function, function.__code__, closure)
+    vars(new).update({n: v for n, v in vars(inner).items() if n.startswith("_torch_rope")})
+    return new
+
+
+def calls_of(sites: list[Site], variables: dict[str, Any]) -> tuple[Call, ...]:
+    """Returns the calls of torch_rope in a rebuilt function, directly or through another rebuilt function."""
+    inside = [call for f in variables.values() for call in getattr(f, "_torch_rope", ())]
+    return (*(site.call for site in sites), *inside)
