@@ -459,7 +459,7 @@ def counting(graphs):
     """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
 
     def backend(module, inputs, **options):
-        graphs.append(sum("rope.rotate" in str(node.target) for node in module.graph.nodes))
+        graphs.append(sum("rope." in str(node.target) for node in module.graph.nodes))
         return aot_eager(module, inputs)
 
     return backend

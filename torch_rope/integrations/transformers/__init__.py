@@ -100,10 +100,11 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
                         f"{where} was replaced by {current!r} but must be a method of the module; patch the model "
                         "before the method is replaced"
                     )
+                note = ""
                 if fuse:
                     fuser = fuser or _fuser(model, rebuilder)
-                    new = fuser.fuse(module, function) or new
-                replaced.append(_Replaced(path, module, attribute, current, types.MethodType(new, module)))
+                    new, note = fuser.fuse(module, function, new)
+                replaced.append(_Replaced(path, module, attribute, current, types.MethodType(new, module), note))
             elif re.match("_?apply_(rotary|rope)", method):
                 raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
             elif "super" in names(inspect.unwrap(function).__code__) and any(map(rebuilder.calls_rotary, inherited)):
@@ -160,6 +161,7 @@ class _Replaced:
     attribute: str  # the module's attribute that holds the method
     before: Any  # the value of the attribute before the patch; None if the module itself had no such attribute
     method: types.MethodType
+    note: str  # what is fused
 
 
 class Patch:
@@ -209,7 +211,7 @@ class Patch:
         for r in self._replaced:
             path = re.sub(r"\b\d+\b", "*", f"{r.path}.{r.method.__name__}".lstrip("."))
             function = r.method.__func__
-            does = [*map(str, function._torch_rope), *getattr(function, "_torch_rope_fused", [])]
+            does = [*map(str, function._torch_rope), *([r.note] if r.note else [])]
             line = f"{path} of %d {type(r.module).__name__}: {'; '.join(does)}"
             lines[line] = lines.get(line, 0) + 1
         for path, module in self._model.named_modules():

@@ -34,7 +34,6 @@ from torch_rope.integrations.transformers.methods import (
     Calls,
     Rebuilder,
     Site,
-    calls_of,
     decorated,
     with_caller,
 )
@@ -235,6 +234,11 @@ class Plan:
     watched: tuple[str, ...] = ()  # the modules whose hooks would see what is put off or overwritten
 
     @property
+    def fuses(self) -> bool:
+        """Whether there is anything to fuse."""
+        return bool(self.norms or self.cache or self.in_place)
+
+    @property
     def put_off(self) -> set[str]:
         """The names of the norms."""
         return {name for name, _ in self.norms} | ({self.v_norm} if self.v_norm else set())
@@ -252,7 +256,7 @@ class Plan:
             fused.append(f"the write into a StaticCache or DynamicCache in rotate_into_cache_{inside}")
         if self.in_place:
             fused.append("in place without gradients")
-        return "fused: " + "; ".join(fused) if fused else "nothing fused"
+        return "fused: " + "; ".join(fused)
 
 
 class Step:
@@ -447,30 +451,29 @@ class Fuser:
         self._norms: dict[nn.Module, Norm | None] = {}
         self.tables = list(_tables_of(model))
 
-    def fuse(self, module: nn.Module, function: Callable) -> Callable | None:
-        """Returns a function that fuses what this method of a module calls, or None if nothing can be fused.
+    def fuse(self, module: nn.Module, function: Callable, rebuilt: Callable) -> tuple[Callable, str]:
+        """Returns the function that stands for this method of a module, and what it fuses, in words.
 
-        Its attribute ``_torch_rope_fused`` says what is fused and what not.
+        rebuilt is the method that calls torch_rope and fuses nothing, which is returned if nothing can be fused.
         """
         inner = function
         while wrapped(inner) is not None:
             inner = wrapped(inner)
         sites, variables = self.rebuilder.called(inner)
         if not sites:
-            return None
+            return rebuilt, "nothing fused: another function calls the rotary function"
         norms = {name: norm for name, child in module.named_children() if (norm := self._norm(child)) is not None}
         key = (function, tuple(norms.items()), _kind(module))
         if key not in self._plans:
             self._plans[key] = _Trial(self, module, function, inner, sites, variables, norms).plan()
-        plan, reason = self._plans[key]
-        if plan == Plan():
-            return None
+        plan, why_not = self._plans[key]
+        if not plan.fuses:
+            return rebuilt, f"nothing fused: {why_not}"
         if (function, plan) not in self._functions:
             new, _ = self.build(function, inner, sites, variables, plan.put_off, plan.begin)
-            new._torch_rope = calls_of(sites, variables)
-            new._torch_rope_fused = [f"{plan}{reason}"]
+            new._torch_rope = rebuilt._torch_rope
             self._functions[function, plan] = new
-        return self._functions[function, plan]
+        return self._functions[function, plan], f"{plan}{why_not and '; not fused: '}{why_not}"
 
     def build(
         self,
@@ -566,21 +569,23 @@ class _Trial:
         with _quietly(), self._on_its_own():
             try:
                 plan, reasons = self._proposal()
+            except NotImplementedError as error:
+                return Plan(), str(error)
             except Exception as error:
-                return Plan(), f"; not fused, because the method could not be tried: {type(error).__name__}: {error}"
+                return Plan(), f"the method could not be tried: {type(error).__name__}: {error}"
+            without = {"cache": False, "v_norm": ""}
             proposals = [
-                (plan, []),
-                (replace(plan, v_norm=""), [f"{plan.v_norm}: the results differ"]),
-                (replace(plan, cache=False, v_norm=""), ["the cache: the results differ"]),
-                (replace(plan, norms=()), ["the norms: the results differ"]),
-                (replace(plan, norms=(), cache=False, v_norm=""), ["the norms and the cache: the results differ"]),
-                (replace(plan, in_place=False, cache=False, v_norm=""), ["in place and the cache: the results differ"]),
+                (plan, ""),
+                (replace(plan, v_norm=""), plan.v_norm),
+                (replace(plan, **without), "the cache"),
+                (replace(plan, norms=()), "the norms"),
+                (replace(plan, norms=(), **without), "the norms and the cache"),
+                (replace(plan, in_place=False, **without), "the cache and in place"),
             ]
-            for proposal, more in proposals:
-                if proposal != Plan() and self._agrees(proposal):
-                    reasons += more
-                    return proposal, f"; not fused: {'; '.join(reasons)}" if reasons else ""
-        return Plan(), "; nothing fused: the results differ"
+            for proposal, less in proposals:
+                if proposal.fuses and self._agrees(proposal):
+                    return proposal, "; ".join(reasons + [f"{less}: the results would differ"] * bool(less))
+        return Plan(), "the results would differ"
 
     # -- running the method --
 
@@ -698,7 +703,7 @@ class _Trial:
         function, made = self.fuser.build(*self.parts, set(self.norms), record)
         self.cache = made.cache.id if isinstance(made.cache, ast.Name) else None
         self.index = made.index.attr if self.cache else None
-        error = NotImplementedError("no rotary module of the model makes tables for it")
+        error: Exception = NotImplementedError("no module of the model makes tables from x and position_ids")
         outputs: dict[str, Tensor] = {}
         hooks = [
             m.register_forward_hook(lambda m, args, out, name=name: outputs.update({name: out}))
@@ -707,9 +712,11 @@ class _Trial:
         try:
             for tables in self.fuser.tables:
                 self.tables = tables
-                with contextlib.suppress(Exception):
+                try:
                     self._run(function, "dynamic" if self.cache else "no cache")
                     break
+                except Exception as e:  # these tables are for another layer
+                    error = e
             else:
                 raise error
         finally:
@@ -721,7 +728,7 @@ class _Trial:
         rotated, reasons = recorder.rotated, []
         rotation = rotated[0][0].function.rotation
         if not rotation.simple or len(rotated) > 2:
-            return Plan(), ["the rotation takes more than one operator"]
+            raise NotImplementedError("the rotation is more than one operator on q and k as they are")
         norm_of = [
             next((name for name, _, out in recorder.normalised if _same_numbers(out, x)), None) for _, x, _ in rotated
         ]
