@@ -97,7 +97,9 @@ def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
     caches = [new_cache(kind, model) for model in (stock, fused)]
     with torch.no_grad():
         for seq in (4, 1, 1, 1, 1, 3, 1, 1):
-            expected, actual = (m(tokens(2, seq), past_key_values=c).logits for m, c in zip((stock, fused), caches))
+            expected, actual = (
+                m(tokens(2, seq), past_key_values=c).logits for m, c in zip((stock, fused), caches, strict=True)
+            )
             assert difference(actual, expected) < LOGITS
     for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()

@@ -34,6 +34,9 @@ SMALL = dict(
 )  # fmt: skip
 
 
+apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+
+
 def make(model_type="llama", attention="sdpa", **changes):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
@@ -110,8 +113,104 @@ def test_patch_is_a_context_manager_and_undo_may_be_called_twice(calls):
     model(tokens())
     handle.undo()
     assert len(calls) == 2
-    with patch(model), pytest.raises(ValueError, match="already calls torch_rope"):
+
+
+def test_a_patched_model_says_what_is_there():
+    model = make()
+    handle = patch(model)
+    assert patch(model) is handle
+    for options in ({"rounding": "once"}, {"fuse": True}):
+        with pytest.raises(ValueError, match=r"(?s)already calls torch_rope.*What is there: .*self_attn.forward of 2"):
+            patch(model, **options)
+    with pytest.raises(ValueError, match="What is there: apply_rotary_pos_emb is torch.ops.rope.rotate_qk"):
+        patch(model.model)
+    handle.undo()
+    assert patch(model) is not handle
+
+
+@pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-135M", transformers.LlamaForCausalLM, None], ids=str)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"model is .* but must be a loaded model, such as AutoModelForCausalLM"):
         patch(model)
+    with pytest.raises(ValueError, match='rounding is "exact"|rounding is .exact. but must be "eager" or "once"'):
+        patch(make(), rounding="exact")
+
+
+def test_a_later_assignment_to_a_global_of_the_module_is_seen(monkeypatch):
+    model = make(attention="eager")
+    patch(model)
+    expected = model(tokens()).logits
+    module, seen = sys.modules[type(model).__module__], []
+    stock = module.eager_attention_forward
+    monkeypatch.setattr(
+        module, "eager_attention_forward", lambda *args, **kwargs: seen.append(1) or stock(*args, **kwargs)
+    )
+    assert torch.equal(model(tokens()).logits, expected) and len(seen) == 2
+
+
+counter = 0
+
+
+class Counts(nn.Module):
+    def forward(self, q, k, cos, sin):
+        global counter
+        counter += 1
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def test_a_method_may_assign_to_a_global():
+    module, before = Counts(), counter
+    args = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.ones(2, 5, 16), torch.zeros(2, 5, 16)
+    patch(module)
+    assert torch.equal(module(*args)[0], args[0]) and counter == before + 1
+    with pytest.raises(ValueError, match="cos has 4 rows") as error:
+        module(*args[:2], torch.ones(2, 4, 16), torch.zeros(2, 4, 16))
+    lines = [str(entry.path) + str(entry.lineno) for entry in error.traceback]
+    assert any(line.startswith(__file__) for line in lines[1:])  # the method keeps its file and lines
+
+
+class Axial(nn.Module):
+    """Makes a table of rows and columns for half-split pairs, so that the channels of a pair have different angles."""
+
+    def forward(self, h, w):
+        row, column = torch.meshgrid(torch.arange(float(h)), torch.arange(float(w)), indexing="ij")
+        angle = torch.cat([row.reshape(-1, 1) / torch.arange(1, 9), column.reshape(-1, 1) / torch.arange(1, 9)], -1)
+        return angle.cos()[None], angle.sin()[None]
+
+
+class AxialModel(nn.Module):
+    def __init__(self, rope):
+        super().__init__()
+        self.rope, self.blocks = rope, nn.ModuleList([Counts(), Counts()])
+
+    def forward(self, q, k, h, w):
+        for block in self.blocks:
+            q, k = block(q, k, *self.rope(h, w))
+        return q, k
+
+
+class Diagonal(Axial):
+    """Makes a right table."""
+
+    def forward(self, h, w):
+        angle = torch.arange(float(h * w))[:, None] / torch.arange(1, 9)
+        return torch.cat([angle, angle], -1).cos()[None], torch.cat([angle, angle], -1).sin()[None]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_the_first_tables_of_each_layer_are_looked_at(fuse):
+    q, k = torch.randn(1, 3, 6, 16), torch.randn(1, 2, 6, 16)
+    model = AxialModel(Axial())
+    expected = model(q, k, 2, 3)
+    handle = patch(model, fuse=fuse)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"apply_rotary_pos_emb of blocks.0 \(Counts\) was called with"):
+            model(q, k, 2, 3)
+    model.rope = Diagonal()
+    model(q, k, 2, 3)
+    handle.undo()
+    model.rope = Axial()
+    assert torch.equal(model(q, k, 2, 3)[0], expected[0])
 
 
 def test_undo_names_the_method_that_was_replaced_since():
@@ -279,7 +378,7 @@ def apply_rotary_of_a_name_only(x):
     return x
 
 
-UNKNOWN = [f for name, f in list(globals().items()) if name.startswith("apply_rotary")]
+UNKNOWN = [f for name, f in list(globals().items()) if name.startswith("apply_rotary_") and f.__module__ == __name__]
 
 
 rotary_of_the_test = None
@@ -510,9 +609,6 @@ def test_k_may_be_none_if_the_original_function_accepts_none():
         new(q, k, angle.cos(), angle.sin()), apply_rotary(q, k, angle.cos(), angle.sin()), strict=True
     ):
         torch.testing.assert_close(actual, expected)
-
-
-apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
 
 
 def test_tables_may_have_another_dtype_than_q():
