@@ -180,14 +180,27 @@ def test_a_cache_may_be_reset_and_used_by_an_unpatched_model(inference):
     stock, fused = pair("qwen3")
     with inference():
         expected = stock(tokens(2, 9)).logits
-        for kind in ("static", "dynamic"):
+        for kind, batch in (("static", 2), ("static", 1), ("dynamic", 2)):
             cache = new_cache(kind, fused)
-            fused(tokens(2, 4).flip(0), past_key_values=cache)
-            fused(tokens(2, 1), past_key_values=cache)
+            fused(tokens(batch, 4).flip(0), past_key_values=cache)
+            fused(tokens(batch, 1), past_key_values=cache)
             cache.reset()
             turns = [(fused, 0, 5), (fused, 5, 6), (stock, 6, 7), (fused, 7, 8), (fused, 8, 9)]
-            logits = [m(tokens(2, 9)[:, a:b], past_key_values=cache).logits for m, a, b in turns]
-            assert difference(torch.cat(logits, 1), expected) < LOGITS
+            logits = [m(tokens(2, 9)[:batch, a:b], past_key_values=cache).logits for m, a, b in turns]
+            assert difference(torch.cat(logits, 1), expected[:batch]) < LOGITS
+
+
+def test_a_dynamic_cache_that_began_in_inference_mode_can_be_used_outside():
+    stock, fused = pair("llama")
+    cache = Dynamic(config=fused.config)
+    with torch.inference_mode():
+        for seq in (4, 1):
+            fused(tokens(2, 6)[:, :seq], past_key_values=cache)
+        cache.crop(-1)
+        fused(tokens(2, 6)[:, 4:5], past_key_values=cache)
+    with torch.no_grad():
+        actual = fused(tokens(2, 6)[:, 5:], past_key_values=cache).logits
+        assert difference(actual, stock(tokens(2, 6)).logits[:, 5:]) < LOGITS
 
 
 def test_memory_doubles_when_a_dynamic_cache_is_full():

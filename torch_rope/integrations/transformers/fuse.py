@@ -148,32 +148,28 @@ class _Static(_Room):
     """
 
     def __init__(self, layer: Any):
-        super().__init__(layer.keys, layer.values, layer.cumulative_length)
         self.keys, self.values, self.count = layer.keys, layer.values, layer.cumulative_length
-        if not torch.compiler.is_compiling():
-            self.count.set_(self.slots.untyped_storage(), 0, (), ())
-            self.version = None if self.count.is_inference() else self.count._version
+        with torch.inference_mode(self.count.is_inference()):
+            super().__init__(self.keys, self.values, self.count)
+            if len(self.slots) == 1:
+                self.slots = self.count.view(1, 1)
+            else:
+                self.count.set_(self.slots.untyped_storage(), 0, (), ())
+        self.version = None if self.count.is_inference() else self.count._version
 
-    @staticmethod
-    def of(layer: Any) -> "_Static":
-        """Returns the layer's memory. It is made again if someone else changed the layer."""
-        if torch.compiler.is_compiling():
-            return _Static(layer)
-        room = vars(layer).get(_ROOM)
-        if (
-            room is None
-            or room.count is not layer.cumulative_length
-            or room.version is None
-            or room.version != room.count._version
-            or room.keys is not layer.keys
-            or room.values is not layer.values
-        ):
-            room = vars(layer)[_ROOM] = _Static(layer)
-        return room
+    def is_of(self, layer: Any) -> bool:
+        """Returns whether the layer has the same memory, and nobody else changed the number of tokens."""
+        same = self.count is layer.cumulative_length and self.keys is layer.keys and self.values is layer.values
+        # Several slots do not follow a change of the number of tokens, such as reset(). An inference tensor has no version.
+        return same and (len(self.slots) == 1 or self.version is not None and self.version == self.count._version)
 
     @staticmethod
     def write(layer: Any, seq: int, write: Callable) -> None:
-        room = _Static.of(layer)
+        compiling, room = torch.compiler.is_compiling(), vars(layer).get(_ROOM)
+        if compiling:
+            room = _Room(layer.keys, layer.values, layer.cumulative_length)
+        elif room is None or not room.is_of(layer):
+            room = vars(layer)[_ROOM] = _Static(layer)
         if layer.is_sliding:
             full = layer.cumulative_length_int >= layer.max_cache_len
             layer.cumulative_length_int += seq
@@ -182,7 +178,7 @@ class _Static(_Room):
                     x.copy_(x.roll(-1, 2))
                 return write(room.k_cache, room.v_cache, room.slots - room.slots[:1] + (layer.max_cache_len - 1))
         write(room.k_cache, room.v_cache, room.next(seq))
-        (layer.cumulative_length if torch.compiler.is_compiling() else room.slots).add_(seq)
+        (layer.cumulative_length if compiling else room.slots).add_(seq)
 
 
 class _Growing(_Room):
@@ -195,11 +191,12 @@ class _Growing(_Room):
     def __init__(self, layer: Any, k: Tensor, v: Tensor):
         self.used, seq = layer.get_seq_length(), k.shape[-2]
         self.room = 2 * (self.used + seq) if self.used else seq
-        memory = [x.new_empty((*x.shape[:2], self.room, x.shape[-1])) for x in (k, v)]
+        with torch.inference_mode(False):  # so that the memory can be written in any mode
+            memory = [x.new_empty((*x.shape[:2], self.room, x.shape[-1])) for x in (k, v)]
+            super().__init__(*memory, self.used)
         if self.used:
             for x, old in zip(memory, (layer.keys, layer.values), strict=True):
                 x[:, :, : self.used] = old
-        super().__init__(*memory, self.used)
         self.keys = self.values = None
 
     @staticmethod
