@@ -18,7 +18,7 @@ transformers = needed("transformers")
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import methods, rotary  # noqa: E402
+from torch_rope.integrations.transformers import methods, rotator  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 DOC = (ROOT / "docs" / "families.md").read_text()
@@ -186,9 +186,9 @@ def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(fam
     expected, expected_gradients = train_step(model, inputs)
     calls = set()
     for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(rotary, name)
+        operator = getattr(rotator, name)
         count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
-        monkeypatch.setattr(rotary, name, count)
+        monkeypatch.setattr(rotator, name, count)
     handle = integration.patch(model)
     calls.clear()  # patch itself calls the operators too
     actual, gradients = train_step(model, inputs)
@@ -200,8 +200,8 @@ def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(fam
     assert f", {pairing}" in str(handle)
     assert (pairing.startswith("interleaved")) == (family in INTERLEAVED)
 
-    monkeypatch.setattr(rotary, "_rotate", lambda x, *args, **kwargs: x)
-    monkeypatch.setattr(rotary, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
+    monkeypatch.setattr(rotator, "_rotate", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(rotator, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
     broken, broken_gradients = train_step(model, inputs)
     assert difference(broken, expected) > BROKEN
     assert difference(broken_gradients, expected_gradients) > BROKEN

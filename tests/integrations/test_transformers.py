@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import aot_eager
 transformers = needed("transformers")
 
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import methods, patch, rotary  # noqa: E402
+from torch_rope.integrations.transformers import methods, patch, rotary, rotator  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -57,9 +57,9 @@ def calls(monkeypatch):
     """A list of the operators of torch_rope that patched models call."""
     counted = []
     for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(rotary, name)
+        operator = getattr(rotator, name)
         monkeypatch.setattr(
-            rotary, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
+            rotator, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
         )
     return counted
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch_rope.integrations.transformers.hub import apply_rotary_transformers, kernel_mapping
 from torch_rope.integrations.transformers.methods import Rebuilder
 from torch_rope.integrations.transformers.rebuild import names
-from torch_rope.integrations.transformers.rotary import has_form, sample_tables
+from torch_rope.integrations.transformers.rotary import sample_tables
+from torch_rope.integrations.transformers.rotator import has_form
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch"]
 

@@ -283,32 +283,31 @@ class Step:
 
     def rotate(self, site: Site, tensors: tuple[Tensor, ...], tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Any:
         """Returns what the rotary function returns, or the tensors themselves if they are rotated later or in place."""
-        function, plan = site.function, self.plan
-        if not self.fused:
-            return function.rotate(tensors, tables, unsqueeze_dim)
-        inference = not torch.is_grad_enabled()
-        layer = self.layer
-        rotation = function.rotation
-        if layer is None and not (self.put_off or (plan.in_place and inference)):
-            return function.rotate(tensors, tables, unsqueeze_dim)
-        x, cos, sin, restore = rotation.operands(tensors, tables, unsqueeze_dim)
+        plan, layer = self.plan, self.layer
+        in_place = plan.in_place and not torch.is_grad_enabled()
+        if not (self.put_off or layer is not None or (in_place and self.fused)):
+            return site.function.rotator.rotate(tensors, tables, unsqueeze_dim, self.module)
+        operands = site.function.fused.angles(tensors[0], tables, unsqueeze_dim, self.module)
+        cos, sin, in_order, _, flags, _ = operands
+        x = tensors if in_order else tuple(x.transpose(1, 2) for x in tensors)
         turn, self.turn = self.turn, self.turn + len(x)
         if layer is not None and (self.waiting or _fits(layer, x[0])):
             self.waiting += x
-            self.angles = cos, sin, rotation.flags
+            self.operands = cos, sin, flags
         elif self.put_off:
             self.put_off -= len(x)
             q, k = x if len(x) == 2 else (x[0], x[0][..., :0, :])
             norms = (plan.norms[turn : turn + 2] * 2)[:2]
             q_weight, k_weight = (norm.weight_of(getattr(self.module, name), q) for name, norm in norms)
-            out = _norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, norm_eps=norms[0][1].eps, **rotation.flags)
-            return tuple(map(restore, out)) if len(x) == 2 else restore(out[0])
-        elif not (plan.in_place and inference):
-            return function.rotate(tensors, tables, unsqueeze_dim)
+            x = _norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, norm_eps=norms[0][1].eps, **flags)[: len(x)]
+            x = x if in_order else tuple(x.transpose(1, 2) for x in x)
+            return x if len(x) == 2 else x[0]
+        elif not in_place:
+            return site.function.rotator.rotate(tensors, tables, unsqueeze_dim, self.module)
         elif len(x) == 2:
-            _rotate_qk_(*x, cos, sin, **rotation.flags)
+            _rotate_qk_(*x, cos, sin, **flags)
         else:
-            _rotate_(*x, cos, sin, **rotation.flags)
+            _rotate_(*x, cos, sin, **flags)
         return tensors if len(x) == 2 else tensors[0]
 
     def update(self, cache: Any, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -322,7 +321,7 @@ class Step:
         if plan.norms:
             weights = [norm.weight_of(getattr(self.module, name), q) for name, norm in plan.norms]
             options = {"norm_eps": plan.norms[0][1].eps, "norm_v": self.v_waits}
-        cos, sin, flags = self.angles
+        cos, sin, flags = self.operands
         v_view = v.transpose(1, 2)
 
         def write(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -406,6 +405,11 @@ class _Fused(Calls):
     visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = visit_FunctionDef  # noqa: N815
 
 
+def _rotating(site: Site) -> Callable:
+    """Returns a function that lets a step do the rotation."""
+    return lambda tensors, tables, unsqueeze_dim, step: step.rotate(site, tensors, tables, unsqueeze_dim)
+
+
 class _Recorder:
     """Stands for a Step in a trial. It calls what the method would call, and keeps the arguments and results."""
 
@@ -420,7 +424,7 @@ class _Recorder:
         return result
 
     def rotate(self, site: Site, tensors: tuple[Tensor, ...], tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Any:
-        result = site.function.rotate(tensors, tables, unsqueeze_dim)
+        result = site.function.rotator.rotate(tensors, tables, unsqueeze_dim)
         results = result if isinstance(result, tuple) else (result,)
         self.rotated += [(site, *pair) for pair in zip(tensors, results, strict=True)]
         return result
@@ -484,18 +488,9 @@ class Fuser:
         """Returns the method that passes its calls to what step(module, cache, index) returns, and how it was made."""
         source = Source(inner)
         fused = _Fused(source, {site.name for site in sites}, norms)
-        calls = {with_caller(site.name): self._rotate(site) for site in sites}
+        calls = {with_caller(site.name): site.function.with_signature(_rotating(site), "step") for site in sites}
         new = source.rebuild(variables | calls | {_STEP + "_of": step})
         return decorated(function, new), fused
-
-    def _rotate(self, site: Site) -> Callable:
-        first_tables = self.rebuilder.first_tables
-
-        def rotate(step, tensors, tables, unsqueeze_dim):
-            first_tables(site, step.module, tables)
-            return step.rotate(site, tensors, tables, unsqueeze_dim)
-
-        return site.function.with_signature(rotate, "step")
 
     def _norm(self, module: nn.Module) -> Norm | None:
         if module not in self._norms:

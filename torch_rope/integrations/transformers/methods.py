@@ -1,6 +1,7 @@
 """Rebuilds the methods of a model that call a rotary function, so that they call torch_rope."""
 
 import ast
+import functools
 import re
 import types
 import weakref
@@ -8,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from torch_rope.integrations.transformers.rebuild import Source, copy_of, names, wrapped
@@ -62,7 +62,8 @@ class Rebuilder:
     def __init__(self, rounding: str = "eager"):
         self.rounding = rounding
         self.paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the path of each module in the model
-        self._checked: weakref.WeakSet = weakref.WeakSet()
+        self._known: dict[Callable, RotaryFunction] = {}
+        self._checked: weakref.WeakSet = weakref.WeakSet()  # the callers whose first tables were right
         self._rebuilt: dict[tuple[Callable, bool], Callable] = {}
         self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
 
@@ -128,7 +129,7 @@ class Rebuilder:
                 site = self._site(name, value)
                 if isinstance(site, Site):
                     sites.append(site)
-                    site = site.function.with_signature(site.function.rotate)
+                    site = site.function.with_signature(site.function.rotator.rotate)
                 variables[name] = site
             elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
                 rebuilt = self.rebuild(value, False)
@@ -138,9 +139,11 @@ class Rebuilder:
 
     def _site(self, name: str, function: Callable) -> Site | Callable:
         try:
-            known = RotaryFunction(function, self.rounding)
-            operator = "rotate" if len(known.tensors) == 1 else "rotate_qk"
-            return Site(name, known, Call(name, operator, known.rotation))
+            if function not in self._known:
+                self._known[function] = known = RotaryFunction(function, self.rounding)
+                known.rotator.first_tables = functools.partial(self._first_tables, name, known)
+            known = self._known[function]
+            return Site(name, known, known.call(name))
         except NotImplementedError as error:
             # The function may call other rotary functions for parts of the channels.
             try:
@@ -153,34 +156,21 @@ class Rebuilder:
             return new
 
     def checked(self, sites: list[Site]) -> dict[str, Callable]:
-        """Returns the rotary functions that take their caller, and look at the first tables of each caller."""
-        return {with_caller(site.name): self._checked_function(site) for site in sites}
+        """Returns the rotary functions that take their caller first."""
+        return {with_caller(s.name): s.function.with_signature(s.function.rotator.rotate, "caller") for s in sites}
 
-    def _checked_function(self, site: Site) -> Callable:
-        rotate, first_tables = site.function.rotate, self.first_tables
-
-        def rotate_and_check(caller, tensors, tables, unsqueeze_dim):
-            first_tables(site, caller, tables)
-            return rotate(tensors, tables, unsqueeze_dim)
-
-        return site.function.with_signature(rotate_and_check, "caller")
-
-    def first_tables(self, site: Site, caller: nn.Module | None, tables: tuple) -> None:
-        """Looks at the tables that a caller passes for the first time, but not in a compiled graph."""
-        if (
-            not torch.compiler.is_compiling()
-            and (key := site.function if caller is None else caller) not in self._checked
-        ):
-            self.check(site, caller, tables)
+    def _first_tables(self, name: str, function: RotaryFunction, caller: nn.Module | None, tables: tuple) -> None:
+        """Looks at the tables that a caller passes for the first time, and raises NotImplementedError if the two channels
+        of a pair have different angles."""
+        key = function if caller is None else caller
+        if key in self._checked:
+            return
+        if function.rotation.has_form(tables):
             self._checked.add(key)
-
-    def check(self, site: Site, caller: nn.Module | None, tables: tuple) -> None:
-        """Raises NotImplementedError if the two channels of a pair have different angles in these tables."""
-        if site.function.rotation.check(tables):
             return
         where = f" of {self.paths.get(caller, 'the model')} ({type(caller).__name__})" if caller is not None else ""
         raise NotImplementedError(
-            f"torch_rope: cos and sin that {site.name}{where} was called with have different angles for the two "
+            f"torch_rope: cos and sin that {name}{where} was called with have different angles for the two "
             "channels of a pair but must have the same angle; undo the patch, or see "
             "torch_rope.integrations.transformers.register"
         )

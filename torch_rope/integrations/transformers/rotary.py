@@ -1,49 +1,26 @@
 """Finds out what a rotary function does, by calling it."""
 
+import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_rotate = torch.ops.rope.rotate.default
-_rotate_qk = torch.ops.rope.rotate_qk.default
-
-# The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions:
-# the first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables.
-# Most rotary modules make the first form. The last form, with a dimension for the heads, is that of Llama 4's images.
-_TABLES = {
-    "a, b, a, b": (
-        lambda cos, sin: (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)),
-        lambda cos, sin: (cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]),
-    ),
-    "a, a, b, b": (
-        lambda cos, sin: (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)),
-        lambda cos, sin: (cos[..., ::2], sin[..., ::2]),
-    ),
-    "a, b": (lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
-    "complex": (
-        lambda cos, sin: (torch.complex(cos, sin),),
-        lambda table: torch.view_as_real(table).unbind(-1),
-    ),
-    "complex, with heads": (
-        lambda cos, sin: (torch.complex(cos, sin).unsqueeze(-2),),
-        lambda table: torch.view_as_real(table.squeeze(1)).unbind(-1),
-    ),
-}
-# The last is DeepSeek V3's: it reads pair i from channels 2i and 2i + 1, and writes the result to channels i and
-# i + rotary_dim / 2.
-_PAIRINGS = ["half-split", "interleaved", "interleaved in, half-split out"]
-
-
-def has_form(form: str, *tables: Tensor) -> bool:
-    """Returns whether tables are cos and sin in this form of _TABLES."""
-    make, read = _TABLES[form]
-    return len(tables) == 2 and all(map(torch.equal, make(*read(*tables)), tables))
+from torch_rope.integrations.transformers.branches import Branches
+from torch_rope.integrations.transformers.rotator import (
+    PAIRINGS,
+    TABLES,
+    Rotation,
+    Rotator,
+    Rounding,
+    seq_is_before_heads,
+)
 
 
 def sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -72,91 +49,6 @@ def sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield tables
 
 
-def _seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
-    """Returns True if a table [.., seq, rotary_dim], unsqueezed at unsqueeze_dim, broadcasts over x
-    [.., seq, heads, head_dim], and False if it broadcasts over x [.., heads, seq, head_dim]."""
-    from_the_end = unsqueeze_dim - table.dim() - 1 if unsqueeze_dim >= 0 else unsqueeze_dim
-    if from_the_end != -2 and from_the_end != -3:
-        raise ValueError(
-            f"torch_rope: unsqueeze_dim is {unsqueeze_dim} but must be {table.dim() - 1} for x [.., seq, heads, "
-            f"head_dim] or {table.dim() - 2} for x [.., heads, seq, head_dim], because the tables have shape "
-            f"{list(table.shape)}"
-        )
-    return from_the_end == -2
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """A description of what a rotary function does."""
-
-    tables: str  # a key of _TABLES
-    pairing: str  # one of _PAIRINGS
-    inverse: bool
-    unsqueeze_dim: int | None  # None if the function has an argument of this name
-
-    @property
-    def flags(self):
-        flags = {"interleaved": True} if self.pairing != "half-split" else {}
-        if self.inverse:
-            flags["inverse"] = True
-        return flags
-
-    @property
-    def simple(self):
-        return self.pairing != "interleaved in, half-split out"
-
-    def check(self, tables):
-        return len(tables) == 1 or has_form(self.tables, *tables)
-
-    def operands(self, tensors, tables, unsqueeze_dim):
-        cos, sin = _TABLES[self.tables][1](*tables)
-        if cos.dtype != torch.float32 and cos.dtype != tensors[0].dtype:
-            cos, sin = cos.float(), sin.float()
-        if _seq_is_before_heads(cos, unsqueeze_dim):
-            return list(tensors), cos, sin, lambda x: x
-        return [x.transpose(-3, -2) for x in tensors], cos, sin, lambda x: x.transpose(-3, -2)
-
-    def functions(self) -> tuple[Callable, Callable]:
-        """Returns two functions that do this rotation with torch_rope: one of x, and one of q and k.
-
-        Their other arguments are a tuple of tables, and unsqueeze_dim.
-        """
-        read = _TABLES[self.tables][1]
-        flags = {"interleaved": True} if self.pairing != "half-split" else {}
-        if self.inverse:
-            flags["inverse"] = True
-        reordered = self.pairing == "interleaved in, half-split out"
-
-        def angles(x, tables):
-            cos, sin = read(*tables)
-            if cos.dtype != torch.float32 and cos.dtype != x.dtype:
-                cos, sin = cos.float(), sin.float()
-            return cos, sin
-
-        def reorder(x):
-            return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-        def rotate_x(x, tables, unsqueeze_dim):
-            cos, sin = angles(x, tables)
-            seq_first = _seq_is_before_heads(cos, unsqueeze_dim)
-            x = _rotate(x if seq_first else x.transpose(-3, -2), cos, sin, **flags)
-            if reordered:
-                x = reorder(x)
-            return x if seq_first else x.transpose(-3, -2)
-
-        def rotate_q_and_k(q, k, tables, unsqueeze_dim):
-            cos, sin = angles(q, tables)
-            seq_first = _seq_is_before_heads(cos, unsqueeze_dim)
-            if not seq_first:
-                q, k = q.transpose(-3, -2), k.transpose(-3, -2)
-            q, k = _rotate_qk(q, k, cos, sin, **flags)
-            if reordered:
-                q, k = reorder(q), reorder(k)
-            return (q, k) if seq_first else (q.transpose(-3, -2), k.transpose(-3, -2))
-
-        return rotate_x, rotate_q_and_k
-
-
 @dataclass(frozen=True)
 class Call:
     """A call of torch_rope that stands for a call of a rotary function."""
@@ -164,11 +56,11 @@ class Call:
     function: str
     operator: str
     rotation: Rotation
+    remark: str  # how it rounds
     of_parts: bool = False  # True if another rotary function calls it with parts of x and of the tables
 
     def __str__(self):
-        inverse = ", inverse" if self.rotation.inverse else ""
-        return f"{self.function} is torch.ops.rope.{self.operator}, {self.rotation.pairing}{inverse}"
+        return f"{self.function} is torch.ops.rope.{self.operator}, {self.rotation}{self.remark}"
 
 
 class RotaryFunction:
@@ -176,34 +68,144 @@ class RotaryFunction:
 
     The function takes one tensor or q and k, and cos and sin or one complex table. The constructor raises
     NotImplementedError if the function has other arguments, or does something other than rotate.
+
+    Args:
+        function: the rotary function.
+        rounding: "eager" or "once", see :func:`torch_rope.integrations.transformers.patch`.
+
+    Attributes:
+        rotation: the rotation.
+        rotator: does it with torch_rope.
+        remark: how it rounds, in words.
     """
 
-    def __init__(self, function: Callable, rounding="once"):
+    def __init__(self, function: Callable, rounding: str = "eager"):
         self.function = function
         # The kernels package turns a function into a module whose forward has the signature.
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
         self.parameters = signature.parameters
         self.tables = [n for n in ("cos", "sin") if n in self.parameters]
         self.tables = self.tables or [n for n in self.parameters if n.startswith("freqs")]
-        self.tensors = [n for n in self.parameters if n not in (*self.tables, "unsqueeze_dim", "position_ids")]
+        ignored = [n for n, p in self.parameters.items() if p.kind == p.VAR_KEYWORD or n in _IGNORED]
+        self.tensors = [n for n in self.parameters if n not in (*self.tables, *ignored)]
         if len(self.tables) not in (1, 2) or len(self.tensors) not in (1, 2):
             raise NotImplementedError(
                 f"the function has the arguments {signature} but must have one or two tensors, and cos and sin or freqs"
             )
-        choices = [Rotation(*c) for c in product(_TABLES, _PAIRINGS, [False, True], [None, 1, -2]) if self._may_be(*c)]
+        self._agreed: list[dict[str, Any]] = []  # arguments for which torch_rope has the results of the function
+        self.rotation = self._find_rotation()
+        roundings, self.remark = self._find_roundings() if rounding == "eager" else ({}, ", rounded once")
+        self.rotator = Rotator(self.rotation, roundings, self._returns_none())
+        self._examine_branches()
+
+    @functools.cached_property
+    def fused(self) -> Rotator:
+        """A rotator for fused operators, whose results have the dtype of q. It rounds once if the function's have not."""
+        same = {dtypes: r for dtypes, r in self.rotator.roundings.items() if r.x == r.result == dtypes[0]}
+        rotator = Rotator(self.rotation, same)
+        rotator.first_tables = self.rotator.first_tables
+        return rotator
+
+    # ---- calling the function ----
+
+    def _samples(
+        self, rotation: Rotation, head_dim=16, seqs=(5, 5, 5), dtypes=(torch.float32, torch.float32)
+    ) -> Iterator[dict[str, Any]]:
+        """Yields random arguments in the layouts that models use.
+
+        Without a dimension for the heads in the tables: a batch with a table row for each token of each sequence, and
+        one sequence without a batch dimension (images). With it, and if the tables are multiplied as they are: a batch
+        whose sequences share their table rows.
+
+        Args:
+            rotation: the rotation that the function may do, which has the layout of the tables.
+            head_dim: the channels of a head, of which 16 are rotated.
+            seqs: the numbers of tokens of q, of k and of the tables.
+            dtypes: the dtype of q and k, and the dtype of cos and sin.
+        """
+        plain = {"dtype": torch.float32, "device": "cpu"}
+        if rotation.tables == "complex, with heads":
+            dims = [(4, 2)]
+        else:
+            dims = [(4, 2), (3, 2)] if rotation.unsqueeze_dim == 0 else [(4, 3), (3, 2)]
+        unsqueeze_dims = [1, 2] if rotation.unsqueeze_dim is None else [rotation.unsqueeze_dim]
+        for (x_dim, table_dim), unsqueeze_dim in product(dims, unsqueeze_dims):
+            g = torch.Generator().manual_seed(0)
+            cos, sin = torch.randn(2, *(2, seqs[2], 8)[-table_dim:], generator=g, **plain).to(dtypes[1])
+            if unsqueeze_dim > table_dim - 1:  # the new dimension would be after rotary_dim
+                continue
+            sample = dict(zip(self.tables, TABLES[rotation.tables][0](cos, sin), strict=True))
+            for name, seq, heads in zip(self.tensors, seqs, (4, 3), strict=False):
+                seq_and_heads = (seq, heads) if seq_is_before_heads(cos, unsqueeze_dim) else (heads, seq)
+                x = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, **plain)
+                sample[name] = x.to(dtypes[0])
+            if "unsqueeze_dim" in self.parameters:
+                sample["unsqueeze_dim"] = unsqueeze_dim
+            if "position_ids" in self.parameters:
+                sample["position_ids"] = torch.zeros(2, seqs[2], dtype=torch.int64, device="cpu")
+            yield sample
+
+    def _call(self, sample: dict[str, Any]) -> list[Tensor] | None:
+        """Returns the function's results as a list, or None if the function does not take these arguments."""
+        try:
+            results = self.function(**sample)
+        except Exception:
+            return None
+        results = [r for r in (results if isinstance(results, tuple) else [results]) if r is not None]
+        shapes = [sample[n].shape for n in self.tensors if sample[n] is not None]
+        return results if [r.shape for r in results] == shapes else None
+
+    def _rotate(self, rotator: Rotator, sample: dict[str, Any]) -> list[Tensor] | None:
+        """Returns the results of torch_rope, or None if it does not take these arguments."""
+        tensors, tables = (tuple(sample[n] for n in names) for names in (self.tensors, self.tables))
+        try:
+            results = rotator.rotate(tensors, tables, sample.get("unsqueeze_dim", rotator.rotation.unsqueeze_dim))
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        return list(results) if isinstance(results, tuple) else [results]
+
+    # ---- finding out what it does ----
+
+    def _agrees(self, rotation: Rotation, **kind: Any) -> int | None:
+        """Returns for how many samples of this kind the function does this rotation.
+
+        Returns 0 if it does something else for any of them, and None if it takes none of them.
+        """
+        agreed = []
+        for sample in self._samples(rotation, **kind):
+            with _plainly():
+                expected, actual = self._call(sample), self._rotate(Rotator(rotation), sample)
+            if expected is not None:
+                if actual is None or not all(map(lambda a, e: torch.allclose(a, e, 1e-5, 1e-5), actual, expected)):
+                    return 0
+                agreed.append(sample)
+        self._agreed += agreed
+        return len(agreed) or None
+
+    def _find_rotation(self) -> Rotation:
+        choices = [Rotation(*c) for c in product(TABLES, PAIRINGS, [False, True], [None, 1, -2, 0]) if self._may_be(*c)]
         # A function without unsqueeze_dim may agree with two choices on single sequences. The right choice is the one
         # that agrees on batches too.
-        agreed = [self._samples_that_agree(rotation) for rotation in choices]
+        agreed = [self._agrees(rotation) or 0 for rotation in choices]
         if not any(agreed) or agreed.count(max(agreed)) > 1:
-            raise NotImplementedError(
-                "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
-            )
-        self.rotation = choices[agreed.index(max(agreed))]
-        for fewer in ({"q_seq": 4}, {"table_seq": 4}):
-            if any(self._call(self.function, sample) for sample in self._samples(self.rotation, **fewer)):
+            raise NotImplementedError(_NO_ROTATION)
+        rotation = choices[agreed.index(max(agreed))]
+        if self._agrees(rotation, head_dim=24) == 0:
+            rotation = replace(rotation, last_channels=True)
+            if not self._agrees(rotation, head_dim=24):
+                raise NotImplementedError(_NO_ROTATION)
+        for seqs, kind in (((7, 7, 5), "first_tokens_pass"), ((5, 7, 7), "last_rows_for_q")):
+            if self._agrees(rotation, seqs=seqs) == 0:
+                rotation = replace(rotation, **{kind: True})
+        for seqs in ((7, 7, 5), (5, 7, 7), (7, 5, 7), (5, 5, 7), (5, 7, 5), (7, 5, 5)):
+            if self._agrees(rotation, seqs=seqs) == 0:
                 raise NotImplementedError(
                     "the function accepts q, k and tables of different lengths but must accept only one length"
                 )
+        for seq in (1, 70):
+            if self._agrees(rotation, seqs=(seq,) * 3) == 0:
+                raise NotImplementedError(f"{_NO_ROTATION} for {seq} tokens")
+        return rotation
 
     def _may_be(self, tables: str, pairing: str, inverse: bool, unsqueeze_dim: int | None) -> bool:
         """Returns whether the function's arguments allow this rotation."""
@@ -212,91 +214,122 @@ class RotaryFunction:
         is_complex = tables.startswith("complex")
         return is_complex == (len(self.tables) == 1) and (unsqueeze_dim is None) == ("unsqueeze_dim" in self.parameters)
 
-    def _samples(self, rotation: Rotation, head_dim=16, q_seq=5, k_seq=5, table_seq=5) -> Iterator[dict[str, Any]]:
-        """Yields random arguments in the layouts that models use.
+    def _returns_none(self) -> bool:
+        """Returns whether the function returns (q, None) for k=None. Raises nothing if it does not take k=None."""
+        for sample in self._samples(self.rotation):
+            with _plainly():
+                sample |= dict.fromkeys(self.tensors[1:])
+                if self.tensors[1:] and self._call(sample) is not None:
+                    return isinstance(self.function(**sample), tuple)
+        return False
 
-        Without a dimension for the heads in the tables: a batch with a table row for each token of each sequence, and
-        one sequence without a batch dimension (images). With it: a batch whose sequences share their table rows.
-        """
-        plain = {"dtype": torch.float32, "device": "cpu"}
-        dims = [(4, 2)] if rotation.tables == "complex, with heads" else [(4, 3), (3, 2)]
-        unsqueeze_dims = [1, 2] if rotation.unsqueeze_dim is None else [rotation.unsqueeze_dim]
-        for (x_dim, table_dim), unsqueeze_dim in product(dims, unsqueeze_dims):
-            g = torch.Generator().manual_seed(0)
-            shape = (2, table_seq, 8)[-table_dim:]
-            cos, sin = torch.randn(2, *shape, generator=g, **plain)
-            if unsqueeze_dim > table_dim - 1:  # the new dimension would be after rotary_dim
-                continue
-            sample = dict(zip(self.tables, _TABLES[rotation.tables][0](cos, sin), strict=True))
-            for name, seq, heads in zip(self.tensors, (q_seq, k_seq), (4, 3), strict=False):
-                seq_and_heads = (seq, heads) if _seq_is_before_heads(cos, unsqueeze_dim) else (heads, seq)
-                sample[name] = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, **plain)
-            if "unsqueeze_dim" in self.parameters:
-                sample["unsqueeze_dim"] = unsqueeze_dim
-            if "position_ids" in self.parameters:  # functions that have this argument ignore it
-                sample["position_ids"] = torch.zeros(2, table_seq, dtype=torch.int64, device="cpu")
-            yield sample
+    def _find_roundings(self) -> tuple[dict[tuple[torch.dtype, torch.dtype], Rounding], str]:
+        """Returns how the function rounds, by the dtypes of x and of the tables, and a remark about the exceptions."""
+        found, other = {}, []
+        for x, tables in product(_DTYPES, repeat=2):
+            rounding = self._find_rounding(x, tables)
+            if rounding:
+                found[x, tables] = rounding
+                if not rounding.eager:
+                    other.append(f"{_name(x)} with tables of {_name(tables)}")
+        if len(other) == len(found):
+            return found, ", rounded once, because its bits cannot be had"
+        return found, f", rounded once for {' and '.join(other)}, because those bits cannot be had" if other else ""
 
-    def _call(self, function: Callable, sample: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the function's results as a list, or None if the function does not take these arguments."""
-        try:
-            with torch.no_grad():
-                results = function(**sample)
-        except Exception:
+    def _find_rounding(self, x: torch.dtype, tables: torch.dtype) -> Rounding | None:
+        """Returns how the function rounds x and tables of these dtypes, or None if it does not take them."""
+        if len(self.tables) == 1 and tables.itemsize < 4:  # complex numbers have 32 bits or more for each part
             return None
-        results = [r for r in (results if isinstance(results, tuple) else [results]) if r is not None]
-        shapes = [sample[n].shape for n in self.tensors if sample[n] is not None]
-        return results if [r.shape for r in results] == shapes else None
+        with _plainly():
+            samples = list(self._samples(self.rotation, dtypes=(x, tables)))
+            samples = [s for s in samples if (results := self._call(s)) is not None]
+        if not samples:
+            return None
+        result = results[0].dtype if results else self._call(samples[-1])[0].dtype
+        for inside in dict.fromkeys((torch.promote_types(x, tables), torch.float32, x)):
+            # The operators round to this dtype if it is that of x, or float32.
+            direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)
+            rounding = Rounding(x if direct else inside, inside, result, True)
+            if all(self._has_the_bits(Rotator(self.rotation, {(x, tables): rounding}), s) for s in samples):
+                return rounding
+        return Rounding.once(x, tables, result)
 
-    def _samples_that_agree(self, rotation: Rotation) -> int:
-        """Returns for how many samples this rotation by torch_rope gives the results of the function.
+    def _has_the_bits(self, rotator: Rotator, sample: dict[str, Any]) -> bool:
+        """Returns whether torch_rope has the function's bits, and those of its gradients if x is not converted.
 
-        Returns 0 if the results differ for any sample. rotary_dim is 16.
+        A function that converts x more than once rounds the gradient of x more than once.
         """
-        ours, agree = self._calling(rotation), 0
-        for sample in (*self._samples(rotation, head_dim=16), *self._samples(rotation, head_dim=24)):
-            expected = self._call(self.function, sample)
-            if expected is not None:
-                actual = self._call(ours, sample)
-                if actual is None or not all(map(lambda a, e: torch.allclose(a, e, 1e-5, 1e-5), actual, expected)):
-                    return 0
-                agree += 1
-        return agree
+        xs = [sample[n] for n in self.tensors]
+        exact = xs[0].dtype.itemsize > 2 and self._call(sample)[0].dtype == xs[0].dtype
+        outs = []
+        with _plainly(), torch.set_grad_enabled(exact):
+            for call in (self._call, lambda s: self._rotate(rotator, s)):
+                leaves = [x.detach().requires_grad_(exact) for x in xs]
+                results = call(sample | dict(zip(self.tensors, leaves, strict=True)))
+                if results is None:
+                    return False
+                weights = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view_as(r) for r in results]
+                outs.append([*results, *(torch.autograd.grad(results, leaves, weights) if exact else ())])
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
-    def _calling(self, rotation: Rotation, k_may_be_none: bool = False) -> Callable:
-        """Returns a function with the arguments of this one that does the rotation with torch_rope."""
-        rotate_x, rotate_q_and_k = rotation.functions()
-        unsqueeze_dim = "unsqueeze_dim" if rotation.unsqueeze_dim is None else rotation.unsqueeze_dim
-        arguments = [n if p.default is p.empty else f"{n}={p.default!r}" for n, p in self.parameters.items()]
+    def _examine_branches(self) -> None:
+        """Raises NotImplementedError if a condition of the function was the same for all arguments that were tried."""
+        function, first = self.function, ()
+        if isinstance(function, functools.partial):
+            function, first = function.func, function.args
+        elif isinstance(function, nn.Module):
+            function, first = type(function).forward, (function,)
+        branches = Branches(function)
+        with _plainly():
+            for sample in self._agreed:
+                branches.function(*first, **sample)
+        if condition := branches.one_way():
+            raise NotImplementedError(f"the function branches, and {condition} when it was tried with up to 70 tokens")
+
+    # ---- functions that do the same ----
+
+    def with_signature(self, rotate: Callable, *first: str) -> Callable:
+        """Returns a function with the arguments of this one, after some first arguments.
+
+        It calls rotate with the tensors, the tables, unsqueeze_dim and the first arguments.
+        """
+        unsqueeze_dim = "unsqueeze_dim" if self.rotation.unsqueeze_dim is None else self.rotation.unsqueeze_dim
+        arguments = [*first]
+        for name, p in self.parameters.items():
+            if p.kind == p.VAR_KEYWORD:
+                arguments.append(f"**{name}")
+            else:
+                arguments.append(name if p.default is p.empty else f"{name}={p.default!r}")
         # The arguments are written out in source code, because binding *args and **kwargs takes longer than rotating a
         # token.
-        source = f"rotate({', '.join(self.tensors)}, ({', '.join(self.tables)},), {unsqueeze_dim})"
-        if k_may_be_none:
-            call = ", ".join(f"{n}={n}" for n in self.parameters)
-            source += f" if {self.tensors[1]} is not None else original({call})"
-        make = eval(f"lambda rotate, original: lambda {', '.join(arguments)}: {source}")
-        return make(rotate_x if len(self.tensors) == 1 else rotate_q_and_k, self.function)
+        passed = ", ".join(
+            [f"({', '.join(self.tensors)},)", f"({', '.join(self.tables)},)", str(unsqueeze_dim), *first]
+        )
+        return eval(f"lambda rotate: lambda {', '.join(arguments)}: rotate({passed})")(rotate)
 
-    def rotate(self, tensors, tables, unsqueeze_dim):
-        f = self.rotation.functions()
-        if len(tensors) == 1:
-            return f[0](*tensors, tables, unsqueeze_dim)
-        if tensors[1] is None:
-            return f[0](tensors[0], tables, unsqueeze_dim)
-        return f[1](*tensors, tables, unsqueeze_dim)
-
-    def with_signature(self, f, *first):
-        u = "unsqueeze_dim" if self.rotation.unsqueeze_dim is None else self.rotation.unsqueeze_dim
-        args = [*first, *(n if p.default is p.empty else f"{n}={p.default!r}" for n, p in self.parameters.items())]
-        lead = "".join(f"{n}, " for n in first)
-        return eval(
-            f"lambda f: lambda {', '.join(args)}: f({lead}({', '.join(self.tensors)},), ({', '.join(self.tables)},), {u})"
-        )(f)
+    def call(self, name: str) -> Call:
+        """Returns the call of torch_rope that stands for a call of this function by a name."""
+        return Call(name, "rotate" if len(self.tensors) == 1 else "rotate_qk", self.rotation, self.remark)
 
     def replacement(self, name: str) -> Callable:
         """Returns a function of this name, with the arguments of this one, that calls torch_rope."""
-        without_k = [s | {n: None} for s in self._samples(self.rotation) for n in self.tensors[1:]]
-        new = self._calling(self.rotation, any(self._call(self.function, sample) for sample in without_k))
+        new = self.with_signature(self.rotator.rotate)
         new.__name__ = new.__qualname__ = name
-        new._torch_rope = (Call(name, "rotate" if len(self.tensors) == 1 else "rotate_qk", self.rotation),)
+        new._torch_rope = (self.call(name),)
         return new
+
+
+_IGNORED = ("unsqueeze_dim", "position_ids")  # rotary functions that have position_ids do not use them
+_NO_ROTATION = "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Makes results independent of the modes of the caller."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield

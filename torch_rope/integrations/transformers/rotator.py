@@ -1,0 +1,231 @@
+"""Rotates as a rotary function of transformers does, with torch_rope."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_rotate = torch.ops.rope.rotate.default
+_rotate_qk = torch.ops.rope.rotate_qk.default
+
+# The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions:
+# the first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables.
+# Most rotary modules make the first form. The last form, with a dimension for the heads, is that of Llama 4's images.
+TABLES = {
+    "a, b, a, b": (
+        lambda cos, sin: (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)),
+        lambda cos, sin: (cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]),
+    ),
+    "a, a, b, b": (
+        lambda cos, sin: (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)),
+        lambda cos, sin: (cos[..., ::2], sin[..., ::2]),
+    ),
+    "a, b": (lambda cos, sin: (cos, sin), lambda cos, sin: (cos, sin)),
+    "complex": (
+        lambda cos, sin: (torch.complex(cos, sin),),
+        lambda table: torch.view_as_real(table).unbind(-1),
+    ),
+    "complex, with heads": (
+        lambda cos, sin: (torch.complex(cos, sin).unsqueeze(-2),),
+        lambda table: torch.view_as_real(table.squeeze(1)).unbind(-1),
+    ),
+}
+# The last is DeepSeek V3's: it reads pair i from channels 2i and 2i + 1, and writes the result to channels i and
+# i + rotary_dim / 2.
+PAIRINGS = ["half-split", "interleaved", "interleaved in, half-split out"]
+
+
+def has_form(form: str, *tables: Tensor) -> bool:
+    """Returns whether tables are cos and sin in this form of TABLES."""
+    make, read = TABLES[form]
+    return len(tables) == 2 and all(map(torch.equal, make(*read(*tables)), tables))
+
+
+def seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
+    """Returns True if a table [.., seq, rotary_dim], unsqueezed at unsqueeze_dim, broadcasts over x
+    [.., seq, heads, head_dim], and False if it broadcasts over x [.., heads, seq, head_dim]."""
+    from_the_end = unsqueeze_dim - table.dim() - 1 if unsqueeze_dim >= 0 else unsqueeze_dim
+    if from_the_end != -2 and from_the_end != -3:
+        raise ValueError(
+            f"torch_rope: unsqueeze_dim is {unsqueeze_dim} but must be {table.dim() - 1} for x [.., seq, heads, "
+            f"head_dim] or {table.dim() - 2} for x [.., heads, seq, head_dim], because the tables have shape "
+            f"{list(table.shape)}"
+        )
+    return from_the_end == -2
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A description of what a rotary function does."""
+
+    tables: str  # a key of _TABLES
+    pairing: str  # one of PAIRINGS
+    inverse: bool
+    unsqueeze_dim: int | None  # None if the function has an argument of this name
+    last_channels: bool = False  # True if it rotates the last channels of a head, and not the first ones
+    first_tokens_pass: bool = (
+        False  # True if x may have more tokens than the tables, which come first and do not rotate
+    )
+    last_rows_for_q: bool = (
+        False  # True if k and the tables may have more tokens than q, whose tokens are the last ones
+    )
+
+    @property
+    def simple(self) -> bool:
+        """Whether it is one operator on q and k as they are."""
+        return not (self.pairing == PAIRINGS[2] or self.last_channels or self.first_tokens_pass or self.last_rows_for_q)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The keyword arguments of the operators."""
+        flags = {"interleaved": True} if self.pairing != "half-split" else {}
+        return flags | ({"inverse": True} if self.inverse else {})
+
+    def has_form(self, tables: tuple[Tensor, ...]) -> bool:
+        """Returns whether both channels of a pair have the same angle in these tables."""
+        return len(tables) == 1 or has_form(self.tables, *tables)
+
+    def __str__(self):
+        return ", ".join(
+            [
+                self.pairing,
+                *["inverse"] * self.inverse,
+                *["last channels"] * self.last_channels,
+                *["first tokens as they are"] * self.first_tokens_pass,
+                *["last rows of the tables for q"] * self.last_rows_for_q,
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A description of how a rotary function rounds."""
+
+    x: torch.dtype  # x is converted to it first
+    tables: torch.dtype  # the tables are converted to it
+    result: torch.dtype  # the result is converted to it
+    eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
+
+    @classmethod
+    def once(cls, x: torch.dtype, tables: torch.dtype, result: torch.dtype | None = None) -> "Rounding":
+        """Returns how torch_rope rounds x and tables of these dtypes by default."""
+        return cls(x, tables if tables in (x, torch.float32) else torch.float32, result or x, False)
+
+
+class Angles(NamedTuple):
+    """The operands of a rotation that do not depend on the layer."""
+
+    cos: Tensor  # [.., seq, rotary_dim / 2]
+    sin: Tensor
+    in_order: bool  # True if x is [.., seq, heads, head_dim], and False if it is [.., heads, seq, head_dim]
+    rounding: Rounding
+    flags: dict[str, bool]
+    simple: bool  # True if it is one operator on q and k as they are
+
+
+class Rotator:
+    """Does a rotation with torch_rope.
+
+    Args:
+        rotation: the rotation.
+        roundings: how to round, by the dtypes of x and of the tables. Other dtypes are rounded once.
+        returns_none: True if it returns (x, None) for the tensors (x, None), and False if it returns x.
+
+    Attributes:
+        first_tables: a function that is called with a caller and its tables, unless the last call had the same tables.
+    """
+
+    def __init__(self, rotation: Rotation, roundings: dict | None = None, returns_none: bool = False):
+        self.rotation, self.returns_none = rotation, returns_none
+        self.roundings: dict[tuple[torch.dtype, torch.dtype], Rounding] = roundings or {}
+        self.first_tables: Any = None
+        self._last: tuple | None = None
+
+    def rotate(
+        self, tensors: tuple[Tensor | None, ...], tables: tuple[Tensor, ...], unsqueeze_dim: int, caller: Any = None
+    ) -> Any:
+        """Returns the rotated tensors as a rotary function does. The caller is a module, or None."""
+        angles = self.angles(tensors[0], tables, unsqueeze_dim, caller)
+        if len(tensors) == 1 or tensors[1] is None:
+            (x,) = self._rotated(tensors[:1], angles)
+            return (x, None) if len(tensors) == 2 and self.returns_none else x
+        if not angles.simple:
+            return tuple(self._rotated(tensors, angles))
+        cos, sin, in_order, _, flags, _ = angles
+        q, k = tensors
+        if in_order:
+            return _rotate_qk(q, k, cos, sin, **flags)
+        q, k = _rotate_qk(q.transpose(-3, -2), k.transpose(-3, -2), cos, sin, **flags)
+        return q.transpose(-3, -2), k.transpose(-3, -2)
+
+    def _rotated(self, tensors: Sequence[Tensor], angles: Angles) -> list[Tensor]:
+        """Returns the rotated tensors, for every kind of rotation."""
+        cos, sin, in_order, rounding, flags, _ = angles
+        rotation, rows = self.rotation, cos.shape[-2]
+        xs = [x.to(rounding.x) for x in tensors]
+        xs = xs if in_order else [x.transpose(-3, -2) for x in xs]  # each x: [.., seq, heads, head_dim]
+        passed = [x[..., : x.shape[-3] - rows, :, :] for x in xs] if rotation.first_tokens_pass else []
+        xs = [x[..., p.shape[-3] :, :, :] for x, p in zip(xs, passed, strict=True)] if passed else xs
+        if rotation.last_channels:
+            flags = flags | {"rotary_start": xs[0].shape[-1] - 2 * cos.shape[-1]}
+        if rotation.last_rows_for_q and xs[0].shape[-3] < rows:
+            q_seq = xs[0].shape[-3]
+            ys = [
+                _rotate(xs[0], cos[..., -q_seq:, :], sin[..., -q_seq:, :], **flags),
+                _rotate(xs[1], cos, sin, **flags),
+            ]
+        else:
+            ys = [_rotate(*xs, cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
+        if rotation.pairing == PAIRINGS[2]:
+            ys = [y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in ys]
+        if passed:
+            ys = [torch.cat(parts, -3) for parts in zip(passed, ys, strict=True)]
+        return [(y if in_order else y.transpose(-3, -2)).to(rounding.result) for y in ys]
+
+    def angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int, caller: Any = None) -> Angles:
+        """Returns the operands for these tables. They are remembered, because all layers have the same tables."""
+        if torch.compiler.is_compiling():
+            return self._angles(x, tables, unsqueeze_dim)
+        last = self._last
+        if (
+            last is not None
+            and last[0]() is tables[0]
+            and last[1]() is tables[-1]
+            and last[2] is x.dtype
+            and last[3] == unsqueeze_dim
+            and not torch._C._len_torch_dispatch_stack()
+        ):
+            return last[4]
+        if self.first_tables is not None:
+            self.first_tables(caller, tables)
+        if (
+            any(type(t) is not Tensor or t.requires_grad for t in tables)
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return self._angles(x, tables, unsqueeze_dim)
+        # Views of the tables themselves would keep the tables alive; views of their data do not.
+        angles = self._angles(x, tuple(t.data for t in tables), unsqueeze_dim)
+        if angles.cos.data_ptr() == tables[0].data_ptr():  # views, which follow if the tables are changed in place
+            first, second = weakref.ref(tables[0], self._forget), weakref.ref(tables[-1])
+            self._last = first, second, x.dtype, unsqueeze_dim, angles
+        return angles
+
+    def _forget(self, table: weakref.ref) -> None:
+        last = self._last
+        if last is not None and last[0] is table:
+            self._last = None
+
+    def _angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Angles:
+        cos, sin = TABLES[self.rotation.tables][1](*tables)
+        dtypes = x.dtype, cos.dtype
+        rounding = self.roundings.get(dtypes) or Rounding.once(*dtypes)
+        cos, sin, flags = cos.to(rounding.tables), sin.to(rounding.tables), self.rotation.flags
+        if rounding.eager:
+            flags["eager_rounding"] = True
+        simple = self.rotation.simple and rounding.x == rounding.result == x.dtype
+        return Angles(cos, sin, seq_is_before_heads(cos, unsqueeze_dim), rounding, flags, simple)
