@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from torch_rope.integrations.transformers.hub import apply_rotary_transformers, kernel_mapping
-from torch_rope.integrations.transformers.methods import Rebuilder
+from torch_rope.integrations.transformers.methods import Rebuilder, register
 from torch_rope.integrations.transformers.rebuild import names
 from torch_rope.integrations.transformers.rotary import sample_tables
 from torch_rope.integrations.transformers.rotator import has_form
 
-__all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch"]
+__all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
 
 
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> "Patch":
@@ -55,9 +55,9 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
 
     Raises:
         TypeError: model is not a module.
-        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged. A model
-            whose tables cannot be seen now raises it in its first forward, if the two channels of a pair have different
-            angles.
+        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged;
+            :func:`register` can help. A model whose tables cannot be seen now raises it in its first forward, if the two
+            channels of a pair have different angles.
         ValueError: no module of the model rotates, or the model is already patched in another way. The model is
             unchanged.
     """
@@ -120,6 +120,16 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
                     f"{name} is not patched: {path} has different angles for the two channels of a pair but must have "
                     "the same angle"
                 )
+    if exact_angles:
+        from torch_rope.integrations.transformers.angles import exact_rotary
+
+        for path, module in model.named_modules():
+            function, note = exact_rotary(module)
+            if function is not None:
+                method = types.MethodType(function, module)
+                replaced.append(_Replaced(path, module, "forward", vars(module).get("forward"), method, note))
+            elif note:
+                notes.append(f"{path}: {note}")
     for r in replaced:
         vars(r.module)[r.attribute] = r.method
         vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
@@ -211,12 +221,14 @@ class Patch:
         lines = {}
         for r in self._replaced:
             path = re.sub(r"\b\d+\b", "*", f"{r.path}.{r.method.__name__}".lstrip("."))
-            function = r.method.__func__
-            does = [*map(str, function._torch_rope), *([r.note] if r.note else [])]
+            calls = getattr(r.method.__func__, "_torch_rope", ())  # a rotary module has none
+            does = [*map(str, calls), *([r.note] if r.note else [])]
             line = f"{path} of %d {type(r.module).__name__}: {'; '.join(does)}"
             lines[line] = lines.get(line, 0) + 1
+        lines |= dict.fromkeys(self.notes, ())
         for path, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name.endswith("inv_freq") and "original" not in name:
+                exact = any(r.module is module for r in self._replaced)
+                if name.endswith("inv_freq") and "original" not in name and not exact:
                     lines[f"{path}.{name}: {buffer.numel()} frequencies, as before"] = ()
         return "\n  ".join([f"torch_rope in {type(self._model).__name__}:", *(k % n for k, n in lines.items())])

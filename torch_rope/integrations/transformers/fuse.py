@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torch_rope.integrations.transformers.methods import (
     Calls,
     Rebuilder,
+    Registered,
     Site,
     decorated,
     with_caller,
@@ -288,7 +289,7 @@ class Step:
         if not (self.put_off or layer is not None or (in_place and self.fused)):
             return site.function.rotator.rotate(tensors, tables, unsqueeze_dim, self.module)
         operands = site.function.fused.angles(tensors[0], tables, unsqueeze_dim, self.module)
-        cos, sin, in_order, _, flags, _ = operands
+        cos, sin, in_order, _, flags, *_ = operands
         x = tensors if in_order else tuple(x.transpose(1, 2) for x in tensors)
         turn, self.turn = self.turn, self.turn + len(x)
         if layer is not None and (self.waiting or _fits(layer, x[0])):
@@ -461,7 +462,7 @@ class Fuser:
         while wrapped(inner) is not None:
             inner = wrapped(inner)
         sites, variables = self.rebuilder.called(inner)
-        if not sites:
+        if not sites or any(isinstance(call, Registered) for call in rebuilt._torch_rope):
             return rebuilt, "nothing fused: another function calls the rotary function"
         norms = {name: norm for name, child in module.named_children() if (norm := self._norm(child)) is not None}
         key = (function, tuple(norms.items()), _kind(module))

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import re
 import types
 import weakref
@@ -15,6 +16,54 @@ from torch_rope.integrations.transformers.rebuild import Source, copy_of, names,
 from torch_rope.integrations.transformers.rotary import Call, RotaryFunction
 
 _ROTARY = re.compile("(^|_)(rotary|rope|rotate)(_|$)")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A function that :func:`register` put in the place of another one."""
+
+    function: str
+    replacement: str
+    of_parts = True  # nobody knows its tables
+
+    def __str__(self):
+        return f"{self.function} is {self.replacement}, which was registered"
+
+
+_registered: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def register(function: Callable, replacement: Callable | None) -> None:
+    """Lets :func:`patch` put a function of yours in the place of a function that it refuses.
+
+    Models that are patched from now on call the replacement where they called the function. Nothing is compared: that
+    the replacement does the same is up to you. docs/families.md has an example.
+
+    Args:
+        function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
+        replacement: a function with the same arguments, ``self`` included, or None to take the replacement back.
+
+    Raises:
+        TypeError: function or replacement is not a Python function, or their arguments have different names.
+    """
+    for name, value in (("function", function), ("replacement", replacement)):
+        if not isinstance(value, types.FunctionType) and (value is not None or name == "function"):
+            raise TypeError(
+                f"torch_rope.integrations.transformers.register: {name} is {value!r} but must be a function, such as "
+                "modeling_clvp.apply_rotary_pos_emb"
+            )
+    if replacement is None:
+        _registered.pop(function, None)
+        return
+    arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement, function))
+    if arguments != expected:
+        raise TypeError(
+            f"torch_rope.integrations.transformers.register: replacement has the arguments {arguments} but must have "
+            f"those of the function, {expected}"
+        )
+    new = copy_of(replacement, replacement.__code__, replacement.__closure__)
+    new._torch_rope = (Registered(function.__name__, replacement.__qualname__),)
+    _registered[function] = new
 
 
 class Calls(ast.NodeTransformer):
@@ -98,6 +147,8 @@ class Rebuilder:
 
         Raises NotImplementedError if it calls a rotary function that torch_rope does not support.
         """
+        if function in _registered:
+            return _registered[function]
         key = function, is_method
         if key not in self._rebuilt:
             self._rebuilt[key] = function  # ends the recursion of functions that call each other
@@ -125,7 +176,9 @@ class Rebuilder:
         sites, variables = [], {}
         for name in dict.fromkeys(names(function.__code__)):
             value = function.__globals__.get(name)
-            if callable(value) and not isinstance(value, type) and _ROTARY.search(name):
+            if isinstance(value, types.FunctionType) and value in _registered:
+                variables[name] = _registered[value]
+            elif callable(value) and not isinstance(value, type) and _ROTARY.search(name):
                 site = self._site(name, value)
                 if isinstance(site, Site):
                     sites.append(site)
@@ -152,7 +205,7 @@ class Rebuilder:
                 new = function
             if new is function:
                 raise NotImplementedError(f"calls {name}: {error}") from None
-            new._torch_rope = tuple(replace(call, of_parts=True) for call in new._torch_rope)
+            new._torch_rope = tuple(c if c.of_parts else replace(c, of_parts=True) for c in new._torch_rope)
             return new
 
     def checked(self, sites: list[Site]) -> dict[str, Callable]:
@@ -192,7 +245,7 @@ def decorated(function: Callable, inner: Callable) -> Callable:
     return new
 
 
-def calls_of(sites: list[Site], variables: dict[str, Any]) -> tuple[Call, ...]:
+def calls_of(sites: list[Site], variables: dict[str, Any]) -> tuple[Call | Registered, ...]:
     """Returns the calls of torch_rope in a rebuilt function, directly or through another rebuilt function."""
     inside = [call for f in variables.values() for call in getattr(f, "_torch_rope", ())]
     return (*(site.call for site in sites), *inside)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -250,27 +250,54 @@ class RotaryFunction:
             # The operators round to this dtype if it is that of x, or float32.
             direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)
             rounding = Rounding(x if direct else inside, inside, result, True)
-            if all(self._has_the_bits(Rotator(self.rotation, {(x, tables): rounding}), s) for s in samples):
-                return rounding
+            if all(self._has_the_bits(rounding, sample) for sample in samples):
+                return self._with_gradients(rounding, samples)
         return Rounding.once(x, tables, result)
 
-    def _has_the_bits(self, rotator: Rotator, sample: dict[str, Any]) -> bool:
-        """Returns whether torch_rope has the function's bits, and those of its gradients if x is not converted.
+    def _has_the_bits(self, rounding: Rounding, sample: dict[str, Any]) -> bool:
+        """Returns whether torch_rope, rounding so, has the function's bits."""
+        with _plainly():
+            return _same(self._rotate(self._rotator(rounding, sample), sample), self._call(sample))
 
-        A function that converts x more than once rounds the gradient of x more than once.
+    def _rotator(self, rounding: Rounding, sample: dict[str, Any]) -> Rotator:
+        x, table = sample[self.tensors[0]], sample[self.tables[0]]
+        return Rotator(self.rotation, {(x.dtype, table.dtype.to_real()): rounding})
+
+    def _with_gradients(self, rounding: Rounding, samples: list[dict[str, Any]]) -> Rounding:
+        """Returns the rounding, with how the function rounds and lays out the gradients.
+
+        If nothing has their bits and strides, nothing that has their bits, and nothing else, the rounding is as it was:
+        then the gradients may be rounded once more, or have other strides.
         """
-        xs = [sample[n] for n in self.tensors]
-        exact = xs[0].dtype.itemsize > 2 and self._call(sample)[0].dtype == xs[0].dtype
-        outs = []
-        with _plainly(), torch.set_grad_enabled(exact):
-            for call in (self._call, lambda s: self._rotate(rotator, s)):
-                leaves = [x.detach().requires_grad_(exact) for x in xs]
-                results = call(sample | dict(zip(self.tensors, leaves, strict=True)))
-                if results is None:
-                    return False
-                weights = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view_as(r) for r in results]
-                outs.append([*results, *(torch.autograd.grad(results, leaves, weights) if exact else ())])
-        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*outs, strict=True))
+        if self.rotation.first_tokens_pass or self.rotation.last_rows_for_q:
+            return rounding
+        choices = [
+            replace(rounding, converts_each=each, contiguous=contiguous)
+            for contiguous, each in product([False, True], [False, True])
+        ]
+        for strides in (True, False):
+            for choice in choices:
+                if all(self._has_the_gradients(choice, sample, strides) for sample in samples):
+                    return choice
+        return rounding
+
+    def _has_the_gradients(self, rounding: Rounding, sample: dict[str, Any], strides: bool) -> bool:
+        """Returns whether torch_rope, rounding so, has the bits of the function's gradients, and their strides."""
+        for transposed in ((-1, -1), (-2, -3), (-1, -2)):  # gradients of the results come with any strides
+            outs = []
+            with _plainly(), torch.enable_grad():
+                for call in (self._call, functools.partial(self._rotate, self._rotator(rounding, sample))):
+                    leaves = {n: sample[n].detach().requires_grad_() for n in self.tensors}
+                    results = call(sample | leaves)
+                    given = [
+                        torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.transpose(*transposed).shape)
+                        for r in results
+                    ]
+                    given = [g.transpose(*transposed) for g in given]
+                    outs.append(torch.autograd.grad(results, list(leaves.values()), given))
+            if not _same(*outs) or (strides and [g.stride() for g in outs[0]] != [g.stride() for g in outs[1]]):
+                return False
+        return True
 
     def _examine_branches(self) -> None:
         """Raises NotImplementedError if a condition of the function was the same for all arguments that were tried."""
@@ -322,6 +349,13 @@ class RotaryFunction:
 _IGNORED = ("unsqueeze_dim", "position_ids")  # rotary functions that have position_ids do not use them
 _NO_ROTATION = "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _same(actual: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> bool:
+    """Returns whether tensors have the same dtypes and numbers."""
+    return actual is not None and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -108,6 +108,8 @@ class Rounding:
     tables: torch.dtype  # the tables are converted to it
     result: torch.dtype  # the result is converted to it
     eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
+    converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
+    contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
 
     @classmethod
     def once(cls, x: torch.dtype, tables: torch.dtype, result: torch.dtype | None = None) -> "Rounding":
@@ -124,6 +126,7 @@ class Angles(NamedTuple):
     rounding: Rounding
     flags: dict[str, bool]
     simple: bool  # True if it is one operator on q and k as they are
+    has_gradient: bool  # True if autograd would give the gradients other bits or strides
 
 
 class Rotator:
@@ -149,21 +152,32 @@ class Rotator:
     ) -> Any:
         """Returns the rotated tensors as a rotary function does. The caller is a module, or None."""
         angles = self.angles(tensors[0], tables, unsqueeze_dim, caller)
-        if len(tensors) == 1 or tensors[1] is None:
-            (x,) = self._rotated(tensors[:1], angles)
-            return (x, None) if len(tensors) == 2 and self.returns_none else x
-        if not angles.simple:
-            return tuple(self._rotated(tensors, angles))
-        cos, sin, in_order, _, flags, _ = angles
+        alone = len(tensors) == 1 or tensors[1] is None
+        if alone or not angles.simple or (angles.has_gradient and torch.is_grad_enabled()):
+            ys = self._rotated_with_gradient(tensors[:1] if alone else tensors, angles)
+            return ys if not alone else (*ys, None) if len(tensors) == 2 and self.returns_none else ys[0]
+        cos, sin, in_order, _, flags, _, _ = angles
         q, k = tensors
         if in_order:
             return _rotate_qk(q, k, cos, sin, **flags)
         q, k = _rotate_qk(q.transpose(-3, -2), k.transpose(-3, -2), cos, sin, **flags)
         return q.transpose(-3, -2), k.transpose(-3, -2)
 
+    def _rotated_with_gradient(self, tensors: Sequence[Tensor], angles: Angles) -> tuple[Tensor, ...]:
+        if (
+            angles.has_gradient
+            and torch.is_grad_enabled()
+            and any(x.requires_grad for x in tensors)
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch.autograd.forward_ad._current_level < 0
+        ):
+            return _WithItsGradient.apply(self, angles, *tensors)
+        return tuple(self._rotated(tensors, angles))
+
     def _rotated(self, tensors: Sequence[Tensor], angles: Angles) -> list[Tensor]:
         """Returns the rotated tensors, for every kind of rotation."""
-        cos, sin, in_order, rounding, flags, _ = angles
+        cos, sin, in_order, rounding, flags, _, _ = angles
         rotation, rows = self.rotation, cos.shape[-2]
         xs = [x.to(rounding.x) for x in tensors]
         xs = xs if in_order else [x.transpose(-3, -2) for x in xs]  # each x: [.., seq, heads, head_dim]
@@ -185,10 +199,38 @@ class Rotator:
             ys = [torch.cat(parts, -3) for parts in zip(passed, ys, strict=True)]
         return [(y if in_order else y.transpose(-3, -2)).to(rounding.result) for y in ys]
 
+    def gradients(self, given: Sequence[Tensor], angles: Angles, dtype: torch.dtype) -> list[Tensor]:
+        """Returns the gradients of the tensors of this dtype, from those of the results, with the function's bits."""
+        cos, sin, in_order, rounding, flags, _, _ = angles
+        each, rotation = rounding.converts_each, self.rotation
+        flags = flags | {"inverse": not rotation.inverse}
+        gs = [g.to(rounding.tables if each else rounding.x) for g in given]
+        gs = [g.contiguous() for g in gs] if rounding.contiguous else gs
+        gs = gs if in_order else [g.transpose(-3, -2) for g in gs]  # each g: [.., seq, heads, head_dim]
+        if rotation.pairing == PAIRINGS[2]:
+            gs = [g.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for g in gs]
+        channels = 2 * cos.shape[-1]
+        start = gs[0].shape[-1] - channels if rotation.last_channels else 0
+        if start:
+            flags["rotary_start"] = start
+
+        def rotate(gs: list[Tensor], cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+            ys = [_rotate(*gs, cos, sin, **flags)] if len(gs) == 1 else _rotate_qk(*gs, cos, sin, **flags)
+            return [y.to(dtype) for y in ys]
+
+        if each:  # the gradients of the two products are rounded before they are added
+            zeros = torch.zeros_like(cos)
+            ys, others = rotate(gs, cos, zeros), rotate(gs, zeros, sin)
+            for y, other in zip(ys, others, strict=True):
+                y[..., start : start + channels] += other[..., start : start + channels]
+        else:
+            ys = rotate(gs, cos, sin)
+        return [y if in_order else y.transpose(-3, -2) for y in ys]
+
     def angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int, caller: Any = None) -> Angles:
         """Returns the operands for these tables. They are remembered, because all layers have the same tables."""
         if torch.compiler.is_compiling():
-            return self._angles(x, tables, unsqueeze_dim)
+            return self._angles(x, tables, unsqueeze_dim)._replace(has_gradient=False)
         last = self._last
         if (
             last is not None
@@ -228,4 +270,23 @@ class Rotator:
         if rounding.eager:
             flags["eager_rounding"] = True
         simple = self.rotation.simple and rounding.x == rounding.result == x.dtype
-        return Angles(cos, sin, seq_is_before_heads(cos, unsqueeze_dim), rounding, flags, simple)
+        has_gradient = rounding.converts_each or rounding.contiguous
+        return Angles(cos, sin, seq_is_before_heads(cos, unsqueeze_dim), rounding, flags, simple, has_gradient)
+
+
+class _WithItsGradient(torch.autograd.Function):
+    """A rotation whose gradients have the bits and the strides that autograd gives them through the rotary function.
+
+    Matrix products and sums over tensors with other strides may have other bits.
+    """
+
+    @staticmethod
+    def forward(ctx, rotator: Rotator, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.rotator, ctx.angles, ctx.dtype = rotator, angles._replace(cos=None, sin=None), tensors[0].dtype
+        ctx.save_for_backward(angles.cos, angles.sin)
+        return tuple(rotator._rotated(tensors, angles))
+
+    @staticmethod
+    def backward(ctx, *given: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return None, None, *ctx.rotator.gradients(given, ctx.angles._replace(cos=cos, sin=sin), ctx.dtype)
