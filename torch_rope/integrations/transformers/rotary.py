@@ -151,7 +151,7 @@ class RotaryFunction:
             results = self.function(**sample)
         except Exception:
             return None
-        results = [r for r in (results if isinstance(results, tuple) else [results]) if r is not None]
+        results = [r for r in (results if isinstance(results, tuple | list) else [results]) if r is not None]
         shapes = [sample[n].shape for n in self.tensors if sample[n] is not None]
         return results if [r.shape for r in results] == shapes else None
 
@@ -232,7 +232,7 @@ class RotaryFunction:
                 found[x, tables] = rounding
                 if not rounding.eager:
                     other.append(f"{_name(x)} with tables of {_name(tables)}")
-        if len(other) == len(found):
+        if not found[torch.float32, torch.float32].eager:
             return found, ", rounded once, because its bits cannot be had"
         return found, f", rounded once for {' and '.join(other)}, because those bits cannot be had" if other else ""
 
@@ -240,8 +240,11 @@ class RotaryFunction:
         """Returns how the function rounds x and tables of these dtypes, or None if it does not take them."""
         if len(self.tables) == 1 and tables.itemsize < 4:  # complex numbers have 32 bits or more for each part
             return None
+        seqs = (
+            (7, 7, 5) if self.rotation.first_tokens_pass else (5, 7, 7) if self.rotation.last_rows_for_q else (5, 5, 5)
+        )
         with _plainly():
-            samples = list(self._samples(self.rotation, dtypes=(x, tables)))
+            samples = list(self._samples(self.rotation, dtypes=(x, tables), seqs=seqs))
             samples = [s for s in samples if (results := self._call(s)) is not None]
         if not samples:
             return None
@@ -269,8 +272,6 @@ class RotaryFunction:
         If nothing has their bits and strides, nothing that has their bits, and nothing else, the rounding is as it was:
         then the gradients may be rounded once more, or have other strides.
         """
-        if self.rotation.first_tokens_pass or self.rotation.last_rows_for_q:
-            return rounding
         choices = [
             replace(rounding, converts_each=each, contiguous=contiguous)
             for contiguous, each in product([False, True], [False, True])

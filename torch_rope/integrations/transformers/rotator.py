@@ -1,7 +1,7 @@
 """Rotates as a rotary function of transformers does, with torch_rope."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,55 +177,61 @@ class Rotator:
 
     def _rotated(self, tensors: Sequence[Tensor], angles: Angles) -> list[Tensor]:
         """Returns the rotated tensors, for every kind of rotation."""
-        cos, sin, in_order, rounding, flags, _, _ = angles
-        rotation, rows = self.rotation, cos.shape[-2]
-        xs = [x.to(rounding.x) for x in tensors]
-        xs = xs if in_order else [x.transpose(-3, -2) for x in xs]  # each x: [.., seq, heads, head_dim]
-        passed = [x[..., : x.shape[-3] - rows, :, :] for x in xs] if rotation.first_tokens_pass else []
-        xs = [x[..., p.shape[-3] :, :, :] for x, p in zip(xs, passed, strict=True)] if passed else xs
-        if rotation.last_channels:
-            flags = flags | {"rotary_start": xs[0].shape[-1] - 2 * cos.shape[-1]}
-        if rotation.last_rows_for_q and xs[0].shape[-3] < rows:
-            q_seq = xs[0].shape[-3]
-            ys = [
-                _rotate(xs[0], cos[..., -q_seq:, :], sin[..., -q_seq:, :], **flags),
-                _rotate(xs[1], cos, sin, **flags),
-            ]
-        else:
-            ys = [_rotate(*xs, cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
-        if rotation.pairing == PAIRINGS[2]:
-            ys = [y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in ys]
-        if passed:
-            ys = [torch.cat(parts, -3) for parts in zip(passed, ys, strict=True)]
-        return [(y if in_order else y.transpose(-3, -2)).to(rounding.result) for y in ys]
+        rounding, pairing = angles.rounding, self.rotation.pairing
+
+        def rotate(xs: list[Tensor]) -> Sequence[Tensor]:
+            ys = self._operator(xs, angles.cos, angles.sin, angles.flags)
+            if pairing == PAIRINGS[2]:
+                ys = [y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in ys]
+            return ys
+
+        ys = self._between([x.to(rounding.x) for x in tensors], angles, rotate)
+        return [y.to(rounding.result) for y in ys]
 
     def gradients(self, given: Sequence[Tensor], angles: Angles, dtype: torch.dtype) -> list[Tensor]:
         """Returns the gradients of the tensors of this dtype, from those of the results, with the function's bits."""
-        cos, sin, in_order, rounding, flags, _, _ = angles
-        each, rotation = rounding.converts_each, self.rotation
-        flags = flags | {"inverse": not rotation.inverse}
-        gs = [g.to(rounding.tables if each else rounding.x) for g in given]
-        gs = [g.contiguous() for g in gs] if rounding.contiguous else gs
-        gs = gs if in_order else [g.transpose(-3, -2) for g in gs]  # each g: [.., seq, heads, head_dim]
-        if rotation.pairing == PAIRINGS[2]:
-            gs = [g.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for g in gs]
-        channels = 2 * cos.shape[-1]
-        start = gs[0].shape[-1] - channels if rotation.last_channels else 0
-        if start:
-            flags["rotary_start"] = start
+        cos, sin, rounding, pairing = angles.cos, angles.sin, angles.rounding, self.rotation.pairing
+        each, flags = rounding.converts_each, angles.flags | {"inverse": not self.rotation.inverse}
 
-        def rotate(gs: list[Tensor], cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
-            ys = [_rotate(*gs, cos, sin, **flags)] if len(gs) == 1 else _rotate_qk(*gs, cos, sin, **flags)
-            return [y.to(dtype) for y in ys]
-
-        if each:  # the gradients of the two products are rounded before they are added
-            zeros = torch.zeros_like(cos)
-            ys, others = rotate(gs, cos, zeros), rotate(gs, zeros, sin)
+        def rotate(gs: list[Tensor]) -> Sequence[Tensor]:
+            if pairing == PAIRINGS[2]:
+                gs = [g.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for g in gs]
+            if not each:
+                return self._operator(gs, cos, sin, flags)
+            # The gradients of the two products are rounded before they are added.
+            zeros, channels = torch.zeros_like(cos), self._channels(gs[0], cos)
+            ys, others = ([y.to(dtype) for y in self._operator(gs, *t, flags)] for t in ((cos, zeros), (zeros, sin)))
             for y, other in zip(ys, others, strict=True):
-                y[..., start : start + channels] += other[..., start : start + channels]
-        else:
-            ys = rotate(gs, cos, sin)
-        return [y if in_order else y.transpose(-3, -2) for y in ys]
+                y[..., channels] += other[..., channels]
+            return ys
+
+        gs = [g.to(rounding.tables if each else rounding.x) for g in given]
+        ys = self._between([g.contiguous() for g in gs] if rounding.contiguous else gs, angles, rotate)
+        return [y.to(dtype) for y in ys]
+
+    def _between(self, xs: list[Tensor], angles: Angles, rotate: Callable) -> list[Tensor]:
+        """Returns the tensors that rotate makes from each x, taken as [.., seq, heads, head_dim], without the tokens that
+        pass."""
+        in_order, rows = angles.in_order, angles.cos.shape[-2]
+        seq, first = -3 if in_order else -2, []
+        if self.rotation.first_tokens_pass:
+            first, xs = zip(*(x.split((x.shape[seq] - rows, rows), seq) for x in xs), strict=True)
+        ys = rotate([x if in_order else x.transpose(-3, -2) for x in xs])
+        ys = [y if in_order else y.transpose(-3, -2) for y in ys]
+        return [torch.cat([f.to(y.dtype), y], seq) for f, y in zip(first, ys, strict=True)] if first else ys
+
+    def _channels(self, x: Tensor, cos: Tensor) -> slice:
+        """Returns which channels rotate."""
+        dim = 2 * cos.shape[-1]
+        return slice(x.shape[-1] - dim, None) if self.rotation.last_channels else slice(0, dim)
+
+    def _operator(self, xs: list[Tensor], cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Sequence[Tensor]:
+        """Returns the rotated tensors; each x: [.., seq, heads, head_dim]."""
+        if self.rotation.last_channels:
+            flags = flags | {"rotary_start": self._channels(xs[0], cos).start}
+        if self.rotation.last_rows_for_q:
+            return [_rotate(x, *(t[..., -x.shape[-3] :, :] for t in (cos, sin)), **flags) for x in xs]
+        return [_rotate(*xs, cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
 
     def angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int, caller: Any = None) -> Angles:
         """Returns the operands for these tables. They are remembered, because all layers have the same tables."""
