@@ -1,12 +1,15 @@
-"""Compares a patched model of every family with the unpatched model: the logits, and all gradients of a training step.
+"""Compares patched models of every family with the unpatched model: the logits, and all gradients of a training step.
 
 The models are tiny and random. docs/families.md has a table of the families.
 """
 
+import copy
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
+import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -41,6 +44,7 @@ MLA = dict(
     q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1,
     n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4,
 )  # fmt: skip
+V4 = dict(num_key_value_heads=1, head_dim=32, layer_types=["sliding_attention"] * 2)
 LONGROPE = dict(
     rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=8,
     short_factor=[1 + i / 8 for i in range(8)], long_factor=[2.0 + i for i in range(8)],
@@ -116,6 +120,16 @@ def pixtral():
     return bare("pixtral", inputs, image_size=16, patch_size=4)
 
 
+def dinov3():
+    changes = dict(patch_size=4, image_size=16, num_register_tokens=2, layer_norm_eps=1e-5, layerscale_value=1.0)
+    return bare("dinov3_vit", {"pixel_values": torch.randn(2, 3, 16, 16)}, **changes)
+
+
+def sam3_vit():
+    changes = dict(patch_size=4, image_size=16, pretrain_image_size=16, window_size=2, global_attn_indexes=[1])
+    return bare("sam3_vit_model", {"pixel_values": torch.randn(2, 3, 16, 16)}, **changes)
+
+
 # Functions that return a model and its inputs, by model_type.
 CASES = {
     **{
@@ -130,6 +144,8 @@ CASES = {
     "deepseek_v2": lambda: causal("deepseek_v2", **MOE | MLA),
     "deepseek_v3": lambda: causal("deepseek_v3", **MOE | MLA),
     "deepseek_v3, rope_interleave=False": lambda: causal("deepseek_v3", **MOE | MLA, rope_interleave=False),
+    "deepseek_v4": lambda: causal("deepseek_v4", **MOE | MLA | V4),
+    "dinov3_vit": dinov3,
     "falcon": falcon,
     "gemma4_text": lambda: causal("gemma4_text", vocab_size_per_layer_input=96),
     "gemma4_vision": gemma4_vision,
@@ -141,6 +157,7 @@ CASES = {
     "phi": lambda: causal("phi", partial_rotary_factor=0.5),
     "phi3": lambda: causal("phi3", rope_parameters=LONGROPE),
     "pixtral": pixtral,
+    "sam3_vit_model": sam3_vit,
     "qwen2_vl": lambda: qwen_vl("qwen2_vl", [2, 3, 3], {"embed_dim": 64, "mlp_ratio": 2}),
     "qwen3_vl": lambda: qwen_vl(
         "qwen3_vl", [4, 2, 2], {"out_hidden_size": 64, "intermediate_size": 64, "deepstack_visual_indexes": [0]},
@@ -149,12 +166,16 @@ CASES = {
 }  # fmt: skip
 
 
+def logits(model, inputs):
+    out = model(**inputs)
+    return out.logits if "logits" in out else out[0]
+
+
 def train_step(model, inputs):
     """Does a training step and returns (logits or hidden states, all gradients)."""
     model.zero_grad()
-    out = model(**inputs)
-    out = out.logits if "logits" in out else out[0]
-    weights = torch.linspace(-1, 1, out.numel()).view_as(out)  # each output gets another gradient
+    out = logits(model, inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)  # each output gets another gradient
     (out * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return out.detach(), gradients
@@ -179,34 +200,69 @@ def test_the_documentation_lists_the_tested_families():
     assert sorted(table("Tested families")) == sorted(CASES)
 
 
+def same(actual, expected):
+    """Returns whether logits and gradients have the same bits."""
+    return torch.equal(actual[0], expected[0]) and all(torch.equal(actual[1][n], g) for n, g in expected[1].items())
+
+
 @pytest.mark.parametrize("family", CASES)
-def test_a_patched_model_has_the_logits_and_gradients_of_the_unpatched_model(family, monkeypatch):
+def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, monkeypatch):
+    """The logits and all gradients have the same bits: in float32, under autocast, in bfloat16 and in float16."""
     model, inputs = CASES[family]()
     model.eval()
-    expected, expected_gradients = train_step(model, inputs)
     calls = set()
     for name in ("_rotate", "_rotate_qk"):
         operator = getattr(rotator, name)
         count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
         monkeypatch.setattr(rotator, name, count)
-    handle = integration.patch(model)
-    calls.clear()  # patch itself calls the operators too
-    actual, gradients = train_step(model, inputs)
-    assert difference(actual, expected) < LOGITS
-    assert difference(gradients, expected_gradients) < GRADIENTS
-
-    pairing, _, _, call = table("Tested families")[family]
-    assert {call} == calls
-    assert f", {pairing}" in str(handle)
+    for dtype, autocast in DTYPES:
+        if dtype != torch.float32:
+            if any(b.is_complex() for b in model.buffers()):
+                continue  # the unpatched model does not work in this dtype: its complex table becomes real
+            model.to(dtype)
+        inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            expected = train_step(model, inputs)
+            assert expected[0].isfinite().all()
+            with integration.patch(model) as handle:
+                calls.clear()  # patch itself calls the operators too
+                assert same(train_step(model, inputs), expected), (dtype, autocast)
+                pairing, _, _, call = table("Tested families")[family]
+                assert {call} == calls
+                assert f", {pairing}" in str(handle) and "rounded" not in str(handle)
+            assert same(train_step(model, inputs), expected)
     assert (pairing.startswith("interleaved")) == (family in INTERLEAVED)
 
-    monkeypatch.setattr(rotator, "_rotate", lambda x, *args, **kwargs: x)
-    monkeypatch.setattr(rotator, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
-    broken, broken_gradients = train_step(model, inputs)
-    assert difference(broken, expected) > BROKEN
-    assert difference(broken_gradients, expected_gradients) > BROKEN
 
-    handle.undo()
+DTYPES = [
+    (torch.float32, None),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, None),
+    (torch.float16, None),
+]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(family, monkeypatch):
+    model, inputs = CASES[family]()
+    model.eval()
+    expected, expected_gradients = train_step(model, inputs)
+    for options in ({"rounding": "once"}, {"fuse": True}):
+        with integration.patch(model, **options) as handle:
+            with torch.no_grad():
+                assert difference(logits(model, inputs), expected) < LOGITS
+            actual, gradients = train_step(model, inputs)
+            assert difference(actual, expected) < LOGITS
+            assert difference(gradients, expected_gradients) < GRADIENTS
+            assert ("rounded once" in str(handle)) == ("rounding" in options)
+            assert ("fused" in str(handle)) == ("fuse" in options)
+            if options == {"rounding": "once"}:
+                monkeypatch.setattr(rotator, "_rotate", lambda x, *args, **kwargs: x)
+                monkeypatch.setattr(rotator, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
+                broken, broken_gradients = train_step(model, inputs)
+                assert difference(broken, expected) > BROKEN
+                assert difference(broken_gradients, expected_gradients) > BROKEN
+                monkeypatch.undo()
     assert torch.equal(train_step(model, inputs)[0], expected)
 
 
@@ -223,14 +279,41 @@ def modeling_files():
 ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
 
 
-def test_the_documentation_lists_all_modeling_files():
+def code(function):
+    """Returns what two functions with the same source, in two modeling files, have in common."""
+    inner = inspect.unwrap(function).__code__
+    called = [inspect.unwrap(function).__globals__.get(name) for name in inner.co_names]
+    consts = [c for c in inner.co_consts[1:] if not isinstance(c, types.CodeType)]
+    return (
+        inner.co_code,
+        inner.co_varnames,
+        str(consts),
+        *(code(f) for f in called if isinstance(f, types.FunctionType)),
+    )
+
+
+def test_the_documentation_lists_all_modeling_files(monkeypatch):
     """Finds out, without building models, which functions are rotations that torch_rope supports."""
+    known, examine = {}, methods.RotaryFunction
+
+    def once(function, rounding):  # many modeling files have the same function
+        key = code(function)
+        if key not in known:
+            try:
+                known[key] = examine(function, rounding)
+            except NotImplementedError as error:
+                known[key] = error
+        if isinstance(known[key], NotImplementedError):
+            raise known[key]
+        return copy.copy(known[key])
+
+    monkeypatch.setattr(methods, "RotaryFunction", once)
     # hunyuan_vl's function is a rotation, but its table has different angles for a pair; see test_transformers.py.
-    served, refused, types = defaultdict(set), {"hunyuan_vl"}, {}
+    served, refused, model_types = defaultdict(set), {"hunyuan_vl"}, {}
     for file in modeling_files():
         family, rebuilder = file.__name__.split(".")[-2], methods.Rebuilder()
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
-        types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
+        model_types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         classes = [c for c in vars(file).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]
         for method, (function, *_) in (
             m for c in classes if c.__module__ == file.__name__ for m in rebuilder.methods(c)
@@ -251,6 +334,6 @@ def test_the_documentation_lists_all_modeling_files():
     assert refused == set(table("Refused modeling files"))
 
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call))
-    assert all(types[family] & INTERLEAVED for family in interleaved)
-    assert (INTERLEAVED - ELSEWHERE).issubset(set().union(*(types[family] for family in interleaved)))
+    assert all(model_types[family] & INTERLEAVED for family in interleaved)
+    assert (INTERLEAVED - ELSEWHERE).issubset(set().union(*(model_types[family] for family in interleaved)))
     assert ROPE_INTERLEAVE <= INTERLEAVED

@@ -21,8 +21,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 transformers = needed("transformers")
 
+import torch_rope  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
-from torch_rope.integrations.transformers import methods, patch, rotary, rotator  # noqa: E402
+from torch_rope.integrations.transformers import methods, patch, register, rotary, rotator  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -539,7 +540,7 @@ def apply_rotary_that_branches(q, k, cos, sin, unsqueeze_dim=1):
             "-sin if rotate_half(q).max() > 1e4 and True else sin",
             'and "rotate_half(q).max() > 10000.0 and True" in line',
         ),
-        ("[s for s in [-sin, sin] if q.shape[0] < 64 or s is sin][-1]", 'and "q.shape[0] < 64'),
+        ("[s for s in [-sin, sin] if q.shape[0] < 99 or s is sin][-1]", 'and "q.shape[0] < 99'),
         ("sin if sin is not None else -sin", ""),
         ("sin if q.shape[-2] > 64 else sin", ""),
         ("sin if q.dtype == torch.float32 else sin * 1", 'and "q.dtype == torch.float32" in line 4'),
@@ -566,6 +567,81 @@ def test_an_unknown_function_is_refused(function, monkeypatch):
     with pytest.raises(NotImplementedError, match=r"Attention.forward of attention calls rotary_of_the_test: "):
         patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def rotate_three(q, k, v, cos, sin, position_ids, unsqueeze_dim=1):
+    half = cos.shape[-1] // 2
+    cos, sin = cos[position_ids][..., :half], sin[position_ids][..., :half]
+    return tuple(torch_rope.rotate(x.transpose(1, 2), cos, sin, eager_rounding=True).transpose(1, 2) for x in (q, k, v))
+
+
+apply_rotary_three = transformers.models.clvp.modeling_clvp.apply_rotary_pos_emb
+
+
+class Three(nn.Module):
+    def forward(self, *args):
+        return apply_rotary_three(*args)
+
+
+@pytest.fixture
+def registered():
+    """A function that registers, and forgets it after the test."""
+    functions = []
+    yield lambda function, replacement: functions.append(function) or register(function, replacement)
+    for function in functions:
+        register(function, None)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_refused_function_can_be_registered(registered, fuse):
+    args = [torch.randn(2, h, 5, 16) for h in (3, 2, 4)]
+    angle, positions = torch.randn(9, 8).repeat(1, 2), torch.randint(9, (2, 5))
+    model, args = nn.ModuleDict({"attention": Three()}), (*args, angle.cos(), angle.sin(), positions)
+    expected = model.attention(*args)
+    with pytest.raises(NotImplementedError, match="calls apply_rotary_three: the function has the arguments"):
+        patch(model, fuse=fuse)
+    registered(apply_rotary_three, rotate_three)
+    handle = patch(model, fuse=fuse)
+    assert "apply_rotary_pos_emb is rotate_three, which was registered" in str(handle)
+    assert all(map(torch.equal, model.attention(*args), expected))
+    handle.undo()
+    register(apply_rotary_three, None)
+    with pytest.raises(NotImplementedError):
+        patch(model)
+
+
+def rotate_in_a_method(self, hidden_states, relative_position_embeddings):
+    x = hidden_states.unflatten(-1, (self.num_heads, self.head_size))  # [batch, seq, heads, head_dim]
+    cos, sin = relative_position_embeddings[:, : x.shape[1], 0, 0, : self.head_size // 2]
+    return torch.ops.rope.rotate(x, cos, sin, eager_rounding=True).flatten(-2)
+
+
+def test_a_refused_method_can_be_registered(registered):
+    config = transformers.Wav2Vec2ConformerConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=9,
+        position_embeddings_type="rotary", conv_dim=(8,), conv_stride=(4,), conv_kernel=(8,), num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model, sound = transformers.Wav2Vec2ConformerModel(config).eval(), torch.randn(2, 200, generator=generator())
+    expected = model(sound).last_hidden_state
+    with pytest.raises(NotImplementedError, match="_apply_rotary_embedding .* must call a rotary function"):
+        patch(model)
+    attention = type(model.encoder.layers[0].self_attn)
+    registered(attention._apply_rotary_embedding, rotate_in_a_method)
+    with patch(model, fuse=True) as handle:
+        assert "_apply_rotary_embedding is rotate_in_a_method, which was registered" in str(handle)
+        assert torch.equal(model(sound).last_hidden_state, expected)
+    assert torch.equal(model(sound).last_hidden_state, expected)
+
+
+def test_what_cannot_be_registered_is_refused():
+    for function, replacement in ((None, rotate_three), (torch.add, rotate_three), (rotate_three, "rotate_three")):
+        with pytest.raises(TypeError, match="must be a function, such as modeling_clvp.apply_rotary_pos_emb"):
+            register(function, replacement)
+    with pytest.raises(
+        TypeError, match=r"replacement has the arguments \['x'\] but must have those of the function, \['q'"
+    ):
+        register(rotate_three, rotate_half)
 
 
 def test_a_method_that_calls_super_is_refused():

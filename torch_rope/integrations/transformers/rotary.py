@@ -109,7 +109,7 @@ class RotaryFunction:
     # ---- calling the function ----
 
     def _samples(
-        self, rotation: Rotation, head_dim=16, seqs=(5, 5, 5), dtypes=(torch.float32, torch.float32)
+        self, rotation: Rotation, head_dim=16, seqs=(5, 5, 5), dtypes=(torch.float32, torch.float32), one_for_all=False
     ) -> Iterator[dict[str, Any]]:
         """Yields random arguments in the layouts that models use.
 
@@ -122,21 +122,25 @@ class RotaryFunction:
             head_dim: the channels of a head, of which 16 are rotated.
             seqs: the numbers of tokens of q, of k and of the tables.
             dtypes: the dtype of q and k, and the dtype of cos and sin.
+            one_for_all: whether a batch shares tables [1, seq, rotary_dim].
         """
         plain = {"dtype": torch.float32, "device": "cpu"}
+        dims = [(4, 2), (3, 2)] if rotation.unsqueeze_dim == 0 else [(4, 3), (3, 2)]
         if rotation.tables == "complex, with heads":
             dims = [(4, 2)]
-        else:
-            dims = [(4, 2), (3, 2)] if rotation.unsqueeze_dim == 0 else [(4, 3), (3, 2)]
+        elif one_for_all:
+            dims = [(4, 3)]
         unsqueeze_dims = [1, 2] if rotation.unsqueeze_dim is None else [rotation.unsqueeze_dim]
         for (x_dim, table_dim), unsqueeze_dim in product(dims, unsqueeze_dims):
             g = torch.Generator().manual_seed(0)
-            cos, sin = torch.randn(2, *(2, seqs[2], 8)[-table_dim:], generator=g, **plain).to(dtypes[1])
+            shape = (1 if one_for_all else 2, seqs[2], 8)[-table_dim:]
+            cos, sin = torch.randn(2, *shape, generator=g, **plain).to(dtypes[1])
             if unsqueeze_dim > table_dim - 1:  # the new dimension would be after rotary_dim
                 continue
             sample = dict(zip(self.tables, TABLES[rotation.tables][0](cos, sin), strict=True))
             for name, seq, heads in zip(self.tensors, seqs, (4, 3), strict=False):
-                seq_and_heads = (seq, heads) if seq_is_before_heads(cos, unsqueeze_dim) else (heads, seq)
+                in_order = unsqueeze_dim != 0 and seq_is_before_heads(cos, unsqueeze_dim)
+                seq_and_heads = (seq, heads) if in_order else (heads, seq)
                 x = torch.randn((2, *seq_and_heads, head_dim)[-x_dim:], generator=g, **plain)
                 sample[name] = x.to(dtypes[0])
             if "unsqueeze_dim" in self.parameters:
@@ -202,8 +206,8 @@ class RotaryFunction:
                 raise NotImplementedError(
                     "the function accepts q, k and tables of different lengths but must accept only one length"
                 )
-        for seq in (1, 70):
-            if self._agrees(rotation, seqs=(seq,) * 3) == 0:
+        for seq, one_for_all in ((1, False), (70, False), (6, True)):
+            if self._agrees(rotation, seqs=(seq,) * 3, one_for_all=one_for_all) == 0:
                 raise NotImplementedError(f"{_NO_ROTATION} for {seq} tokens")
         return rotation
 
@@ -240,15 +244,14 @@ class RotaryFunction:
         """Returns how the function rounds x and tables of these dtypes, or None if it does not take them."""
         if len(self.tables) == 1 and tables.itemsize < 4:  # complex numbers have 32 bits or more for each part
             return None
-        seqs = (
-            (7, 7, 5) if self.rotation.first_tokens_pass else (5, 7, 7) if self.rotation.last_rows_for_q else (5, 5, 5)
-        )
+        more = {"seqs": (7, 7, 5)} if self.rotation.first_tokens_pass else {}
+        more = {"seqs": (5, 7, 7)} if self.rotation.last_rows_for_q else more
         with _plainly():
-            samples = list(self._samples(self.rotation, dtypes=(x, tables), seqs=seqs))
-            samples = [s for s in samples if (results := self._call(s)) is not None]
+            called = [(s, self._call(s)) for s in self._samples(self.rotation, dtypes=(x, tables), **more)]
+        samples = [sample for sample, results in called if results is not None]
         if not samples:
             return None
-        result = results[0].dtype if results else self._call(samples[-1])[0].dtype
+        result = next(results[0].dtype for _, results in called if results is not None)
         for inside in dict.fromkeys((torch.promote_types(x, tables), torch.float32, x)):
             # The operators round to this dtype if it is that of x, or float32.
             direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)

@@ -64,7 +64,7 @@ class Rotation:
     tables: str  # a key of _TABLES
     pairing: str  # one of PAIRINGS
     inverse: bool
-    unsqueeze_dim: int | None  # None if the function has an argument of this name
+    unsqueeze_dim: int | None  # None if the function has an argument of this name; 0 for tables [seq, rotary_dim]
     last_channels: bool = False  # True if it rotates the last channels of a head, and not the first ones
     first_tokens_pass: bool = (
         False  # True if x may have more tokens than the tables, which come first and do not rotate
@@ -270,6 +270,8 @@ class Rotator:
 
     def _angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Angles:
         cos, sin = TABLES[self.rotation.tables][1](*tables)
+        if unsqueeze_dim == 0 and cos.dim() == 3 and len(cos) == 1:  # the function multiplies by the tables as they are
+            cos, sin = cos[0], sin[0]
         dtypes = x.dtype, cos.dtype
         rounding = self.roundings.get(dtypes) or Rounding.once(*dtypes)
         cos, sin, flags = cos.to(rounding.tables), sin.to(rounding.tables), self.rotation.flags
