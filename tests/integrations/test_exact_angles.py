@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = needed("transformers")
 
+from torch_rope import frequencies  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 from torch_rope.integrations.transformers.angles import exact_rotary  # noqa: E402
 
@@ -162,6 +163,19 @@ def test_far_tables_are_a_hundred_times_nearer_to_those_of_float64(case):
                 )
 
 
+@pytest.mark.parametrize("case", ["yarn", "dynamic", "longrope", "qwen3_vl"])
+def test_a_device_without_float64_gets_frequencies_in_two_parts(case, monkeypatch):
+    make, shape = CASES[case]
+    monkeypatch.setattr(
+        frequencies, "on_device", lambda inv_freq, device: frequencies.in_two_parts(inv_freq).to(device)
+    )
+    in_parts = exact(make())
+    monkeypatch.undo()
+    position_ids = positions(shape)
+    for a, b in zip(in_parts(torch.zeros(1), position_ids), exact(make())(torch.zeros(1), position_ids), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("rope, limit", [(DYNAMIC, 4096), (LONGROPE, 1024)], ids=["dynamic", "longrope"])
 def test_frequencies_follow_the_length_as_in_transformers(rope, limit):
     """After a long sequence, dynamic rotates a shorter one as the long one, unless it is short."""
@@ -213,25 +227,40 @@ def test_a_cast_module_has_the_frequencies_of_its_config(cast):
                 assert torch.equal(a, b)
 
 
-def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is():
-    def reason(change, case="default"):
-        rotary = CASES[case][0]()
-        change(rotary)
-        forward, text = exact_rotary(rotary)
-        assert forward is None
-        return text
+# Modules whose tables are not made of the frequencies of their config, or in more than one way.
+PHIMOE = module(
+    "phimoe", "Phimoe", "Phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}, **TEXT
+)  # short only
+KIMI = module("kimi_k25", "Kimi_K25Vision", "Kimi_K25Vision")
+CHANGED = "its frequencies were changed"
+LEFT = [
+    (CASES["default"][0], lambda r: r.inv_freq.mul_(1.0001), CHANGED),
+    (CASES["default"][0], lambda r: r.inv_freq[-1:].mul_(2), CHANGED),
+    (CASES["default"][0], lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), CHANGED),
+    (CASES["default"][0], lambda r: setattr(r, "attention_scaling", 1.1), CHANGED),
+    (CASES["dynamic"][0], lambda r: r.inv_freq.mul_(1.0001), CHANGED),
+    (CASES["longrope"][0], lambda r: r.original_inv_freq.mul_(1.0001), CHANGED),
+    (CASES["mrope"][0], lambda r: setattr(r, "mrope_section", [12, 10, 10]), CHANGED),
+    (CASES["gemma3"][0], lambda r: r.full_attention_inv_freq.mul_(1.0001), CHANGED),
+    (CASES["default"][0], lambda r: setattr(r, "forward", r.forward), "its forward was replaced"),
+    (CASES["default"][0], lambda r: r.to("meta"), "it is on the meta device"),
+    (CASES["default"][0], lambda r: setattr(r, "a", torch.nn.Parameter(torch.zeros(1))), "it has weights"),
+    (CASES["default"][0], lambda r: delattr(r, "config"), "its frequencies are not known: "),
+    (CASES["default"][0], lambda r: r.config.rope_parameters.update(rope_type="x"), "its frequencies are not known: "),
+    (PHIMOE, lambda r: None, "its tables are not cos and sin of positions times the frequencies of its config"),
+    (KIMI, lambda r: None, "its positions may have any number of axes"),
+]
 
-    changed = "left as it is, because its frequencies were changed"
-    assert reason(lambda r: r.inv_freq.mul_(1.0001)).startswith(changed)
-    assert reason(lambda r: r.inv_freq[-1:].mul_(2)).startswith(changed)
-    assert reason(lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02)).startswith(changed)
-    assert reason(lambda r: setattr(r, "attention_scaling", 1.1)).startswith(changed)
-    assert reason(lambda r: setattr(r, "mrope_section", [12, 10, 10]), "mrope").startswith(changed)
-    assert "forward was replaced" in reason(lambda r: setattr(r, "forward", r.forward))
-    assert "on the meta device" in reason(lambda r: r.to("meta"))
-    assert "has weights" in reason(lambda r: r.register_parameter("alpha", torch.nn.Parameter(torch.zeros(1))))
-    assert "rope_type is 'other'" in reason(lambda r: r.config.rope_parameters.update(rope_type="other"))
-    assert "not cos and sin" in reason(lambda r: r.config.rope_parameters.update(partial_rotary_factor=0.5), "qwen3_vl")
+
+@pytest.mark.parametrize("make, change, reason", LEFT)
+def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is(make, change, reason):
+    rotary = make()
+    change(rotary)
+    forward, text = exact_rotary(rotary)
+    assert forward is None and text.startswith(f"left as it is, because {reason}")
+
+
+def test_a_module_that_makes_no_tables_is_not_mentioned():
     assert exact_rotary(torch.nn.Linear(2, 2)) == (None, "")
 
 

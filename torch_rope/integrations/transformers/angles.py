@@ -40,8 +40,9 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
         tables of the same shapes and dtypes, or None if the module must be left as it is. text says what the forward
         does, or why there is none. It is empty for a module that is no rotary module.
     """
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    if names not in (["x", "position_ids"], ["x", "position_ids", "layer_type"]):
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = code.co_varnames[1 : code.co_argcount] if code else ()
+    if names not in (("x", "position_ids"), ("x", "position_ids", "layer_type")):
         return None, ""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         try:
@@ -49,7 +50,7 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
         except _NotExactError as error:
             return None, f"left as it is, because {error}"
         for angles in all_angles.values():
-            angles.remember_length(module)
+            angles.prepare(module)
 
     @torch.no_grad()
     def forward(self, x, position_ids, layer_type=None):
@@ -58,7 +59,7 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
     return forward, "; ".join(dict.fromkeys(map(str, all_angles.values())))
 
 
-def _layer_types(module: nn.Module, names: list[str]) -> list[str | None]:
+def _layer_types(module: nn.Module, names: tuple[str, ...]) -> list[str | None]:
     """Returns the layer types that have frequencies of their own, or [None] if all layers share the frequencies."""
     layer_types = getattr(module, "layer_types", None) if "layer_type" in names else None
     return [t for t in layer_types if hasattr(module, f"{t}_inv_freq")] if layer_types else [None]
@@ -69,7 +70,7 @@ class _View(NamedTuple):
 
     axes: int
     positions: Callable[[Tensor], Tensor]  # returns the positions [axes, *tokens] as a view of position_ids
-    shapes: list[tuple[int, ...]]  # shapes of position_ids to try; the first one has no other view that broadcasts
+    shapes: list[tuple[int, ...]]  # shapes of position_ids to try; positions does not broadcast the first one
 
 
 _VIEWS = [
@@ -114,12 +115,16 @@ class _Angles:
         )
         return torch.complex(cos, sin) if self._is_complex else (cos, sin)
 
-    def remember_length(self, module: nn.Module) -> None:
-        """Gives the module a buffer with the longest length so far, on which the frequencies of dynamic depend."""
+    def prepare(self, module: nn.Module) -> None:
+        """Copies what the frequencies are made of to the device of a module.
+
+        For dynamic, whose frequencies depend on the longest length so far, gives the module a buffer for that length.
+        """
+        device = next(module.buffers(), torch.empty(0)).device
+        self._constants(device)
         if self._kind == "dynamic":
-            name = f"{self._layer_type}_max_seq_len_cached"
-            length = int(getattr(module, name, module.max_seq_len_cached))
-            device = next(module.buffers()).device
+            own = f"{self._layer_type}_max_seq_len_cached"  # if each layer type has a length of its own
+            length = int(getattr(module, own, module.max_seq_len_cached))
             module.register_buffer(self._longest, torch.tensor(length, device=device), persistent=False)
 
     def _inv_freq(self, module: nn.Module, position_ids: Tensor) -> Tensor:
@@ -135,13 +140,14 @@ class _Angles:
     def _dynamic(self, longest: Tensor, position_ids: Tensor) -> Tensor:
         """Returns the frequencies for the longest length so far, which a short sequence resets, as in transformers."""
         length = position_ids.amax() + 1
-        longest.copy_(torch.where(length < self._trained, self._trained, torch.maximum(length, longest)))
-        device = position_ids.device
-        home = torch.device("cpu") if device.type == "mps" else device  # where there is float64
-        inv_freq, exponents = self._constants(home)
-        s = self._factor * longest.to(home).double() / self._trained - (self._factor - 1)
+        longest.mul_(length >= self._trained).clamp_(min=length).clamp_(min=self._trained)
+        inv_freq, exponents = self._constants(position_ids.device)
+        has_float64 = inv_freq.dtype == torch.float64
+        if not has_float64:
+            inv_freq, exponents = self._on_cpu
+        s = longest.to(inv_freq) * (self._factor / self._trained) - (self._factor - 1)
         inv_freq = inv_freq * s**exponents
-        return inv_freq if home == device else frequencies.in_two_parts(inv_freq).to(device)
+        return inv_freq if has_float64 else frequencies.in_two_parts(inv_freq).to(position_ids.device)
 
     def _constants(self, device: torch.device) -> list[Tensor]:
         """Returns on a device what the frequencies are made of. Buffers would be cast with the module."""
@@ -177,8 +183,8 @@ class _Angles:
         """Returns a new module of the same class and config, and a copy of the module, both on the CPU."""
         if any(b.is_meta for b in module.buffers()):
             raise _NotExactError("it is on the meta device")
-        if any(True for _ in module.parameters()):
-            raise _NotExactError("it has parameters, which may change its angles")
+        if not all(name.endswith("inv_freq") for name in module.state_dict()):
+            raise _NotExactError("it has weights, which may change its angles")
         if "forward" in vars(module) and "_old_forward" not in vars(module):
             raise _NotExactError("its forward was replaced")
         try:
@@ -205,10 +211,13 @@ class _Angles:
             off = (tables.angle().unsqueeze(-1) - first).abs() / first.clamp(min=1e-300)
             pairs = off.argmin(-1)
             self._use(view, [nn.functional.pad(t, (1, 0))[pairs] for t in of_pairs])
-            if self._agrees(new):
+            # A module may take a wrong number of dimensions by mistake, but then no table has all frequencies.
+            if torch.isin(of_pairs[0], self._on_cpu[0]).all() and self._agrees(new):
                 found.append((self._view, self._on_cpu))
-        if len({constants[0].shape[-1] for _, constants in found}) != 1:
+        if not found:
             raise _NotExactError("its tables are not cos and sin of positions times the frequencies of its config")
+        if len({constants[0].shape[-1] for _, constants in found}) > 1:
+            raise _NotExactError("its positions may have any number of axes")
         self._use(*found[0])
         position_ids = torch.zeros(self._view.shapes[0], dtype=torch.int64)
         tables = self._call(new, position_ids, torch.bfloat16)
@@ -238,7 +247,7 @@ class _Angles:
         lengths = [6, 100]
         if self._kind in ("dynamic", "longrope"):  # transformers resets its frequencies for the last length
             lengths = [self._trained + more for more in (0, 1, self._trained, 3)] + [6]
-        self.remember_length(new)
+        self.prepare(new)
         random, taken = torch.Generator().manual_seed(0), 0
         for shape, length in itertools.product(self._view.shapes, lengths):
             position_ids = torch.randint(6, shape, generator=random)
@@ -251,7 +260,7 @@ class _Angles:
             if actual.shape != expected.shape:
                 return False
             positions = self._view.positions(position_ids).double()
-            angle = torch.einsum("a...,ac->...c", positions, self._inv_freq(new, position_ids))
+            angle = torch.einsum("a...,ac->...c", positions, self._on_cpu[0])
             if ((actual - expected).abs() > self._attention_factor * (4 * _EPS + _ROUNDING * angle)).any():
                 return False
             taken += 1
