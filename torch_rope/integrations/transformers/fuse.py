@@ -233,7 +233,7 @@ class Plan:
 
     @property
     def fuses(self) -> bool:
-        """Whether there is anything to fuse."""
+        """True if there is anything to fuse."""
         return bool(self.norms or self.cache or self.in_place)
 
     @property

@@ -75,7 +75,7 @@ class Rotation:
 
     @property
     def simple(self) -> bool:
-        """Whether it is one operator on q and k as they are."""
+        """True if it is one operator on q and k as they are."""
         return not (self.pairing == PAIRINGS[2] or self.last_channels or self.first_tokens_pass or self.last_rows_for_q)
 
     @property
