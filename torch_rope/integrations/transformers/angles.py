@@ -56,7 +56,8 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
     def forward(self, x, position_ids, layer_type=None):
         return all_angles[layer_type].tables(self, x, position_ids)
 
-    return forward, "; ".join(dict.fromkeys(map(str, all_angles.values())))
+    kinds = dict.fromkeys(angles.kind for angles in all_angles.values())
+    return forward, f"exact angles from the {' and '.join(kinds)} frequencies of the config"
 
 
 def _layer_types(module: nn.Module, names: tuple[str, ...]) -> list[str | None]:
@@ -88,6 +89,9 @@ class _Angles:
     """The angles that a rotary module makes for one layer type, and the form of its tables.
 
     The constructor raises _NotExactError if the module does not make the angles that its config describes.
+
+    Attributes:
+        kind: the kind of the frequencies, a key of frequencies.KINDS, or "axial".
     """
 
     def __init__(self, module: nn.Module, layer_type: str | None):
@@ -99,9 +103,6 @@ class _Angles:
         new, used = self._copies(module)
         self._find_form(new, of_pairs)
         self._compare_frequencies(used)
-
-    def __str__(self):
-        return f"exact angles from the {self._kind} frequencies of the config"
 
     # ---- making tables ----
 
@@ -122,7 +123,7 @@ class _Angles:
         """
         device = next(module.buffers(), torch.empty(0)).device
         self._constants(device)
-        if self._kind == "dynamic":
+        if self.kind == "dynamic":
             own = f"{self._layer_type}_max_seq_len_cached"  # if each layer type has a length of its own
             length = int(getattr(module, own, module.max_seq_len_cached))
             module.register_buffer(self._longest, torch.tensor(length, device=device), persistent=False)
@@ -130,10 +131,10 @@ class _Angles:
     def _inv_freq(self, module: nn.Module, position_ids: Tensor) -> Tensor:
         """Returns the frequencies for these positions: [axes, channels], or [2, axes, channels] in two parts."""
         device = position_ids.device
-        if self._kind == "longrope":
+        if self.kind == "longrope":
             short, long = self._constants(device)
             return torch.where(position_ids.amax() >= self._trained, long, short)
-        if self._kind == "dynamic":
+        if self.kind == "dynamic":
             return self._dynamic(getattr(module, self._longest), position_ids)
         return self._constants(device)[0]
 
@@ -162,19 +163,19 @@ class _Angles:
         config = getattr(module, "config", None)
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "axial":  # a vision tower: all axes have these frequencies
-            self._kind, make = "axial", frequencies.default
+            self.kind, make = "axial", frequencies.default
             arguments = {"rotary_dim": 2 * module.inv_freq.numel(), "base": rope["rope_theta"]}
         else:
             try:
-                self._kind, arguments = frequencies.parse(config, self._layer_type)
+                self.kind, arguments = frequencies.parse(config, self._layer_type)
             except ValueError as error:
                 raise _NotExactError(f"its frequencies are not known: {error}") from None
-            make = frequencies.KINDS[self._kind]
+            make = frequencies.KINDS[self.kind]
         inv_freq, self._attention_factor = make(**arguments)
         self._trained, self._factor = arguments.get("original_max_position"), arguments.get("factor")
-        if self._kind == "longrope":
+        if self.kind == "longrope":
             return [inv_freq, make(**arguments, long=True).inv_freq]
-        if self._kind == "dynamic":  # f[i] * s ** (-2 i / (rotary_dim - 2))
+        if self.kind == "dynamic":  # f[i] * s ** (-2 i / (rotary_dim - 2))
             pairs = torch.arange(len(inv_freq), dtype=torch.float64)
             return [inv_freq, -2 * pairs / (arguments["rotary_dim"] - 2)]
         return [inv_freq]
@@ -245,7 +246,7 @@ class _Angles:
     def _agrees(self, new: nn.Module) -> bool:
         """Returns whether a new module makes these tables, for all shapes of positions and all lengths that matter."""
         lengths = [6, 100]
-        if self._kind in ("dynamic", "longrope"):  # transformers resets its frequencies for the last length
+        if self.kind in ("dynamic", "longrope"):  # transformers resets its frequencies for the last length
             lengths = [self._trained + more for more in (0, 1, self._trained, 3)] + [6]
         self.prepare(new)
         random, taken = torch.Generator().manual_seed(0), 0
