@@ -99,7 +99,10 @@ class _Angles:
         self._longest = f"_longest_length{'' if layer_type is None else '_of_' + layer_type}"  # the name of a buffer
         self._dtype: torch.dtype | None = None  # of cos and sin, or None if it is the dtype of x
         self._is_complex = False
-        of_pairs = self._read_config(module)
+        try:
+            of_pairs = self._read_config(module)
+        except Exception as error:
+            raise _NotExactError(f"its frequencies are not known: {error}") from None
         new, used = self._copies(module)
         self._find_form(new, of_pairs)
         self._compare_frequencies(used)
@@ -124,8 +127,8 @@ class _Angles:
         device = next(module.buffers(), torch.empty(0)).device
         self._constants(device)
         if self.kind == "dynamic":
-            own = f"{self._layer_type}_max_seq_len_cached"  # if each layer type has a length of its own
-            length = int(getattr(module, own, module.max_seq_len_cached))
+            length = getattr(module, "max_seq_len_cached", self._trained)
+            length = int(getattr(module, f"{self._layer_type}_max_seq_len_cached", length))
             module.register_buffer(self._longest, torch.tensor(length, device=device), persistent=False)
 
     def _inv_freq(self, module: nn.Module, position_ids: Tensor) -> Tensor:
@@ -166,10 +169,7 @@ class _Angles:
             self.kind, make = "axial", frequencies.default
             arguments = {"rotary_dim": 2 * module.inv_freq.numel(), "base": rope["rope_theta"]}
         else:
-            try:
-                self.kind, arguments = frequencies.parse(config, self._layer_type)
-            except ValueError as error:
-                raise _NotExactError(f"its frequencies are not known: {error}") from None
+            self.kind, arguments = frequencies.parse(config, self._layer_type)
             make = frequencies.KINDS[self.kind]
         inv_freq, self._attention_factor = make(**arguments)
         self._trained, self._factor = arguments.get("original_max_position"), arguments.get("factor")
@@ -257,7 +257,7 @@ class _Angles:
             if expected is None:
                 continue
             expected = _as_complex(expected)
-            actual = _as_complex(self.tables(new, torch.zeros(1), position_ids))
+            actual = _as_complex(self.tables(new, torch.zeros(1, dtype=torch.float32), position_ids))
             if actual.shape != expected.shape:
                 return False
             positions = self._view.positions(position_ids).double()
