@@ -227,6 +227,24 @@ def test_a_cast_module_has_the_frequencies_of_its_config(cast):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [PLAIN, THREE])
+def test_a_module_that_multiplies_matrices_gets_exact_angles(shape):
+    """Modules of older transformers do. Those of Qwen2-VL return a table for each axis."""
+
+    class Older(type(CASES["default"][0]())):
+        def forward(self, x, position_ids):
+            assert position_ids.dim() == len(shape)
+            angles = (self.inv_freq[:, None] @ position_ids.unsqueeze(-2).float()).mT
+            angles = torch.cat([angles, angles], -1)
+            return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    x, position_ids = torch.zeros(1), positions(shape)
+    rotary = Older(CASES["default"][0]().config)
+    actual = exact(rotary)(x, position_ids)
+    assert [t.shape for t in actual] == [t.shape for t in rotary(x, position_ids)]
+    assert all(map(torch.equal, actual, exact(CASES["default"][0]())(x, position_ids)))
+
+
 # Modules whose tables are not made of the frequencies of their config, or in more than one way.
 PHIMOE = module(
     "phimoe", "Phimoe", "Phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}, **TEXT

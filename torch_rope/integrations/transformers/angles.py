@@ -76,6 +76,7 @@ class _View(NamedTuple):
 
 _VIEWS = [
     _View(1, lambda p: p.unsqueeze(0), [(1, 5), (2, 5), (2, 2, 5), (3, 2, 5), (4, 2, 5)]),
+    _View(1, lambda p: p.unsqueeze(0), [(3, 1, 5), (3, 2, 5)]),  # a table for each axis, as older modules make
     *(_View(n, lambda p, n=n: p.expand(n, -1, -1), [(n, 1, 5), (n, 2, 5), (2, 5)]) for n in (2, 3, 4)),
     *(_View(n, lambda p: p.movedim(-1, 0), [(1, 5, n), (2, 5, n)]) for n in (2, 3)),
     *(_View(n, lambda p: p.movedim(-1, 0), [(5, n), (7, n)]) for n in (2, 3)),
