@@ -39,6 +39,7 @@ class Case:
     positions: str = ""  # the dtype of given positions, one for each token; if it is "", positions are 0, 1, 2 ...
     # the dtype of a paged cache; if it is "", a cache has q's dtype, and only several sequences have a paged one
     cache_dtype: str = ""
+    model: str = ""  # the model whose shape a whole model has, a key of MODELS
 
     def __post_init__(self):
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
@@ -56,7 +57,7 @@ class Case:
         if self.op == "tables":
             return f"cos_sin of {self.seq} x {self.rotary_dim // 2}"
         if self.op == "model":
-            return f"{self.group}: {self.mode} {self.seq}, {self.dtype}"
+            return f"{self.group}: {self.model}, {self.mode} {self.seq}, {self.dtype}"
         parts = [
             f"{self.group}: {self.batch} x {count(self.seq)}, {self.heads}/{self.kv_heads} of {self.head_dim}",
             f"rotary_dim {self.rotary_dim}" * (self.rotary_dim != self.head_dim),
@@ -155,9 +156,41 @@ def cases(device: str) -> list[Case]:
     result += [Case("host", 1, heads=9, kv_heads=3, head_dim=64, mode=m) for m in ("inference", "no_grad", "grad")]
     result += [Case("tables", 8192, op="tables")]
     if not cuda:
-        steps = (("decoding after", 128), ("prompt of", 512), ("training on", 512))
-        result += [Case("model", n, op="model", mode=step, dtype=t) for step, n in steps for t in HALF_AND_FULL]
+        # The larger models take too long in bfloat16 on a CPU without instructions for it.
+        steps = [(m, "decoding after", 128, HALF_AND_FULL) for m in MODELS]
+        for m in MODELS:
+            dtypes = HALF_AND_FULL if m == "SmolLM2-135M" else ("float32",)
+            steps += [(m, "prompt of", 512, dtypes), (m, "training on", 128, dtypes)]
+        steps += [("SmolLM2-135M", "prompt of", 4096, ("float32",))]
+        for m, step, n, dtypes in steps:
+            result += [Case("models", n, op="model", model=m, mode=step, dtype=t) for t in dtypes]
     return result
+
+
+# The kind of a model, and the numbers of its config that are not the defaults of transformers.
+MODELS = {
+    "SmolLM2-135M": (
+        "llama",
+        dict(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
+        ),
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        dict(
+            hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        ),
+    ),
+    "Gemma-3-1B": (
+        "gemma3_text",
+        dict(
+            hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+            head_dim=256, vocab_size=262144, sliding_window=512,
+        ),
+    ),
+}  # fmt: skip
 
 
 HALF_AND_FULL = "bfloat16", "float32"

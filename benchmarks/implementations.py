@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 import torch_rope  # noqa: F401  torch.ops.rope
 
-from .cases import BASE, CACHE, EPS, LARGEST, PAGE, Case, Data, as_bytes
+from .cases import BASE, CACHE, EPS, LARGEST, MODELS, PAGE, Case, Data, as_bytes
 
 rope = torch.ops.rope
 OURS = "torch_rope"
@@ -724,7 +725,7 @@ def flash_attn_into_cache(case: Case, data: Data) -> Run:
     return cache_run(case, data, call, in_place=True)
 
 
-# ---- Tables, and a whole model ----
+# ---- Tables, and whole models ----
 
 
 @adapter(OURS, "tables")
@@ -744,41 +745,67 @@ def torch_tables(case: Case, data: Data, compile=False) -> Run:
     return Run(call, list, compiled=compile)
 
 
-@adapter(OURS, "model", patched=True)
+@adapter("torch_rope fused compiled", "model", patch={"fuse": True}, compile=True)
+@adapter("torch_rope compiled", "model", patch={}, compile=True)
+@adapter("transformers compiled", "model", compile=True)
+@adapter("torch_rope fused", "model", patch={"fuse": True})
+@adapter(OURS, "model", patch={})
 @adapter("transformers", "model")
-def model(case: Case, data: Data, patched=False) -> Run:
-    """A model of SmolLM2-135M's shape with random weights, patched or not. The results are its logits or its loss."""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+def model(case: Case, data: Data, patch: dict | None = None, compile=False) -> Run:
+    """A model of transformers with the shape of a known one and random weights. The results are its logits or its loss.
 
-    from torch_rope.integrations.transformers import patch
+    patch: the options of torch_rope.integrations.transformers.patch, or None. A decode step appends a token to a
+    StaticCache, which is emptied when it is full. All implementations have the same weights.
+    """
+    from transformers import StaticCache
 
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "rope_parameters": {"rope_theta": 1e5}}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=8192, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config).to(data.dtype)
-    tokens = torch.randint(config.vocab_size, (1, case.seq + 1))
-    if patched:
-        patch(model)
+    from torch_rope.integrations import transformers as integration
+
+    if compile and not (case.model == "SmolLM2-135M" and case.mode == "decoding after"):
+        raise NotImplementedError("compiled only for one decode step, because compiling takes minutes")
+    stock = model_of(case, data)
+    model = deepcopy(stock, {id(p): p for p in stock.parameters()})
+    if patch is not None:
+        integration.patch(model, **patch)
+    called = torch.compile(model) if compile else model
+    tokens = torch.randint(stock.config.vocab_size, (1, case.seq + 1), generator=torch.Generator().manual_seed(0))
 
     def train():
-        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss = called(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         model.zero_grad()
         return loss
 
-    if case.mode == "training on":
-        return Run(train, lambda loss: [loss.detach()], context=torch.enable_grad)
-    cache = DynamicCache(config=config)
-    with torch.inference_mode():
+    def prompt():
+        return called(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
+
+    if case.mode != "decoding after":
+        context = torch.enable_grad if case.mode == "training on" else torch.no_grad
+        call = train if case.mode == "training on" else prompt
+        return Run(call, lambda x: [x.detach()], context=context)
+    length = 4 * case.seq
+    cache, used = StaticCache(config=model.config, max_cache_len=length), case.seq
+    with torch.no_grad():
         model(tokens[:, : case.seq], past_key_values=cache)
 
     def step():
-        logits = model(tokens[:, case.seq :], past_key_values=cache).logits
-        cache.crop(-1)
-        return logits
+        nonlocal used
+        if used == length:
+            cache.reset()
+            used = 0
+        used += 1
+        return called(tokens[:, case.seq :], past_key_values=cache).logits
 
-    def prompt():
-        return model(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
+    # The loops of a compiled model do not include its matrix products.
+    return Run(step, lambda x: [x], counted=not compile)
 
-    return Run(step if case.mode == "decoding after" else prompt, lambda x: [x], context=torch.inference_mode)
+
+def model_of(case: Case, data: Data) -> Any:
+    """Returns the unpatched model of a case, which its data keep."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not hasattr(data, "model"):
+        torch.manual_seed(0)
+        kind, sizes = MODELS[case.model]
+        data.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).to(data.dtype)
+    return data.model

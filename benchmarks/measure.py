@@ -44,7 +44,8 @@ def measure(
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.95 * available), resource.RLIM_INFINITY))
         # This memory is touched, and the allocator keeps it. So the pages of later results exist already.
-        torch.ones(min(available // 2, 2**26 + 8 * case.rotated * case.itemsize), dtype=torch.uint8)
+        if case.op != "model":
+            torch.ones(min(available // 2, 2**26 + 8 * case.rotated * case.itemsize), dtype=torch.uint8)
     sets, runs, facts = [], {}, {}
     try:
         sets = [Data(case, device) for _ in range(clock.sets())]
@@ -141,8 +142,12 @@ def cpu_facts(case: Case, run: Run) -> dict:
     """Returns the peak of the memory that a call allocates, and figures of the operators of torch that it runs.
 
     The figures are the number of operators that compute, the bytes that they read and write, and their floating-point
-    operations. For a compiled function only the memory is returned, because its loops were counted during compilation.
+    operations; for a whole model, only the first of them. For a compiled function only the memory is returned, because its loops were counted during compilation.
     """
+    if case.op == "model":
+        with Counter(case) as counter:
+            run.call()
+        return {"launches": counter.total["launches"]}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         returned = run.call()
         del returned
@@ -155,8 +160,7 @@ def cpu_facts(case: Case, run: Run) -> dict:
         return {"peak_bytes": peak}
     with Counter(case) as counter:
         run.call()
-    total = counter.total if case.op != "model" else {"launches": counter.total["launches"]}
-    return {"peak_bytes": peak} | total
+    return {"peak_bytes": peak} | counter.total
 
 
 def cuda_facts(run: Run) -> dict:
@@ -251,6 +255,9 @@ class Cpu:
     def time(self, runs: dict[str, list[Run]], starting: Callable[[str], None]) -> dict[str, dict]:
         if not runs:
             return {}
+        # A whole model is timed with the allocator as torch comes.
+        whole = self.case.op == "model"
+        long, seconds, warm = (60.0, 40.0, duration) if whole else (LONG, SECONDS, warm_duration)
         calls, samples = {}, {name: [] for name in runs}
         for name, (run,) in runs.items():
             starting(name)
@@ -258,21 +265,21 @@ class Cpu:
                 once = duration(run.call, 1)
                 if once < LONG:
                     once = min(duration(run.call, 1) for _ in range(3))
-            if once > LONG:
+            if once > long:
                 samples[name] = [once * 1e6]
             else:
                 calls[name] = max(1, round(BLOCK / once)), once
         round_seconds = sum((n + 1) * once + REST for n, once in calls.values())
         gc.collect()
         gc.disable()
-        for _ in range(max(3, min(self.rounds, round(SECONDS / max(round_seconds, REST))))):
+        for _ in range(max(3, min(self.rounds, round(seconds / max(round_seconds, REST))))):
             for name, (repeat, _) in calls.items():
                 run = runs[name][0]
                 starting(name)
                 time.sleep(REST)
                 with run.context():
                     run.call()
-                    samples[name].append(warm_duration(run.call, repeat) * 1e6)
+                    samples[name].append(warm(run.call, repeat) * 1e6)
         gc.enable()
         return {name: {"samples_us": s} for name, s in samples.items()}
 

@@ -18,6 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
 PEER = "transformers"
+PATCHED = "torch_rope", "torch_rope fused"  # whole models
 
 # Why a peer is faster, as far as it is understood: (a part of the case's name, the peer's name) -> reason.
 REASONS: dict[tuple[str, str], str] = {}
@@ -202,9 +203,13 @@ def front(lines: list[dict]) -> str:
         found = (one(lines, name, dtype=t, **fields) for t in ("float32", "bfloat16"))
         return [what, call, *(time(x and x["median_us"]) for x in found)]
 
-    def model(what: str, call: str, name: str) -> list[str]:
-        found = [x for x in timed(lines, group="model", implementation=name) if x["case"].startswith("model: prompt")]
-        return [what, call, *(time(x["median_us"]) for t in ("float32", "bfloat16") for x in found if x["dtype"] == t)]
+    def model(what: str, call: str, name: str, steps: str) -> list[str]:
+        times = []
+        for dtype in ("float32", "bfloat16"):
+            found = timed(lines, group="models", implementation=name, dtype=dtype)
+            found = [x for x in found if x["case"].startswith(f"models: SmolLM2-135M, {steps}")]
+            times.append(time(found[0]["median_us"]) if found else "")
+        return [what, call, *times]
 
     prompt, token, cache = {"group": "shapes", "seq": 2048}, {"group": "decode", "seq": 1}, {"group": "cache", "seq": 1}
     rows = [
@@ -218,8 +223,10 @@ def front(lines: list[dict]) -> str:
         row("", "transformers, compiled", f"{PEER} compiled", **token),
         row("1 token, with QK-norm and cache", "**`rotate_into_cache`**", OURS[0], op="norm cache", **cache),
         row("", "transformers", PEER, op="norm cache", **cache),
-        model("SmolLM2-135M, 512 tokens", "**patched**", OURS[0]),
-        model("", "transformers", PEER),
+        model("SmolLM2-135M, 1 token", "**patched, fused**", PATCHED[1], "decoding"),
+        model("", "transformers", PEER, "decoding"),
+        model("SmolLM2-135M, 512 tokens", "**patched, fused**", PATCHED[1], "prompt of 512"),
+        model("", "transformers", PEER, "prompt of 512"),
     ]
     return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
 
@@ -253,16 +260,23 @@ def reasons(lines: list[dict]) -> str:
     )
 
 
-def whole_model(lines: list[dict]) -> str:
+def whole_models(lines: list[dict]) -> str:
+    """Returns the times of whole models and the number of operators that compute: unpatched, patched and fused."""
     rows = []
-    for case in dict.fromkeys(x["case"] for x in timed(lines, group="model")):
-        stock, ours = (timed(lines, case=case, implementation=name) for name in ("transformers", OURS[0]))
-        if stock and ours:
-            stock, ours = stock[0], ours[0]
-            noise = "no" if faster(stock, ours) or faster(ours, stock) else "yes"
-            times = [time(x["median_us"]) for x in (stock, ours)]
-            rows.append([label(ours), *times, f"{over(stock, ours):.2f}", noise])
-    header = ["a model of SmolLM2-135M's shape", "transformers", "patched", "transformers / patched", "within noise"]
+    for case in dict.fromkeys(x["case"] for x in timed(lines, group="models")):
+        known = {x["implementation"]: x for x in timed(lines, case=case)}
+        for compiled in ("", " compiled"):
+            found = [known.get(name + compiled) for name in (PEER, *PATCHED)]
+            if all(found):
+                stock, *others = found
+                ratios = [
+                    f"{over(stock, x):.2f}" + ("" if faster(stock, x) or faster(x, stock) else " (noise)")
+                    for x in others
+                ]
+                operators = " / ".join(str(x.get("launches", "")) for x in found) if not compiled else ""
+                what = f"{case.removeprefix('models: ')}{compiled and ', compiled'}"
+                rows.append([what, *(time(x["median_us"]) for x in found), *ratios, operators])
+    header = ["", "transformers", "patched", "fused", "transformers / patched", "transformers / fused", "operators"]
     return markdown(header, rows)
 
 
@@ -275,7 +289,7 @@ def wins(lines: list[dict]) -> str:
     """Returns the cases in which a peer is faster than an operator of torch_rope for the same task, and the reasons."""
     rows = []
     for peer in timed(lines):
-        if peer["implementation"] in ("copy", *OURS) or peer["implementation"] in LEAST:
+        if peer["implementation"] in ("copy", *OURS) or peer["implementation"] in LEAST or peer["group"] == "models":
             continue
         for name in OURS:
             for ours in timed(lines, case=peer["case"], implementation=name):
@@ -435,7 +449,7 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "speed": speed,
     "front": front,
     "reasons": reasons,
-    "whole model": whole_model,
+    "whole models": whole_models,
     "details": details(group="sweep", seq=4096),
     "mini-vllm": details(group="mini-vllm"),
     **{name: group(name) for name in ("sweep", "decode", "shapes", "training", "norm", "norm-over-heads")},

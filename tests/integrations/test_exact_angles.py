@@ -352,3 +352,29 @@ def test_far_logits_are_a_hundred_times_nearer_to_those_of_a_float64_model():
     patch(model, exact_angles=True)
     with InDouble():  # the norms too: only the tables could differ
         assert 1e6 * off(logits(model, **inputs)) < before
+
+
+def test_the_handle_lists_the_rotary_modules_and_undo_restores_them():
+    hooks = needed("accelerate.hooks")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        max_position_embeddings=64, rope_parameters={"rope_theta": 10000.0, **DYNAMIC},
+    )  # fmt: skip
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.randint(96, (2, 9))
+    expected, buffers = model(tokens).logits, [name for name, _ in model.named_buffers()]
+    hooks.add_hook_to_module(model.model.rotary_emb, hooks.ModelHook())
+    handle = patch(model, exact_angles=True)
+    assert "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles from the dynamic frequencies" in str(
+        handle
+    )
+    assert "as before" not in str(handle)
+    assert not torch.equal(model(tokens, position_ids=tokens + 2**17).logits, expected)
+    handle.undo()
+    hooks.remove_hook_from_module(model.model.rotary_emb)
+    assert torch.equal(model(tokens).logits, expected)
+    assert [name for name, _ in model.named_buffers()] == buffers
+
+    model.model.rotary_emb.inv_freq.mul_(2)
+    handle = patch(model, exact_angles=True)
+    assert "model.rotary_emb: left as it is, because its frequencies were changed" in str(handle)
+    assert "model.rotary_emb.inv_freq: 8 frequencies, as before" in str(handle)

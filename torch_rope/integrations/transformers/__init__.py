@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_rope.integrations.transformers.angles import exact_rotary, restore
 from torch_rope.integrations.transformers.hub import apply_rotary_transformers, kernel_mapping
 from torch_rope.integrations.transformers.methods import Rebuilder, register
 from torch_rope.integrations.transformers.rebuild import names
@@ -80,8 +81,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
         rebuilder.paths[module] = path or "the model itself"
         for method, (function, *inherited) in rebuilder.methods(type(module)):
             where = f"{name} is not patched: {type(module).__name__}.{method} of {path or 'the model itself'}"
-            # The hooks of accelerate keep the module's own forward in this attribute, and call it.
-            attribute = "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
+            attribute = _forward_of(module) if method == "forward" else method
             current = vars(module).get(attribute)
             bound = getattr(current, "__self__", None) is module
             function = current.__func__ if bound else function
@@ -120,21 +120,23 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
                     f"{name} is not patched: {path} has different angles for the two channels of a pair but must have "
                     "the same angle"
                 )
-    if exact_angles:
-        from torch_rope.integrations.transformers.angles import exact_rotary
-
-        for path, module in model.named_modules():
-            function, note = exact_rotary(module)
-            if function is not None:
-                method = types.MethodType(function, module)
-                replaced.append(_Replaced(path, module, "forward", vars(module).get("forward"), method, note))
-            elif note:
-                notes.append(f"{path}: {note}")
+    for path, module in model.named_modules() if exact_angles else ():
+        function, note = exact_rotary(module)
+        if function is not None:
+            attribute, method = _forward_of(module), types.MethodType(function, module)
+            replaced.append(_Replaced(path, module, attribute, vars(module).get(attribute), method, note))
+        elif note:
+            notes.append(f"{path}: {note}")
     for r in replaced:
         vars(r.module)[r.attribute] = r.method
         vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
     vars(model)[_HANDLE] = handle = Patch(model, replaced, options, notes)
     return handle
+
+
+def _forward_of(module: nn.Module) -> str:
+    """Returns the attribute of the module's own forward. The hooks of accelerate keep it under another name."""
+    return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 _HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
@@ -198,6 +200,7 @@ class Patch:
                 )
         for r, (name,) in attributes:
             vars(r.module).pop(_replicate.__name__, None)
+            restore(r.module)
             if r.before is not None or name != r.attribute:
                 # A hook of accelerate calls the method in this attribute, so the attribute must not be deleted.
                 vars(r.module)[name] = r.before or getattr(type(r.module), r.attribute).__get__(r.module)

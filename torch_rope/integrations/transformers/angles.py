@@ -60,6 +60,15 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
     return forward, f"exact angles from the {' and '.join(kinds)} frequencies of the config"
 
 
+def restore(module: nn.Module) -> None:
+    """Removes what :func:`exact_rotary` stored in a module."""
+    for name in [n for n, _ in module.named_buffers(recurse=False) if n.startswith(_LONGEST)]:
+        delattr(module, name)
+
+
+_LONGEST = "_longest_length"  # the name of a buffer, or its beginning
+
+
 def _layer_types(module: nn.Module, names: tuple[str, ...]) -> list[str | None]:
     """Returns the layer types that have frequencies of their own, or [None] if all layers share the frequencies."""
     layer_types = getattr(module, "layer_types", None) if "layer_type" in names else None
@@ -97,7 +106,7 @@ class _Angles:
 
     def __init__(self, module: nn.Module, layer_type: str | None):
         self._layer_type = layer_type
-        self._longest = f"_longest_length{'' if layer_type is None else '_of_' + layer_type}"  # the name of a buffer
+        self._longest = _LONGEST if layer_type is None else f"{_LONGEST}_of_{layer_type}"
         self._dtype: torch.dtype | None = None  # of cos and sin, or None if it is the dtype of x
         self._is_complex = False
         try:
@@ -187,7 +196,8 @@ class _Angles:
             raise _NotExactError("it is on the meta device")
         if not all(name.endswith("inv_freq") for name in module.state_dict()):
             raise _NotExactError("it has weights, which may change its angles")
-        if "forward" in vars(module) and "_old_forward" not in vars(module):
+        forward = vars(module).get("_old_forward") or vars(module).get("forward")  # hooks of accelerate set both
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise _NotExactError("its forward was replaced")
         try:
             return type(module)(module.config), copy.deepcopy(module).cpu()
