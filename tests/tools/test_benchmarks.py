@@ -59,6 +59,36 @@ def test_a_compiled_implementation_is_right(group, name, measured):
     assert measured(case, [name])[name]["status"] == "timed"
 
 
+TINY = "qwen3", dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+                     num_key_value_heads=2, vocab_size=31)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["decoding after", "prompt of", "training on"])
+def test_whole_models_are_compared_with_the_unpatched_one(mode, measured, monkeypatch):
+    monkeypatch.setitem(cases.MODELS, "tiny", TINY)
+    case = cases.Case("models", 5, op="model", model="tiny", mode=mode, dtype="float32")
+
+    def other_weights(case, data):
+        return implementations.model(case, cases.Data(case, "cpu"), patch={})
+
+    monkeypatch.setitem(implementations.ADAPTERS, ("model", "other weights"), other_weights)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # so that a second model has other weights
+    found = measured(case, ["transformers", "torch_rope", "torch_rope fused", "other weights"])
+    assert found.pop("other weights")["status"] == "wrong"
+    assert {x["status"] for x in found.values()} == {"timed"}
+    operators = [found[name]["launches"] for name in ("transformers", "torch_rope", "torch_rope fused")]
+    assert operators == sorted(set(operators), reverse=True)
+
+
+def test_the_table_of_whole_models_marks_what_is_within_noise():
+    lines = []
+    for name, us, launches in (("transformers", 130.0, 30), ("torch_rope", 129.0, 20), ("torch_rope fused", 100.0, 10)):
+        times = {"status": "timed", "median_us": us, "q1_us": us - 5, "q3_us": us + 5, "launches": launches}
+        lines.append({"case": "models: X, prompt of 5, float32", "group": "models", "implementation": name} | times)
+    row = "| X, prompt of 5, float32 | 130 µs | 129 µs | 100 µs | 1.01 (noise) | 1.30 | 30 / 20 / 10 |"
+    assert row in report.whole_models(lines)
+
+
 def of_cache(op: str) -> dict:
     """Returns the arguments of Case that a cache needs, or nothing for another op."""
     return {"positions": "int64", "cache_dtype": "int8" * (op == "quantised cache")} if "cache" in op else {}

@@ -61,17 +61,15 @@ def seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
 class Rotation:
     """A description of what a rotary function does."""
 
-    tables: str  # a key of _TABLES
+    tables: str  # a key of TABLES
     pairing: str  # one of PAIRINGS
     inverse: bool
     unsqueeze_dim: int | None  # None if the function has an argument of this name; 0 for tables [seq, rotary_dim]
     last_channels: bool = False  # True if it rotates the last channels of a head, and not the first ones
-    first_tokens_pass: bool = (
-        False  # True if x may have more tokens than the tables, which come first and do not rotate
-    )
-    last_rows_for_q: bool = (
-        False  # True if k and the tables may have more tokens than q, whose tokens are the last ones
-    )
+    # True if x may have more tokens than the tables; the first tokens of x then do not rotate.
+    first_tokens_pass: bool = False
+    # True if k and the tables may have more tokens than q, whose tokens are the last ones.
+    last_rows_for_q: bool = False
 
     @property
     def simple(self) -> bool:
