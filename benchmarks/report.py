@@ -289,7 +289,11 @@ def wins(lines: list[dict]) -> str:
     """Returns the cases in which a peer is faster than an operator of torch_rope for the same task, and the reasons."""
     rows = []
     for peer in timed(lines):
-        if peer["implementation"] in ("copy", *OURS) or peer["implementation"] in LEAST or peer.get("group") == "models":
+        if (
+            peer["implementation"] in ("copy", *OURS)
+            or peer["implementation"] in LEAST
+            or peer.get("group") == "models"
+        ):
             continue
         for name in OURS:
             for ours in timed(lines, case=peer["case"], implementation=name):
