@@ -17,9 +17,10 @@ differs by more than rounding is not fused.
 import ast
 import contextlib
 import copy
+import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -39,10 +40,12 @@ from torch_rope.integrations.transformers.methods import (
     with_caller,
 )
 from torch_rope.integrations.transformers.rebuild import Source, wrapped
+from torch_rope.integrations.transformers.rotary import RotaryFunction
 
 _ops = torch.ops.rope
 _rotate_qk_, _rotate_ = _ops.rotate_qk_.default, _ops.rotate_.default
 _norm_rotate_qk, _rotate_into_cache_ = _ops.norm_rotate_qk.default, _ops.rotate_into_cache_.default
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _STEP, _ROOM = "_torch_rope_step", "_torch_rope_room"
 
 
@@ -59,7 +62,9 @@ class Norm:
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
-        w = module.weight
+        w = module._parameters.get("weight")
+        if w is None:  # a parametrisation computes it
+            w = module.weight
         if self.plus_one:
             w = 1.0 + w.float()
         elif w.dtype != x.dtype and w.dtype != torch.float32:
@@ -108,14 +113,14 @@ def _layer_to_write(cache: Any, index: int) -> Any:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if type(layer) is DynamicLayer:  # torch.compile fuses torch.cat with what follows, and would see the memory grow
-        return None if torch.compiler.is_compiling() else layer
-    return layer if type(layer) in (StaticLayer, StaticSlidingWindowLayer) else None
+    if type(layer) is DynamicLayer and _is_compiling():
+        return None  # torch.compile fuses torch.cat with what follows, and would see the memory grow
+    return layer if type(layer) in _ROOMS else None
 
 
 def _fits(layer: Any, x: Tensor) -> bool:
     """Returns whether the cache returns what its memory holds after x [batch, seq, heads, head_dim] is written."""
-    if layer.is_initialized and layer.keys.dtype != x.dtype and layer.keys.numel():
+    if layer.is_initialized and layer.keys.dtype is not x.dtype and layer.keys.numel():
         return False
     if not layer.is_sliding:
         return True
@@ -127,59 +132,69 @@ class _Room:
     """The memory of a layer of a cache, and where its next tokens go.
 
     transformers holds keys and values as [batch, heads, length, head_dim]. k_cache and v_cache are views of the whole
-    memory as the operator takes them, [batch, length, heads, head_dim]. slots, [batch, 1], is where the next token of
-    each sequence goes.
+    memory as the operator takes them, [batch, length, heads, head_dim].
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, used: Tensor | int):
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
         self.k_cache, self.v_cache = keys.transpose(1, 2), values.transpose(1, 2)
         batch, length = self.k_cache.shape[:2]
-        self.slots = (torch.arange(0, batch * length, length, device=keys.device) + used).unsqueeze(1)
-
-    def next(self, seq: int) -> Tensor:
-        """Returns the slots of the next tokens, [batch, seq]."""
-        return self.slots if seq == 1 else self.slots + torch.arange(seq, device=self.slots.device)
+        self.first_slots = torch.arange(0, batch * length, length, device=keys.device).unsqueeze(1)  # [batch, 1]
 
 
 class _Static(_Room):
-    """The memory of a StaticLayer or StaticSlidingWindowLayer.
+    """The memory of a StaticLayer or StaticSlidingWindowLayer. slots, [batch, 1], is where its next tokens go."""
 
-    The layer counts its tokens in a tensor, to which the first slot is equal. So the two share their memory, and one
-    addition changes both.
-    """
+    version: int | None = None  # of the count, if the count must not change unseen
 
     def __init__(self, layer: Any):
-        self.keys, self.values, self.count = layer.keys, layer.values, layer.cumulative_length
-        with torch.inference_mode(self.count.is_inference()):
-            super().__init__(self.keys, self.values, self.count)
-            if len(self.slots) == 1:
-                self.slots = self.count.view(1, 1)
-            else:
-                self.count.set_(self.slots.untyped_storage(), 0, (), ())
-        self.version = None if self.count.is_inference() else self.count._version
-
-    def is_of(self, layer: Any) -> bool:
-        """Returns whether the layer has the same memory, and nobody else changed the number of tokens."""
-        same = self.count is layer.cumulative_length and self.keys is layer.keys and self.values is layer.values
-        # Several slots do not follow a change of the number of tokens, such as reset(). An inference tensor has no version.
-        return same and (len(self.slots) == 1 or self.version is not None and self.version == self.count._version)
+        super().__init__(layer.keys, layer.values)
+        self.count = self.counter = layer.cumulative_length
+        self.slots = self.first_slots + self.count
 
     @staticmethod
-    def write(layer: Any, seq: int, write: Callable) -> None:
-        compiling, room = torch.compiler.is_compiling(), vars(layer).get(_ROOM)
-        if compiling:
-            room = _Room(layer.keys, layer.values, layer.cumulative_length)
-        elif room is None or not room.is_of(layer):
-            room = vars(layer)[_ROOM] = _Static(layer)
+    def of(layer: Any, k: Tensor, v: Tensor) -> "_Static":
+        """Returns the memory of a layer. It is remembered while the layer has the same tensors and nobody else counts."""
+        if _is_compiling():
+            return _Static(layer)
+        room = layer.__dict__.get(_ROOM)
+        if (
+            room is None
+            or room.count is not layer.cumulative_length
+            or room.keys is not layer.keys
+            or room.values is not layer.values
+            or (room.version is not None and (room.version < 0 or room.version != room.count._version))
+        ):
+            with torch.inference_mode(layer.cumulative_length.is_inference()):
+                room = layer.__dict__[_ROOM] = _Static(layer)
+                room._share()
+        return room
+
+    def _share(self) -> None:
+        """Lets the first slot and the count, which are equal, share their memory, so that one addition changes both."""
+        if len(self.slots) == 1:
+            self.slots = self.count.view(1, 1)
+        else:  # other slots do not follow a change of the count, such as reset()
+            self.count.set_(self.slots.untyped_storage(), 0, (), ())
+            self.version = -1 if self.count.is_inference() else self.count._version  # inference tensors have none
+        self.counter = self.slots
+
+    def next(self, layer: Any, seq: int) -> Tensor:
+        """Returns the slots of the next tokens, [batch, seq]."""
+        if layer.is_sliding and layer.cumulative_length_int >= layer.max_cache_len:
+            for x in (layer.keys, layer.values):  # the oldest token makes room for the new one
+                x.copy_(x.roll(-1, 2))
+            return self.first_slots + (layer.max_cache_len - 1)
+        return self.slots if seq == 1 else self.slots + torch.arange(seq, device=self.slots.device)
+
+    def add(self, layer: Any, seq: int) -> None:
+        """Counts tokens that were written. The count of a full window stays as it is."""
         if layer.is_sliding:
             full = layer.cumulative_length_int >= layer.max_cache_len
             layer.cumulative_length_int += seq
-            if full:  # the oldest token makes room for the new one, and the count stays as it is
-                for x in (layer.keys, layer.values):
-                    x.copy_(x.roll(-1, 2))
-                return write(room.k_cache, room.v_cache, room.slots - room.slots[:1] + (layer.max_cache_len - 1))
-        write(room.k_cache, room.v_cache, room.next(seq))
-        (layer.cumulative_length if compiling else room.slots).add_(seq)
+            if full:
+                return
+        self.counter.add_(seq)
 
 
 class _Growing(_Room):
@@ -189,33 +204,43 @@ class _Growing(_Room):
     was cut, reordered or copied gets memory of its own.
     """
 
+    shown: tuple = (None, None)  # the keys and values of the layer
+
     def __init__(self, layer: Any, k: Tensor, v: Tensor):
         self.used, seq = layer.get_seq_length(), k.shape[-2]
-        self.room = 2 * (self.used + seq) if self.used else seq
+        self.length = 2 * (self.used + seq) if self.used else seq
         with torch.inference_mode(False):  # so that the memory can be written in any mode
-            memory = [x.new_empty((*x.shape[:2], self.room, x.shape[-1])) for x in (k, v)]
-            super().__init__(*memory, self.used)
+            super().__init__(*(x.new_empty((*x.shape[:2], self.length, x.shape[-1])) for x in (k, v)))
+            self.slots = self.first_slots + torch.arange(self.length, device=k.device)  # [batch, length]
         if self.used:
-            for x, old in zip(memory, (layer.keys, layer.values), strict=True):
+            for x, old in ((self.keys, layer.keys), (self.values, layer.values)):
                 x[:, :, : self.used] = old
-        self.keys = self.values = None
 
     @staticmethod
-    def write(layer: Any, k: Tensor, v: Tensor, write: Callable) -> None:
-        """Writes k and v, [batch, heads, seq, head_dim], after the layer's last token."""
-        seq, grown = k.shape[-2], vars(layer).get(_ROOM)
+    def of(layer: Any, k: Tensor, v: Tensor) -> "_Growing":
+        """Returns memory of a layer that has room for k and v, [batch, heads, seq, head_dim]."""
+        room = layer.__dict__.get(_ROOM)
         if (
-            grown is None
-            or grown.keys is not layer.keys
-            or grown.values is not layer.values
-            or grown.used + seq > grown.room
+            room is None
+            or room.shown[0] is not layer.keys
+            or room.shown[1] is not layer.values
+            or room.used + k.shape[-2] > room.length
         ):
-            grown = vars(layer)[_ROOM] = _Growing(layer, k, v)
-        write(grown.k_cache, grown.v_cache, grown.next(seq))
-        grown.slots.add_(seq)
-        grown.used += seq
-        layer.keys = grown.keys = grown.k_cache[:, : grown.used].transpose(1, 2)
-        layer.values = grown.values = grown.v_cache[:, : grown.used].transpose(1, 2)
+            room = layer.__dict__[_ROOM] = _Growing(layer, k, v)
+        return room
+
+    def next(self, layer: Any, seq: int) -> Tensor:
+        """Returns the slots of the next tokens, [batch, seq]."""
+        return self.slots.narrow(1, self.used, seq)
+
+    def add(self, layer: Any, seq: int) -> None:
+        """Lets the layer show tokens that were written."""
+        self.used += seq
+        self.shown = self.keys.narrow(2, 0, self.used), self.values.narrow(2, 0, self.used)
+        layer.keys, layer.values = self.shown
+
+
+_ROOMS = {DynamicLayer: _Growing.of, StaticLayer: _Static.of, StaticSlidingWindowLayer: _Static.of}
 
 
 # ---- one call of a rebuilt method ----
@@ -229,21 +254,22 @@ class Plan:
     v_norm: str = ""
     cache: bool = False
     in_place: bool = False
-    watched: tuple[str, ...] = ()  # the modules whose hooks would see what is put off or overwritten
+    overwritten: tuple[str, ...] = ()  # the modules whose results are overwritten
 
     @property
     def fuses(self) -> bool:
         """True if there is anything to fuse."""
         return bool(self.norms or self.cache or self.in_place)
 
-    @property
-    def put_off(self) -> set[str]:
-        """The names of the norms."""
-        return {name for name, _ in self.norms} | ({self.v_norm} if self.v_norm else set())
+    @functools.cached_property
+    def put_off(self) -> tuple[str, ...]:
+        """The names of the norms, which are not called."""
+        return tuple(dict.fromkeys([*(name for name, _ in self.norms), *([self.v_norm] if self.v_norm else [])]))
 
-    def begin(self, module: nn.Module, cache: Any, index: int) -> "Step":
-        """Begins one call of a rebuilt method."""
-        return Step(self, module, cache, index)
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """The modules that are called, and whose results are overwritten."""
+        return tuple(name for name in self.overwritten if name not in self.put_off)
 
     def __str__(self):
         fused = []
@@ -258,17 +284,22 @@ class Plan:
 
 
 class Step:
-    """One call of a rebuilt method: it stands for the norms, the rotary function and the cache that the method calls."""
+    """One call of a rebuilt method: it stands for the norms, the rotary function and the cache that the method calls.
+
+    In a decode step the weights of the model pass through the processor's caches between two calls, so each function
+    and each object that a call needs comes from memory. The way to rotate_into_cache_ needs few of them.
+    """
+
+    turn = 0  # how many tensors were rotated, or put off
+    put_off = 0  # how many norms were put off and not done yet
+    waiting: tuple[Tensor, ...] = ()  # the tensors whose rotation is put off
+    v_waits = False
+    layer: Any = None  # the layer of the cache to write
 
     def __init__(self, plan: Plan, module: nn.Module, cache: Any, index: int):
         self.plan, self.module = plan, module
-        self.turn = 0  # how many tensors were rotated, or put off
-        self.put_off = 0  # how many norms were put off and not done yet
-        self.waiting: list[Tensor] = []  # the tensors whose rotation is put off
-        self.v_waits = False
-        self.fused = not _is_watched(module, plan.watched)
-        self.layer = None
-        if self.fused and plan.cache and cache is not None and not torch.is_grad_enabled():
+        self.fused = not _is_watched(module, plan)
+        if cache is not None and plan.cache and self.fused and not _is_grad_enabled():
             self.layer = _layer_to_write(cache, index)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -282,59 +313,57 @@ class Step:
                 return x
         return getattr(self.module, name)(x)
 
-    def rotate(self, site: Site, tensors: tuple[Tensor, ...], tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Any:
+    @staticmethod
+    def rotate(function: RotaryFunction, x: tuple[Tensor, ...], tables: tuple, unsqueeze_dim: int, step: "Step") -> Any:
         """Returns what the rotary function returns, or the tensors themselves if they are rotated later or in place."""
-        plan, layer = self.plan, self.layer
-        in_place = plan.in_place and not torch.is_grad_enabled()
-        if not (self.put_off or layer is not None or (in_place and self.fused)):
-            return site.function.rotator.rotate(tensors, tables, unsqueeze_dim, self.module)
-        operands = site.function.fused.angles(tensors[0], tables, unsqueeze_dim, self.module)
-        cos, sin, in_order, _, flags, *_ = operands
-        x = tensors if in_order else tuple(x.transpose(1, 2) for x in tensors)
-        turn, self.turn = self.turn, self.turn + len(x)
-        if layer is not None and (self.waiting or _fits(layer, x[0])):
-            self.waiting += x
-            self.operands = cos, sin, flags
-        elif self.put_off:
-            self.put_off -= len(x)
-            q, k = x if len(x) == 2 else (x[0], x[0][..., :0, :])
-            norms = (plan.norms[turn : turn + 2] * 2)[:2]
-            q_weight, k_weight = (norm.weight_of(getattr(self.module, name), q) for name, norm in norms)
-            x = _norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, norm_eps=norms[0][1].eps, **flags)[: len(x)]
-            x = x if in_order else tuple(x.transpose(1, 2) for x in x)
-            return x if len(x) == 2 else x[0]
-        elif not in_place:
-            return site.function.rotator.rotate(tensors, tables, unsqueeze_dim, self.module)
+        layer = step.layer
+        if layer is None and not step.put_off and not step.is_in_place():
+            return function.rotator.rotate(x, tables, unsqueeze_dim, step.module)
+        cos, sin, in_order, _, flags, *_ = function.fused.angles(x[0], tables, unsqueeze_dim, step.module)
+        views = x if in_order else tuple([t.transpose(1, 2) for t in x])
+        turn, step.turn = step.turn, step.turn + len(x)
+        if layer is not None and (step.waiting or _fits(layer, views[0])):
+            step.waiting += views
+            step.operands = cos, sin, flags
+        elif step.put_off:
+            step.put_off -= len(x)
+            q, k = views if len(x) == 2 else (views[0], views[0][..., :0, :])
+            norms = (step.plan.norms[turn : turn + 2] * 2)[:2]
+            eps, weights = norms[0][1].eps, _weights(step.module, norms, q)
+            views = _norm_rotate_qk(q, k, *weights, cos, sin, norm_eps=eps, **flags)[: len(x)]
+            x = views if in_order else tuple(y.transpose(1, 2) for y in views)
+        elif not step.is_in_place():
+            return function.rotator.rotate(x, tables, unsqueeze_dim, step.module)
         elif len(x) == 2:
-            _rotate_qk_(*x, cos, sin, **flags)
+            _rotate_qk_(*views, cos, sin, **flags)
         else:
-            _rotate_(*x, cos, sin, **flags)
-        return tensors if len(x) == 2 else tensors[0]
+            _rotate_(*views, cos, sin, **flags)
+        return x if len(x) == 2 else x[0]
+
+    def is_in_place(self) -> bool:
+        """Returns whether tensors are rotated in place."""
+        return self.fused and self.plan.in_place and not _is_grad_enabled()
 
     def update(self, cache: Any, k: Tensor, v: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the cache after k and v were added."""
         if not self.waiting:
             return cache.update(k, v, *args, **kwargs)
-        (q, k_view), layer, plan = self.waiting, self.layer, self.plan
+        layer, norms, seq = self.layer, self.plan.norms, k.shape[2]
         if not layer.is_initialized:
             layer.lazy_initialization(k, v)
-        weights, options = (None, None), {}
-        if plan.norms:
-            weights = [norm.weight_of(getattr(self.module, name), q) for name, norm in plan.norms]
-            options = {"norm_eps": plan.norms[0][1].eps, "norm_v": self.v_waits}
+        room = _ROOMS[type(layer)](layer, k, v)
+        q, k = self.waiting
         cos, sin, flags = self.operands
-        v_view = v.transpose(1, 2)
-
-        def write(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-            _rotate_into_cache_(
-                q, k_view, v_view, k_cache, v_cache, cos, sin, None, None, 0, slots, *weights, **options, **flags
-            )
-
-        if type(layer) is DynamicLayer:
-            _Growing.write(layer, k, v, write)
-        else:
-            _Static.write(layer, k.shape[2], write)
-        self.waiting, self.put_off = [], 0
+        weights = (None, None)
+        if norms:
+            weights = _weights(self.module, norms, q)
+            flags = {"norm_eps": norms[0][1].eps, "norm_v": self.v_waits, **flags}
+        _rotate_into_cache_(
+            q, k, v.transpose(1, 2), room.k_cache, room.v_cache, cos, sin, None, None, 0, room.next(layer, seq), *weights,
+            **flags,
+        )  # fmt: skip
+        room.add(layer, seq)
+        self.waiting, self.put_off = (), 0
         return layer.keys, layer.values
 
     def end(self, result: Any) -> Any:
@@ -347,13 +376,23 @@ class Step:
         return result
 
 
-def _is_watched(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Returns whether a hook would see a tensor that a fused method leaves out or overwrites."""
-    for name in names:
-        m = module._modules[name]
+def _weights(module: nn.Module, norms: tuple[tuple[str, Norm], ...], x: Tensor) -> list[Tensor]:
+    """Returns the weights of the norms for x [.., heads, head_dim]."""
+    modules = module._modules
+    return [norm.weight_of(modules[name], x) for name, norm in norms]
+
+
+def _is_watched(module: nn.Module, plan: Plan) -> bool:
+    """Returns whether a hook would see a tensor that is overwritten, or the call of a norm that is put off."""
+    modules = module._modules
+    for name in plan.called:
+        if modules[name]._forward_hooks:
+            return True
+    for name in plan.put_off:
+        m = modules[name]
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             return True
-    return not torch.compiler.is_compiling() and _has_any_global_hook()
+    return _has_any_global_hook() and not _is_compiling()
 
 
 # ---- rebuilding a method ----
@@ -406,28 +445,24 @@ class _Fused(Calls):
     visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = visit_FunctionDef  # noqa: N815
 
 
-def _rotating(site: Site) -> Callable:
-    """Returns a function that lets a step do the rotation."""
-    return lambda tensors, tables, unsqueeze_dim, step: step.rotate(site, tensors, tables, unsqueeze_dim)
-
-
 class _Recorder:
     """Stands for a Step in a trial. It calls what the method would call, and keeps the arguments and results."""
 
     def __init__(self, module: nn.Module, cache: Any, index: int):
         self.module = module
         self.normalised: list[tuple[str, Tensor, Tensor]] = []
-        self.rotated: list[tuple[Site, Tensor, Tensor]] = []
+        self.rotated: list[tuple[RotaryFunction, Tensor, Tensor]] = []
         self.updated: list[tuple[Tensor, Tensor]] = []
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         self.normalised.append((name, x, result := getattr(self.module, name)(x)))
         return result
 
-    def rotate(self, site: Site, tensors: tuple[Tensor, ...], tables: tuple[Tensor, ...], unsqueeze_dim: int) -> Any:
-        result = site.function.rotator.rotate(tensors, tables, unsqueeze_dim)
+    @staticmethod
+    def rotate(function: RotaryFunction, x: tuple[Tensor, ...], tables: tuple, unsqueeze_dim: int, step: Any) -> Any:
+        result = function.rotator.rotate(x, tables, unsqueeze_dim)
         results = result if isinstance(result, tuple) else (result,)
-        self.rotated += [(site, *pair) for pair in zip(tensors, results, strict=True)]
+        step.rotated += [(function, *pair) for pair in zip(x, results, strict=True)]
         return result
 
     def update(self, cache: Any, k: Tensor, v: Tensor, *args, **kwargs) -> Any:
@@ -472,7 +507,7 @@ class Fuser:
         if not plan.fuses:
             return rebuilt, f"nothing fused: {why_not}"
         if (function, plan) not in self._functions:
-            new, _ = self.build(function, inner, sites, variables, plan.put_off, plan.begin)
+            new, _ = self.build(function, inner, sites, variables, plan.put_off, functools.partial(Step, plan))
             new._torch_rope = rebuilt._torch_rope
             self._functions[function, plan] = new
         return self._functions[function, plan], f"{plan}{why_not and '; not fused: '}{why_not}"
@@ -483,13 +518,19 @@ class Fuser:
         inner: types.FunctionType,
         sites: list[Site],
         variables: dict[str, Callable],
-        norms: set[str],
+        norms: Iterable[str],
         step: Callable,
+        rotate: Callable = Step.rotate,
     ) -> tuple[Callable, _Fused]:
-        """Returns the method that passes its calls to what step(module, cache, index) returns, and how it was made."""
+        """Returns the method that passes its calls to what step(module, cache, index) returns, and how it was made.
+
+        rotate is called with the rotary function, its arguments, and what step returned.
+        """
         source = Source(inner)
         fused = _Fused(source, {site.name for site in sites}, norms)
-        calls = {with_caller(site.name): site.function.with_signature(_rotating(site), "step") for site in sites}
+        calls = {
+            with_caller(s.name): s.function.with_signature(functools.partial(rotate, s.function), "step") for s in sites
+        }
         new = source.rebuild(variables | calls | {_STEP + "_of": step})
         return decorated(function, new), fused
 
@@ -666,7 +707,7 @@ class _Trial:
 
     def _agrees(self, plan: Plan) -> bool:
         """Returns whether the method, fused by this plan, has the results of the method as it is."""
-        fused, _ = self.fuser.build(*self.parts, plan.put_off, plan.begin)
+        fused, _ = self.fuser.build(*self.parts, plan.put_off, functools.partial(Step, plan))
         for mode in ["no cache", "gradients", *(["static", "sliding", "dynamic"] if self.cache else [])]:
             try:
                 expected = self._run(self.function, mode)
@@ -693,7 +734,7 @@ class _Trial:
             recorder = _Recorder(module, cache, index)
             return recorder
 
-        function, made = self.fuser.build(*self.parts, set(self.norms), record)
+        function, made = self.fuser.build(*self.parts, self.norms, record, _Recorder.rotate)
         self.cache = made.cache.id if isinstance(made.cache, ast.Name) else None
         self.index = made.index.attr if self.cache else None
         error: Exception = NotImplementedError("no module of the model makes tables from x and position_ids")
@@ -719,7 +760,7 @@ class _Trial:
 
     def _plan_of(self, recorder: _Recorder, outputs: dict[str, Tensor]) -> tuple[Plan, list[str]]:
         rotated, reasons = recorder.rotated, []
-        rotation = rotated[0][0].function.rotation
+        rotation = rotated[0][0].rotation
         if not rotation.simple or len(rotated) > 2:
             raise NotImplementedError("the rotation is more than one operator on q and k as they are")
         norm_of = [
@@ -745,8 +786,7 @@ class _Trial:
         producers = [
             n for n, out in outputs.items() if isinstance(out, Tensor) and any(_shares(out, x) for x in inputs)
         ]
-        used = {name for name, _ in norms} | ({v_norm} if v_norm else set())
-        return Plan(norms, v_norm, cache, True, tuple(dict.fromkeys([*producers, *used]))), reasons
+        return Plan(norms, v_norm, cache, True, tuple(producers)), reasons
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
