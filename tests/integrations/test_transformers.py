@@ -917,9 +917,9 @@ def test_kernelize_gives_the_results_of_the_unpatched_model():
     result = python(KERNELIZE.read_text())
     assert result.returncode == 0, result.stderr
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    # llama: half-split, each angle twice in the table. gpt_oss: half-split, each angle once. nanochat: rotates by the
-    # negative angle. openai_privacy_filter: interleaved.
-    families, modes = ["llama", "gpt_oss", "nanochat", "openai_privacy_filter"], ["INFERENCE", "TRAINING"]
+    # llama: half-split, each angle twice in the table. gpt_oss: half-split, each angle once. openai_privacy_filter:
+    # interleaved.
+    families, modes = ["llama", "gpt_oss", "openai_privacy_filter"], ["INFERENCE", "TRAINING"]
     modes_of = {"llama": modes + [f"{mode}|TORCH_COMPILE" for mode in modes]}
     assert [(f["family"], f["mode"]) for f in found] == [(f, mode) for f in families for mode in modes_of.get(f, modes)]
     for f in found:
