@@ -31,10 +31,9 @@ HOST = "csrc/mps/mps.mm"
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
 # that their headers need.
 RELEASES = {
-    "2.11.0": ("macosx_11_0_arm64", "c++17"),
-    "2.13.0": ("macosx_14_0_arm64", "c++20"),
-    "2.15.0": ("macosx_14_0_arm64", "c++20"),
-}
+    release: ("macosx_14_0_arm64", "c++20")
+    for release in re.findall(r"^torch==(.+)$", Path(__file__).with_name("requirements.txt").read_text(), re.M)
+} | {"2.11.0": ("macosx_11_0_arm64", "c++17")}
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
 FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
