@@ -1,5 +1,7 @@
 """Builds and loads torch_rope._C with the CUDA back end on the grid emulator, for CPU tensors. g++ compiles the kernels.
 
+What all back ends share comes from the build of the extension, as setup.py makes it.
+
 A build with AddressSanitizer needs an environment of its own:
 env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
 """
@@ -37,21 +39,22 @@ SANITIZED_KERNEL = (
 )
 
 
-def _ninja(folder: Path) -> str:
-    """Returns the text of build.ninja, which makes checked/_C.so and asan/_C.so. They share the objects in `common`."""
+def _ninja(folder: Path, extension: Path) -> str:
+    """Returns the text of build.ninja, which makes checked/_C.so and asan/_C.so. Both link objects of the extension."""
 
     def sources_of(pattern: str) -> list[str]:
         return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
     kernels = [*sources_of("csrc/cuda/*.cu"), "benchmarks/peers.cu", f"{HERE}/selftest.cu"]
-    hosts = [s for room in ("", "autograd/") for s in sources_of(f"csrc/{room}*.cpp")]
-    hosts.remove("csrc/module.cpp")
+    shared = [s for room in ("", "autograd/") for s in sources_of(f"csrc/{room}*.cpp")]
+    shared.remove("csrc/module.cpp")
     torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
     python = f"-isystem {sysconfig.get_path('include')}"
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
     compile_ = f"g++ $in -c -o $out -MMD -MF $out.d {COMMON} $flags -I{HERE}/cuda"
     lines = [
-        f"builddir = {folder}",
+        f"builddir = {extension}",  # it has ninja's record of when and how the objects were made
+        f"subninja {extension}/build.ninja",
         "rule kernel",
         f"  command = {compile_.replace('g++', 'g++ -x c++')} {KERNEL}",
         "  deps = gcc",
@@ -71,7 +74,7 @@ def _ninja(folder: Path) -> str:
             lines.extend([f"build {made[-1]}: {rule} {source}", f"  flags = {flags.get(Path(source).name, flags[''])}"])
         return made
 
-    common = objects("common", "host", hosts, {"": "-O1"})
+    common = [f"{extension}/{Path(source).with_suffix('.o')}" for source in shared]
     own = [f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", "csrc/cuda/cuda.cpp"]
     for kind, kernel_flags, flags in ("checked", WATCHED, OPTIMISED), ("asan", SANITIZED_KERNEL, {"": SANITIZED}):
         # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared memory.
@@ -83,12 +86,15 @@ def _ninja(folder: Path) -> str:
 
 def build(sanitize: bool = False) -> Path:
     """Builds the module if its sources have changed, and returns its path."""
-    folder = Path("build", f"emulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
+    tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+    folder, extension = ROOT / f"build/emulator-{tag}", ROOT / f"build/{sysconfig.get_platform()}-{tag}"
     library = folder / ("asan" if sanitize else "checked") / "_C.so"
-    (ROOT / folder).mkdir(parents=True, exist_ok=True)
-    with open(ROOT / folder / "lock", "w") as lock:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ROOT / folder / "build.ninja").write_text(_ninja(folder))
+        if not (extension / "build.ninja").exists():
+            subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
+        (folder / "build.ninja").write_text(_ninja(folder, extension))
         jobs = os.environ.get("MAX_JOBS", "2")
         made = subprocess.run(
             [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, library],
@@ -102,7 +108,7 @@ def build(sanitize: bool = False) -> Path:
         )
         if made.returncode:
             raise RuntimeError(made.stdout)
-    return ROOT / library
+    return library
 
 
 def load(path: Path):
