@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import random
 import resource
 import statistics
 import time
@@ -272,9 +273,11 @@ class Cpu:
         round_seconds = sum((n + 1) * once + REST for n, once in calls.values())
         gc.collect()
         gc.disable()
+        order, shuffle = list(calls), random.Random(0).shuffle
         for _ in range(max(3, min(self.rounds, round(seconds / max(round_seconds, REST))))):
-            for name, (repeat, _) in calls.items():
-                run = runs[name][0]
+            shuffle(order)  # so that no implementation always follows the same one
+            for name in order:
+                repeat, run = calls[name][0], runs[name][0]
                 starting(name)
                 time.sleep(REST)
                 with run.context():

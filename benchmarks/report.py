@@ -96,6 +96,12 @@ def machine(lines: list[dict]) -> str:
     return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
 
 
+def elsewhere(lines: list[dict]) -> str:
+    """Returns a paragraph about the machine of lines that are not from the machine of the page, or nothing."""
+    found = next((x["machine"] for x in lines if "machine" in x), None)
+    return f"\n\n{machine([found])}" if found else ""
+
+
 def group(name: str) -> Callable[[list[dict]], str]:
     """Makes a block of the times of the copy and of torch_rope, and the ratios of the peers' times to torch_rope's."""
 
@@ -119,8 +125,7 @@ def group(name: str) -> Callable[[list[dict]], str]:
                     cell = f"**{cell}**" if OURS[0] in times and faster(by_name[n], by_name[OURS[0]]) else cell
                 cells.append(cell)
             rows.append([label(next(iter(by_name.values()))), *cells])
-        elsewhere = next((x["machine"] for x in of_group if "machine" in x), None)
-        return markdown(header, rows) + (f"\n\n{machine([elsewhere])}" if elsewhere else "")
+        return markdown(header, rows) + elsewhere(of_group)
 
     return block
 
@@ -203,14 +208,6 @@ def front(lines: list[dict]) -> str:
         found = (one(lines, name, dtype=t, **fields) for t in ("float32", "bfloat16"))
         return [what, call, *(time(x and x["median_us"]) for x in found)]
 
-    def model(what: str, call: str, name: str, steps: str) -> list[str]:
-        times = []
-        for dtype in ("float32", "bfloat16"):
-            found = timed(lines, group="models", implementation=name, dtype=dtype)
-            found = [x for x in found if x["case"].startswith(f"models: SmolLM2-135M, {steps}")]
-            times.append(time(found[0]["median_us"]) if found else "")
-        return [what, call, *times]
-
     prompt, token, cache = {"group": "shapes", "seq": 2048}, {"group": "decode", "seq": 1}, {"group": "cache", "seq": 1}
     rows = [
         row("2,048 tokens", "**`rotate_qk`**", OURS[0], **prompt),
@@ -223,10 +220,6 @@ def front(lines: list[dict]) -> str:
         row("", "transformers, compiled", f"{PEER} compiled", **token),
         row("1 token, with QK-norm and cache", "**`rotate_into_cache`**", OURS[0], op="norm cache", **cache),
         row("", "transformers", PEER, op="norm cache", **cache),
-        model("SmolLM2-135M, 1 token", "**patched, fused**", PATCHED[1], "decoding"),
-        model("", "transformers", PEER, "decoding"),
-        model("SmolLM2-135M, 512 tokens", "**patched, fused**", PATCHED[1], "prompt of 512"),
-        model("", "transformers", PEER, "prompt of 512"),
     ]
     return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
 
@@ -269,15 +262,17 @@ def whole_models(lines: list[dict]) -> str:
             found = [known.get(name + compiled) for name in (PEER, *PATCHED)]
             if all(found):
                 stock, *others = found
-                ratios = [
-                    f"{over(stock, x):.2f}" + ("" if faster(stock, x) or faster(x, stock) else " (noise)")
-                    for x in others
-                ]
+                ratios = [gain(stock, x) for x in others]
                 operators = " / ".join(str(x.get("launches", "")) for x in found) if not compiled else ""
                 what = f"{case.removeprefix('models: ')}{compiled and ', compiled'}"
                 rows.append([what, *(time(x["median_us"]) for x in found), *ratios, operators])
     header = ["", "transformers", "patched", "fused", "transformers / patched", "transformers / fused", "operators"]
-    return markdown(header, rows)
+    return markdown(header, rows) + elsewhere(timed(lines, group="models"))
+
+
+def gain(stock: dict, ours: dict) -> str:
+    """Returns how many times as fast as the unpatched model a patched model is, and whether this is noise."""
+    return f"{over(stock, ours):.2f}" + ("" if faster(stock, ours) or faster(ours, stock) else " (noise)")
 
 
 def faster(peer: dict, ours: dict) -> bool:
