@@ -256,7 +256,7 @@ class Cpu:
     def time(self, runs: dict[str, list[Run]], starting: Callable[[str], None]) -> dict[str, dict]:
         if not runs:
             return {}
-        # A whole model is timed with the allocator as torch comes.
+        # A call of a whole model may get memory from the system, as it does where it is used.
         whole = self.case.op == "model"
         long, seconds, warm = (60.0, 40.0, duration) if whole else (LONG, SECONDS, warm_duration)
         calls, samples = {}, {name: [] for name in runs}
