@@ -89,6 +89,17 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize(
+    "model_type, norms",
+    [("llama", ""), ("qwen3", "q_norm, k_norm"), ("gemma3_text", "q_norm, k_norm"), ("olmo2", "q_norm, k_norm"),
+     ("cohere2", ""), ("gemma4_text", "q_norm, k_norm, v_norm")],
+)  # fmt: skip
+def test_all_norms_and_the_write_into_the_cache_are_fused(model_type, norms):
+    handle = str(patch(make(model_type, **MODELS[model_type]), fuse=True))
+    assert f"in rotate_into_cache_{norms and ', with '}{norms}; in place without gradients\n" in handle
+    assert "not fused" not in handle and "nothing fused" not in handle
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
@@ -103,6 +114,8 @@ def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
             assert difference(actual, expected) < LOGITS
     for ours, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert type(ours) is type(theirs) and ours.get_seq_length() == theirs.get_seq_length()
+        if kind == "static":
+            assert int(ours.cumulative_length) == int(theirs.cumulative_length)
         for name in ("keys", "values"):
             assert difference(getattr(ours, name), getattr(theirs, name)) < LOGITS
 
@@ -347,15 +360,17 @@ def test_what_would_change_the_results_is_not_fused(attention):
     assert FUSED[attention] in str(handle)
 
 
+@pytest.mark.parametrize("make_cache", [lambda: None, Dynamic], ids=["no cache", "cache"])
 @pytest.mark.parametrize("name", ["q_proj", "q_norm"])
-def test_a_hook_sees_what_it_saw_before(name):
+def test_a_hook_sees_what_it_saw_before(name, make_cache):
+    """With a cache the fused layer would overwrite the result of q_proj."""
     torch.manual_seed(0)
     model, x, seen = Model(Attention()), torch.randn(2, 5, 32), []
     patch(model, fuse=True)
     with torch.no_grad():
-        expected = model(x)
+        expected = model(x, make_cache())
         hook = getattr(model.attention, name).register_forward_hook(lambda m, args, out: seen.append((args, out)))
-        assert difference(model(x), expected) < LOGITS
+        assert difference(model(x, make_cache()), expected) < LOGITS
         hook.remove()
         ((arguments, out),) = seen
         assert torch.equal(getattr(model.attention, name)(*arguments), out)

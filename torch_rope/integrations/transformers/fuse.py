@@ -276,7 +276,7 @@ class Plan:
         if self.norms:
             fused.append(f"{' and '.join(name for name, _ in self.norms)} in norm_rotate_qk")
         if self.cache:
-            inside = "".join(f", with {name}" for name in [", ".join(n for n, _ in self.norms), self.v_norm] if name)
+            inside = f", with {', '.join(self.put_off)}" if self.put_off else ""
             fused.append(f"the write into a StaticCache or DynamicCache in rotate_into_cache_{inside}")
         if self.in_place:
             fused.append("in place without gradients")
