@@ -19,7 +19,9 @@ GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/t
 RUN, WORKER, REPORT = (f"torch_rope/selfcheck/{name}.py" for name in ("run", "worker", "report"))
 SELFCHECK = "tests/tools/test_selfcheck.py"
 ROTARY = "tests/modules/test_rotary_embedding.py"
-TRANSFORMERS, FUSED, EXACT = (f"tests/integrations/test_{name}.py" for name in ("transformers", "fuse", "exact_angles"))
+TRANSFORMERS, FUSED, EXACT, FAMILIES = (
+    f"tests/integrations/test_{name}.py" for name in ("transformers", "fuse", "exact_angles", "families")
+)
 
 MUTANTS = [
     # registration
@@ -506,7 +508,7 @@ MUTANTS = [
         ROTATOR,
         "            if pairing == PAIRINGS[2]:\n                gs =",
         "            if False:\n                gs =",
-        TRANSFORMERS,
+        FAMILIES,
     ),
     (
         "patch: the first tokens rotate",
