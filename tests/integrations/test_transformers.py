@@ -516,6 +516,10 @@ class Attention(nn.Module):
         return rotary_of_the_test(q, k, cos, sin)
 
 
+def of_length(x, sin):
+    return -sin if len(x) > 99 else sin
+
+
 def many(x):
     return x.shape[-2] > 500
 
@@ -540,7 +544,8 @@ def apply_rotary_that_branches(q, k, cos, sin, unsqueeze_dim=1):
             "-sin if rotate_half(q).max() > 1e4 and True else sin",
             'and "rotate_half(q).max() > 10000.0 and True" in line',
         ),
-        ("[s for s in [-sin, sin] if q.shape[0] < 99 or s is sin][-1]", 'and "q.shape[0] < 99'),
+        ("[s for s in [-sin, sin] if q.shape[0] > 99 or s is sin][-1]", 'and "q.shape[0] > 99" in line 4'),
+        ("of_length(q, sin)", 'and "len(x) > 99" in line'),
         ("sin if sin is not None else -sin", ""),
         ("sin if q.shape[-2] > 64 else sin", ""),
         ("sin if q.dtype == torch.float32 else sin * 1", 'and "q.dtype == torch.float32" in line 4'),
@@ -550,7 +555,7 @@ def test_a_branch_that_was_not_taken_is_refused(statement, refused, tmp_path):
     """Functions are tried with 1, 5 and 70 tokens. A condition that was the same each time may hide another way."""
     file = tmp_path / "modeling_branching.py"
     file.write_text(branching(statement))
-    names = {"rotate_half": rotate_half, "many": many, "torch": torch, "__name__": __name__}
+    names = {"rotate_half": rotate_half, "many": many, "of_length": of_length, "torch": torch, "__name__": __name__}
     exec(compile(file.read_text(), file, "exec"), names)
     function = names["apply_rotary_that_branches"]
     if not refused:
