@@ -615,6 +615,16 @@ def test_a_refused_function_can_be_registered(registered, fuse):
         patch(model)
 
 
+def test_a_function_that_torch_rope_supports_can_be_registered_too(registered):
+    def attention(*args):
+        return apply_rotary_pos_emb(*args)
+
+    registered(apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (k, q))
+    q, k = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16)
+    new = methods.Rebuilder().rebuild(attention)
+    assert all(map(torch.equal, new(q, k, torch.ones(2, 5, 16), torch.zeros(2, 5, 16)), (k, q)))
+
+
 def rotate_in_a_method(self, hidden_states, relative_position_embeddings):
     x = hidden_states.unflatten(-1, (self.num_heads, self.head_size))  # [batch, seq, heads, head_dim]
     cos, sin = relative_position_embeddings[:, : x.shape[1], 0, 0, : self.head_size // 2]
