@@ -50,12 +50,18 @@ def in_two_parts(inv_freq: Tensor) -> Tensor:
     return torch.stack([high, (inv_freq - high).float()])
 
 
+def has_float64(device: torch.device | str) -> bool:
+    """Returns whether a device has float64. Apple GPUs do not."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
+
+
 def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
     """Returns float64 frequencies on a device, in two parts if the device has no float64."""
-    try:
-        return inv_freq.to(device)
-    except TypeError:
-        return in_two_parts(inv_freq).to(device)
+    return inv_freq.to(device) if has_float64(device) else in_two_parts(inv_freq).to(device)
 
 
 def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:

@@ -24,6 +24,7 @@ transformers = needed("transformers")
 
 import torch_rope  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
+from torch_rope.integrations import _rotation  # noqa: E402
 from torch_rope.integrations.transformers import methods, patch, register, rotary, rotator  # noqa: E402
 
 pytestmark = pytest.mark.cpu
@@ -64,10 +65,10 @@ def difference(actual, expected):
 def calls(monkeypatch):
     """A list of the operators of torch_rope that patched models call."""
     counted = []
-    for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(rotator, name)
+    for module, name in ((_rotation, "_rotate"), (_rotation, "_rotate_qk"), (rotator, "_rotate_qk")):
+        operator = getattr(module, name)
         monkeypatch.setattr(
-            rotator, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
+            module, name, lambda *args, operator=operator, **kw: counted.append(operator) or operator(*args, **kw)
         )
     return counted
 

@@ -60,8 +60,9 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
     return forward, f"exact angles from the {' and '.join(kinds)} frequencies of the config"
 
 
-def restore(module: nn.Module) -> None:
+def restore(replaced: Any) -> None:
     """Removes what :func:`exact_rotary` stored in a module."""
+    module = replaced.module
     for name in [n for n, _ in module.named_buffers(recurse=False) if n.startswith(_LONGEST)]:
         delattr(module, name)
 

@@ -31,7 +31,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_rope.integrations.transformers.methods import (
+from torch_rope.integrations._methods import (
     Calls,
     Rebuilder,
     Registered,
@@ -39,7 +39,8 @@ from torch_rope.integrations.transformers.methods import (
     decorated,
     with_caller,
 )
-from torch_rope.integrations.transformers.rebuild import Source, wrapped
+from torch_rope.integrations._norm import Norm, close, find_norm, quietly
+from torch_rope.integrations._rebuild import Source, wrapped
 from torch_rope.integrations.transformers.rotary import RotaryFunction
 
 _ops = torch.ops.rope
@@ -47,59 +48,6 @@ _rotate_qk_, _rotate_ = _ops.rotate_qk_.default, _ops.rotate_.default
 _norm_rotate_qk, _rotate_into_cache_ = _ops.norm_rotate_qk.default, _ops.rotate_into_cache_.default
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _STEP, _ROOM = "_torch_rope_step", "_torch_rope_room"
-
-
-# ---- norms ----
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm that was found in a module."""
-
-    eps: float
-    weight: bool  # False if it has none
-    plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
-
-    def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
-        w = module._parameters.get("weight")
-        if w is None:  # a parametrisation computes it
-            w = module.weight
-        if self.plus_one:
-            w = 1.0 + w.float()
-        elif w.dtype != x.dtype and w.dtype != torch.float32:
-            w = w.float()
-        return w if w.shape[0] == x.shape[-1] else w.view(-1, x.shape[-1])
-
-
-def find_norm(module: nn.Module) -> Norm | None:
-    """Returns the RMS norm that a module computes, which is found out by calling it, or None."""
-    eps = next(
-        (v for n in ("eps", "variance_epsilon", "norm_eps") if isinstance(v := vars(module).get(n), float)), None
-    )
-    parameters = dict(module.named_parameters())
-    if eps is None or next(module.children(), None) is not None or not set(parameters) <= {"weight"}:
-        return None
-    weight = parameters.get("weight")
-    if weight is None:
-        dim, w, dtype, device = 64, torch.ones(64), torch.float32, torch.get_default_device()
-    else:
-        if weight.dim() != 1 or weight.is_meta:
-            return None
-        dim, w, dtype, device = len(weight), weight.detach().cpu().float(), weight.dtype, weight.device
-    with _quietly():
-        # With small numbers, eps decides as much as the numbers.
-        x = torch.randn(7, dim, device="cpu", dtype=torch.float32) * eps**0.5 * torch.tensor([[1.0]] * 4 + [[1e4]] * 3)
-        x = x.to(dtype).float()
-        try:
-            actual = module(x.to(device, dtype)).float().cpu()
-        except Exception:  # the module takes something else
-            return None
-        expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        for plus_one in (False, True):
-            if _close(actual, expected * (w + plus_one), dtype):
-                return Norm(eps, weight is not None, plus_one and weight is not None)
-    return None
 
 
 # ---- the caches of transformers ----
@@ -567,27 +515,6 @@ def _tables_of(model: nn.Module) -> Iterator[tuple]:
                 yield tables if isinstance(tables, tuple) else (tables,)
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Leaves the random state as it is, and makes the results independent of the modes of the caller."""
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        torch.manual_seed(0)
-        yield
-
-
-def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether two results differ by no more than rounding to dtype, as a part of the largest number."""
-    tolerance = 2e-5 if dtype in (torch.float32, torch.float64) else 2**-6
-    if actual.shape != expected.shape or not actual.numel():
-        return actual.shape == expected.shape
-    return bool((actual.double() - expected.double()).abs().max() <= tolerance * expected.double().abs().max())
-
-
 class _Trial:
     """Runs a method of a module on random numbers, as it is and rebuilt."""
 
@@ -600,7 +527,7 @@ class _Trial:
 
     def plan(self) -> tuple[Plan, str]:
         """Returns the calls that can be fused, and the reasons for what cannot."""
-        with _quietly(), self._on_its_own():
+        with quietly(), self._on_its_own():
             try:
                 plan, reasons = self._proposal()
             except NotImplementedError as error:
@@ -718,7 +645,7 @@ class _Trial:
             except Exception:
                 return False
             if len(actual) != len(expected) or not all(
-                _close(a, e, self.dtype) for a, e in zip(actual, expected, strict=True)
+                close(a, e, self.dtype) for a, e in zip(actual, expected, strict=True)
             ):
                 return False
         return True

@@ -1,14 +1,15 @@
 """Rotates as a rotary function of transformers does, with torch_rope."""
 
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_rotate = torch.ops.rope.rotate.default
+from torch_rope.integrations import _rotation
+from torch_rope.integrations._rotation import Angles
+
 _rotate_qk = torch.ops.rope.rotate_qk.default
 
 # The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions:
@@ -33,9 +34,6 @@ TABLES = {
         lambda table: torch.view_as_real(table.squeeze(1)).unbind(-1),
     ),
 }
-# The last is DeepSeek V3's: it reads pair i from channels 2i and 2i + 1, and writes the result to channels i and
-# i + rotary_dim / 2.
-PAIRINGS = ["half-split", "interleaved", "interleaved in, half-split out"]
 
 
 def has_form(form: str, *tables: Tensor) -> bool:
@@ -57,77 +55,21 @@ def seq_is_before_heads(table: Tensor, unsqueeze_dim: int) -> bool:
     return from_the_end == -2
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """A description of what a rotary function does."""
+@dataclass(frozen=True, kw_only=True)
+class Rotation(_rotation.Rotation):
+    """A description of what a rotary function of transformers does."""
 
     tables: str  # a key of TABLES
-    pairing: str  # one of PAIRINGS
-    inverse: bool
     unsqueeze_dim: int | None  # None if the function has an argument of this name; 0 for tables [seq, rotary_dim]
-    last_channels: bool = False  # True if it rotates the last channels of a head, and not the first ones
-    # True if x may have more tokens than the tables; the first tokens of x then do not rotate.
-    first_tokens_pass: bool = False
-    # True if k and the tables may have more tokens than q, whose tokens are the last ones.
-    last_rows_for_q: bool = False
-
-    @property
-    def simple(self) -> bool:
-        """True if it is one operator on q and k as they are."""
-        return not (self.pairing == PAIRINGS[2] or self.last_channels or self.first_tokens_pass or self.last_rows_for_q)
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """The keyword arguments of the operators."""
-        flags = {"interleaved": True} if self.pairing != "half-split" else {}
-        return flags | ({"inverse": True} if self.inverse else {})
 
     def has_form(self, tables: tuple[Tensor, ...]) -> bool:
         """Returns whether both channels of a pair have the same angle in these tables."""
         return len(tables) == 1 or has_form(self.tables, *tables)
 
-    def __str__(self):
-        return ", ".join(
-            [
-                self.pairing,
-                *["inverse"] * self.inverse,
-                *["last channels"] * self.last_channels,
-                *["first tokens as they are"] * self.first_tokens_pass,
-                *["last rows of the tables for q"] * self.last_rows_for_q,
-            ]
-        )
+    __str__ = _rotation.Rotation.__str__
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A description of how a rotary function rounds."""
-
-    x: torch.dtype  # x is converted to it first
-    tables: torch.dtype  # the tables are converted to it
-    result: torch.dtype  # the result is converted to it
-    eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
-    converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
-    contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
-
-    @classmethod
-    def once(cls, x: torch.dtype, tables: torch.dtype, result: torch.dtype | None = None) -> "Rounding":
-        """Returns how torch_rope rounds x and tables of these dtypes by default."""
-        return cls(x, tables if tables in (x, torch.float32) else torch.float32, result or x, False)
-
-
-class Angles(NamedTuple):
-    """The operands of a rotation that do not depend on the layer."""
-
-    cos: Tensor  # [.., seq, rotary_dim / 2]
-    sin: Tensor
-    in_order: bool  # True if x is [.., seq, heads, head_dim], and False if it is [.., heads, seq, head_dim]
-    rounding: Rounding
-    flags: dict[str, bool]
-    simple: bool  # True if it is one operator on q and k as they are
-    has_gradient: bool  # True if autograd would give the gradients other bits or strides
-
-
-class Rotator:
+class Rotator(_rotation.Rotator):
     """Does a rotation with torch_rope.
 
     Args:
@@ -140,8 +82,8 @@ class Rotator:
     """
 
     def __init__(self, rotation: Rotation, roundings: dict | None = None, returns_none: bool = False):
-        self.rotation, self.returns_none = rotation, returns_none
-        self.roundings: dict[tuple[torch.dtype, torch.dtype], Rounding] = roundings or {}
+        super().__init__(rotation, roundings)
+        self.returns_none = returns_none
         self.first_tables: Any = None
         self._last: tuple | None = None
 
@@ -152,7 +94,7 @@ class Rotator:
         angles = self.angles(tensors[0], tables, unsqueeze_dim, caller)
         alone = len(tensors) == 1 or tensors[1] is None
         if alone or not angles.simple or (angles.has_gradient and torch.is_grad_enabled()):
-            ys = self._rotated_with_gradient(tensors[:1] if alone else tensors, angles)
+            ys = self.rotated(tensors[:1] if alone else tensors, angles)
             return ys if not alone else (*ys, None) if len(tensors) == 2 and self.returns_none else ys[0]
         cos, sin, in_order, _, flags, _, _ = angles
         q, k = tensors
@@ -160,76 +102,6 @@ class Rotator:
             return _rotate_qk(q, k, cos, sin, **flags)
         q, k = _rotate_qk(q.transpose(-3, -2), k.transpose(-3, -2), cos, sin, **flags)
         return q.transpose(-3, -2), k.transpose(-3, -2)
-
-    def _rotated_with_gradient(self, tensors: Sequence[Tensor], angles: Angles) -> tuple[Tensor, ...]:
-        if (
-            angles.has_gradient
-            and torch.is_grad_enabled()
-            and any(x.requires_grad for x in tensors)
-            and not torch._C._len_torch_dispatch_stack()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and torch.autograd.forward_ad._current_level < 0
-        ):
-            return _WithItsGradient.apply(self, angles, *tensors)
-        return tuple(self._rotated(tensors, angles))
-
-    def _rotated(self, tensors: Sequence[Tensor], angles: Angles) -> list[Tensor]:
-        """Returns the rotated tensors, for every kind of rotation."""
-        rounding, pairing = angles.rounding, self.rotation.pairing
-
-        def rotate(xs: list[Tensor]) -> Sequence[Tensor]:
-            ys = self._operator(xs, angles.cos, angles.sin, angles.flags)
-            if pairing == PAIRINGS[2]:
-                ys = [y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in ys]
-            return ys
-
-        ys = self._between([x.to(rounding.x) for x in tensors], angles, rotate)
-        return [y.to(rounding.result) for y in ys]
-
-    def gradients(self, given: Sequence[Tensor], angles: Angles, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the gradients of the tensors of this dtype, from those of the results, with the function's bits."""
-        cos, sin, rounding, pairing = angles.cos, angles.sin, angles.rounding, self.rotation.pairing
-        each, flags = rounding.converts_each, angles.flags | {"inverse": not self.rotation.inverse}
-
-        def rotate(gs: list[Tensor]) -> Sequence[Tensor]:
-            if pairing == PAIRINGS[2]:
-                gs = [g.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for g in gs]
-            if not each:
-                return self._operator(gs, cos, sin, flags)
-            # The gradients of the two products are rounded before they are added.
-            zeros, channels = torch.zeros_like(cos), self._channels(gs[0], cos)
-            ys, others = ([y.to(dtype) for y in self._operator(gs, *t, flags)] for t in ((cos, zeros), (zeros, sin)))
-            for y, other in zip(ys, others, strict=True):
-                y[..., channels] += other[..., channels]
-            return ys
-
-        gs = [g.to(rounding.tables if each else rounding.x) for g in given]
-        ys = self._between([g.contiguous() for g in gs] if rounding.contiguous else gs, angles, rotate)
-        return [y.to(dtype) for y in ys]
-
-    def _between(self, xs: list[Tensor], angles: Angles, rotate: Callable) -> list[Tensor]:
-        """Returns the tensors that rotate makes from each x, taken as [.., seq, heads, head_dim], without the tokens that
-        pass."""
-        in_order, rows = angles.in_order, angles.cos.shape[-2]
-        seq, first = -3 if in_order else -2, []
-        if self.rotation.first_tokens_pass:
-            first, xs = zip(*(x.split((x.shape[seq] - rows, rows), seq) for x in xs), strict=True)
-        ys = rotate([x if in_order else x.transpose(-3, -2) for x in xs])
-        ys = [y if in_order else y.transpose(-3, -2) for y in ys]
-        return [torch.cat([f.to(y.dtype), y], seq) for f, y in zip(first, ys, strict=True)] if first else ys
-
-    def _channels(self, x: Tensor, cos: Tensor) -> slice:
-        """Returns which channels rotate."""
-        dim = 2 * cos.shape[-1]
-        return slice(x.shape[-1] - dim, None) if self.rotation.last_channels else slice(0, dim)
-
-    def _operator(self, xs: list[Tensor], cos: Tensor, sin: Tensor, flags: dict[str, bool]) -> Sequence[Tensor]:
-        """Returns the rotated tensors; each x: [.., seq, heads, head_dim]."""
-        if self.rotation.last_channels:
-            flags = flags | {"rotary_start": self._channels(xs[0], cos).start}
-        if self.rotation.last_rows_for_q:
-            return [_rotate(x, *(t[..., -x.shape[-3] :, :] for t in (cos, sin)), **flags) for x in xs]
-        return [_rotate(*xs, cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
 
     def angles(self, x: Tensor, tables: tuple[Tensor, ...], unsqueeze_dim: int, caller: Any = None) -> Angles:
         """Returns the operands for these tables. They are remembered, because all layers have the same tables."""
@@ -270,29 +142,4 @@ class Rotator:
         cos, sin = TABLES[self.rotation.tables][1](*tables)
         if unsqueeze_dim == 0 and cos.dim() == 3 and len(cos) == 1:  # the function multiplies by the tables as they are
             cos, sin = cos[0], sin[0]
-        dtypes = x.dtype, cos.dtype
-        rounding = self.roundings.get(dtypes) or Rounding.once(*dtypes)
-        cos, sin, flags = cos.to(rounding.tables), sin.to(rounding.tables), self.rotation.flags
-        if rounding.eager:
-            flags["eager_rounding"] = True
-        simple = self.rotation.simple and rounding.x == rounding.result == x.dtype
-        has_gradient = rounding.converts_each or rounding.contiguous
-        return Angles(cos, sin, seq_is_before_heads(cos, unsqueeze_dim), rounding, flags, simple, has_gradient)
-
-
-class _WithItsGradient(torch.autograd.Function):
-    """A rotation whose gradients have the bits and the strides that autograd gives them through the rotary function.
-
-    Matrix products and sums over tensors with other strides may have other bits.
-    """
-
-    @staticmethod
-    def forward(ctx, rotator: Rotator, angles: Angles, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.rotator, ctx.angles, ctx.dtype = rotator, angles._replace(cos=None, sin=None), tensors[0].dtype
-        ctx.save_for_backward(angles.cos, angles.sin)
-        return tuple(rotator._rotated(tensors, angles))
-
-    @staticmethod
-    def backward(ctx, *given: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return None, None, *ctx.rotator.gradients(given, ctx.angles._replace(cos=cos, sin=sin), ctx.dtype)
+        return self.operands(x, cos, sin, seq_is_before_heads(cos, unsqueeze_dim))
