@@ -58,7 +58,7 @@ class RotaryFunction(ABC):
     # ---- what a library's functions have of their own ----
 
     @abstractmethod
-    def _samples_of(self, x: torch.dtype, tables: torch.dtype) -> Iterator[dict[str, Any]]:
+    def _samples_of(self, x: torch.dtype, tables: torch.dtype, *form: str) -> Iterator[dict[str, Any]]:
         """Yields random arguments of these dtypes, on the CPU."""
 
     @abstractmethod
@@ -84,20 +84,25 @@ class RotaryFunction(ABC):
     def _find_roundings(self) -> tuple[dict[tuple[torch.dtype, torch.dtype], Rounding], str]:
         """Returns how the function rounds, by the dtypes of x and of the tables, and a remark about the exceptions."""
         found, other = {}, []
-        for x, tables in product(DTYPES, self.table_dtypes):
-            rounding = self._find_rounding(x, tables)
+        for x, tables, *form in self._rounding_keys():
+            rounding = self._find_rounding(x, tables, *form)
             if rounding:
-                found[x, tables] = rounding
+                found[x, tables, *form] = rounding
                 if not rounding.eager:
                     other.append(f"{_name(x)} with tables of {_name(tables)}")
-        if not found or not found.get((torch.float32, torch.float32), next(iter(found.values()))).eager:
+        if not any(r.eager for (x, *_), r in found.items() if x == torch.float32):
             return found, ", rounded once, because its bits cannot be had"
+        other = dict.fromkeys(other)
         return found, f", rounded once for {' and '.join(other)}, because those bits cannot be had" if other else ""
 
-    def _find_rounding(self, x: torch.dtype, tables: torch.dtype) -> Rounding | None:
+    def _rounding_keys(self) -> Iterator[tuple]:
+        """Yields what roundings depend on: the dtypes of x and of the tables, and what else samples_of takes."""
+        return product(DTYPES, self.table_dtypes)
+
+    def _find_rounding(self, x: torch.dtype, tables: torch.dtype, *form: str) -> Rounding | None:
         """Returns how the function rounds x and tables of these dtypes, or None if it does not take them."""
         with plainly():
-            called = [(s, self._call(s)) for s in self._samples_of(x, tables)]
+            called = [(s, self._call(s)) for s in self._samples_of(x, tables, *form)]
         samples = [sample for sample, results in called if results is not None]
         if not samples:
             return None

@@ -94,16 +94,24 @@ class Rotator:
         self.rotation = rotation
         self.roundings: dict[tuple[torch.dtype, torch.dtype], Rounding] = roundings or {}
 
-    def operands(self, x: Tensor, cos: Tensor, sin: Tensor, in_order: bool) -> Angles:
-        """Returns the operands for x and these tables [.., seq, rotary_dim / 2]."""
-        dtypes = x.dtype, cos.dtype
-        rounding = self.roundings.get(dtypes) or Rounding.once(*dtypes)
-        if rounding.tables == torch.float64 and not has_float64(x.device):
-            rounding = Rounding.once(*dtypes, rounding.result)
-        cos, sin, flags = cos.to(rounding.tables), sin.to(rounding.tables), self.rotation.flags
+    def operands(
+        self,
+        x: torch.dtype,
+        cos: Tensor,
+        sin: Tensor,
+        in_order: bool,
+        rounding: Rounding | None = None,
+        flags: dict[str, bool] | None = None,
+    ) -> Angles:
+        """Returns the operands for x of a dtype and these tables [.., seq, rotary_dim / 2]."""
+        rounding = rounding or self.roundings.get((x, cos.dtype)) or Rounding.once(x, cos.dtype)
+        if rounding.tables == torch.float64 and not has_float64(cos.device):
+            rounding = Rounding.once(x, cos.dtype, rounding.result)
+        cos, sin = cos.to(rounding.tables), sin.to(rounding.tables)
+        flags = self.rotation.flags if flags is None else flags
         if rounding.eager:
             flags["eager_rounding"] = True
-        simple = self.rotation.simple and rounding.x == rounding.result == x.dtype
+        simple = self.rotation.simple and rounding.x == rounding.result == x
         has_gradient = rounding.converts_each or rounding.contiguous
         return Angles(cos, sin, in_order, rounding, flags, simple, has_gradient)
 

@@ -142,4 +142,4 @@ class Rotator(_rotation.Rotator):
         cos, sin = TABLES[self.rotation.tables][1](*tables)
         if unsqueeze_dim == 0 and cos.dim() == 3 and len(cos) == 1:  # the function multiplies by the tables as they are
             cos, sin = cos[0], sin[0]
-        return self.operands(x, cos, sin, seq_is_before_heads(cos, unsqueeze_dim))
+        return self.operands(x.dtype, cos, sin, seq_is_before_heads(cos, unsqueeze_dim))
