@@ -35,7 +35,8 @@ class Branches:
     def one_way(self) -> str | None:
         """Returns a condition that had one value only, and where it is, or None.
 
-        Conditions after which the function raises an error are left out, as are comparisons with None.
+        Conditions after which the function raises an error are left out, as are comparisons with None, and conditions on
+        the device, because a function must rotate on every device.
         """
         for c in self._conditions:
             if c.values and len(c.values | c.raises) < 2:
@@ -75,6 +76,10 @@ def _is_none(test: ast.expr) -> bool:
     )
 
 
+def _is_about_devices(test: ast.expr) -> bool:
+    return "device" in ast.unparse(test)
+
+
 class _Watch(ast.NodeTransformer):
     """Passes the value of each condition of a function to a function of the name _WENT."""
 
@@ -83,7 +88,7 @@ class _Watch(ast.NodeTransformer):
 
     def _condition(self, test: ast.expr, *ways: list[ast.stmt]) -> ast.expr:
         """Returns the test, watched. The ways are the statements for True and for False."""
-        if _is_none(test):
+        if _is_none(test) or _is_about_devices(test):
             return test
         code = self.function.__code__
         where = f'"{ast.unparse(test)}" in line {test.lineno} of {code.co_filename}'
@@ -105,7 +110,8 @@ class _Watch(ast.NodeTransformer):
     visit_While = visit_IfExp  # noqa: N815
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.BoolOp:  # noqa: N802
-        node.values[:-1] = [self._condition(value) for value in node.values[:-1]]
+        if not _is_about_devices(node):
+            node.values[:-1] = [self._condition(value) for value in node.values[:-1]]
         return self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:

@@ -5,6 +5,7 @@ twice, as complex numbers, as matrices, as angles. A :class:`Convention` reads t
 and sin. :class:`ConventionFunction` finds out which convention a function follows by calling it on random numbers.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_rope.integrations._methods import Rebuilder
+from torch_rope.integrations._put_off import PutOff, norm_and_rotate
 from torch_rope.integrations._rotary import DTYPES, NO_ROTATION, RotaryFunction, plainly
-from torch_rope.integrations._rotation import Rotation, Rotator, Rounding
+from torch_rope.integrations._rotation import Angles, Rotation, Rotator, Rounding
 
 
 class Reading(NamedTuple):
@@ -26,7 +29,9 @@ class Reading(NamedTuple):
     sin: Tensor
     form: str  # how the function took them; functions round each form in their own way
     interleaved: bool = True
-    must_be_equal: Callable[[], Iterable[tuple[Tensor, Tensor]]] = tuple  # if a pair has the same angle in both channels
+    must_be_equal: Callable[[], Iterable[tuple[Tensor, Tensor]]] = (
+        tuple  # if a pair has the same angle in both channels
+    )
     to: Callable[[Tensor], Tensor] | None = None  # returns x [batch, seq, heads, head_dim], or with heads before seq
     back: Callable[[Tensor], Tensor] | None = None  # returns the result in the layout of the function
 
@@ -56,7 +61,9 @@ class Convention(NamedTuple):
 
     tensors: int  # 1 for x, 2 for q and k
     others: int  # how many arguments follow
-    read: Callable[..., Reading | None]  # takes x or q, and the other arguments; None for arguments with another meaning
+    read: Callable[
+        ..., Reading | None
+    ]  # takes x or q, and the other arguments; None for arguments with another meaning
     samples: Callable[[Sample], Iterator[tuple]]  # yields arguments
 
 
@@ -66,9 +73,7 @@ class Convention(NamedTuple):
 def full_width(cos: Tensor, sin: Tensor, interleaved: bool, form: str = "") -> Reading:
     """Returns what tables mean that have each number twice, [.., rotary_dim]."""
     half = cos.shape[-1] // 2
-    first, second = (
-        (slice(None, None, 2), slice(1, None, 2)) if interleaved else (slice(None, half), slice(half, None))
-    )
+    first, second = (slice(None, None, 2), slice(1, None, 2)) if interleaved else (slice(None, half), slice(half, None))
     form = form or ("a, a, b, b" if interleaved else "a, b, a, b")
     return Reading(
         cos[..., first],
@@ -130,40 +135,59 @@ class ConventionRotator(Rotator):
     must be those of the function, because a sum over tokens has another order in torch_rope.
 
     Attributes:
-        first_tables: a function that is called with the caller and a reading.
+        first_tables: a function that returns whether torch_rope can rotate by a reading that a caller passes.
     """
 
     def __init__(self, function: Callable, convention: Convention, rotation: Rotation, roundings: dict | None = None):
         super().__init__(rotation, roundings)
         self.function, self.convention, self.eager = function, convention, True
-        self.first_tables: Callable[[Any, Any], None] = lambda caller, tables: None
+        self.first_tables: Callable[[Any, Reading], bool] = lambda caller, reading: True
 
-    def rotate(self, xs: tuple[Tensor, ...], others: tuple, caller: Any = None) -> Any:
-        """Returns the rotated tensors as the rotary function does."""
+    def rotate(self, xs: tuple, others: tuple, caller: Any = None) -> Any:
+        """Returns the rotated tensors as the rotary function does. The tensors may be put off."""
         ys = self.try_to_rotate(xs, others, caller)
         if ys is None:
-            return self.function(*xs, *others)
+            return self.function(*(x.result() if type(x) is PutOff else x for x in xs), *others)
         return ys[0] if len(xs) == 1 else ys
 
-    def try_to_rotate(self, xs: tuple[Tensor, ...], others: tuple, caller: Any = None) -> tuple[Tensor, ...] | None:
+    def try_to_rotate(self, xs: tuple, others: tuple, caller: Any = None) -> tuple[Tensor, ...] | None:
         """Returns the rotated tensors, or None if the function itself must be called."""
-        reading = self.convention.read(xs[0], *others)
+        put_off = all(type(x) is PutOff for x in xs)
+        tensors = [x.x if put_off else x.result() if type(x) is PutOff else x for x in xs]
+        reading = self.convention.read(tensors[0], *others)
         if reading is None:
             return None
-        views = xs if reading.to is None else tuple(map(reading.to, xs))
+        views = tensors if reading.to is None else [reading.to(x) for x in tensors]
         placed = [place(x, reading.cos, reading.sin) for x in views]
         if any(p is None or p[0].shape[:-2] != placed[0][0].shape[:-2] for p in placed):
             return None
         _, cos, sin, in_order = placed[0]
         if self.eager and cos.requires_grad and torch.is_grad_enabled():
             return None
-        self.first_tables(caller, reading)
-        angles = self.operands_of(reading, xs[0].dtype, cos, sin, in_order)
-        ys = self.rotated([p[0] for p in placed], angles)
+        if not torch.compiler.is_compiling() and not self.first_tables(caller, reading):
+            return None
+        angles = self.operands_of(reading, tensors[0].dtype, cos, sin, in_order)
+        placed = [p[0] for p in placed]
+        ys = self._norm_and_rotate(xs, placed, angles) if put_off else self.rotated(placed, angles)
+        if ys is None:
+            return self.try_to_rotate(tuple(x.result() for x in xs), others, caller)
         return tuple(
-            (y.view if y.is_contiguous() else y.reshape)(v.shape) if reading.back is None else reading.back(y)
-            for y, v in zip(ys, views, strict=True)
+            y.reshape(view.shape) if reading.back is None else reading.back(y)
+            for y, view in zip(ys, views, strict=True)
         )
+
+    def _norm_and_rotate(self, xs: tuple[PutOff, ...], views: list[Tensor], angles: Angles) -> list[Tensor] | None:
+        """Returns the views [.., seq, heads, head_dim], or with heads before seq, normalised and rotated, or None."""
+        if angles.rounding.result != views[0].dtype:
+            return None
+        if not angles.simple:  # the operator rounds once, at the end
+            once = Rounding.once(views[0].dtype, angles.cos.dtype)
+            angles = angles._replace(cos=angles.cos.to(once.tables), sin=angles.sin.to(once.tables))
+        flags = angles.flags | {"eager_rounding": angles.simple and angles.rounding.eager}
+        if angles.in_order:
+            return norm_and_rotate(xs, views, angles.cos, angles.sin, flags)
+        ys = norm_and_rotate(xs, [v.transpose(1, 2) for v in views], angles.cos, angles.sin, flags)
+        return ys and [y.transpose(1, 2) for y in ys]
 
     def operands_of(self, reading: Reading, dtype: torch.dtype, cos: Tensor, sin: Tensor, in_order: bool) -> Any:
         """Returns the operands for x of a dtype."""
@@ -196,14 +220,20 @@ class ConventionFunction(RotaryFunction):
         self.rotator.roundings, self.remark = self._find_roundings()
         if rounding == "once":
             self.rotator.eager, self.remark = False, ", rounded once"
-            for (x, tables, form), r in self.rotator.roundings.items():  # a few functions have results of one dtype only
+            for (
+                x,
+                tables,
+                form,
+            ), r in self.rotator.roundings.items():  # a few functions have results of one dtype only
                 result = r.result if r.result.itemsize <= x.itemsize else x
                 self.rotator.roundings[x, tables, form] = Rounding.once(x, tables, result)
         self._examine_branches()
 
-    def _samples(self, x: torch.dtype, tables: torch.dtype, form: str | None = None) -> Iterator[dict[str, Any]]:
-        for sizes, head_dim in product([(2, 5, 3), (1, 70, 2), (2, 1, 3)], (16, 24)):
-            for arguments in self.convention.samples(Sample(*sizes, head_dim, x, tables)):
+    def _samples(
+        self, x: torch.dtype, tables: torch.dtype, form: str | None = None, sizes=((2, 5, 3), (1, 70, 2), (2, 1, 3))
+    ) -> Iterator[dict[str, Any]]:
+        for size, head_dim in product(sizes, (16, 24)):
+            for arguments in self.convention.samples(Sample(*size, head_dim, x, tables)):
                 first, others = arguments[0], arguments[self.convention.tensors :]
                 reading = self.convention.read(first, *others)
                 if form is None or reading.form == form:
@@ -233,7 +263,7 @@ class ConventionFunction(RotaryFunction):
     def _samples_of(self, x: torch.dtype, tables: torch.dtype, form: str) -> Iterator[dict[str, Any]]:
         if "complex" in form and tables.itemsize < 4:  # complex numbers have 32 bits or more for each part
             return iter(())
-        return self._samples(x, tables, form)
+        return self._samples(x, tables, form, sizes=((2, 5, 3),))
 
     def _rotate(self, rotator: Rotator, sample: dict[str, Any]) -> list[Tensor] | None:
         values = tuple(sample.values())
@@ -254,6 +284,33 @@ class ConventionFunction(RotaryFunction):
         """
         others = [n for n in self.parameters if n not in self.tensors]
         return self.with_passed(rotate, [f"({', '.join(names)},)" for names in (self.tensors, others)], *first)
+
+
+class ConventionRebuilder(Rebuilder):
+    """Rebuilds the methods of one model whose rotary functions follow some conventions."""
+
+    conventions: Sequence[Convention]
+
+    def _examine(self, function: Callable) -> ConventionFunction:
+        return ConventionFunction(function, self.conventions, self.rounding)
+
+    def _is_left_out(self, module: str) -> bool:
+        return module.split(".")[0] in ("torch", "builtins")
+
+    def _first_tables(self, name: str, function: RotaryFunction, caller: Any, tables: Reading) -> bool:
+        """Returns whether the two channels of a pair have the same angle in the tables, which are examined when a caller
+        passes tables of this shape for the first time. If not, the function itself must be called."""
+        known = self._checked.setdefault(function if caller is None else caller, {})
+        key = name, tables.form, tables.cos.shape
+        if key not in known:
+            known[key] = function.have_the_form(tables)
+            if not known[key]:
+                warnings.warn(
+                    f"torch_rope: {name} of {self.paths.get(caller, 'the model')} was called with different angles for the "
+                    "two channels of a pair, which is no rotation, so it computes as without torch_rope",
+                    stacklevel=5,
+                )
+        return known[key]
 
 
 class _Always:

@@ -68,10 +68,12 @@ class Calls(ast.NodeTransformer):
     """Gives the calls of rotary functions a first argument, by which the function knows who calls it.
 
     Takes the definitions and imports of local names out of the function, so that the names become those of its closure.
+    Replaces sums x * cos + f(x) * sin by a call, where f is one of the functions in halves.
     """
 
-    def __init__(self, rotary: set[str], first: ast.expr, local: Collection[str] = ()):
-        self.rotary, self.first, self.local, self.found = rotary, first, local, []
+    def __init__(self, rotary: set[str], first: ast.expr, local: Collection[str] = (), halves: Collection[str] = ()):
+        self.rotary, self.first, self.local, self.halves, self.found = rotary, first, local, halves, []
+        self.norms: dict[str, None] | None = None  # the names of norms that are called, if they are put off
 
     def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  ast looks for this name
         self.generic_visit(node)
@@ -79,7 +81,19 @@ class Calls(ast.NodeTransformer):
             self.found.append(node)
             node.func = ast.Name(with_caller(node.func.id), ast.Load())
             node.args.insert(0, self.first)
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(), name) as norm, [_], []) if (
+                self.norms is not None and "norm" in name
+            ):
+                self.norms[name] = None
+                node = ast.Call(ast.Name(PUT_OFF, ast.Load()), [norm, *node.args], [])
         return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
+        name, *arguments = product_of(node) or ("",)
+        if name not in self.halves:
+            return self.generic_visit(node)
+        return ast.Call(ast.Name(with_caller(name), ast.Load()), [self.first, *arguments], [])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:  # noqa: N802
         return ast.Pass() if node.name in self.local else self.generic_visit(node)
@@ -87,6 +101,30 @@ class Calls(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:  # noqa: N802
         node.names = [alias for alias in node.names if (alias.asname or alias.name) not in self.local]
         return node if node.names else ast.Pass()
+
+
+PUT_OFF = "_torch_rope_put_off"
+
+
+def product_of(node: ast.AST) -> tuple[str, ast.expr, ast.expr, ast.expr] | None:
+    """Returns the names f, x, cos and sin of an expression x * cos + f(x) * sin, or None for another expression."""
+    match node:
+        case ast.BinOp(
+            ast.BinOp(ast.Name() as x, ast.Mult(), cos),
+            ast.Add(),
+            ast.BinOp(ast.Call(ast.Name(name), [ast.Name() as again], []), ast.Mult(), sin),
+        ) if x.id == again.id:
+            return name, x, cos, sin
+    return None
+
+
+def sum_of_products(rotate_half: Callable) -> Callable:
+    """Returns the rotary function that is written out where only this function is called."""
+
+    def rotary(x, cos, sin):
+        return x * cos + rotate_half(x) * sin
+
+    return rotary
 
 
 def caller(node: ast.FunctionDef, is_method: bool) -> ast.expr:
@@ -107,6 +145,7 @@ class Site:
     name: str
     function: RotaryFunction
     call: Call
+    is_written_out: bool = False  # True if the method calls a part of it only, and the rest is written in the method
 
 
 class Rebuilder(ABC):
@@ -114,6 +153,7 @@ class Rebuilder(ABC):
 
     Args:
         rounding: "eager" or "once", see the functions patch.
+        put_off: a function that is called with a norm and its argument, in place of the norm.
 
     Attributes:
         rotary_names: matches the names of rotary functions.
@@ -131,13 +171,15 @@ class Rebuilder(ABC):
     def _is_left_out(self, module: str) -> bool:
         """Returns whether the classes of a Python module have no methods that rotate."""
 
-    def __init__(self, rounding: str = "eager"):
-        self.rounding = rounding
+    def __init__(self, rounding: str = "eager", put_off: Callable | None = None):
+        self.rounding, self.put_off = rounding, put_off
         self.paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the path of each module in the model
         self._known: dict[Callable, RotaryFunction] = {}
-        self._checked: weakref.WeakSet = weakref.WeakSet()  # the callers whose first tables were right
+        # The callers whose first tables were right, each with what is known of them.
+        self._checked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._rebuilt: dict[tuple[Callable, bool], Callable] = {}
         self._methods: dict[type, list[tuple[str, list[Callable]]]] = {}
+        self._sums: dict[Callable, Callable] = {}
         self._local: dict[Callable, dict[str, Callable]] = {}
 
     def methods(self, module_class: type) -> list[tuple[str, list[Callable]]]:
@@ -189,10 +231,16 @@ class Rebuilder(ABC):
         if not variables:
             return function
         source = Source(function)
-        calls = Calls({site.name for site in sites}, caller(source.node, is_method), self.local_functions(function))
+        halves = {site.name for site in sites if site.is_written_out}
+        called = {site.name for site in sites} - halves
+        calls = Calls(called, caller(source.node, is_method), self.local_functions(function), halves)
+        if self.put_off is not None:
+            calls.norms = {}
+            variables = variables | {PUT_OFF: self.put_off}
         source.node.body = [calls.visit(statement) for statement in source.node.body]
         new = source.rebuild(variables | self.checked(sites))
         new._torch_rope = calls_of(sites, variables)
+        new._torch_rope_norms = tuple(calls.norms or ())
         return new
 
     def called(self, function: types.FunctionType) -> tuple[list[Site], dict[str, Callable]]:
@@ -204,10 +252,11 @@ class Rebuilder(ABC):
             if isinstance(value, types.FunctionType) and value in _registered:
                 variables[name] = _registered[value]
             elif callable(value) and not isinstance(value, type) and self.rotary_names.search(name):
-                site = self._site(name, value)
+                site = self._written_out(function, name, value) or self._site(name, value)
                 if isinstance(site, Site):
                     sites.append(site)
-                    site = site.function.with_signature(site.function.rotator.rotate)
+                    written_out, known = site.is_written_out, site.function
+                    site = value if written_out else known.with_signature(known.rotator.rotate)
                 variables[name] = site
             elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
                 rebuilt = self.rebuild(value, False)
@@ -244,6 +293,19 @@ class Rebuilder(ABC):
                         module = importlib.import_module(module, function.__globals__["__package__"])
                         yield name, getattr(module, alias.name)
 
+    def _written_out(self, function: types.FunctionType, name: str, rotate_half: Callable) -> Site | None:
+        """Returns a rotary function of which a function calls only the part by this name, or None."""
+        if len(inspect.signature(rotate_half).parameters) != 1:
+            return None
+        names = [n.id for n in ast.walk(Source(function).node) if isinstance(n, ast.Name)]
+        found = [product_of(n) for n in ast.walk(Source(function).node)]
+        if names.count(name) != sum(bool(p) and p[0] == name for p in found):
+            return None
+        if rotate_half not in self._sums:
+            self._sums[rotate_half] = sum_of_products(rotate_half)
+        site = self._site(name, self._sums[rotate_half])
+        return replace(site, is_written_out=True) if isinstance(site, Site) else None
+
     def _site(self, name: str, function: Callable) -> Site | Callable:
         try:
             if function not in self._known:
@@ -273,7 +335,7 @@ class Rebuilder(ABC):
         if key in self._checked:
             return
         if function.have_the_form(tables):
-            self._checked.add(key)
+            self._checked[key] = True
             return
         where = f" of {self.paths.get(caller, 'the model')} ({type(caller).__name__})" if caller is not None else ""
         raise NotImplementedError(

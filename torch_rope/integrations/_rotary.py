@@ -84,10 +84,11 @@ class RotaryFunction(ABC):
     def _find_roundings(self) -> tuple[dict[tuple[torch.dtype, torch.dtype], Rounding], str]:
         """Returns how the function rounds, by the dtypes of x and of the tables, and a remark about the exceptions."""
         found, other = {}, []
-        for x, tables, *form in self._rounding_keys():
-            rounding = self._find_rounding(x, tables, *form)
+        for key in self._rounding_keys():
+            x, tables, *_ = key
+            rounding = self._find_rounding(*key)
             if rounding:
-                found[x, tables, *form] = rounding
+                found[key] = rounding
                 if not rounding.eager:
                     other.append(f"{_name(x)} with tables of {_name(tables)}")
         if not any(r.eager for (x, *_), r in found.items() if x == torch.float32):
@@ -113,6 +114,9 @@ class RotaryFunction(ABC):
             rounding = Rounding(x if direct else inside, inside, result, True)
             if all(self._has_the_bits(rounding, sample) for sample in samples):
                 return self._with_gradients(rounding, samples)
+        turned = Rounding(x, torch.float32, result, True, turned=True)
+        if result == x and all(self._has_the_bits(turned, sample) for sample in samples):
+            return self._with_gradients(turned, samples)
         return Rounding.once(x, tables, result)
 
     def _has_the_bits(self, rounding: Rounding, sample: dict[str, Any]) -> bool:

@@ -62,6 +62,9 @@ class Rounding:
     result: torch.dtype  # the result is converted to it
     eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
     converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
+    turned: bool = (
+        False  # True if x * cos is rounded and the other product is not: torch_rope does it the other way round
+    )
     contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
 
     @classmethod
@@ -110,9 +113,9 @@ class Rotator:
         cos, sin = cos.to(rounding.tables), sin.to(rounding.tables)
         flags = self.rotation.flags if flags is None else flags
         if rounding.eager:
-            flags["eager_rounding"] = True
-        simple = self.rotation.simple and rounding.x == rounding.result == x
-        has_gradient = rounding.converts_each or rounding.contiguous
+            flags["eager_rounding"] = not rounding.turned
+        simple = self.rotation.simple and rounding.x == rounding.result == x and not rounding.turned
+        has_gradient = rounding.converts_each or rounding.contiguous or rounding.turned
         return Angles(cos, sin, in_order, rounding, flags, simple, has_gradient)
 
     def rotated(self, tensors: Sequence[Tensor], angles: Angles) -> tuple[Tensor, ...]:
@@ -132,6 +135,10 @@ class Rotator:
         rounding, pairing = angles.rounding, self.rotation.pairing
 
         def rotate(xs: list[Tensor]) -> Sequence[Tensor]:
+            if rounding.turned:
+                # By an angle that is less by a quarter turn, a pair (a, b) becomes what it must become, (c, d), as (d, -c).
+                ys = self._operator(xs, angles.sin, -angles.cos, angles.flags)
+                return [_turn(y, angles) for y in ys]
             ys = self._operator(xs, angles.cos, angles.sin, angles.flags)
             if pairing == PAIRINGS[2]:
                 ys = [y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in ys]
@@ -144,6 +151,8 @@ class Rotator:
         """Returns the gradients of the tensors of this dtype, from those of the results, with the function's bits."""
         cos, sin, rounding, pairing = angles.cos, angles.sin, angles.rounding, self.rotation.pairing
         each, flags = rounding.converts_each, angles.flags | {"inverse": not self.rotation.inverse}
+        if rounding.turned:
+            flags["eager_rounding"] = True
 
         def rotate(gs: list[Tensor]) -> Sequence[Tensor]:
             if pairing == PAIRINGS[2]:
@@ -184,6 +193,14 @@ class Rotator:
         if self.rotation.last_rows_for_q:
             return [_rotate(x, *(t[..., -x.shape[-3] :, :] for t in (cos, sin)), **flags) for x in xs]
         return [_rotate(*xs, cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
+
+
+def _turn(x: Tensor, angles: Angles) -> Tensor:
+    """Returns x with its pairs (d, -c) replaced by (c, d), where x: [.., head_dim], all of which rotates."""
+    if angles.flags.get("interleaved"):
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
 
 
 class _WithItsGradient(torch.autograd.Function):

@@ -10,8 +10,8 @@ dimensions broadcast to those of x.
   than four dimensions, if rms_rope is given a table by head, or if a matrix is not ``[[cos, -sin], [sin, cos]]`` times a
   factor. The matrices of a table are compared when it is first used, and again when its version has changed. A table that
   was made in inference mode has no version; if you write to one, write such matrices.
-- **Rounding.** The arithmetic is float32, and each element is rounded once, at the end. The eager back end rounds to the
-  dtype of the table in between, and between norm and rotation, so its results are less accurate and a few bits differ.
+- **Rounding.** The arithmetic is float32, and each element is rounded once, at the end. The eager back end computes in the
+  dtype of the table, and rounds between norm and rotation, so results differ in their last bits.
 - **Gradients.** The functions of comfy_kitchen have none, with any back end: a backward pass raises RuntimeError, and so
   does an in-place function if an argument requires grad. To train, call the functions of torch_rope.
 

@@ -202,6 +202,11 @@ def _apart(s):
     yield s.x(s.batch, s.seq, s.heads)[..., :16], *s.angles(s.seq, 1)
 
 
+def _written_out(s):
+    yield s.x(s.batch, s.seq, s.heads)[..., :16], *each_twice(*s.angles(s.batch, s.seq, 1), False)
+    yield s.x(s.seq, s.heads)[..., :16], *each_twice(*s.angles(s.seq, 1), False)
+
+
 def _read_unsqueezed(x, cos, sin, unsqueeze_dim):
     return full_width(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), False)
 
@@ -244,6 +249,7 @@ CONVENTIONS = (
     Convention(1, 2, _read_even_odd, _even_odd),  # Wan, SkyReels, ChronoEdit, Sana-Video
     Convention(1, 2, lambda x, cos, sin: Reading(cos, sin, "a, b"), _apart),  # Mochi
     _tables(("seq",), False, (None, _ALL, None), apart=True),  # MiniMax H3
+    Convention(1, 2, lambda x, cos, sin: full_width(cos, sin, False), _written_out),  # Ideogram 4, Cosmos 3
     Convention(1, 3, _read_unsqueezed, _unsqueezed),  # Anima
     Convention(1, 3, _read_by_position, _by_position),  # Allegro, along each axis
 )

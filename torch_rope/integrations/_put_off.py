@@ -1,0 +1,194 @@
+"""Puts an RMS norm off until the rotation, so that one operator does both.
+
+A method of a diffusion model normalises q in one place and rotates it in another. In between it may take views of q, or
+join it with other tensors. :class:`PutOff` stands for the normalised tensor: a view of it is put off too, a rotary
+function takes it as it is, and anything else computes the norm.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from torch_rope.integrations._norm import Norm, find_norm
+
+_norm_rotate_qk = torch.ops.rope.norm_rotate_qk.default
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the norm of each module, or None
+
+
+def norm_of(module: Any) -> Norm | None:
+    """Returns the RMS norm with a weight that a module computes, or None."""
+    if not isinstance(module, nn.Module):
+        return None
+    if module not in _known:
+        norm = find_norm(module)
+        _known[module] = norm if norm is not None and norm.weight else None
+    return _known[module]
+
+
+def put_off(module: Any, x: Any) -> Any:
+    """Returns module(x), or an object that stands for it if the module is an RMS norm that nobody watches."""
+    if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return module(x)
+    norm = norm_of(module)
+    if norm is None or module.weight.dtype != x.dtype or module.weight.shape != x.shape[-1:]:
+        return module(x)
+    m = module
+    if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or _has_any_global_hook():
+        return module(x)
+    return PutOff(module, norm, x)
+
+
+class PutOff:
+    """Stands for a normalised tensor that was not computed yet.
+
+    Args:
+        module: computes the norm.
+        norm: what it computes.
+        x: what the result would be made of, with the views that were taken of the result.
+        compute: returns the result.
+    """
+
+    def __init__(self, module: nn.Module, norm: Norm, x: Tensor, compute: Callable[[], Tensor] | None = None):
+        self.module, self.norm, self.x = module, norm, x
+        self._compute, self._result = compute or (lambda: module(x)), None
+
+    def result(self) -> Tensor:
+        """Returns the normalised tensor."""
+        if self._result is None:
+            self._result = self._compute()
+        return self._result
+
+    # ---- what stays put off ----
+
+    def _view(self, x: Tensor, method: str, *args: Any) -> "PutOff":
+        return PutOff(self.module, self.norm, x, lambda: getattr(self.result(), method)(*args))
+
+    def _is_whole(self) -> bool:
+        """Returns whether the last dimension is the one that is normalised, and was not divided into heads."""
+        return self.x.shape[-1] == self.module.weight.shape[0]
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Any:
+        if self._is_whole() and dim in (-1, self.x.dim() - 1) and len(sizes) == 2:
+            return self._view(self.x.unflatten(dim, sizes), "unflatten", dim, sizes)
+        return self.result().unflatten(dim, sizes)
+
+    def view(self, *shape: Any) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list | torch.Size) else shape
+        if self._is_whole() and all(isinstance(n, int) for n in sizes) and len(sizes) == self.x.dim() + 1:
+            new = self.x.view(sizes)
+            if new.shape[:-2] == self.x.shape[:-1]:  # the last dimension was divided
+                return self._view(new, "view", sizes)
+        return self.result().view(*shape)
+
+    reshape = view
+
+    def transpose(self, first: int, second: int) -> Any:
+        last = self.x.dim() - 1
+        if last in (first % self.x.dim(), second % self.x.dim()):
+            return self.result().transpose(first, second)
+        return self._view(self.x.transpose(first, second), "transpose", first, second)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and args in ((self.x.dtype,), (self.x.device,)):
+            return self
+        return self.result().to(*args, **kwargs)
+
+    def type_as(self, other: Any) -> Any:
+        return self.to(other.dtype)
+
+    # ---- what does not need the numbers ----
+
+    shape = property(lambda self: self.x.shape)
+    dtype = property(lambda self: self.x.dtype)
+    device = property(lambda self: self.x.device)
+    ndim = property(lambda self: self.x.ndim)
+
+    def size(self, *args: Any) -> Any:
+        return self.x.size(*args)
+
+    def dim(self) -> int:
+        return self.x.dim()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    # ---- what computes the norm ----
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.result(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return function(*_results(args), **_results(kwargs or {}))
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: getattr(self.result(), name)(*_results(args))
+
+
+for _name in [
+    "getitem",
+    "setitem",
+    "iter",
+    "bool",
+    "float",
+    "int",
+    "neg",
+    "abs",
+    "invert",
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "pow",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+]:
+    setattr(PutOff, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ["add", "sub", "mul", "matmul", "truediv", "pow"]:
+    setattr(PutOff, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(PutOff, f"__i{_name}__", _operator(f"__i{_name}__"))
+
+
+def _results(value: Any) -> Any:
+    """Returns a value in which the tensors that were put off are computed."""
+    if isinstance(value, PutOff):
+        return value.result()
+    if type(value) in (tuple, list):
+        return type(value)(map(_results, value))
+    if type(value) is dict:
+        return {k: _results(v) for k, v in value.items()}
+    return value
+
+
+def norm_and_rotate(
+    xs: Sequence[PutOff], views: list[Tensor], cos: Tensor, sin: Tensor, flags: dict
+) -> list[Tensor] | None:
+    """Returns tensors that were put off, normalised and rotated by one operator, or None if it cannot do so.
+
+    Args:
+        views: their numbers, each [.., seq, heads, head_dim].
+        cos, sin, flags: as the operator takes them.
+    """
+    if len({x.norm.eps for x in xs}) > 1 or (cos.dim() == 4 and len(xs) == 1):
+        return None
+    weights = []
+    for x, view in zip(xs, views, strict=True):
+        if x.module.weight.shape[0] not in (view.shape[-1], view.shape[-1] * view.shape[-2]):
+            return None  # the heads are not those of one token
+        weights.append(x.norm.weight_of(x.module, view))
+    q, k = views if len(xs) == 2 else (views[0], views[0][..., :0, :])
+    if len(xs) == 1:
+        weights.append(weights[0] if weights[0].dim() == 1 else weights[0][:0])
+    return list(_norm_rotate_qk(q, k, *weights, cos, sin, norm_eps=xs[0].norm.eps, **flags)[: len(xs)])
