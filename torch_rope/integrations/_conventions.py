@@ -207,15 +207,18 @@ class ConventionFunction(RotaryFunction):
 
     def __init__(self, function: Callable, conventions: Sequence[Convention], rounding: str = "eager"):
         super().__init__(function)
-        names = list(self.parameters)
+        names, best = list(self.parameters), []
         for convention in conventions:
             if len(names) == convention.tensors + convention.others:
                 self.convention, self.tensors = convention, names[: convention.tensors]
-                self._agreed, self._forms = [], {}
-                if self._agrees():
-                    break
-        else:
+                agreed = self._agrees()
+                if len(agreed) > len(best):  # a function may take single tokens in several ways
+                    best, chosen = agreed, convention
+        if not best:
             raise NotImplementedError(NO_ROTATION)
+        self.convention, self.tensors = chosen, names[: chosen.tensors]
+        self._agreed, readings = best, map(self._reading, best)
+        self._forms = {r.form: r.interleaved for r in readings}
         pairings = {"interleaved" if i else "half-split": 0 for i in self._forms.values()}
         self.rotation = Rotation(" or ".join(pairings))
         self.rotator = self._rotator(None)
@@ -236,13 +239,13 @@ class ConventionFunction(RotaryFunction):
     ) -> Iterator[dict[str, Any]]:
         for size, head_dim in product(sizes, (16, 24)):
             for arguments in self.convention.samples(Sample(*size, head_dim, x, tables)):
-                first, others = arguments[0], arguments[self.convention.tensors :]
-                reading = self.convention.read(first, *others)
-                if form is None or reading.form == form:
-                    yield dict(zip(self.parameters, arguments, strict=True))
+                sample = dict(zip(self.parameters, arguments, strict=True))
+                if form is None or self._reading(sample).form == form:
+                    yield sample
 
-    def _agrees(self) -> bool:
-        """Returns whether the function follows the convention."""
+    def _agrees(self) -> list[dict[str, Any]]:
+        """Returns the arguments for which the function follows the convention, or none if it does something else."""
+        agreed = []
         for sample in self._samples(torch.float32, torch.float32):
             with plainly():
                 expected = self._call(sample)
@@ -253,11 +256,12 @@ class ConventionFunction(RotaryFunction):
                 if actual is None or not all(
                     torch.allclose(a.float(), e.float(), close, close) for a, e in zip(actual, expected, strict=True)
                 ):
-                    return False
-            reading = self.convention.read(*(v for n, v in sample.items() if n not in self.tensors[1:]))
-            self._forms[reading.form] = reading.interleaved
-            self._agreed.append(sample)
-        return bool(self._agreed)
+                    return []
+            agreed.append(sample)
+        return agreed
+
+    def _reading(self, sample: dict[str, Any]) -> Reading:
+        return self.convention.read(*(v for n, v in sample.items() if n not in self.tensors[1:]))
 
     def _rounding_keys(self) -> Iterator[tuple]:
         return product(DTYPES, self.table_dtypes, self._forms)

@@ -219,6 +219,29 @@ def _unsqueezed(s):
 # ---- tables by position ----
 
 
+def _read_grid(x, sizes, freqs, stride):
+    """sizes: [batch, 3], frames, height and width. freqs: [max_position, head_dim / 2], a part for each of the three."""
+    (frames, height, width), *others = sizes.tolist()
+    if any(other != [frames, height, width] for other in others) or frames * height * width != x.shape[1]:
+        return None
+    pairs = x.shape[-1] // 2
+    of_frames, of_height, of_width = freqs.split([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3], 1)
+    parts = (
+        of_frames[: frames * stride : stride].view(frames, 1, 1, -1),
+        of_height[:height].view(1, height, 1, -1),
+        of_width[:width].view(1, 1, width, -1),
+    )
+    table = torch.cat([part.expand(frames, height, width, -1) for part in parts], -1)
+    return complex_numbers(table.view(1, x.shape[1], 1, -1))
+
+
+def _grid(s):
+    if s.dtypes[1].itemsize >= 4 and s.head_dim == 16:
+        for stride in (1, 2):
+            sizes = torch.tensor([[1, 1, s.seq]] * s.batch if s.seq < 9 else [[5, 2, s.seq // 10]] * s.batch)
+            yield s.x(s.batch, s.seq, s.heads), sizes, torch.complex(*s.angles(s.seq + 5)), stride
+
+
 def _read_by_position(x, positions, cos, sin):
     cos, sin = (F.embedding(positions, t)[:, None] for t in (cos, sin))
     return full_width(cos, sin, False)
@@ -252,4 +275,5 @@ CONVENTIONS = (
     Convention(1, 2, lambda x, cos, sin: full_width(cos, sin, False), _written_out),  # Ideogram 4, Cosmos 3
     Convention(1, 3, _read_unsqueezed, _unsqueezed),  # Anima
     Convention(1, 3, _read_by_position, _by_position),  # Allegro, along each axis
+    Convention(1, 3, _read_grid, _grid),  # Wan-Animate 2
 )
