@@ -158,10 +158,12 @@ class Rebuilder(ABC):
     Attributes:
         rotary_names: matches the names of rotary functions.
         module: where the function patch is.
+        example: an expression that makes a model.
     """
 
     rotary_names: re.Pattern
     module: str
+    example: str
 
     @abstractmethod
     def _examine(self, function: Callable) -> RotaryFunction:

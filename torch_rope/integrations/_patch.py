@@ -5,13 +5,15 @@ import copyreg
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from torch_rope.integrations._conventions import ConventionRebuilder
 from torch_rope.integrations._methods import Rebuilder
+from torch_rope.integrations._put_off import norm_of, put_off
 from torch_rope.integrations._rebuild import names
 
 HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
@@ -71,17 +73,59 @@ class Replaced:
         return type(self.module if isinstance(self.now, types.MethodType) else self.now).__name__
 
 
-def patched_before(model: Any, module: str, options: dict[str, Any], example: str) -> "Patch | None":
+def patched_before(
+    model: Any, rebuilder: type[Rebuilder], options: dict[str, Any], holder: Any = None
+) -> "Patch | None":
     """Returns the handle of a model that is patched already. Raises TypeError or ValueError if an argument is wrong."""
+    where = f"{rebuilder.module}.patch"
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{module}.patch: model is {model!r} but must be a loaded model, such as {example} returns")
+        raise TypeError(f"{where}: model is {model!r} but must be a loaded model, such as {rebuilder.example} returns")
     if options["rounding"] not in ("eager", "once"):
-        raise ValueError(f'{module}.patch: rounding is {options["rounding"]!r} but must be "eager" or "once"')
-    return vars(model).get(HANDLE)
+        raise ValueError(f'{where}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
+    return vars(model if holder is None else holder).get(HANDLE)
+
+
+def patch_model(
+    model: Any,
+    rebuilder: type[ConventionRebuilder],
+    options: dict[str, Any],
+    exact_rotary: Callable | None = None,
+    holder: Any = None,
+) -> "Patch":
+    """Patches a model whose rotary functions follow conventions, and returns the handle.
+
+    Args:
+        rebuilder: the class that rebuilds its methods.
+        options: the arguments of the function patch.
+        exact_rotary: returns a forward for a rotary module, and a text about it.
+        holder: the pipeline of which model holds the components.
+    """
+    before = patched_before(model, rebuilder, options, holder)
+    holder = model if holder is None else holder
+    if before is not None and before.options == options:
+        return before
+    name = type(holder).__name__
+    replaced = replaced_in(
+        model, rebuilder(options["rounding"], put_off if options["fuse"] else None), before, None, name
+    )
+    if not replaced:
+        raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
+    notes = []
+    for path, module in model.named_modules() if options.get("exact_angles") else ():
+        function, note = exact_rotary(module)
+        if function is not None:
+            replaced.append(Replaced.method(path, module, "forward", function, note))
+        elif note:
+            notes.append(f"{path}: {note}")
+    return Patch(holder, replaced, options, notes)
 
 
 def replaced_in(
-    model: nn.Module, rebuilder: Rebuilder, before: "Patch | None" = None, fuse: Callable | None = None
+    model: nn.Module,
+    rebuilder: Rebuilder,
+    before: "Patch | None" = None,
+    fuse: Callable | None = None,
+    name: str = "",
 ) -> list[Replaced]:
     """Returns what must be replaced in a model so that it rotates with torch_rope: methods of its modules, and objects
     that its modules call, such as attention processors.
@@ -90,16 +134,17 @@ def replaced_in(
         before: the handle of an earlier patch.
         fuse: a function that is called with a module, a method of it and the rebuilt method, and returns the method that
             takes its place and a note about it.
+        name: what errors call the model.
 
     Raises NotImplementedError if something rotates in a way that is not supported, ValueError if it is patched already.
     """
     replaced = []
     for path, module in model.named_modules():
         rebuilder.paths[module] = path = path or "the model itself"
-        where = f"{type(model).__name__} is not patched: {{}} of {path}"
+        where = f"{name or type(model).__name__} is not patched: {{}} of {path}"
         path = path.replace("the model itself", "")
         for method, function, new in _rebuilt(where, module, rebuilder, before):
-            note = ""
+            note = _put_off_in(module, [new])
             if fuse is not None:
                 new, note = fuse(module, function, new)
             replaced.append(Replaced.method(path, module, method, new, note))
@@ -110,8 +155,16 @@ def replaced_in(
                 if methods:
                     now, calls = _processor(value, methods), {c: 0 for f in methods.values() for c in f._torch_rope}
                     rebuilder.paths[now] = rebuilder.paths[value]
-                    replaced.append(Replaced(path, module, attribute, value, now, tuple(calls), after=_keep_state))
+                    note = _put_off_in(module, methods.values())
+                    replaced.append(Replaced(path, module, attribute, value, now, tuple(calls), note, _keep_state))
     return replaced
+
+
+def _put_off_in(module: nn.Module, methods: Iterable[Callable]) -> str:
+    """Returns which norms of a module these methods put off, in words."""
+    names = {name: 0 for f in methods for name in getattr(f, "_torch_rope_norms", ())}
+    found = [name for name in names if norm_of(getattr(module, name, None))]
+    return f"{', '.join(found)} in norm_rotate_qk, if only views stand between" if found else ""
 
 
 def _rebuilt(

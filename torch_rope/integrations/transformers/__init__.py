@@ -60,7 +60,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
             unchanged.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
-    before = patched_before(model, Rebuilder.module, options, "AutoModelForCausalLM.from_pretrained(...)")
+    before = patched_before(model, Rebuilder, options)
     if before is not None and before.options == options:
         return before
     name, rebuilder, notes = type(model).__name__, Rebuilder(rounding), []

@@ -12,6 +12,7 @@ class Rebuilder(_methods.Rebuilder):
 
     rotary_names = re.compile("(^|_)(rotary|rope|rotate)(_|$)")
     module = "torch_rope.integrations.transformers"
+    example = "AutoModelForCausalLM.from_pretrained(...)"
 
     def _examine(self, function: Callable) -> RotaryFunction:
         return RotaryFunction(function, self.rounding)
