@@ -271,6 +271,12 @@ class ConventionFunction(RotaryFunction):
             return iter(())
         return self._samples(x, tables, form, sizes=((2, 5, 3),))
 
+    def _call(self, sample: dict[str, Any]) -> list[Tensor] | None:
+        results = super()._call(sample)
+        if results is not None and len(self.tensors) == 1 and not isinstance(self.function(**sample), Tensor):
+            return None  # a function of a list of tensors calls the one that rotates
+        return results
+
     def _rotate(self, rotator: Rotator, sample: dict[str, Any]) -> list[Tensor] | None:
         values = tuple(sample.values())
         ys = rotator.try_to_rotate(values[: len(self.tensors)], values[len(self.tensors) :])

@@ -97,7 +97,7 @@ def patch_model(
     Args:
         rebuilder: the class that rebuilds its methods.
         options: the arguments of the function patch.
-        exact_rotary: returns a forward for a rotary module, and a text about it.
+        exact_rotary: returns a forward for a rotary module of an owner, and a text about it.
         holder: the pipeline of which model holds the components.
     """
     before = patched_before(model, rebuilder, options, holder)
@@ -112,12 +112,19 @@ def patch_model(
         raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
     notes = []
     for path, module in model.named_modules() if options.get("exact_angles") else ():
-        function, note = exact_rotary(module)
+        function, note = exact_rotary(module, _owner(model, path))
         if function is not None:
             replaced.append(Replaced.method(path, module, "forward", function, note))
         elif note:
             notes.append(f"{path}: {note}")
     return Patch(holder, replaced, options, notes)
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    """Returns the innermost module on a path that can be made from its config, or the model."""
+    parents = [path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1)]
+    modules = [*map(model.get_submodule, parents), model]
+    return next((m for m in modules if hasattr(m, "from_config")), model)
 
 
 def replaced_in(

@@ -51,11 +51,12 @@ def _in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
+def exact_rotary(module: nn.Module, owner: nn.Module) -> tuple[Callable | None, str]:
     """Returns a forward for a rotary module that computes exact angles, and a text about it.
 
     Args:
         module: any module. A rotary module has a name such as FluxPosEmbed, and no parameters.
+        owner: the model that made the module.
 
     Returns:
         (forward, text). forward takes the module and the arguments of its forward and returns tables of the same
@@ -67,9 +68,10 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
         return None, ""
     if next(module.parameters(), None) is not None:
         return None, "left as it is, because it has weights"
-    exact = _copy_in_float64(module)
-    if exact is None:
-        return None, "left as it is, because its tables cannot be made again from its attributes, or were changed"
+    copies = _copies(module, owner)
+    if copies is None:
+        return None, "left as it is, because its tables were changed, or cannot be made again from the config"
+    exact, plain = copies
     original, dtypes = type(module).forward, {}
 
     def forward(self, *args, **kwargs):
@@ -80,7 +82,8 @@ def exact_rotary(module: nn.Module) -> tuple[Callable | None, str]:
             device = torch.device(value) if isinstance(value, torch.device) else device
         if key not in dtypes:  # the dtypes of the tables
             with torch.no_grad():
-                dtypes[key] = [t.dtype for t in _tensors(original(self, *args, **kwargs))]
+                tables = original(self if plain is None else _moved(plain, device), *args, **kwargs)
+            dtypes[key] = [t.dtype for t in _tensors(tables)]
         there = device if has_float64(device) else torch.device("cpu")
         wide_args, wide_kwargs = (_map(v, lambda value: _wider(value, there)) for v in (args, kwargs))
         if there not in of_devices:
@@ -129,37 +132,53 @@ def _moved(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-def _copy_in_float64(module: nn.Module) -> nn.Module | None:
-    """Returns a module that does the same in float64, or None.
+def _copies(module: nn.Module, owner: nn.Module) -> tuple[nn.Module, nn.Module | None] | None:
+    """Returns a module that does the same in float64, and if the module holds tables, one that was not cast.
 
-    A module that holds tables is made again from its attributes: the arguments of its constructor must be there by
-    their names. The tables of a module that is made so without float64 must be those that the module holds.
+    A module that holds tables is made again. Returns None if that cannot be done, or if the tables that it holds are
+    others, and were not only cast to another dtype.
     """
     held = dict(_held(module))
     if not held:
-        return copy.deepcopy(module)
-    parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
-    arguments = {p.name: getattr(module, p.name) for p in parameters if hasattr(module, p.name)}
-    if any(p.default is p.empty and p.name not in arguments for p in parameters):
-        return None
+        return copy.deepcopy(module), None
     try:
+        args, kwargs = _arguments(module, owner)
         with torch.device("cpu"), torch.inference_mode(False):
-            again = dict(_held(type(module)(**arguments)))
+            plain = type(module)(*args, **kwargs)
             with _in_float64():
-                exact = type(module)(**arguments)
+                exact = type(module)(*args, **kwargs)
     except Exception:
         return None
+    again = dict(_held(plain))
     for name, table in held.items():
         new = again.get(name)
         if new is None or new.shape != table.shape or table.is_meta:
             return None
-        # The tables may have been cast to another dtype, and back.
-        same = (new.to(dtype).to(table.dtype) for dtype in (table.dtype, torch.bfloat16, torch.float16))
-        if table.is_complex():
-            same = (new.to(table.dtype),)
-        if not any(torch.allclose(t, table.cpu(), 1e-5, 1e-6) for t in same):
+        casts = (table.dtype,) if table.is_complex() else (table.dtype, torch.bfloat16, torch.float16)
+        if not any(torch.allclose(new.to(dtype).to(table.dtype), table.cpu(), 1e-5, 1e-6) for dtype in casts):
             return None
-    return exact
+    return exact, plain
+
+
+def _arguments(module: nn.Module, owner: nn.Module) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments that a module was made with: its attributes by their names, or else what the owner passes
+    when it is made again, without memory."""
+    parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
+    if all(hasattr(module, p.name) for p in parameters):
+        return (), {p.name: getattr(module, p.name) for p in parameters}
+    calls, make = [], type(module).__init__
+
+    def record(self, *args, **kwargs):
+        calls.append((args, kwargs))
+        make(self, *args, **kwargs)
+
+    type(module).__init__ = record
+    try:
+        with torch.device("meta"):
+            type(owner).from_config(dict(owner.config))
+    finally:
+        type(module).__init__ = make
+    return calls[[m for m in owner.modules() if type(m) is type(module)].index(module)]
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
