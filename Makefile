@@ -105,8 +105,10 @@ lint: .venv/lint
 	$(PIP) --no-build-isolation -e ".[check]"
 	touch $@
 
+# timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch.
 .venv/test: pyproject.toml | .venv/demo
 	$(PIP) --no-build-isolation -e ".[test]"
+	$(PIP) --no-deps comfy-kitchen peft timm
 	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
 	touch $@
 
