@@ -20,6 +20,7 @@ from cases import ROOT, needed
 transformers = needed("transformers")
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
+from torch_rope.integrations import _rotation  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 from torch_rope.integrations.transformers import methods, rotator  # noqa: E402
 
@@ -211,10 +212,10 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, monkeypatch
     model, inputs = CASES[family]()
     model.eval()
     calls = set()
-    for name in ("_rotate", "_rotate_qk"):
-        operator = getattr(rotator, name)
+    for module, name in ((_rotation, "_rotate"), (_rotation, "_rotate_qk"), (rotator, "_rotate_qk")):
+        operator = getattr(module, name)
         count = functools.partial(lambda name, op, *args, **kw: calls.add(name[1:]) or op(*args, **kw), name, operator)
-        monkeypatch.setattr(rotator, name, count)
+        monkeypatch.setattr(module, name, count)
     for dtype, autocast in DTYPES:
         if dtype != torch.float32:
             if any(b.is_complex() for b in model.buffers()):
@@ -257,8 +258,9 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(family, monkey
             assert ("rounded once" in str(handle)) == ("rounding" in options)
             assert ("fused" in str(handle)) == ("fuse" in options)
             if options == {"rounding": "once"}:
-                monkeypatch.setattr(rotator, "_rotate", lambda x, *args, **kwargs: x)
-                monkeypatch.setattr(rotator, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
+                monkeypatch.setattr(_rotation, "_rotate", lambda x, *args, **kwargs: x)
+                for module in (_rotation, rotator):
+                    monkeypatch.setattr(module, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
                 broken, broken_gradients = train_step(model, inputs)
                 assert difference(broken, expected) > BROKEN
                 assert difference(broken_gradients, expected_gradients) > BROKEN

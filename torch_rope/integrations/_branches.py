@@ -25,9 +25,14 @@ class Branches:
 
     The functions that it calls by name are watched too, if they are in the same package. Raises NotImplementedError if
     a function has no source.
+
+    Args:
+        function: the function.
+        devices: whether to watch conditions on the device too.
     """
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable, devices: bool = True):
+        self._devices = devices
         self._conditions: list[_Condition] = []
         self._watched: dict[types.FunctionType, Callable] = {}
         self.function = self._watch(function)
@@ -35,8 +40,7 @@ class Branches:
     def one_way(self) -> str | None:
         """Returns a condition that had one value only, and where it is, or None.
 
-        Conditions after which the function raises an error are left out, as are comparisons with None, and conditions on
-        the device, because a function must rotate on every device.
+        Conditions after which the function raises an error are left out, as are comparisons with None.
         """
         for c in self._conditions:
             if c.values and len(c.values | c.raises) < 2:
@@ -48,7 +52,7 @@ class Branches:
             return self._watched[function]
         self._watched[function] = function  # ends the recursion of functions that call each other
         source = Source(function)
-        source.node = _Watch(function, self._conditions).visit(source.node)
+        source.node = _Watch(function, self._conditions, self._devices).visit(source.node)
         package = function.__module__.split(".")[0]
         inside = inspect.getclosurevars(function).nonlocals
         called = {
@@ -76,19 +80,18 @@ def _is_none(test: ast.expr) -> bool:
     )
 
 
-def _is_about_devices(test: ast.expr) -> bool:
-    return "device" in ast.unparse(test)
-
-
 class _Watch(ast.NodeTransformer):
     """Passes the value of each condition of a function to a function of the name _WENT."""
 
-    def __init__(self, function: Callable, conditions: list[_Condition]):
-        self.function, self.conditions = function, conditions
+    def __init__(self, function: Callable, conditions: list[_Condition], devices: bool):
+        self.function, self.conditions, self.devices = function, conditions, devices
+
+    def _is_left_out(self, test: ast.expr) -> bool:
+        return not self.devices and "device" in ast.unparse(test)
 
     def _condition(self, test: ast.expr, *ways: list[ast.stmt]) -> ast.expr:
         """Returns the test, watched. The ways are the statements for True and for False."""
-        if _is_none(test) or _is_about_devices(test):
+        if _is_none(test) or self._is_left_out(test):
             return test
         code = self.function.__code__
         where = f'"{ast.unparse(test)}" in line {test.lineno} of {code.co_filename}'
@@ -110,7 +113,7 @@ class _Watch(ast.NodeTransformer):
     visit_While = visit_IfExp  # noqa: N815
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.BoolOp:  # noqa: N802
-        if not _is_about_devices(node):
+        if not self._is_left_out(node):
             node.values[:-1] = [self._condition(value) for value in node.values[:-1]]
         return self.generic_visit(node)
 

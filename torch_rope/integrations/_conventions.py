@@ -204,6 +204,7 @@ class ConventionFunction(RotaryFunction):
     """
 
     table_dtypes = (*DTYPES, torch.float64)
+    watches_devices = False  # diffusers computes in float32 where there is no float64
 
     def __init__(self, function: Callable, conventions: Sequence[Convention], rounding: str = "eager"):
         super().__init__(function)
@@ -302,6 +303,7 @@ class ConventionRebuilder(Rebuilder):
     """Rebuilds the methods of one model whose rotary functions follow some conventions."""
 
     conventions: Sequence[Convention]
+    finds_written_out = True
 
     def _examine(self, function: Callable) -> ConventionFunction:
         return ConventionFunction(function, self.conventions, self.rounding)

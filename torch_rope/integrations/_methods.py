@@ -73,7 +73,7 @@ class Calls(ast.NodeTransformer):
 
     def __init__(self, rotary: set[str], first: ast.expr, local: Collection[str] = (), halves: Collection[str] = ()):
         self.rotary, self.first, self.local, self.halves, self.found = rotary, first, local, halves, []
-        self.norms: dict[str, None] | None = None  # the names of norms that are called, if they are put off
+        self.put_off: dict[str, None] | None = None  # the names of norms that are called, if they are put off
 
     def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  ast looks for this name
         self.generic_visit(node)
@@ -85,7 +85,7 @@ class Calls(ast.NodeTransformer):
             case ast.Call(ast.Attribute(ast.Name(), name) as norm, [_], []) if (
                 self.norms is not None and "norm" in name
             ):
-                self.norms[name] = None
+                self.put_off[name] = None
                 node = ast.Call(ast.Name(PUT_OFF, ast.Load()), [norm, *node.args], [])
         return node
 
@@ -159,11 +159,13 @@ class Rebuilder(ABC):
         rotary_names: matches the names of rotary functions.
         module: where the function patch is.
         example: an expression that makes a model.
+        finds_written_out: whether x * cos + rotate_half(x) * sin in a method is a rotary function too.
     """
 
     rotary_names: re.Pattern
     module: str
     example: str
+    finds_written_out = False
 
     @abstractmethod
     def _examine(self, function: Callable) -> RotaryFunction:
@@ -237,12 +239,12 @@ class Rebuilder(ABC):
         called = {site.name for site in sites} - halves
         calls = Calls(called, caller(source.node, is_method), self.local_functions(function), halves)
         if self.put_off is not None:
-            calls.norms = {}
+            calls.put_off = {}
             variables = variables | {PUT_OFF: self.put_off}
         source.node.body = [calls.visit(statement) for statement in source.node.body]
         new = source.rebuild(variables | self.checked(sites))
         new._torch_rope = calls_of(sites, variables)
-        new._torch_rope_norms = tuple(calls.norms or ())
+        new._torch_rope_norms = tuple(calls.put_off or ())
         return new
 
     def called(self, function: types.FunctionType) -> tuple[list[Site], dict[str, Callable]]:
@@ -297,7 +299,7 @@ class Rebuilder(ABC):
 
     def _written_out(self, function: types.FunctionType, name: str, rotate_half: Callable) -> Site | None:
         """Returns a rotary function of which a function calls only the part by this name, or None."""
-        if len(inspect.signature(rotate_half).parameters) != 1:
+        if not self.finds_written_out or len(inspect.signature(rotate_half).parameters) != 1:
             return None
         names = [n.id for n in ast.walk(Source(function).node) if isinstance(n, ast.Name)]
         found = [product_of(n) for n in ast.walk(Source(function).node)]

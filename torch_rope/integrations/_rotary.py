@@ -43,6 +43,7 @@ class RotaryFunction(ABC):
     """
 
     table_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    watches_devices = True  # whether a function with a condition on the device is refused
     tensors: list[str]
     rotation: Rotation
     rotator: Rotator
@@ -165,7 +166,7 @@ class RotaryFunction(ABC):
             function, first = function.func, function.args
         elif isinstance(function, nn.Module):
             function, first = type(function).forward, (function,)
-        branches = Branches(function)
+        branches = Branches(function, self.watches_devices)
         with plainly():
             for sample in self._agreed:
                 branches.function(*first, **sample)
