@@ -83,7 +83,7 @@ class Calls(ast.NodeTransformer):
             node.args.insert(0, self.first)
         match node:
             case ast.Call(ast.Attribute(ast.Name(), name) as norm, [_], []) if (
-                self.norms is not None and "norm" in name
+                self.put_off is not None and "norm" in name
             ):
                 self.put_off[name] = None
                 node = ast.Call(ast.Name(PUT_OFF, ast.Load()), [norm, *node.args], [])
