@@ -33,16 +33,29 @@ class Case:
     interleaved: bool = False
     # "rotate", "norm" (QK-norm and rotation), "norm over heads" (the same, with all heads of a token normalised together),
     # "cache" (rotation and the write to a KV cache), "norm cache", "quantised cache", "learned" (rotation with gradients
-    # of the tables), "tables" (cos_sin) or "model" (a whole model)
+    # of the tables), "tables" (cos_sin), "model" (a whole model), "block" (a block of a diffusion model), or a rotary
+    # function of another library: "function of diffusers", "function of comfy-kitchen" or "norm of comfy-kitchen"
     op: str = "rotate"
     mode: str = "inference"  # "inference" (inference_mode), "no_grad", "grad" (forward only), "training" (and backward)
     positions: str = ""  # the dtype of given positions, one for each token; if it is "", positions are 0, 1, 2 ...
     # the dtype of a paged cache; if it is "", a cache has q's dtype, and only several sequences have a paged one
     cache_dtype: str = ""
-    model: str = ""  # the model whose shape a whole model has, a key of MODELS
+    # the model whose shape a whole model has, a key of MODELS; the part of a diffusion model; or the model that has a
+    # function, or the name of the function
+    model: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether it is a whole model, or a block of one."""
+        return self.op in ("model", "block")
+
+    @property
+    def sums(self) -> bool:
+        """Returns whether it computes gradients that are sums over tokens."""
+        return self.mode == "training" and ("norm" in self.op or self.op == "learned")
 
     @property
     def tokens(self) -> int:
@@ -58,8 +71,9 @@ class Case:
             return f"cos_sin of {self.seq} x {self.rotary_dim // 2}"
         if self.op == "model":
             return f"{self.group}: {self.model}, {self.mode} {self.seq}, {self.dtype}"
+        what = f"{self.group}: {self.model}, " if self.model else f"{self.group}: "
         parts = [
-            f"{self.group}: {self.batch} x {count(self.seq)}, {self.heads}/{self.kv_heads} of {self.head_dim}",
+            f"{what}{self.batch} x {count(self.seq)}, {self.heads}/{self.kv_heads} of {self.head_dim}",
             f"rotary_dim {self.rotary_dim}" * (self.rotary_dim != self.head_dim),
             self.dtype,
             self.layout * (self.layout != "bshd"),
@@ -87,7 +101,7 @@ class Case:
         """
         if self.op == "tables":
             return self.seq * self.rotary_dim * 4
-        passes = {"training": 4 if self.op == "rotate" else 5}.get(self.mode, 2)
+        passes = 5 if self.sums else 4 if self.mode == "training" else 2
         size = passes * self.rotated * self.itemsize
         if in_place:  # the channels from rotary_dim on are not moved
             size = size * self.rotary_dim // self.head_dim if "norm" not in self.op else size
@@ -164,6 +178,31 @@ def cases(device: str) -> list[Case]:
         steps += [("SmolLM2-135M", "prompt of", 4096, ("float32",))]
         for m, step, n, dtypes in steps:
             result += [Case("models", n, op="model", model=m, mode=step, dtype=t) for t in dtypes]
+        result += diffusion()
+    return result
+
+
+def diffusion() -> list[Case]:
+    """Returns the cases of rotary functions of diffusers and comfy-kitchen, and of a block of Wan 2.1 1.3B.
+
+    A video of Wan has 32760 tokens (81 frames of 832 x 480 pixels) or 75600 (81 frames of 1280 x 720 pixels).
+    """
+
+    def case(model, seq, heads, op="function of diffusers", mode="inference", interleaved=True, **fields):
+        fields |= {"model": model, "heads": heads, "kv_heads": heads, "interleaved": interleaved}
+        return Case("diffusion", seq, op=op, mode=mode, **fields)
+
+    both = "inference", "training"
+    result = [case("Wan", 4096, 12, mode=mode) for mode in both] + [case("Wan", 4096, 12, dtype="float32")]
+    result += [case("Wan", *shape) for shape in ((4096, 40), (32760, 12), (75600, 12))]
+    result += [case(model, 4096, 24, mode=mode) for model in ("Flux", "Qwen-Image") for mode in both]
+    result += [case("Cosmos", 4096, 24, mode=mode, interleaved=False) for mode in both]
+    # LTX rotates all 2048 channels of a token as one head.
+    result += [case("LTX", 4096, 1, mode=mode, head_dim=2048) for mode in both]
+    for model, op in (("apply_rope", "function of comfy-kitchen"), ("rms_rope", "norm of comfy-kitchen")):
+        result += [case(model, *shape, op) for shape in ((4096, 24), (32760, 12))]
+    result += [case("attention of Wan", 4096, 12, "block")]
+    result += [case("block of Wan", 4096, 12, "block", mode) for mode in both]
     return result
 
 
@@ -310,8 +349,7 @@ def right_answer(case: Case, data: Data) -> tuple[list[Tensor], Tensor | slice]:
     if case.op == "tables":
         positions = torch.arange(case.seq, device=data.device)
         return list(reference.cos_sin(positions, data.inv_freq, dtype=torch.float64)), torch.arange(case.seq)
-    everything = case.mode == "training" and case.op != "rotate"
-    n = case.seq if everything else min(case.seq, max(1, 256 // case.batch))
+    n = case.seq if case.sums else min(case.seq, max(1, 256 // case.batch))
     at = torch.linspace(0, case.seq - 1, n, dtype=torch.float64).round().long().to(data.device)
 
     def exact(x: Tensor) -> Tensor:

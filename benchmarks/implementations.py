@@ -31,6 +31,8 @@ rope = torch.ops.rope
 OURS = "torch_rope"
 EVERY_NORM = "norm", "norm over heads"
 EVERY_CACHE = "cache", "norm cache"
+OF_COMFY = "function of comfy-kitchen", "norm of comfy-kitchen"
+FUNCTIONS = "function of diffusers", *OF_COMFY
 
 
 @dataclass
@@ -111,7 +113,7 @@ def check_cuda(data: Data, module: str) -> None:
 # ---- Rotation ----
 
 
-@adapter("copy", "rotate", *EVERY_NORM, "learned")
+@adapter("copy", "rotate", *EVERY_NORM, "learned", *FUNCTIONS)
 def copy(case: Case, data: Data) -> Run:
     """The limit: reads and writes q and k once (in training twice), into existing memory."""
     pairs = [(torch.empty_like(x), x) for x in (data.q, data.k)] * (2 if case.mode == "training" else 1)
@@ -809,3 +811,119 @@ def model_of(case: Case, data: Data) -> Any:
         kind, sizes = MODELS[case.model]
         data.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).to(data.dtype)
     return data.model
+
+
+# ---- Diffusion models: the rotary functions of diffusers and comfy-kitchen, and a block of a model ----
+
+
+def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
+    """Returns the rotary function of a model of diffusers, and its arguments after x: the tables in its form, and its
+    options."""
+    from diffusers.models import embeddings
+    from diffusers.models.transformers import transformer_ltx, transformer_qwenimage, transformer_wan
+
+    from torch_rope.integrations._conventions import each_twice
+    from torch_rope.integrations.diffusers import Rebuilder
+
+    cos, sin = each_twice(*data.rows, case.interleaved)  # [1, seq, rotary_dim]
+    pair = [(cos[0], sin[0])]
+    if case.model == "Wan":
+        local = Rebuilder().local_functions(transformer_wan.WanAttnProcessor.__call__)
+        return local["apply_rotary_emb"], [cos[:, :, None], sin[:, :, None]], {}
+    if case.model == "Flux":
+        return embeddings.apply_rotary_emb, pair, {"sequence_dim": 1}
+    if case.model == "Cosmos":
+        return embeddings.apply_rotary_emb, pair, {"use_real_unbind_dim": -2}
+    if case.model == "Qwen-Image":
+        return transformer_qwenimage.apply_rotary_emb_qwen, [torch.complex(data.cos, data.sin)], {"use_real": False}
+    return transformer_ltx.apply_rotary_emb, [(cos, sin)], {}
+
+
+@adapter(OURS, "function of diffusers", patched=True)
+@adapter("diffusers", "function of diffusers")
+def rotary_function(case: Case, data: Data, patched=False) -> Run:
+    """The rotary function of a model of diffusers, or what takes its place in a patched model, for q and for k."""
+    from torch_rope.integrations._conventions import ConventionFunction
+    from torch_rope.integrations.diffusers.conventions import CONVENTIONS
+
+    function, tables, options = function_of(case, data)
+    if patched:
+        known = ConventionFunction(function, CONVENTIONS)
+        function = known.with_signature(known.rotator.rotate)
+
+    def rotate(x):
+        if case.model == "LTX":  # x is [batch, seq, channels]
+            return function(x[:, :, 0], *tables, **options)[:, :, None]
+        return function(x, *tables, **options)
+
+    # Cosmos has the heads before the tokens.
+    return run_of(case, data, lambda q, k: (rotate(q), rotate(k)), heads_first=case.model == "Cosmos")
+
+
+@adapter(OURS, *OF_COMFY, backend="torch_rope")
+@adapter("comfy-kitchen", *OF_COMFY, backend="eager")
+def comfy_kitchen(case: Case, data: Data, backend: str) -> Run:
+    """A function of comfy-kitchen for q and k with one of its back ends. The tables are matrices, as in ComfyUI's Wan."""
+    import comfy_kitchen
+
+    from torch_rope.integrations.comfy_kitchen import register
+
+    register()
+    cos, sin = (t[:, :, None] for t in data.rows)
+    matrices = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))
+    function, weights = getattr(comfy_kitchen, case.model), getattr(data, "weights", ())
+
+    def forward(q, k):
+        with comfy_kitchen.use_backend(backend):
+            return function(q, k, matrices, *weights)
+
+    return run_of(case, data, forward)
+
+
+FFN, TEXT, RANK = 8960, 512, 16  # Wan 2.1 1.3B, the tokens of its text, and the rank of the LoRA
+
+
+@adapter("torch_rope fused", "block", patch={"fuse": True})
+@adapter(OURS, "block", patch={})
+@adapter("diffusers", "block")
+def block(case: Case, data: Data, patch: dict | None = None) -> Run:
+    """A block of Wan in diffusers, or its self-attention, with random weights.
+
+    patch: the options of torch_rope.integrations.diffusers.patch, or None. All implementations have the same weights. The
+    result is that of the forward, or in training the gradients of x and of a LoRA's weights for to_q, to_k and to_v.
+    """
+    from torch_rope.integrations import diffusers as integration
+
+    stock, text, times = block_of(case, data)
+    block = deepcopy(stock, {id(p): p for p in stock.parameters()})
+    if patch is not None:
+        integration.patch(block, **patch)
+    x, tables = data.q.flatten(2), [t.repeat_interleave(2, -1)[:, :, None] for t in data.rows]
+    if case.mode != "training":
+        attends = case.model == "attention of Wan"
+        call = partial(block.attn1, x, None, None, tables) if attends else partial(block, x, text, times, tables)
+        return Run(call, lambda y: [y])
+    inputs = [x.requires_grad_(), *(p for p in block.parameters() if p.requires_grad)]
+
+    def train():
+        return torch.autograd.grad(block(x, text, times, tables), inputs, data.gradients[0].flatten(2))
+
+    return Run(train, list, context=torch.enable_grad)
+
+
+def block_of(case: Case, data: Data) -> tuple[torch.nn.Module, Tensor, Tensor]:
+    """Returns the unpatched block of a case, the text and the embedding of the time step. The data keep them."""
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+    if not hasattr(data, "block"):
+        torch.manual_seed(0)
+        width = case.heads * case.head_dim
+        made = WanTransformerBlock(width, FFN, case.heads, cross_attn_norm=True).to(data.dtype).requires_grad_(False)
+        if case.mode == "training":
+            import peft
+
+            names = ["to_q", "to_k", "to_v"]
+            config = peft.LoraConfig(r=RANK, target_modules=names, init_lora_weights=False)
+            made = peft.inject_adapter_in_model(config, made)
+        data.block = made, torch.randn(1, TEXT, width).to(data.dtype), torch.randn(1, 6, width) / 10
+    return data.block

@@ -19,6 +19,7 @@ from .implementations import ADAPTERS, Run
 
 ROUNDS, SECONDS = 11, 2.0  # the largest number of rounds of a case in a pass, and their approximate time
 LONG = 4.0  # seconds; a call that takes longer is timed once
+COLD = 0.5  # seconds; a call that takes longer finds none of its data in the processor's caches
 BLOCK = 1e-3  # seconds; a shorter call is repeated, and the time of all repetitions is divided
 PAGES = 16  # a call that gets this many new pages from the system is timed again
 REST = 5e-3  # seconds between contenders, so that the threads of the previous contender stop spinning
@@ -45,12 +46,12 @@ def measure(
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.95 * available), resource.RLIM_INFINITY))
         # This memory is touched, and the allocator keeps it. So the pages of later results exist already.
-        if case.op != "model":
+        if not case.whole:
             torch.ones(min(available // 2, 2**26 + 8 * case.rotated * case.itemsize), dtype=torch.uint8)
     sets, runs, facts = [], {}, {}
     try:
         sets = [Data(case, device) for _ in range(clock.sets())]
-        expected, tokens = (None, slice(None)) if case.op == "model" else right_answer(case, sets[0])
+        expected, tokens = (None, slice(None)) if case.whole else right_answer(case, sets[0])
     except Exception as error:
         yield from (line(name, *why(error)) for name in makers)
         return
@@ -65,7 +66,7 @@ def measure(
             with torch.enable_grad():
                 of_sets = [make(case, data) for data in sets]
             results = first_results(case, sets[0], of_sets[0], tokens)
-            expected = expected or results  # for a model, the first implementation gives the expected results
+            expected = expected or results  # for a model or block, the first implementation gives the expected results
             if not of_sets[0].limit and (error := what_is_wrong(case, results, expected)):
                 yield line(name, "wrong", error)
                 continue
@@ -143,7 +144,8 @@ def cpu_facts(case: Case, run: Run) -> dict:
     """Returns the peak of the memory that a call allocates, and figures of the operators of torch that it runs.
 
     The figures are the number of operators that compute, the bytes that they read and write, and their floating-point
-    operations; for a whole model, only the first of them. For a compiled function only the memory is returned, because its loops were counted during compilation.
+    operations; for a whole model, only the first of them. For a compiled function only the memory is returned, because
+    its loops were counted during compilation; so it is in the group "diffusion", of which nothing else is shown.
     """
     if case.op == "model":
         with Counter(case) as counter:
@@ -157,7 +159,7 @@ def cpu_facts(case: Case, run: Run) -> dict:
     for event in sorted(memory, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    if run.compiled:
+    if run.compiled or case.group == "diffusion":
         return {"peak_bytes": peak}
     with Counter(case) as counter:
         run.call()
@@ -244,7 +246,7 @@ class Cpu:
     """Times contenders on the CPU, alternately.
 
     Before each timed block, the contender is called once untimed, so that the caches of the processor hold its own data
-    and not the data of the previous contender.
+    and not the data of the previous contender. A call that takes half a second is not, because it is long enough.
     """
 
     def __init__(self, case: Case, rounds: int):
@@ -256,32 +258,33 @@ class Cpu:
     def time(self, runs: dict[str, list[Run]], starting: Callable[[str], None]) -> dict[str, dict]:
         if not runs:
             return {}
+        long, seconds = {"model": (60.0, 40.0), "block": (LONG, 10.0)}.get(self.case.op, (LONG, SECONDS))
         # A call of a whole model may get memory from the system, as it does where it is used.
-        whole = self.case.op == "model"
-        long, seconds, warm = (60.0, 40.0, duration) if whole else (LONG, SECONDS, warm_duration)
+        warm = duration if self.case.whole else warm_duration
         calls, samples = {}, {name: [] for name in runs}
         for name, (run,) in runs.items():
             starting(name)
             with run.context():
                 once = duration(run.call, 1)
-                if once < LONG:
+                if once < COLD:
                     once = min(duration(run.call, 1) for _ in range(3))
             if once > long:
                 samples[name] = [once * 1e6]
             else:
                 calls[name] = max(1, round(BLOCK / once)), once
-        round_seconds = sum((n + 1) * once + REST for n, once in calls.values())
+        round_seconds = sum((n + (once < COLD)) * once + REST for n, once in calls.values())
         gc.collect()
         gc.disable()
         order, shuffle = list(calls), random.Random(0).shuffle
         for _ in range(max(3, min(self.rounds, round(seconds / max(round_seconds, REST))))):
             shuffle(order)  # so that no implementation always follows the same one
             for name in order:
-                repeat, run = calls[name][0], runs[name][0]
+                (repeat, once), run = calls[name], runs[name][0]
                 starting(name)
                 time.sleep(REST)
                 with run.context():
-                    run.call()
+                    if once < COLD:
+                        run.call()
                     samples[name].append(warm(run.call, repeat) * 1e6)
         gc.enable()
         return {name: {"samples_us": s} for name, s in samples.items()}

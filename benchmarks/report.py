@@ -18,7 +18,8 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
 PEER = "transformers"
-PATCHED = "torch_rope", "torch_rope fused"  # whole models
+PATCHED = "torch_rope", "torch_rope fused"  # whole models, and blocks
+DIFFUSION = "diffusers", "comfy-kitchen"
 
 # Why a peer is faster, as far as it is understood: (a part of the case's name, the peer's name) -> reason.
 REASONS: dict[tuple[str, str], str] = {}
@@ -83,13 +84,15 @@ def label(x: dict) -> str:
     return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16") or x["case"]
 
 
+SHOWN = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
+
 # ---- The blocks. Each function returns the text of a block from the lines of a result file. ----
 
 
 def machine(lines: list[dict]) -> str:
     """Returns a sentence about the machine, the date and the versions."""
     found = lines[0]
-    versions = [f"{k} {v}" for k, v in found.items() if k in ("python", "torch", "transformers", "mlx", "onnxruntime")]
+    versions = [f"{k} {v}" for k, v in found.items() if k in SHOWN]
     threads = (
         f"{found['threads']} threads, kernels {found['cpu_kernels']}" if found["device"] == "cpu" else "CUDA graphs"
     )
@@ -270,6 +273,42 @@ def whole_models(lines: list[dict]) -> str:
     return markdown(header, rows) + elsewhere(timed(lines, group="models"))
 
 
+def rotary_functions(lines: list[dict]) -> str:
+    """Returns the times and the memory of rotary functions of other libraries, and of torch_rope in their place."""
+    found = [x for x in timed(lines, group="diffusion") if x["op"] != "block"]
+    rows = []
+    for case in dict.fromkeys(x["case"] for x in found):
+        known = {x["implementation"]: x for x in found if x["case"] == case}
+        ours = known.get(OURS[0])
+        for name in DIFFUSION:
+            if ours and (theirs := known.get(name)):
+                shape = f"{ours['seq']:,} x {ours['heads']} of {ours['head_dim']}, {ours['dtype']}"
+                step = "forward and backward" if ours["mode"] == "training" else "forward"
+                times = [time(x and x["median_us"]) for x in (known.get("copy"), theirs, ours)]
+                memory = [ratio(x["peak_bytes"] / qk_bytes(x)) for x in (theirs, ours)]
+                what = f"{name}, {ours['model']}"
+                rows.append([what, shape, step, *times, ratio(over(theirs, ours)), " / ".join(memory)])
+    header = ["", "tokens x heads", "", "copy", "library", "torch_rope", "library / torch_rope", "peak memory"]
+    return markdown(header, rows) + elsewhere(found)
+
+
+def diffusion_blocks(lines: list[dict]) -> str:
+    """Returns the times and the memory of a block of a diffusion model: unpatched, patched and fused."""
+    found = timed(lines, group="diffusion", op="block")
+    rows = []
+    for case in dict.fromkeys(x["case"] for x in found):
+        known = {x["implementation"]: x for x in found if x["case"] == case}
+        three = [known.get(name) for name in (DIFFUSION[0], *PATCHED)]
+        if all(three):
+            stock, *others = three
+            what = f"{stock['model']}, {'training step with LoRA' if stock['mode'] == 'training' else 'forward'}"
+            memory = " / ".join(f"{x['peak_bytes'] / 1e6:,.0f}" for x in three)
+            times = [time(x["median_us"]) for x in three]
+            rows.append([what, *times, *(gain(stock, x) for x in others), memory])
+    header = ["", "diffusers", "patched", "fused", "diffusers / patched", "diffusers / fused", "peak memory, MB"]
+    return markdown(header, rows) + elsewhere(found)
+
+
 def gain(stock: dict, ours: dict) -> str:
     """Returns how many times as fast as the unpatched model a patched model is, and whether this is noise."""
     return f"{over(stock, ours):.2f}" + ("" if faster(stock, ours) or faster(ours, stock) else " (noise)")
@@ -287,7 +326,7 @@ def wins(lines: list[dict]) -> str:
         if (
             peer["implementation"] in ("copy", *OURS)
             or peer["implementation"] in LEAST
-            or peer.get("group") == "models"
+            or peer.get("op") in ("model", "block")
         ):
             continue
         for name in OURS:
@@ -449,6 +488,8 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "front": front,
     "reasons": reasons,
     "whole models": whole_models,
+    "rotary functions": rotary_functions,
+    "diffusion blocks": diffusion_blocks,
     "details": details(group="sweep", seq=4096),
     "mini-vllm": details(group="mini-vllm"),
     **{name: group(name) for name in ("sweep", "decode", "shapes", "training", "norm", "norm-over-heads")},

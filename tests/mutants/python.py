@@ -7,10 +7,14 @@ FREQUENCIES, MULTIMODAL, MODULE = (
     "torch_rope/rotary_embedding.py",
 )
 REFERENCE, FUNCTIONAL = "torch_rope/reference.py", "torch_rope/functional.py"
-PATCH, ROTATOR, FOUND, BRANCHES, METHODS, REBUILD, FUSE, ANGLES = (
-    f"torch_rope/integrations/transformers/{name}.py"
-    for name in ("__init__", "rotator", "rotary", "branches", "methods", "rebuild", "fuse", "angles")
+PATCH, ROTATOR, FOUND, FUSE, ANGLES = (
+    f"torch_rope/integrations/transformers/{name}.py" for name in ("__init__", "rotator", "rotary", "fuse", "angles")
 )
+ROTATION, ROUNDINGS, BRANCHES, METHODS, REBUILD, NORM, HANDLE, CONVENTIONS = (
+    f"torch_rope/integrations/_{name}.py"
+    for name in ("rotation", "rotary", "branches", "methods", "rebuild", "norm", "patch", "conventions")
+)
+TIMM, COMFY = (f"torch_rope/integrations/{name}.py" for name in ("timm", "comfy_kitchen"))
 VMAP, FLOPS, PARALLEL, IN_PLACE = (
     f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "in_place")
 )
@@ -19,8 +23,9 @@ GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/t
 RUN, WORKER, REPORT = (f"torch_rope/selfcheck/{name}.py" for name in ("run", "worker", "report"))
 SELFCHECK = "tests/tools/test_selfcheck.py"
 ROTARY = "tests/modules/test_rotary_embedding.py"
-TRANSFORMERS, FUSED, EXACT, FAMILIES = (
-    f"tests/integrations/test_{name}.py" for name in ("transformers", "fuse", "exact_angles", "families")
+TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS = (
+    f"tests/integrations/test_{name}.py"
+    for name in ("transformers", "fuse", "exact_angles", "families", "timm", "comfy_kitchen")
 )
 
 MUTANTS = [
@@ -498,42 +503,42 @@ MUTANTS = [
     # patch
     (
         "patch: DeepSeek's reordering is left out",
-        ROTATOR,
+        ROTATION,
         "            if pairing == PAIRINGS[2]:\n                ys = [y.unflatten(",
         "            if False:\n                ys = [y.unflatten(",
         TRANSFORMERS,
     ),
     (
         "patch: the gradient of DeepSeek's reordering is left out",
-        ROTATOR,
+        ROTATION,
         "            if pairing == PAIRINGS[2]:\n                gs =",
         "            if False:\n                gs =",
         FAMILIES,
     ),
     (
         "patch: the first tokens rotate",
-        ROTATOR,
+        ROTATION,
         "(x.shape[seq] - rows, rows)",
         "(0, x.shape[seq])",
         TRANSFORMERS,
     ),
     (
         "patch: the first channels rotate instead of the last",
-        ROTATOR,
+        ROTATION,
         "slice(x.shape[-1] - dim, None) if self.rotation.last_channels else",
         "",
         TRANSFORMERS,
     ),
     (
         "patch: the gradient is rounded once",
-        ROTATOR,
+        ROTATION,
         "has_gradient = rounding.converts_each or rounding.contiguous",
         "has_gradient = rounding.contiguous",
         TRANSFORMERS,
     ),
     (
         "patch: the gradient keeps the strides of that of the result",
-        ROTATOR,
+        ROTATION,
         "[g.contiguous() for g in gs] if rounding.contiguous else gs",
         "gs",
         TRANSFORMERS,
@@ -582,14 +587,14 @@ MUTANTS = [
     ),
     (
         "patch: results that have other bits are taken",
-        FOUND,
+        ROUNDINGS,
         "a.dtype == b.dtype and torch.equal(a, b)",
         "a.dtype == b.dtype and torch.allclose(a, b, 1e-2, 1e-2)",
         TRANSFORMERS,
     ),
     (
         "patch: branches are not examined",
-        FOUND,
+        ROUNDINGS,
         "if condition := branches.one_way():",
         "if condition := None:",
         TRANSFORMERS,
@@ -618,7 +623,7 @@ MUTANTS = [
     (
         "patch: the first tables are not looked at",
         METHODS,
-        "if function.rotation.has_form(tables):",
+        "if function.have_the_form(tables):",
         "if True:",
         TRANSFORMERS,
     ),
@@ -659,16 +664,16 @@ MUTANTS = [
     ),
     (
         "patch: undo leaves the replica's method",
-        PATCH,
+        HANDLE,
         "            vars(r.module).pop(_replicate.__name__, None)\n",
         "",
         TRANSFORMERS,
     ),
     (
         "patch: undo forgets what was there before",
-        PATCH,
-        "= r.before or getattr(",
-        "= getattr(",
+        HANDLE,
+        "name, r.before or getattr(",
+        "name, getattr(",
         TRANSFORMERS,
     ),
     (
@@ -743,7 +748,7 @@ MUTANTS = [
     ),
     (
         "patch: Gemma's 1 is left out",
-        FUSE,
+        NORM,
         "            w = 1.0 + w.float()",
         "            w = w.float()",
         FUSED,
@@ -866,6 +871,92 @@ MUTANTS = [
         "        delattr(module, name)",
         "        pass",
         EXACT,
+    ),
+    # conventions of rotary functions, and timm
+    (
+        "conventions: tables that need a gradient rotate too",
+        CONVENTIONS,
+        "if self.eager and cos.requires_grad and torch.is_grad_enabled():",
+        "if False:",
+        TIMM_TESTS,
+    ),
+    (
+        "conventions: tables that need a gradient do not rotate if results are rounded once",
+        CONVENTIONS,
+        "self.rotator.eager, self.remark = False,",
+        "self.rotator.eager, self.remark = True,",
+        TIMM_TESTS,
+    ),
+    (
+        "conventions: tables that are no rotation rotate",
+        CONVENTIONS,
+        "known[key] = function.have_the_form(tables)",
+        "known[key] = True",
+        TIMM_TESTS,
+    ),
+    (
+        "conventions: the tables of the first image are those of all",
+        CONVENTIONS,
+        "t[0] if batch == 1 else t for t in tables",
+        "t[0] for t in tables",
+        TIMM_TESTS,
+    ),
+    (
+        "conventions: a compiled model looks at its tables",
+        CONVENTIONS,
+        "not torch.compiler.is_compiling() and not self.first_tables(",
+        "not self.first_tables(",
+        TIMM_TESTS,
+    ),
+    (
+        "conventions: heads and seq change places after norm and rotation",
+        CONVENTIONS,
+        "return ys and [y.transpose(1, 2) for y in ys]",
+        "return ys",
+        TIMM_TESTS,
+    ),
+    (
+        "timm: functions that take sin and cos side by side are not found",
+        TIMM,
+        '"(^|_)apply_rot")',
+        '"(^|_)apply_rot_embed$")',
+        TIMM_TESTS,
+    ),
+    # comfy-kitchen
+    (
+        "comfy-kitchen: a table whose matrices are not rotations is used",
+        COMFY,
+        "torch.equal(a, d) and torch.equal(b, -c)",
+        "torch.equal(a, d)",
+        COMFY_TESTS,
+    ),
+    (
+        "comfy-kitchen: a table that was written is not compared again",
+        COMFY,
+        "known is None or known[0] != version",
+        "known is None",
+        COMFY_TESTS,
+    ),
+    (
+        "comfy-kitchen: heads and seq are not swapped",
+        COMFY,
+        "(1, 2) if column.shape[1] == 1 else (1, 1)",
+        "(1, 2)",
+        COMFY_TESTS,
+    ),
+    (
+        "comfy-kitchen: q and k are normalised with one weight",
+        COMFY,
+        "for i in (0, -1))",
+        "for i in (0, 0))",
+        COMFY_TESTS,
+    ),
+    (
+        "comfy-kitchen: the table of q is trimmed to q and rotates a longer k",
+        COMFY,
+        "_rows(name, xs[part][0], given), weights",
+        "_rows(name, xs[0], given), weights",
+        COMFY_TESTS,
     ),
     # the judge of the CUDA kernels
     (

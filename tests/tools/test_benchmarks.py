@@ -18,11 +18,12 @@ MACHINE = {"kind": "machine", "name": "a machine", "device": "cpu", "date": "tod
 
 
 def small(case: cases.Case) -> cases.Case:
-    return dataclasses.replace(case, seq=min(case.seq, 5), batch=min(case.batch, 3), heads=4, kv_heads=2)
+    heads = {"heads": min(case.heads, 4), "kv_heads": min(case.kv_heads, 2)}
+    return dataclasses.replace(case, seq=min(case.seq, 5), batch=min(case.batch, 3), **heads)
 
 
 ON_GPUS = (*report.LEAST, *report.WAYS)  # not in the results of a CPU
-SMALL = {c.name: c for c in map(small, cases.cases("cpu")) if c.op != "model"}
+SMALL = {c.name: c for c in map(small, cases.cases("cpu")) if not c.whole}
 
 
 @pytest.fixture
@@ -87,6 +88,43 @@ def test_the_table_of_whole_models_marks_what_is_within_noise():
         lines.append({"case": "models: X, prompt of 5, float32", "group": "models", "implementation": name} | times)
     row = "| X, prompt of 5, float32 | 130 µs | 129 µs | 100 µs | 1.01 (noise) | 1.30 | 30 / 20 / 10 |"
     assert row in report.whole_models(lines)
+
+
+@pytest.mark.parametrize("model, mode", [("attention of Wan", "inference"), ("block of Wan", "training")])
+def test_blocks_are_compared_with_the_unpatched_one(model, mode, measured, monkeypatch):
+    pytest.importorskip("diffusers")
+    pytest.importorskip("peft")
+    monkeypatch.setattr(implementations, "FFN", 32)
+    case = cases.Case("diffusion", 5, heads=2, kv_heads=2, head_dim=16, op="block", model=model, mode=mode)
+
+    def other_weights(case, data):
+        return implementations.block(case, cases.Data(case, "cpu"), patch={})
+
+    monkeypatch.setitem(implementations.ADAPTERS, ("block", "other weights"), other_weights)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)  # so that a second block has other weights
+    found = measured(case, ["diffusers", "torch_rope", "torch_rope fused", "other weights"])
+    assert found.pop("other weights")["status"] == "wrong"
+    assert {x["status"] for x in found.values()} == {"timed"}
+    assert all(x["peak_bytes"] > 0 for x in found.values())
+
+
+def test_the_tables_of_diffusion_models_show_times_and_memory():
+    lines = []
+    for op, mode, model in (
+        ("function of diffusers", "inference", "Wan"),
+        ("norm of comfy-kitchen", "inference", "rms_rope"),
+        ("block", "training", "block of Wan"),
+    ):
+        case = cases.Case("diffusion", 4096, heads=12, kv_heads=12, op=op, mode=mode, model=model)
+        library = "comfy-kitchen" if "comfy" in op else "diffusers"
+        for name, us, memory in ((library, 300.0, 4), ("torch_rope", 100.0, 1), ("torch_rope fused", 110.0, 2)):
+            times = {"status": "timed", "median_us": us, "q1_us": us - 9, "q3_us": us + 9, "implementation": name}
+            lines.append(dataclasses.asdict(case) | times | {"case": case.name, "peak_bytes": memory * 25165824 * 2})
+    table = report.rotary_functions(lines)
+    assert "| diffusers, Wan | 4,096 x 12 of 128, bfloat16 | forward | | 300 µs | 100 µs | 3.0 | 8.0 / 2.0 |" in table
+    assert "| comfy-kitchen, rms_rope |" in table and "block" not in table
+    row = "| block of Wan, training step with LoRA | 300 µs | 100 µs | 110 µs | 3.00 | 2.73 | 201 / 50 / 101 |"
+    assert row in report.diffusion_blocks(lines)
 
 
 def of_cache(op: str) -> dict:

@@ -154,7 +154,7 @@ class ConventionRotator(Rotator):
 
     def try_to_rotate(self, xs: tuple, others: tuple, caller: Any = None) -> tuple[Tensor, ...] | None:
         """Returns the rotated tensors, or None if the function itself must be called."""
-        put_off = all(type(x) is PutOff for x in xs)
+        put_off = all(type(x) is PutOff and not x.is_computed() for x in xs)
         tensors = [x.x if put_off else x.result() if type(x) is PutOff else x for x in xs]
         reading = self.convention.read(tensors[0], *others)
         if reading is None:

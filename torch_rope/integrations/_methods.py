@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_rope.integrations._put_off import results
 from torch_rope.integrations._rebuild import Source, copy_of, names, wrapped
 from torch_rope.integrations._rotary import Call, RotaryFunction
 
@@ -74,12 +75,19 @@ class Calls(ast.NodeTransformer):
     def __init__(self, rotary: set[str], first: ast.expr, local: Collection[str] = (), halves: Collection[str] = ()):
         self.rotary, self.first, self.local, self.halves, self.found = rotary, first, local, halves, []
         self.put_off: dict[str, None] | None = None  # the names of norms that are called, if they are put off
+        self.rebuilt: Collection[str] = ()  # the names of functions that take what is put off as it is
 
     def visit_Call(self, node: ast.Call) -> ast.Call:  # noqa: N802  ast looks for this name
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in self.rotary:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if self.put_off is not None and name not in self.rebuilt:
+            node.args = [_result(a) if isinstance(a, ast.Name | ast.Call) else a for a in node.args]
+            for keyword in node.keywords:
+                if isinstance(keyword.value, ast.Name | ast.Call) and keyword.arg:
+                    keyword.value = _result(keyword.value)
+        if name in self.rotary:
             self.found.append(node)
-            node.func = ast.Name(with_caller(node.func.id), ast.Load())
+            node.func = ast.Name(with_caller(name), ast.Load())
             node.args.insert(0, self.first)
         match node:
             case ast.Call(ast.Attribute(ast.Name(), name) as norm, [_], []) if (
@@ -87,6 +95,12 @@ class Calls(ast.NodeTransformer):
             ):
                 self.put_off[name] = None
                 node = ast.Call(ast.Name(PUT_OFF, ast.Load()), [norm, *node.args], [])
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.Return:  # noqa: N802
+        self.generic_visit(node)
+        if self.put_off is not None and node.value is not None:
+            node.value = _result(node.value)
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
@@ -103,7 +117,12 @@ class Calls(ast.NodeTransformer):
         return node if node.names else ast.Pass()
 
 
-PUT_OFF = "_torch_rope_put_off"
+PUT_OFF, RESULT = "_torch_rope_put_off", "_torch_rope_result"
+
+
+def _result(node: ast.expr) -> ast.expr:
+    """Returns an expression for a value in which the tensors that were put off are computed."""
+    return ast.Call(ast.Name(RESULT, ast.Load()), [node], [])
 
 
 def product_of(node: ast.AST) -> tuple[str, ast.expr, ast.expr, ast.expr] | None:
@@ -239,8 +258,8 @@ class Rebuilder(ABC):
         called = {site.name for site in sites} - halves
         calls = Calls(called, caller(source.node, is_method), self.local_functions(function), halves)
         if self.put_off is not None:
-            calls.put_off = {}
-            variables = variables | {PUT_OFF: self.put_off}
+            calls.put_off, calls.rebuilt = {}, variables
+            variables = variables | {PUT_OFF: self.put_off, RESULT: results}
         source.node.body = [calls.visit(statement) for statement in source.node.body]
         new = source.rebuild(variables | self.checked(sites))
         new._torch_rope = calls_of(sites, variables)

@@ -48,9 +48,12 @@ def find_norm(module: nn.Module) -> Norm | None:
         x = torch.randn(7, dim, device="cpu", dtype=torch.float32) * eps**0.5 * torch.tensor([[1.0]] * 4 + [[1e4]] * 3)
         x = x.to(dtype).float()
         try:
-            actual = module(x.to(device, dtype)).float().cpu()
+            actual = module(x.to(device, dtype))
         except Exception:  # the module takes something else
             return None
+        if not isinstance(actual, Tensor) or actual.dtype != dtype:
+            return None
+        actual = actual.float().cpu()
         expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         for plus_one in (False, True):
             if close(actual, expected * (w + plus_one), dtype):

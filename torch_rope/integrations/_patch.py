@@ -145,7 +145,7 @@ def replaced_in(
 
     Raises NotImplementedError if something rotates in a way that is not supported, ValueError if it is patched already.
     """
-    replaced = []
+    replaced, classes = [], {}  # torch.compile compiles once for all processors of one class
     for path, module in model.named_modules():
         rebuilder.paths[module] = path = path or "the model itself"
         where = f"{name or type(model).__name__} is not patched: {{}} of {path}"
@@ -160,7 +160,10 @@ def replaced_in(
                 rebuilder.paths[value] = f"{path}.{attribute}".lstrip(".")
                 methods = {name: new for name, _, new in _rebuilt(where, value, rebuilder, before)}
                 if methods:
-                    now, calls = _processor(value, methods), {c: 0 for f in methods.values() for c in f._torch_rope}
+                    key = type(value), *methods.values()
+                    classes[key] = classes.get(key) or _processor_class(type(value), methods)
+                    now, calls = object.__new__(classes[key]), {c: 0 for f in methods.values() for c in f._torch_rope}
+                    vars(now).update(vars(value))
                     rebuilder.paths[now] = rebuilder.paths[value]
                     note = _put_off_in(module, methods.values())
                     replaced.append(Replaced(path, module, attribute, value, now, tuple(calls), note, _keep_state))
@@ -213,12 +216,11 @@ def _is_processor(value: Any) -> bool:
     return isinstance(call, types.FunctionType) and call is not nn.Module.__call__ and hasattr(value, "__dict__")
 
 
-def _processor(value: Any, methods: dict[str, Callable]) -> Any:
-    """Returns a copy of an object whose class has these methods. Its state is that of the object."""
-    old = type(value)
+def _processor_class(old: type, methods: dict[str, Callable]) -> type:
+    """Returns a subclass that has these methods, and whose objects are pickled as objects of the class."""
 
     def reduce(self, _):  # pickle finds the old class by its name
-        return copyreg.__newobj__, (old,), vars(self)
+        return copyreg._reconstructor, (old, object, None), vars(self)
 
     def deepcopy(self, memo):
         new = type(self).__new__(type(self))
@@ -227,11 +229,7 @@ def _processor(value: Any, methods: dict[str, Callable]) -> Any:
         return new
 
     more = {"__module__": old.__module__, "__qualname__": old.__qualname__}
-    new = object.__new__(
-        type(old.__name__, (old,), methods | more | {"__reduce_ex__": reduce, "__deepcopy__": deepcopy})
-    )
-    vars(new).update(vars(value))
-    return new
+    return type(old.__name__, (old,), methods | more | {"__reduce_ex__": reduce, "__deepcopy__": deepcopy})
 
 
 def _keep_state(replaced: Replaced) -> None:

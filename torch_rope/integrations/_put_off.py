@@ -5,6 +5,7 @@ join it with other tensors. :class:`PutOff` stands for the normalised tensor: a 
 function takes it as it is, and anything else computes the norm.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ def put_off(module: Any, x: Any) -> Any:
     if norm is None or module.weight.dtype != x.dtype or module.weight.shape != x.shape[-1:]:
         return module(x)
     m = module
+    if "forward" in vars(m):  # accelerate and diffusers put their hooks there
+        return module(x)
     if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks or _has_any_global_hook():
         return module(x)
     return PutOff(module, norm, x)
@@ -49,23 +52,27 @@ class PutOff:
         module: computes the norm.
         norm: what it computes.
         x: what the result would be made of, with the views that were taken of the result.
-        compute: returns the result.
+        base: what this is a view of, and a function that takes the view.
     """
 
-    def __init__(self, module: nn.Module, norm: Norm, x: Tensor, compute: Callable[[], Tensor] | None = None):
+    def __init__(self, module: nn.Module, norm: Norm, x: Tensor, base: tuple["PutOff", Callable] | None = None):
         self.module, self.norm, self.x = module, norm, x
-        self._compute, self._result = compute or (lambda: module(x)), None
+        self._base, self._result = base, None
 
     def result(self) -> Tensor:
         """Returns the normalised tensor."""
         if self._result is None:
-            self._result = self._compute()
+            self._result = self.module(self.x) if self._base is None else self._base[1](self._base[0].result())
         return self._result
+
+    def is_computed(self) -> bool:
+        """Returns whether the norm was computed. The result may have been changed in place since."""
+        return self._result is not None or (self._base is not None and self._base[0].is_computed())
 
     # ---- what stays put off ----
 
     def _view(self, x: Tensor, method: str, *args: Any) -> "PutOff":
-        return PutOff(self.module, self.norm, x, lambda: getattr(self.result(), method)(*args))
+        return PutOff(self.module, self.norm, x, (self, lambda result: getattr(result, method)(*args)))
 
     def _is_whole(self) -> bool:
         """Returns whether the last dimension is the one that is normalised, and was not divided into heads."""
@@ -76,21 +83,26 @@ class PutOff:
             return self._view(self.x.unflatten(dim, sizes), "unflatten", dim, sizes)
         return self.result().unflatten(dim, sizes)
 
-    def view(self, *shape: Any) -> Any:
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list | torch.Size) else shape
-        if self._is_whole() and all(isinstance(n, int) for n in sizes) and len(sizes) == self.x.dim() + 1:
-            new = self.x.view(sizes)
-            if new.shape[:-2] == self.x.shape[:-1]:  # the last dimension was divided
-                return self._view(new, "view", sizes)
-        return self.result().view(*shape)
+    def view(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._divided("view", shape, kwargs)
 
-    reshape = view
+    def reshape(self, *shape: Any, **kwargs: Any) -> Any:
+        return self._divided("reshape", shape, kwargs)
 
-    def transpose(self, first: int, second: int) -> Any:
+    def _divided(self, method: str, shape: tuple, kwargs: dict) -> Any:
+        """Returns a view or reshaped tensor, which is put off if it only divides the last dimension into two."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        *first, heads, dim = sizes if len(sizes) == self.x.dim() + 1 else (None, 0, 0)
+        divides = all(n in (-1, size) for n, size in zip(first, self.x.shape, strict=False))
+        if self._is_whole() and divides and not kwargs and (-1 not in first or heads * dim == self.x.shape[-1]):
+            return self._view(self.x.unflatten(-1, (heads, dim)), method, sizes)
+        return getattr(self.result(), method)(*shape, **kwargs)
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
         last = self.x.dim() - 1
-        if last in (first % self.x.dim(), second % self.x.dim()):
-            return self.result().transpose(first, second)
-        return self._view(self.x.transpose(first, second), "transpose", first, second)
+        if last in (dim0 % self.x.dim(), dim1 % self.x.dim()):
+            return self.result().transpose(dim0, dim1)
+        return self._view(self.x.transpose(dim0, dim1), "transpose", dim0, dim1)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and args in ((self.x.dtype,), (self.x.device,)):
@@ -125,11 +137,11 @@ class PutOff:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return function(*_results(args), **_results(kwargs or {}))
+        return function(*results(args), **results(kwargs or {}))
 
 
 def _operator(name: str) -> Callable:
-    return lambda self, *args: getattr(self.result(), name)(*_results(args))
+    return lambda self, *args: getattr(self.result(), name)(*results(args))
 
 
 for _name in [
@@ -147,7 +159,17 @@ for _name in [
     "mul",
     "matmul",
     "truediv",
+    "floordiv",
+    "mod",
     "pow",
+    "and",
+    "or",
+    "xor",
+    "pos",
+    "contains",
+    "reversed",
+    "index",
+    "array",
     "eq",
     "ne",
     "lt",
@@ -156,19 +178,20 @@ for _name in [
     "ge",
 ]:
     setattr(PutOff, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ["add", "sub", "mul", "matmul", "truediv", "pow"]:
+for _name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]:
     setattr(PutOff, f"__r{_name}__", _operator(f"__r{_name}__"))
     setattr(PutOff, f"__i{_name}__", _operator(f"__i{_name}__"))
 
 
-def _results(value: Any) -> Any:
-    """Returns a value in which the tensors that were put off are computed."""
+def results(value: Any) -> Any:
+    """Returns a value in which the tensors that were put off are computed. If there are none, it is the value itself."""
     if isinstance(value, PutOff):
         return value.result()
     if type(value) in (tuple, list):
-        return type(value)(map(_results, value))
+        new = [results(v) for v in value]
+        return value if all(map(operator.is_, new, value)) else type(value)(new)
     if type(value) is dict:
-        return {k: _results(v) for k, v in value.items()}
+        return dict(zip(value, results([*value.values()]), strict=True))
     return value
 
 

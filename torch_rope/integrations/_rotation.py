@@ -123,6 +123,7 @@ class Rotator:
             angles.has_gradient
             and torch.is_grad_enabled()
             and any(x.requires_grad for x in tensors)
+            and not torch.compiler.is_compiling()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
             and torch.autograd.forward_ad._current_level < 0

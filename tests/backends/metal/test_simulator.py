@@ -521,6 +521,12 @@ def test_torch_uses_the_simulated_device():
             torch.ops.no_kernel.f(x)
 
 
+def test_an_operator_of_torch_that_works_in_place_keeps_the_strides():
+    x = torch.zeros(2, 3).to("mps").t()
+    x += torch.arange(6.0).view(3, 2).to("mps")
+    assert x.stride() == (1, 3) and torch.equal(x.cpu(), torch.arange(6.0).view(3, 2))
+
+
 def test_large_buffers_are_sparse(_memory_of_others):
     """A buffer of 4 GiB needs almost no memory."""
     x = torch.empty(2**31, dtype=torch.float16, device="mps")

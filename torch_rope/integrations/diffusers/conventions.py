@@ -120,6 +120,13 @@ def _last_angles(s):
     yield s.x(s.batch, s.seq, s.heads), torch.cat([a, a], -1)
 
 
+def _read_once(s, *shape):
+    """Returns tables of which the even channels of cos and the odd channels of sin are read. The others hold something
+    else."""
+    cos, sin, other = *s.angles(*shape), s.angles(*shape)[0]
+    return torch.stack([cos, other], -1).flatten(-2), torch.stack([other, sin], -1).flatten(-2)
+
+
 def _read_side_by_side(x, table):
     """table: [batch, seq, 2 * rotary_dim], cos and sin side by side."""
     cos, sin = table.unsqueeze(-2).chunk(2, -1)
@@ -127,7 +134,7 @@ def _read_side_by_side(x, table):
 
 
 def _side_by_side(s):
-    yield s.x(s.batch, s.seq, s.heads), torch.cat(each_twice(*s.angles(s.batch, s.seq), True), -1)
+    yield s.x(s.batch, s.seq, s.heads), torch.cat(_read_once(s, s.batch, s.seq), -1)
 
 
 # ---- cos and sin as one argument ----
@@ -194,7 +201,7 @@ def _read_even_odd(x, cos, sin):
 
 
 def _even_odd(s):
-    yield s.x(s.batch, s.seq, s.heads)[..., :16], *each_twice(*s.angles(1, s.seq, 1), True)
+    yield s.x(s.batch, s.seq, s.heads)[..., :16], *_read_once(s, 1, s.seq, 1)
 
 
 def _apart(s):

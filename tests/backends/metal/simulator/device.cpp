@@ -107,6 +107,7 @@ at::Tensor& zero_(at::Tensor& t) {
 at::Scalar item(const at::Tensor& t) { return on_host(t).item(); }
 
 const at::Tensor& resize_(const at::Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  if (t.sizes() == size) return t;  // with its strides
   const c10::Storage& storage = t.storage();
   const size_t bytes = size_t(c10::multiply_integers(size) + t.storage_offset()) * t.element_size();
   if (storage.nbytes() < bytes) {

@@ -1,0 +1,175 @@
+"""Tests that attention layers of diffusers rotate on Metal, which has no float64 and is slow with complex numbers.
+
+On a Mac these tests run on the GPU.
+"""
+
+import copy
+
+import pytest
+import torch
+from cases import needed
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+needed("diffusers")
+from diffusers.models.attention_processor import Attention  # noqa: E402
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed  # noqa: E402
+from diffusers.models.transformers.transformer_qwenimage import (  # noqa: E402
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenEmbedRope,
+)
+from diffusers.models.transformers.transformer_wan import (  # noqa: E402
+    WanAttention,
+    WanAttnProcessor,
+    WanRotaryPosEmbed,
+)
+
+from torch_rope.integrations.diffusers import patch  # noqa: E402
+
+# The largest allowed differences from the CPU, as parts of the largest element.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 0.03}
+AXES = [4, 6, 6]
+
+
+@pytest.fixture(autouse=True)
+def _only_on_metal(device):
+    if device != "mps":
+        pytest.skip("this test is for Metal only")
+
+
+@pytest.fixture(autouse=True)
+def _attention(monkeypatch):
+    """The simulated device has no scaled_dot_product_attention, so its formula takes its place."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+
+
+class Watch(TorchDispatchMode):
+    """Fails if an operator computes with complex numbers or in float64. Views of a complex table may be taken.
+
+    Attributes:
+        called: the operators of torch_rope that were called.
+        devices: the devices of their tensors.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.devices = set(), set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if torch.is_tensor(t)]
+        if not operator.is_view:
+            assert not any(t.is_complex() or t.dtype == torch.float64 for t in tensors), operator
+        if operator.namespace == "rope":
+            self.called.add(operator.overloadpacket.__name__)
+            self.devices.update(t.device.type for t in tensors)
+        return out
+
+
+class Flux(nn.Module):
+    """Attends to 3 tokens of text and 4 of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope, self.attention = FluxPosEmbed(10000, AXES), FluxAttention(32, 2, 16, added_kv_proj_dim=32)
+
+    def tables(self, device):
+        positions = torch.cartesian_prod(torch.arange(7), torch.tensor([1023]), torch.tensor([2047]))
+        return self.rope(positions.to(device))
+
+    def forward(self, image, text, tables):
+        return self.attention(image, text, image_rotary_emb=tables)
+
+
+class Wan(nn.Module):
+    """Attends to 4 tokens of a video."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope = WanRotaryPosEmbed(16, (1, 1, 1), 32)
+        self.attention = WanAttention(32, 2, 16, processor=WanAttnProcessor())
+
+    def tables(self, device):
+        return self.rope(torch.empty(1, 1, 1, 2, 2, device=device))
+
+    def forward(self, image, text, tables):
+        return (self.attention(image, rotary_emb=tables),)
+
+
+class QwenImage(nn.Module):
+    """Attends to 3 tokens of text and 4 of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope = QwenEmbedRope(10000, AXES, scale_rope=True)
+        self.attention = Attention(
+            query_dim=32,
+            added_kv_proj_dim=32,
+            dim_head=16,
+            heads=2,
+            out_dim=32,
+            context_pre_only=False,
+            bias=True,
+            qk_norm="rms_norm",
+            processor=QwenDoubleStreamAttnProcessor2_0(),
+        )
+
+    def tables(self, device):
+        return self.rope([(1, 2, 2)], torch.device(device), 3)
+
+    def forward(self, image, text, tables):
+        return self.attention(image, encoder_hidden_states=text, image_rotary_emb=tables)
+
+
+def attention(query, key, value, **_):
+    return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+
+LAYERS = [Flux, Wan, QwenImage]
+
+
+def step(layer, image, text, tables):
+    """Returns the results of a layer as one tensor, and all gradients as another."""
+    given = [x.clone().requires_grad_() for x in (image, text)]
+    results = layer(*given, tables)
+    result = torch.cat([r.flatten() for r in results])
+    used = [*given[: len(results)], *layer.parameters()]
+    weights = torch.linspace(-1, 1, len(result)).to(result)
+    gradients = torch.autograd.grad(result, used, weights, allow_unused=True)
+    return result, torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_a_layer_rotates_without_complex_numbers_and_float64(layer_class, dtype, fuse, device):
+    layer = layer_class().to(dtype)
+    on_metal = copy.deepcopy(layer).to(device)
+    for each in (layer, on_metal):
+        patch(each, fuse=fuse)
+    inputs = [torch.randn(2, 4, 32).to(dtype), torch.randn(2, 3, 32).to(dtype), layer_class().tables("cpu")]
+    expected = step(layer, *inputs)
+    metal_inputs = tree_map(lambda t: t.to(device), inputs)
+    with Watch() as watch:
+        watched = step(on_metal, *metal_inputs)
+    fused = {"norm_rotate_qk", "_norm_rotate_qk_backward"}  # Flux puts q of text and image together after the norm
+    assert watch.called == (fused if fuse and layer_class is not Flux else {"rotate"})
+    assert watch.devices == {"mps"}
+    for actual in (watched, step(on_metal, *metal_inputs)):  # without the mode, gradients are computed in another way
+        for a, e in zip(actual, expected, strict=True):
+            assert (a.cpu().float() - e.float()).abs().max() < ROUNDING[dtype] * e.abs().max()
+
+
+@pytest.mark.parametrize("layer_class", [Flux, QwenImage])
+def test_exact_angles_are_computed_on_the_cpu_and_have_its_bits(layer_class, device):
+    layer = layer_class().to(device)
+    stock = layer.tables(device)
+    patch(layer, exact_angles=True)
+    expected = layer.tables("cpu")
+    for _ in range(2):
+        tables = layer.tables(device)
+        assert all(t.device.type == "mps" and t.dtype == s.dtype for t, s in zip(tables, stock, strict=True))
+        assert all(torch.equal(t.cpu(), e) for t, e in zip(tables, expected, strict=True))
+    assert not all(torch.equal(t.cpu(), s.cpu()) for t, s in zip(tables, stock, strict=True))
