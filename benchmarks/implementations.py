@@ -863,7 +863,7 @@ def rotary_function(case: Case, data: Data, patched=False) -> Run:
 @adapter(OURS, *OF_COMFY, backend="torch_rope")
 @adapter("comfy-kitchen", *OF_COMFY, backend="eager")
 def comfy_kitchen(case: Case, data: Data, backend: str) -> Run:
-    """A function of comfy-kitchen for q and k with one of its back ends. The tables are matrices, as in ComfyUI's Wan."""
+    """A function of comfy-kitchen for q and k with one of its back ends. Tables are matrices, as in ComfyUI's Wan."""
     import comfy_kitchen
 
     from torch_rope.integrations.comfy_kitchen import register
@@ -889,8 +889,8 @@ FFN, TEXT, RANK = 8960, 512, 16  # Wan 2.1 1.3B, the tokens of its text, and the
 def block(case: Case, data: Data, patch: dict | None = None) -> Run:
     """A block of Wan in diffusers, or its self-attention, with random weights.
 
-    patch: the options of torch_rope.integrations.diffusers.patch, or None. All implementations have the same weights. The
-    result is that of the forward, or in training the gradients of x and of a LoRA's weights for to_q, to_k and to_v.
+    patch: the options of torch_rope.integrations.diffusers.patch, or None. All implementations have the same weights.
+    The result is that of the forward, or in training the gradients of x and of a LoRA for to_q, to_k and to_v.
     """
     from torch_rope.integrations import diffusers as integration
 

@@ -25,7 +25,8 @@ from .measure import line, measure, quartiles
 
 FOLDER = Path(__file__).parent / "results"
 SILENCE = 120  # seconds; a process that sends nothing for this long is ended
-PACKAGES = "numpy transformers rotary-embedding-torch mlx onnxruntime triton liger-kernel flash-attn flashinfer-python xformers diffusers comfy-kitchen peft"
+PACKAGES = "numpy transformers rotary-embedding-torch mlx onnxruntime triton liger-kernel flash-attn flashinfer-python xformers"
+PACKAGES += " diffusers comfy-kitchen peft"
 # Modules that are imported once. Otherwise the process of each case would import them again.
 PRELOAD = ["torch._inductor.compile_fx"] + [
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt_neox", "glm", "qwen3")

@@ -1,6 +1,5 @@
 """Tests of patch for diffusers: the bits of every model, and what patch changes, leaves alone and refuses."""
 
-import contextlib
 import copy
 import functools
 import io
@@ -391,8 +390,7 @@ def counting(graphs):
     return backend
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("make", [flux, wan], ids=["flux", "wan"])
+@pytest.mark.parametrize("make, fuse", [(flux, True), (wan, False), (wan, True)])
 def test_a_patched_model_compiles_to_one_graph(make, fuse):
     """The norms stay as they are there. torch.compile compiles again after undo()."""
     model, inputs = make()
@@ -780,6 +778,34 @@ def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(r
         "channels of a pair, which is no rotation, so it computes as without torch_rope"
     )
     assert rotations == [False, False]
+
+
+def test_a_compiled_model_rotates_by_no_wrong_tables():
+    """It raises an error, unless its tables were seen before: then it computes as without torch_rope."""
+    model, (x, *_) = attention(ImportingProcessor())
+    angle = torch.randn(1, 6, 1, 16)
+    args = x, angle.cos(), angle.sin()
+    expected = model.attention(*args)
+    with patch(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model.attention, fullgraph=True, backend="aot_eager")
+        with pytest.raises(RuntimeError, match="call the model once without torch.compile"):
+            compiled(*args)
+        model.attention(*args)
+        torch.testing.assert_close(compiled(*args), expected)
+
+
+def test_tables_without_numbers(rotations):
+    """Shapes are found out on the device meta and with fake tensors."""
+    for fuse in (False, True):
+        model, inputs = flux()
+        with patch(model, fuse=fuse), torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = {n: mode.from_tensor(x) for n, x in inputs.items()}
+            assert out(model, fake).shape == (2, 12, 4)
+        with patch(model.to("meta"), fuse=fuse):
+            rotations.clear()
+            assert out(model, {n: x.to("meta") for n, x in inputs.items()}).shape == (2, 12, 4)
+            assert all(rotations)
 
 
 def test_shapes_and_dtypes_that_were_not_tried_are_left_to_the_function(rotations):
@@ -1178,7 +1204,7 @@ def wan_tables(model):
 
 def hunyuan_video_tables(model):
     angle = by_axis(points(1, 1, 4500), (8, 12, 12), theta=256)
-    return model.rope(torch.empty(1, 4, 1, 1, 9000)), cos_sin(angle)
+    return model.rope(torch.empty(1, 4, 1, 2, 9000)), cos_sin(angle)
 
 
 def qwen_tables(model):
@@ -1205,7 +1231,7 @@ def kandinsky_tables(model):
 
 def ideogram_tables(model):
     ids = torch.tensor([[[69857, 65539, 70001], [1, 2, 99999]]])
-    axis = torch.tensor([j % 3 if 0 < j % 3 and j < 15 else 0 for j in range(16)])
+    axis = torch.tensor([j % 3 if j % 3 > 0 and j < 15 else 0 for j in range(16)])
     return model.rotary_emb(ids), cos_sin(ids[..., axis].double() * frequencies(32), interleaved=False)
 
 

@@ -222,6 +222,15 @@ def test_the_first_tables_of_each_layer_are_looked_at(fuse):
     assert torch.equal(model(q, k, 2, 3)[0], expected[0])
 
 
+def test_the_first_tables_of_a_later_layer_are_looked_at_too():
+    q, k = torch.randn(1, 3, 6, 16), torch.randn(1, 2, 6, 16)
+    layers = nn.ModuleList([Counts(), Counts()])
+    patch(layers)
+    layers[0](q, k, *Diagonal()(2, 3))
+    with pytest.raises(NotImplementedError, match=r"apply_rotary_pos_emb of 1 \(Counts\) was called with"):
+        layers[1](q, k, *Axial()(2, 3))
+
+
 def test_undo_names_the_method_that_was_replaced_since():
     model = make()
     handle = patch(model)
@@ -419,7 +428,20 @@ def test_every_form_has_the_bits_and_the_gradients_of_the_function(function, dty
         if function in (longer_k, prefix) and e.dtype != torch.float32 and a is not e:
             torch.testing.assert_close(a, e)  # these gradients may be rounded once more
         else:
-            assert torch.equal(a, e) and (a.stride() == e.stride() or not a.requires_grad)
+            assert torch.equal(a, e) and a.stride() == e.stride(), (a.requires_grad, a.stride(), e.stride())
+
+
+def k_may_be_none(q, k, cos, sin, unsqueeze_dim=1):
+    """Returns None for k that is None."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(None if x is None else x * cos + rotate_half(x) * sin for x in (q, k))
+
+
+def test_k_that_is_none_is_returned():
+    new = rotary.RotaryFunction(k_may_be_none).replacement("new")
+    q, angle = torch.randn(2, 3, 5, 16), torch.randn(2, 5, 8).repeat(1, 1, 2)
+    actual, expected = (f(q, None, angle.cos(), angle.sin()) for f in (new, k_may_be_none))
+    assert torch.equal(actual[0], expected[0]) and actual[1] is expected[1] is None
 
 
 def test_the_handle_says_how_it_rounds(monkeypatch):
@@ -448,9 +470,12 @@ def test_the_tables_of_all_layers_are_read_once_and_forgotten_with_them(monkeypa
         function.rotator.rotate((q, k), tables, 1, 3), apply_rotary_pos_emb(q, k, *tables), strict=True
     ):
         assert torch.equal(actual, expected)
-    function.rotator.rotate((q, k), (tables[0], tables[1].clone()), 1, 4)  # another sin
-    function.rotator.rotate((q.bfloat16(), k.bfloat16()), tables, 1, 5)
-    assert seen == [0, 4, 5]
+    function.rotator.rotate((q.bfloat16(), k.bfloat16()), tables, 1, 4)
+    others = [t.clone() for t in tables]
+    function.rotator.rotate((q, k), (tables[0], others[1]), 1, 5)  # another sin
+    function.rotator.rotate((q, k), others, 1, 6)  # another cos
+    function.rotator.rotate((q, k), tables, 1, 7)
+    assert seen == [0, 4, 5, 6, 7]
     storage = weakref.ref(tables[0])
     del tables
     assert storage() is None and function.rotator._last is None
@@ -550,6 +575,7 @@ def apply_rotary_that_branches(q, k, cos, sin, unsqueeze_dim=1):
         ("of_length(q, sin)", 'and "len(x) > 99" in line'),
         ("sin if sin is not None else -sin", ""),
         ("sin if q.shape[-2] > 64 else sin", ""),
+        ("sin\n    if q.dim() > 9:\n        raise ValueError", ""),
         ("sin if q.dtype == torch.float32 else sin * 1", 'and "q.dtype == torch.float32" in line 4'),
     ],
 )
@@ -562,6 +588,16 @@ def test_a_branch_that_was_not_taken_is_refused(statement, refused, tmp_path):
     function = names["apply_rotary_that_branches"]
     with pytest.raises(NotImplementedError, match=re.escape(refused)) if refused else contextlib.nullcontext():
         rotary.RotaryFunction(function)
+
+
+def test_a_function_whose_file_has_changed_is_refused(tmp_path):
+    file = tmp_path / "modeling_changing.py"
+    file.write_text(branching("sin"))
+    names = {"rotate_half": rotate_half, "__name__": __name__}
+    exec(compile(file.read_text(), file, "exec"), names)
+    file.write_text(branching("cos"))
+    with pytest.raises(NotImplementedError, match="has a source that differs from the code that runs"):
+        rotary.RotaryFunction(names["apply_rotary_that_branches"])
 
 
 @pytest.mark.parametrize("function", [*UNKNOWN, rotate_half], ids=lambda f: f.__name__)

@@ -138,12 +138,14 @@ class ConventionRotator(Rotator):
 
     Attributes:
         first_tables: a function that returns whether torch_rope can rotate by a reading that a caller passes.
+        wrong_tables: whether it returned False once. torch.compile cannot call it.
     """
 
     def __init__(self, function: Callable, convention: Convention, rotation: Rotation, roundings: dict | None = None):
         super().__init__(rotation, roundings)
         self.function, self.convention, self.eager = function, convention, True
         self.first_tables: Callable[[Any, Reading], bool] = lambda caller, reading: True
+        self.wrong_tables = False
 
     def rotate(self, xs: tuple, others: tuple, caller: Any = None) -> Any:
         """Returns the rotated tensors as the rotary function does. The tensors may be put off."""
@@ -166,7 +168,12 @@ class ConventionRotator(Rotator):
         _, cos, sin, in_order = placed[0]
         if self.eager and cos.requires_grad and torch.is_grad_enabled():
             return None
-        if not torch.compiler.is_compiling() and not self.first_tables(caller, reading):
+        if torch.compiler.is_compiling():
+            if self.wrong_tables:
+                return None
+            _assert_equal(reading)
+        elif not self.first_tables(caller, reading):
+            self.wrong_tables = True
             return None
         angles = self.operands_of(reading, tensors[0].dtype, cos, sin, in_order)
         placed = [p[0] for p in placed]
@@ -195,6 +202,17 @@ class ConventionRotator(Rotator):
         """Returns the operands for x of a dtype."""
         rounding = self.roundings.get((dtype, cos.dtype, reading.form))
         return self.operands(dtype, cos, sin, in_order, rounding, {"interleaved": True} if reading.interleaved else {})
+
+
+def _assert_equal(reading: Reading) -> None:
+    """Lets a compiled graph raise RuntimeError if a pair has different angles in its two channels, where it can."""
+    if reading.cos.device.type in ("cpu", "cuda") and not torch.compiler.is_exporting():
+        for a, b in reading.must_be_equal():
+            torch._assert_async(
+                (a == b).all(),
+                "torch_rope: a rotary function was called with different angles for the two channels of a pair; call the "
+                "model once without torch.compile, so that torch_rope sees its tables",
+            )
 
 
 class ConventionFunction(RotaryFunction):
@@ -317,7 +335,10 @@ class ConventionRebuilder(Rebuilder):
         known = self._checked.setdefault(function if caller is None else caller, {})
         key = name, tables.form, tables.cos.shape
         if key not in known:
-            known[key] = function.have_the_form(tables)
+            try:
+                known[key] = function.have_the_form(tables)
+            except RuntimeError:  # tensors on the device meta, fake ones and those of vmap do not show their numbers
+                return True
             if not known[key]:
                 warnings.warn(
                     f"torch_rope: {name} of {self.paths.get(caller, 'the model')} was called with different angles for the "

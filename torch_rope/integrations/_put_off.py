@@ -32,7 +32,7 @@ def norm_of(module: Any) -> Norm | None:
 
 def put_off(module: Any, x: Any) -> Any:
     """Returns module(x), or an object that stands for it if the module is an RMS norm that nobody watches."""
-    if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if type(x) is not Tensor or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return module(x)
     norm = norm_of(module)
     if norm is None or module.weight.dtype != x.dtype or module.weight.shape != x.shape[-1:]:

@@ -167,7 +167,10 @@ class Rotator:
                 y[..., channels] += other[..., channels]
             return ys
 
-        gs = [g.to(rounding.tables if each else rounding.x) for g in given]
+        # The operator itself rounds the products to the dtype of a gradient that it takes.
+        direct = rounding.tables in (dtype, torch.float32)
+        inside = rounding.tables if each else rounding.x
+        gs = [g if each and direct and g.dtype == dtype else g.to(inside) for g in given]
         ys = self._between([g.contiguous() for g in gs] if rounding.contiguous else gs, angles, rotate)
         return [y.to(dtype) for y in ys]
 
