@@ -57,7 +57,8 @@ emulate: .venv/test .venv/built
 # is missing.
 simulate: .venv/test .venv/built
 	@if $(BIN)/python tests/backends/metal/simulator/simulator_build.py --missing; then \
-	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal; \
+	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal \
+	    tests/integrations/test_comfy_kitchen.py; \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
 # Plants mistakes in all back ends, each of which the tests must find. ONLY chooses some of "cpu shared cuda metal

@@ -22,8 +22,7 @@ from diffusion_models import FLOAT32_ONLY, FORWARD_ONLY, MODELS, TABLES, output,
 from torch_rope.integrations import _put_off, _rotation  # noqa: E402
 from torch_rope.integrations._conventions import ConventionFunction, ConventionRebuilder, ConventionRotator  # noqa: E402
 from torch_rope.integrations._put_off import PutOff, norm_of, put_off  # noqa: E402
-from torch_rope.integrations.diffusers import angles, patch, register  # noqa: E402
-from torch_rope.integrations.diffusers.conventions import CONVENTIONS  # noqa: E402
+from torch_rope.integrations.diffusers import Rebuilder, angles, patch, register  # noqa: E402
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
 
@@ -103,12 +102,13 @@ def rotations(monkeypatch):
 EXAMINED = {}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def examine_once(monkeypatch):
-    """Lets each function be examined once for all models, which takes most of the time."""
+    """Lets each function be examined once for all tests, because that takes most of the time."""
 
     def examine(self, function):
-        key = function, self.rounding
+        # Functions that are defined inside of a method are made again for each model.
+        key = function if function.__closure__ else function.__code__, self.rounding
         if key not in EXAMINED:
             EXAMINED[key] = ConventionFunction(function, self.conventions, self.rounding)
         new = copy.copy(EXAMINED[key])
@@ -119,7 +119,7 @@ def examine_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations, examine_once, monkeypatch):
+def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations):
     """The outputs and all gradients have the same bits, in float32 and bfloat16."""
     model, inputs = MODELS[name]()
     for dtype in (torch.float32, torch.bfloat16):
@@ -145,7 +145,7 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations, ex
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(name, rotations, examine_once, monkeypatch):
+def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(name, rotations, monkeypatch):
     model, inputs = MODELS[name]()
     expected = train_step(model, inputs, name)
     for options in ({"fuse": True}, {"rounding": "once"}):
@@ -220,6 +220,11 @@ def test_the_handle_lists_what_it_replaced():
     ]
     handle.undo()
     assert str(handle) == "torch_rope is not in FluxTransformer2DModel any more"
+
+
+def test_the_handle_lists_norms_that_another_function_calls():
+    model, _ = MODELS["QwenImage21Transformer2DModel"]()
+    assert "norm_q, norm_k in norm_rotate_qk" in str(patch(model, fuse=True))
 
 
 def test_the_handle_lists_what_is_fused_and_what_is_exact():
@@ -1021,7 +1026,7 @@ VIEWS = [
 
 def rotated_after(between):
     """Returns what torch_rope rotates after some function of a norm, and its gradients, for the norm put off and called."""
-    rotator = ConventionFunction(apply_rotary_plain, CONVENTIONS).rotator
+    rotator = Rebuilder()._examine(apply_rotary_plain).rotator
     attention, (x, cos, sin) = normed(NormedProcessor())
     results = []
     for norm in (functools.partial(put_off, attention.norm_q), attention.norm_q):
@@ -1072,6 +1077,7 @@ def test_what_leaves_a_method_or_is_changed_is_not_put_off(processor, fused):
     attention, args = normed(processor())
     expected = gradients(attention, args)
     with patch(attention, fuse=True):
+        assert type(attention(*args)) is torch.Tensor
         assert all(map(torch.equal, gradients(attention, args), expected))
     assert not fused
 
@@ -1131,8 +1137,8 @@ def test_a_norm_of_another_dtype_is_called(fused):
         (nn.RMSNorm(48, eps=1e-6), torch.bfloat16),
         (Float32Norm(48, eps=1e-6).bfloat16(), torch.bfloat16),
     ):
-        attention, (x, cos, sin) = normed(NormedProcessor(), norm)
-        x = x.detach().to(dtype)
+        attention, args = normed(NormedProcessor(), norm)
+        x, cos, sin = (t.detach().to(dtype) for t in args)
         expected = attention(x, cos, sin)
         with patch(attention, fuse=True):
             actual = attention(x, cos, sin)

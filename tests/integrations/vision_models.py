@@ -8,7 +8,6 @@ import torch
 from cases import needed
 from torch import nn
 
-
 _PARTS = (
     ".transforms",
     ".transforms.functional",

@@ -904,8 +904,8 @@ MUTANTS = [
     (
         "conventions: a compiled model looks at its tables",
         CONVENTIONS,
-        "not torch.compiler.is_compiling() and not self.first_tables(",
-        "not self.first_tables(",
+        "elif not self.first_tables(",
+        "if not self.first_tables(",
         TIMM_TESTS,
     ),
     (

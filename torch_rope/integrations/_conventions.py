@@ -340,8 +340,9 @@ class ConventionRebuilder(Rebuilder):
             except RuntimeError:  # tensors on the device meta, fake ones and those of vmap do not show their numbers
                 return True
             if not known[key]:
+                where = "the model" if caller is None else self.paths.get(caller, "the model")
                 warnings.warn(
-                    f"torch_rope: {name} of {self.paths.get(caller, 'the model')} was called with different angles for the "
+                    f"torch_rope: {name} of {where} was called with different angles for the "
                     "two channels of a pair, which is no rotation, so it computes as without torch_rope",
                     stacklevel=5,
                 )

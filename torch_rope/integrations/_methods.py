@@ -263,7 +263,8 @@ class Rebuilder(ABC):
         source.node.body = [calls.visit(statement) for statement in source.node.body]
         new = source.rebuild(variables | self.checked(sites))
         new._torch_rope = calls_of(sites, variables)
-        new._torch_rope_norms = tuple(calls.put_off or ())
+        inside = [name for f in variables.values() for name in getattr(f, "_torch_rope_norms", ())]
+        new._torch_rope_norms = (*(calls.put_off or ()), *inside)
         return new
 
     def called(self, function: types.FunctionType) -> tuple[list[Site], dict[str, Callable]]:

@@ -66,7 +66,8 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
             ``torch.compile``. Tables that are trained (mixed frequencies) then go to timm's own function, because the
             order of their gradients' sums is its own. "once" rounds once, at the end, and rotates by such tables too.
         fuse: also computes the RMS norms of q and k in the operator that rotates them, if a layer does nothing in
-            between but take views. Results change by rounding.
+            between but take views. Results change by rounding. The models of timm 1.0 cut prefix tokens off in between,
+            so only layers of your own gain by it.
 
     Returns:
         A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
