@@ -14,7 +14,10 @@ ROTATION, ROUNDINGS, BRANCHES, METHODS, REBUILD, NORM, HANDLE, CONVENTIONS = (
     f"torch_rope/integrations/_{name}.py"
     for name in ("rotation", "rotary", "branches", "methods", "rebuild", "norm", "patch", "conventions")
 )
-TIMM, COMFY = (f"torch_rope/integrations/{name}.py" for name in ("timm", "comfy_kitchen"))
+TIMM, COMFY, PUT_OFF = (f"torch_rope/integrations/{name}.py" for name in ("timm", "comfy_kitchen", "_put_off"))
+DIFFUSERS, EXACT_ANGLES, FORMS = (
+    f"torch_rope/integrations/diffusers/{name}.py" for name in ("__init__", "angles", "conventions")
+)
 VMAP, FLOPS, PARALLEL, IN_PLACE = (
     f"tests/pytorch/test_{name}.py" for name in ("vmap", "flops", "parallel", "in_place")
 )
@@ -23,9 +26,9 @@ GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/t
 RUN, WORKER, REPORT = (f"torch_rope/selfcheck/{name}.py" for name in ("run", "worker", "report"))
 SELFCHECK = "tests/tools/test_selfcheck.py"
 ROTARY = "tests/modules/test_rotary_embedding.py"
-TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS = (
+TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS, DIFFUSERS_TESTS = (
     f"tests/integrations/test_{name}.py"
-    for name in ("transformers", "fuse", "exact_angles", "families", "timm", "comfy_kitchen")
+    for name in ("transformers", "fuse", "exact_angles", "families", "timm", "comfy_kitchen", "diffusers")
 )
 
 MUTANTS = [
@@ -1275,5 +1278,118 @@ MUTANTS = [
         "    if norm_v:\n",
         "    if False:\n",
         "tests/operators/test_reference.py",
+    ),
+    # diffusers
+    (
+        "diffusers: a rotary function may read the channels that it must not read",
+        FORMS,
+        "return torch.stack([cos, other], -1).flatten(-2), torch.stack([other, sin], -1).flatten(-2)",
+        "return each_twice(cos, sin, True)",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: tables with different angles for a pair are rotated by",
+        CONVENTIONS,
+        "        return known[key]\n",
+        "        return True\n",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: a compiled model does not look at its tables",
+        CONVENTIONS,
+        "            _assert_equal(reading)\n",
+        "            pass\n",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: trained tables get the gradient of another order",
+        CONVENTIONS,
+        "if self.eager and cos.requires_grad",
+        "if not self.eager and cos.requires_grad",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: each processor has a class of its own, so each block compiles again",
+        HANDLE,
+        "classes[key] = classes.get(key) or _processor_class",
+        "classes[key] = _processor_class",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: torch.save cannot pickle a patched processor",
+        HANDLE,
+        "copyreg._reconstructor, (old, object, None)",
+        "copyreg.__newobj__, (old,)",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: undo forgets the state that a processor was given",
+        HANDLE,
+        "    vars(replaced.before).update(vars(replaced.now))\n",
+        "    pass\n",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "diffusers: text encoders of transformers are patched too",
+        DIFFUSERS,
+        "isinstance(part, nn.Module) and not any(",
+        "isinstance(part, nn.Module) or not any(",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: a norm is fused whose result was changed in place",
+        CONVENTIONS,
+        "type(x) is PutOff and not x.is_computed()",
+        "type(x) is PutOff",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: another function gets what is put off",
+        METHODS,
+        "if self.put_off is not None and name not in self.rebuilt:",
+        "if False:",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: a method returns what is put off",
+        METHODS,
+        "if self.put_off is not None and node.value is not None:",
+        "if False:",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: a norm whose forward was replaced is not called",
+        PUT_OFF,
+        'if "forward" in vars(m):',
+        "if False:",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: the heads of several tokens are normalised together",
+        PUT_OFF,
+        "divides = all(n in (-1, size) for",
+        "divides = all(True or n in (-1, size) for",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "put off: a norm with results in another dtype is fused",
+        NORM,
+        "or actual.dtype != dtype:",
+        "or False:",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "exact angles: a dtype that a rotary module names stays narrow",
+        EXACT_ANGLES,
+        "return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value",
+        "return value",
+        DIFFUSERS_TESTS,
+    ),
+    (
+        "exact angles: tables that were changed are made again",
+        EXACT_ANGLES,
+        "        if not any(torch.allclose(",
+        "        if False and any(torch.allclose(",
+        DIFFUSERS_TESTS,
     ),
 ]
