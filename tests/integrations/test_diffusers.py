@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from cases import missing, needed
+from cases import ROOT, missing, needed
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
@@ -116,6 +116,12 @@ def examine_once(monkeypatch):
         return new
 
     monkeypatch.setattr(ConventionRebuilder, "_examine", examine)
+
+
+def test_the_documentation_lists_the_tested_models():
+    page = (ROOT / "docs" / "diffusion.md").read_text()
+    listed = re.findall(r"\w+", "".join(re.findall(r"^\| (\w+(?:Model|Transformer)\b[^|]*)\|", page, re.M)))
+    assert sorted(listed) == sorted({name.split(",")[0] for name in MODELS})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -979,6 +985,14 @@ class ReturningProcessor(NormedProcessor):
         return apply_rotary_of_the_test(query, cos, sin)
 
 
+class ChangingProcessor(NormedProcessor):
+    def __call__(self, attn, x, cos, sin):
+        x = x.clone()
+        query = attn.norm_q(x).unflatten(-1, (3, 16))
+        x.mul_(2)
+        return apply_rotary_of_the_test(query, cos, sin)
+
+
 def normed(processor, norm=None):
     """Returns a model of an attention layer with a norm over heads, and the arguments of the layer."""
     model, (x, cos, sin) = attention(processor)
@@ -1080,6 +1094,12 @@ def test_what_leaves_a_method_or_is_changed_is_not_put_off(processor, fused):
         assert type(attention(*args)) is torch.Tensor
         assert all(map(torch.equal, gradients(attention, args), expected))
     assert not fused
+
+
+def test_a_norm_whose_input_was_changed_since_is_an_error():
+    attention, args = normed(ChangingProcessor())
+    with patch(attention, fuse=True), pytest.raises(RuntimeError, match="input of a RMSNorm was changed in place"):
+        attention(*args)
 
 
 class Float32Norm(nn.RMSNorm):

@@ -1344,6 +1344,13 @@ MUTANTS = [
         DIFFUSERS_TESTS,
     ),
     (
+        "put off: an input that was changed in place is normalised",
+        PUT_OFF,
+        "        x.check()\n",
+        "        pass\n",
+        DIFFUSERS_TESTS,
+    ),
+    (
         "put off: another function gets what is put off",
         METHODS,
         "if self.put_off is not None and name not in self.rebuilt:",

@@ -58,10 +58,20 @@ class PutOff:
     def __init__(self, module: nn.Module, norm: Norm, x: Tensor, base: tuple["PutOff", Callable] | None = None):
         self.module, self.norm, self.x = module, norm, x
         self._base, self._result = base, None
+        self._version = None if x.is_inference() else x._version
+
+    def check(self) -> None:
+        """Raises RuntimeError if the tensor to be normalised was changed in place since. Inference tensors do not tell."""
+        if self._version is not None and self.x._version != self._version:
+            raise RuntimeError(
+                f"torch_rope: the input of a {type(self.module).__name__} was changed in place before its result was used, "
+                "but the norm was put off until then; patch the model with fuse=False"
+            )
 
     def result(self) -> Tensor:
         """Returns the normalised tensor."""
         if self._result is None:
+            self.check()
             self._result = self.module(self.x) if self._base is None else self._base[1](self._base[0].result())
         return self._result
 
@@ -144,43 +154,11 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.result(), name)(*results(args))
 
 
-for _name in [
-    "getitem",
-    "setitem",
-    "iter",
-    "bool",
-    "float",
-    "int",
-    "neg",
-    "abs",
-    "invert",
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "pos",
-    "contains",
-    "reversed",
-    "index",
-    "array",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-]:
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_OTHERS = ("getitem", "setitem", "iter", "contains", "reversed", "bool", "float", "int", "index", "array", "neg", "pos")
+_OTHERS += ("abs", "invert", "eq", "ne", "lt", "le", "gt", "ge")
+for _name in (*_OTHERS, *_BINARY, *(side + name for side in "ri" for name in _BINARY)):
     setattr(PutOff, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]:
-    setattr(PutOff, f"__r{_name}__", _operator(f"__r{_name}__"))
-    setattr(PutOff, f"__i{_name}__", _operator(f"__i{_name}__"))
 
 
 def results(value: Any) -> Any:
@@ -208,6 +186,7 @@ def norm_and_rotate(
         return None
     weights = []
     for x, view in zip(xs, views, strict=True):
+        x.check()
         if x.module.weight.shape[0] not in (view.shape[-1], view.shape[-1] * view.shape[-2]):
             return None  # the heads are not those of one token
         weights.append(x.norm.weight_of(x.module, view))
