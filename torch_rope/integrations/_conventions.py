@@ -244,13 +244,10 @@ class ConventionFunction(RotaryFunction):
         self.rotator.roundings, self.remark = self._find_roundings()
         if rounding == "once":
             self.rotator.eager, self.remark = False, ", rounded once"
-            for (
-                x,
-                tables,
-                form,
-            ), r in self.rotator.roundings.items():  # a few functions have results of one dtype only
-                result = r.result if r.result.itemsize <= x.itemsize else x
-                self.rotator.roundings[x, tables, form] = Rounding.once(x, tables, result)
+            for key, r in self.rotator.roundings.items():
+                x, tables, _ = key
+                result = r.result if r.result.itemsize <= x.itemsize else x  # a few functions always return bfloat16
+                self.rotator.roundings[key] = Rounding.once(x, tables, result)
         self._examine_branches()
 
     def _samples(
