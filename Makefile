@@ -66,7 +66,7 @@ simulate: .venv/test .venv/built
 mutate: .venv/test .venv/built
 	$(BIN)/python tests/mutants $(ONLY)
 
-# Measures torch_rope and every other implementation on this machine, in three quarters of an hour, and writes
+# Measures torch_rope and every other implementation on this machine, in an hour, and writes
 # benchmarks/results/.
 bench: .venv/test .venv/built
 	$(BIN)/python -m benchmarks run
