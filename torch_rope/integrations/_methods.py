@@ -298,6 +298,7 @@ class Rebuilder(ABC):
         return self._local[function]
 
     def _find_local(self, function: types.FunctionType, node: ast.AST) -> Iterator[tuple[str, Callable]]:
+        """Yields the names and values of the rotary functions that are defined or imported under a node."""
         for child in ast.walk(node):
             if isinstance(child, ast.FunctionDef) and child is not node and self.rotary_names.search(child.name):
                 code = next(c for c in function.__code__.co_consts if getattr(c, "co_name", "") == child.name)
@@ -321,9 +322,9 @@ class Rebuilder(ABC):
         """Returns a rotary function of which a function calls only the part by this name, or None."""
         if not self.finds_written_out or len(inspect.signature(rotate_half).parameters) != 1:
             return None
-        names = [n.id for n in ast.walk(Source(function).node) if isinstance(n, ast.Name)]
-        found = [product_of(n) for n in ast.walk(Source(function).node)]
-        if names.count(name) != sum(bool(p) and p[0] == name for p in found):
+        nodes = list(ast.walk(Source(function).node))
+        uses = sum(isinstance(n, ast.Name) and n.id == name for n in nodes)
+        if uses != sum(p[0] == name for p in map(product_of, nodes) if p):
             return None
         if rotate_half not in self._sums:
             self._sums[rotate_half] = sum_of_products(rotate_half)

@@ -147,9 +147,8 @@ def replaced_in(
     """
     replaced, classes = [], {}  # torch.compile compiles once for all processors of one class
     for path, module in model.named_modules():
-        rebuilder.paths[module] = path = path or "the model itself"
-        where = f"{name or type(model).__name__} is not patched: {{}} of {path}"
-        path = path.replace("the model itself", "")
+        rebuilder.paths[module] = path or "the model itself"
+        where = f"{name or type(model).__name__} is not patched: {{}} of {rebuilder.paths[module]}"
         for method, function, new in _rebuilt(where, module, rebuilder, before):
             note = _put_off_in(module, [new])
             if fuse is not None:

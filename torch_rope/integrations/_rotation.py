@@ -62,9 +62,8 @@ class Rounding:
     result: torch.dtype  # the result is converted to it
     eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
     converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
-    turned: bool = (
-        False  # True if x * cos is rounded and the other product is not: torch_rope does it the other way round
-    )
+    # True if x * cos is rounded before the sum, and the other product is not. torch_rope does it the other way round.
+    turned: bool = False
     contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
 
     @classmethod
@@ -119,6 +118,7 @@ class Rotator:
         return Angles(cos, sin, in_order, rounding, flags, simple, has_gradient)
 
     def rotated(self, tensors: Sequence[Tensor], angles: Angles) -> tuple[Tensor, ...]:
+        """Returns the rotated tensors, whose gradients have the function's bits where autograd allows it."""
         if (
             angles.has_gradient
             and torch.is_grad_enabled()

@@ -75,7 +75,7 @@ def exact_rotary(module: nn.Module, owner: nn.Module) -> tuple[Callable | None, 
     original, dtypes = type(module).forward, {}
 
     def forward(self, *args, **kwargs):
-        given = [t for t in _tensors((args, kwargs))]
+        given = list(_tensors((args, kwargs)))
         key = tuple(t.dtype for t in given)
         device = next((t.device for t in given), torch.device("cpu"))
         for value in (*args, *kwargs.values()):
