@@ -20,7 +20,12 @@ if not hasattr(diffusers, "Ideogram4Transformer2DModel"):
 from diffusion_models import FLOAT32_ONLY, FORWARD_ONLY, MODELS, TABLES, output, to  # noqa: E402
 
 from torch_rope.integrations import _put_off, _rotation  # noqa: E402
-from torch_rope.integrations._conventions import ConventionFunction, ConventionRebuilder, ConventionRotator  # noqa: E402
+from torch_rope.integrations._conventions import (  # noqa: E402
+    ConventionFunction,
+    ConventionRebuilder,
+    ConventionRotator,
+    each_twice,
+)
 from torch_rope.integrations._put_off import PutOff, norm_of, put_off  # noqa: E402
 from torch_rope.integrations.diffusers import Rebuilder, angles, patch, register  # noqa: E402
 
@@ -148,6 +153,35 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations):
         else:
             assert same(actual, expected)
         assert same(train_step(model, inputs, name), expected)
+
+
+def many_numbers():
+    """Returns rotary functions of diffusers, each with the shapes of x, its tables and its options."""
+    cos, sin = torch.randn(2, 1024, 32)
+    twice, halves = each_twice(cos, sin, True), each_twice(cos, sin, False)
+    seq_first, seq_last = (2, 1024, 6, 64), (2, 6, 1024, 64)
+    matrices = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))
+    by_head = tuple(torch.randn(2, 2, 6, 1024, 32))
+    embeddings, models = diffusers.models.embeddings, diffusers.models.transformers
+    return {
+        "shared": (embeddings.apply_rotary_emb, seq_first, twice, {"sequence_dim": 1}),
+        "shared, half-split": (embeddings.apply_rotary_emb, seq_last, halves, {"use_real_unbind_dim": -2}),
+        "Qwen": (
+            models.transformer_qwenimage.apply_rotary_emb_qwen, seq_first, torch.complex(cos, sin), {"use_real": False}
+        ),
+        "LTX-2, split": (models.transformer_ltx2.apply_split_rotary_emb, seq_last, by_head, {}),
+        "PRX": (models.transformer_prx.apply_rope, seq_last, matrices[None, None], {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["shared", "shared, half-split", "Qwen", "LTX-2, split", "PRX"])
+def test_functions_have_the_bits_for_many_numbers(name, dtype):
+    """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
+    function, shape, tables, options = many_numbers()[name]
+    known = ConventionFunction(function, Rebuilder.conventions)
+    ours, x = known.with_signature(known.rotator.rotate), torch.randn(shape).to(dtype)
+    assert torch.equal(ours(x, tables, **options), function(x, tables, **options))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1288,6 +1288,13 @@ MUTANTS = [
         DIFFUSERS_TESTS,
     ),
     (
+        "diffusers: a function that has the bits for few numbers of 16 bits has them for all",
+        ROUNDINGS,
+        "turned=wide is not None and wide.turned",
+        "turned=False",
+        DIFFUSERS_TESTS,
+    ),
+    (
         "diffusers: tables with different angles for a pair are rotated by",
         CONVENTIONS,
         "        return known[key]\n",

@@ -86,8 +86,10 @@ class RotaryFunction(ABC):
         """Returns how the function rounds, by the dtypes of x and of the tables, and a remark about the exceptions."""
         found, other = {}, []
         for key in self._rounding_keys():
-            x, tables, *_ = key
-            rounding = self._find_rounding(*key)
+            x, tables, *form = key
+            # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
+            wide = found.get((torch.float32, tables, *form))
+            rounding = self._find_rounding(*key, turned=wide is not None and wide.turned)
             if rounding:
                 found[key] = rounding
                 if not rounding.eager:
@@ -101,23 +103,26 @@ class RotaryFunction(ABC):
         """Yields what roundings depend on: the dtypes of x and of the tables, and what else samples_of takes."""
         return product(DTYPES, self.table_dtypes)
 
-    def _find_rounding(self, x: torch.dtype, tables: torch.dtype, *form: str) -> Rounding | None:
-        """Returns how the function rounds x and tables of these dtypes, or None if it does not take them."""
+    def _find_rounding(self, x: torch.dtype, tables: torch.dtype, *form: str, turned: bool = False) -> Rounding | None:
+        """Returns how the function rounds x and tables of these dtypes, or None if it does not take them.
+
+        turned: whether it is known to round x * cos before the sum, and not the other product.
+        """
         with plainly():
             called = [(s, self._call(s)) for s in self._samples_of(x, tables, *form)]
         samples = [sample for sample, results in called if results is not None]
         if not samples:
             return None
         result = next(results[0].dtype for _, results in called if results is not None)
-        for inside in dict.fromkeys((torch.promote_types(x, tables), torch.float32, x)):
+        for inside in () if turned else dict.fromkeys((torch.promote_types(x, tables), torch.float32, x)):
             # The operators round to this dtype if it is that of x, or float32.
             direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)
             rounding = Rounding(x if direct else inside, inside, result, True)
             if all(self._has_the_bits(rounding, sample) for sample in samples):
                 return self._with_gradients(rounding, samples)
-        turned = Rounding(x, torch.float32, result, True, turned=True)
-        if result == x and all(self._has_the_bits(turned, sample) for sample in samples):
-            return self._with_gradients(turned, samples)
+        rounding = Rounding(x, torch.float32, result, True, turned=True)
+        if result == x and all(self._has_the_bits(rounding, sample) for sample in samples):
+            return self._with_gradients(rounding, samples)
         return Rounding.once(x, tables, result)
 
     def _has_the_bits(self, rounding: Rounding, sample: dict[str, Any]) -> bool:
