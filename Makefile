@@ -71,7 +71,7 @@ mutate: .venv/test .venv/built
 bench: .venv/test .venv/built
 	$(BIN)/python -m benchmarks run
 
-# Makes the tables of README.md and docs/benchmarks.md and the pictures in docs/ from benchmarks/results/.
+# Makes the tables of README.md and in docs/, and the pictures in docs/, from benchmarks/results/.
 figures: .venv/test .venv/built
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot

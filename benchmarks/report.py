@@ -1,4 +1,4 @@
-"""Makes the tables of README.md and docs/benchmarks.md from the result files, so that no figure is typed by hand.
+"""Makes the tables of README.md, docs/benchmarks.md and docs/accuracy.md from the result files, so that no figure is typed by hand.
 
 The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. The result file of
 each other machine gets a page of its own in the same folder.
@@ -14,7 +14,7 @@ from .implementations import ADAPTERS
 from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "accuracy.md"]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
 PEER = "transformers"
@@ -462,6 +462,35 @@ def scores(lines: list[dict]) -> str:
     return markdown(["mean error of a score, moved weight", *names], rows)
 
 
+# The steps of docs/accuracy.md, each with an implementation that makes it.
+STEPS = {
+    "one rounding": "everything is exact, and rounded once",
+    "torch_rope": "float64 frequencies, exact angles",
+    "torch_rope float32 inv_freq": "frequencies in float32, exact products",
+    "torchtune": "step 1: products in float32",
+    "transformers": "step 4: tables in the dtype of x too",
+    "rotary-embedding-torch": "step 2: positions in the dtype of x",
+}
+
+
+def story(lines: list[dict]) -> str:
+    """Returns the errors near position 131,072 and the weight that they move, for implementations that make a step."""
+    rows = []
+    for name, what in STEPS.items():
+        cells = []
+        for fields, figure, form in (
+            ({"kind": "accuracy", "octave": 17}, "max_ulp", number),
+            ({"kind": "scores", "tokens": 131072}, "moved_weight", "{:.2%}".format),
+        ):
+            for dtype in ("float32", "bfloat16"):
+                wanted = fields | {"scaling": "default", "implementation": name, "dtype": dtype}
+                (found,) = [x for x in lines if wanted.items() <= x.items()]
+                cells.append(form(found[figure]))
+        rows.append([what, name, *cells])
+    header = ["", "implementation", "largest error, float32", "largest error, bfloat16"]
+    return markdown([*header, "moved weight, float32", "moved weight, bfloat16"], rows)
+
+
 def cuda_kernels(_: list[dict]) -> str:
     """Returns what the compiler reports about the kernels in bfloat16 for sm_90. kernels.py collects it."""
     rows = json.loads((FOLDER / "kernels.json").read_text())["kernels"]
@@ -503,6 +532,7 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "mean ulps float32": accuracy("float32", "mean_ulp"),
     "scalings": scalings,
     "scores": scores,
+    "story": story,
     "cuda kernels": cuda_kernels,
 }
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
@@ -514,9 +544,9 @@ def filled(text: str, lines: list[dict]) -> str:
 
 
 def page_of(lines: list[dict]) -> str:
-    """Returns a page of all tables. The README's sentences and the static figures are left out."""
+    """Returns a page of all tables. The README's sentences, docs/accuracy.md and the static figures are left out."""
     blocks = [
-        f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in ("reasons", "cuda kernels")
+        f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in ("reasons", "story", "cuda kernels")
     ]
     return f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
 

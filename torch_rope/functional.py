@@ -1,6 +1,6 @@
 """The functions of torch_rope. Each one is a single call of an operator in ``torch.ops.rope``, so a docstring here also
-describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/usage.md lists
-them by job.
+describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/guide/index.md
+lists them by job.
 
 The docstrings use these words:
 

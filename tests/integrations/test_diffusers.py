@@ -124,7 +124,7 @@ def examine_once(monkeypatch):
 
 
 def test_the_documentation_lists_the_tested_models():
-    page = (ROOT / "docs" / "diffusion.md").read_text()
+    page = (ROOT / "docs" / "integrations" / "diffusers.md").read_text()
     listed = re.findall(r"\w+", "".join(re.findall(r"^\| (\w+(?:Model|Transformer)\b[^|]*)\|", page, re.M)))
     assert sorted(listed) == sorted({name.split(",")[0] for name in MODELS})
 

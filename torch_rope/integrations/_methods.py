@@ -36,7 +36,7 @@ def register(function: Callable, replacement: Callable | None) -> None:
     """Lets :func:`patch` put a function of yours in the place of a function that it refuses.
 
     Models that are patched from now on call the replacement where they called the function. Nothing is compared: that
-    the replacement does the same is up to you. docs/families.md has an example.
+    the replacement does the same is up to you. docs/integrations/transformers.md has an example.
 
     Args:
         function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
