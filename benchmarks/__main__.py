@@ -2,7 +2,7 @@
 
 gpu      runs the tests, the sanitizers and the measurements on a machine with a GPU, step by step
 run      measures this machine and writes benchmarks/results/<its name>.jsonl; continues an interrupted run
-table    writes the tables in README.md, docs/benchmarks.md and docs/accuracy.md, from the committed results
+table    writes the tables in README.md and in pages of docs/, from the committed results
 plot     draws the pictures in docs/, from the committed results
 kernels  judges the CUDA kernels without a GPU: machine code, launch plans and predicted times
 compare  lists the medians of a second run that lie outside the quartiles of the first run, widened by 25%

@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/benchmarks.md and docs/accuracy.md from the result files, so that no figure is typed by hand.
+"""Makes the tables of README.md and of pages in docs/ from the result files, so that no figure is typed by hand.
 
 The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. The result file of
 each other machine gets a page of its own in the same folder.
@@ -14,7 +14,7 @@ from .implementations import ADAPTERS
 from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "accuracy.md"]
+PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
 OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
 PEER = "transformers"
@@ -228,7 +228,7 @@ def front(lines: list[dict]) -> str:
 
 
 def reasons(lines: list[dict]) -> str:
-    """Returns the README's three reasons, each with its figures."""
+    """Returns the three reasons of README.md and docs/index.md, each with its figures."""
 
     def error(name: str, dtype: str) -> float:
         fields = {"kind": "accuracy", "implementation": name, "dtype": dtype, "scaling": "default", "octave": 17}
@@ -544,10 +544,9 @@ def filled(text: str, lines: list[dict]) -> str:
 
 
 def page_of(lines: list[dict]) -> str:
-    """Returns a page of all tables. The README's sentences, docs/accuracy.md and the static figures are left out."""
-    blocks = [
-        f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in ("reasons", "story", "cuda kernels")
-    ]
+    """Returns a page of all tables. The reasons, the table of docs/accuracy.md and the static figures are left out."""
+    left_out = "reasons", "story", "cuda kernels"
+    blocks = [f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in left_out]
     return f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
 
 

@@ -27,14 +27,14 @@ def markdown(text: str, obj: griffe.Object) -> str:
             if name.split(".")[0] in scope.members:
                 name = f"{scope.path}.{name}"
             scope = scope.parent
-        is_module = name == "torch_rope" or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
-        if not name.startswith("torch_rope") or is_module:  # only functions and classes have a heading to link to
+        is_module = (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+        if is_module or not name.startswith("torch_rope."):  # a module has no heading to link to
             return f"`{found[1]}`"
         return f"[`{found[1]}`][{name}]"
 
     def literal(found):
         indent, label, code = found[1], found[2].strip(), textwrap.dedent(found[3]).strip("\n")
-        label = f"{label}:\n\n" if label and label != "Example" else "Example:\n\n" if label else ""
+        label = label and f"{label}:\n\n"
         fenced = f"{label}```python\n{code}\n```\n"
         return textwrap.indent(fenced, indent) + "\n"
 

@@ -12,8 +12,14 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of the site that are files outside of docs/.
-PAGES = {"contributing.md": "CONTRIBUTING.md", "results/kernels.md": "benchmarks/results/kernels.md"}
-PAGES |= {f"results/{path.name}": f"benchmarks/results/{path.name}" for path in (ROOT / "benchmarks/results").glob("[A-Z]*.md")}
+PAGES = {
+    "contributing.md": "CONTRIBUTING.md",
+    "results/kernels.md": "benchmarks/results/kernels.md",
+}
+PAGES |= {
+    f"results/{path.name}": f"benchmarks/results/{path.name}"
+    for path in (ROOT / "benchmarks/results").glob("[A-Z]*.md")
+}
 SITE = {source: page for page, source in PAGES.items()} | {"README.md": "index.md"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|/)([^)#\s]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"^(```.*?^```)", re.S | re.M)
@@ -21,14 +27,15 @@ CODE = re.compile(r"^(```.*?^```)", re.S | re.M)
 
 def on_config(config):
     if config.extra["repository"]:
-        link = {"icon": "fontawesome/brands/github", "link": config.extra["repository"], "name": "Source code"}
-        config.extra["social"] = [link]
+        icon = {"icon": "fontawesome/brands/github", "name": "Source code"}
+        config.extra["social"] = [icon | {"link": config.extra["repository"]}]
     return config
 
 
 def on_files(files, config):
     for page, source in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -45,9 +52,9 @@ def on_page_markdown(markdown, page, config, files):
         if inside:
             return f"{picture}[{text}]({posixpath.relpath(inside, posixpath.dirname(path) or '.')}{anchor})"
         assert not picture and (ROOT / target).exists(), f"{source} links to {target}"
-        repository = config.extra["repository"]
-        code = text if text.startswith("`") else f"`{text}`" if text.rstrip("/") in target + "/" else text
-        return f"[{text}]({repository}/blob/HEAD/{target}{anchor})" if repository else code
+        if repository := config.extra["repository"]:
+            return f"[{text}]({repository}/blob/HEAD/{target}{anchor})"
+        return f"`{text}`" if text.rstrip("/") in target else text  # a path is set as code
 
     parts = CODE.split(markdown)
     markdown = "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
