@@ -2,7 +2,7 @@
 #   make check       runs lint and the core tests of the operators on the CPU, in minutes
 #   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
 #   make exhaustive  runs every combination of the parameters of the tests, in a night
-# The other targets are make demo | finetune | denoise | mutate | bench | figures | lint | clean.
+# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | lint | clean.
 # make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
 # goes on there if it runs again. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3
@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgr
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
-.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures gpu lint clean
+.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures docs gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
@@ -76,6 +76,10 @@ figures: .venv/test .venv/built
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
 
+# Builds the site of docs/ and the docstrings in build/site. A warning is an error.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
 gpu:
@@ -111,6 +115,10 @@ lint: .venv/lint
 	$(PIP) --no-build-isolation -e ".[test]"
 	$(PIP) --no-deps comfy-kitchen peft timm
 	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
+	touch $@
+
+.venv/docs: pyproject.toml | .venv/built
+	$(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
 .venv/lint: | .venv/torch
