@@ -7,6 +7,7 @@ shaders/embed.py describes how the shaders get into the library.
 
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
@@ -129,9 +130,11 @@ else:
     if not reason:
         label += ".cu" + torch.version.cuda.replace(".", "")
 
+[version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
+
 setup(
     install_requires=[requirement],
-    options={"egg_info": {"tag_build": label}},
+    version=version + label,
     ext_modules=[
         (CppExtension if reason else CUDAExtension)(
             "torch_rope._C",
