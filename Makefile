@@ -18,10 +18,12 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
+LINUX := $(filter Linux,$(shell uname -s))
+EXCLUDE := $(foreach library,torch c10 cudart,--exclude "lib$(library)*")
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
-.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures docs gpu lint clean
+.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures docs wheel gpu lint clean
 
 demo: .venv/demo .venv/built
 	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
@@ -39,7 +41,7 @@ denoise: .venv/demo .venv/built
 check: lint .venv/check .venv/built
 	$(PYTEST) -m heart tests/operators tests/modules tests/pytorch tests/backends/cpu
 
-test: lint $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),emulate simulate) .venv/test .venv/built
+test: lint $(if $(LINUX),$(if $(filter x86_64,$(shell uname -m)),emulate simulate)) .venv/test .venv/built
 	$(PYTEST)
 
 exhaustive: export ROPE_EXHAUSTIVE = 1
@@ -85,6 +87,20 @@ gpu: export PATH := $(PATH):/usr/local/cuda/bin
 gpu:
 	$(PYTHON) -m benchmarks gpu --out $(OUT) --seconds $(BUDGET) $(STEP)
 
+# Makes dist/, with a source distribution and the wheel for this Python and this torch, and tries the wheel in a new
+# environment whose PATH has no compiler. auditwheel finds the oldest Linux that the wheel can run on; it leaves out
+# the libraries of torch and CUDA, which torch brings.
+wheel: .venv/wheel
+	rm -rf dist build/lib.* build/bdist.* build/wheel build/wheel_env
+	$(BIN)/python -m build --no-isolation --sdist
+	$(BIN)/python -m build --no-isolation --wheel --outdir $(if $(LINUX),build/wheel,dist)
+	$(if $(LINUX),PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair $(EXCLUDE) --wheel-dir dist build/wheel/*.whl)
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv build/wheel_env
+	build/wheel_env/bin/pip install "$(TORCH)" dist/*.whl
+	cd build/wheel_env && env PATH=/nowhere bin/python -m torch_rope.selfcheck --quick
+
 lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -121,9 +137,13 @@ lint: .venv/lint
 	$(PIP) --no-build-isolation -e ".[docs]"
 	touch $@
 
+.venv/wheel: pyproject.toml | .venv/built
+	$(PIP) --no-build-isolation -e ".[wheel]"
+	touch $@
+
 .venv/lint: | .venv/torch
 	$(PIP) ruff==0.17.5 clang-format==23.1.5
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info torch_rope/*.so torch_rope/built_for_torch.txt
+	rm -rf .venv build dist *.egg-info torch_rope/*.so torch_rope/built_for_torch.txt

@@ -1,4 +1,4 @@
-"""Builds torch_rope._C against the installed torch. The metadata of the package is in pyproject.toml.
+"""Builds torch_rope._C against the installed torch. The other metadata of the package is in pyproject.toml.
 
 The build includes CUDA if torch has CUDA and nvcc is found. TORCH_ROPE_CUDA=0 leaves CUDA out, and TORCH_ROPE_CUDA=1
 stops the build if CUDA cannot be built. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on macOS;
@@ -7,15 +7,25 @@ shaders/embed.py describes how the shaders get into the library.
 
 import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
 
-import pybind11
-import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+# pyproject.toml does not ask for torch: pip would then build in an environment of its own, with the newest torch instead
+# of the one that is installed.
+try:
+    import pybind11
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"torch_rope: this build found no {error.name}, and it needs the torch that will run torch_rope. Install torch, "
+        'then run: pip install "setuptools>=77" pybind11 ninja && pip install --no-build-isolation .'
+    )
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "shaders"))
@@ -23,8 +33,13 @@ import embed  # noqa: E402
 
 if sys.platform == "win32" or torch.version.hip:
     sys.exit("torch_rope supports Linux and macOS. It does not support Windows or ROCm builds of torch.")
+TORCH = ".".join(torch.__version__.split(".")[:2])  # such as 2.13; releases like 2.13.1 can load the same build
+if tuple(map(int, TORCH.split("."))) < (2, 11):
+    sys.exit(f"torch_rope needs torch 2.11 or later, and this is torch {torch.__version__}.")
 if not Path(sysconfig.get_path("include"), "Python.h").exists():
     sys.exit("torch_rope needs Python.h: install Python's headers (python3-dev on Debian and Ubuntu).")
+if not shutil.which(COMPILER := os.environ.get("CXX", "c++").split()[0]):
+    sys.exit(f"torch_rope needs a C++ compiler, and found no {COMPILER}: install g++ or clang, or set CXX.")
 
 FLAGS = [
     "-O3",
@@ -106,7 +121,20 @@ if sys.platform == "darwin":
 for folder in folders:
     sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in (".cpp", ".cu", ".mm"))
 
+# A source distribution serves every torch. A wheel serves one: it says so in its version (an index may hold the wheels of
+# all releases, and pip prefers them to a source distribution of the same version) and in what it requires.
+if "sdist" in sys.argv:
+    requirement, label = "torch>=2.11", ""
+else:
+    requirement, label = f"torch=={TORCH}.*", f"+torch{TORCH}"
+    if not reason:
+        label += ".cu" + torch.version.cuda.replace(".", "")
+
+[version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
+
 setup(
+    install_requires=[requirement],
+    version=version + label,
     ext_modules=[
         (CppExtension if reason else CUDAExtension)(
             "torch_rope._C",

@@ -17,8 +17,9 @@ def _require_matching_torch() -> None:
     built_for = record.read_text().strip()
     if built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
-            f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}. "
-            "Build it again with `pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder."
+            f"torch_rope was built for torch {built_for} and this is torch {torch.__version__}. Install the wheel for "
+            "this torch, or build again with `pip install --no-build-isolation --no-deps --force-reinstall .` in the "
+            "source folder."
         )
 
 
@@ -54,4 +55,4 @@ __all__ = [
     "rotate_qk",
     "rotate_qk_",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
