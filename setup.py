@@ -121,14 +121,14 @@ if sys.platform == "darwin":
 for folder in folders:
     sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in (".cpp", ".cu", ".mm"))
 
-# A source distribution serves every torch. A wheel serves one: it says so in its version (an index may hold the wheels of
-# all releases, and pip prefers them to a source distribution of the same version) and in what it requires.
+# A source distribution serves every torch. A build serves one, and requires it. A wheel made here also says so in its
+# version, so that an index may hold the wheels of all releases; pip wants a build of a source distribution, which has
+# the file PKG-INFO, to keep the version of that.
+requirement, label = f"torch=={TORCH}.*", ""
 if "sdist" in sys.argv:
-    requirement, label = "torch>=2.11", ""
-else:
-    requirement, label = f"torch=={TORCH}.*", f"+torch{TORCH}"
-    if not reason:
-        label += ".cu" + torch.version.cuda.replace(".", "")
+    requirement = "torch>=2.11"
+elif not (ROOT / "PKG-INFO").exists():
+    label = f"+torch{TORCH}" + ("" if reason else ".cu" + torch.version.cuda.replace(".", ""))
 
 [version] = re.findall(r'^__version__ = "(.*)"', (ROOT / "torch_rope/__init__.py").read_text(), re.M)
 

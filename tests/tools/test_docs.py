@@ -334,7 +334,11 @@ COMMANDS = sorted(
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# pip writes into the source folder, as test_wheel.py does, so one process runs both.
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.xdist_group("wheel")] if c.startswith("pip") else []) for c in COMMANDS],
+)
 def test_every_command_of_the_pages_runs(command):
     """Runs a command as far as is possible in seconds: pip and make without their effect, the others for their help.
 
