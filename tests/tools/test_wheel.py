@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ROOT, missing, python
+from cases import ROOT, missing, python, source_folder_alone
 
 import torch_rope
 from torch_rope import _C
@@ -46,11 +46,12 @@ def dist(tmp_path_factory):
     for tool in ["build", "twine", "check_wheel_contents"]:
         if not (Path(sysconfig.get_path("purelib")) / tool).exists():
             missing(f'{tool} is not installed: pip install --no-build-isolation -e ".[wheel]"')
-    for stale in (ROOT / "build").glob("lib.*"):
-        shutil.rmtree(stale)
     folder = tmp_path_factory.mktemp("dist")
-    for kind in ["--sdist", "--wheel"]:
-        checked(sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", folder, ROOT)
+    with source_folder_alone():
+        for stale in (ROOT / "build").glob("lib.*"):
+            shutil.rmtree(stale)
+        for kind in ["--sdist", "--wheel"]:
+            checked(sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", folder, ROOT)
     return folder
 
 
