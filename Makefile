@@ -2,7 +2,8 @@
 #   make check       runs lint and the core tests of the operators on the CPU, in minutes
 #   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
 #   make exhaustive  runs every combination of the parameters of the tests, in a night
-# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | lint | clean.
+# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel |
+# lint | clean.
 # make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
 # goes on there if it runs again. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3

@@ -1,7 +1,5 @@
 """The cases that the tests of the rotating operators draw from: layouts, caches, angle sources, sizes and dtypes."""
 
-import contextlib
-import fcntl
 import itertools
 import math
 import os
@@ -38,15 +36,6 @@ def python(program: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs a program in a new process that finds the same modules. There the CUDA kernels are not emulated."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def source_folder_alone():
-    """Waits until no other test builds in the source folder, where each build writes the same files."""
-    (ROOT / "build").mkdir(exist_ok=True)
-    with (ROOT / "build/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def missing(what: str) -> None:
