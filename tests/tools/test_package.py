@@ -1,6 +1,9 @@
 """Tests of the package: the release of torch that it is built for, its public names, and the operators' schemas."""
 
 import inspect
+import os
+import subprocess
+import sys
 from importlib import metadata, resources
 
 import pytest
@@ -40,6 +43,17 @@ def test_the_installed_package_has_its_version_and_type_marker():
         pytest.skip("torch_rope was built in its folder and is not installed")
     assert torch_rope.__version__ == version.partition("+")[0]
     assert resources.files(torch_rope).joinpath("py.typed").is_file()
+
+
+def test_a_folder_with_the_name_of_the_package_does_not_hide_it(tmp_path):
+    """Python is often started beside a clone, whose folder is called torch_rope too."""
+    (tmp_path / "torch_rope").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import torch_rope; print(torch_rope.__version__)"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if "No module named" in done.stderr:
+        pytest.skip("torch_rope was built in its folder and is not installed")
+    assert done.stdout.strip() == torch_rope.__version__, done.stderr
 
 
 # The public names that are not operators.
