@@ -124,7 +124,7 @@ def test_the_build_is_for_macos_14_if_nothing_else_is_chosen(chosen, monkeypatch
     monkeypatch.setattr(sys, "platform", "darwin")
     built = []
     monkeypatch.setattr(setuptools, "setup", lambda **options: built.append(os.environ["MACOSX_DEPLOYMENT_TARGET"]))
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # no xcrun
+    monkeypatch.setattr("shutil.which", lambda name, **_: name if name == "c++" else None)  # no xcrun
     monkeypatch.chdir(ROOT)
     runpy.run_path("setup.py")
     assert built == [chosen or "14.0"]
