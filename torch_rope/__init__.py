@@ -37,8 +37,8 @@ from torch_rope.functional import (  # noqa: E402
     rotate_qk,
     rotate_qk_,
 )
+from torch_rope.module import RotaryEmbedding  # noqa: E402
 from torch_rope.multimodal import positions_from_cu_seqlens  # noqa: E402
-from torch_rope.rotary_embedding import RotaryEmbedding  # noqa: E402
 
 __all__ = [
     "RotaryEmbedding",

@@ -4,7 +4,7 @@ SIGNATURES, REGISTER, SHARDING = "torch_rope/_signatures.py", "torch_rope/_regis
 FREQUENCIES, MULTIMODAL, MODULE = (
     "torch_rope/frequencies.py",
     "torch_rope/multimodal.py",
-    "torch_rope/rotary_embedding.py",
+    "torch_rope/module.py",
 )
 REFERENCE, FUNCTIONAL = "torch_rope/reference.py", "torch_rope/functional.py"
 PATCH, ROTATOR, FOUND, FUSE, ANGLES = (
