@@ -160,12 +160,21 @@ def test_the_node_gets_the_pairing_and_the_number_of_rotated_channels():
     assert not of_type(nodes, "Cast") and not of_type(nodes, "Slice") and not of_type(nodes, "Transpose")
 
 
+def test_the_node_gets_an_even_number_of_channels():
+    """The specification of the node asks for it, though onnxruntime does not."""
+    function = lambda x: [rope.rotate(x, COS, SIN, rotary_start=start) for start in (3, 4)]  # noqa: E731
+    _, nodes = export(function, [random(BATCH, SEQ, HEADS, DIM)])
+    # 0 means all channels that the node gets
+    assert [n["rotary_embedding_dim"] for n in of_type(nodes, "RotaryEmbedding")] == [0, ROTARY_DIM]
+
+
 def test_eager_rounding_keeps_the_bits():
     """With tables of float16 or bfloat16, a runtime may compute them in float32, as onnxruntime does on a CPU."""
 
     def function(x):
         flags = {"eager_rounding": True, "attention_factor": 1.3}
         out = [rope.rotate(t, COS, SIN, interleaved=i, **flags) for i in (False, True) for t in (x, x.half())]
+        out.append(rope.rotate(x.double(), COS, SIN, **flags))  # the tables are multiplied in float32
         return *out, rope.rotate(x.half(), COS.half(), SIN.half(), eager_rounding=True)
 
     x = random(BATCH, SEQ, HEADS, DIM)
