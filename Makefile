@@ -127,10 +127,11 @@ lint: .venv/lint
 	$(PIP) --no-build-isolation -e ".[check]"
 	touch $@
 
-# timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch.
+# timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch. torchtitan depends on much
+# that its rotary embeddings do not use.
 .venv/test: pyproject.toml | .venv/demo
 	$(PIP) --no-build-isolation -e ".[test]"
-	$(PIP) --no-deps comfy-kitchen peft timm
+	$(PIP) --no-deps comfy-kitchen peft timm "torchtitan==0.3.0; python_version >= '3.11'"
 	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
 	touch $@
 

@@ -31,14 +31,15 @@ from torch_rope.functional import (  # noqa: E402
     cos_sin,
     inv_freq,
     norm_rotate_qk,
+    rotary_embedding,
     rotate,
     rotate_,
     rotate_into_cache,
     rotate_qk,
     rotate_qk_,
 )
+from torch_rope.module import RotaryEmbedding  # noqa: E402
 from torch_rope.multimodal import positions_from_cu_seqlens  # noqa: E402
-from torch_rope.rotary_embedding import RotaryEmbedding  # noqa: E402
 
 __all__ = [
     "RotaryEmbedding",
@@ -49,6 +50,7 @@ __all__ = [
     "multimodal",
     "norm_rotate_qk",
     "positions_from_cu_seqlens",
+    "rotary_embedding",
     "rotate",
     "rotate_",
     "rotate_into_cache",

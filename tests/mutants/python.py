@@ -4,7 +4,7 @@ SIGNATURES, REGISTER, SHARDING = "torch_rope/_signatures.py", "torch_rope/_regis
 FREQUENCIES, MULTIMODAL, MODULE = (
     "torch_rope/frequencies.py",
     "torch_rope/multimodal.py",
-    "torch_rope/rotary_embedding.py",
+    "torch_rope/module.py",
 )
 REFERENCE, FUNCTIONAL = "torch_rope/reference.py", "torch_rope/functional.py"
 PATCH, ROTATOR, FOUND, FUSE, ANGLES = (
@@ -26,10 +26,14 @@ GPU, ONCE, GPU_TESTS = "benchmarks/gpu.py", "benchmarks/once.py", "tests/tools/t
 RUN, WORKER, REPORT = (f"torch_rope/selfcheck/{name}.py" for name in ("run", "worker", "report"))
 SELFCHECK = "tests/tools/test_selfcheck.py"
 ROTARY = "tests/modules/test_rotary_embedding.py"
-TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS, DIFFUSERS_TESTS = (
+TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS, DIFFUSERS_TESTS, ONNX_TESTS, TITAN_TESTS = (
     f"tests/integrations/test_{name}.py"
-    for name in ("transformers", "fuse", "exact_angles", "families", "timm", "comfy_kitchen", "diffusers")
-)
+    for name in (
+        "transformers", "fuse", "exact_angles", "families", "timm", "comfy_kitchen", "diffusers", "onnx", "torchtitan"
+    )
+)  # fmt: skip
+ONNX, TITAN = "torch_rope/integrations/onnx.py", "examples/torchtitan/torch_rope_override.py"
+FUNCTION = "tests/modules/test_function_of_pytorch.py"
 
 MUTANTS = [
     # registration
@@ -1405,5 +1409,106 @@ MUTANTS = [
         "        if not any(torch.allclose(",
         "        if False and any(torch.allclose(",
         DIFFUSERS_TESTS,
+    ),
+    # the function of PyTorch
+    (
+        "rotary_embedding: tables by head are taken for tables by token of the first head",
+        FUNCTIONAL,
+        "by_head = cos.shape[1] != 1",
+        "by_head, cos, sin = False, cos[:, :1], sin[:, :1]",
+        FUNCTION,
+    ),
+    (
+        "rotary_embedding: a table without a batch gets its new axes at the end",
+        FUNCTIONAL,
+        "t[(None,) * (4 - t.dim())].expand",
+        "t[(..., *(None,) * (4 - t.dim()))].expand",
+        FUNCTION,
+    ),
+    (
+        "rotary_embedding: cos and sin of different shapes are not broadcast to each other",
+        FUNCTIONAL,
+        "for t in torch.broadcast_tensors(cos, sin)",
+        "for t in (cos, sin)",
+        FUNCTION,
+    ),
+    (
+        "rotary_embedding: position_ids is ignored",
+        FUNCTIONAL,
+        "cos, sin, None, position_ids, interleaved",
+        "cos, sin, None, None, interleaved",
+        FUNCTION,
+    ),
+    (
+        "rotary_embedding: a table with too many rows is accepted",
+        FUNCTIONAL,
+        "all(n in (1, m) for n, m in",
+        "all(n == 1 or n >= m for n, m in",
+        FUNCTION,
+    ),
+    (
+        "reference.rotary_embedding: positions choose rows of the last sequence",
+        REFERENCE,
+        "cos, sin = (t[position_ids].unsqueeze(-3)",
+        "cos, sin = (t[position_ids.expand(2, -1)[-1:]].unsqueeze(-3)",
+        FUNCTION,
+    ),
+    # ONNX
+    ("ONNX: sin is not negated for an inverse rotation", ONNX, "op.Neg(sin) if inverse else sin", "sin", ONNX_TESTS),
+    ("ONNX: the node always rotates halves", ONNX, "interleaved=int(interleaved)", "interleaved=0", ONNX_TESTS),
+    ("ONNX: positions are ignored", ONNX, "if positions is None else _to(positions, INT64)", "", ONNX_TESTS),
+    ("ONNX: the offset is ignored", ONNX, "ids = op.Add(ids, offset)", "pass", ONNX_TESTS),
+    (
+        "ONNX: angles are computed in float32",
+        ONNX,
+        "return op.Mul(positions, frequencies)\n",
+        "return _to(op.Mul(op.Cast(positions, to=FLOAT), op.Cast(frequencies, to=FLOAT)), DOUBLE)\n",
+        ONNX_TESTS,
+    ),
+    (
+        "ONNX: the second part of inv_freq is dropped",
+        ONNX,
+        "op.ReduceSum(frequencies, [0], keepdims=0)\n    positions",
+        "op.Gather(frequencies, _number(0, INT64))\n    positions",
+        ONNX_TESTS,
+    ),
+    (
+        "ONNX: the node rotates the channels after an odd start",
+        ONNX,
+        "and (head_dim - rotary_start) % 2 == 0",
+        "and True",
+        ONNX_TESTS,
+    ),
+    ("ONNX: attention_factor is dropped", ONNX, "if attention_factor != 1:", "if False:", ONNX_TESTS),
+    (
+        "ONNX: with eager_rounding tables are converted before they are multiplied",
+        ONNX,
+        "if not eager_rounding:",
+        "if True:",
+        ONNX_TESTS,
+    ),
+    ("ONNX: a norm over all heads normalises each head", ONNX, "[-2, -1][-len(weight.shape) :]", "[-1]", ONNX_TESTS),
+    (
+        "ONNX: the copies in place write q to k",
+        ONNX,
+        "zip(written, parts, strict=True)",
+        "zip(written, parts[::-1], strict=True)",
+        ONNX_TESTS,
+    ),
+    # torchtitan
+    ("torchtitan: the halves of the cache are sin", TITAN, "cos, _, sin, _ = ", "_, sin, _, cos = ", TITAN_TESTS),
+    (
+        "torchtitan: complex numbers rotate halves",
+        TITAN,
+        "positions=positions, interleaved=True",
+        "positions=positions",
+        TITAN_TESTS,
+    ),
+    (
+        "torchtitan: a subclass is claimed",
+        TITAN,
+        "target=CosSinRoPE.Config, exact=True",
+        "target=CosSinRoPE.Config",
+        TITAN_TESTS,
     ),
 ]

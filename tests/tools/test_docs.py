@@ -220,6 +220,8 @@ def rotate(v):
     assert torch.equal(v.rotated, v.q_by_position.transpose(1, 2))
     expected = torch_rope.rotate(v.q, inv_freq=v.inv_freq, interleaved=True)
     torch.testing.assert_close(v.q_interleaved, expected, rtol=0, atol=1e-5)
+    expected = torch_rope.rotate(v.q, v.cos3, v.sin3).transpose(1, 2)
+    assert torch.equal(v.rotated_x, expected) and torch.equal(v.same_x, expected)
 
 
 def several_axes(v):
@@ -266,6 +268,13 @@ def transformers(v):
         v.register(modeling.Wav2Vec2ConformerSelfAttention._apply_rotary_embedding, None)
 
 
+def onnx(v):
+    for actual, expected in zip((v.q_rotated, v.k_rotated), v.expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=0, atol=1e-6)
+    expected = torch.cat([*v.rope(v.q, v.k), v.k], 2)
+    torch.testing.assert_close(torch.from_numpy(v.packed_rotated), expected, rtol=0, atol=1e-6)
+
+
 def timm(v):
     assert "is torch.ops.rope.rotate" in v.printed
     v.handle.undo()
@@ -294,7 +303,7 @@ CHECKS = {
             rotary_embedding, rotate, several_axes, tables,
         )
     },
-    **{f"docs/integrations/{check.__name__}.md": check for check in (comfyui, diffusers, timm, transformers)},
+    **{f"docs/integrations/{check.__name__}.md": check for check in (comfyui, diffusers, onnx, timm, transformers)},
 }  # fmt: skip
 
 

@@ -57,7 +57,14 @@ def test_a_folder_with_the_name_of_the_package_does_not_hide_it(tmp_path):
 
 
 # The public names that are not operators.
-OTHER_NAMES = {"RotaryEmbedding", "frequencies", "inv_freq", "multimodal", "positions_from_cu_seqlens"}
+OTHER_NAMES = {
+    "RotaryEmbedding",
+    "frequencies",
+    "inv_freq",
+    "multimodal",
+    "positions_from_cu_seqlens",
+    "rotary_embedding",
+}
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():

@@ -1,0 +1,156 @@
+"""Tests torch_rope.rotary_embedding, the function that PyTorch's pull request 187286 proposes.
+
+The results are compared with the formula in float64, written here with the broadcasting of PyTorch.
+"""
+
+import pytest
+import torch
+from cases import supported
+from oracle import assert_close, limits
+
+import torch_rope
+from torch_rope import reference
+
+BATCH, HEADS, SEQ, HEAD_DIM, ROWS = 2, 3, 5, 8, 11
+PAIRS = HEAD_DIM // 2
+# The shapes of cos and sin without position_ids. No two of batch, heads and seq are equal.
+SHAPES = [
+    (SEQ, PAIRS),
+    (1, PAIRS),
+    (PAIRS,),
+    (HEADS, SEQ, PAIRS),
+    (1, SEQ, PAIRS),
+    (HEADS, 1, PAIRS),
+    (1, 1, SEQ, PAIRS),
+    (BATCH, 1, SEQ, PAIRS),
+    (1, HEADS, SEQ, PAIRS),
+    (BATCH, HEADS, SEQ, PAIRS),
+    (BATCH, 1, 1, PAIRS),
+    (BATCH, HEADS, 1, PAIRS),
+    (BATCH, 1, SEQ, 1),
+]
+POSITIONS = [(BATCH, SEQ), (1, SEQ), (SEQ,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def formula(x, cos, sin, position_ids=None, interleaved=False):
+    """Returns the rotated x, and the magnitude of each element's pair, in float64."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    if position_ids is not None:
+        cos, sin = (t[position_ids.expand(len(x), -1)][:, None] for t in (cos, sin))
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    pairs = [(a * cos - b * sin, b * cos + a * sin), (a.hypot(b),) * 2]
+    return [torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs]
+
+
+def tables(*shape, dtype=torch.float32, device="cpu"):
+    angle = torch.rand(shape, dtype=torch.float64) * 7
+    return [t.to(dtype).to(device) for t in (angle.cos(), angle.sin())]
+
+
+def random(*shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(device)
+
+
+def check(x, cos, sin, position_ids, interleaved):
+    given = [t if t is None else t.cpu() for t in (x, cos, sin, position_ids)]
+    right = formula(*given, interleaved)
+    out = torch_rope.rotary_embedding(x, cos, sin, position_ids, interleaved=interleaved)
+    assert out.shape == x.shape and out.dtype == x.dtype
+    assert out.stride() == torch.empty_like(x).stride()
+    assert_close(out, [t.numpy() for t in right], *limits(x.dtype, {}))
+    own = reference.rotary_embedding(*given, interleaved=interleaved)
+    assert_close(own, [t.numpy() for t in right], *limits(x.dtype, {}))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tables_broadcast(shape, dtype, interleaved, device):
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    x = random(BATCH, SEQ, HEADS, HEAD_DIM, dtype=dtype, device=device).transpose(1, 2)
+    cos, sin = tables(*shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    check(x, cos, sin, None, interleaved)
+    check(x.contiguous(), cos, sin, None, interleaved)
+    check(x, cos, tables(SEQ, 1, dtype=sin.dtype, device=device)[1], None, interleaved)  # sin has another shape
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", POSITIONS, ids=str)
+def test_positions_choose_rows(shape, dtype, interleaved, device):
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
+    x = random(BATCH, HEADS, SEQ, HEAD_DIM, dtype=dtype, device=device)
+    for index in (torch.int32, torch.int64):
+        position_ids = torch.randint(ROWS, shape, dtype=index, device=device)
+        check(x, *tables(ROWS, PAIRS, dtype=dtype, device=device), position_ids, interleaved)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "positions"], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_flow_to_x_and_the_tables(shape, interleaved):
+    position_ids = torch.randint(ROWS, (BATCH, SEQ)) if shape == "positions" else None
+    cos, sin = tables(*((ROWS, PAIRS) if shape == "positions" else shape), dtype=torch.float64)
+    given = [t.requires_grad_() for t in (random(BATCH, HEADS, SEQ, HEAD_DIM, dtype=torch.float64), cos, sin)]
+    assert torch.autograd.gradcheck(
+        lambda x, c, s: torch_rope.rotary_embedding(x, c, s, position_ids, interleaved=interleaved), given
+    )
+
+
+@pytest.mark.parametrize("shape", [(SEQ, PAIRS), (BATCH, 1, SEQ, PAIRS), (1, HEADS, SEQ, PAIRS), "positions"], ids=str)
+def test_it_compiles_without_a_graph_break(shape, device):
+    compiled = torch.compile(torch_rope.rotary_embedding, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seq in (SEQ, SEQ + 2):
+        x = random(BATCH, HEADS, seq, HEAD_DIM, device=device)
+        if shape == "positions":
+            given = x, *tables(ROWS, PAIRS, device=device), torch.randint(ROWS, (BATCH, seq), device=device)
+        else:
+            given = x, *tables(*(seq if n == SEQ else n for n in shape), device=device)
+        assert torch.equal(compiled(*given), torch_rope.rotary_embedding(*given))
+
+
+def test_nothing_is_copied(device):
+    """The memory of the result is written once: the tables are read through their strides."""
+    from cases import Calls
+
+    x, (cos, sin) = random(BATCH, HEADS, SEQ, HEAD_DIM, device=device), tables(BATCH, 1, SEQ, PAIRS, device=device)
+    with Calls() as calls:
+        torch_rope.rotary_embedding(x, cos, sin)
+    assert calls.names.count("rope::rotate") == 1
+    assert not {"aten::clone", "aten::copy_", "aten::index.Tensor", "aten::cat"} & set(calls.names)
+
+
+@pytest.mark.parametrize("shape", [(0, HEADS, SEQ), (BATCH, 0, SEQ), (BATCH, HEADS, 0)])
+def test_an_empty_tensor_stays_empty(shape, device):
+    x = torch.randn(*shape, HEAD_DIM, device=device)
+    for table in ((*shape, PAIRS), (shape[2], PAIRS)):
+        assert torch_rope.rotary_embedding(x, *tables(*table, device=device)).shape == x.shape
+
+
+X = random(BATCH, HEADS, SEQ, HEAD_DIM)
+IDS = torch.arange(SEQ)
+WRONG = [
+    ((X[0], *tables(SEQ, PAIRS)), ValueError, r"x has shape \[3, 5, 8\] but must be \[batch, heads, seq, head_dim\]"),
+    ((X[..., :7], *tables(SEQ, 3)), ValueError, "even head_dim"),
+    ((X, *tables(SEQ + 1, PAIRS)), ValueError, r"cos has shape \[6, 4\] but must broadcast to .* \[2, 3, 5, 4\]"),
+    ((X, *tables(BATCH, SEQ, PAIRS)), ValueError, r"cos has shape \[2, 5, 4\] but must broadcast"),
+    ((X, *tables(SEQ, HEAD_DIM)), ValueError, r"cos has shape \[5, 8\] but must broadcast"),
+    ((X, *tables(1, 1, 1, SEQ, PAIRS)), ValueError, "cos has shape .* but must broadcast"),
+    ((X, tables(SEQ, PAIRS)[0], tables(SEQ, 3)[1]), ValueError, r"sin has shape \[5, 3\] but must broadcast"),
+    ((X, *tables(1, ROWS, PAIRS), IDS), ValueError, r"cos has shape \[1, 11, 4\] but must be \[max_position, 4\]"),
+    ((X, *tables(ROWS, 3), IDS), ValueError, r"cos has shape \[11, 3\] but must be \[max_position, 4\]"),
+    ((X, *tables(ROWS, PAIRS), IDS[:4]), ValueError, "positions"),
+    ((X, *tables(ROWS, PAIRS), IDS + 7), IndexError, "11"),
+    ((X, *tables(ROWS, PAIRS), IDS - 1), IndexError, "-1"),
+    ((X, *tables(ROWS, PAIRS), IDS.float()), TypeError, "positions is float32"),
+    ((X, *tables(SEQ, PAIRS, dtype=torch.bfloat16)), TypeError, "cos and sin are bfloat16 but must be float32"),
+    ((X.long(), *tables(SEQ, PAIRS)), TypeError, "x is int64"),
+]
+
+
+@pytest.mark.parametrize("given, error, message", WRONG)
+def test_a_wrong_argument_is_an_error(given, error, message):
+    with pytest.raises(error, match=message):
+        torch_rope.rotary_embedding(*given)
