@@ -22,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgr
 LINUX := $(filter Linux,$(shell uname -s))
 EXCLUDE := $(foreach library,torch c10 cudart,--exclude "lib$(library)*")
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
-OTHER := $(wildcard benchmarks/*.cu) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
+OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
 .PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures docs wheel gpu lint clean
 

@@ -69,19 +69,21 @@ std::vector<std::string> schemas() {
   };
 }
 
-TORCH_LIBRARY(rope, m) {
+// TORCH_LIBRARY does not expand a macro in its first argument.
+#define ROPE_LIBRARY(name, m) TORCH_LIBRARY(name, m)
+ROPE_LIBRARY(ROPE_NAMESPACE, m) {
   for (const std::string& schema : schemas()) m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(rope, Meta, m) { register_ops<Meta>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Meta, m) { register_ops<Meta>(m); }
 
 void register_refusal(torch::Library& m) {
   for (const std::string& schema : schemas()) {
     m.impl(schema.substr(0, schema.find('(')).c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }
-TORCH_LIBRARY_IMPL(rope, CompositeExplicitAutograd, m) { register_refusal(m); }
-TORCH_LIBRARY_IMPL(rope, NestedTensorCPU, m) { register_refusal(m); }
-TORCH_LIBRARY_IMPL(rope, NestedTensorCUDA, m) { register_refusal(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, CompositeExplicitAutograd, m) { register_refusal(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, NestedTensorCPU, m) { register_refusal(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, NestedTensorCUDA, m) { register_refusal(m); }
 
 }  // namespace rope

@@ -11,7 +11,7 @@
 //   static void cos_sin(const CosSinCall&);
 //     Writes the tables of cos and sin for positions and frequencies.
 // Besides the struct, which inherits from AnyBackend, a back end needs one line:
-//   TORCH_LIBRARY_IMPL(rope, <key>, m) { rope::register_ops<Backend>(m); }
+//   TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, <key>, m) { rope::register_ops<Backend>(m); }
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "call.h"
+#include "namespace.h"
 
 namespace rope {
 
@@ -72,8 +73,8 @@ constexpr auto* kernel = &Unpacked<std::remove_pointer_t<decltype(f)>>::template
 
 // Returns the name of an operator as messages have it, such as rope.rotate_.
 inline std::string python_name(const c10::OperatorHandle& op) {
-  std::string name = op.schema().name();  // rope::rotate_
-  return name.replace(name.find("::"), 2, ".");
+  const std::string& name = op.schema().name();  // rope::rotate_, or another namespace
+  return "rope." + name.substr(name.find("::") + 2);
 }
 
 // ---- the operators ----

@@ -7,7 +7,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [
-    str(HERE / part) for part in ("operators", "modules", "backends/cuda/emulator", "backends/metal/simulator")
+    str(HERE / part)
+    for part in ("operators", "modules", "pytorch", "backends/cuda/emulator", "backends/metal/simulator")
 ]
 ORDERS = ["forward", "backward", "scrambled"]
 

@@ -13,10 +13,9 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_rope._signatures import AXES, BY_POSITION, Signature, operators
-
-_ops = torch.ops.rope
-
+from ._ops import add_op_namespace_prefix
+from ._ops import ops as _ops
+from ._signatures import AXES, BY_POSITION, Signature, operators
 
 # ---- vmap ----
 #
@@ -129,12 +128,12 @@ def _refuse_vmap(signature: Signature, *args, **kwargs):
     )
 
 
-_library = torch.library.Library("rope", "FRAGMENT")
+_library = torch.library.Library(_ops.name, "FRAGMENT")
 for _signature in operators():
     if "k_cache" in _signature.arguments:  # register_vmap takes no operator with tensors that are keyword-only
         _library.impl(_signature.name, functools.partial(_refuse_vmap, _signature), "FuncTorchBatched")
     else:
-        torch.library.register_vmap(f"rope::{_signature.name}", functools.partial(_vmap, _signature))
+        torch.library.register_vmap(add_op_namespace_prefix(_signature.name), functools.partial(_vmap, _signature))
 
 
 # ---- nested tensors ----
@@ -146,7 +145,7 @@ def _refuse_nested(cls: type, op: torch._ops.OpOverload, types: tuple, args: tup
 
 
 for _signature in operators():
-    torch.library.register_torch_dispatch(f"rope::{_signature.name}", NestedTensor, _refuse_nested)
+    torch.library.register_torch_dispatch(add_op_namespace_prefix(_signature.name), NestedTensor, _refuse_nested)
 
 
 # ---- DTensor ----
@@ -158,7 +157,7 @@ for _signature in operators():
 def _register_sharding() -> None:
     """Registers the rules for DTensor, or warns if this release of torch does not let them be registered."""
     try:
-        import torch_rope._sharding  # noqa: F401
+        from . import _sharding  # noqa: F401
     except (ImportError, AttributeError, TypeError) as e:  # the rules use private parts of torch
         warnings.warn(f"torch_rope's operators do not take DTensors in torch {torch.__version__}: {e}", stacklevel=2)
 
@@ -169,7 +168,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _DTENSOR:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        # Those before this one have not found it. Another build of torch_rope may have a finder like this one.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None:
             execute = spec.loader.exec_module

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 
-from torch_rope._signatures import Signature, operators
+from ._signatures import Signature, operators
 
 
 def _of_dim(placement: Placement, dim: int) -> Placement:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ._ops import add_op_namespace_prefix, ops
+
 # The dimensions of each argument, last dimension last. A tensor with fewer dimensions lacks the first ones.
 AXES = {
     **dict.fromkeys(("x", "q", "k", "v", "q_out_grad", "k_out_grad"), ("batch", "seq", "heads", "head_dim")),
@@ -27,7 +29,7 @@ class Signature:
     """The arguments of one operator."""
 
     def __init__(self, name: str):
-        self.name, self.op = name, getattr(torch.ops.rope, name).default
+        self.name, self.op = name, getattr(ops, name).default
         arguments = self.op._schema.arguments
         self.arguments = [a.name for a in arguments]
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
@@ -54,4 +56,5 @@ class Signature:
 def operators() -> tuple[Signature, ...]:
     """Returns all operators. They are found by their Meta kernels, because every operator has one."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("Meta")
-    return tuple(Signature(name.removeprefix("rope::")) for name in sorted(names) if name.startswith("rope::"))
+    own = add_op_namespace_prefix("")
+    return tuple(Signature(name.removeprefix(own)) for name in sorted(names) if name.startswith(own))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_rope.families import INTERLEAVED, WHOLE_HEADS
+from .families import INTERLEAVED, WHOLE_HEADS
 
 
 class Frequencies(NamedTuple):

@@ -17,9 +17,8 @@ The docstrings use these words:
 import torch
 from torch import Tensor
 
-from torch_rope.frequencies import on_device
-
-_ops = torch.ops.rope
+from ._ops import ops as _ops
+from .frequencies import on_device
 
 
 def _check_int64(op: str, **given: int | torch.SymInt) -> None:

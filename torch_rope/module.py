@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_rope import frequencies
-from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE
-from torch_rope.functional import rotate_qk
+from . import frequencies
+from .families import INTERLEAVED, ROPE_INTERLEAVE
+from .functional import rotate_qk
 
 
 class RotaryEmbedding(nn.Module):

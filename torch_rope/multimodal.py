@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_rope import frequencies
+from . import frequencies
 
 
 def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:

@@ -24,7 +24,9 @@ using torch::autograd::variable_list;
 
 template <typename Schema>
 c10::TypedOperatorHandle<Schema> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Schema>();
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow((C10_STRINGIZE(ROPE_NAMESPACE) "::" + std::string(name)).c_str(), "")
+      .typed<Schema>();
 }
 
 // An operator that takes angles. op(angles, own...) calls it from the top of the dispatcher;
@@ -52,21 +54,21 @@ class Operator<R(const A&, Own...)> {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 inline const auto& rotate_op() {
-  static const Operator<Tensor(const Angles&, const Tensor&)> op("rope::rotate");
+  static const Operator<Tensor(const Angles&, const Tensor&)> op("rotate");
   return op;
 }
 inline const auto& rotate_qk_op() {
-  static const Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)> op("rope::rotate_qk");
+  static const Operator<TwoTensors(const Angles&, const Tensor&, const Tensor&)> op("rotate_qk");
   return op;
 }
 inline const auto& table_backward_op() {
   static const Operator<TwoTensors(const Angles&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&)> op(
-      "rope::_rotate_table_backward");
+      "_rotate_table_backward");
   return op;
 }
 using CosSinSchema = TwoTensors(const Tensor&, const Tensor&, double, std::optional<at::ScalarType>);
 inline const auto& cos_sin_op() {
-  static const auto op = find<CosSinSchema>("rope::cos_sin");
+  static const auto op = find<CosSinSchema>("cos_sin");
   return op;
 }
 

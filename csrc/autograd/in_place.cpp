@@ -87,8 +87,8 @@ void register_in_place(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, Autograd, m) { register_in_place<&guard_in_place>(m); }
-TORCH_LIBRARY_IMPL(rope, ADInplaceOrView, m) { register_in_place<&guard_in_place>(m); }
-TORCH_LIBRARY_IMPL(rope, Negative, m) { register_in_place<&resolve_negated>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Autograd, m) { register_in_place<&guard_in_place>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, ADInplaceOrView, m) { register_in_place<&guard_in_place>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Negative, m) { register_in_place<&resolve_negated>(m); }
 
 }  // namespace rope::autograd

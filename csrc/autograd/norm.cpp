@@ -12,14 +12,14 @@ namespace {
 
 const auto& norm_rotate_qk_op() {
   static const Operator<TwoTensors(const NormAngles&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)> op(
-      "rope::norm_rotate_qk");
+      "norm_rotate_qk");
   return op;
 }
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 const auto& norm_rotate_qk_backward_op() {
   static const Operator<FourTensors(const NormAngles&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                     const Tensor&, const Tensor&)>
-      op("rope::_norm_rotate_qk_backward");
+      op("_norm_rotate_qk_backward");
   return op;
 }
 
@@ -185,7 +185,7 @@ FourTensors norm_rotate_qk_backward(const NormAngles& angles, c10::DispatchKeySe
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, Autograd, m) {
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Autograd, m) {
   m.impl("norm_rotate_qk", kernel<&norm_rotate_qk>);
   m.impl("_norm_rotate_qk_backward", kernel<&norm_rotate_qk_backward>);
 }

@@ -163,7 +163,7 @@ TwoTensors rotate_qk(const Angles& angles, c10::DispatchKeySet keys, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, Autograd, m) {
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Autograd, m) {
   m.impl("rotate", kernel<&rotate>);
   m.impl("rotate_qk", kernel<&rotate_qk>);
 }

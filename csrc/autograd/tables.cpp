@@ -10,7 +10,7 @@ namespace rope::autograd {
 namespace {
 
 const auto& axial_cos_sin_op() {
-  static const auto op = find<CosSinSchema>("rope::axial_cos_sin");
+  static const auto op = find<CosSinSchema>("axial_cos_sin");
   return op;
 }
 
@@ -167,7 +167,7 @@ TwoTensors cos_sin(c10::DispatchKeySet keys, const Tensor& positions, const Tens
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, Autograd, m) {
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, Autograd, m) {
   m.impl("_rotate_table_backward", kernel<&rotate_table_backward>);
   m.impl("cos_sin", &cos_sin);
   m.impl("axial_cos_sin", &axial_cos_sin);

@@ -220,6 +220,6 @@ struct Cpu : AnyBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, CPU, m) { register_ops<Cpu>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, CPU, m) { register_ops<Cpu>(m); }
 
 }  // namespace rope::cpu

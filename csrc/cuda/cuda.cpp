@@ -122,6 +122,6 @@ struct Cuda : AnyBackend {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rope, ROPE_CUDA_KEY, m) { register_ops<Cuda>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, ROPE_CUDA_KEY, m) { register_ops<Cuda>(m); }
 
 }  // namespace rope::cuda

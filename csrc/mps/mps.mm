@@ -397,6 +397,6 @@ std::vector<PipelineInfo> pipelines() {
   return made().infos;
 }
 
-TORCH_LIBRARY_IMPL(rope, MPS, m) { register_ops<Mps>(m); }
+TORCH_LIBRARY_IMPL(ROPE_NAMESPACE, MPS, m) { register_ops<Mps>(m); }
 
 }  // namespace rope::mps

@@ -79,7 +79,7 @@ def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
     Writes only files that have changed, so that ninja compiles no others again.
     """
     there = set()
-    for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "docs", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
+    for part in ("csrc", "shaders", "tests", "torch_rope", "benchmarks", "examples", "docs", "hub", "LICENSE", "setup.py", "pyproject.toml", "README.md"):  # fmt: skip
         for path in [ROOT / part, *(ROOT / part).rglob("*")]:
             if path.is_file() and path.suffix != ".pyc":
                 name = path.relative_to(ROOT).as_posix()

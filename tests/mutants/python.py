@@ -34,6 +34,7 @@ TRANSFORMERS, FUSED, EXACT, FAMILIES, TIMM_TESTS, COMFY_TESTS, DIFFUSERS_TESTS, 
 )  # fmt: skip
 ONNX, TITAN = "torch_rope/integrations/onnx.py", "examples/torchtitan/torch_rope_override.py"
 FUNCTION = "tests/modules/test_function_of_pytorch.py"
+HUB, BUILD_TOML, LAYOUT = "tests/integrations/test_hub.py", "hub/build.toml", "hub/layout.py"
 
 MUTANTS = [
     # registration
@@ -1510,5 +1511,73 @@ MUTANTS = [
         "target=CosSinRoPE.Config, exact=True",
         "target=CosSinRoPE.Config",
         TITAN_TESTS,
+    ),
+    # the layout for the Hub
+    (
+        "one registration of autograd keeps the namespace rope",
+        "csrc/autograd/norm.cpp",
+        "TORCH_LIBRARY_IMPL(«ROPE_NAMESPACE», Autograd, m)",
+        "rope",
+        HUB,
+    ),
+    (
+        "autograd calls the operators of the namespace rope",
+        "csrc/autograd/autograd.h",
+        "C10_STRINGIZE(«ROPE_NAMESPACE»)",
+        "rope",
+        HUB,
+    ),
+    (
+        "messages name the namespace of the build",
+        "csrc/ops.h",
+        'return «"rope." + name.substr(name.find("::") + 2)»;',
+        'name.substr(0, name.find("::")) + "." + name.substr(name.find("::") + 2)',
+        HUB,
+    ),
+    ("build.toml lacks a source", BUILD_TOML, '  "csrc/overlap.cpp",\n', "", HUB),
+    ("build.toml lets the compiler contract", BUILD_TOML, '  "-Wno-psabi",\n«  "-ffp-contract=off",\n»', "", HUB),
+    (
+        "kernel-builder takes the headers of Metal for those of .metal files",
+        BUILD_TOML,
+        '"csrc/mps/mps.mm", "csrc/mps/shaders.cpp"«»]',
+        ', "csrc/mps/plan.h"',
+        HUB,
+    ),
+    ("a back end has no section of its own", BUILD_TOML, '[kernel.cpu]\nbackend = "«cpu»"', "cuda", HUB),
+    (
+        "the layout keeps the namespace rope",
+        LAYOUT,
+        '    (out / "csrc/namespace.h").write_text(NAMESPACE)\n',
+        "",
+        HUB,
+    ),
+    ("the kernel has no layers", LAYOUT, 'from . import layers\\n\\n{names}«    "layers",\\n»{after}', "", HUB),
+    (
+        "a module imports torch_rope by its name",
+        FUNCTIONAL,
+        "from «._ops» import ops as _ops",
+        "torch_rope._ops",
+        HUB,
+    ),
+    (
+        "the operators are those of the namespace rope",
+        SIGNATURES,
+        'own = «add_op_namespace_prefix("")»',
+        '"rope::"',
+        HUB,
+    ),
+    (
+        "the cache operator refuses vmap only in the namespace rope",
+        REGISTER,
+        "torch.library.Library(«_ops.name», ",
+        '"rope"',
+        HUB,
+    ),
+    (
+        "the finders of two builds ask each other for ever",
+        REGISTER,
+        "others = «sys.meta_path[sys.meta_path.index(self) + 1 :]»",
+        "[finder for finder in sys.meta_path if finder is not self]",
+        HUB,
     ),
 ]

@@ -54,7 +54,13 @@ def video_model(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-MODELS = {"path/to/model": language_model, "path/to/transformer": video_model}
+def hub_kernel(folder: Path) -> None:
+    needed("kernels")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(importlib.import_module("hub_build").build().parent)
+
+
+MODELS = {"path/to/model": language_model, "path/to/transformer": video_model, "path/to/torch-rope": hub_kernel}
 
 
 @pytest.fixture
@@ -275,6 +281,13 @@ def onnx(v):
     torch.testing.assert_close(torch.from_numpy(v.packed_rotated), expected, rtol=0, atol=1e-6)
 
 
+def hub(v):
+    """The kernel has the bits of torch_rope, and the model has the results that it had."""
+    assert torch.equal(v.q_rotated, torch_rope.rotate(v.q, inv_freq=v.inv_freq))
+    assert v.kernel is not torch_rope and not torch.equal(v.k_rotated, v.k)
+    torch.testing.assert_close(v.logits, v.expected)  # test_hub.py shows that the model calls the kernel
+
+
 def timm(v):
     assert "is torch.ops.rope.rotate" in v.printed
     v.handle.undo()
@@ -303,11 +316,19 @@ CHECKS = {
             rotary_embedding, rotate, several_axes, tables,
         )
     },
-    **{f"docs/integrations/{check.__name__}.md": check for check in (comfyui, diffusers, onnx, timm, transformers)},
+    **{f"docs/integrations/{check.__name__}.md": check for check in (comfyui, diffusers, hub, onnx, timm, transformers)},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if of_language(page, "python")])
+# test_hub.py builds what the page about the Hub loads.
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.xdist_group("hub")] if page.endswith("/hub.md") else [])
+        for page in PAGES
+        if of_language(page, "python")
+    ],
+)
 def test_the_code_of_a_page_runs_and_computes_what_it_says(page, reader):
     """A page asserts something itself, or prints something that stands below the code, or has a check here."""
     variables = reader(page)

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch_rope.integrations._rebuild import Source, names
+from ._rebuild import Source, names
 
 _WENT = "_torch_rope_went"
 

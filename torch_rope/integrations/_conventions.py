@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_rope.integrations._methods import Rebuilder
-from torch_rope.integrations._put_off import PutOff, norm_and_rotate
-from torch_rope.integrations._rotary import DTYPES, NO_ROTATION, RotaryFunction, plainly
-from torch_rope.integrations._rotation import Angles, Rotation, Rotator, Rounding
+from ._methods import Rebuilder
+from ._put_off import PutOff, norm_and_rotate
+from ._rotary import DTYPES, NO_ROTATION, RotaryFunction, plainly
+from ._rotation import Angles, Rotation, Rotator, Rounding
 
 
 class Reading(NamedTuple):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_rope.integrations._put_off import results
-from torch_rope.integrations._rebuild import Source, copy_of, names, wrapped
-from torch_rope.integrations._rotary import Call, RotaryFunction
+from ._put_off import results
+from ._rebuild import Source, copy_of, names, wrapped
+from ._rotary import Call, RotaryFunction
 
 
 @dataclass(frozen=True)

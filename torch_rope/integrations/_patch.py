@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from torch_rope.integrations._conventions import ConventionRebuilder
-from torch_rope.integrations._methods import Rebuilder
-from torch_rope.integrations._put_off import norm_of, put_off
-from torch_rope.integrations._rebuild import names
+from ._conventions import ConventionRebuilder
+from ._methods import Rebuilder
+from ._put_off import norm_of, put_off
+from ._rebuild import names
 
 HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
 

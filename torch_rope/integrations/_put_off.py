@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from torch_rope.integrations._norm import Norm, find_norm
+from .._ops import ops
+from ._norm import Norm, find_norm
 
-_norm_rotate_qk = torch.ops.rope.norm_rotate_qk.default
+_norm_rotate_qk = ops.norm_rotate_qk.default
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the norm of each module, or None
 
 

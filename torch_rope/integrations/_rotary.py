@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_rope.integrations._branches import Branches
-from torch_rope.integrations._rotation import Rotation, Rotator, Rounding
+from ._branches import Branches
+from ._rotation import Rotation, Rotator, Rounding
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_rope.frequencies import has_float64
+from .._ops import ops
+from ..frequencies import has_float64
 
-_rotate = torch.ops.rope.rotate.default
-_rotate_qk = torch.ops.rope.rotate_qk.default
+_rotate = ops.rotate.default
+_rotate_qk = ops.rotate_qk.default
 
 # The last is DeepSeek V3's: it reads pair i from channels 2i and 2i + 1, and writes the result to channels i and
 # i + rotary_dim / 2.

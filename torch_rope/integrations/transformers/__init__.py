@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from torch_rope.integrations._methods import register
-from torch_rope.integrations._patch import Patch, Replaced, patched_before, replaced_in
-from torch_rope.integrations.transformers.angles import exact_rotary, restore
-from torch_rope.integrations.transformers.hub import apply_rotary_transformers, kernel_mapping
-from torch_rope.integrations.transformers.methods import Rebuilder
-from torch_rope.integrations.transformers.rotary import sample_tables
-from torch_rope.integrations.transformers.rotator import has_form
+from .._methods import register
+from .._patch import Patch, Replaced, patched_before, replaced_in
+from .angles import exact_rotary, restore
+from .hub import apply_rotary_transformers, kernel_mapping
+from .methods import Rebuilder
+from .rotary import sample_tables
+from .rotator import has_form
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
 
@@ -92,6 +92,6 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
 
 
 def _fuser(model: nn.Module, rebuilder: Rebuilder) -> Callable:
-    from torch_rope.integrations.transformers.fuse import Fuser  # transformers must be installed for it
+    from .fuse import Fuser  # transformers must be installed for it
 
     return Fuser(model, rebuilder).fuse

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_rope import frequencies
+from ... import frequencies
+from ..._ops import ops
 
-_axial_cos_sin = torch.ops.rope.axial_cos_sin.default
+_axial_cos_sin = ops.axial_cos_sin.default
 
 
 class _NotExactError(Exception):

@@ -31,7 +31,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_rope.integrations._methods import (
+from ..._ops import ops as _ops
+from .._methods import (
     Calls,
     Rebuilder,
     Registered,
@@ -39,11 +40,10 @@ from torch_rope.integrations._methods import (
     decorated,
     with_caller,
 )
-from torch_rope.integrations._norm import Norm, close, find_norm, quietly
-from torch_rope.integrations._rebuild import Source, wrapped
-from torch_rope.integrations.transformers.rotary import RotaryFunction
+from .._norm import Norm, close, find_norm, quietly
+from .._rebuild import Source, wrapped
+from .rotary import RotaryFunction
 
-_ops = torch.ops.rope
 _rotate_qk_, _rotate_ = _ops.rotate_qk_.default, _ops.rotate_.default
 _norm_rotate_qk, _rotate_into_cache_ = _ops.norm_rotate_qk.default, _ops.rotate_into_cache_.default
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torch_rope.integrations.transformers.rotary import RotaryFunction
+from .rotary import RotaryFunction
 
 
 def kernel_mapping() -> dict:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
-from torch_rope.integrations import _methods
-from torch_rope.integrations.transformers.rotary import RotaryFunction
+from .. import _methods
+from .rotary import RotaryFunction
 
 
 class Rebuilder(_methods.Rebuilder):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_rope.integrations import _rotary
-from torch_rope.integrations._rotary import NO_ROTATION, plainly
-from torch_rope.integrations._rotation import PAIRINGS, Rounding
-from torch_rope.integrations.transformers.rotator import TABLES, Rotation, Rotator, seq_is_before_heads
+from .. import _rotary
+from .._rotary import NO_ROTATION, plainly
+from .._rotation import PAIRINGS, Rounding
+from .rotator import TABLES, Rotation, Rotator, seq_is_before_heads
 
 
 def sample_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

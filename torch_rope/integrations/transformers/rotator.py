@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_rope.integrations import _rotation
-from torch_rope.integrations._rotation import Angles
+from ..._ops import ops
+from .. import _rotation
+from .._rotation import Angles
 
-_rotate_qk = torch.ops.rope.rotate_qk.default
+_rotate_qk = ops.rotate_qk.default
 
 # The forms of the tables that rotary functions take, shown for two angles a and b. Each form is a pair of functions:
 # the first makes the tables from cos and sin [.., rotary_dim / 2], the second reads cos and sin back from the tables.

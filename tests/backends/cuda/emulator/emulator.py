@@ -118,6 +118,9 @@ def load(path: Path):
     loader.exec_module(module)
     sys.modules["torch_rope._C"] = module
     module.install_allocator()
+    import torch_rope
+
+    torch_rope._C = module  # Python makes only those modules attributes that it loads itself
     return module
 
 
