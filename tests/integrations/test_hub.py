@@ -208,6 +208,20 @@ def test_flops_are_counted(kernel):
     assert counter.get_total_flops() == expected.get_total_flops() > 0
 
 
+def test_the_kernel_works_without_torch_rope(kernel):
+    program = f"""
+import sys
+from pathlib import Path
+import kernels, torch
+kernel = kernels.get_local_kernel(Path({str(FOLDER / "build")!r}))
+x, inv_freq = torch.randn(3, 2, 5, 4, 8, requires_grad=True), kernel.inv_freq(8)
+torch.func.vmap(lambda x: kernel.rotate(x, inv_freq=inv_freq))(x).sum().backward()
+print(x.grad.shape == x.shape, "torch_rope" in sys.modules, hasattr(torch.ops.rope, "rotate"))
+"""
+    done = python(program)
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+
+
 def test_both_have_rules_for_dtensor_if_it_is_imported_after_them(kernel):
     program = f"""
 import sys
