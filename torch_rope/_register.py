@@ -168,7 +168,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _DTENSOR:
             return None
-        # Those before this one have not found it. Another build of torch_rope may have a finder like this one.
+        # The finders before this one have not found it. Another build of torch_rope may have a finder like this one.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None:
