@@ -631,7 +631,7 @@ def rotate_into_cache(
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
             of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
-        k_scale, v_scale: float32, one element or ``[heads]`` of that cache. Pass one for each quantised cache, and for no
+        k_scale, v_scale: float32 tensors, one element or ``[heads]`` of that cache. Pass one for each quantised cache, and for no
             other.
         norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
         attention_factor, interleaved, rotary_start, eager_rounding: as in :func:`rotate`.

@@ -175,6 +175,12 @@ def kv_caches(v):
         assert torch.equal(written, cells)
     torch.testing.assert_close(v.keys, v.paged_k, rtol=0.07, atol=0.02)  # float8 has 4 bits
     assert v.scores.shape == (v.batch, v.heads, v.seq, 100 + v.seq)
+    # The last token of the loop attends to 8 cells.
+    assert v.all_keys.any(-1).any(1).sum(-1).tolist() == [8] * v.batch
+    assert torch.equal(v.all_keys[:, :, 7], torch_rope.rotate(v.new_k, inv_freq=v.rope.inv_freq, offset=7)[:, 0])
+    caches = v.all_keys[:, :, :8], v.all_values[:, :, :8]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(v.attended, attention(v.new_q.transpose(1, 2), *caches, enable_gqa=True))
 
 
 def latent_attention(v):
@@ -184,6 +190,12 @@ def latent_attention(v):
     cells = v.cache.flatten(0, 1)[v.slots[0], 0]
     assert torch.equal(cells, torch.cat([v.latents[0, :, 0], v.k_pe_rotated[0, :, 0]], -1))
     assert v.cache.flatten(0, 1).any(-1).sum() == (v.slots >= 0).sum()
+    # The scores are those of the keys that the weight makes.
+    keys = torch.einsum("tl,hnl->htn", v.latents[0, :, 0], v.key_weight)
+    keys = torch.cat([keys, v.k_pe_rotated[0].transpose(0, 1).expand(v.heads, -1, -1)], -1)
+    expected = torch.einsum("hc,htc->ht", v.q_rotated[0, -1], keys) * (v.nope + v.rope_dim) ** -0.5
+    torch.testing.assert_close(v.scores, expected, rtol=1e-4, atol=1e-3)
+    assert v.attended.shape == (v.heads, v.latent)
 
 
 def learned_frequencies(v):
@@ -234,6 +246,9 @@ def several_axes(v):
     """The two ways to rotate all tokens but the prefix agree."""
     assert torch.equal(v.q_in_place, v.q_rotated) and torch.equal(v.k_in_place, v.k_rotated)
     assert torch.equal(v.q_rotated[:, : v.prefix], v.q[:, : v.prefix]) and not torch.equal(v.q_rotated, v.q)
+    halves = zip(v.q.chunk(2, -1), (v.columns, v.rows), strict=True)
+    expected = [torch_rope.rotate(x, inv_freq=v.half, positions=p) for x, p in halves]
+    assert torch.equal(v.q_by_halves, torch.cat(expected, -1))
     assert (v.flux != 0).sum(1).tolist() == [8, 28, 28] and (v.flux != 0).sum(0).tolist() == [1] * 64
     assert not torch.equal(v.q_by_head[:, :, 0], torch_rope.rotate(v.q, v.cos4[:, :, 1], v.sin4[:, :, 1])[:, :, 0])
 

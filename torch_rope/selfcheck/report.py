@@ -13,13 +13,14 @@ WIDTH = 118
 def outcome(group: dict) -> str:
     """Returns the result of a group in a few words."""
     ran = group["passed"] + group["failed"] + group["skipped"]
-    count = f"{group['passed']} of {group['cases']}" if ran != group["cases"] else f"{group['passed']}"
+    left = group["cases"] - ran  # a group begins few cases after its time
     if group["status"] == "failed":
         return f"FAILED {group['failed']} of {ran}"
     if group["status"] == "skipped":
         return f"skipped: {shorten(group['reasons'][0] if group['reasons'] else 'no case ran', 200)}"
     worst = f", {group['worst'][0]:.0%}" if group["worst"][0] >= 0 else ""
-    return f"{count} ok{worst}" + (f", {group['skipped']} skipped" if group["skipped"] else "")
+    skipped = f", {group['skipped']} skipped" if group["skipped"] else ""
+    return f"{group['passed']} ok{worst}{skipped}" + (f", no time for {left}" if left else "")
 
 
 def shorten(text: str, most: int) -> str:
