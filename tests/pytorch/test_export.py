@@ -44,12 +44,12 @@ class Rotating(torch.nn.Module):
         self.register_buffer("norm", torch.stack(norm_weights(device)) if "norm" in op else None)
 
     def forward(self, qkv, offset):
-        q, k, v = split(qkv * 1)
+        q, k, v = split(-qkv)  # Inductor removes a product with 1 and a sum with 0
         tensors = (q, k) if self.kv is None else (q, k, v, *self.kv)
         norm = () if self.norm is None else self.norm
         result = getattr(rope, self.op)(*tensors, *norm, self.cos, self.sin, offset=offset)
         q, k = result or (q, k)
-        return q + 0, k + 0, v + 0, *(() if self.kv is None else self.kv + 0)
+        return -q, -k, -v, *(() if self.kv is None else -self.kv)
 
 
 class Layers(torch.nn.Module):
