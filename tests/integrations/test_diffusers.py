@@ -139,13 +139,15 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations):
                 continue
             model, inputs = model.to(dtype), to(inputs, dtype)
         expected = train_step(model, inputs, name)
+        with torch.inference_mode():
+            inferred = output(model, copy.deepcopy(inputs))  # torch 2.15's attention may have other bits without gradients
         with patch(model):
             rotations.clear()  # patch itself tries rotations
             actual = train_step(model, inputs, name)
             assert set(rotations) == {not (name in NO_ROTATION or name in NOT_TRAINED)}
             with torch.inference_mode():
                 rotations.clear()
-                assert all(map(torch.equal, output(model, copy.deepcopy(inputs)), expected[0]))
+                assert all(map(torch.equal, output(model, copy.deepcopy(inputs)), inferred))
                 assert set(rotations) == {name not in NO_ROTATION}
         if name in OTHER_ORDER:
             assert all(map(torch.equal, actual[0], expected[0]))
