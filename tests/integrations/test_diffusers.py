@@ -139,10 +139,8 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(name, rotations):
                 continue
             model, inputs = model.to(dtype), to(inputs, dtype)
         expected = train_step(model, inputs, name)
-        with torch.inference_mode():
-            inferred = output(
-                model, copy.deepcopy(inputs)
-            )  # torch 2.15's attention may have other bits without gradients
+        with torch.inference_mode():  # torch 2.15's attention may have other bits there
+            inferred = output(model, copy.deepcopy(inputs))
         with patch(model):
             rotations.clear()  # patch itself tries rotations
             actual = train_step(model, inputs, name)
