@@ -1,3 +1,4 @@
+import gc
 import itertools
 import os
 import sys
@@ -84,11 +85,17 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", ["mps"] if metafunc.config.getoption("--simulate") else devices)
 
 
+def pytest_collection_finish():
+    gc.freeze()  # else the garbage collector visits all tests again and again
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     import torch
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.accelerator.is_available():  # else torch.manual_seed takes milliseconds to note the seed for a GPU
+        torch.manual_seed(0)
 
 
 def _with_switch(config, name, value):

@@ -387,7 +387,7 @@ COMMANDS = sorted(
 def test_every_command_of_the_pages_runs(command):
     """Runs a command as far as is possible in seconds: pip and make without their effect, the others for their help.
 
-    test_demo.py runs `make demo`, test_selfcheck.py the self-check, and `make test` runs this.
+    test_demo.py runs `make demo`, test_selfcheck.py the self-check, and test_parallel.py what torchrun starts.
     """
     program, *arguments = shlex.split(command)
     python = [sys.executable]
@@ -395,7 +395,7 @@ def test_every_command_of_the_pages_runs(command):
         "pip": [*python, "-m", "pip", "install", "--dry-run", "--no-deps", *arguments[1:]],
         "make": ["make", "--dry-run", *arguments],
         "python": [*python, *arguments, "--help"],
-        "torchrun": [*python, "-m", "torch.distributed.run", *arguments, "--help"],
+        "torchrun": [*python, arguments[-1], "--help"],
     }
     assert program in commands and (program != "pip" or arguments[0] == "install")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}

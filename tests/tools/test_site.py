@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from cases import ROOT, needed
+from cases import EXHAUSTIVE, ROOT, needed
 
 pytestmark = [pytest.mark.cpu, pytest.mark.xdist_group("site")]  # one process builds the site once
 REPOSITORY = "https://example.invalid/owner/name"
@@ -49,7 +49,7 @@ class Page(HTMLParser):
             self.title += data
 
 
-@pytest.fixture(scope="module", params=["", REPOSITORY], ids=["without a repository", "with a repository"])
+@pytest.fixture(scope="module", params=[REPOSITORY, ""] if EXHAUSTIVE else [REPOSITORY])
 def site(request, tmp_path_factory):
     """The folder of the built site, and its pages."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
