@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from cases import ROOT, missing, needed
+from cases import EXHAUSTIVE, ROOT, missing, needed
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional as F
@@ -22,14 +22,13 @@ from diffusion_models import FLOAT32_ONLY, FORWARD_ONLY, MODELS, TABLES, output,
 from torch_rope.integrations import _put_off, _rotation  # noqa: E402
 from torch_rope.integrations._conventions import (  # noqa: E402
     ConventionFunction,
-    ConventionRebuilder,
     ConventionRotator,
     each_twice,
 )
 from torch_rope.integrations._put_off import PutOff, norm_of, put_off  # noqa: E402
 from torch_rope.integrations.diffusers import Rebuilder, angles, patch, register  # noqa: E402
 
-pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("examine_once")]
 
 # The largest allowed differences, as parts of the largest output and of the largest gradient: about four times the
 # largest ones that were seen.
@@ -102,25 +101,6 @@ def rotations(monkeypatch):
 
     monkeypatch.setattr(ConventionRotator, "try_to_rotate", record)
     return found
-
-
-EXAMINED = {}
-
-
-@pytest.fixture(autouse=True)
-def examine_once(monkeypatch):
-    """Lets each function be examined once for all tests, because that takes most of the time."""
-
-    def examine(self, function):
-        # Functions that are defined inside of a method are made again for each model.
-        key = function if function.__closure__ else function.__code__, self.rounding
-        if key not in EXAMINED:
-            EXAMINED[key] = ConventionFunction(function, self.conventions, self.rounding)
-        new = copy.copy(EXAMINED[key])
-        new.rotator = copy.copy(new.rotator)
-        return new
-
-    monkeypatch.setattr(ConventionRebuilder, "_examine", examine)
 
 
 def test_the_documentation_lists_the_tested_models():
@@ -437,7 +417,7 @@ def counting(graphs):
     return backend
 
 
-@pytest.mark.parametrize("make, fuse", [(flux, True), (wan, False), (wan, True)])
+@pytest.mark.parametrize("make, fuse", [(flux, True), (wan, False)] + [(wan, True)] * EXHAUSTIVE)
 def test_a_patched_model_compiles_to_one_graph(make, fuse):
     """The norms stay as they are there. torch.compile compiles again after undo()."""
     model, inputs = make()

@@ -17,7 +17,7 @@ from torch_rope import frequencies  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
 from torch_rope.integrations.transformers.angles import exact_rotary  # noqa: E402
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
 
 FAR = 131072
 TEXT = dict(hidden_size=256, num_attention_heads=4, head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)

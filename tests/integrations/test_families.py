@@ -24,7 +24,7 @@ from torch_rope.integrations import _rotation  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 from torch_rope.integrations.transformers import methods, rotator  # noqa: E402
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
 DOC = (ROOT / "docs" / "families.md").read_text()
 
 # The differences are parts of the largest logit, and of the largest gradient. LOGITS and GRADIENTS are the largest

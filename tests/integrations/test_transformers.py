@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import needed, python
+from cases import EXHAUSTIVE, needed, python
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -896,7 +896,7 @@ def counting(graphs):
     return backend
 
 
-@pytest.mark.parametrize("model_type", ["llama", "cohere", "gptj"])
+@pytest.mark.parametrize("model_type", ["llama", "gptj"] + ["cohere"] * EXHAUSTIVE)
 def test_a_patched_model_compiles_to_one_graph(model_type):
     """This holds for training too. torch.compile compiles again after undo()."""
     options = dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8) if model_type == "gptj" else {}

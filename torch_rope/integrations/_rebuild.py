@@ -39,30 +39,16 @@ class Source:
         self.function = function
         try:
             lines, _ = inspect.findsource(function)
-            module, self._imports = _parse("".join(lines))
+            functions, self._imports = _parse("".join(lines))
         except (OSError, SyntaxError):
             raise NotImplementedError("has no source, which is needed to rebuild it") from None
-        self._parents, self.node = self._find(module, ())
-        if self.node is None or not _same(self._compile(()), function.__code__):
+        code = function.__code__
+        self._parents, node = functions.get((code.co_firstlineno, code.co_name), ((), None))
+        self.node = copy.deepcopy(node)  # the caller changes it
+        if node is not None:
+            self.node.decorator_list = []
+        if node is None or not _same(self._compile(()), code):
             raise NotImplementedError("has a source that differs from the code that runs")
-
-    def _find(self, node: ast.AST, parents: tuple) -> tuple[tuple, ast.FunctionDef | None]:
-        """Returns the classes around the function, and the function."""
-        code = self.function.__code__
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef) and child.name == code.co_name:
-                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                if first == code.co_firstlineno:
-                    node = copy.deepcopy(child)
-                    node.decorator_list = []
-                    return parents, node
-            inside = (child.name,) if isinstance(child, ast.ClassDef) else parents
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                inside = ()
-            found = self._find(child, inside)
-            if found[1] is not None:
-                return found
-        return (), None
 
     def _compile(self, variables: tuple[str, ...]) -> types.CodeType:
         """Returns the code of the function, in which the variables are free."""
@@ -104,14 +90,28 @@ _FUTURE = functools.reduce(
 
 
 @functools.lru_cache(maxsize=8)
-def _parse(text: str) -> tuple[ast.Module, list[ast.stmt]]:
-    """Returns the tree of a file, and its imports: Python calls a method of an imported name by other instructions."""
+def _parse(text: str) -> tuple[dict, list[ast.stmt]]:
+    """Returns the functions of a file, and its imports: Python calls a method of an imported name by other instructions.
+
+    The functions are a dict from (first line, name) to (the classes around the function, the function).
+    """
     tree = ast.parse(text)
-    return tree, [
+    return dict(_functions(tree, ())), [
         node
         for node in _statements(tree)
         if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__"
     ]
+
+
+def _functions(node: ast.AST, parents: tuple[str, ...]) -> Iterator[tuple[tuple, tuple]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+            yield (first, child.name), (parents, child)
+        inside = (child.name,) if isinstance(child, ast.ClassDef) else parents
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = ()
+        yield from _functions(child, inside)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
