@@ -193,34 +193,65 @@ elif torch.distributed.is_available():
 
 # ---- torch.compile of in-place operators ----
 #
-# Functionalization writes the storage offset of a view into the graph if that offset is a symbol. Inductor (2.13) has
-# no lowering for it and continues with storage offset 0: an in-place operator on x[1], of a tensor with a dynamic size,
-# silently writes to x[0]. So the lowering is registered before Inductor sees such a graph.
+# Functionalization writes the operand of an in-place operator as a view of its base. torch gets three of these wrong, and
+# the operator then silently writes to another place in memory. So torch is mended before it writes such a graph.
 
 
 @functools.cache
-def _teach_inductor_storage_offsets() -> None:
-    """Registers the lowering for storage offsets, unless Inductor has one."""
+def _mend_storage_offsets() -> None:
+    """Mends what torch does with views whose storage offsets are not 0, in functionalization and in Inductor."""
+    from torch._higher_order_ops import auto_functionalize
+    from torch._inductor import ir
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 
+    # A slice of a base that does not begin where its storage begins gets a start that counts from there: no elements of
+    # x[1] are written if the operand is x[1][1:]. Without a slice, torch writes as_strided.
+    if try_use_slice := getattr(auto_functionalize, "try_use_slice", None):
+
+        def only_from_the_beginning(base, tensor):
+            offset = base.storage_offset()
+            return try_use_slice(base, tensor) if isinstance(offset, int) and offset == 0 else None
+
+        auto_functionalize.try_use_slice = only_from_the_beginning
+
+    def expression(offset: int | torch.SymInt):
+        return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
+
+    # Inductor has no lowering for a storage offset that is a symbol, and continues with 0: an operator on x[1], of a
+    # tensor with a dynamic size, writes to x[0].
     storage_offset = torch.ops.aten.sym_storage_offset.default
     if storage_offset not in lowerings:
 
         @register_lowering(storage_offset, type_promotion_kind=None)
         def lowering(x):
-            value = V.graph.current_node.meta["val"]
-            return value.node.expr if isinstance(value, torch.SymInt) else int(value)
+            return expression(V.graph.current_node.meta["val"])
+
+    # Before torch 2.13, Inductor counts the storage offset of an input of the graph twice, in its pointer and in
+    # as_strided: an operator on a view of the input x[1] writes past the end of x.
+    if torch.__version__ < (2, 13):
+        as_strided = lowerings[torch.ops.aten.as_strided.default]
+
+        @register_lowering(torch.ops.aten.as_strided.default, type_promotion_kind=None)
+        def relative_to_the_input(x, size, stride, storage_offset=None):
+            view = as_strided(x, size, stride, storage_offset)
+            buffer, layout = view.data.data, view.data.layout
+            name = buffer.get_name()
+            if storage_offset is not None and name in V.graph.graph_inputs:
+                [node] = [n for n in V.graph.graph.nodes if n.op == "placeholder" and n.target == name]
+                offset = layout.offset - expression(node.meta["val"].storage_offset())
+                layout = ir.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, offset)
+            return ir.TensorBox(ir.ReinterpretView(data=buffer, layout=layout))
 
 
 def _watch_functionalization(op: torch._ops.OpOverload) -> None:
-    """Registers the lowering when `op` is functionalized with a tensor whose storage offset is a symbol."""
+    """Mends torch when `op` is functionalized with a tensor that does not begin where its storage begins."""
 
     @op.py_impl(FunctionalTensorMode)
     def functionalize(mode, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if any(not isinstance(t.storage_offset(), int) for t in tensors):
-            _teach_inductor_storage_offsets()
+        if any(not isinstance(offset, int) or offset for offset in map(Tensor.storage_offset, tensors)):
+            _mend_storage_offsets()
         with mode:  # continues as if this function were not registered
             return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 

@@ -117,34 +117,73 @@ SOURCES = {
 DTYPES = {"table": torch.float16, "head": torch.bfloat16, "token": torch.bfloat16, "inv_freq": torch.float64}
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_rotation_runs_in_onnxruntime(source):
-    """The model takes float32 and converts it, because numpy has no bfloat16. Each source gets some of the flags."""
-    make, axes, keywords = SOURCES[source]
-    kv_heads = HEADS if source == "head" else KV_HEADS
-    dtypes = list(dict.fromkeys([torch.float32, DTYPES.get(source, torch.float32)]))
-    all_flags = FLAGS if EXHAUSTIVE else FLAGS[list(SOURCES).index(source) % 3 :: 3]
+def dtypes_of(source):
+    return list(dict.fromkeys([torch.float32, DTYPES.get(source, torch.float32)]))
 
-    def function(q, k, *given):
-        out, angles = [], keywords(*given)
-        for dtype in dtypes:
-            x, y = q.to(dtype), k.to(dtype)
-            rotated = [t for f in all_flags for t in rope.rotate_qk(x, y, **angles, **f)] + [rope.rotate(y, **angles)]
-            out.append([t.to(torch.promote_types(dtype, torch.float32)) for t in rotated])
-        return out
+
+def flags_of(source):
+    return FLAGS if EXHAUSTIVE else FLAGS[list(SOURCES).index(source) % 3 :: 3]
+
+
+def rotate_by(source, q, k, given):
+    """Returns the results of all calls for a source of the angles, in float32 or float64: numpy has no bfloat16."""
+    angles, out = SOURCES[source][2](*given), []
+    for dtype in dtypes_of(source):
+        x, y = q.to(dtype), k.to(dtype)
+        rotated = [t for f in flags_of(source) for t in rope.rotate_qk(x, y, **angles, **f)]
+        out += [t.to(torch.promote_types(dtype, torch.float32)) for t in [*rotated, rope.rotate(y, **angles)]]
+    return out
+
+
+one_process = pytest.mark.xdist_group("onnx")  # which exports the model
+
+
+@pytest.fixture(scope="module")
+def rotated():
+    """The nodes of one model with all sources, and for each source pairs of a result of onnxruntime and one of torch_rope,
+    for several sizes. An export takes seconds, however small the model is."""
 
     def arguments(batch, seq):
-        return random(batch, seq, HEADS, DIM), random(batch, seq, kv_heads, DIM), *make(batch, seq)
+        x = [random(batch, seq, heads, DIM) for heads in (HEADS, KV_HEADS, HEADS)]
+        return *x, *(t for make, *_ in SOURCES.values() for t in make(batch, seq))
 
-    session, nodes = export(function, arguments(BATCH, SEQ), [DYNAMIC, DYNAMIC, *axes])
-    rotations = 2 * sum("eager_rounding" not in f for f in all_flags) + 1
-    by_node = 0 if source == "head" else len([d for d in dtypes if d != torch.float64])
-    assert len(of_type(nodes, "RotaryEmbedding")) == rotations * by_node
+    def function(q, k, k_of_heads, *given):
+        given, out = iter(given), []
+        for source, (_, axes, _) in SOURCES.items():
+            of_source = [next(given) for _ in axes]
+            out.append(rotate_by(source, q, k_of_heads if source == "head" else k, of_source))
+        return out
+
+    axes = [a for _, of_source, _ in SOURCES.values() for a in of_source]
+    session, nodes = export(function, arguments(BATCH, SEQ), [DYNAMIC] * 3 + axes)
+    pairs = {source: [] for source in SOURCES}
     for batch, seq in ((BATCH, SEQ), (3, 9), (1, 1)):
         args = arguments(batch, seq)
-        expected = [(t, dtype) for dtype, part in zip(dtypes, function(*args), strict=True) for t in part]
-        for actual, (t, dtype) in zip(run(session, args), expected, strict=True):
-            assert_near(actual, t, dtype)
+        actual = iter(run(session, args))
+        for source, results in zip(SOURCES, function(*args), strict=True):
+            pairs[source] += [(next(actual), t) for t in results]
+        assert next(actual, None) is None
+    return nodes, pairs
+
+
+@one_process
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rotation_runs_in_onnxruntime(source, rotated):
+    """Each source gets some of the flags."""
+    pairs = rotated[1][source]
+    calls = 2 * len(flags_of(source)) + 1
+    assert len(pairs) == 3 * calls * len(dtypes_of(source))
+    for i, (actual, expected) in enumerate(pairs):
+        assert_near(actual, expected, dtypes_of(source)[i // calls % len(dtypes_of(source))])
+
+
+@one_process
+def test_every_rotation_becomes_a_node_but_for_angles_of_heads_and_float64(rotated):
+    expected = 0
+    for source in SOURCES:
+        rotations = 2 * sum("eager_rounding" not in f for f in flags_of(source)) + 1
+        expected += rotations * (source != "head") * len([d for d in dtypes_of(source) if d != torch.float64])
+    assert len(of_type(rotated[0], "RotaryEmbedding")) == expected
 
 
 def test_the_node_gets_the_pairing_and_the_number_of_rotated_channels():
@@ -239,6 +278,7 @@ def test_a_norm_and_a_rotation(over_heads):
     ]
     calls += [(torch.float16, torch.float16, flags) for flags in NORMS]
     calls += [(torch.float64, torch.float64, flags) for flags in NORMS[:2]]
+    calls = calls if EXHAUSTIVE else calls[over_heads::2]
 
     def function(q, k):
         out = []

@@ -124,10 +124,31 @@ MUTANTS = [
         FLOPS,
     ),
     (
+        "compile: torch is not mended for storage offsets",
+        REGISTER,
+        "            _mend_storage_offsets()\n        with mode",
+        "            pass\n        with mode",
+        IN_PLACE,
+    ),
+    (
         "compile: Inductor gets no lowering for storage offsets",
         REGISTER,
-        "            _teach_inductor_storage_offsets()\n        with mode",
-        "            pass\n        with mode",
+        "    if storage_offset not in lowerings:",
+        "    if False:",
+        IN_PLACE,
+    ),
+    (
+        "compile: torch is mended for symbolic storage offsets alone",
+        REGISTER,
+        "not isinstance(offset, int) or offset for offset in",
+        "not isinstance(offset, int) for offset in",
+        IN_PLACE,
+    ),
+    (
+        "compile: a slice counts from the beginning of the storage",
+        REGISTER,
+        "auto_functionalize.try_use_slice = only_from_the_beginning",
+        "pass",
         IN_PLACE,
     ),
     (

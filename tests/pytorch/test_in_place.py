@@ -297,15 +297,25 @@ def test_a_compiled_program_writes_without_a_copy(function, device):
 # ---- shared storages, clones, and reads between writes ----
 
 
+VIEWS = {  # of [batch, seq, heads, DIM]
+    "a sequence": lambda x: x[1],
+    "the last sequences": lambda x: x[1:],
+    "the first sequence": lambda x: x[:1],
+    "the last tokens": lambda x: x[:, 2:],
+    "heads": lambda x: x[:, :, 1:3],
+}
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_an_input_that_starts_inside_its_storage_is_written_correctly(dynamic, device):
+@pytest.mark.parametrize("view", VIEWS)
+def test_an_input_that_starts_inside_its_storage_is_written_correctly(view, dynamic, device):
     """The storage offset of a graph input is added to that of its view."""
     if device == "mps":
         pytest.skip("aot_eager in torch 2.13 reuses the first input's storage offset, for any in-place custom operator")
-    function = lambda x: rope.rotate_(x[1], *tables_here)  # noqa: E731
+    function = lambda x: rope.rotate_(VIEWS[view](x), *tables_here)  # noqa: E731
     compiled_function = compiled(function, device, dynamic=dynamic)
     for i, seq in ((0, 4), (1, 4), (2, 6), (1, 7)):
-        whole = torch.randn(3, 2, 2, seq, HEADS, DIM, device=device)
+        whole = torch.randn(3, 2, seq, HEADS, DIM, device=device)
         expected = whole.clone()
         function(expected[i])
         compiled_function(whole[i])
