@@ -571,8 +571,11 @@ def test_gradients_are_within_roundings_of_the_oracle(case, device):
     assert_accurate(gradients, tensors, given, angles, **options)
 
 
-@pytest.mark.parametrize("positive, over_heads", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype, positive, over_heads",
+    [(torch.float32, False, False), (torch.bfloat16, True, False), (torch.float32, True, True)],
+    ids=str,
+)
 def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, over_heads, device):
     """All terms of the sum may have one sign. The bits are the same each time and with any number of threads."""
     heads = (8, 2) if positive else (2, 8)
