@@ -641,7 +641,8 @@ def apply_rotary_of_one_argument(x):
     return x
 
 
-exec("def apply_rotary_without_source(x, cos, sin):\n    return rotated(x, cos, sin)")
+# Python 3.13 has a source for the file "<string>", the program that it was started with.
+exec(compile("def apply_rotary_without_source(x, cos, sin):\n    return rotated(x, cos, sin)", "<nowhere>", "exec"))
 UNKNOWN = {
     apply_rotary_scaled: "computes something else",
     apply_rotary_of_the_first_half: "computes something else",
