@@ -11,7 +11,7 @@ import re
 
 import pytest
 import torch
-from cases import covering, name_of
+from cases import covering, name_of, python
 from programs import (
     COMPILING,
     DIM,
@@ -320,6 +320,19 @@ def test_an_input_that_starts_inside_its_storage_is_written_correctly(view, dyna
         function(expected[i])
         compiled_function(whole[i])
         assert torch.equal(whole, expected)
+
+
+@pytest.mark.cpu
+def test_the_first_compilation_of_a_process_writes_a_slice_correctly():
+    """torch is mended for a storage offset that is a number too."""
+    program = """
+import torch, torch_rope
+x, inv_freq = torch.ones(2, 3, 1, 2, 2), torch.ones(1)
+torch.compile(lambda x: torch_rope.rotate_(x[1:], inv_freq=inv_freq, offset=1), backend="aot_eager")(x[1])
+print((x != 1).nonzero()[:, :2].unique(dim=0).tolist())
+"""
+    done = python(program)
+    assert done.stdout.strip() == "[[1, 1], [1, 2]]", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
