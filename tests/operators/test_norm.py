@@ -14,6 +14,7 @@ from cases import (
     ALL_CALLS,
     CALLS,
     DTYPES,
+    EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
     SOURCES,
@@ -573,7 +574,8 @@ def test_gradients_are_within_roundings_of_the_oracle(case, device):
 
 @pytest.mark.parametrize(
     "dtype, positive, over_heads",
-    [(torch.float32, False, False), (torch.bfloat16, True, False), (torch.float32, True, True)],
+    [(torch.float32, False, False), (torch.bfloat16, True, False), (torch.float32, True, True)]
+    + [(torch.bfloat16, False, False), (torch.float32, True, False), (torch.bfloat16, True, True)] * EXHAUSTIVE,
     ids=str,
 )
 def test_gradients_of_weights_are_accurate_for_many_tokens(dtype, positive, over_heads, device):

