@@ -9,7 +9,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [
     str(HERE / part)
-    for part in ("operators", "modules", "pytorch", "backends/cuda/emulator", "backends/metal/simulator")
+    for part in ("operators", "modules", "pytorch", "integrations", "backends/cuda/emulator", "backends/metal/simulator")
 ]
 ORDERS = ["forward", "backward", "scrambled"]
 
@@ -32,6 +32,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "heart: also runs in make check, the short loop")
+    config.addinivalue_line("markers", "exhaustive: runs in make exhaustive only, because it takes long or says little more")
     config.addinivalue_line(
         "markers",
         "shared: tests code that all back ends share; runs on the emulator and the simulator only in make exhaustive",
@@ -61,12 +62,13 @@ def pytest_collection_modifyitems(config, items):
     """Puts the longest tests first. Selects those with a device or of a back end for the emulator or the simulator."""
     items.sort(key=lambda item: item.path.name != "test_demo.py")  # otherwise one process waits for them at the end
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
-    if back_end is None:
-        return
-    elsewhere = ["cpu"] + ["shared"] * (os.environ.get("ROPE_EXHAUSTIVE") != "1")
+    exhaustive = os.environ.get("ROPE_EXHAUSTIVE") == "1"
+    elsewhere = ["exhaustive"] * (not exhaustive)
+    if back_end:
+        elsewhere += ["cpu"] + ["shared"] * (not exhaustive)
 
     def runs(item):
-        here = "device" in item.fixturenames or item.path.parent.name == back_end
+        here = back_end is None or "device" in item.fixturenames or item.path.parent.name == back_end
         return here and not any(map(item.get_closest_marker, elsewhere))
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
