@@ -1,0 +1,214 @@
+"""Tests which tensors may be written in place: none that shares memory with itself or with another argument.
+
+Slices of one tensor whose address ranges interleave, but which share no element, may be written.
+"""
+
+import numpy as np
+import pytest
+import torch
+from cases import supported
+from table_of_errors import B, D, H, S, calls, table
+from test_errors import assert_raises
+
+import torch_rope
+
+rope = torch.ops.rope
+pytestmark = [pytest.mark.heart, pytest.mark.shared]
+
+# k and v are compared with a cache by address ranges. In the cases where k is a part of v_cache, and v of k_cache, the
+# ranges overlap, although the tensors share no element.
+CASES = table("""
+[in place: ValueError]
+q=ones(B, S, 1, D).expand(B, S, H, D) -> {q} has shape [2, 6, 3, 16] and strides [96, 16, 0, 1], so some of its elements
+    share memory, but must have separate memory for each element, because {q} is written in place; clone it first
+q=ones(400).as_strided((B, S, H, D), (24, 4, 8, 1)) -> {q} has ... strides [24, 4, 8, 1], so some of its elements share
+q=ones(700).as_strided((B, S, H, D), (D, 3 * D, 11 * D, 1)) -> {q} has ... strides [16, 48, 176, 1], so some of its
+cos=q.view(-1)[:80].view(20, 4) -> {q} overlaps cos but must have separate memory, because {q} is written in place and cos
+    is read
+positions=q.view(torch.int32).view(-1)[2:8] -> {q} overlaps positions ... because {q} is written in place and positions is
+cos=None, sin=None, inv_freq=q[1, 2, 0, :4] -> {q} overlaps inv_freq but ... and inv_freq is read
+
+[rotate_qk_: ValueError]
+k=q[:, :, 1:2] -> q overlaps k but must have separate memory, because both are written in place
+sin=k.view(-1)[:80].view(20, 4) -> k overlaps sin but ... because k is written in place and sin is read
+
+[cache: ValueError]
+k=q[:, :, 1:2] -> q overlaps k but ... because q is written in place and k is read
+v=q[:, :, 2:] -> q overlaps v but ... because q is written in place and v is read
+k_norm_weight=q[1, 2, 0] -> q overlaps k_norm_weight but ... and k_norm_weight is read
+k_cache=ones(B, 1, 1, D).expand(B, 20, 1, D) -> k_cache has shape [2, 20, 1, 16] and strides [16, 0, 16, 1], so some
+v_cache=ones(21 * D).as_strided((B, 20, 1, D), (D, D, D, 1)) -> v_cache has shape ... strides [16, 16, 16, 1], so some
+v_cache=k_cache -> k_cache overlaps v_cache but ... because both are written in place
+k_cache=v_cache.as_strided((B, 20, 1, D), (40 * D, D, D, 1), 19 * D) -> k_cache overlaps v_cache but ... both are written
+k=k_cache[:, :S] -> k_cache overlaps k but ... because k_cache is written in place and k is read
+k=v_cache[:, :S] -> k_cache overlaps k but ... because k_cache is written in place and k is read
+k_cache=ones(B, 20, 1, D), v=k_cache[1:, :S].expand(B, S, 1, D) -> v_cache overlaps v but ... and v is read
+q=k_cache[:, 14:] -> q overlaps k_cache but ... because both are written in place
+k_cache=ones(B, 20, 1, D), q=v_cache[:, 14:] -> q overlaps v_cache but ... because both are written in place
+slots=k_cache.view(torch.int32)[:, 3:9, 0, 7] -> k_cache overlaps slots but ... and slots is read
+positions=v_cache.view(torch.int32)[1, 19, 0, 10:] -> v_cache overlaps positions but ... and positions is read
+**int8 | scales | dict(v_cache=v_cache.view(torch.int8)[..., :D], k_scale=v_cache[0, 0, 0, :1]) -> v_cache overlaps
+    k_scale but ... and k_scale is read
+**int8 | scales | dict(v_scale=q[1, 5, 2, 15]) -> q overlaps v_scale but ... and v_scale is read
+q_norm_weight=v_cache[1, 19, 0] -> v_cache overlaps q_norm_weight but ... and q_norm_weight is read
+cos=k_cache[0, :, 0, :4] -> k_cache overlaps cos but ... and cos is read
+""")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_with_overlapping_memory_raises_the_error_for_real_and_for_fake_tensors(case, device):
+    for op, a, message in calls(case, device):
+        assert_raises(op, a, case.error, message)
+
+
+@pytest.mark.parametrize("op", ["rotate_", "rotate_qk_"])
+def test_slices_of_one_packed_tensor_do_not_overlap(op, device):
+    """The address ranges of the slices interleave, but the slices share no element."""
+    freq = torch_rope.inv_freq(D, device=device)
+    qkv = torch.randn(B, S, 5, D, device=device)
+    packed = torch.randn(B, S, 2, H, D, device=device)
+    heads_last = torch.randn(B, S, D, 4, device=device)
+    for q, k in (
+        (qkv[:, :, :3], qkv[:, :, 3:4]),
+        (packed[:, :, 0], packed[:, :, 1]),
+        (qkv[:, ::2], qkv[:, 1::2]),
+        (qkv[:, :, ::2], qkv[:, :, 1::2]),
+        (heads_last[..., :3].transpose(2, 3), heads_last[..., 3:].transpose(2, 3)),
+        (qkv[:1], qkv[1:]),
+    ):
+        tensors = (q, k) if "qk" in op else (q,)
+        expected = [rope.rotate(t, inv_freq=freq) for t in tensors]
+        getattr(rope, op)(*tensors, inv_freq=freq)
+        assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
+
+
+def test_slices_of_one_packed_cache_do_not_overlap(device):
+    """Neither do q, k and v, which are slices of one packed tensor."""
+    freq = torch_rope.inv_freq(D, device=device)
+    every_second, heads = torch.randn(B, 16, 2, D, device=device), torch.randn(B, 8, 4, D, device=device)
+    for k_cache, v_cache in (
+        torch.randn(2, B, 8, 2, D, device=device).unbind(0),
+        torch.randn(B, 2, 8, 2, D, device=device).unbind(1),
+        torch.randn(B, 8, 2, 2 * D, device=device).chunk(2, -1),
+        (every_second[:, ::2], every_second[:, 1::2]),
+        (heads[:, :, ::2], heads[:, :, 1::2]),
+    ):
+        q, k, v = torch.randn(B, S, 7, D, device=device).split([3, 2, 2], 2)
+        q_rotated, k_rotated = rope.rotate_qk(q, k, inv_freq=freq, offset=1)
+        rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, offset=1)
+        assert torch.equal(q, q_rotated)
+        assert torch.equal(k_cache[:, 1:7], k_rotated) and torch.equal(v_cache[:, 1:7], v)
+
+
+def test_parameters_in_the_gaps_of_a_tensor_that_is_written_do_not_overlap(device):
+    """Weights, tables, positions and slots lie between the heads of q and of the caches, and share no element with them."""
+    by_q, by_cache = torch.randn(B, S, 1, 3 * D, device=device), torch.randn(B, 20, 1, 5 * D, device=device)
+    q, k_cache, v_cache = by_q[..., :D], by_cache[..., :D], by_cache[..., D : 2 * D]
+    weights = {"q_norm_weight": by_q[0, 3, 0, D : 2 * D], "k_norm_weight": by_cache[1, 19, 0, 2 * D : 3 * D]}
+    angles = {"cos": by_cache[0, :, 0, 3 * D : 3 * D + 4], "sin": by_cache[1, :, 0, 3 * D : 3 * D + 4]}
+    angles["positions"], slots = (t.view(torch.int32)[:, :S, 0, -1] for t in (by_q, by_cache))
+    angles["positions"].copy_(torch.randint(0, 20, (B, S), device=device))
+    slots.copy_(torch.randperm(40, device=device)[: B * S].view(B, S))
+    k, v = torch.randn(2, B, S, 1, D, device=device)
+    q_rotated, k_rotated = rope.norm_rotate_qk(q, k, **weights, **angles)
+    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, slots=slots, **weights)
+    assert torch.equal(q, q_rotated)
+    for cache, x in (k_cache, k_rotated), (v_cache, v):
+        assert torch.equal(cache.reshape(40, 1, D)[slots.long()], x)
+
+
+def test_dimensions_that_are_not_nested_may_be_written(device):
+    """Two dimensions of size 2 with strides 2 and 3 are not nested, but their four elements are distinct."""
+    storage = torch.randn(400, device=device)
+    x = storage.as_strided((2, 2, 1, 2), (2, 3, 1, 100))
+    expected = rope.rotate(x, inv_freq=torch.ones(1, device=device))
+    rope.rotate_(x, inv_freq=torch.ones(1, device=device))
+    assert torch.equal(x, expected)
+
+
+def test_sharing_half_of_an_element_is_an_overlap(device):
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    x = torch.zeros(1, S, 1, 4, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match="x overlaps positions but must have separate memory"):
+        rope.rotate_(x, inv_freq=torch.ones(2, device=device), positions=x.view(torch.int32)[0, :, 0, 1])
+
+
+@pytest.mark.cpu
+def test_two_storages_of_the_same_memory_overlap():
+    memory = np.zeros((1, S, 1, 4), np.float32)
+    with pytest.raises(
+        ValueError, match="q overlaps k but must have separate memory, because both are written in place"
+    ):
+        rope.rotate_qk_(torch.from_numpy(memory), torch.from_numpy(memory), inv_freq=torch.ones(2))
+
+
+class RandomViews:
+    """Makes views of one storage with random strides, and compares the addresses of their elements."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.storage = torch.zeros(4000)
+
+    def pick(self, n):
+        return int(torch.randint(0, n, (), generator=self.generator))
+
+    def view(self, *sizes, apart=60):
+        strides = [self.pick(60), self.pick(40), self.pick(20), 1 + self.pick(6)]
+        return self.storage.as_strided(sizes, strides[-len(sizes) :], self.pick(apart))
+
+    def addresses(self, t):
+        return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
+
+    def share_exactly(self, a, b):
+        return not set(self.addresses(a)).isdisjoint(self.addresses(b))
+
+    def share_a_range(self, a, b):
+        a, b = self.addresses(a), self.addresses(b)
+        return min(a) <= max(b) and min(b) <= max(a)
+
+    def shares_with_itself(self, t):
+        addresses = self.addresses(t)
+        return len(set(addresses)) < len(addresses)
+
+
+def assert_error_if(shared, op, *args, **kwargs):
+    try:
+        op(*args, **kwargs)
+    except ValueError:
+        assert shared
+    else:
+        assert not shared
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in (0, 100, 200)], ids=str)
+def test_an_overlap_is_found_exactly(seeds):
+    """The sets of the elements' addresses say whether q and k overlap."""
+    for seed in seeds:
+        views = RandomViews(seed)
+        batch, seq, heads = 1 + views.pick(3), 1 + views.pick(4), 1 + views.pick(3)
+        q, k = views.view(batch, seq, heads, 2), views.view(batch, seq, 1 + views.pick(3), 2)
+        shared = views.shares_with_itself(q) or views.shares_with_itself(k) or views.share_exactly(q, k)
+        assert_error_if(shared, rope.rotate_qk_, q, k, inv_freq=torch.ones(1))
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 100) for start in (0, 100, 200)], ids=str)
+def test_an_overlap_with_a_cache_is_found_by_address_ranges(seeds):
+    """q, k and v are compared with a cache by address ranges, all other tensors exactly. The views lie further apart than
+    in the previous test, so that some calls are legal."""
+    for seed in seeds:
+        views = RandomViews(seed)
+        batch, seq, heads = 1 + views.pick(2), 1 + views.pick(2), 1 + views.pick(2)
+        q, k, v = (views.view(batch, seq, h, 2, apart=500) for h in (1 + views.pick(2), heads, heads))
+        k_cache, v_cache = (views.view(batch, seq, heads, 2, apart=3000) for _ in "kv")
+        weight = views.view(2, apart=3000)
+        shared = (
+            any(views.shares_with_itself(t) for t in (q, k_cache, v_cache))
+            or views.share_exactly(k_cache, v_cache)
+            or any(views.share_exactly(q, t) for t in (k, v))
+            or any(views.share_exactly(t, weight) for t in (q, k_cache, v_cache))
+            or any(views.share_a_range(t, cache) for t in (q, k, v) for cache in (k_cache, v_cache))
+        )
+        weights = {"q_norm_weight": weight, "k_norm_weight": weight}
+        args = (q, k, v, k_cache, v_cache)
+        assert_error_if(shared, rope.rotate_into_cache_, *args, inv_freq=torch.ones(1), **weights)
