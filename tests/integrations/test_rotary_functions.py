@@ -1,0 +1,387 @@
+"""Tests what patch finds out about a rotary function of transformers: the forms that it knows, their bits, and refusals."""
+
+import contextlib
+import functools
+import re
+import weakref
+
+import pytest
+import torch
+from cases import needed
+from test_transformers import make
+from torch import nn
+
+transformers = needed("transformers")
+
+import torch_rope  # noqa: E402
+from torch_rope.integrations.transformers import methods, patch, register, rotary  # noqa: E402
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+apply_rotary_pos_emb = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+apply_rotary_pos_emb_interleave = transformers.models.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rotate_half(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def random(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(k_heads=1):
+    """Returns q, k, cos and sin, as the function of Llama takes them."""
+    angle = random(2, 5, 8, seed=3).repeat(1, 1, 2)
+    return random(2, 3, 5, 16), random(2, k_heads, 5, 16, seed=2), angle.cos(), angle.sin()
+
+
+# ---- What a rotary function may do ----
+
+
+def last_channels(q, k, cos, sin, unsqueeze_dim=1):
+    """DeepSeek V4 does this."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    n = cos.shape[-1]
+    return tuple(torch.cat([x[..., :-n], x[..., -n:] * cos + rotate_half(x[..., -n:]) * sin], -1) for x in (q, k))
+
+
+def longer_k(q, k, cos, sin, unsqueeze_dim=1):
+    """Muse Glimmer's assistant does this."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    n = q.shape[-2]
+    return q * cos[..., -n:, :] + rotate_half(q) * sin[..., -n:, :], k * cos + rotate_half(k) * sin
+
+
+def prefix(q, k, cos, sin, **kwargs):
+    """DINOv3 does this: the first tokens have no positions."""
+    n = q.shape[-2] - sin.shape[-2]
+    return tuple(torch.cat([x[..., :n, :], x[..., n:, :] * cos + rotate_half(x[..., n:, :]) * sin], -2) for x in (q, k))
+
+
+def converts_each(q, k, cos, sin, unsqueeze_dim=1):
+    """ESM does this."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple((x.float() * cos + rotate_half(x).float() * sin).to(x.dtype) for x in (q, k))
+
+
+def converts_each_after(q, k, cos, sin, unsqueeze_dim=1):
+    """Flux does this. The gradients have the strides of those of the results."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    both = [(x, rotate_half(x)) for x in (q, k)]
+    return tuple((x.float() * cos + turned.float() * sin).to(x.dtype) for x, turned in both)
+
+
+def converts_once(q, k, cos, sin, unsqueeze_dim=1):
+    """Cohere does this."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    wide = [x.float() for x in (q, k)]
+    return tuple((w * cos + rotate_half(w) * sin).to(q.dtype) for w in wide)
+
+
+def rounds_tables(q, k, cos, sin, unsqueeze_dim=1):
+    """Rounds cos and sin to the dtype of q."""
+    cos, sin = (t.to(q.dtype).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    return tuple(x * cos + rotate_half(x) * sin for x in (q, k))
+
+
+def by_products(q, k, cos, sin, unsqueeze_dim=1):
+    """Multiplies and adds in one operation, so that nothing else has its bits."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    wide = [torch.addcmul(x.double() * cos.double(), rotate_half(x).double(), sin.double()) for x in (q, k)]
+    return tuple(w.to(x.dtype) for w, x in zip(wide, (q, k), strict=True))
+
+
+def k_may_be_none(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    """Qwen4's indexer rotates only q."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple(None if x is None else x * cos + rotate_half(x) * sin for x in (q, k))
+
+
+def k_may_be_left_out(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    """Returns q alone for k that is None."""
+    q, k = k_may_be_none(q, k, cos, sin, unsqueeze_dim)
+    return q if k is None else (q, k)
+
+
+FORMS = {  # the numbers of tokens of q, of k and of the tables
+    last_channels: (6, 6, 6), longer_k: (3, 6, 6), prefix: (7, 7, 4), converts_each_after: (6, 6, 6),
+    apply_rotary_pos_emb_interleave: (6, 6, 6),
+    **dict.fromkeys((converts_each, converts_once, rounds_tables, apply_rotary_pos_emb), (6, 6, 6)),
+}  # fmt: skip
+
+
+@functools.cache
+def found(function):
+    return rotary.RotaryFunction(function)
+
+
+@pytest.mark.parametrize("function", FORMS, ids=lambda f: f.__name__)
+def test_every_form_has_the_bits_and_the_gradients_of_the_function(function):
+    new, (q_seq, k_seq, seq) = found(function).replacement("new"), FORMS[function]
+    head_dim = 24 if function is last_channels else 16
+    angle = random(2, seq, 8, seed=2).repeat(1, 1, 2)
+    angle = angle[0] if function is prefix else angle
+    for dtype in DTYPES:
+        for tables in DTYPES:
+            results = []
+            for f in (function, new):
+                leaves = [random(2, n, s, head_dim).to(dtype).requires_grad_() for n, s in ((3, q_seq), (2, k_seq))]
+                out = f(*leaves, angle.cos().to(tables), angle.sin().to(tables))
+                given = [random(*o.transpose(1, 2).shape, seed=3).transpose(1, 2).to(o.dtype) for o in out]
+                results.append([*out, *torch.autograd.grad(out, leaves, given)])
+            for e, a in zip(*results, strict=True):
+                assert a.dtype == e.dtype
+                if function in (longer_k, prefix) and e.dtype != torch.float32:
+                    torch.testing.assert_close(a, e)  # these gradients may be rounded once more
+                else:
+                    assert torch.equal(a, e)
+                    assert a.stride() == e.stride() or function is apply_rotary_pos_emb_interleave
+
+
+@pytest.mark.parametrize("function", [k_may_be_none, k_may_be_left_out], ids=lambda f: f.__name__)
+def test_k_may_be_none_if_the_function_accepts_none(function):
+    new, (q, k, *tables) = found(function).replacement("new"), inputs()
+    assert all(map(torch.equal, new(q, k, *tables), function(q, k, *tables)))
+    actual, expected = new(q, None, *tables), function(q, None, *tables)
+    if function is k_may_be_none:
+        (actual, k), (expected, _) = actual, expected
+        assert k is None
+    assert torch.equal(actual, expected)
+
+
+def test_the_handle_says_how_it_rounds():
+    for function, rounding, remark in (
+        (apply_rotary_pos_emb, "eager", ""),
+        (apply_rotary_pos_emb, "once", ", rounded once"),
+        (by_products, "eager", ", rounded once, because its bits cannot be had"),
+    ):
+        does = f"f is torch.ops.rope.rotate_qk, half-split{remark}"
+        assert str(rotary.RotaryFunction(function, rounding).call("f")) == does
+
+
+def test_the_tables_of_all_layers_are_read_once_and_forgotten_with_them():
+    rotator, seen = rotary.RotaryFunction(apply_rotary_pos_emb).rotator, []
+    q, k, *tables = inputs()
+    rotator.first_tables = lambda caller, tables: seen.append(caller)
+    for layer in range(3):
+        rotator.rotate((q, k), tuple(tables), 1, layer)
+    assert seen == [0]
+    for t in tables:
+        t.mul_(2)  # the tables may be changed in place
+    actual = rotator.rotate((q, k), tuple(tables), 1, 3)
+    assert all(map(torch.equal, actual, apply_rotary_pos_emb(q, k, *tables)))
+    rotator.rotate((q.bfloat16(), k.bfloat16()), tables, 1, 4)
+    others = [t.clone() for t in tables]
+    rotator.rotate((q, k), (tables[0], others[1]), 1, 5)  # another sin
+    rotator.rotate((q, k), others, 1, 6)  # another cos
+    rotator.rotate((q, k), tables, 1, 7)
+    assert seen == [0, 4, 5, 6, 7]
+    storage = weakref.ref(tables[0])
+    del tables, t
+    assert storage() is None and rotator._last is None
+
+
+def test_a_rebuilt_function_keeps_its_decorator():
+    def doubling(function):
+        return functools.wraps(function)(lambda *args: [2 * x for x in function(*args)])
+
+    @doubling
+    def attention(*args):
+        return apply_rotary_pos_emb(*args)
+
+    new = methods.Rebuilder().rebuild(attention)
+    assert new is not attention and all(map(torch.equal, new(*inputs()), attention(*inputs())))
+
+
+# ---- What patch refuses ----
+
+
+def apply_rotary_of_other_pairs(q, k, cos, sin, unsqueeze_dim=1):
+    """Rotates pairs (2i, 2i + 1) by a table that is made for pairs (i, i + rotary_dim / 2). V-JEPA 2 does this."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = (t.chunk(2, -1)[0].repeat(1, 1, 1, 2) for t in (cos, sin))
+    return tuple(x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin for x in (q, k))
+
+
+def apply_rotary_scaled(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = rounds_tables(q, k, cos, sin, unsqueeze_dim)
+    return 2 * q, k
+
+
+def apply_rotary_at_positions(q, k, v, cos, sin, position_ids, unsqueeze_dim=1):
+    """CLVP does this."""
+    return *rounds_tables(q, k, cos[position_ids], sin[position_ids], unsqueeze_dim), v
+
+
+def apply_rotary_of_a_name_only(x):
+    return x
+
+
+def apply_rotary_by_size(q, k, cos, sin, unsqueeze_dim=1):
+    """Does something else for more than 64 tokens."""
+    return rounds_tables(q, k, cos / 2 if q.shape[-2] > 64 else cos, sin, unsqueeze_dim)
+
+
+def apply_rotary_of_shorter_tables(q, k, cos, sin, unsqueeze_dim=1):
+    """Cuts q and k to the length of the tables, and gives the other tokens nothing."""
+    cut, n = [torch.zeros_like(x) for x in (q, k)], cos.shape[-2]
+    for y, x in zip(cut, rounds_tables(q[..., :n, :], k[..., :n, :], cos, sin, unsqueeze_dim), strict=True):
+        y[..., :n, :] = x
+    return cut
+
+
+def apply_rotary_of_longer_tables(q, k, cos, sin, unsqueeze_dim=1):
+    """Takes the first rows of tables that are longer than q and k."""
+    return rounds_tables(q, k, *(t[..., : q.shape[-2], :] for t in (cos, sin)), unsqueeze_dim)
+
+
+UNKNOWN = [f for name, f in list(globals().items()) if name.startswith("apply_rotary_") and f.__module__ == __name__]
+rotary_of_the_test = None
+
+
+class Attention(nn.Module):
+    def forward(self, *args):
+        return rotary_of_the_test(*args)
+
+
+@pytest.mark.parametrize("function", [*UNKNOWN, rotate_half], ids=lambda f: f.__name__)
+def test_an_unknown_function_is_refused(function, monkeypatch):
+    """The model also contains a Llama, which must not be patched either."""
+    monkeypatch.setitem(globals(), "rotary_of_the_test", function)
+    model = nn.ModuleDict({"llama": make(), "attention": Attention()})
+    with pytest.raises(NotImplementedError, match=r"Attention.forward of attention calls rotary_of_the_test: "):
+        patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def of_length(x, sin):
+    return -sin if len(x) > 99 else sin
+
+
+def many(x):
+    return x.shape[-2] > 500
+
+
+def branching(statement, file):
+    """Returns a rotary function, written to a file, that does something else if a condition of q and cos holds."""
+    text = f"""
+def apply_rotary_that_branches(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    sin = {statement}
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+"""
+    file.write_text(text)
+    names = {"rotate_half": rotate_half, "many": many, "of_length": of_length, "torch": torch, "__name__": __name__}
+    exec(compile(text, file, "exec"), names)
+    return names["apply_rotary_that_branches"]
+
+
+@pytest.mark.parametrize(
+    "statement, refused",
+    [
+        ("-sin if q.shape[-2] > 128 else sin", 'and "q.shape[-2] > 128" in line 4 of'),
+        ("-sin if many(q) else sin", 'and "many(q)" in line 4 of'),
+        (
+            "-sin if rotate_half(q).max() > 1e4 and True else sin",
+            'and "rotate_half(q).max() > 10000.0 and True" in line',
+        ),
+        ("[s for s in [-sin, sin] if q.shape[0] > 99 or s is sin][-1]", 'and "q.shape[0] > 99" in line 4'),
+        ("of_length(q, sin)", 'and "len(x) > 99" in line'),
+        ("sin if sin is not None else -sin", ""),
+        ("sin if q.shape[-2] > 64 else sin", ""),
+        ("sin\n    if q.dim() > 9:\n        raise ValueError", ""),
+        ("sin if q.dtype == torch.float32 else sin * 1", 'and "q.dtype == torch.float32" in line 4'),
+    ],
+)
+def test_a_branch_that_was_not_taken_is_refused(statement, refused, tmp_path):
+    """Functions are tried with 1, 5 and 70 tokens. A condition that was the same each time may hide another way."""
+    function = branching(statement, tmp_path / "modeling_branching.py")
+    with pytest.raises(NotImplementedError, match=re.escape(refused)) if refused else contextlib.nullcontext():
+        rotary.RotaryFunction(function)
+
+
+def test_a_function_whose_file_has_changed_is_refused(tmp_path):
+    function = branching("sin", tmp_path / "modeling_changing.py")
+    branching("cos", tmp_path / "modeling_changing.py")
+    with pytest.raises(NotImplementedError, match="has a source that differs from the code that runs"):
+        rotary.RotaryFunction(function)
+
+
+# ---- What is registered ----
+
+
+@pytest.fixture
+def registered():
+    """A function that registers, and forgets it after the test."""
+    functions = []
+    yield lambda function, replacement: functions.append(function) or register(function, replacement)
+    for function in functions:
+        register(function, None)
+
+
+def rotate_three(q, k, v, cos, sin, position_ids, unsqueeze_dim=1):
+    cos, sin = (t[position_ids][..., : t.shape[-1] // 2] for t in (cos, sin))
+    return *(torch_rope.rotate(x.transpose(1, 2), cos, sin, eager_rounding=True).transpose(1, 2) for x in (q, k)), v
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_refused_function_can_be_registered(registered, fuse, monkeypatch):
+    monkeypatch.setitem(globals(), "rotary_of_the_test", apply_rotary_at_positions)
+    (q, k, *_), angle, model = inputs(), random(9, 8).repeat(1, 2), nn.ModuleDict({"attention": Attention()})
+    args = q, k, k + 1, angle.cos(), angle.sin(), torch.arange(10).view(2, 5) % 9
+    expected = model.attention(*args)
+    with pytest.raises(NotImplementedError, match="calls rotary_of_the_test: the function has the arguments"):
+        patch(model, fuse=fuse)
+    registered(apply_rotary_at_positions, rotate_three)
+    with patch(model, fuse=fuse) as handle:
+        assert "apply_rotary_at_positions is rotate_three, which was registered" in str(handle)
+        assert all(map(torch.equal, model.attention(*args), expected))
+    register(apply_rotary_at_positions, None)
+    with pytest.raises(NotImplementedError):
+        patch(model)
+
+
+def test_a_function_that_torch_rope_supports_can_be_registered_too(registered):
+    def attention(*args):
+        return apply_rotary_pos_emb(*args)
+
+    registered(apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (k, q))
+    q, k, *tables = inputs()
+    assert all(map(torch.equal, methods.Rebuilder().rebuild(attention)(q, k, *tables), (k, q)))
+
+
+class RotatesInAMethod(nn.Module):
+    """Wav2Vec2-Conformer does this."""
+
+    def forward(self, x, cos, sin):
+        return self._apply_rotary_embedding(x, cos, sin)
+
+    def _apply_rotary_embedding(self, x, cos, sin):
+        return x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
+
+
+def rotate_in_a_method(self, x, cos, sin):
+    cos, sin = cos[..., :8], sin[..., :8]
+    return torch.ops.rope.rotate(x.unsqueeze(2), cos, sin, eager_rounding=True).squeeze(2)
+
+
+def test_a_refused_method_can_be_registered(registered):
+    model, (q, _, cos, sin) = RotatesInAMethod(), inputs()
+    expected = model(q[:, 0], cos, sin)
+    with pytest.raises(NotImplementedError, match="_apply_rotary_embedding .* must call a rotary function"):
+        patch(model)
+    registered(RotatesInAMethod._apply_rotary_embedding, rotate_in_a_method)
+    with patch(model, fuse=True) as handle:
+        assert "_apply_rotary_embedding is rotate_in_a_method, which was registered" in str(handle)
+        assert torch.equal(model(q[:, 0], cos, sin), expected)
+    assert torch.equal(model(q[:, 0], cos, sin), expected)
+
+
+def test_what_cannot_be_registered_is_refused():
+    for function, replacement in ((None, rotate_three), (torch.add, rotate_three), (rotate_three, "rotate_three")):
+        with pytest.raises(TypeError, match="must be a function, such as modeling_clvp.apply_rotary_pos_emb"):
+            register(function, replacement)
+    with pytest.raises(TypeError, match=r"replacement has the arguments \['x'\] but must have those of .*, \['q'"):
+        register(rotate_three, rotate_half)
