@@ -15,10 +15,10 @@ from cases import (
     ALL_CALLS,
     CACHES,
     CALLS,
+    EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
     QUANTISED,
-    checks_ranges,
     covering,
     each_number_of_threads,
     has_dtype,
@@ -393,7 +393,7 @@ def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device
         pytest.skip("Metal has no float8")
     for i, scale in enumerate(SCALES[:2] if on_gpu(device) else SCALES):
         if dtype == torch.float32:
-            n = 10_000_000 // 1024 if i == 0 and not on_gpu(device) else 64
+            n = (10000 if EXHAUSTIVE else 2000) if i == 0 and not on_gpu(device) else 64
             x = torch.randint(-(2**31), 2**31 - 1, (n, 8, 128)).to(torch.int32).view(torch.float32)
         else:
             x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(64, 8, 128)
@@ -419,347 +419,87 @@ def test_numbers_of_float64_are_rounded_once(device):
     if not supported(device, torch.float64):
         pytest.skip("Apple GPUs have no float64")
     middle = torch.tensor([1.0625, 1.1875, -17.0, 0.0009765625 * 1.5, -300.0, 447.0, 464.0], dtype=torch.float64)
-    x = torch.cat(
-        [middle, middle * (1 + 1e-12), middle * (1 - 1e-12), torch.tensor([1e300, -1e300, 1e-300, 0.0, -0.0])]
-    )
-    x = x.view(1, 1, -1)
+    special = torch.tensor([1e300, -1e300, 1e-300, 0.0, -0.0], dtype=torch.float64)
+    x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), special]).view(1, 1, -1)
+    scale, angles = torch.tensor(0.5, device=device), torch.ones(1, 0, device=device).double()
     for dtype in QUANTISED:
-        cache = torch.empty(x.shape, dtype=torch.int8, device=device).view(dtype)
-        scale, angles = torch.tensor(0.5, device=device), torch.ones(1, 0, device=device).double()
-        given = x.to(device)
-        torch.ops.rope.rotate_into_cache_(
-            given.clone(), given, given, cache, cache.clone(), angles, angles, k_scale=scale, v_scale=scale
-        )
+        cache, given = torch.empty(x.shape, dtype=torch.int8, device=device).view(dtype), x.to(device)
+        scales = {"k_scale": scale, "v_scale": scale}
+        torch.ops.rope.rotate_into_cache_(given.clone(), given, given, cache, cache.clone(), angles, angles, **scales)
         expected = quantise(x.numpy(), np.float32([0.5]), dtype)
         assert np.array_equal(numpy_of(cache), expected)
         assert np.array_equal(np.signbit(numpy_of(cache)), np.signbit(expected))
 
 
-def test_a_scale_is_read_when_the_kernel_runs(device):
-    """Its new value is used in the next call, and its values are not read before: an operator is not told of them."""
-    q, k, v, caches, angles = a_call(device=device)
-    cache = torch.zeros(caches.k.shape, dtype=torch.int8, device=device)
-    scale = torch.full((2,), 0.05, device=device)
-    for factor in (1, 2):
-        k_cache, v_cache = cache.clone(), cache.clone()
-        torch.ops.rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, k_scale=scale, v_scale=scale[:1])
-        expected = quantise(numpy_of(v, np.float32), np.float32([0.05 * factor]), torch.int8)
-        assert np.array_equal(numpy_of(v_cache[:2, :5]), expected)
-        scale *= 2
+# --- Other projects ---------------------------------------------------------------------------------------------------
 
 
-# --- The seven kernels of akunu, from its documentation, as loops over flat float16 memory ----------------------------
+def akunu(q, k, v, k_cache, v_cache, position, interleaved, divisors, freq_scale, weights, eps):
+    """The kernels of akunu that write a cache, from its documentation: rope_batch_kv_write_f16, its variants for one token
+    and for NeoX pairs, and head_norm_rope_neox_kv_write_f16. All arithmetic is float32.
 
-
-def standard(i, half):
-    return 2 * i, 2 * i + 1
-
-
-def neox(i, half):
-    return i, i + half
-
-
-class Akunu:
-    """The kernels of akunu, one head at a time, and the sizes and frequencies that they share.
-
-    All arithmetic is float32.
+    q, k and v are float16 arrays [tokens, heads, head_dim], and the caches are [heads, max_seq, head_dim].
     """
+    half = q.shape[-1] // 2
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
 
-    def __init__(self, pairing, n_heads=4, n_kv=2, head_dim=32, max_seq=24, theta=1e4, freqs=None, freq_scale=1.0):
-        self.pairing, self.n_heads, self.n_kv, self.head_dim = pairing, n_heads, n_kv, head_dim
-        self.half, self.max_seq = head_dim // 2, max_seq
-        self.theta, self.freqs, self.freq_scale = theta, freqs, freq_scale
+    def rotate_head(x, target, angle, weight):
+        x = x.astype(np.float32)
+        if weight is not None:
+            x = x * (1 / np.sqrt((x**2).sum() / np.float32(2 * half) + np.float32(eps)) * weight.astype(np.float32))
+        target[first] = x[first] * np.cos(angle) - x[second] * np.sin(angle)
+        target[second] = x[first] * np.sin(angle) + x[second] * np.cos(angle)
 
-    def angle(self, position, i):
-        divisor = np.float32(self.theta) ** np.float32(2 * i / self.head_dim) if self.freqs is None else self.freqs[i]
-        return np.float32(position) * np.float32(self.freq_scale) / np.float32(divisor)
-
-    def rotate_head(self, position, source, start, target, to, scale=None):
-        """Rotates the head at source[start:], each channel multiplied by its scale first, into target[to:]."""
-        for i in range(self.half):
-            a, b = self.pairing(i, self.half)
-            x, y = np.float32(source[start + a]), np.float32(source[start + b])
-            if scale is not None:
-                x, y = x * scale[a], y * scale[b]
-            cos, sin = np.cos(self.angle(position, i)), np.sin(self.angle(position, i))
-            target[to + a], target[to + b] = np.float16(x * cos - y * sin), np.float16(x * sin + y * cos)
-
-    def cell(self, head, position):
-        """Returns the element offset of a head of a token in a cache [n_kv, max_seq, head_dim]."""
-        return (head * self.max_seq + position) * self.head_dim
-
-    def norm(self, source, start, weight, eps):
-        """Returns the factor of each channel of the head at source[start:]: weight / rms."""
-        total = np.float32(0)
-        for d in range(self.head_dim):
-            total += np.float32(source[start + d]) ** 2
-        scale = np.float32(1) / np.sqrt(total / np.float32(self.head_dim) + np.float32(eps))
-        return [scale * np.float32(w) for w in weight]
-
-    # The kernels rope_f16 and rope_neox_f16.
-    def rope(self, x, stride, seq, offset, position_ids=None):
-        for token, head in itertools.product(range(seq), range(self.n_heads)):
-            position = token + offset if position_ids is None else position_ids[token]
-            start = token * stride + head * self.head_dim
-            self.rotate_head(position, x, start, x, start)
-
-    # The kernels rope_qkv_write_f16 and rope_neox_qkv_write_f16 and, with weights, head_norm_rope_neox_kv_write_f16.
-    def qkv_write(self, qkv, k_cache, v_cache, position, q_weight=None, k_weight=None, eps=0.0):
-        for head in range(self.n_heads):
-            start = head * self.head_dim
-            scale = None if q_weight is None else self.norm(qkv, start, q_weight, eps)
-            self.rotate_head(position, qkv, start, qkv, start, scale)
-            if head < self.n_kv:
-                k, to = (self.n_heads + head) * self.head_dim, self.cell(head, position)
-                scale = None if k_weight is None else self.norm(qkv, k, k_weight, eps)
-                self.rotate_head(position, qkv, k, k_cache, to, scale)
-                for d in range(self.head_dim):
-                    v_cache[to + d] = qkv[k + self.n_kv * self.head_dim + d]
-
-    # The kernels rope_batch_kv_write_f16 and rope_neox_batch_kv_write_f16.
-    def batch_kv_write(self, q, k, v, k_cache, v_cache, seq, position):
-        for token, head in itertools.product(range(seq), range(self.n_heads)):
-            start = (token * self.n_heads + head) * self.head_dim
-            self.rotate_head(position + token, q, start, q, start)
-            if head < self.n_kv:
-                start, to = (token * self.n_kv + head) * self.head_dim, self.cell(head, position + token)
-                self.rotate_head(position + token, k, start, k_cache, to)
-                for d in range(self.head_dim):
-                    v_cache[to + d] = v[start + d]
-
-    def assert_equal_but_for_rounding(self, ours, theirs):
-        """Asserts that each pair of results differs by at most one float16 ulp at the magnitude of the pair.
-
-        Two nearly equal numbers round to the same float16 or to neighbouring ones.
-        """
-        theirs = theirs.reshape(ours.shape).astype(np.float64)
-        magnitude = np.empty_like(theirs)
-        for i in range(self.half):
-            a, b = self.pairing(i, self.half)
-            magnitude[..., a] = magnitude[..., b] = np.hypot(theirs[..., a], theirs[..., b])
-        assert_close(ours, (theirs, magnitude), 1)
-
-    def angles(self, device):
-        """Returns the arguments of the operators for the same angles, twice: as inv_freq and as a table."""
-        theta = torch_rope.inv_freq(self.head_dim, self.theta)
-        inv_freq = (theta if self.freqs is None else 1 / torch.from_numpy(self.freqs)) * self.freq_scale
-        inv_freq = inv_freq.float().to(device)
-        cos, sin = torch_rope.cos_sin(torch.arange(self.max_seq, device=device), inv_freq)
-        return {"inv_freq": inv_freq}, {"cos": cos, "sin": sin}
-
-    def compare_caches(self, caches, k, v, positions):
-        """Asserts that the cells of these positions hold what the loops write, and that no other cell has changed."""
-        shape = (self.n_kv, self.max_seq, self.head_dim)
-        (k_ours, v_ours), (k_theirs, v_theirs) = caches.memory, (torch.from_numpy(t).view(shape) for t in (k, v))
-        assert same(v_ours, v_theirs)
-        self.assert_equal_but_for_rounding(k_ours[:, positions], k_theirs[:, positions].numpy())
-        others = [p for p in range(self.max_seq) if p not in positions]
-        assert same(k_ours[:, others], k_theirs[:, others])
+    for token, head in np.ndindex(q.shape[:2]):
+        angle = np.float32(position + token) * np.float32(freq_scale) / divisors
+        rotate_head(q[token, head], q[token, head], angle, weights[0])
+        if head < k.shape[1]:
+            rotate_head(k[token, head], k_cache[head, position + token], angle, weights[1])
+            v_cache[head, position + token] = v[token, head]
 
 
-def flat(t):
-    """Returns a flat copy of a dense tensor's memory, in numpy."""
-    return t.cpu().numpy().reshape(-1).copy()
-
-
-FREQUENCIES = {
-    "theta": dict(theta=1e4),
-    "theta and scale": dict(theta=5e5, freq_scale=0.25),
-    "freqs": dict(freqs=(1e4 ** (np.arange(0, 32, 2) / 32)).astype(np.float32)),
-    "freqs and scale": dict(freqs=(5e5 ** (np.arange(0, 32, 2) / 32)).astype(np.float32), freq_scale=0.5),
-    "scaled freqs": dict(freqs=(1e4 ** (np.arange(0, 32, 2) / 32) * np.linspace(1, 8, 16)).astype(np.float32)),
-}
-frequencies = pytest.mark.parametrize("frequencies", FREQUENCIES.values(), ids=FREQUENCIES)
-pairings = pytest.mark.parametrize("pairing", [standard, neox], ids=lambda p: p.__name__)
-
-
-@pytest.mark.parametrize("pairing, positions", [(standard, "offset"), (neox, "offset"), (neox, "position_ids")])
-@frequencies
-def test_rotate_agrees_with_akunu_rope_f16_and_rope_neox_f16(pairing, positions, frequencies, device):
-    akunu = Akunu(pairing, **frequencies)
-    seq, stride = 6, akunu.n_heads * akunu.head_dim + 16  # akunu allows a stride that is wider than the heads
-    x = torch.randn(seq, stride).half().to(device)
-    position_ids = [3, 4, 5, 4, 5, 4] if positions == "position_ids" else None  # branches of a tree of guessed tokens
-    for angles in akunu.angles(device):
-        theirs, ours = flat(x), x.clone()
-        akunu.rope(theirs, stride, seq, offset=9, position_ids=position_ids)
-        if position_ids:
-            angles["positions"] = torch.tensor(position_ids, dtype=torch.int32, device=device)
-        else:
-            angles["offset"] = 9
-        heads = ours[:, : akunu.n_heads * akunu.head_dim].unflatten(-1, (akunu.n_heads, akunu.head_dim))
-        torch.ops.rope.rotate_(heads, **angles, interleaved=pairing is standard)
-        theirs = theirs.reshape(seq, stride)
-        akunu.assert_equal_but_for_rounding(heads, theirs[:, : akunu.n_heads * akunu.head_dim])
-        assert same(ours[:, -16:], x[:, -16:])
-
-
-@pytest.mark.parametrize("position", [0, 10, 23])
-@pytest.mark.parametrize("n_heads, n_kv", [(4, 2), (3, 3)])
-@pairings
-@frequencies
-def test_one_token_agrees_with_akunu_rope_qkv_write_f16_and_rope_neox_qkv_write_f16(
-    pairing, frequencies, n_heads, n_kv, position, device
-):
-    akunu = Akunu(pairing, n_heads, n_kv, **frequencies)
-    memory = torch.randn((n_heads + 2 * n_kv) * akunu.head_dim).half().to(device)
-    for angles in akunu.angles(device):
-        caches = Caches("heads sequence", 1, akunu.max_seq, n_kv, akunu.head_dim, torch.float16, device)
-        theirs, k, v = flat(memory), *map(flat, caches.memory)
-        akunu.qkv_write(theirs, k, v, position)
-        ours = memory.clone()
-        heads = ours.view(1, -1, akunu.head_dim).split([n_heads, n_kv, n_kv], 1)
-        torch.ops.rope.rotate_into_cache_(
-            *heads, caches.k, caches.v, **angles, offset=position, interleaved=pairing is standard
-        )
-        end = n_heads * akunu.head_dim
-        akunu.assert_equal_but_for_rounding(ours[:end].view(n_heads, -1), theirs[:end])
-        assert same(ours[end:], memory[end:])
-        akunu.compare_caches(caches, k, v, [position])
-
-
+@pytest.mark.parametrize("by", ["inv_freq", "table"])
 @pytest.mark.parametrize("seq, position", [(1, 23), (6, 0), (5, 17)])
-@pairings
-@frequencies
-def test_a_prompt_agrees_with_akunu_rope_batch_kv_write_f16_and_rope_neox_batch_kv_write_f16(
-    pairing, frequencies, seq, position, device
-):
-    akunu = Akunu(pairing, **frequencies)
-    memory = [torch.randn(seq, n * akunu.head_dim).half().to(device) for n in (akunu.n_heads, akunu.n_kv, akunu.n_kv)]
-    for angles in akunu.angles(device):
-        caches = Caches("heads sequence", 1, akunu.max_seq, akunu.n_kv, akunu.head_dim, torch.float16, device)
-        q, k, v, k_cache, v_cache = map(flat, (*memory, *caches.memory))
-        akunu.batch_kv_write(q, k, v, k_cache, v_cache, seq, position)
-        heads = [t.clone().unflatten(-1, (-1, akunu.head_dim)) for t in memory]
-        torch.ops.rope.rotate_into_cache_(
-            *heads, caches.k, caches.v, **angles, offset=position, interleaved=pairing is standard
-        )
-        akunu.assert_equal_but_for_rounding(heads[0], q)
-        assert same(heads[1].flatten(1), memory[1]) and same(heads[2].flatten(1), memory[2])
-        akunu.compare_caches(caches, k_cache, v_cache, list(range(position, position + seq)))
+@pytest.mark.parametrize(
+    "interleaved, theta, scale, stretch, size, eps",  # eps: None without a norm; stretch: of the longest wave length
+    [(True, 1e4, 1.0, 1, 1, None), (False, 5e5, 0.25, 8, 1, None), (False, 1e6, 1.0, 1, 0.003, 1e-5)],
+)
+def test_rotate_into_cache_agrees_with_akunu(interleaved, theta, scale, stretch, size, eps, seq, position, by, device):
+    divisors = (theta ** (np.arange(0, 32, 2) / 32) * np.linspace(1, stretch, 16)).astype(np.float32)
+    heads = [(torch.randn(seq, n, 32) * size).half() for n in (4, 2, 2)]
+    caches = [torch.randn(2, 24, 32).half() for _ in "kv"]
+    weights = [None] * 2 if eps is None else [*(torch.rand(2, 32) + 0.5).half()]
+    theirs = [t.numpy().copy() for t in (*heads, *caches)]
+    akunu(*theirs, position, interleaved, divisors, scale, [w if w is None else w.numpy() for w in weights], eps)
+
+    angles = {"inv_freq": (scale / torch.from_numpy(divisors)).to(device)}
+    if by == "table":
+        angles = dict(zip(("cos", "sin"), torch_rope.cos_sin(torch.arange(24, device=device), **angles), strict=True))
+    if eps is not None:
+        angles |= {"q_norm_weight": weights[0].to(device), "k_norm_weight": weights[1].to(device), "norm_eps": eps}
+    ours = [t.to(device, copy=True) for t in (*heads, *caches)]
+    head_major = (t.transpose(0, 1) for t in ours[3:])
+    torch.ops.rope.rotate_into_cache_(*ours[:3], *head_major, **angles, offset=position, interleaved=interleaved)
+    here = slice(position, position + seq)
+    for x, other in (ours[0], theirs[0]), (ours[3][:, here], theirs[3][:, here]):
+        wide = other.astype(np.float64)  # two nearly equal numbers round to the same float16 or to neighbouring ones
+        pairs = wide.reshape(*x.shape[:-1], *((16, 2) if interleaved else (2, 16)))
+        norm = np.linalg.norm(pairs, axis=-1 if interleaved else -2, keepdims=True)
+        assert_close(x, (wide, np.broadcast_to(norm, pairs.shape).reshape(wide.shape)), 1)
+    ours[3][:, here] = torch.from_numpy(theirs[3][:, here]).to(device)
+    assert all(same(x, torch.from_numpy(other)) for x, other in zip(ours[1:], theirs[1:], strict=True))
 
 
-@pytest.mark.parametrize("position", [0, 19])
-@pytest.mark.parametrize("eps, size", [(1e-6, 1.0), (1e-5, 0.003)])
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_the_norm_agrees_with_akunu_head_norm_rope_neox_kv_write_f16(theta, eps, size, position, device):
-    akunu = Akunu(neox, theta=theta)
-    memory = (torch.randn((akunu.n_heads + 2 * akunu.n_kv) * akunu.head_dim) * size).half().to(device)
-    q_weight, k_weight = (torch.rand(2, akunu.head_dim) + 0.5).half()
-    for angles in akunu.angles(device):
-        caches = Caches("heads sequence", 1, akunu.max_seq, akunu.n_kv, akunu.head_dim, torch.float16, device)
-        theirs, k, v = flat(memory), *map(flat, caches.memory)
-        akunu.qkv_write(theirs, k, v, position, q_weight.numpy(), k_weight.numpy(), eps)
-        ours = memory.clone()
-        heads = ours.view(1, -1, akunu.head_dim).split([akunu.n_heads, akunu.n_kv, akunu.n_kv], 1)
-        weights = {"q_norm_weight": q_weight.to(device), "k_norm_weight": k_weight.to(device), "norm_eps": eps}
-        torch.ops.rope.rotate_into_cache_(*heads, caches.k, caches.v, **angles, offset=position, **weights)
-        end = akunu.n_heads * akunu.head_dim
-        akunu.assert_equal_but_for_rounding(ours[:end].view(akunu.n_heads, -1), theirs[:end])
-        assert same(ours[end:], memory[end:])
-        akunu.compare_caches(caches, k, v, [position])
-
-
-# --- Paged caches as vLLM fills them: the tokens of all sequences concatenated, with a slot for each token ------------
-
-
-def rotate_half(x):
-    """Returns (-second half, first half) of the channels, as in Hugging Face Transformers."""
-    return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
-
-
-class Paged:
-    """Block tables for sequences of any length. Each sequence owns some blocks, in random order."""
-
-    def __init__(self, longest, block_size, blocks):
-        self.block_size, free = block_size, torch.randperm(blocks)
-        each = [-(-n // block_size) for n in longest]
-        self.tables = free[: sum(each)].split(each)
-
-    def slot(self, sequence, position):
-        """Returns the slot of the token at this position of a sequence."""
-        return int(self.tables[sequence][position // self.block_size]) * self.block_size + position % self.block_size
-
-    def tokens(self, starts, counts, padded_to):
-        """Returns positions and slots of counts[i] tokens of each sequence i from position starts[i] on, concatenated.
-
-        Padding tokens at the end have slot -1.
-        """
-        tokens = [(i, start + t) for i, (start, n) in enumerate(zip(starts, counts, strict=True)) for t in range(n)]
-        padding = padded_to - len(tokens)
-        positions = torch.tensor([p for _, p in tokens] + [0] * padding)
-        return positions, torch.tensor([self.slot(i, p) for i, p in tokens] + [-1] * padding)
-
-
-@pytest.mark.parametrize("layout", ["kv blocks", "blocks kv", "blocks heads", "by channel"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("rotary_dim", [64, 32])
-def test_paged_caches_hold_the_tokens_of_each_sequence_after_prefill_and_decode(rotary_dim, dtype, layout, device):
-    q_heads, k_heads, head_dim = 6, 2, 64
-    first, later, ulps = [5, 33, 1, 16], 4, 2 if dtype == torch.float32 else 1
-    paged = Paged([n + later + 16 for n in first], block_size=16, blocks=40)
-    caches = Caches(layout, 40, 16, k_heads, head_dim, dtype, device)
-    cos, sin = torch_rope.cos_sin(torch.arange(128), torch_rope.inv_freq(rotary_dim), dtype=torch.float32)
-    kept = [[] for _ in first]  # the values of each sequence's tokens so far
-
-    def plain(x, positions):
-        """Returns x rotated in float64, not rounded, and the magnitudes of its pairs."""
-        rotated, rest = x.cpu().double().split([rotary_dim, head_dim - rotary_dim], -1)
-        c, s = (torch.cat([t, t], -1)[positions].unsqueeze(1).double() for t in (cos, sin))
-        size = torch.hypot(*rotated.chunk(2, -1)).repeat(1, 1, 2)
-        value = rotated * c + rotate_half(rotated) * s
-        return torch.cat([value, rest], -1).numpy(), torch.cat([size, rest.abs()], -1).numpy()
-
-    def step(starts, counts):
-        n = -(-sum(counts) // 8) * 8 + 8
-        positions, slots = paged.tokens(starts, counts, padded_to=n)
-        q, k, v = make_qkv("qkv", "", "", 1, n, q_heads, k_heads, head_dim, dtype, device)
-        q, k, v = q[0], k[0], v[0]  # [tokens, heads, head_dim]
-        q_expected, k_expected = plain(q, positions), plain(k, positions)
-        k_cache, v_cache = caches.k.cpu().clone(), caches.v.cpu().clone()
-        arguments = {"positions": positions.to(device), "slots": slots.to(device)}
-        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, cos.to(device), sin.to(device), **arguments)
-        assert_close(q, q_expected, ulps)
-
-        k_ours, v_ours = caches.k.cpu(), caches.v.cpu()
-        for token, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                block, index = slot // 16, slot % 16
-                assert_close(k_ours[block, index], [t[token] for t in k_expected], ulps)
-                k_cache[block, index], v_cache[block, index] = k_ours[block, index], v[token].cpu()
-        assert same(k_ours, k_cache) and same(v_ours, v_cache)  # no other cells were written
-        tokens = iter(v[: sum(counts)].cpu())
-        for i, count in enumerate(counts):
-            kept[i] += itertools.islice(tokens, count)
-
-    lengths = [0] * len(first)
-    for counts in (first, *[[1] * len(first)] * later, [3, 0, 16, 1]):  # prompts, then single tokens, then prompts
-        step(lengths, counts)
-        lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
-    for i, length in enumerate(lengths):  # attention reads these cells, by the block table
-        pages = caches.v.cpu()[paged.tables[i]].flatten(0, 1)[:length]
-        assert same(pages, torch.stack(kept[i]))
-
-
-# --- The static cache of Hugging Face Transformers --------------------------------------------------------------------
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by", ["offset", "positions", "slots"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotate_into_cache_agrees_with_the_static_cache_of_hugging_face(dtype, by, device):
     """Compares with apply_rotary_pos_emb and StaticCache.update, for a prompt, single tokens and a few tokens."""
-    transformers = pytest.importorskip(
-        "transformers", minversion="5", reason="transformers 5 or later is not installed"
-    )
+    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     batch, q_heads, k_heads, head_dim, max_seq = 3, 4, 2, 32, 24
-    config = llama.LlamaConfig(
-        hidden_size=q_heads * head_dim,
-        num_attention_heads=q_heads,
-        num_key_value_heads=k_heads,
-        head_dim=head_dim,
-        num_hidden_layers=1,
-    )
+    sizes = {"num_attention_heads": q_heads, "num_key_value_heads": k_heads, "head_dim": head_dim}
+    config = llama.LlamaConfig(hidden_size=q_heads * head_dim, num_hidden_layers=1, **sizes)
     rotary = llama.LlamaRotaryEmbedding(config)
     cache = transformers.StaticCache(config=config, max_cache_len=max_seq)
     k_ours, v_ours = (torch.zeros(batch, k_heads, max_seq, head_dim, dtype=dtype, device=device) for _ in "kv")
@@ -767,8 +507,7 @@ def test_rotate_into_cache_agrees_with_the_static_cache_of_hugging_face(dtype, b
     for seq in (11, 1, 1, 5):
         q, k, v = (torch.randn(batch, heads, seq, head_dim).to(dtype) for heads in (q_heads, k_heads, k_heads))
         positions = torch.arange(past, past + seq)
-        full_cos, full_sin = rotary(q, positions[None])
-        q_theirs, k_theirs = llama.apply_rotary_pos_emb(q, k, full_cos, full_sin)
+        q_theirs, k_theirs = llama.apply_rotary_pos_emb(q, k, *rotary(q, positions[None]))
         k_theirs, v_theirs = cache.update(k_theirs, v, 0)
 
         cos, sin = (t[..., : head_dim // 2].to(device) for t in rotary(q, torch.arange(max_seq)[None]))
@@ -791,34 +530,6 @@ def test_rotate_into_cache_agrees_with_the_static_cache_of_hugging_face(dtype, b
             assert_close(ours, (theirs.double().numpy(), size.numpy()), 0, plus=2.1 * torch.finfo(dtype).eps)
 
 
-# --- Ragged batches ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("layout", ["blocks heads", "kv blocks", "sequence"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_padding_of_ragged_batches_is_not_written(dtype, layout, side, device):
-    """Each sequence has its own length. Its padding, on the left or on the right, has slot -1."""
-    lengths, seq, block_size = torch.tensor([7, 1, 0, 4, 5]), 7, 12
-    batch, index = len(lengths), torch.arange(seq)
-    real = index >= seq - lengths[:, None] if side == "left" else index < lengths[:, None]
-    positions = (real.long().cumsum(1) - 1).clamp(min=0)
-    slots = torch.where(real, torch.arange(batch)[:, None] * block_size + positions, -1)
-    blocks, size = (1, batch * block_size) if layout == "sequence" else (batch, block_size)
-    caches = Caches(layout, blocks, size, 2, 64, dtype, device)
-    angles = {"inv_freq": torch_rope.inv_freq(64, device=device), "positions": positions.to(device)}
-    q, k, v = make_qkv("bhsd", "bhsd", "bhsd", batch, seq, 4, 2, 64, dtype, device)
-    check(q, k, v, caches, angles, slots.to(device))
-
-    # Then each sequence gets one more token, at its own position and in its own slot.
-    angles["positions"] = lengths[:, None].to(device)
-    slots = (torch.arange(batch) * block_size + lengths)[:, None].to(device)
-    q, k, v = make_qkv("bshd", "bshd", "bshd", batch, 1, 4, 2, 64, dtype, device)
-    check(q, k, v, caches, angles, slots)
-    if layout != "sequence":  # without slots it is the same, because sequence b is written to block b
-        check(q, k, v, caches, angles)
-
-
 # --- Corners ----------------------------------------------------------------------------------------------------------
 
 
@@ -829,35 +540,26 @@ def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float3
     return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24, device=device)}
 
 
-@pytest.mark.parametrize("weights", ["none", "dtype of x"])
-@pytest.mark.parametrize("with_slots", [False, True])
+EMPTY = [dict(seq=0), dict(batch=0), dict(k_heads=0), dict(batch=0, blocks=0), dict(seq=0, block_size=0)]
+
+
+@pytest.mark.parametrize("sizes", [*EMPTY, dict(seq=0, batch=0, k_heads=0)], ids=str)
+def test_empty_tensors_are_accepted(sizes, device):
+    for weights, with_slots in itertools.product(("none", "dtype of x"), (False, True)):
+        q, k, v, caches, angles = a_call(**sizes, device=device)
+        slots = some_slots(q.shape[:2], 32, torch.int64, device) if with_slots else None
+        check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        dict(seq=0),
-        dict(batch=0),
-        dict(k_heads=0),
-        dict(batch=0, blocks=0),
-        dict(seq=0, block_size=0),
-        dict(seq=0, batch=0, k_heads=0),
-    ],
-    ids=str,
+    "v_layout, dtype", [("bshd", torch.bfloat16), ("every second channel", torch.float32)], ids=str
 )
-def test_empty_tensors_are_accepted(sizes, with_slots, weights, device):
-    q, k, v, caches, angles = a_call(**sizes, device=device)
-    batch, seq = q.shape[:2]
-    slots = some_slots((batch, seq), 32, torch.int64, device) if with_slots else None
-    check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
-
-
-@pytest.mark.parametrize("v_layout", ["bshd", "every second channel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "k_heads, head_dim, v_shape",
     [(0, 32, (3, 32)), (2, 32, (2, 72)), (1, 64, (2, 200)), (2, 0, (3, 24)), (1, 0, (1, 2060))],
     ids=str,
 )
-def test_v_is_written_if_k_has_no_heads_no_channels_or_fewer(k_heads, head_dim, v_shape, dtype, v_layout, device):
+def test_v_is_written_if_k_has_no_heads_no_channels_or_fewer(k_heads, head_dim, v_shape, v_layout, dtype, device):
     q, k, v = make_qkv("bshd", "bhsd", v_layout, 2, 5, 4, k_heads, head_dim, dtype, device, v_shape)
     caches = Caches("blocks", 3, 16, k_heads, head_dim, dtype, device, v_shape)
     angles = {"inv_freq": torch_rope.inv_freq(head_dim // 2, device=device)}
@@ -876,11 +578,10 @@ PADS = [
 ]
 
 
+@pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.bfloat16, True), (torch.half, False)])
 @pytest.mark.parametrize("weights", ["none", "dtype of x"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("slots, positions, offset", PADS)
-def test_pads_write_nothing_and_may_be_at_any_position(slots, positions, offset, dtype, interleaved, weights, device):
+def test_pads_write_nothing_and_may_be_at_any_position(slots, positions, offset, weights, dtype, interleaved, device):
     """A pad is a token with a negative slot. Its q is rotated if the table has a row for its position.
 
     Otherwise the rotated channels of its q become NaN, and the others are as usual.
@@ -924,9 +625,8 @@ def test_one_of_two_tokens_with_equal_slots_is_kept(device):
             assert won.any(0).all() if on_gpu(device) else won.all(-1).any(0).all()
 
 
-@pytest.mark.parametrize("weights", ["none", "dtype of x"])
-@pytest.mark.parametrize("with_slots", [False, True])
-def test_k_and_v_are_only_read(with_slots, weights, device):
+@pytest.mark.parametrize("weights, with_slots", [("none", False), ("none", True), ("dtype of x", True)])
+def test_k_and_v_are_only_read(weights, with_slots, device):
     """They may therefore be expanded, and they may be the same tensor."""
     slots = torch.randperm(32, device=device)[:10].view(2, 5) if with_slots else None
     norm = make_norm(weights, 32, torch.float32, device)
@@ -992,29 +692,3 @@ def test_a_cache_may_have_more_than_2_31_elements(layout, untouched):
             assert same(cache[b, -1], x[b, 0])
             block, index = divmod(slots[b].item(), 2**20)
             assert same(cache[block, index], x[b, 0])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"slots": [[0, 1, 2, 3, 32]] * 2},
-        {"slots": [[0, 1, 2, 3, 2**40]] * 2},
-        {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2**62, 7]]},
-        {"offset": 4},
-        {"offset": -1},
-        {"offset": 2**40},
-        {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 8, 3]]},
-        {"positions": [0, 1, 2, -1, 4]},
-    ],
-    ids=str,
-)
-def test_nothing_is_written_if_a_cell_does_not_exist(arguments, device):
-    if "offset" not in arguments and not checks_ranges(device):
-        pytest.skip("here only the kernel reads positions and slots in a tensor, and raises no exception")
-    q, k, v, caches, angles = a_call(device=device)
-    memory = [q, k, v, *caches.memory]
-    before = [t.clone() for t in memory]
-    arguments = {n: torch.tensor(a, device=device) if isinstance(a, list) else a for n, a in arguments.items()}
-    with pytest.raises(IndexError, match="rope.rotate_into_cache_"):
-        torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, **arguments)
-    assert all(map(same, memory, before))
