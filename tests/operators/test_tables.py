@@ -86,7 +86,7 @@ def test_gradients_of_tables_agree_with_the_oracle(case, device):
 
 
 @pytest.mark.parametrize("batch, seq", [(3, 700), (1051, 2)])
-@pytest.mark.parametrize("source", TABLES, ids=str)
+@pytest.mark.parametrize("source", [s for s in TABLES if s.strides != "apart"], ids=str)
 def test_many_tokens_may_use_the_same_row(source, batch, seq, device):
     """Some rows have sums over thousands of heads. No token uses the other rows."""
     size = (batch, seq, 5, 2, 32, 16)
@@ -114,9 +114,8 @@ def test_small_terms_of_a_sum_are_not_lost(device):
 
 def test_positions_at_the_end_of_int64_with_an_offset_are_right(device):
     """The offset leads back to the rows of the table."""
-    given, x, angles = make(
-        (1, 3, 2, 1, 8, 8), Source("table"), ["bshd"] * 4, True, torch.float32, device, torch.float32
-    )
+    size, dtypes = (1, 3, 2, 1, 8, 8), (torch.float32, device, torch.float32)
+    given, x, angles = make(size, Source("table"), ["bshd"] * 4, True, *dtypes)
     angles["positions"] = torch.tensor([4, 0, 7], device=device)
     near = call(given, x, angles, {})
     angles["offset"] = 8 - torch.iinfo(torch.int64).max
@@ -153,7 +152,7 @@ def angle_of(positions, inv_freq):
     return torch.einsum("a...,aj->...j", positions.cpu().double(), inv_freq.cpu().double())
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32])
 @pytest.mark.parametrize("axes", AXES)
 def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
     """They are equal bit for bit to those of cos_sin for the position on that axis."""
@@ -161,7 +160,7 @@ def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
     freq = torch.logspace(0, -5, 24)
     axis = axis_of(24)
     mixed = torch.zeros(count, 24).scatter_(0, axis[None], freq[None]).to(device)
-    limit = 250 if dtype in (torch.uint8, torch.bfloat16) else 2**24
+    limit = 250 if dtype == torch.uint8 else 2**24
     positions = torch.randint(0, limit, (count, 5, 40)).to(dtype).to(device)
     for more in ({}, {"attention_factor": 1.3, "dtype": torch.bfloat16}):
         outs = torch.ops.rope.axial_cos_sin(positions, mixed, **more)
@@ -170,48 +169,28 @@ def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
             assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
 
 
-def test_one_token_may_have_thousands_of_pairs(device):
-    positions, freq = torch.tensor([[3], [-5], [1]]).to(device), torch.rand(3, 3000).to(device)
-    angle = angle_of(positions, freq)
-    for out, exact in zip(torch.ops.rope.axial_cos_sin(positions, freq), (angle.cos(), angle.sin()), strict=True):
-        assert (out.cpu().double() - exact).abs().max() <= 5e-7
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("axes, parts", [(0, 1), (1, 1), (2, 1), (3, 1), (40, 1), (1, 2), (3, 2)])
-def test_angles_are_sums_over_the_axes(axes, parts, dtype, device):
+@pytest.mark.parametrize("axes, parts, pairs", [(0, 1, 9), (2, 1, 9), (3, 1, 3000), (40, 1, 9), (1, 2, 9), (3, 2, 9)])
+def test_angles_are_sums_over_the_axes(axes, parts, pairs, dtype, device):
     """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis. A frequency may be a sum of two parts."""
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
-    positions = torch.randint(-(2**20), 2**20, (axes, 2000)).to(device)
-    positions[:, 1000:] %= 50  # few turns, so that the rounding of the sum over axes matters
-    freq = torch.rand(parts, axes, 9, dtype=dtype if parts == 1 else torch.float32, device="cpu")
+    tokens = 2000 if pairs < 1000 else 10
+    positions = torch.randint(-(2**20), 2**20, (axes, tokens)).to(device)
+    positions[:, tokens // 2 :] %= 50  # few turns, so that the rounding of the sum over axes matters
+    freq = torch.rand(parts, axes, pairs, dtype=dtype if parts == 1 else torch.float32, device="cpu")
     freq[1:] *= 2.0**-25
     freq = freq.to(device).mT.contiguous().mT  # with other strides
     exact = numpy_of(freq, np.longdouble).sum(0)
     freq = freq if parts == 2 else freq[0]
     angle = (numpy_of(positions, np.longdouble)[..., None] * exact[:, None]).sum(0)
-    for out, exact in zip(
-        torch.ops.rope.axial_cos_sin(positions, freq, dtype=dtype), (np.cos(angle), np.sin(angle)), strict=True
-    ):
+    tables = torch.ops.rope.axial_cos_sin(positions, freq, dtype=dtype)
+    for out, exact in zip(tables, (np.cos(angle), np.sin(angle)), strict=True):
         limit = 5e-7 if dtype == torch.float32 else 1e-11
         assert np.max(abs(numpy_of(out, np.longdouble) - exact)) <= limit
 
 
-# ---- autograd ----
-
-
-@pytest.mark.parametrize("axes", [1, 3])
-def test_both_parts_of_a_frequency_have_its_gradient(axes, device):
-    inputs = torch.rand(axes, 7) * 9, torch.rand(2, axes, 5)  # positions, frequencies in two parts
-    positions, parts = exact = [t.double().requires_grad_() for t in inputs]
-    tables = plain_cos_sin(positions, parts.sum(0))
-    given = [torch.randn(7, 5) for _ in tables]
-    expected = torch.autograd.grad(tables, exact, [g.double() for g in given])
-    inputs = [t.to(device).requires_grad_() for t in inputs]
-    found = torch.autograd.grad(torch.ops.rope.axial_cos_sin(*inputs), inputs, [g.to(device) for g in given])
-    for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(f.cpu().double(), e, rtol=1e-5, atol=1e-4)
+# ---- gradients of frequencies and positions ----
 
 
 def plain_cos_sin(positions, inv_freq, factor=1.0):
@@ -222,14 +201,14 @@ def plain_cos_sin(positions, inv_freq, factor=1.0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", [source for source in SOURCES if source.kind == "inv_freq"], ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_gradient_of_inv_freq_agrees_with_the_oracle(source, interleaved, dtype, device):
+def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     """The gradient is the sum over tokens of position * (sin_grad cos - cos_grad sin), with cos_grad and sin_grad of a
     table by token. In float32 cos and sin are right to 5e-7, and about ten numbers are rounded for each term."""
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
     size = SIZES[2]
     batch, seq, *_, rotary_dim = size
+    interleaved = dtype.itemsize == 2
     flags = {"interleaved": interleaved, "inverse": not interleaved, "attention_factor": 1.3}
     given, x, angles = make(size, source, ["bshd", "bhsd", "packed", "sbhd"], True, dtype, device, torch.float32)
     freq = angles["inv_freq"].detach().requires_grad_()
@@ -246,15 +225,12 @@ def test_gradient_of_inv_freq_agrees_with_the_oracle(source, interleaved, dtype,
     assert freq.grad.dtype == freq.dtype and (abs(numpy_of(freq.grad) - expected) <= limit).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("positions_dtype", [torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("positions_dtype, dtype", [(torch.int64, torch.float32), (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("axes", AXES)
 def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype, dtype, device):
     """Plain torch computes in float64, from gradients in the dtype of the results. A term is the product of a gradient,
     cos or sin, and a position or a frequency. In float32 cos and sin are right to 5e-7, and about ten numbers are
     rounded."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
     count, axis_of = AXES[axes]
     freq = torch.zeros(count, 24).scatter_(0, axis_of(24)[None], torch.logspace(0, -5, 24)[None]) + 0.01
     positions = (torch.rand(count, 5, 40) * 200).to(positions_dtype)
@@ -266,11 +242,8 @@ def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype
         torch.autograd.backward(function(*inputs), [g.to(inputs[1].device) for g in given])
         return [t.grad for t in inputs if t.requires_grad]
 
-    actual = gradients(
-        lambda p, f: torch.ops.rope.axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype),
-        positions.to(device),
-        freq.to(device),
-    )
+    axial = lambda p, f: torch.ops.rope.axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype)  # noqa: E731
+    actual = gradients(axial, positions.to(device), freq.to(device))
     exact = (positions.double() if floating else positions, freq.double())
     given = [g.double() for g in given]
     expected = gradients(lambda p, f: plain_cos_sin(p, f, 1.3), *exact)
@@ -282,28 +255,3 @@ def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype
         assert a.dtype == (positions_dtype if e.shape == positions.shape else torch.float32)
         limit = torch.finfo(a.dtype).eps / 2 * e.abs() + magnitude * (5e-7 + 10 * 2**-24)
         assert ((a.cpu().double() - e).abs() <= limit).all()
-
-
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
-def test_learned_tables_agree_with_plain_torch(table_dtype, device):
-    """The values and all gradients of rotate_qk are compared with a rotation in plain torch and float64."""
-    x = [torch.randn(2, 6, heads, 16).to(torch.bfloat16) for heads in (3, 1)]
-    tables = [torch.randn(9, 6).to(table_dtype) for _ in "cs"]
-    positions = torch.randint(0, 9, (2, 6))
-
-    def plain(q, k, cos, sin):
-        c, s = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
-        for t in (q, k):
-            a, b, rest = t.split([6, 6, 4], -1)
-            yield torch.cat([a * c - b * s, b * c + a * s, rest], -1)
-
-    leaves = [t.clone().to(device).requires_grad_() for t in (*x, *tables)]
-    exact = [t.double().requires_grad_() for t in (*x, *tables)]
-    outs = torch.ops.rope.rotate_qk(*leaves, positions=positions.to(device))
-    given = [torch.randn(out.shape).to(out.dtype) for out in outs]
-    torch.autograd.backward(outs, [g.to(device) for g in given])
-    torch.autograd.backward(list(plain(*exact)), [g.double() for g in given])
-    for leaf, e in zip(leaves, exact, strict=True):
-        error = (leaf.grad.cpu().double() - e.grad).abs()
-        # Each element of x is rounded once, from sums that may cancel. For tables see assert_sums.
-        assert (error <= torch.finfo(leaf.dtype).eps * e.grad.abs() + 1e-5).all()
