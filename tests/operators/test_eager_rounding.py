@@ -3,13 +3,9 @@
 tests/integrations/test_eager_bits.py shows that these are the bits of real models.
 """
 
-import itertools
-import os
-import random
-
 import pytest
 import torch
-from cases import CALLS, DTYPES, SOURCES, covering, make_qk, name_of, some_slots, supported
+from cases import CALLS, SOURCES, covering, make_qk, name_of
 from test_norm import WEIGHTS, weight
 
 import torch_rope
@@ -85,25 +81,6 @@ def test_gradients_have_the_bits_of_autograd_through_plain_operators(case, devic
     again = torch.autograd.grad(found, gs, [g.detach() for g in gs])
     for f, e in zip((found[0], again[0], found[1], again[1]), expected, strict=True):
         assert torch.equal(f.cpu(), e)
-
-
-@pytest.mark.parametrize("number, dtype", list(itertools.product(range(3), DTYPES)), ids=str)
-def test_any_shape(number, dtype, device):
-    """ROPE_EXAMPLES=500 in the environment tries 500 shapes with each dtype."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    draw = random.Random(number)
-    for _ in range(int(os.environ.get("ROPE_EXAMPLES", 30)) // 3):
-        batch, seq, heads, kv_heads = (draw.randint(1, n) for n in (3, 9, 4, 3))
-        pairs, table_dtype = draw.randint(1, 70), draw.choice([dtype, torch.float32])
-        start, rest, flags = draw.randint(0, 9), draw.randint(0, 9), {"interleaved": draw.random() < 0.5}
-        q, k = (torch.randn(batch, seq, n, start + 2 * pairs + rest).to(dtype) for n in (heads, kv_heads))
-        angle = torch.randn(batch, seq, pairs) * 9
-        tables = [t.to(table_dtype) for t in (angle.cos(), angle.sin())]
-        flags |= {"rotary_start": start, "eager_rounding": True}
-        found = rope.rotate_qk(q.to(device), k.to(device), *(t.to(device) for t in tables), **flags)
-        for x, f in zip((q, k), found, strict=True):
-            assert torch.equal(f.cpu(), reference.rotate(x, *tables, **flags)), (x.shape, table_dtype, flags)
 
 
 # ---- with a norm ----
@@ -197,33 +174,3 @@ def test_each_term_of_a_weights_gradient_is_rounded(dtype, device):
         out, _ = norm(*[q.to(to)] * 2, weight, weight.detach(), *(t.to(to) for t in tables), eager_rounding=True)
         gradients.append(torch.autograd.grad(out, weight, given.to(to))[0].cpu())
     assert torch.ne(*gradients).double().mean() < 0.02
-
-
-def test_the_cache_gets_the_same_bits(device):
-    for tables, norm in itertools.product(("dtype of x", "float32"), (False, True)):
-        case = {"size": (2, 6, 3, 2, 40, 24), "source": SOURCES[3], "start": "second", "dtype": torch.bfloat16}
-        q, k, angles, flags = make(
-            case | {"tables": tables, "attention_factor": 1.3, "interleaved": True, "inverse": False}, device
-        )
-        flags.pop("inverse")
-        weights = [weight(kind, 40, q.dtype, device) for kind in ("own", "float32")]
-        names = {"q_norm_weight": weights[0], "k_norm_weight": weights[1]} if norm else {}
-        op = rope.norm_rotate_qk if norm else rope.rotate_qk
-        expected = op(q, k, *(weights if norm else ()), **angles, **flags)
-        caches = [torch.zeros(3, 8, 2, 40, dtype=q.dtype, device=device) for _ in "kv"]
-        slots = some_slots((2, 6), 24, torch.int64, device, skipped=0)
-        rope.rotate_into_cache_(q, k, k, *caches, **angles, slots=slots, **names, **flags)
-        assert torch.equal(q, expected[0])
-        assert torch.equal(caches[0].flatten(0, 1)[slots], expected[1])
-        assert torch.equal(caches[1].flatten(0, 1)[slots], k)
-
-
-def test_the_default_rounds_once(device):
-    """The two modes differ, so a test of one would find the other."""
-    x = torch.randn(1, 50, 4, 64).bfloat16().to(device)
-    cos, sin = (
-        t.bfloat16()
-        for t in torch_rope.cos_sin(torch.arange(50, device=device), torch_rope.inv_freq(64, device=device))
-    )
-    once, eager = (rope.rotate(x, cos, sin, eager_rounding=eager) for eager in (False, True))
-    assert 0.1 < (once != eager).float().mean() < 0.9
