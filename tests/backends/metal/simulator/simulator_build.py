@@ -10,27 +10,25 @@ import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import metal
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/metal/simulator"
-
-COMMON = "-std=c++20 -fPIC -g1 -Wall -ffp-contract=off -I."
+COMMON = "-std=c++20 -fPIC -g1 -Wall -Wno-deprecated-declarations -ffp-contract=off -I."
 OBJECTIVE = (
     "-x objective-c++ -fobjc-runtime=gcc -fconstant-string-class=NSConstantString -fblocks -fexceptions"
     f" -isystem {HERE}/frameworks -isystem {HERE}/frameworks_linux"
 )
-
 LIBRARIES = ["libtorch_rope_simulator.so", "libtorch_rope_simulator_compiled.so"]
 
 
 def _objc() -> Path | None:
     """Returns the folder of GCC that has libobjc and its headers, or None."""
-    there = [
-        p.parent for p in Path("/usr/lib/gcc").glob("*/*/libobjc.so") if (p.parent / "include/objc/objc.h").exists()
-    ]
+    there = [p.parent for p in Path("/usr/lib/gcc").glob("*/*/libobjc.so") if (p.parent / "include/objc").exists()]
     return max(there, key=lambda p: int(p.name.split(".")[0]), default=None)
 
 
@@ -52,88 +50,89 @@ def problem() -> str:
     return ""
 
 
-def _ninja(folder: Path) -> str:
+def _ninja(folder: Path, extension: Path) -> str:
+    """Returns the text of build.ninja. The library links those objects of the extension that all back ends share."""
     from torch.utils import cpp_extension
 
     torch_paths = " ".join(f"-isystem {p}" for p in cpp_extension.include_paths())
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
     compiler, objc = metal.compiler(), _objc()
-    build = f"{compiler} $in -c -o $out -MMD -MF $out.d {COMMON} $flags"
     lines = [
-        f"builddir = {folder}",
-        "rule cpp",
-        f"  command = {build} {torch_paths}",
-        "  deps = gcc",
-        "  depfile = $out.d",
-        "rule mm",
-        f"  command = {compiler} -c -o $out -MMD -MF $out.d {COMMON} $flags {OBJECTIVE} -isystem {objc}/include {torch_paths} $in",
+        "rule compile",
+        f"  command = {compiler} -c -o $out -MMD -MF $out.d {COMMON} $flags {torch_paths} $in",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule embed",
         f"  command = PATH={ROOT / HERE}/bin:$$PATH TORCH_ROPE_METALLIB=$metallib {sys.executable} shaders/embed.py $out",
         "  restat = true",
         "rule link",
-        f"  command = {compiler} -shared $in -o $out -Wl,-soname,libtorch_rope_simulator.so {libraries} -lc10 -ltorch_cpu -ltorch"
+        f"  command = {compiler} -shared $in -o $out -Wl,-soname,{LIBRARIES[0]} {libraries} -lc10 -ltorch_cpu -ltorch"
         f" -L{objc} -lobjc -lBlocksRuntime -ldl",
     ]
-    shaders = " ".join(
-        str(p.relative_to(ROOT))
-        for f in ("shaders/*", "csrc/*.h", "csrc/mps/*.h")
-        for p in sorted(ROOT.glob(f))
-        if p.is_file()
-    )
-    # emulator.cpp comes first, because the emulator takes the thread_local variables that are linked before it for shared
-    # memory. Shader libraries see its symbols, so it is built without -fvisibility=hidden.
-    sources = [
-        "tests/backends/cuda/emulator/emulator.cpp",
-        *(f"{HERE}/{name}" for name in ("dispatch.cpp", "device.cpp", "runtime.mm", "selftest.mm")),
-        *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("csrc/mps/*.mm")),
-        *(f"csrc/{name}.cpp" for name in ("call", "checks", "overlap")),
-    ]
+    # The headers of torch take most of the time, so what needs them is one source.
+    host = [f"{HERE}/{name}" for name in ("device.cpp", "runtime.mm", "selftest.mm")] + ["csrc/mps/mps.mm"]
+    text = "".join(f'#include "{source}"\n' for source in host)
+    together = folder / "host.mm"
+    if not (ROOT / together).exists() or (ROOT / together).read_text() != text:
+        (ROOT / together).write_text(text)
+    quick, hidden = "-O2", "-O0 -fvisibility=hidden"
+    sources = {
+        # emulator.cpp comes first, because the emulator takes the thread_local variables that are linked before it for
+        # shared memory. Shader libraries see its symbols.
+        "tests/backends/cuda/emulator/emulator.cpp": quick,
+        f"{HERE}/dispatch.cpp": f"""{quick} '-DSIMULATOR_COMPILER="{sys.executable} {ROOT / HERE}/metal.py"'""",
+        str(together): f"{hidden} {OBJECTIVE} -isystem {objc}/include",
+    }
+    shared = ["call", "checks", "overlap"]
+    if (extension / "build.ninja").exists():
+        lines += [f"builddir = {extension}", f"subninja {extension}/build.ninja"]  # with its record of what was made
+        objects = [f"{extension}/csrc/{name}.o" for name in shared]
+    else:
+        lines.append(f"builddir = {folder}")
+        objects = []
+        sources |= {f"csrc/{name}.cpp": hidden for name in shared}
     embedded = [f"{folder}/source.cpp", f"{folder}/compiled.cpp"]
+    shaders = [p for f in ("shaders/*.*", "csrc/*.h", "csrc/mps/*.h") for p in sorted(ROOT.glob(f))]
     for metallib, source in enumerate(embedded):
-        lines += [f"build {source}: embed | {shaders}", f"  metallib = {metallib}"]
-    made = {}
-    for source in [*sources, *embedded]:
-        made[source] = folder / (Path(source).name + ".o")
-        lines.append(f"build {made[source]}: {'mm' if source.endswith('.mm') else 'cpp'} {source}")
-        flags = "-O2" if source.endswith(("emulator.cpp", "dispatch.cpp")) else "-O1 -fvisibility=hidden"
-        if source.endswith("dispatch.cpp"):
-            flags += f""" '-DSIMULATOR_COMPILER="{sys.executable} {ROOT / HERE / "metal.py"}"'"""
-        lines.append(f"  flags = {flags}")
-    objects = " ".join(str(made[source]) for source in sources)
+        lines += [f"build {source}: embed | {' '.join(map(str, shaders))}", f"  metallib = {metallib}"]
+    for source, flags in (sources | dict.fromkeys(embedded, hidden)).items():
+        lines += [f"build {folder}/{Path(source).name}.o: compile {source}", f"  flags = {flags}"]
+    objects[:0] = [f"{folder}/{Path(source).name}.o" for source in sources]
     for library, source in zip(LIBRARIES, embedded, strict=True):
-        lines.append(f"build {folder}/{library}: link {objects} {made[source]}")
-    lines.append(f"default {folder}/{LIBRARIES[0]}")
+        lines.append(f"build {folder}/{library}: link {' '.join(objects)} {folder}/{Path(source).name}.o")
     return "\n".join(lines) + "\n"
 
 
 def build(compiled: bool = False) -> Path:
-    """Builds the library and returns its path.
+    """Builds the library, and the shaders for the simulator, and returns the library's path.
 
     compiled: True if the library must also hold the shaders compiled ahead, and not only their source.
     """
     import torch
 
+    sys.path.append(str(ROOT / "shaders"))
+    import embed
+
     if reason := problem():
         raise RuntimeError(reason)
-    folder = Path("build", f"simulator-{sys.implementation.cache_tag}-torch-{torch.__version__}")
-    library = LIBRARIES[compiled]
+    tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+    folder, extension = Path(f"build/simulator-{tag}"), ROOT / f"build/{sysconfig.get_platform()}-{tag}"
+    library, jobs = folder / LIBRARIES[compiled], os.environ.get("MAX_JOBS", "2")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (ROOT / folder / "build.ninja").write_text(_ninja(folder))
-        jobs = os.environ.get("MAX_JOBS", "2")
+        (ROOT / folder / "build.ninja").write_text(_ninja(folder, extension))
         made = subprocess.run(
-            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, folder / library],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, library],
+            **dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True),
         )
         if made.returncode:
             raise RuntimeError(made.stdout)
-    return ROOT / folder / library
+        if not compiled:
+            with ThreadPoolExecutor(int(jobs)) as pool:
+                texts = sorted(embed.sources().values(), key=len, reverse=True)
+                list(pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library, False), texts))
+    return ROOT / library
 
 
 if __name__ == "__main__":
