@@ -3,7 +3,7 @@
 The right values are those of the oracle, of plain loops, and of the kernels and functions of other projects.
 """
 
-import importlib
+import functools
 import itertools
 import math
 import random
@@ -76,14 +76,11 @@ class Caches:
         self.dtypes = [d or dtype for d in quantised]
         self.memory = []
 
-        def make(dtype):
-            def make(*shape):
-                self.memory.append(garbage(shape, dtype).to(device))
-                return self.memory[-1]
+        def make(dtype, *shape):
+            self.memory.append(garbage(shape, dtype).to(device))
+            return self.memory[-1]
 
-            return make
-
-        self.k, self.v = self.views(*map(make, self.dtypes))
+        self.k, self.v = self.views(*(functools.partial(make, dtype) for dtype in self.dtypes))
 
     def views(self, make_k, make_v):
         """Returns the caches k and v, in memory that make_k(*shape) and make_v(*shape) return."""
@@ -113,13 +110,6 @@ class Caches:
             if block >= 0:
                 k_cache[block, index], v_cache[block, index] = k[b, s], v[b, s]
         return memory
-
-
-def functional(q, k, angles, norm, options):
-    """Returns q and k rotated by the operators that do not write to their arguments."""
-    if norm:
-        return torch.ops.rope.norm_rotate_qk(q, k, **norm, **angles, **options)
-    return [torch.ops.rope.rotate(x, **angles, **options) for x in (q, k)]
 
 
 def slots_of(q, slots, positions=None, offset=0, block_size=0):
@@ -212,7 +202,8 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **optio
     q_before, k_before, v_before = q.clone(), k.clone(), v.clone()
     where = slots_of(q, slots, angles.get("positions"), angles.get("offset", 0), block_size=caches.shape[1])
     angles, lost = inside(angles, where < 0)
-    q_rotated, k_rotated = functional(q, k, angles, norm, options)
+    functional = torch.ops.rope.norm_rotate_qk if norm else torch.ops.rope.rotate_qk
+    q_rotated, k_rotated = functional(q, k, **norm, **angles, **options)
     memory = [bits(m).clone() for m in caches.memory]
 
     torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **of_cache, **options)
@@ -309,15 +300,14 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6, heads=(1, 1)):
     """
     if kind == "none":
         return {}
-    if kind == "over heads":
-        q, k = ((torch.rand(n, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype) for n in heads)
-        k = spread(k, (1, 2), (1, 1))
-        return {"q_norm_weight": q.to(device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}
-    q, k = (torch.rand(2, head_dim, dtype=torch.float64) * 2 - 0.5).to(dtype)
+    shapes = [(*[n] * (kind == "over heads"), head_dim) for n in heads]
+    q, k = ((torch.rand(shape, dtype=torch.float64) * 2 - 0.5).to(dtype) for shape in shapes)
     if kind == "float32":
         q = q.float()
     if kind == "strided":
         q, k = spread(q, (2,), (1,)), spread(k, (3,), (2,))
+    if kind == "over heads":
+        k = spread(k, (1, 2), (1, 1))
     return {"q_norm_weight": moved(q, device), "k_norm_weight": moved(k, device), "norm_eps": norm_eps}
 
 
@@ -490,46 +480,6 @@ def test_rotate_into_cache_agrees_with_akunu(interleaved, theta, scale, stretch,
     assert all(same(x, torch.from_numpy(other)) for x, other in zip(ours[1:], theirs[1:], strict=True))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("by", ["offset", "positions", "slots"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rotate_into_cache_agrees_with_the_static_cache_of_hugging_face(dtype, by, device):
-    """Compares with apply_rotary_pos_emb and StaticCache.update, for a prompt, single tokens and a few tokens."""
-    transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers 5 or later")
-    llama = importlib.import_module("transformers.models.llama.modeling_llama")
-    batch, q_heads, k_heads, head_dim, max_seq = 3, 4, 2, 32, 24
-    sizes = {"num_attention_heads": q_heads, "num_key_value_heads": k_heads, "head_dim": head_dim}
-    config = llama.LlamaConfig(hidden_size=q_heads * head_dim, num_hidden_layers=1, **sizes)
-    rotary = llama.LlamaRotaryEmbedding(config)
-    cache = transformers.StaticCache(config=config, max_cache_len=max_seq)
-    k_ours, v_ours = (torch.zeros(batch, k_heads, max_seq, head_dim, dtype=dtype, device=device) for _ in "kv")
-    past = 0
-    for seq in (11, 1, 1, 5):
-        q, k, v = (torch.randn(batch, heads, seq, head_dim).to(dtype) for heads in (q_heads, k_heads, k_heads))
-        positions = torch.arange(past, past + seq)
-        q_theirs, k_theirs = llama.apply_rotary_pos_emb(q, k, *rotary(q, positions[None]))
-        k_theirs, v_theirs = cache.update(k_theirs, v, 0)
-
-        cos, sin = (t[..., : head_dim // 2].to(device) for t in rotary(q, torch.arange(max_seq)[None]))
-        if by == "slots":  # with a table by token
-            slots = torch.arange(batch)[:, None] * max_seq + positions
-            angles = {"cos": cos[:, past : past + seq], "sin": sin[:, past : past + seq], "slots": slots.to(device)}
-        else:
-            angles = {"cos": cos[0], "sin": sin[0]}
-            angles |= {"offset": past} if by == "offset" else {"positions": positions.to(device)}
-        q_ours, *k_and_v = (t.to(device) for t in (q, k, v))
-        ours = (t.transpose(1, 2) for t in (q_ours, *k_and_v, k_ours, v_ours))
-        torch.ops.rope.rotate_into_cache_(*ours, **angles)
-        assert same(v_ours, v_theirs)
-        past += seq
-        assert same(k_ours[:, :, past:], k_theirs[:, :, past:])
-        # Transformers rounds two products and a sum to the dtype, so it is wrong by up to an epsilon of the pair's
-        # magnitude. Our error is no larger. The magnitude here is that of the rounded pair.
-        for ours, theirs in (q_ours, q_theirs), (k_ours[:, :, :past], k_theirs[:, :, :past]):
-            size = torch.hypot(*theirs.double().chunk(2, -1)).repeat(1, 1, 1, 2)
-            assert_close(ours, (theirs.double().numpy(), size.numpy()), 0, plus=2.1 * torch.finfo(dtype).eps)
-
-
 # --- Corners ----------------------------------------------------------------------------------------------------------
 
 
@@ -615,7 +565,7 @@ def test_the_first_and_the_last_cell_are_written(layout, device):
 def test_one_of_two_tokens_with_equal_slots_is_kept(device):
     """A cell that two tokens have holds one of the two. On a GPU each channel holds one of the two."""
     q, k, v, caches, angles = a_call(1, 5, blocks=2, device=device)
-    _, rotated = functional(q, k, angles, {}, {})
+    rotated = torch.ops.rope.rotate(k, **angles)
     slots = torch.tensor([3, 9, 3, 9, 4], device=device)
     torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, slots=slots)
     for cache, x in (caches.k, rotated), (caches.v, v):
@@ -627,24 +577,26 @@ def test_one_of_two_tokens_with_equal_slots_is_kept(device):
 
 @pytest.mark.parametrize("weights, with_slots", [("none", False), ("none", True), ("dtype of x", True)])
 def test_k_and_v_are_only_read(weights, with_slots, device):
-    """They may therefore be expanded, and they may be the same tensor."""
+    """They may therefore be expanded, and they may be the same tensor. So may slots, positions and tables."""
     slots = torch.randperm(32, device=device)[:10].view(2, 5) if with_slots else None
     norm = make_norm(weights, 32, torch.float32, device)
     q, k, v, caches, angles = a_call(device=device)
     check(q, k, k, caches, angles, slots, norm)
-    check(q, k[:, :, :1].expand_as(k), v[:, :1].expand_as(v), caches, angles, slots, norm)
-    check(q, k[:1, :1, :1, :1].expand_as(k), v[:1, :, :, :1].expand_as(v), caches, angles, slots, norm)
-    # Slots, positions and tables may be expanded too.
-    row = {name: t.expand(5, 16) for name, t in zip(("cos", "sin"), torch.rand(2, 1, 16, device=device), strict=True)}
-    positions = torch.tensor([[3]], device=device).expand(2, 1)
-    check(q[:, :1], k[:, :1], v[:, :1], caches, row | {"positions": positions}, slots[:, :1] if with_slots else None)
+    check(q, k[:, :, :1].expand_as(k), v[:1, :, :, :1].expand_as(v), caches, angles, slots, norm)
+    cos, sin = (t.expand(5, 16) for t in torch.rand(2, 1, 16, device=device))
+    angles = {"cos": cos, "sin": sin, "positions": torch.tensor([[3]], device=device).expand(2, 1)}
+    check(q[:, :1], k[:, :1], v[:, :1], caches, angles, slots[:, :1] if with_slots else None)
 
 
 @pytest.mark.parametrize(
-    "layout, weights", [("heads sequence", "dtype of x"), ("kv blocks", "none"), ("blocks kv heads", "none")]
+    "layout, weights, dtype",
+    [
+        ("heads sequence", "dtype of x", torch.float32),
+        ("kv blocks", "none", torch.bfloat16),
+        ("blocks kv heads", "none", torch.float32),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_large_prompt_gives_the_same_bits_in_pieces(dtype, layout, weights, device):
+def test_a_large_prompt_gives_the_same_bits_in_pieces(layout, weights, dtype, device):
     """On the CPU the bits do not depend on the number of threads either."""
     seq, q_heads, k_heads, head_dim = many(3000, device), 8, 4, 128
     with_slots = layout == "kv blocks"
