@@ -1,70 +1,93 @@
-"""Tests of the package: the release of torch that it is built for, its public names, and the operators' schemas."""
+"""Tests of the package: the torch that it is built for, what setup.py says and packs, public names and schemas."""
 
 import inspect
 import os
+import re
 import subprocess
 import sys
-from importlib import metadata, resources
+from importlib import resources
 
 import pytest
 import torch
-from cases import python
+from cases import ROOT, python
 
 import torch_rope
 from torch_rope import _C
 
-
-def test_another_torch_release_raises_before_the_library_is_loaded():
-    result = python("import torch; torch.__version__ = '2.9.1'; import torch_rope")
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
-    result = python(
-        "import sys, torch\ntorch.__version__ = '2.9.1'\ntry: import torch_rope\nexcept ImportError: print('torch_rope._C' in sys.modules)"
-    )
-    assert result.stdout.strip() == "False"
+pytestmark = pytest.mark.cpu
+COMMANDS = 'pip install "setuptools>=77" pybind11 ninja && pip install --no-build-isolation .'
 
 
-def test_a_patch_release_of_the_same_torch_is_accepted():
-    version = ".".join(torch.__version__.split(".")[:2])
-    assert python(f"import torch; torch.__version__ = '{version}.99+cu130'; import torch_rope").returncode == 0
+def test_another_torch_release_is_refused_before_the_library_is_loaded_but_a_patch_release_is_not(tmp_path):
+    """Python is often started beside a clone, whose folder is called torch_rope too. It does not hide the package."""
+    (tmp_path / "torch_rope").mkdir()
+    release = ".".join(torch.__version__.split(".")[:2])
+    program = f"""
+import sys, torch
+torch.__version__ = "2.9.1"
+try:
+    import torch_rope
+except ImportError as error:
+    print(error)
+print("torch_rope._C" in sys.modules)
+torch.__version__ = "{release}.99+cu130"
+import torch_rope
+print(torch_rope.__version__)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if "No module named" in done.stderr + done.stdout:  # torch_rope was built in its folder and is not installed
+        done = python(program)
+    refused, *others = done.stdout.splitlines()
+    assert refused.startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
+    assert others == ["False", torch_rope.__version__], done.stderr
 
 
-@pytest.mark.cpu
-def test_the_build_names_its_devices_and_its_instruction_set():
+def test_the_build_names_its_devices_and_its_instruction_set_and_has_a_type_marker():
     assert _C.devices in (("cpu",), ("cpu", "cuda"))
     assert _C.cpu_instruction_set() in ("plain", "avx2", "avx512")
-
-
-def test_the_installed_package_has_its_version_and_type_marker():
-    try:
-        version = metadata.version("torch-rope")
-    except metadata.PackageNotFoundError:
-        pytest.skip("torch_rope was built in its folder and is not installed")
-    assert torch_rope.__version__ == version.partition("+")[0]
     assert resources.files(torch_rope).joinpath("py.typed").is_file()
 
 
-def test_a_folder_with_the_name_of_the_package_does_not_hide_it(tmp_path):
-    """Python is often started beside a clone, whose folder is called torch_rope too."""
-    (tmp_path / "torch_rope").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", "import torch_rope; print(torch_rope.__version__)"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    if "No module named" in done.stderr:
-        pytest.skip("torch_rope was built in its folder and is not installed")
-    assert done.stdout.strip() == torch_rope.__version__, done.stderr
+# Changes of what setup.py finds, and what it then says.
+REFUSED = [
+    # pip's build isolation leaves torch and pybind11 out. This pip would install the newest torch if we asked for it.
+    ("sys.modules['torch'] = None", f"this build found no torch, and it needs the torch that .* run: {COMMANDS}"),
+    ("sys.modules['pybind11'] = None", f"this build found no pybind11, .* run: {COMMANDS}"),
+    ("torch.__version__ = '2.10.1'", "torch_rope needs torch 2.11 or later, and this is torch 2.10.1."),
+    ("torch.version.hip = '7.0'", "torch_rope supports Linux and macOS. It does not support Windows or ROCm builds"),
+    ("sysconfig.get_path = lambda name: '/nowhere'", "torch_rope needs Python.h: install Python's headers"),
+    ("os.environ['PATH'] = '/nowhere'", r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+"),
+    ("os.environ['CXX'] = 'no-such-c++ -m64'", r"needs a C\+\+ compiler, and found no no-such-c\+\+"),
+    ("os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None", "TORCH_ROPE_CUDA is 1, but torch .* no CUDA"),
+]
 
 
-# The public names that are not operators.
-OTHER_NAMES = {
-    "RotaryEmbedding",
-    "frequencies",
-    "inv_freq",
-    "multimodal",
-    "positions_from_cu_seqlens",
-    "rotary_embedding",
-}
+def test_setup_packs_every_file_and_says_in_one_line_why_a_build_cannot_work(tmp_path):
+    pack = f"sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
+    program = f"""
+import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
+import os, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
+os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); sys.argv = ["setup.py", "--version"]
+for i, change in enumerate({[change for change, _ in REFUSED] + [pack]}):
+    if not os.fork():  # because the import of torch takes seconds
+        os.dup2(os.open(f"{tmp_path}/{{i}}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+        exec(change)
+        runpy.run_path("setup.py")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    done = python(program)
+    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"], done.stdout + done.stderr
+    for i, (change, message) in enumerate(REFUSED):
+        [line] = (tmp_path / str(i)).read_text().strip().splitlines()
+        assert re.search(message, line), (change, line)
+    packed = set((tmp_path / "torch_rope.egg-info/SOURCES.txt").read_text().replace("\n./", "\n").splitlines())
+    folders = (path for folder in ("csrc", "shaders", "torch_rope") for path in (ROOT / folder).rglob("*"))
+    files = {str(p.relative_to(ROOT)) for p in folders if p.is_file() and p.suffix not in (".so", ".pyc")}
+    files |= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    assert not files - packed - {"torch_rope/built_for_torch.txt"} and "torch_rope/built_for_torch.txt" not in packed
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():
@@ -74,7 +97,7 @@ def test_every_public_name_has_a_docstring_and_every_function_names_its_equivale
         assert value.__doc__ and ("Equivalent to" in value.__doc__ or not is_function), name
 
 
-def test_schemas_do_not_change():
+def test_schemas_and_public_names_do_not_change():
     """Graphs that users have exported contain these schemas."""
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
     newer = ", int rotary_start=0, bool eager_rounding=False"
@@ -95,9 +118,11 @@ def test_schemas_do_not_change():
         "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
         f"Tensor? v_scale=None, {norm}, bool norm_v=False{newer}) -> ()",
     }
-    assert {name: str(getattr(torch.ops.rope, name).default._schema) for name in schemas} == {
-        name: f"rope::{name}{schema}" for name, schema in schemas.items()
-    }
+    for name, schema in schemas.items():
+        assert str(getattr(torch.ops.rope, name).default._schema) == f"rope::{name}{schema}"
     # A function has the name of its operator, except rotate_into_cache: no functional operator has that name, so the
     # function needs no underscore.
-    assert {*schemas} | OTHER_NAMES == {*torch_rope.__all__} - {"rotate_into_cache"} | {"rotate_into_cache_"}
+    others = (
+        "RotaryEmbedding frequencies inv_freq multimodal positions_from_cu_seqlens rotary_embedding rotate_into_cache"
+    )
+    assert {*schemas, *others.split()} - {"rotate_into_cache_"} == {*torch_rope.__all__}
