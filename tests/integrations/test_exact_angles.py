@@ -7,9 +7,9 @@ import types
 
 import pytest
 import torch
-from cases import needed
+from cases import Calls, needed
+from test_transformers import add_hook, difference, make, remove_hook, tokens
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = needed("transformers")
 
@@ -47,50 +47,53 @@ def module(package, name, config, rope=None, **changes):
     return make
 
 
-def llama(rope):
-    return module("llama", "Llama", "Llama", rope, **TEXT)
-
-
-VISION = dict(hidden_size=256, num_attention_heads=4)
 PLAIN, THREE, TWO, BATCH_OF_TWO = (2, 6), (3, 2, 6), (6, 2), (2, 6, 2)  # shapes of position_ids
 
-# name -> (a function that makes the module, the shape of position_ids)
+
+def text(package, name, rope, shape=PLAIN, config="", **changes):
+    """Returns a case of a model of text: a function that makes the module, and the shape of position_ids."""
+    return module(package, name, config or name, rope, **TEXT | changes), shape
+
+
+def mrope(*section):
+    return DEFAULT | {"mrope_section": section}
+
+
+def llama(**rope):
+    return text("llama", "Llama", rope)
+
+
 CASES = {
     # kinds
-    "default": (llama(DEFAULT), PLAIN),
-    "linear": (llama(dict(rope_type="linear", factor=4.0)), PLAIN),
-    "dynamic": (llama(DYNAMIC), PLAIN),
-    "yarn": (llama(YARN), PLAIN),
-    "longrope": (llama(LONGROPE), PLAIN),
-    "llama3": (llama(LLAMA3), PLAIN),
+    "default": llama(rope_type="default"),
+    "linear": llama(rope_type="linear", factor=4.0),
+    "dynamic": llama(**DYNAMIC),
+    "yarn": llama(**YARN),
+    "longrope": llama(**LONGROPE),
+    "llama3": llama(**LLAMA3),
     "proportional": (module("gemma4", "Gemma4Text", "Gemma4Text", num_hidden_layers=6), PLAIN),
-    "mrope": (module("qwen2_vl", "Qwen2VL", "Qwen2VLText", DEFAULT | {"mrope_section": [8, 12, 12]}, **TEXT), THREE),
-    "mrope, one row": (
-        module("qwen2_vl", "Qwen2VL", "Qwen2VLText", DEFAULT | {"mrope_section": [8, 12, 12]}, **TEXT), PLAIN
-    ),
+    "mrope": text("qwen2_vl", "Qwen2VL", mrope(8, 12, 12), THREE, "Qwen2VLText"),
+    "mrope, one row": text("qwen2_vl", "Qwen2VL", mrope(8, 12, 12), PLAIN, "Qwen2VLText"),
     # layouts
-    "cohere": (module("cohere", "Cohere", "Cohere", DEFAULT, **TEXT), PLAIN),
+    "cohere": text("cohere", "Cohere", DEFAULT),
     "deepseek_v2": (module("deepseek_v2", "DeepseekV2", "DeepseekV2", YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}), PLAIN),
     "deepseek_v4": (module("deepseek_v4", "DeepseekV4", "DeepseekV4"), PLAIN),
-    "ernie4_5_vl": (
-        module("ernie4_5_vl_moe", "Ernie4_5_VLMoeText", "Ernie4_5_VLMoeText", DEFAULT | {"mrope_section": [11, 11, 10]}, **TEXT),
-        THREE,
-    ),
+    "ernie4_5_vl": text("ernie4_5_vl_moe", "Ernie4_5_VLMoeText", mrope(11, 11, 10), THREE),
     "gemma3": (module("gemma3", "Gemma3", "Gemma3Text", num_hidden_layers=6), PLAIN),
-    "glm": (module("glm", "Glm", "Glm", DEFAULT | {"partial_rotary_factor": 0.5}, **TEXT), PLAIN),
+    "glm": text("glm", "Glm", DEFAULT | {"partial_rotary_factor": 0.5}),
     "gpt_oss": (module("gpt_oss", "GptOss", "GptOss"), PLAIN),
-    "llama4": (module("llama4", "Llama4Text", "Llama4Text", LLAMA3, **TEXT), PLAIN),
+    "llama4": text("llama4", "Llama4Text", LLAMA3),
     "modernbert": (module("modernbert", "ModernBert", "ModernBert"), PLAIN),
-    "olmo2": (module("olmo2", "Olmo2", "Olmo2", DEFAULT, **TEXT), PLAIN),
-    "qwen3_vl": (
-        module("qwen3_vl", "Qwen3VLText", "Qwen3VLText", DEFAULT | {"mrope_section": [12, 10, 10]}, **TEXT), THREE
-    ),
+    "olmo2": text("olmo2", "Olmo2", DEFAULT),
+    "qwen3_vl": text("qwen3_vl", "Qwen3VLText", mrope(12, 10, 10), THREE),
     # two axes
     "gemma4_vision": (module("gemma4", "Gemma4Vision", "Gemma4Vision"), BATCH_OF_TWO),
     "pixtral": (module("pixtral", "PixtralVision", "PixtralVision"), TWO),
     "qwen2_vl_vision": (module("qwen2_vl", "Qwen2VLVision", "Qwen2VLVision"), TWO),
     "sam3": (module("sam3", "Sam3ViT", "Sam3ViT"), TWO),
 }  # fmt: skip
+BY_DAY = ["default", "dynamic", "yarn", "longrope", "gemma3", "llama4", "qwen3_vl", "pixtral"]
+cases = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 
 
 class InDouble(TorchFunctionMode):
@@ -139,7 +142,7 @@ def positions(shape, first=FAR, after=2 * FAR):
     return torch.randint(first, after, shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases)
 def test_far_tables_are_a_hundred_times_nearer_to_those_of_float64(case):
     make, shape = CASES[case]
     rotary = make()
@@ -163,7 +166,7 @@ def test_far_tables_are_a_hundred_times_nearer_to_those_of_float64(case):
                 )
 
 
-@pytest.mark.parametrize("case", ["yarn", "dynamic", "longrope", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["dynamic", "qwen3_vl"])
 def test_a_device_without_float64_gets_frequencies_in_two_parts(case, monkeypatch):
     make, shape = CASES[case]
     monkeypatch.setattr(
@@ -179,10 +182,10 @@ def test_a_device_without_float64_gets_frequencies_in_two_parts(case, monkeypatc
 @pytest.mark.parametrize("rope, limit", [(DYNAMIC, 4096), (LONGROPE, 1024)], ids=["dynamic", "longrope"])
 def test_frequencies_follow_the_length_as_in_transformers(rope, limit):
     """After a long sequence, dynamic rotates a shorter one as the long one, unless it is short."""
-    rotary = llama(rope)()
-    patched = exact(rotary)
+    make, _ = llama(**rope)
+    rotary, patched = make(), exact(make())
     with InDouble():
-        judge = llama(rope)()
+        judge = make()
     used = []
     for length in (9, limit, limit + 1, 4 * limit, limit + 5, limit - 1, limit + 7):
         position_ids = torch.tensor([[1, 2, length - 1]])
@@ -197,7 +200,7 @@ def test_frequencies_follow_the_length_as_in_transformers(rope, limit):
 
 
 def test_a_module_that_has_grown_is_continued():
-    rotary = llama(DYNAMIC)()
+    rotary = CASES["dynamic"][0]()
     rotary(torch.zeros(1), torch.tensor([[9999]]))
     patched, near = exact(rotary), torch.tensor([[1, 5000]])
     for a, b in zip(patched(torch.zeros(1), near), rotary(torch.zeros(1), near), strict=True):
@@ -207,24 +210,18 @@ def test_a_module_that_has_grown_is_continued():
     assert not torch.equal(patched(torch.zeros(1), near)[1], grown(torch.zeros(1), near)[1])
 
 
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64])
 def test_a_cast_module_has_the_frequencies_of_its_config(cast):
-    for case in ("default", "longrope", "gemma3", "qwen3_vl", "pixtral"):
+    for case in ("default", "longrope", "gemma3", "pixtral"):
         make, shape = CASES[case]
         rotary, position_ids = make(), positions(shape)
         layer_type = layer_types(rotary)[0]
         expected = exact(rotary)(torch.zeros(1), position_ids, **layer_type)
-        cast_before, cast_back, cast_after = (
-            copy.deepcopy(rotary).to(cast),
-            copy.deepcopy(rotary).to(cast).float(),
-            exact(rotary).to(cast),
-        )
-        for patched in (exact(cast_before), exact(cast_back), cast_after):
-            for a, b in zip(patched(torch.zeros(1), position_ids, **layer_type), expected, strict=True):
-                assert torch.equal(a, b)
+        before, back, after = copy.deepcopy(rotary).to(cast), make().to(cast).float(), exact(rotary).to(cast)
+        for patched in (exact(before), exact(back), after):
+            assert all(map(torch.equal, patched(torch.zeros(1), position_ids, **layer_type), expected))
         with torch.autocast("cpu", torch.bfloat16):
-            for a, b in zip(cast_after(torch.zeros(1), position_ids, **layer_type), expected, strict=True):
-                assert torch.equal(a, b)
+            assert all(map(torch.equal, after(torch.zeros(1), position_ids, **layer_type), expected))
 
 
 @pytest.mark.parametrize("shape", [PLAIN, THREE])
@@ -246,43 +243,40 @@ def test_a_module_that_multiplies_matrices_gets_exact_angles(shape):
 
 
 # Modules whose tables are not made of the frequencies of their config, or in more than one way.
-PHIMOE = module(
-    "phimoe", "Phimoe", "Phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}, **TEXT
-)  # short only
-KIMI = module("kimi_k25", "Kimi_K25Vision", "Kimi_K25Vision")
+PHIMOE = text("phimoe", "Phimoe", LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2})  # short only
+CASES_LEFT = CASES | {"phimoe": PHIMOE, "kimi": (module("kimi_k25", "Kimi_K25Vision", "Kimi_K25Vision"), TWO)}
 CHANGED = "its frequencies were changed"
 LEFT = [
-    (CASES["default"][0], lambda r: r.inv_freq.mul_(1.0001), CHANGED),
-    (CASES["default"][0], lambda r: r.inv_freq[-1:].mul_(2), CHANGED),
-    (CASES["default"][0], lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), CHANGED),
-    (CASES["default"][0], lambda r: setattr(r, "attention_scaling", 1.1), CHANGED),
-    (CASES["dynamic"][0], lambda r: r.inv_freq.mul_(1.0001), CHANGED),
-    (CASES["longrope"][0], lambda r: r.original_inv_freq.mul_(1.0001), CHANGED),
-    (CASES["mrope"][0], lambda r: setattr(r, "mrope_section", [12, 10, 10]), CHANGED),
-    (CASES["gemma3"][0], lambda r: r.full_attention_inv_freq.mul_(1.0001), CHANGED),
-    (CASES["default"][0], lambda r: setattr(r, "forward", lambda x, position_ids: None), "its forward was replaced"),
-    (CASES["default"][0], lambda r: r.to("meta"), "it is on the meta device"),
-    (CASES["default"][0], lambda r: setattr(r, "a", torch.nn.Parameter(torch.zeros(1))), "it has weights"),
-    (CASES["default"][0], lambda r: delattr(r, "config"), "its frequencies are not known: "),
-    (CASES["default"][0], lambda r: r.config.rope_parameters.update(rope_type="x"), "its frequencies are not known: "),
-    (PHIMOE, lambda r: None, "its tables are not cos and sin of positions times the frequencies of its config"),
-    (KIMI, lambda r: None, "its positions may have any number of axes"),
+    ("default", lambda r: r.inv_freq.mul_(1.0001), CHANGED),
+    ("default", lambda r: r.inv_freq[-1:].mul_(2), CHANGED),
+    ("default", lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), CHANGED),
+    ("default", lambda r: setattr(r, "attention_scaling", 1.1), CHANGED),
+    ("dynamic", lambda r: r.inv_freq.mul_(1.0001), CHANGED),
+    ("longrope", lambda r: r.original_inv_freq.mul_(1.0001), CHANGED),
+    ("mrope", lambda r: setattr(r, "mrope_section", [12, 10, 10]), CHANGED),
+    ("gemma3", lambda r: r.full_attention_inv_freq.mul_(1.0001), CHANGED),
+    ("default", lambda r: setattr(r, "forward", lambda x, position_ids: None), "its forward was replaced"),
+    ("default", lambda r: r.to("meta"), "it is on the meta device"),
+    ("default", lambda r: setattr(r, "a", torch.nn.Parameter(torch.zeros(1))), "it has weights"),
+    ("default", lambda r: delattr(r, "config"), "its frequencies are not known: "),
+    ("default", lambda r: r.config.rope_parameters.update(rope_type="x"), "its frequencies are not known: "),
+    ("phimoe", lambda r: None, "its tables are not cos and sin of positions times the frequencies of its config"),
+    ("kimi", lambda r: None, "its positions may have any number of axes"),
 ]
 
 
-@pytest.mark.parametrize("make, change, reason", LEFT)
-def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is(make, change, reason):
-    rotary = make()
+@pytest.mark.parametrize("case, change, reason", LEFT)
+def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is(case, change, reason):
+    rotary = CASES_LEFT[case][0]()
     change(rotary)
-    forward, text = exact_rotary(rotary)
-    assert forward is None and text.startswith(f"left as it is, because {reason}")
+    forward, why = exact_rotary(rotary)
+    assert forward is None and why.startswith(f"left as it is, because {reason}")
+    assert exact_rotary(torch.nn.Linear(2, 2)) == (None, "")  # a module that makes no tables is not mentioned
 
 
-def test_a_module_that_makes_no_tables_is_not_mentioned():
-    assert exact_rotary(torch.nn.Linear(2, 2)) == (None, "")
-
-
-@pytest.mark.parametrize("case", ["default", "dynamic", "longrope", "gemma3", "qwen3_vl", "llama4", "pixtral"])
+@pytest.mark.parametrize(
+    "case", ["dynamic", "qwen3_vl"] + [pytest.param(c, marks=pytest.mark.exhaustive) for c in BY_DAY]
+)
 def test_exact_angles_are_compiled_without_a_graph_break(case):
     make, shape = CASES[case]
     patched, position_ids = exact(make()), positions(shape)
@@ -308,38 +302,26 @@ def test_copies_and_pickles_and_the_state_dict_are_those_of_the_module():
 
 
 def test_the_tables_are_one_operator():
-    class Operators(TorchDispatchMode):
-        names = []
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            self.names.append(op._schema.name)
-            return op(*args, **(kwargs or {}))
-
-    patched, x, position_ids = exact(llama(YARN)()), torch.zeros(1), torch.tensor([[FAR]])
-    with Operators() as operators:
+    patched, x, position_ids = exact(CASES["yarn"][0]()), torch.zeros(1), torch.tensor([[FAR]])
+    with Calls() as calls:
         patched(x, position_ids)
-    assert operators.names == ["aten::unsqueeze", "rope::axial_cos_sin"]
+    assert calls.names == ["aten::unsqueeze", "rope::axial_cos_sin"]
 
 
 def test_far_logits_are_a_hundred_times_nearer_to_those_of_a_float64_model():
     """The judge computes everything in float64. The float32 model keeps its other roundings, about 1e-6."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
-        max_position_embeddings=2 * FAR, initializer_range=0.2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    inputs = {"input_ids": torch.randint(96, (2, 32)), "position_ids": torch.arange(FAR, FAR + 32).expand(2, -1)}
+    model = make(attention="eager", max_position_embeddings=2 * FAR)
+    inputs = {"input_ids": tokens(2, 32), "position_ids": torch.arange(FAR, FAR + 32).expand(2, -1)}
     judge = copy.deepcopy(model).double()
     with InDouble():
-        judge.model.rotary_emb = type(judge.model.rotary_emb)(config)
+        judge.model.rotary_emb = type(judge.model.rotary_emb)(model.config)
 
     def logits(model, **inputs):
         with torch.no_grad():
             return model(**inputs, use_cache=False).logits.double()
 
     def off(logits):
-        return ((logits - expected).abs().max() / expected.abs().max()).item()
+        return difference(logits, expected)
 
     with InDouble():
         expected = logits(judge, **inputs)
@@ -355,23 +337,16 @@ def test_far_logits_are_a_hundred_times_nearer_to_those_of_a_float64_model():
 
 
 def test_the_handle_lists_the_rotary_modules_and_undo_restores_them():
-    hooks = needed("accelerate.hooks")
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
-        max_position_embeddings=64, rope_parameters={"rope_theta": 10000.0, **DYNAMIC},
-    )  # fmt: skip
-    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.randint(96, (2, 9))
-    expected, buffers = model(tokens).logits, [name for name, _ in model.named_buffers()]
-    hooks.add_hook_to_module(model.model.rotary_emb, hooks.ModelHook())
+    model, hooked = make(rope_parameters={"rope_theta": 10000.0, **DYNAMIC}), []
+    expected, buffers = model(tokens()).logits, [name for name, _ in model.named_buffers()]
+    add_hook(model.model.rotary_emb, hooked)
     handle = patch(model, exact_angles=True)
-    assert "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles from the dynamic frequencies" in str(
-        handle
-    )
-    assert "as before" not in str(handle)
-    assert not torch.equal(model(tokens, position_ids=tokens + 2**17).logits, expected)
+    lists = "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles from the dynamic frequencies"
+    assert lists in str(handle) and "as before" not in str(handle)
+    assert not torch.equal(model(tokens(), position_ids=tokens() + 2**17).logits, expected) and hooked
     handle.undo()
-    hooks.remove_hook_from_module(model.model.rotary_emb)
-    assert torch.equal(model(tokens).logits, expected)
+    remove_hook(model.model.rotary_emb)
+    assert torch.equal(model(tokens()).logits, expected)
     assert [name for name, _ in model.named_buffers()] == buffers
 
     model.model.rotary_emb.inv_freq.mul_(2)

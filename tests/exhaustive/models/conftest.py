@@ -1,0 +1,1 @@
+from examined import examine_once, examined  # noqa: F401

@@ -1,0 +1,557 @@
+"""Tests of patch for diffusers and timm, on modules of our own that rotate as theirs do: what patch changes, leaves alone
+and refuses. tests/exhaustive/models tests every class of these libraries."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from torch_rope.integrations import diffusers, timm
+from torch_rope.integrations._conventions import ConventionFunction, ConventionRotator, each_twice
+from torch_rope.integrations.diffusers import angles
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+patches = {"diffusers": diffusers.patch, "timm": timm.patch}
+
+
+@pytest.fixture
+def rotations(monkeypatch):
+    """A list that says of each rotary function that is called in a patched model whether torch_rope rotates."""
+    found, try_to_rotate = [], ConventionRotator.try_to_rotate
+
+    def record(self, *args):
+        ys = try_to_rotate(self, *args)
+        found.append(ys is not None)
+        return ys
+
+    monkeypatch.setattr(ConventionRotator, "try_to_rotate", record)
+    return found
+
+
+# ---- functions as those of diffusers and timm ----
+
+
+def rotated(x, cos, sin):
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., ::2], sin[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+
+def apply_rotary_plain(x, cos, sin):
+    """Wan does this."""
+    return rotated(x, cos, sin)
+
+
+def apply_rotary_split(x, freqs):
+    """LTX-2 does this: it rounds x * cos before the sum, and not the other product."""
+    (cos, sin), (a, b) = freqs, x.chunk(2, -1)
+    return torch.cat([(a * cos).addcmul_(-sin, b), (b * cos).addcmul_(sin, a)], -1).type_as(x)
+
+
+def apply_rotary_matrices(x, freqs):
+    """PRX does this."""
+    a, b = x.float().unflatten(-1, (-1, 1, 2)).unbind(-1)
+    return (freqs[..., 0] * a + freqs[..., 1] * b).flatten(-2).type_as(x)
+
+
+def apply_rotary_complex(x, freqs):
+    """Z-Image does this."""
+    table = freqs.unsqueeze(2)
+    return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * table).flatten(3).type_as(x)
+
+
+def turn(x, half):
+    a, b = x.chunk(2, -1) if half else (x[..., ::2], x[..., 1::2])
+    return torch.cat([-b, a], -1) if half else torch.stack([-b, a], -1).flatten(-2)
+
+
+def apply_rot_embed(x, sin, cos, half=False):
+    """timm has these two."""
+    return x * cos + turn(x, half) * sin
+
+
+def apply_rot_embed_cat(x, table, half=False):
+    sin, cos = table.chunk(2, -1)
+    return x * cos + turn(x, half) * sin
+
+
+@pytest.mark.parametrize("function", [apply_rotary_split, apply_rotary_matrices, apply_rotary_complex])
+def test_functions_have_the_bits_for_many_numbers(function):
+    """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
+    cos, sin = torch.randn(2, 2, 1, 4096, 32)
+    tables, shape = (cos, sin), (2, 6, 4096, 64)
+    if function is apply_rotary_matrices:
+        tables = torch.stack([cos[:1], -sin[:1], sin[:1], cos[:1]], -1).unflatten(-1, (2, 2))
+    if function is apply_rotary_complex:
+        tables, shape = torch.complex(cos[:, 0], sin[:, 0]), (2, 4096, 6, 64)
+    known = ConventionFunction(function, diffusers.Rebuilder.conventions)
+    rotate = known.with_signature(known.rotator.rotate)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(shape).to(dtype)
+        assert torch.equal(rotate(x, tables), function(x, tables))
+
+
+# ---- layers ----
+
+
+def apply_rotary_of_the_test(*args):
+    """A test replaces it."""
+
+
+class Processor:
+    def __call__(self, attn, x, cos, sin):
+        return apply_rotary_of_the_test(x, cos, sin)
+
+
+class NestedProcessor:
+    def __call__(self, attn, x, cos, sin):
+        def apply_rotary(x, cos, sin):
+            return rotated(x, cos, sin)
+
+        return apply_rotary(x, cos, sin)
+
+
+class ImportingProcessor:
+    def __call__(self, attn, x, cos, sin):
+        from test_conventions import apply_rotary_plain as apply_rotary
+
+        return apply_rotary(x, cos, sin)
+
+
+class Attention(nn.Module):
+    def __init__(self, processor):
+        super().__init__()
+        self.processor = processor
+
+    def forward(self, x, cos, sin):
+        return self.processor(self, x, cos, sin)
+
+
+class Layer(nn.Module):
+    """A layer of timm."""
+
+    def forward(self, q, k, sin, cos, half=False):
+        return apply_rot_embed(q, sin, cos, half), apply_rot_embed_cat(k, torch.cat([sin, cos], -1), half)
+
+
+def attention(processor=None, other=ImportingProcessor):
+    """Returns (a model of an attention layer with this processor and of other layers, arguments of a layer)."""
+    angle = torch.randn(1, 6, 1, 8).repeat_interleave(2, -1)
+    layers = {"attention": processor or ImportingProcessor(), "first": other(), "second": other()}
+    model = nn.ModuleDict({name: Attention(processor) for name, processor in layers.items()})
+    return model, (torch.randn(2, 6, 3, 16), angle.cos(), angle.sin())
+
+
+def layer_inputs(*shape, half=False):
+    """Returns q and k [2, 4, 5, 16], sin and cos [*shape, 5, 16]."""
+    cos, sin = each_twice(*torch.randn(2, *shape, 5, 8), not half)
+    return torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16), sin, cos, half
+
+
+def unpatched(model):
+    """Returns whether no method and no processor of a model was replaced."""
+    found = [value for module in model.modules() for value in vars(module).values()]
+    calls = [type(value).__call__ for value in found if callable(value)]
+    return not any(hasattr(f, "_torch_rope") for f in found + calls)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 1), (2, 4)], ids=["shared", "by head", "by image", "by both"])
+def test_a_layer_of_timm_keeps_its_bits(shape, half, rotations):
+    layer, args = Layer(), layer_inputs(*shape, half=half)
+    leaves = [x.requires_grad_() for x in args[:2]]
+    results = []
+    for patched in (False, True):
+        if patched:
+            handle = timm.patch(layer)
+            rotations.clear()
+        out = layer(*args)
+        results.append([*out, *torch.autograd.grad(out, leaves, [x.cos() for x in leaves])])
+    assert all(map(torch.equal, *results)) and rotations == [True, True]
+    assert str(handle).splitlines() == [
+        "torch_rope in Layer:",
+        "  forward of 1 Layer: apply_rot_embed is torch.ops.rope.rotate, interleaved or half-split; "
+        "apply_rot_embed_cat is torch.ops.rope.rotate, interleaved or half-split",
+    ]
+
+
+def test_patch_and_undo_change_only_this_model(rotations):
+    model, args = attention()
+    other, expected = copy.deepcopy(model), model.attention(*args)
+    other.attention.processor = before = model.attention.processor  # two models may share their processors
+    handle = diffusers.patch(model)
+    assert diffusers.patch(model) is handle and unpatched(other) and not unpatched(model)
+    assert type(model.first.processor) is type(model.second.processor)  # torch.compile compiles once for both
+    for options in ({"rounding": "once"}, {"fuse": True}, {"exact_angles": True}):
+        with pytest.raises(
+            ValueError, match=r"(?s)already calls torch_rope.*What is there: .*attention.processor of 1"
+        ):
+            diffusers.patch(model, **options)
+    rotations.clear()
+    assert torch.equal(other.attention(*args), expected) and not rotations
+    copied = copy.deepcopy(model)
+    for patched in (model, copied):
+        rotations.clear()
+        assert torch.equal(patched.attention(*args), expected) and rotations == [True]
+    model.attention.processor.scale = 3  # set_attention_backend of diffusers changes processors
+    handle.undo()
+    assert str(handle) == "torch_rope is not in ModuleDict any more"
+    assert model.attention.processor is before and before.scale == 3 and unpatched(model)
+    assert torch.equal(copied.attention(*args), expected) and len(rotations) == 2
+    with pytest.raises(ValueError, match="the model that it was copied from"):
+        diffusers.patch(copied)
+
+
+def test_a_pickled_model_is_not_patched():
+    model, args = attention()
+    diffusers.patch(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert unpatched(loaded) and torch.equal(loaded.attention(*args), model.attention(*args))
+    assert type(pickle.loads(pickle.dumps(model.attention.processor))) is ImportingProcessor
+
+
+def test_undo_names_the_processor_that_was_replaced_since():
+    model, _ = attention()
+    handle, ours = diffusers.patch(model), model.attention.processor
+    model.attention.processor = Processor()
+    with pytest.raises(RuntimeError, match="attention.processor was replaced after it was patched"):
+        handle.undo()
+    assert not unpatched(model)
+    model.attention.processor = ours
+    handle.undo()
+    assert unpatched(model)
+
+
+class OfTransformers(Attention):
+    __module__ = "transformers.models.some"
+
+
+class Pipeline:
+    def __init__(self, transformer):
+        text_encoder = OfTransformers(ImportingProcessor())
+        self.components = {"transformer": transformer, "text_encoder": text_encoder, "scheduler": self}
+
+
+def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformers():
+    model, _ = attention()
+    pipe, other = Pipeline(model), Pipeline(model)
+    handle = diffusers.patch(pipe)
+    assert diffusers.patch(pipe) is handle and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
+    assert "torch_rope in Pipeline:\n  transformer.attention.processor of 1 ImportingProcessor" in str(handle)
+    with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.attention already calls"):
+        diffusers.patch(other)
+    handle.undo()
+    assert unpatched(model)
+    with pytest.raises(ValueError, match="Pipeline is not patched: no module of it calls a rotary function"):
+        diffusers.patch(Pipeline(None))
+
+
+# ---- what patch refuses ----
+
+
+@pytest.mark.parametrize("library", patches)
+@pytest.mark.parametrize("model", ["name", nn.Linear, None], ids=str)
+def test_what_is_no_model_is_refused(model, library):
+    with pytest.raises(TypeError, match=r"model is .* but must be a loaded model, such as (FluxTrans|timm.create_mod)"):
+        patches[library](model)
+    with pytest.raises(ValueError, match="Linear is not patched: no module of it calls a rotary function"):
+        patches[library](nn.Linear(2, 2))
+    with pytest.raises(ValueError, match='rounding is .exact. but must be "eager" or "once"'):
+        patches[library](Layer(), rounding="exact")
+
+
+def apply_rotary_scaled(x, cos, sin):
+    return 2 * rotated(x, cos, sin)
+
+
+def apply_rotary_of_the_first_half(x, cos, sin):
+    """Leaves the second half of the tokens as it is."""
+    first = torch.arange(x.shape[1])[:, None, None] < x.shape[1] / 2
+    return torch.where(first, rotated(x, cos, sin), x)
+
+
+def apply_rotary_by_size(x, cos, sin):
+    """Does something else for many tokens."""
+    if x.shape[1] > 4096:
+        sin = -sin
+    return rotated(x, cos, sin)
+
+
+def apply_rotary_of_all_channels(x, cos, sin):
+    """Reads an angle for each channel, where Wan reads one for each pair."""
+    return x * cos + turn(x, False) * sin
+
+
+def apply_rotary_of_halves(x, cos, sin):
+    """Rotates pairs (i, i + 8) by a table that is made for pairs (2i, 2i + 1)."""
+    cos, sin = cos[..., ::2].repeat(1, 1, 1, 2), sin[..., 1::2].repeat(1, 1, 1, 2)
+    return x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
+
+
+def apply_rotary_of_one_argument(x):
+    return x
+
+
+# Python 3.13 has a source for the file "<string>", the program that it was started with.
+exec(compile("def apply_rotary_without_source(x, cos, sin):\n    return rotated(x, cos, sin)", "<nowhere>", "exec"))
+UNKNOWN = {
+    apply_rotary_scaled: "computes something else",
+    apply_rotary_of_the_first_half: "computes something else",
+    apply_rotary_by_size: r'the function branches, and "x.shape\[1\] > 4096" in line',
+    apply_rotary_of_all_channels: "computes something else",
+    apply_rotary_of_halves: "computes something else",
+    apply_rotary_of_one_argument: "computes something else",
+    globals()["apply_rotary_without_source"]: "has no source",
+}
+
+
+@pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
+def test_an_unknown_function_is_refused(function, monkeypatch):
+    """The model has other layers too, which must not be patched either."""
+    monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
+    model, _ = attention(Processor())
+    where = "ModuleDict is not patched: Processor.__call__ of attention calls apply_rotary_of_the_test: "
+    with pytest.raises(NotImplementedError, match=f"{where}.*{UNKNOWN[function]}"):
+        diffusers.patch(model)
+    assert unpatched(model)
+
+
+class ClosureProcessor:
+    def __call__(self, attn, x, cos, sin):
+        scale = x.shape[1] / 6
+
+        def apply_rotary(x, cos, sin):
+            return scale * rotated(x, cos, sin)
+
+        return apply_rotary(x, cos, sin)
+
+
+class DefaultsProcessor:
+    def __call__(self, attn, x, cos, sin):
+        def apply_rotary(x, cos, sin, scale=x.shape[1] / 6):
+            return scale * rotated(x, cos, sin)
+
+        return apply_rotary(x, cos, sin)
+
+
+class SuperProcessor(ImportingProcessor):
+    def __call__(self, *args):
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("processor", [ClosureProcessor, DefaultsProcessor, SuperProcessor])
+def test_a_nested_function_with_a_closure_or_defaults_and_super_are_refused(processor):
+    model, _ = attention(processor())
+    why = "defines apply_rotary, which must be a function without|calls super"
+    with pytest.raises(NotImplementedError, match=f"{processor.__name__}.__call__ of attention ({why})"):
+        diffusers.patch(model)
+    assert unpatched(model)
+
+
+def apply_rotary_twice_as_large(x, cos, sin):
+    return 2 * apply_rotary_plain(x, cos, sin)
+
+
+def rotate_scaled(x, cos, sin):
+    cos, sin = (t[0, :, 0, ::2] for t in (cos, sin))
+    return 2 * torch.ops.rope.rotate(x, cos, sin, interleaved=True, eager_rounding=True)
+
+
+@pytest.mark.parametrize("processor", [Processor, NestedProcessor, ImportingProcessor])
+def test_a_processor_of_ones_own_may_rotate(processor, rotations, monkeypatch):
+    """It may also call a function that calls a rotary function, or one that is refused and was registered."""
+    functions = (apply_rotary_plain, apply_rotary_twice_as_large, apply_rotary_scaled)
+    for function in functions if processor is Processor else functions[:1]:
+        monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
+        model, args = attention(processor())
+        expected = model.attention(*args)
+        diffusers.register(apply_rotary_scaled, rotate_scaled)
+        with diffusers.patch(model) as handle:
+            rotations.clear()
+            assert torch.equal(model.attention(*args), expected)
+            assert rotations == [True] * (function is not apply_rotary_scaled)
+            assert f"attention.processor of 1 {processor.__name__}: apply_rotary" in str(handle)
+            was_registered = "apply_rotary_scaled is rotate_scaled, which was registered" in str(handle)
+            assert was_registered == (function is apply_rotary_scaled)
+        diffusers.register(apply_rotary_scaled, None)
+        assert torch.equal(model.attention(*args), expected)
+
+
+# ---- what falls back to the function ----
+
+
+def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(rotations):
+    layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=True)  # the channels of an adjacent pair have other angles
+    expected = layer(q, k, sin, cos, False)
+    timm.patch(layer)
+    rotations.clear()
+    with pytest.warns(UserWarning) as warned:
+        for _ in range(2):
+            assert all(map(torch.equal, layer(q, k, sin, cos, False), expected))
+    assert rotations == [False] * 4
+    messages = [str(w.message) for w in warned if "torch_rope" in str(w.message)]
+    assert len(messages) == 2 and messages[0] == (
+        "torch_rope: apply_rot_embed of the model itself was called with different angles for the two channels of a "
+        "pair, which is no rotation, so it computes as without torch_rope"
+    )
+    layer(q, k, sin, cos, True)
+    assert rotations[4:] == [True] * 2
+
+
+def counting(graphs):
+    """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
+
+    def backend(module, inputs, **options):
+        graphs.append(sum("rope." in str(node.target) for node in module.graph.nodes))
+        return aot_eager(module, inputs)
+
+    return backend
+
+
+def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables():
+    """It raises an error, unless its tables were seen before: then it computes as without torch_rope."""
+    layer, graphs, (q, k, sin, cos, _) = Layer(), [], layer_inputs(half=True)
+    right, wrong = (q, k, sin, cos, True), (q, k, sin, cos, False)
+    expected = [layer(*args) for args in (right, wrong)]
+    with timm.patch(layer):
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend=counting(graphs))
+        torch.testing.assert_close(compiled(*right), expected[0])
+        with pytest.raises(RuntimeError, match="call the model once without torch.compile"):
+            compiled(*wrong)
+        layer(*wrong)
+        torch.testing.assert_close(compiled(*wrong), expected[1])
+    assert graphs == [2, 2, 0]
+
+
+def test_tables_without_numbers(rotations):
+    """Shapes are found out on the device meta and with fake tensors."""
+    layer, args = Layer(), layer_inputs()
+    timm.patch(layer)
+    rotations.clear()
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert layer(*(mode.from_tensor(t) for t in args[:4]))[1].shape == args[1].shape
+    assert layer(*(t.to("meta") for t in args[:4]))[1].shape == args[1].shape and rotations == [True] * 4
+
+
+def test_shapes_and_dtypes_that_were_not_tried_are_left_to_the_function(rotations):
+    """x may have more dimensions, and no tokens."""
+    model, (x, cos, sin) = attention()
+    wide = x[None].expand(3, -1, -1, -1, -1)
+    expected = model.attention(wide, cos, sin)
+    with diffusers.patch(model):
+        rotations.clear()
+        assert torch.equal(model.attention(wide, cos, sin), expected) and rotations == [False]
+        with pytest.raises(RuntimeError, match="must match the size"):  # the error of the function
+            model.attention(x[:, :5], cos, sin)
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            for tables in (torch.float64, torch.bfloat16):
+                args = x.to(dtype), cos.to(tables), sin.to(tables)
+                ours, theirs = model.attention(*args), apply_rotary_plain(*args)
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        assert model.attention(x[:, :0], cos[:, :0], sin[:, :0]).shape == (2, 0, 3, 16)
+
+
+@pytest.mark.parametrize("rounding", ["eager", "once"])
+def test_tables_that_need_a_gradient_are_left_to_the_function_for_its_bits(rounding, rotations):
+    model, args = attention()
+    leaves = [t.requires_grad_() for t in args]
+    expected = torch.autograd.grad(model.attention(*args).square().sum(), leaves)
+    diffusers.patch(model, rounding=rounding)
+    rotations.clear()
+    actual = torch.autograd.grad(model.attention(*args).square().sum(), leaves)
+    assert rotations == [rounding == "once"]
+    torch.testing.assert_close(actual, expected)
+    if rounding == "eager":
+        assert all(map(torch.equal, actual, expected))
+        with torch.no_grad():
+            model.attention(*args)
+        assert rotations[-1]
+
+
+def test_transforms_of_functions(rotations):
+    """vmap, jvp and gradients of gradients work as in the unpatched model."""
+    model, (x, cos, sin) = attention()
+
+    def f(x):
+        return model.attention(x, cos, sin)
+
+    def results():
+        double = torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).pow(3).sum())(x).square().sum())
+        forward = torch.func.jvp(f, (x,), (x.cos(),))
+        return [torch.func.vmap(f)(x[:, None]), *forward, torch.func.vjp(f, x)[1](x)[0], double(x)]
+
+    expected = results()
+    diffusers.patch(model)
+    rotations.clear()
+    torch.testing.assert_close(results(), expected)
+    assert all(rotations)
+
+
+# ---- exact angles ----
+
+
+class PosEmbed(nn.Module):
+    """Makes tables from positions in float32, as Qwen-Image and others do."""
+
+    def forward(self, ids):
+        assert ids.dim() == 1
+        return cos_sin(ids.float(), torch.arange(0, 16, 2, dtype=torch.float32))
+
+
+class HoldingRope(nn.Module):
+    """Holds tables that it made."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length = length
+        self.table = cos_sin(torch.arange(length).float(), torch.arange(0, 16, 2, dtype=torch.float32))[0]
+
+    def forward(self, ids):
+        return self.table[ids], self.table[ids].sqrt()
+
+
+def cos_sin(positions, channels):
+    angle = positions[:, None] * 10000.0 ** (-channels / 16)
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("module", [PosEmbed(), HoldingRope(70000)], ids=["makes tables", "holds tables"])
+def test_exact_angles_are_those_of_float64(module, monkeypatch):
+    model, ids = attention()[0], torch.tensor([69857, 3, 65539])
+    model["rope"], expected = module, cos_sin(ids.double(), torch.arange(0, 16, 2).double())[0]
+
+    def ulps():
+        table = model.rope(ids)[0]
+        return ((table - expected).abs().max() * 2**24).item() if table.dtype == torch.float32 else None
+
+    before, generator = ulps(), torch.get_rng_state()
+    assert before > 8
+    with diffusers.patch(model, exact_angles=True) as handle:
+        assert re.search(r"rope.forward of 1 \w+: exact angles, by its own formula in float64", str(handle))
+        assert ulps() <= 1
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            assert ulps() <= 1
+        model.to(torch.bfloat16)
+        monkeypatch.setattr(angles, "has_float64", lambda device: False)
+        assert ulps() <= 1
+        with pytest.raises((IndexError, AssertionError)):
+            model.rope(torch.full((2, 2), 70000))
+    assert torch.equal(torch.get_rng_state(), generator) and torch.get_default_dtype() == torch.float32
+    assert ulps() == before
+
+
+def test_tables_that_were_changed_are_left_as_they_are():
+    model = attention()[0]
+    model["rope"] = HoldingRope(9)
+    model.rope.table[1] += 0.01
+    expected = model.rope(torch.arange(9))[0]
+    handle = diffusers.patch(model, exact_angles=True)
+    assert "rope: left as it is, because its tables were changed, or cannot be made again from the config" in str(
+        handle
+    )
+    assert torch.equal(model.rope(torch.arange(9))[0], expected)
