@@ -374,7 +374,7 @@ def set_apart(angles, batch, limit):
     """
     positions = angles.get("positions")
     if positions is not None:
-        distinct = torch.rand(batch, limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
+        distinct = torch.rand(max(batch, 1), limit).argsort(-1)[:, : positions.shape[-1]] - angles.get("offset", 0)
         positions.copy_(distinct[: positions.shape[0]] if positions.dim() == 2 else distinct[0])
 
 

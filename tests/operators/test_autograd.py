@@ -82,24 +82,6 @@ def test_gradients_pass_gradcheck(case, device):
     assert gradgradcheck(rotated, inputs, check_fwd_over_rev=True)
 
 
-@pytest.mark.parametrize("with_k", [False, True])
-def test_derivatives_of_the_gradient_of_tables_pass_gradcheck(with_k, device):
-    """The backward of learned tables calls _rotate_table_backward, which has derivatives of its own.
-
-    It has none in cos and sin, because it uses only their shape.
-    """
-    g_q, g_k, q, k = doubles(device, *SHAPES, *SHAPES)
-    cos, sin = doubles(device, (5, 2), (5, 2))
-
-    def gradients(*tensors):
-        pairs = tensors if with_k else (tensors[0], None, tensors[1], None)
-        return rope._rotate_table_backward(*pairs, cos, sin, offset=3, attention_factor=1.3, inverse=True)
-
-    inputs = (g_q, g_k, q, k) if with_k else (g_q, q)
-    assert gradcheck(gradients, inputs, **EVERY_MODE)
-    assert gradgradcheck(gradients, inputs, check_fwd_over_rev=True)
-
-
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
 def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
     positions, freq, on_axes, freqs = doubles(device, shape, (3,), (2, *shape), (2, 3))

@@ -138,7 +138,7 @@ def inside(angles, pads):
     return angles | {"positions": positions, "offset": 0}, lost
 
 
-def numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, options):
+def numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, eager_rounding, options):
     """Returns the numbers of k and v before they are rounded or quantised, and by how much each number may be off.
 
     They are numpy arrays in the arithmetic type. k_rotated: k rotated by the functional operator.
@@ -150,19 +150,15 @@ def numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, options):
         value = numpy_of(v, np.longdouble)
         value = value / np.sqrt((value**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + norm.get("norm_eps", 1e-6))
         numbers_of_v = value, 6 * ulp(abs(value), wide)
-    if options.get("eager_rounding"):
+    if eager_rounding:
         return (numpy_of(k_rotated, kind), 0), numbers_of_v
     if norm:  # the order of its sum differs between dtypes
         of_k = {"norm_weight": norm["k_norm_weight"], "norm_eps": norm["norm_eps"]}
-        value, magnitude = rotate(k, **angles, **without(options, "eager_rounding"), **of_k)
+        value, magnitude = rotate(k, **angles, **options, **of_k)
         ulps, plus = limits(wide, angles, norm=True)
         return (value, ulps * ulp(magnitude, wide) + plus * magnitude), numbers_of_v
     tables = {name: t.to(wide) for name, t in angles.items() if name in ("cos", "sin")}
     return (numpy_of(torch.ops.rope.rotate(k.to(wide), **angles | tables, **options), kind), 0), numbers_of_v
-
-
-def without(options, name):
-    return {n: value for n, value in options.items() if n != name}
 
 
 def assert_stored(cells, dtype, numbers, scale, first):
@@ -188,7 +184,7 @@ def assert_stored(cells, dtype, numbers, scale, first):
         assert np.array_equal(np.signbit(found)[~nan], np.signbit(low)[~nan])
 
 
-def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **options):
+def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_rounding=False, **options):
     """Calls the operator and checks q, k, v, the caches and all memory around the caches.
 
     q and the cells that are written must have the bits that the functional operators return, and these must be close to
@@ -203,14 +199,20 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **optio
     where = slots_of(q, slots, angles.get("positions"), angles.get("offset", 0), block_size=caches.shape[1])
     angles, lost = inside(angles, where < 0)
     functional = torch.ops.rope.norm_rotate_qk if norm else torch.ops.rope.rotate_qk
-    q_rotated, k_rotated = functional(q, k, **norm, **angles, **options)
+    q_rotated, k_rotated = functional(q, k, **norm, **angles, **options, eager_rounding=eager_rounding)
     memory = [bits(m).clone() for m in caches.memory]
 
-    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **norm, **of_cache, **options)
+    around = q.as_strided((q.untyped_storage().nbytes() // q.element_size(),), (1,), 0)  # all memory of q's storage
+    around_before = around.clone()
+
+    more = norm | of_cache | options | {"eager_rounding": eager_rounding}
+    torch.ops.rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **given, slots=slots, **more)
     rotary_dim = 2 * angles.get("inv_freq", angles.get("cos")).shape[-1]
     rotated = rotated_channels((rotary_dim,), angles)
     lost = torch.from_numpy(lost).view(q.shape[:-2])
     found, right = q.cpu().clone(), q_rotated.cpu()
+    q.copy_(q_before)
+    assert same(around, around_before)
     assert found[lost][..., rotated].isnan().all()
     found[..., rotated][lost] = right[..., rotated][lost]
     assert same(found, right)
@@ -223,20 +225,20 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **optio
         if (scales[i] is None and not normalised) or not written.any():
             continue
         cells = caches.cells(cache, where)
-        numbers = numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, options)[i]
+        numbers = numbers_for_cache(k, v, k_rotated, angles, norm, norm_v, eager_rounding, options)[i]
         numbers = [n.reshape(where.size, *cells.shape[2:])[written] if np.ndim(n) else n for n in numbers]
-        first = q.dtype if normalised and options.get("eager_rounding") else None
+        first = q.dtype if normalised and eager_rounding else None
         assert_stored(cells.flatten(0, 1)[written], caches.dtypes[i], numbers, scales[i], first)
         stored[i] = cells.view(caches.dtypes[i]).view(stored[i].shape)
     assert all(map(same, caches.memory, caches.after(where, *stored, memory)))
 
     # The values of the functional operators are right.
-    if options.get("eager_rounding"):
+    if eager_rounding:
         return
     near = limits(q.dtype, angles, options.get("attention_factor", 1.0), bool(norm))
     for x, out, weight in (q_before, q_rotated, "q_norm_weight"), (k_before, k_rotated, "k_norm_weight"):
         with_norm = {"norm_weight": norm[weight], "norm_eps": norm["norm_eps"]} if norm else {}
-        assert_close(out, rotate(x, **angles, **without(options, "eager_rounding"), **with_norm), *near)
+        assert_close(out, rotate(x, **angles, **options, **with_norm), *near)
 
 
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, **optio
 def allowed(size, dims, source, cache, slots, **_):
     """Returns whether the operator takes these arguments together."""
     batch = size[0]
-    if batch > 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
+    if batch != 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
         return False
     return slots != "none" or not source.kind.startswith(("token", "head"))
 
@@ -324,12 +326,11 @@ def make_scales(kind, dtypes, heads, device):
     return scales
 
 
+CASES = covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS)
+
+
 @pytest.mark.heart
-@pytest.mark.parametrize(
-    "case",
-    covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots", "dims")], exhaustive=ALL_CALLS),
-    ids=name_of,
-)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_rotate_into_cache_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
@@ -357,6 +358,19 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
         q, k, v = q[0], k[0], v[0]
     options = {name: case[name] for name in ("attention_factor", "interleaved", "eager_rounding")}
     check(q, k, v, caches, angles, slots, norm, of_cache, **options)
+
+
+@pytest.mark.parametrize("start", range(0, 600 if EXHAUSTIVE else 120, 10))
+def test_any_call_writes_the_right_values_and_nothing_else(start, device):
+    """A call may have any size, and nothing to do at all: no batch, no token, no head or no channel."""
+    for seed in range(start, start + 10):
+        draw, case = random.Random(seed), None
+        while case is None or not allowed(**case) or not supported(device, case["dtype"], case["source"]):
+            case = {name: draw.choice(values) for name, values in FACTORS.items()}
+            pairs, rest = draw.choice([draw.randint(0, 3), draw.randint(0, 40)]), draw.randint(0, 9)
+            case["size"] = *(draw.randint(0, most) for most in (3, 8, 3, 3)), 2 * pairs + rest, 2 * pairs
+            case["v_shape"] = draw.choice([None, (draw.randint(0, 3), draw.randint(0, 200))])
+        test_rotate_into_cache_writes_what_the_functional_operators_return(case, device)
 
 
 # --- Quantised caches -------------------------------------------------------------------------------------------------
@@ -488,17 +502,6 @@ def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float3
     q, k, v = make_qkv("bshd", "bhsd", "packed", batch, seq, 4, k_heads, 32, dtype, device)
     caches = Caches(layout, blocks, block_size, k_heads, 32, dtype, device)
     return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24, device=device)}
-
-
-EMPTY = [dict(seq=0), dict(batch=0), dict(k_heads=0), dict(batch=0, blocks=0), dict(seq=0, block_size=0)]
-
-
-@pytest.mark.parametrize("sizes", [*EMPTY, dict(seq=0, batch=0, k_heads=0)], ids=str)
-def test_empty_tensors_are_accepted(sizes, device):
-    for weights, with_slots in itertools.product(("none", "dtype of x"), (False, True)):
-        q, k, v, caches, angles = a_call(**sizes, device=device)
-        slots = some_slots(q.shape[:2], 32, torch.int64, device) if with_slots else None
-        check(q, k, v, caches, angles, slots, make_norm(weights, 32, torch.float32, device))
 
 
 @pytest.mark.parametrize(

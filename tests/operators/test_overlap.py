@@ -82,41 +82,6 @@ def test_slices_of_one_packed_tensor_do_not_overlap(op, device):
         assert all(torch.equal(t, e) for t, e in zip(tensors, expected, strict=True))
 
 
-def test_slices_of_one_packed_cache_do_not_overlap(device):
-    """Neither do q, k and v, which are slices of one packed tensor."""
-    freq = torch_rope.inv_freq(D, device=device)
-    every_second, heads = torch.randn(B, 16, 2, D, device=device), torch.randn(B, 8, 4, D, device=device)
-    for k_cache, v_cache in (
-        torch.randn(2, B, 8, 2, D, device=device).unbind(0),
-        torch.randn(B, 2, 8, 2, D, device=device).unbind(1),
-        torch.randn(B, 8, 2, 2 * D, device=device).chunk(2, -1),
-        (every_second[:, ::2], every_second[:, 1::2]),
-        (heads[:, :, ::2], heads[:, :, 1::2]),
-    ):
-        q, k, v = torch.randn(B, S, 7, D, device=device).split([3, 2, 2], 2)
-        q_rotated, k_rotated = rope.rotate_qk(q, k, inv_freq=freq, offset=1)
-        rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, offset=1)
-        assert torch.equal(q, q_rotated)
-        assert torch.equal(k_cache[:, 1:7], k_rotated) and torch.equal(v_cache[:, 1:7], v)
-
-
-def test_parameters_in_the_gaps_of_a_tensor_that_is_written_do_not_overlap(device):
-    """Weights, tables, positions and slots lie between the heads of q and of the caches, and share no element with them."""
-    by_q, by_cache = torch.randn(B, S, 1, 3 * D, device=device), torch.randn(B, 20, 1, 5 * D, device=device)
-    q, k_cache, v_cache = by_q[..., :D], by_cache[..., :D], by_cache[..., D : 2 * D]
-    weights = {"q_norm_weight": by_q[0, 3, 0, D : 2 * D], "k_norm_weight": by_cache[1, 19, 0, 2 * D : 3 * D]}
-    angles = {"cos": by_cache[0, :, 0, 3 * D : 3 * D + 4], "sin": by_cache[1, :, 0, 3 * D : 3 * D + 4]}
-    angles["positions"], slots = (t.view(torch.int32)[:, :S, 0, -1] for t in (by_q, by_cache))
-    angles["positions"].copy_(torch.randint(0, 20, (B, S), device=device))
-    slots.copy_(torch.randperm(40, device=device)[: B * S].view(B, S))
-    k, v = torch.randn(2, B, S, 1, D, device=device)
-    q_rotated, k_rotated = rope.norm_rotate_qk(q, k, **weights, **angles)
-    rope.rotate_into_cache_(q, k, v, k_cache, v_cache, **angles, slots=slots, **weights)
-    assert torch.equal(q, q_rotated)
-    for cache, x in (k_cache, k_rotated), (v_cache, v):
-        assert torch.equal(cache.reshape(40, 1, D)[slots.long()], x)
-
-
 def test_dimensions_that_are_not_nested_may_be_written(device):
     """Two dimensions of size 2 with strides 2 and 3 are not nested, but their four elements are distinct."""
     storage = torch.randn(400, device=device)

@@ -223,35 +223,3 @@ def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     magnitude = (abs(p) * sum(magnitudes)).sum((0, 1))
     limit = magnitude * (1e-12 if dtype == freq.dtype == torch.float64 else 5e-7 + 10 * 2**-24)
     assert freq.grad.dtype == freq.dtype and (abs(numpy_of(freq.grad) - expected) <= limit).all()
-
-
-@pytest.mark.parametrize("positions_dtype, dtype", [(torch.int64, torch.float32), (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("axes", AXES)
-def test_gradients_of_axial_cos_sin_agree_with_plain_torch(axes, positions_dtype, dtype, device):
-    """Plain torch computes in float64, from gradients in the dtype of the results. A term is the product of a gradient,
-    cos or sin, and a position or a frequency. In float32 cos and sin are right to 5e-7, and about ten numbers are
-    rounded."""
-    count, axis_of = AXES[axes]
-    freq = torch.zeros(count, 24).scatter_(0, axis_of(24)[None], torch.logspace(0, -5, 24)[None]) + 0.01
-    positions = (torch.rand(count, 5, 40) * 200).to(positions_dtype)
-    given = [torch.randn(5, 40, 24).to(dtype) for _ in "cs"]
-    floating = positions.is_floating_point()
-
-    def gradients(function, *inputs):
-        inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs]
-        torch.autograd.backward(function(*inputs), [g.to(inputs[1].device) for g in given])
-        return [t.grad for t in inputs if t.requires_grad]
-
-    axial = lambda p, f: torch.ops.rope.axial_cos_sin(p, f, attention_factor=1.3, dtype=dtype)  # noqa: E731
-    actual = gradients(axial, positions.to(device), freq.to(device))
-    exact = (positions.double() if floating else positions, freq.double())
-    given = [g.double() for g in given]
-    expected = gradients(lambda p, f: plain_cos_sin(p, f, 1.3), *exact)
-    sizes = 1.3 * (given[0].abs() + given[1].abs())
-    magnitudes = [(sizes * freq[:, None, None]).sum(-1)] * floating + [
-        (sizes * positions.double().abs().unsqueeze(-1)).sum((1, 2))
-    ]
-    for a, e, magnitude in zip(actual, expected, magnitudes, strict=True):
-        assert a.dtype == (positions_dtype if e.shape == positions.shape else torch.float32)
-        limit = torch.finfo(a.dtype).eps / 2 * e.abs() + magnitude * (5e-7 + 10 * 2**-24)
-        assert ((a.cpu().double() - e).abs() <= limit).all()

@@ -152,17 +152,6 @@ def test_a_nan_with_any_payload_stays_a_nan(dtype, device):
         assert out.isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
-def test_empty_tensors_give_empty_results(shape, device):
-    x = torch.randn(shape, device=device)
-    freq = torch_rope.inv_freq(min(8, shape[-1]), device=device)
-    assert torch_rope.rotate(x, inv_freq=freq).shape == shape
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), freq)
-    a, b = torch_rope.rotate_qk(x, x, cos, sin)
-    assert a.shape == b.shape == shape
-    torch_rope.rotate_(x, cos, sin)
-
-
 def test_rotary_dim_0_copies_x(device):
     """The proportional frequencies of a model may leave a layer without any."""
     x = torch.randn(2, 3, 1, 8, device=device)
