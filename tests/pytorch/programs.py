@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import LAYOUTS, OPERATORS, schema_of
 from torch._inductor.utils import run_and_get_code
+from torch.utils._pytree import tree_leaves
 
 import torch_rope
 
@@ -110,7 +111,7 @@ def assert_same_call(function, other, *inputs):
     """Checks that both functions return the same results and leave the same values in their inputs."""
     a, b = copies(inputs), copies(inputs)
     assert_same_bits(other(*b), function(*a))
-    for x, y in zip(a, b, strict=True):
+    for x, y in zip(tree_leaves(a), tree_leaves(b), strict=True):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
