@@ -5,11 +5,11 @@ import io
 
 import pytest
 import torch
-from cases import EXHAUSTIVE
 from programs import (
     COMPILING,
     DIM,
     HEADS,
+    IN_PLACE,
     KV_HEADS,
     LENGTH,
     OF_A_LAYER,
@@ -76,7 +76,7 @@ def packed_qkv(device, seq, batch=2):
     return torch.randn(batch, seq, (HEADS + 2 * KV_HEADS) * DIM, device=device)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_an_exported_program_survives_saving_decomposing_and_copying(strict, device):
     """Each program runs at other lengths, batches and offsets than it was exported with."""
     module = Layers(device)
@@ -94,12 +94,8 @@ def test_an_exported_program_survives_saving_decomposing_and_copying(strict, dev
     loaded = torch.export.load(file)
     decomposed = loaded.run_decompositions()
     targets = {node.target for node in decomposed.graph.nodes}
-    assert {
-        rope.rotate_qk.default,
-        rope.norm_rotate_qk.default,
-        torch.ops.higher_order.auto_functionalized_v2,
-    } <= targets
-    assert not {rope.rotate_.default, rope.rotate_qk_.default, rope.rotate_into_cache_.default} & targets
+    assert {rope.rotate_qk.default, rope.norm_rotate_qk.default} <= targets
+    assert not {getattr(rope, op).default for op in IN_PLACE} & targets
     programs = [exported, loaded, decomposed, copy.deepcopy(exported)]
     for seq, batch, offset in ((6, 2, 3), (11, 3, 0), (2, 5, 40)):
         qkv = packed_qkv(device, seq, batch)
@@ -107,24 +103,22 @@ def test_an_exported_program_survives_saving_decomposing_and_copying(strict, dev
             assert_same_layers(program.module()(qkv, offset), module(qkv, offset))
 
 
-@pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
-def test_an_exported_program_writes_to_the_tensor_of_the_caller(op, device):
+def test_an_exported_program_writes_to_the_tensors_of_the_caller(device):
     """The module itself does so too."""
-    cos, sin = tables(device)
+    angles = tables(device)
 
     class Module(torch.nn.Module):
         def forward(self, qkv, kv):
             q, k, v = qkv.unbind(0)
-            getattr(rope, op)(q, k, *((v, *kv.unbind(1)) if "cache" in op else ()), cos, sin)
+            rope.rotate_into_cache_(q, k, v, *kv.unbind(1), *angles)
             return qkv + 0
 
     seq, length = (Dim(name, min=2, max=60) for name in ("seq", "length"))
-    qkv = lambda n: torch.randn(3, 2, n, HEADS, DIM, device=device)  # noqa: E731
-    kv = lambda n: torch.randn(3, 2, n, HEADS, DIM, device=device)  # noqa: E731
-    exported = torch.export.export(Module(), (qkv(6), kv(8)), dynamic_shapes={"qkv": {2: seq}, "kv": {2: length}})
+    inputs = lambda seq, length: [torch.randn(3, 2, n, HEADS, DIM, device=device) for n in (seq, length)]  # noqa: E731
+    exported = torch.export.export(Module(), tuple(inputs(6, 8)), dynamic_shapes={"qkv": {2: seq}, "kv": {2: length}})
     for program in (exported, exported.run_decompositions()):
-        for n in (6, 4, 9):
-            assert_same_call(Module(), program.module(), qkv(n), kv(n + 5))
+        for n in (6, 9):
+            assert_same_call(Module(), program.module(), *inputs(n, n + 5))
 
 
 def test_an_exported_offset_may_be_data(device):
@@ -143,8 +137,9 @@ def test_an_exported_offset_may_be_data(device):
         exported.module()(x, torch.tensor(59))
 
 
-# torch's backends decompose the program that they get. make exhaustive also gives them one that is decomposed already.
-@pytest.mark.parametrize("decomposed", [False, True] if EXHAUSTIVE else [False])
+# torch's backends decompose the program that they get, so one that is decomposed already must work too.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("decomposed", [False, True])
 def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, tmp_path):
     """The batch and the length are dynamic, and the position is data.
 
@@ -158,16 +153,15 @@ def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, t
             return super().forward(qkv, offset.item())
 
     module = Module(device)
-    batch, seq = Dim("batch", min=2, max=6), Dim("seq", min=2, max=60)
-    example = packed_qkv(device, 6), torch.tensor(3)
-    exported = torch.export.export(module, example, dynamic_shapes=({0: batch, 1: seq}, None))
+    shapes = {0: Dim("batch", min=2, max=6), 1: Dim("seq", min=2, max=60)}, None
+    exported = torch.export.export(module, (packed_qkv(device, 6), torch.tensor(3)), dynamic_shapes=shapes)
     if decomposed:
         exported = exported.run_decompositions()
     quick = {"aot_inductor.precompile_headers": False}  # shorter, because the package is compiled only once
-    package = torch._inductor.aoti_compile_and_package(
-        exported, package_path=str(tmp_path / "rope.pt2"), inductor_configs=quick
+    path = str(tmp_path / "rope.pt2")
+    run = torch._inductor.aoti_load_package(
+        torch._inductor.aoti_compile_and_package(exported, package_path=path, inductor_configs=quick)
     )
-    run = torch._inductor.aoti_load_package(package)
     for b, s, offset in ((2, 6, 3), (5, 9, 0), (3, 2, 17)):
         inputs = packed_qkv(device, s, b), torch.tensor(offset)
         assert_same_layers(run(*inputs), module(*inputs))
@@ -176,42 +170,35 @@ def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, t
 # ---- other tracers ----
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+NIGHT = [pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("real", "fake")]
+
+
+@pytest.mark.parametrize("tracing_mode", ["symbolic", *NIGHT])
 @pytest.mark.parametrize("op", OF_A_LAYER)
 def test_make_fx_keeps_the_operator(op, tracing_mode, device):
-    cos, sin = tables(device)
+    angles = tables(device)
 
     def function(*tensors):
         tensors = tuple(t * 1 for t in tensors)
-        return getattr(rope, op)(*tensors, cos, sin, offset=1) or tensors
+        return getattr(rope, op)(*tensors, *angles, offset=1) or tensors
 
     graph = make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*operands(op, device))
     assert any(node.target is getattr(rope, op).default for node in graph.graph.nodes)
     assert_same_call(function, graph, *operands(op, device))
 
 
-@pytest.mark.parametrize("op", ["rotate", "rotate_"])
-def test_functionalize_takes_only_functional_operators(op, device):
+def test_functionalize_takes_only_functional_operators(device):
     """torch.func.functionalize keeps them, and refuses every in-place operator that is not one of ATen."""
-    cos, sin = tables(device)
-
-    def function(x):
-        x = x * 1
-        out = getattr(rope, op)(x, cos, sin)
-        return x if out is None else out
-
-    x = qk(device)[0]
-    if op == "rotate":
-        assert_same_bits(torch.func.functionalize(function)(x), function(x))
-    else:
-        with pytest.raises(RuntimeError, match="output has alias annotations"):
-            torch.func.functionalize(function)(x)
+    x, angles = qk(device)[0], tables(device)
+    functional = lambda x: rope.rotate(x * 1, *angles)  # noqa: E731
+    assert_same_bits(torch.func.functionalize(functional)(x), functional(x))
+    with pytest.raises(RuntimeError, match="output has alias annotations"):
+        torch.func.functionalize(lambda x: rope.rotate_(x * 1, *angles))(x)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("op", ["rotate_qk", "norm_rotate_qk"])
-def test_jit_trace_gives_the_same_results_at_another_length(op, device):
-    cos, sin = tables(device)
-    function = lambda *tensors: getattr(torch_rope, op)(*tensors, cos, sin)  # noqa: E731
-    traced = torch.jit.trace(function, tuple(operands(op, device, 6)))
-    assert_same_call(function, traced, *operands(op, device, 9))
+def test_jit_trace_gives_the_same_results_at_another_length(device):
+    angles = tables(device)
+    function = lambda *tensors: torch_rope.norm_rotate_qk(*tensors, *angles)  # noqa: E731
+    traced = torch.jit.trace(function, tuple(operands("norm_rotate_qk", device, 6)))
+    assert_same_call(function, traced, *operands("norm_rotate_qk", device, 9))

@@ -8,16 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torch_rope
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.heart, pytest.mark.cpu]
 TOKENS, ROTARY = 2 * 6, 4
 # A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
 # A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the
 # gradient of the weight and five for that of the input. The gradients of cos and sin take four for a rotated channel:
 # for a pair and each of the two tables two products, their sum, and one addition to the gradient.
 ROTATION, NORM = 3 * ROTARY, 4 * DIM
-FLOPS = {  # for one head; None: not counted, because a table is made once, and most of its cost is cos and sin
-    "cos_sin": None,
-    "axial_cos_sin": None,
+FLOPS = {  # for one head
     **dict.fromkeys(("rotate", "rotate_", "rotate_qk", "rotate_qk_", "rotate_into_cache_"), ROTATION),
     "norm_rotate_qk": ROTATION + NORM,
     "_norm_rotate_qk_backward": ROTATION + 11 * DIM,
@@ -31,36 +29,32 @@ def flops_of(function, *args, **keywords):
     return counter.get_total_flops()
 
 
-@pytest.mark.heart
-@pytest.mark.parametrize("source", ["table", "token", "inv_freq"])
-@pytest.mark.parametrize("op", OPERATORS)
-def test_flops_of_every_operator_are_counted(op, source, device):
-    if FLOPS[op] is None:
-        assert getattr(rope, op) not in flop_registry
-        return
-    tensors = operands(op, device)
-    cos, sin = tables(device, ROTARY)
-    angles = {
-        "table": {"cos": cos, "sin": sin},
-        "token": {"cos": cos[None, :6], "sin": sin[None, :6]},
-        "inv_freq": {"inv_freq": torch_rope.inv_freq(ROTARY, device=device)},
-    }[source]
+def test_operators_that_make_tables_are_not_counted():
+    """A table is made once, and most of its cost is cos and sin."""
+    assert {op for op in OPERATORS if getattr(rope, op) not in flop_registry} == {*OPERATORS} - FLOPS.keys()
+
+
+@pytest.mark.parametrize("op", FLOPS)
+def test_flops_of_every_operator_are_counted(op):
+    tensors, (cos, sin) = operands(op, "cpu"), tables("cpu", ROTARY)
+    sources = [{"cos": cos, "sin": sin}, {"cos": cos[None, :6], "sin": sin[None, :6]}]
     heads = TOKENS * (HEADS if "x" in [a.name for a in schema_of(op).arguments] else HEADS + KV_HEADS)
-    if op == "_rotate_table_backward":
-        if source == "inv_freq":
-            return  # the operator takes tables only
+    if op == "_rotate_table_backward":  # takes tables only, and k may be None
         without_k = [t if i % 2 == 0 else None for i, t in enumerate(tensors)]
-        assert flops_of(getattr(rope, op), *without_k, **angles) == TOKENS * HEADS * FLOPS[op]
-    if op == "rotate_into_cache_":
-        angles["slots"] = torch.arange(12, device=device).view(2, 6)
-        norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-        assert flops_of(rope.rotate_into_cache_, *tensors, **angles, **norm) == heads * (FLOPS[op] + NORM)
-    assert flops_of(getattr(rope, op), *tensors, **angles) == heads * FLOPS[op]
+        assert flops_of(getattr(rope, op), *without_k, **sources[0]) == TOKENS * HEADS * FLOPS[op]
+    else:
+        sources.append({"inv_freq": torch_rope.inv_freq(ROTARY)})
+    for angles in sources:
+        if op == "rotate_into_cache_":
+            angles["slots"] = torch.arange(12).view(2, 6)
+            norm = dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights("cpu"), strict=True))
+            assert flops_of(rope.rotate_into_cache_, *tensors, **angles, **norm) == heads * (FLOPS[op] + NORM)
+        assert flops_of(getattr(rope, op), *tensors, **angles) == heads * FLOPS[op]
 
 
 @pytest.mark.parametrize("op, channel", [("rotate_qk", 2 * 3), ("norm_rotate_qk", 2 * 3 + 4 + 11)])
-def test_a_training_step_counts_the_backward(op, channel, device):
+def test_a_training_step_counts_the_backward(op, channel):
     """The backward of a rotation is a rotation, which costs as much."""
-    inputs = [t.requires_grad_() for t in operands(op, device)]
-    step = lambda: sum(t.sum() for t in getattr(rope, op)(*inputs, *tables(device))).backward()  # noqa: E731
-    assert flops_of(step) == channel * sum(t.numel() for t in qk(device))
+    inputs = [t.requires_grad_() for t in operands(op, "cpu")]
+    step = lambda: sum(t.sum() for t in getattr(rope, op)(*inputs, *tables("cpu"))).backward()  # noqa: E731
+    assert flops_of(step) == channel * sum(t.numel() for t in qk("cpu"))
