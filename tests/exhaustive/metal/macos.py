@@ -1,12 +1,7 @@
 """Compiles the library for macOS (arm64) on Linux and links it with the macOS releases of torch.
 
 zig brings Clang, the C and C++ headers and libSystem. tests/backends/metal/simulator/frameworks has the few declarations
-of Foundation and Metal. torch's macOS wheels are downloaded once. tests/backends/metal/macos_symbols.txt lists the symbols
-that the library uses of torch, so that they are checked without a network too.
-
-    python tests/backends/metal/macos.py --update
-
-writes that list again.
+of Foundation and Metal. torch's macOS wheels are downloaded once.
 """
 
 import fcntl
@@ -25,7 +20,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build/macos"
-SYMBOLS = ROOT / "tests/backends/metal/macos_symbols.txt"
 HOST = "csrc/mps/mps.mm"
 
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
@@ -212,11 +206,6 @@ def undefined(objects: list[Path]) -> set[str]:
     return set().union(*(missing for _, missing in found)) - set().union(*(defined for defined, _ in found))
 
 
-def from_torch(objects: list[Path]) -> set[str]:
-    """Returns the symbols of torch that these objects use."""
-    return {name for name in undefined(objects) if name.startswith("__Z") and not APPLE.match(name)}
-
-
 def selectors(path: Path) -> set[str]:
     """Returns the selectors of all messages that an object sends."""
     image = _open(path)
@@ -228,37 +217,3 @@ def selectors(path: Path) -> set[str]:
             if name.rstrip(b"\0") == b"__objc_methname":
                 names += image[offset : offset + size]
     return set(names.decode().split("\0")) - {""}
-
-
-# ---- the list of symbols ----
-
-
-def listed(release: str) -> set[str]:
-    """Returns the symbols that the list has for this release."""
-    lines = [line.split() for line in SYMBOLS.read_text().splitlines() if not line.startswith("#")]
-    return {name for name, *only in lines if not only or release in only}
-
-
-def update() -> None:
-    """Writes the list. Fails if the library uses a symbol that a release does not export."""
-    users = {}
-    for release in RELEASES:
-        names = from_torch(compile(release))
-        exported = set().union(*(symbols(path)[0] for path in wheel(release).glob("lib/*.dylib")))
-        if names - exported:
-            sys.exit(f"torch {release} for macOS does not export: {sorted(names - exported)}")
-        for name in names:
-            users.setdefault(name, []).append(release)
-    SYMBOLS.write_text(
-        f"# The symbols that the library uses of torch on macOS. The wheels of {', '.join(RELEASES)} export them.\n"
-        "# A release after a name means that only a build for this release uses it.\n"
-        "# This file is written by: python tests/backends/metal/macos.py --update\n"
-        + "".join(
-            " ".join([name, *(releases if len(releases) < len(RELEASES) else [])]) + "\n"
-            for name, releases in sorted(users.items())
-        )
-    )
-
-
-if __name__ == "__main__" and sys.argv[1:] == ["--update"]:
-    update()

@@ -3,8 +3,6 @@
 On a Mac these tests run on the GPU.
 """
 
-import copy
-
 import pytest
 import torch
 from cases import needed
@@ -68,66 +66,47 @@ class Watch(TorchDispatchMode):
         return out
 
 
-class Flux(nn.Module):
-    """Attends to 3 tokens of text and 4 of an image."""
+class Layer(nn.Module):
+    """An attention layer and the module of its tables. It attends to 4 tokens of an image, and often 3 of text."""
 
-    def __init__(self):
+    def __init__(self, rope, attention, tables, forward):
         super().__init__()
-        self.rope, self.attention = FluxPosEmbed(10000, AXES), FluxAttention(32, 2, 16, added_kv_proj_dim=32)
-
-    def tables(self, device):
-        positions = torch.cartesian_prod(torch.arange(7), torch.tensor([1023]), torch.tensor([2047]))
-        return self.rope(positions.to(device))
-
-    def forward(self, image, text, tables):
-        return self.attention(image, text, image_rotary_emb=tables)
+        self.rope, self.attention = rope, attention
+        self.tables_on = lambda device: tables(self.rope, device)
+        self.forward = lambda *inputs: forward(self.attention, *inputs)
 
 
-class Wan(nn.Module):
-    """Attends to 4 tokens of a video."""
-
-    def __init__(self):
-        super().__init__()
-        self.rope = WanRotaryPosEmbed(16, (1, 1, 1), 32)
-        self.attention = WanAttention(32, 2, 16, processor=WanAttnProcessor())
-
-    def tables(self, device):
-        return self.rope(torch.empty(1, 1, 1, 2, 2, device=device))
-
-    def forward(self, image, text, tables):
-        return (self.attention(image, rotary_emb=tables),)
+def flux():
+    positions = torch.cartesian_prod(torch.arange(7), torch.tensor([1023]), torch.tensor([2047]))
+    return Layer(
+        FluxPosEmbed(10000, AXES),
+        FluxAttention(32, 2, 16, added_kv_proj_dim=32),
+        lambda rope, device: rope(positions.to(device)),
+        lambda attention, image, text, tables: attention(image, text, image_rotary_emb=tables),
+    )
 
 
-class QwenImage(nn.Module):
-    """Attends to 3 tokens of text and 4 of an image."""
+def wan():
+    return Layer(
+        WanRotaryPosEmbed(16, (1, 1, 1), 32),
+        WanAttention(32, 2, 16, processor=WanAttnProcessor()),
+        lambda rope, device: rope(torch.empty(1, 1, 1, 2, 2, device=device)),
+        lambda attention, image, text, tables: (attention(image, rotary_emb=tables),),
+    )
 
-    def __init__(self):
-        super().__init__()
-        self.rope = QwenEmbedRope(10000, AXES, scale_rope=True)
-        self.attention = Attention(
-            query_dim=32,
-            added_kv_proj_dim=32,
-            dim_head=16,
-            heads=2,
-            out_dim=32,
-            context_pre_only=False,
-            bias=True,
-            qk_norm="rms_norm",
-            processor=QwenDoubleStreamAttnProcessor2_0(),
-        )
 
-    def tables(self, device):
-        return self.rope([(1, 2, 2)], torch.device(device), 3)
-
-    def forward(self, image, text, tables):
-        return self.attention(image, encoder_hidden_states=text, image_rotary_emb=tables)
+def qwen_image():
+    sizes = dict(query_dim=32, added_kv_proj_dim=32, dim_head=16, heads=2, out_dim=32, context_pre_only=False)
+    return Layer(
+        QwenEmbedRope(10000, AXES, scale_rope=True),
+        Attention(**sizes, bias=True, qk_norm="rms_norm", processor=QwenDoubleStreamAttnProcessor2_0()),
+        lambda rope, device: rope([(1, 2, 2)], torch.device(device), 3),
+        lambda attention, image, text, tables: attention(image, encoder_hidden_states=text, image_rotary_emb=tables),
+    )
 
 
 def attention(query, key, value, **_):
     return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
-
-
-LAYERS = [Flux, Wan, QwenImage]
 
 
 def step(layer, image, text, tables):
@@ -143,33 +122,33 @@ def step(layer, image, text, tables):
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layer_class", LAYERS)
-def test_a_layer_rotates_without_complex_numbers_and_float64(layer_class, dtype, fuse, device):
-    layer = layer_class().to(dtype)
-    on_metal = copy.deepcopy(layer).to(device)
+@pytest.mark.parametrize("make", [flux, wan, qwen_image])
+def test_a_layer_rotates_without_complex_numbers_and_float64(make, dtype, fuse, device):
+    layer, on_metal = make().to(dtype), make().to(dtype).to(device)
+    on_metal.load_state_dict(layer.state_dict())
     for each in (layer, on_metal):
         patch(each, fuse=fuse)
-    inputs = [torch.randn(2, 4, 32).to(dtype), torch.randn(2, 3, 32).to(dtype), layer_class().tables("cpu")]
+    inputs = [torch.randn(2, 4, 32).to(dtype), torch.randn(2, 3, 32).to(dtype), make().tables_on("cpu")]
     expected = step(layer, *inputs)
     metal_inputs = tree_map(lambda t: t.to(device), inputs)
     with Watch() as watch:
         watched = step(on_metal, *metal_inputs)
     fused = {"norm_rotate_qk", "_norm_rotate_qk_backward"}  # Flux puts q of text and image together after the norm
-    assert watch.called == (fused if fuse and layer_class is not Flux else {"rotate"})
+    assert watch.called == (fused if fuse and make is not flux else {"rotate"})
     assert watch.devices == {"mps"}
     for actual in (watched, step(on_metal, *metal_inputs)):  # without the mode, gradients are computed in another way
         for a, e in zip(actual, expected, strict=True):
             assert (a.cpu().float() - e.float()).abs().max() < ROUNDING[dtype] * e.abs().max()
 
 
-@pytest.mark.parametrize("layer_class", [Flux, QwenImage])
-def test_exact_angles_are_computed_on_the_cpu_and_have_its_bits(layer_class, device):
-    layer = layer_class().to(device)
-    stock = layer.tables(device)
+@pytest.mark.parametrize("make", [flux, qwen_image])
+def test_exact_angles_are_computed_on_the_cpu_and_have_its_bits(make, device):
+    layer = make().to(device)
+    stock = layer.tables_on(device)
     patch(layer, exact_angles=True)
-    expected = layer.tables("cpu")
+    expected = layer.tables_on("cpu")
     for _ in range(2):
-        tables = layer.tables(device)
+        tables = layer.tables_on(device)
         assert all(t.device.type == "mps" and t.dtype == s.dtype for t, s in zip(tables, stock, strict=True))
         assert all(torch.equal(t.cpu(), e) for t, e in zip(tables, expected, strict=True))
     assert not all(torch.equal(t.cpu(), s.cpu()) for t, s in zip(tables, stock, strict=True))

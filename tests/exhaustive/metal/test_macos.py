@@ -1,0 +1,76 @@
+"""Tests that the library compiles for macOS (arm64) and links with releases of torch for it."""
+
+import importlib.util
+import os
+import runpy
+import sys
+
+import macos
+import pytest
+import setuptools
+from cases import ROOT, missing
+from torch.utils.cpp_extension import BuildExtension  # noqa: F401  (its import fails if another platform is pretended)
+
+# These tests are one group for pytest-xdist, because a second worker would only wait for the compiler of the first.
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.xdist_group("macos"),
+    pytest.mark.skipif(sys.platform != "linux", reason="macOS compiles the library itself"),
+]
+
+# Everything else in at::mps may have another layout or be missing in another release.
+OF_AT_MPS = [
+    "19getCurrentMPSStreamE",
+    "9MPSDevice11getInstanceE",
+    "9MPSStream14commandEncoderE",
+    "14getMPSProfilerE",
+    "8Profiler11MPSProfiler18beginProfileKernelE",
+    "8Profiler11MPSProfiler16endProfileKernelE",
+]
+# The messages that torch records when it captures a graph. None of them ends the encoder or waits.
+ENCODER = """
+    setComputePipelineState: setBuffer:offset:atIndex: setBytes:length:atIndex: setThreadgroupMemoryLength:atIndex:
+    dispatchThreads:threadsPerThreadgroup: dispatchThreadgroups:threadsPerThreadgroup:
+"""
+OTHERS = """
+    UTF8String localizedDescription maxTotalThreadsPerThreadgroup new newComputePipelineStateWithFunction:error:
+    newFunctionWithName:constantValues:error: newLibraryWithData:error: newLibraryWithSource:options:error:
+    respondsToSelector: setConstantValues:type:withRange: setFastMathEnabled: setLanguageVersion:
+    setMathFloatingPointFunctions: setMathMode: stringWithUTF8String: threadExecutionWidth
+"""
+
+
+@pytest.mark.parametrize("release", macos.RELEASES)
+def test_the_library_links_and_sends_only_known_messages(release):
+    if not importlib.util.find_spec("ziglang"):
+        missing("ziglang is not installed")
+    try:
+        macos.wheel(release)
+    except macos.Unavailable as error:
+        missing(str(error))
+    objects = macos.compile(release)
+    macos.link(release, objects)
+    host = next(path for path in objects if path.name == "mps.mm.o")
+    assert macos.selectors(host) <= {*ENCODER.split(), *OTHERS.split()}
+    used = {name for name in macos.undefined(objects) if "3mps" in name}
+    assert all(sum(f"3mps{function}" in name for name in used) == 1 for function in OF_AT_MPS)
+    assert len(used) == len(OF_AT_MPS)
+    if release == max(macos.RELEASES):  # a function that is declared and called under a wrong name must not link
+        (misspelt,) = macos.compile(release, [macos.HOST], misspelt="getCurrentMPSStream")
+        with pytest.raises(RuntimeError, match="undefined symbol: .*getCurrentMPSStreams"):
+            macos.link(release, [misspelt, *(path for path in objects if path != host)])
+
+
+@pytest.mark.parametrize("chosen", [None, "15.0"])
+def test_the_build_is_for_macos_14_if_nothing_else_is_chosen(chosen, monkeypatch):
+    """The wheel's platform follows from MACOSX_DEPLOYMENT_TARGET."""
+    given = {} if chosen is None else {"MACOSX_DEPLOYMENT_TARGET": chosen}
+    monkeypatch.setattr(os, "environ", given | {"TORCH_ROPE_CUDA": "0"})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    built = []
+    monkeypatch.setattr(setuptools, "setup", lambda **options: built.append(os.environ["MACOSX_DEPLOYMENT_TARGET"]))
+    monkeypatch.setattr("shutil.which", lambda name, **_: name if name == "c++" else None)  # no xcrun
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert built == [chosen or "14.0"]
