@@ -257,18 +257,6 @@ def test_backward_computes_only_the_gradients_that_are_needed(needed, used, devi
             assert leaf.grad is None
 
 
-@pytest.mark.parametrize("needed", [0, 1])
-def test_backward_of_the_gradient_of_tables_computes_only_the_gradient_that_is_needed(needed, device):
-    """If only x or only the gradient of its result requires grad, the backward is one rotation."""
-    inputs = [torch.randn(4, 3, 8, device=device).requires_grad_(i == needed) for i in range(2)]
-    cos, sin = torch.randn(2, 4, 4, device=device)
-    outs = rope._rotate_table_backward(inputs[0], None, inputs[1], None, cos, sin)
-    with Calls() as calls:
-        torch.autograd.backward(outs, [cos, sin])
-    assert [name for name in calls.names if name.startswith("rope::")] == ["rope::rotate"]
-    assert (inputs[0].grad is None) == (needed == 1) and (inputs[1].grad is None) == (needed == 0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_tables_have_the_dtype_of_the_tables(dtype, device):
     """This holds for second derivatives too, which are computed with gradients in place of the tables."""
@@ -404,22 +392,6 @@ def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, 
     assert all(a[n]._version == 0 for n in IN_PLACE[op] if n != written)
 
 
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_operators_raise_under_torch_func(op, device):
-    good = call_of(op, device)
-    for name in good:
-
-        def loss(x, name=name):
-            y = x * 1
-            getattr(rope, op)(**good | {name: y})
-            return y.square().sum()
-
-        with pytest.raises(RuntimeError, match=f"rope.{op}: {name} requires grad"):
-            torch.func.grad(loss)(good[name])
-        with pytest.raises(RuntimeError, match=f"rope.{op}: {name} has a forward-mode tangent"):
-            torch.func.jvp(loss, (good[name],), (good[name],))
-
-
 # ---- forward mode and torch.func ----
 
 
@@ -475,14 +447,6 @@ def test_every_nesting_of_forward_and_reverse_mode_gives_the_same_hessian(of, de
     leaf = here.clone().requires_grad_()
     torch.func.grad(g)(leaf).sum().backward()
     torch.testing.assert_close(leaf.grad, hessian.sum(dim=tuple(range(here.dim()))))
-
-
-def test_an_error_inside_a_transform_leaves_torch_func_usable(device):
-    x, freq = torch.randn(1, 2, 1, 6, device=device), torch.rand(2, device=device)
-    before = torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x)
-    with pytest.raises(ValueError, match="cos, sin and inv_freq are None but must not all be None"):
-        torch.func.grad(lambda x: rope.rotate(x).sum())(x)
-    assert torch.equal(torch.func.hessian(lambda x: rope.rotate(x, inv_freq=freq).sin().sum())(x), before)
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])

@@ -504,14 +504,8 @@ def a_call(batch=2, seq=5, k_heads=2, blocks=4, block_size=8, dtype=torch.float3
     return q, k, v, caches, {"inv_freq": torch_rope.inv_freq(24, device=device)}
 
 
-@pytest.mark.parametrize(
-    "v_layout, dtype", [("bshd", torch.bfloat16), ("every second channel", torch.float32)], ids=str
-)
-@pytest.mark.parametrize(
-    "k_heads, head_dim, v_shape",
-    [(0, 32, (3, 32)), (2, 32, (2, 72)), (1, 64, (2, 200)), (2, 0, (3, 24)), (1, 0, (1, 2060))],
-    ids=str,
-)
+@pytest.mark.parametrize("v_layout, dtype", [("bshd", torch.bfloat16), ("every second channel", torch.float32)])
+@pytest.mark.parametrize("k_heads, head_dim, v_shape", [(0, 32, (3, 32)), (2, 32, (2, 72)), (1, 0, (1, 2060))])
 def test_v_is_written_if_k_has_no_heads_no_channels_or_fewer(k_heads, head_dim, v_shape, v_layout, dtype, device):
     q, k, v = make_qkv("bshd", "bhsd", v_layout, 2, 5, 4, k_heads, head_dim, dtype, device, v_shape)
     caches = Caches("blocks", 3, 16, k_heads, head_dim, dtype, device, v_shape)
@@ -592,12 +586,7 @@ def test_k_and_v_are_only_read(weights, with_slots, device):
 
 
 @pytest.mark.parametrize(
-    "layout, weights, dtype",
-    [
-        ("heads sequence", "dtype of x", torch.float32),
-        ("kv blocks", "none", torch.bfloat16),
-        ("blocks kv heads", "none", torch.float32),
-    ],
+    "layout, weights, dtype", [("heads sequence", "dtype of x", torch.float32), ("kv blocks", "none", torch.bfloat16)]
 )
 def test_a_large_prompt_gives_the_same_bits_in_pieces(layout, weights, dtype, device):
     """On the CPU the bits do not depend on the number of threads either."""

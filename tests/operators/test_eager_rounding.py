@@ -6,7 +6,7 @@ tests/integrations/test_eager_bits.py shows that these are the bits of real mode
 import pytest
 import torch
 from cases import CALLS, SOURCES, covering, make_qk, name_of
-from test_norm import WEIGHTS, weight
+from test_norm import WEIGHTS, make_case
 
 import torch_rope
 from torch_rope import reference
@@ -103,7 +103,7 @@ def candidates(x, w, norm_eps):
         yield ((normalised.to(x.dtype) if w.dtype == x.dtype else normalised) * w).to(x.dtype)
 
 
-NORM_FACTORS = FACTORS | {
+NORM_FACTORS = {name: values for name, values in FACTORS.items() if name != "inverse"} | {
     "q_weight": WEIGHTS,
     "k_weight": WEIGHTS,
     "over_heads": [False, True],
@@ -111,26 +111,16 @@ NORM_FACTORS = FACTORS | {
 }
 
 
-def make_norm(case, device):
-    """Returns [q, k, q_norm_weight, k_norm_weight], the arguments for the angles, and the flags of a call."""
-    q, k, angles, flags = make(case, device)
-    flags.pop("inverse")
-    weights = [
-        weight(case[name], q.shape[-1], q.dtype, device, *([x.shape[2]] if case["over_heads"] else []))
-        for name, x in (("q_weight", q), ("k_weight", k))
-    ]
-    return [q, k, *weights], angles, flags
-
-
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(NORM_FACTORS, interacting=LOOPS), ids=name_of)
 def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sum(case, device):
-    tensors, angles, flags = make_norm(case, device)
-    found = rope.norm_rotate_qk(*tensors, **angles, norm_eps=case["norm_eps"], **flags)
+    tensors, angles, flags = make_case(case, device)
+    found = rope.norm_rotate_qk(*tensors, **angles, **flags, eager_rounding=True)
     plain = on_cpu(tables_of(angles, tensors[0]))
+    del flags["norm_eps"]
     for x, w, f in zip(tensors[:2], tensors[2:], found, strict=True):
         right = [
-            (reference.rotate(n, **plain, **flags) == f.cpu()).flatten(-w.dim()).all(-1)
+            (reference.rotate(n, **plain, **flags, eager_rounding=True) == f.cpu()).flatten(-w.dim()).all(-1)
             for n in candidates(x.cpu(), w.cpu(), case["norm_eps"])
         ]
         assert torch.stack(right).any(0).all()
@@ -139,8 +129,8 @@ def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sum(cas
 @pytest.mark.parametrize("case", covering(NORM_FACTORS), ids=name_of)
 def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, device):
     """Few elements of a 16-bit gradient have other bits, because sums have another order, and these are neighbours."""
-    tensors, angles, flags = make_norm(case, device)
-    flags["norm_eps"] = case["norm_eps"]
+    tensors, angles, flags = make_case(case, device)
+    flags["eager_rounding"] = True
     leaves = [t.detach().cpu().requires_grad_() for t in tensors]
     outs = reference.norm_rotate_qk(*leaves, **on_cpu(tables_of(angles, tensors[0])), **flags)
     given = [torch.randn_like(out.double()).to(out.dtype) for out in outs]

@@ -148,7 +148,7 @@ def test_the_angles_of_all_axes_are_added(device):
     right = reference.axial_cos_sin(positions, inv_freq, dtype=torch.float64)
     for table, value in zip(torch_rope.axial_cos_sin(positions.to(device), inv_freq.to(device)), right, strict=True):
         assert (table.cpu() - value).abs().max() <= 5e-7
-    angle = sum(p.unsqueeze(-1) * f for p, f in zip(positions.double(), inv_freq.double(), strict=True))
+    angle = torch.einsum("abs,aj->bsj", positions.double(), inv_freq.double())
     torch.testing.assert_close(right, (angle.cos(), angle.sin()), rtol=0, atol=1e-12)
 
 

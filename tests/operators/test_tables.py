@@ -48,25 +48,20 @@ def assert_sums(actual, expected, magnitudes, arithmetic, terms):
     assert (abs(numpy_of(actual, expected.dtype.type) - expected) <= limit).all()
 
 
+FACTORS = CALLS | {
+    "source": TABLES,
+    "q_grad": list(LAYOUTS),
+    "k_grad": list(LAYOUTS),
+    "tables": ["float32", "dtype of x"],
+    "with_k": [True, False],
+    "inverse": [False, True],
+    "attention_factor": [1.0, 0.7],
+}
+LOOPS = [("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")]
+
+
 @pytest.mark.heart
-@pytest.mark.parametrize(
-    "case",
-    covering(
-        CALLS
-        | {
-            "source": TABLES,
-            "q_grad": list(LAYOUTS),
-            "k_grad": list(LAYOUTS),
-            "tables": ["float32", "dtype of x"],
-            "with_k": [True, False],
-            "inverse": [False, True],
-            "attention_factor": [1.0, 0.7],
-        },
-        interacting=[("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")],
-        exhaustive=ALL_CALLS,
-    ),
-    ids=name_of,
-)
+@pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS, exhaustive=ALL_CALLS), ids=name_of)
 def test_gradients_of_tables_agree_with_the_oracle(case, device):
     size, dtype = case["size"], case["dtype"]
     if not supported(device, dtype):
