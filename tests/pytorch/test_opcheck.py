@@ -27,11 +27,13 @@ def test_every_operator_is_registered_for_all_dispatch_keys_that_it_needs(op):
 # ---- opcheck ----
 
 
-def opcheck(op, args, keywords, device):
+def opcheck(op, args, keywords, device, trace=True):
+    """trace: also traces the call and its gradients with symbolic sizes, which takes long and does not depend on the
+    device."""
     tests = ["test_schema", "test_faketensor"]
     if device != "mps":  # torch says itself that this check does not support mps
         tests.append("test_autograd_registration")
-    if device != "mps" or EXHAUSTIVE:  # tracing with autograd and symbolic sizes is the same for every device
+    if EXHAUSTIVE or (trace and device != "mps"):
         tests.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(rope, op).default, args, keywords, test_utils=tests)
 
@@ -65,7 +67,8 @@ def cases_of(op):
     They have every source of angles, every need of a gradient and every number of dimensions. Layouts and flags change
     from case to case.
     """
-    factors = {"source": SOURCES, "needs": NEEDS_OF[op], "dims": [4, 3]}
+    sources = SOURCES if EXHAUSTIVE else [SOURCES[i] for i in (0, 2, 3, 6, 9, 11, 12, 14)]
+    factors = {"source": sources, "needs": NEEDS_OF[op], "dims": [4, 3]}
     if op == "rotate_into_cache_":
         factors |= {"cache": list(CACHES), "slots": [None, torch.int32, torch.int64], "norm": [False, True]}
 
@@ -78,11 +81,13 @@ def cases_of(op):
 
     crossed = {"rotate": [("source", "needs")], "rotate_into_cache_": [("dims", "slots")]}
     layouts = list(LAYOUTS if op in IN_PLACE else READ_LAYOUTS)
+    traced = []
     for i, case in enumerate(covering(factors, allowed, strength=1, interacting=crossed.get(op, []))):
         flags = {"rotary_dim": (DIM, DIM // 2)[i % 2], "interleaved": i % 3 == 0, "inverse": i % 5 == 0}
         flags |= {"over_heads": i % 2 == 1, "norm_v": i % 3 == 0, "quantised": (None, torch.int8)[i // 2 % 2]}
         flags |= {"rotary_start": (0, 0, 0, 3)[i % 4], "eager_rounding": i % 7 == 0, "v_shape": (None, (1, 12))[i % 2]}
-        yield case | {"layout": layouts[i % len(layouts)]} | flags
+        traced.append((case["needs"], case.get("norm")))  # tracing takes long, so the first such case is enough
+        yield case | {"layout": layouts[i % len(layouts)], "trace": traced[-1] not in traced[:-1]} | flags
 
 
 @pytest.mark.parametrize(
@@ -122,7 +127,7 @@ def test_rotating_operators_pass_opcheck(op, case, device):
     if needs == "angles":
         for name in {"cos", "sin", "inv_freq"} & angles.keys():
             keywords[name].requires_grad_()
-    opcheck(op, xs, keywords, device)
+    opcheck(op, xs, keywords, device, case["trace"])
 
 
 def test_the_gradient_of_tables_without_k_passes_opcheck(device):
@@ -130,52 +135,43 @@ def test_the_gradient_of_tables_without_k_passes_opcheck(device):
     opcheck("_rotate_table_backward", (q_grad, None, q.requires_grad_(), None, cos, sin), {}, device)
 
 
-# Positions. Their first dimension is that of the axes for axial_cos_sin.
-POSITIONS = {
-    "int64": lambda: torch.arange(6).view(2, 3),
-    "float32 strided": lambda: torch.rand(3, 2).T,
-    "one position": lambda: torch.tensor([[3], [7]], dtype=torch.int32),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    covering({"needs": ["nothing", "inv_freq", "both"], "positions": list(POSITIONS), "dtype": [None, torch.bfloat16]}),
-    ids=name_of,
-)
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op not in ROTATING])
-def test_operators_that_make_tables_pass_opcheck(op, case, device):
-    positions, freq = POSITIONS[case["positions"]]().to(device), torch.rand(2, 8, device=device)[:, ::2]
-    if op == "cos_sin":
-        positions, freq = (positions.T, freq[1]) if case["positions"] != "one position" else (positions[0, 0], freq[1])
-    if case["needs"] != "nothing":
-        freq.requires_grad_()
-        positions.requires_grad_(case["needs"] == "both" and positions.is_floating_point())
-    opcheck(op, (positions, freq), {"attention_factor": 1.5, "dtype": case["dtype"]}, device)
+def test_operators_that_make_tables_pass_opcheck(op, device):
+    axes = (2,) if "axial" in op else ()
+    for shape, dtype, needs in (
+        ((2, 3), torch.int64, ""),
+        ((), torch.int32, "inv_freq"),
+        ((0, 4), torch.float32, ""),
+        ((5, 3), torch.float32, "inv_freq and positions"),
+    ):
+        positions = torch.rand((*axes, *shape, 2), device=device).mul(9).to(dtype)[..., 0]
+        freq = torch.rand(*axes, 8, device=device)[..., ::2]
+        freq.requires_grad_("inv_freq" in needs)
+        positions.requires_grad_("positions" in needs)
+        keywords = {"attention_factor": 1.5, "dtype": torch.bfloat16 if needs else None}
+        opcheck(op, (positions, freq), keywords, device, trace="positions" in needs)
 
 
 # ---- fake tensors have the strides of real results ----
 
 STRIDES = {
-    name: lambda d, make=make: make(torch.Size((2, 3, 4, 8)), torch.float32, d) for name, make in READ_LAYOUTS.items()
-}
-STRIDES |= {
+    **{
+        name: lambda d, make=make: make(torch.Size((2, 3, 4, 8)), torch.float32, d)
+        for name, make in READ_LAYOUTS.items()
+    },
     "reversed": lambda d: torch.empty(8, 4, 3, 2, device=d).permute(3, 2, 1, 0),
     "slice of packed, transposed": lambda d: torch.empty(2, 9, 3, 8, device=d)[:, 2:6].transpose(1, 2),
     "every second token": lambda d: torch.empty(2, 6, 4, 8, device=d)[:, ::2],
-    "one token": lambda d: torch.empty(2, 1, 4, 8, device=d),
     "one token, transposed": lambda d: torch.empty(2, 4, 1, 8, device=d).transpose(1, 2),
-    "one head, transposed": lambda d: torch.empty(2, 1, 3, 8, device=d).transpose(1, 2),
     "one token of a slice": lambda d: torch.empty(2, 1, 9, 8, device=d)[:, :, 2:6],
-    "batch of one, odd stride": lambda d: torch.empty(2, 3, 4, 8, device=d)[:1],
     "all ones": lambda d: torch.empty(4, 5, 6, 7, device=d)[:1, :1, :1, :2],
-    "tokens and heads expanded": lambda d: torch.empty(2, 1, 1, 8, device=d).expand(2, 3, 4, 8),
     "expanded, transposed": lambda d: torch.empty(2, 4, 1, 8, device=d).expand(2, 4, 3, 8).transpose(1, 2),
     "empty": lambda d: torch.empty(2, 0, 4, 8, device=d),
     "three dimensions": lambda d: torch.empty(4, 3, 8, device=d).transpose(0, 1),
 }
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("layout", STRIDES)
 def test_fake_strides_are_real_strides(layout, device):
     def results(x, weight, freq):
@@ -202,20 +198,11 @@ def test_fake_strides_are_real_strides(layout, device):
         assert f.device == r.device and m.device.type == "meta"
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0, 4)])
-def test_fake_strides_of_cos_sin_are_contiguous(shape, device):
-    positions, freq = torch.zeros(shape, device=device), torch_rope.inv_freq(8, device=device)
-    real = rope.cos_sin(positions, freq)
-    for fake in rope.cos_sin(positions.to("meta"), freq.to("meta"), dtype=torch.float16):
-        assert fake.shape == (*shape, 4) and fake.is_contiguous() and fake.dtype == torch.float16
-        assert fake.stride() == real[0].stride() == real[1].stride()
-
-
 def test_fake_caches_are_left_alone(device):
-    """The operator returns nothing and checks no range, because fake positions and slots have no values."""
+    """No range is checked, because fake positions and slots have no values."""
     tensors = [*operands("rotate_into_cache_", device), *tables(device)]
     before = copies(tensors)
     with FakeTensorMode() as mode:
-        assert rope.rotate_into_cache_(*(mode.from_tensor(t) for t in tensors), offset=1000) is None
-    assert rope.rotate_into_cache_(*(t.to("meta") for t in tensors), offset=1000) is None
+        rope.rotate_into_cache_(*(mode.from_tensor(t) for t in tensors), offset=1000)
+    rope.rotate_into_cache_(*(t.to("meta") for t in tensors), offset=1000)
     assert all(map(torch.equal, tensors, before))
