@@ -45,7 +45,7 @@ class Ranks:
     def _start(self):
         # A server process imports the modules once, and the processes of the ranks are forks of it.
         method = mp.get_context("forkserver")
-        method.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch_rope"])
+        method.set_forkserver_preload(["torch.distributed.tensor", "torch_rope"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

@@ -1,6 +1,6 @@
-"""Tests the operators on DTensors, and modules under PyTorch's parallelisms, on 2 and 4 processes: with gloo on a CPU,
-and with nccl if there are as many GPUs. Results are compared with those of the same call in one process, and must be
-equal bit for bit if nothing is summed over ranks."""
+"""Tests the operators on DTensors, and modules under PyTorch's parallelisms, on 4 processes (2 too in make exhaustive):
+with gloo on a CPU, and with nccl if there are as many GPUs. Results are compared with those of the same call in one
+process, and must be equal bit for bit if nothing is summed over ranks."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXHAUSTIVE, OPERATORS, ROOT, covering
+from cases import EXHAUSTIVE, OPERATORS, ROOT, covering, python
 from ranks import Ranks
 
 import torch_rope
@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.xdist_group("parallel"),  # one worker runs all these tests and starts the processes once
     pytest.mark.cpu,  # runs on a CPU, or on real GPUs
 ]
+night = pytest.mark.exhaustive
 ops = torch.ops.rope
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8
@@ -36,20 +37,15 @@ def processes():
         ranks.close()
 
 
-@pytest.fixture
+@pytest.fixture(params=[2, 4] if EXHAUSTIVE else [4])
 def ranks(request, device, processes):
-    """A callable that runs a function on this many processes."""
+    """A callable that runs a function on this many processes. If there are four, some of them have no heads of k."""
     world = request.param
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"nccl needs {world} GPUs")
     if (world, device) not in processes:
         processes[world, device] = Ranks(world, device)
     return processes[world, device]
-
-
-def on(*worlds):
-    """Parametrizes a test by its numbers of processes. `make exhaustive` runs every test with 2 and with 4."""
-    return pytest.mark.parametrize("ranks", [2, 4] if EXHAUSTIVE else worlds, indirect=True)
 
 
 # The mesh is cached: once a process has made a second mesh that is equal, torch 2.13 cannot compile any backward.
@@ -68,8 +64,7 @@ def mesh_of(device, *shape):
 # D: split along head_dim, rotary_dim / 2 or the rows of a table. P: a sum of what the ranks hold.
 
 DIMS = {
-    **dict.fromkeys(("x", "q", "k", "v"), {"B": 0, "S": 1, "H": 2, "D": 3}),
-    **dict.fromkeys(("k_cache", "v_cache"), {"B": 0, "S": 1, "H": 2, "D": 3}),
+    **dict.fromkeys(("x", "q", "k", "v", "k_cache", "v_cache"), {"B": 0, "S": 1, "H": 2, "D": 3}),
     **dict.fromkeys(("positions", "slots", "cos by token", "sin by token"), {"B": 0, "S": 1, "D": 2}),
     **dict.fromkeys(("cos by token of one", "sin by token of one"), {"S": 1, "D": 2}),
     **dict.fromkeys(("cos by head", "sin by head"), {"B": 0, "S": 1, "H": 2, "D": 3}),
@@ -127,6 +122,11 @@ def placement(name, letter):
     return {"R": Replicate(), "P": Partial()}.get(letter) or Shard(DIMS[name][letter])
 
 
+def placed_on(mesh, plain, letters):
+    """Returns DTensors. letters: the name of each -> a letter for each dimension of the mesh."""
+    return {n: distributed(plain[n].clone(), mesh, *(placement(n, letter) for letter in p)) for n, p in letters.items()}
+
+
 # The angle arguments of a call: name -> letter.
 ANGLES = [
     *({"inv_freq": "R", "positions": p} for p in "RBSP"),
@@ -161,14 +161,13 @@ def is_taken(xs, angles, written, linear):
 
 
 def with_those_taken(factors, taken):
-    """Returns a list of (case, whether it is accepted). The cases contain each pair of values, each pair of values in
-    an accepted case if there is one, and each value with all other arguments whole."""
-    given = covering(factors)
-    given += [case for case in covering(factors, lambda **case: taken(case)) if case not in given]
+    """Returns a list of (case, whether it is accepted). In make exhaustive each pair of values occurs, and in accepted
+    cases if there is one. Each value occurs with all other arguments whole."""
     whole = {name: values[0] for name, values in factors.items()}
-    alone = [whole | {name: value} for name, values in factors.items() for value in values]
-    given += [case for case in alone if case not in given]
-    return [(case, taken(case)) for case in given]
+    given = [whole | {name: value} for name, values in factors.items() for value in values]
+    given += covering(factors, lambda **case: taken(case), strength=1 + EXHAUSTIVE, exhaustive=())
+    given += covering(factors, strength=1 + EXHAUSTIVE, exhaustive=())
+    return [(case, taken(case)) for i, case in enumerate(given) if case not in given[:i]]
 
 
 def cases(op):
@@ -270,12 +269,9 @@ def check_placements(device, op, given):
 
 
 @pytest.mark.parametrize("op", ["rotate", "rotate_", "rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"])
-@on(2, 4)
 def test_every_placement_is_accepted_or_raises_an_error_that_names_it(ranks, op):
-    """On four processes only accepted placements are tested, and some ranks have no elements."""
     given = list(cache_cases() if op == "rotate_into_cache_" else cases(op))
-    given = [case for case in given if case[1] or ranks.world == 2 or EXHAUSTIVE]
-    assert any(taken for _, taken in given)
+    assert {taken for _, taken in given} == {True, False}
     ranks(check_placements, op, given)
 
 
@@ -339,9 +335,8 @@ def check_gradients(device, op, letters, incoming):
 
 
 def all_gradients(device):
-    two = dist.get_world_size() == 2
     for op, letters in GRADIENTS:
-        for incoming in [(None, None), ("R", "R"), ("P", "P"), ("R", None)] if two or EXHAUSTIVE else [(None, None)]:
+        for incoming in [(None, None), ("R", "R"), ("P", "P"), ("R", None)][: 4 if EXHAUSTIVE else 3]:
             # The backward of a norm, or of tables, also takes x. A gradient that is a sum must not meet a split
             # argument.
             takes_x = op == "norm_rotate_qk" or "cos" in "".join(letters)
@@ -354,7 +349,6 @@ def all_gradients(device):
                 raise AssertionError(op, letters, incoming) from error
 
 
-@on(2, 4)
 def test_gradients_are_those_of_one_process(ranks):
     """The gradients of the results are placed like the results, whole, or sums. A sum is an error if another argument
     of the backward operator is split."""
@@ -383,14 +377,10 @@ def check_meshes(device):
     mesh, plain = mesh_of(device, dist.get_world_size() // 2, 2), tensors(device)
     for q, k, positions, taken in MESHES:
         letters = {"q": q, "k": k, "positions": positions, "inv_freq": "RR"}
-        placed = {
-            name: distributed(plain[name].clone(), mesh, *(placement(name, letter) for letter in pair))
-            for name, pair in letters.items()
-        }
+        placed = placed_on(mesh, plain, letters)
         if not taken:
-            with pytest.raises(
-                NotImplementedError, match="on mesh dimension '(dp|tp)' but must be .*, because (q|positions) is "
-            ):
+            message = "on mesh dimension '(dp|tp)' but must be .*, because (q|positions) is "
+            with pytest.raises(NotImplementedError, match=message):
                 ops.rotate_qk(**placed)
             continue
         wanted = ops.rotate_qk(**{name: plain[name] for name in letters})
@@ -403,9 +393,9 @@ def check_meshes(device):
             assert_same(placed[name], value)
 
 
-@on(4)
 def test_placements_on_a_mesh_of_two_dimensions(ranks):
-    ranks(check_meshes)
+    if ranks.world == 4:
+        ranks(check_meshes)
 
 
 # ---- cos_sin ----
@@ -436,22 +426,20 @@ def check_tables(device):
     # Learned frequencies go through tables by token. The tokens are split along batch or seq, or whole.
     q = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM, device=device)
     learned = [inv_freq.clone().requires_grad_(), distributed(inv_freq, mesh, Replicate()).requires_grad_()]
-    for split in (Shard(0), Shard(1), None):
-        one = ops.rotate(q, inv_freq=learned[0], positions=positions[0])
-        placed = [distributed(t, mesh, split or Replicate()) for t in (q, positions[0])]
-        many = ops.rotate(placed[0], inv_freq=learned[1], positions=placed[1])
+    for split in (Shard(0), Shard(1), Replicate(), None):
+        placed_q, placed_positions = (distributed(t, mesh, split or Replicate()) for t in (q, positions[0]))
+        of_one, of_many = {"offset": 3}, {"offset": 3}
+        if split is not None:
+            of_one, of_many = {"positions": positions[0]}, {"positions": placed_positions}
+        one = ops.rotate(q, inv_freq=learned[0], **of_one)
+        many = ops.rotate(placed_q, inv_freq=learned[1], **of_many)
         assert_same(many, one)
-        grads = [
-            torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)
-        ]
-        torch.testing.assert_close(grads[1].full_tensor(), grads[0])
-    one, many = ops.rotate(q, inv_freq=learned[0], offset=3), ops.rotate(placed[0], inv_freq=learned[1], offset=3)
-    assert_same(many, one)
-    grads = [torch.autograd.grad(out.square()[..., 0].sum(), t)[0] for out, t in zip((one, many), learned, strict=True)]
-    torch.testing.assert_close(grads[1].full_tensor(), grads[0])
+        one, many = (
+            torch.autograd.grad(t.square()[..., 0].sum(), f)[0] for t, f in zip((one, many), learned, strict=True)
+        )
+        torch.testing.assert_close(many.full_tensor(), one)
 
 
-@on(2)
 def test_cos_sin_is_split_like_its_positions(ranks):
     ranks(check_tables)
 
@@ -487,13 +475,9 @@ def check_scales(device):
                 assert_same(many[name], one[name])
     letters = dict.fromkeys(["q", "k", "v", "inv_freq", *OVER_HEADS], "R") | {"k_cache": "H", "v_cache": "H"}
     with pytest.raises(NotImplementedError, match="k_cache is .* because k_norm_weight normalises all heads"):
-        call(
-            "rotate_into_cache_",
-            {n: distributed(plain[n], mesh, placement(n, letter)) for n, letter in letters.items()},
-        )
+        call("rotate_into_cache_", placed_on(mesh, plain, letters))
 
 
-@on(2)
 def test_scales_are_split_like_their_caches(ranks):
     ranks(check_scales)
 
@@ -513,12 +497,11 @@ def refusals(device):
     messages = []
     for op, letters in calls:
         with pytest.raises(NotImplementedError) as error:
-            call(op, {name: distributed(plain[name], mesh, placement(name, letters[name])) for name in letters})
+            call(op, placed_on(mesh, plain, letters))
         messages.append(str(error.value))
     return messages
 
 
-@on(2)
 def test_the_errors_that_the_docs_quote_are_raised(ranks):
     text = (ROOT / "docs" / "parallel.md").read_text().replace("'cp'", "'tp'")
     for message in ranks(refusals)[0]:
@@ -531,18 +514,16 @@ def test_the_errors_that_the_docs_quote_are_raised(ranks):
 def check_decisions(device):
     """A decode step with a new offset makes no new decision. But slots are not taken for positions, nor one dtype for
     another."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     mesh, plain = mesh_of(device), tensors(device)
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     op, asked = ops.rotate_into_cache_.default, []
     rule = rules[op]
     rules[op] = lambda schema: asked.append(schema) or rule(schema)
-    split = {name: distributed(plain[name], mesh, Shard(0)) for name in ("q", "k", "v", "k_cache", "v_cache")}
-    whole = {
-        name: distributed(plain[name], mesh, Replicate()) for name in ("inv_freq", "q_norm_weight", "k_norm_weight")
-    }
-    positions = distributed(plain["positions"], mesh, Replicate())
+    split = placed_on(mesh, plain, dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), "B"))
+    whole = placed_on(mesh, plain, dict.fromkeys(("inv_freq", "q_norm_weight", "k_norm_weight"), "R"))
+    positions = placed_on(mesh, plain, {"positions": "R"})["positions"]
     try:
         for offset in range(5):
             ops.rotate_into_cache_(**split, inv_freq=whole["inv_freq"], offset=offset)
@@ -558,17 +539,16 @@ def check_decisions(device):
         rules[op] = rule
 
 
-@on(2)
 def test_a_decision_is_cached(ranks):
     ranks(check_decisions)
 
 
-@pytest.mark.parametrize("first", ["torch_rope", "torch.distributed.tensor"])
+@pytest.mark.parametrize("first", ["torch_rope", pytest.param("torch.distributed.tensor", marks=night)])
 def test_the_rules_are_registered_when_dtensor_is_imported(first):
     """The order of the imports does not matter. torch_rope itself does not import torch.distributed.tensor, which is
     slow."""
     second = {"torch_rope": "torch.distributed.tensor", "torch.distributed.tensor": "torch_rope"}[first]
-    code = f"""
+    program = f"""
 import sys, torch, {first}
 assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "torch_rope")
 import {second}
@@ -576,31 +556,31 @@ from torch.distributed.tensor import DTensor
 assert torch.ops.rope.rotate.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 assert not any("torch_rope" in type(finder).__module__ for finder in sys.meta_path)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    done = python(program, PYTHONWARNINGS="error")
+    assert done.returncode == 0, done.stderr
 
 
+@night
 def test_if_the_rules_cannot_be_registered_the_import_only_warns():
-    code = """
-import sys, warnings, torch_rope
+    program = """
+import sys, torch_rope
 sys.modules["torch_rope._sharding"] = None  # its import fails
-with warnings.catch_warnings(record=True) as caught:
-    import torch.distributed.tensor
-assert any("torch_rope's operators do not take DTensors" in str(w.message) for w in caught)
+import torch.distributed.tensor
 """
-    subprocess.run([sys.executable, "-W", "always", "-c", code], check=True)
+    done = python(program, PYTHONWARNINGS="always")
+    assert done.returncode == 0 and "torch_rope's operators do not take DTensors" in done.stderr
 
 
 # ---- torch.compile ----
 
 
-def compiled(device, backend):
-    from torch.distributed.tensor import Replicate
-
+def compiled(device):
     mesh, plain = mesh_of(device), tensors(device)
-    once = {"fullgraph": True, "backend": backend}
+    once = {"fullgraph": True, "backend": "aot_eager"}
 
-    def close(result, value):
-        torch.testing.assert_close(result.full_tensor(), value)
+    def close(results, values):
+        for result, value in zip(results, values, strict=True):
+            torch.testing.assert_close(result.full_tensor(), value)
 
     def train(q, k, q_norm_weight, k_norm_weight, cos, sin, positions):
         q, k = ops.rotate_qk(q * 2, k, cos, sin, positions=positions)
@@ -608,58 +588,46 @@ def compiled(device, backend):
         return q.square(), k.square()
 
     names = ["q", "k", "q_norm_weight", "k_norm_weight", "cos", "sin", "positions"]
-    # Inductor compiles the operators of one rank as it does without DTensors, so only in-place operators are tested
-    # with it.
-    for q, k, positions in ("HHR", "HRR", "BBR", "SSS") if backend == "aot_eager" or EXHAUSTIVE else ():
+    for q, k, positions in ("HRR", "BBR", "SSS"):
         torch._dynamo.reset()
-        letters = {"q": q, "k": k, "positions": positions}
-        placed = [distributed(plain[name], mesh, placement(name, letters.get(name, "R"))) for name in names]
+        letters = dict.fromkeys(names, "R") | {"q": q, "k": k, "positions": positions}
+        placed = list(placed_on(mesh, plain, letters).values())
         given = [plain[name].clone() for name in names]
         for t in (*placed[:-1], *given[:-1]):
             t.requires_grad_()
         outs, wanted = torch.compile(train, **once)(*placed), train(*given)
-        sum(out.sum() for out in outs).backward()
-        sum(out.sum() for out in wanted).backward()
-        for result, value in zip(
-            (*outs, *(t.grad for t in placed[:-1])), (*wanted, *(t.grad for t in given[:-1])), strict=True
-        ):
-            close(result, value)
+        for results in (outs, wanted):
+            sum(out.sum() for out in results).backward()
+        close((*outs, *(t.grad for t in placed[:-1])), (*wanted, *(t.grad for t in given[:-1])))
 
     def decode(q, k, v, k_cache, v_cache, inv_freq, offset):
         ops.rotate_qk_(q, k, inv_freq=inv_freq, offset=offset)
         ops.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=inv_freq, offset=offset)
 
     torch._dynamo.reset()
-    names = ["q", "k", "v", "k_cache", "v_cache"]
-    placed = [distributed(plain[name].clone(), mesh, placement(name, "H")) for name in names]
-    given = [plain[name].clone() for name in names]
-    inv_freq = distributed(plain["inv_freq"], mesh, Replicate())
+    letters = dict.fromkeys(["q", "k", "v", "k_cache", "v_cache"], "H") | {"inv_freq": "R"}
+    placed, given = list(placed_on(mesh, plain, letters).values()), [plain[name].clone() for name in letters]
     memory = [t.to_local().data_ptr() for t in placed]
     step = torch.compile(decode, **once)
     for offset in (0, 3, 5, 7, 9):
         with torch.compiler.set_stance("fail_on_recompile" if offset > 3 else "default"):
-            step(*placed, inv_freq, offset)
-        decode(*given, plain["inv_freq"], offset)
-        for result, value in zip(placed, given, strict=True):
-            close(result, value)
+            step(*placed, offset)
+        decode(*given, offset)
+        close(placed, given)
     assert memory == [t.to_local().data_ptr() for t in placed]
 
     torch._dynamo.reset()
     rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device)
-    placed = [distributed(plain[name], mesh, placement(name, "H")) for name in "qk"]
-    results = torch.compile(rope, **once)(*placed, plain["positions"])
-    for result, value in zip(results, rope(plain["q"], plain["k"], plain["positions"]), strict=True):
-        close(result, value)
-
-    split = distributed(plain["x"], mesh, placement("x", "D"))
+    placed = placed_on(mesh, plain, {"q": "H", "k": "H", "x": "D"})
+    results = torch.compile(rope, **once)(placed["q"], placed["k"], plain["positions"])
+    close(results, rope(plain["q"], plain["k"], plain["positions"]))
     with pytest.raises(Exception, match=r"rope\.rotate: x is Shard\(dim=3\) .* must not be split along its head_dim"):
-        torch.compile(lambda x, inv_freq: ops.rotate(x, inv_freq=inv_freq), **once)(split, inv_freq)
+        torch.compile(lambda x: ops.rotate(x, inv_freq=given[-1]), **once)(placed["x"])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@on(2)
-def test_compiled_programs_of_dtensors(ranks, backend):
-    ranks(compiled, backend)
+@night
+def test_compiled_programs_of_dtensors(ranks):
+    ranks(compiled)
 
 
 # ---- modules ----
@@ -671,23 +639,10 @@ def check_modules(device):
 
     mesh, plain = mesh_of(device), tensors(device)
     q, k, positions = plain["q"], plain["k"], plain["positions"]
-    kinds = [
-        {},
-        {"max_position": 16},
-        {"kind": "yarn", "factor": 4.0, "original_max_position": 8},
-        {"kind": "dynamic", "factor": 4.0, "original_max_position": 8},
-    ]
-    kinds += [
-        {
-            "kind": "longrope",
-            "original_max_position": 8,
-            "max_position": max_position,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0, 3.0, 4.0, 5.0],
-            "factor": 4.0,
-        }
-        for max_position in (None, 16)
-    ]
+    longer = {"factor": 4.0, "original_max_position": 8}
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    kinds = [{}, {"max_position": 16}, {"kind": "yarn"} | longer, {"kind": "dynamic"} | longer]
+    kinds += [{"kind": "longrope", "max_position": n} | longer | lists for n in (None, 16)]
     for arguments in kinds:
         rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device, **arguments)
         wanted = rope(q, k, positions)
@@ -701,13 +656,12 @@ def check_modules(device):
             placed = [distributed(t, mesh, to) for t in (q, k)]
             for result, value in zip(rope(*placed, given), wanted, strict=True):
                 assert_same(result, value)
-        if not arguments:
-            with pytest.raises(NotImplementedError, match="positions is Replicate"):
-                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions)
-            with pytest.raises(NotImplementedError, match="must not be split along its seq, because positions is None"):
-                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)))
-            with pytest.raises(ValueError, match="must have the positions of all 6 tokens of the DTensor q"):
-                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions[:, :3])
+        for wrong, error, message in (
+            (positions, NotImplementedError, "positions is Replicate"),
+            (positions[:, :3], ValueError, "must have the positions of all 6 tokens of the DTensor q"),
+        ):
+            with pytest.raises(error, match=message):
+                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), wrong)
         rope = torch_rope.RotaryEmbedding(HEAD_DIM, device="meta", **arguments)
         distribute_module(rope, mesh)
         rope.to_empty(device=device).bfloat16()
@@ -749,7 +703,6 @@ def check_modules(device):
         torch.testing.assert_close(mine.grad.full_tensor() * dist.get_world_size(), theirs.grad)
 
 
-@on(2)
 def test_rotary_embedding_with_dtensors_and_fsdp(ranks):
     ranks(check_modules)
 
@@ -786,13 +739,13 @@ def check_buffers_under_mixed_precision(device, full_precision):
         assert not [name for name in model.state_dict() if "rope" in name]
 
 
-@on(2)
-@pytest.mark.parametrize("full_precision", [False, True])
+@pytest.mark.parametrize("full_precision", [False, pytest.param(True, marks=night)])
 def test_fsdp1_casts_the_buffers_and_the_module_rotates_by_their_values(full_precision, ranks):
     ranks(check_buffers_under_mixed_precision, full_precision)
 
 
-@pytest.mark.parametrize("world", [2, 4] if EXHAUSTIVE else [4])
+@night
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_example_has_the_losses_of_one_process(world):
     """The example trains with tensor parallel, FSDP and context parallel, and uses nccl if there are as many GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
