@@ -87,10 +87,7 @@ def each_number_of_threads():
 
 
 def checks_ranges(device: str) -> bool:
-    """Returns whether a bad position or slot in a tensor raises IndexError.
-
-    The CPU reads positions and slots before it writes anything. On a GPU only the kernel reads them.
-    """
+    """Returns whether a bad position or slot in a tensor raises IndexError. On a GPU only the kernel reads them."""
     return not on_gpu(device)
 
 
@@ -124,11 +121,8 @@ def covering(
     if EXHAUSTIVE:
         interacting = [*interacting, exhaustive]
     groups = [*itertools.combinations(names, strength), *interacting]
-    missing = dict.fromkeys(
-        tuple(zip(group, indices, strict=True))
-        for group in groups
-        for indices in itertools.product(*(range(len(factors[name])) for name in group))
-    )
+    of_group = {group: itertools.product(*(range(len(factors[name])) for name in group)) for group in groups}
+    missing = {tuple(zip(group, i, strict=True)): None for group, indices in of_group.items() for i in indices}
     draw, chosen = random.Random(0), []
 
     def new(case):
@@ -174,19 +168,6 @@ def _strided(order):
     return make
 
 
-def _slice_of_packed(shape, dtype, device):
-    batch, seq, heads, head_dim = shape
-    return _dense((batch, seq, heads + 3, head_dim), dtype, device)[:, :, 1 : heads + 1]
-
-
-def _every_second_channel(shape, dtype, device):
-    return _dense((*shape[:3], 2 * shape[3]), dtype, device)[..., ::2]
-
-
-def _odd_start(shape, dtype, device):
-    return _dense((shape.numel() + 1,), dtype, device)[1:].view(shape)
-
-
 # Memory layouts of a [batch, seq, heads, head_dim] tensor. A layout is a function (shape, dtype, device) -> tensor of
 # random numbers; no two elements of the tensor share memory.
 LAYOUTS = {
@@ -194,9 +175,9 @@ LAYOUTS = {
     "bhsd": _strided((0, 2, 1, 3)),
     "sbhd": _strided((1, 0, 2, 3)),
     "bhds": _strided((0, 2, 3, 1)),  # of a convolution
-    "packed": _slice_of_packed,
-    "every second channel": _every_second_channel,
-    "odd start": _odd_start,
+    "packed": lambda s, dtype, device: _dense((*s[:2], s[2] + 3, s[3]), dtype, device)[:, :, 1 : s[2] + 1],
+    "every second channel": lambda s, dtype, device: _dense((*s[:3], 2 * s[3]), dtype, device)[..., ::2],
+    "odd start": lambda s, dtype, device: _dense((s.numel() + 1,), dtype, device)[1:].view(s),
 }
 
 
@@ -286,11 +267,9 @@ class Source:
     freq_dtype: torch.dtype = torch.float32
 
     def __str__(self):
-        return "-".join(
-            [self.kind, *([self.positions] if self.positions else []), *([self.strides] * (self.strides != "dense"))]
-            + ([f"offset{self.offset}"] if self.offset else [])
-            + (["float64"] if self.freq_dtype == torch.float64 else [])
-        )
+        parts = [self.kind, self.positions, self.strides.replace("dense", "")]
+        parts += [f"offset{self.offset}" * (self.offset != 0), "float64" * (self.freq_dtype == torch.float64)]
+        return "-".join(filter(None, parts))
 
     def arguments(self, batch, seq, rotary_dim, table_dtype, device, heads=1) -> dict:
         """Returns the arguments of a call by name. A table by position has seq + 40 rows.
@@ -314,16 +293,15 @@ class Source:
             shapes = {"table": (rows,), "token": (batch, seq), "token shared": (1, seq)}
             shapes |= {"head": (batch, seq, heads), "head shared": (1, seq, heads)}
             angle = torch.randint(0, 3000, shapes[self.kind]).double().unsqueeze(-1) * freq
-            suffix = " by head" if angle.dim() == 4 else ""
-            for name, t in ("cos", angle.cos()), ("sin", angle.sin()):
-                arguments[name] = laid_out(name + suffix, t.to(table_dtype))
+            suffix = " by head" * (angle.dim() == 4)
+            arguments["cos"] = laid_out("cos" + suffix, angle.cos().to(table_dtype))
+            arguments["sin"] = laid_out("sin" + suffix, angle.sin().to(table_dtype))
         if self.positions:
             dtype, shape = self.positions.split()
             low = -self.offset if self.kind == "table" else -20
-            positions = torch.randint(
-                low, rows - self.offset, {"[S]": (seq,), "[1,S]": (1, seq), "[B,S]": (batch, seq)}[shape]
-            )
-            arguments["positions"] = laid_out("positions", positions.to(getattr(torch, dtype)))
+            shape = {"[S]": (seq,), "[1,S]": (1, seq), "[B,S]": (batch, seq)}[shape]
+            positions = torch.randint(low, rows - self.offset, shape).to(getattr(torch, dtype))
+            arguments["positions"] = laid_out("positions", positions)
         return arguments
 
 
@@ -397,7 +375,6 @@ SIZES = [
 STARTS = {"first": lambda rest: 0, "second": lambda rest: min(rest, 1), "middle": lambda rest: rest // 16 * 8}
 STARTS["last"] = lambda rest: rest
 
-
 # The factors of a call that rotates q and k.
 CALLS = {
     "size": SIZES,
@@ -445,8 +422,7 @@ def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table
 
 def rotated_channels(size, angles) -> slice:
     """Returns which channels of a head are rotated."""
-    start = angles.get("rotary_start", 0)
-    return slice(start, start + size[-1])
+    return slice(angles.get("rotary_start", 0), angles.get("rotary_start", 0) + size[-1])
 
 
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]  # the dtypes of quantised caches

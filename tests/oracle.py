@@ -33,20 +33,9 @@ def channels_of_pairs(pairs: int, rotary_start: int, interleaved: bool) -> tuple
 
 
 def rotate(
-    x,
-    cos=None,
-    sin=None,
-    inv_freq=None,
-    positions=None,
-    offset=0,
-    *,
-    attention_factor=1.0,
-    interleaved=False,
-    inverse=False,
-    rotary_start=0,
-    norm_weight=None,
-    norm_eps=1e-6,
-) -> tuple[np.ndarray, np.ndarray]:
+    x, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0, interleaved=False,
+    inverse=False, rotary_start=0, norm_weight=None, norm_eps=1e-6,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Returns the rotated x, and the magnitude of each element's rotated pair, both in x's shape.
 
     The magnitude of a pair (a, b) is sqrt(a^2 + b^2), and that of a channel that is not rotated is its absolute value. The
@@ -112,18 +101,9 @@ def quantise(x: np.ndarray, scale: np.ndarray, dtype: torch.dtype) -> np.ndarray
 
 
 def table_backward(
-    given,
-    x,
-    cos,
-    sin,
-    positions=None,
-    offset=0,
-    *,
-    attention_factor=1.0,
-    interleaved=False,
-    inverse=False,
+    given, x, cos, sin, positions=None, offset=0, *, attention_factor=1.0, interleaved=False, inverse=False,
     rotary_start=0,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Returns the gradients of cos and sin, and for each the sum of the magnitudes of its terms, in the shape of cos.
 
     x: a list of the tensors that were rotated, each [batch, seq, heads, head_dim] or [seq, heads, head_dim].
@@ -138,19 +118,11 @@ def table_backward(
         first, second = channels_of_pairs(pairs, rotary_start, interleaved)
         a, b, ga, gb = t[..., first], t[..., second], g[..., first], g[..., second]
         sign = -1 if inverse else 1
-        terms = [
-            ga * a + gb * b,
-            sign * (gb * a - ga * b),
-            *(np.abs(ga * a) + np.abs(gb * b), np.abs(gb * a) + np.abs(ga * b)),
-        ]
-        if len(shape) == 4:
-            rows = np.broadcast_to(np.arange(seq * t.shape[2]).reshape(seq, t.shape[2]), t.shape[:3]) + (
-                np.arange(batch)[:, None, None] * (seq * t.shape[2]) if shape[0] > 1 else 0
-            )
-        elif len(shape) == 3:
-            rows = np.broadcast_to(np.arange(seq), (batch, seq)) + (
-                np.arange(batch)[:, None] * seq if shape[0] > 1 else 0
-            )
+        terms = [ga * a + gb * b, sign * (gb * a - ga * b)]
+        terms += [np.abs(ga * a) + np.abs(gb * b), np.abs(gb * a) + np.abs(ga * b)]
+        if len(shape) > 2:  # a row for each token, or for each token and head, of one sequence or of all
+            one = (shape[0], *t.shape[1 : len(shape) - 1])
+            rows = np.broadcast_to(np.arange(np.prod(one)).reshape(one), (batch, *one[1:]))
         else:
             p = np.arange(seq)[None] if positions is None else np.atleast_2d(numpy_of(positions, np.int64))
             rows = np.broadcast_to(p + offset, (batch, seq))
