@@ -2,8 +2,8 @@
 // not the address of memory. Operators of aten that this file does not register run on the CPU.
 #include "device.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>

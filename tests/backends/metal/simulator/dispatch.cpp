@@ -39,25 +39,30 @@ std::string output_of(const std::string& command) {
   return text.substr(0, text.find('\n'));
 }
 
-std::string json(const emulator::Accesses& a, const char* done, const char* counts) {
+// Returns the items as a list or, with keys, as an object in JSON.
+std::string json(const std::vector<std::string>& items, const char* brackets) {
+  std::string text(1, brackets[0]);
+  for (const std::string& item : items) text += (text.size() > 1 ? ", " : "") + item;
+  return text + brackets[1];
+}
+template <typename T>
+std::string keyed(const std::string& key, const T& value) {
   std::ostringstream out;
-  out << "\"bytes_" << done << "\": " << a.bytes << ", ";
-  if (emulator::options.lines) out << "\"lines_" << done << "\": " << a.lines << ", ";
-  out << "\"" << counts << "\": {";
-  const char* comma = "";
-  for (int i = 0; i < 6; i++) {
-    if (!a.count[i]) continue;
-    out << comma << "\"" << (i < 5 ? std::to_string(1 << i) : "other") << "\": " << a.count[i];
-    comma = ", ";
-  }
-  out << "}";
+  out << '"' << key << "\": " << value;
   return out.str();
 }
-
 std::string json(const size_t (&size)[3]) {
-  std::ostringstream out;
-  out << "[" << size[0] << ", " << size[1] << ", " << size[2] << "]";
-  return out.str();
+  return json({std::to_string(size[0]), std::to_string(size[1]), std::to_string(size[2])}, "[]");
+}
+
+void add(std::vector<std::string>& to, const emulator::Accesses& a, const char* done, const char* counts) {
+  std::vector<std::string> sizes;
+  for (int i = 0; i < 6; i++) {
+    if (a.count[i]) sizes.push_back(keyed(i < 5 ? std::to_string(1 << i) : "other", a.count[i]));
+  }
+  to.push_back(keyed(std::string("bytes_") + done, a.bytes));
+  if (emulator::options.lines) to.push_back(keyed(std::string("lines_") + done, a.lines));
+  to.push_back(keyed(counts, json(sizes, "{}")));
 }
 
 // Gives the function constants of a library, and the constants that are computed from them, the values of a pipeline.
@@ -72,26 +77,14 @@ size_t groups(const Dispatch& d, int axis) { return (d.threads[axis] + d.group[a
 // Records the emulator's last launch. A buffer that is bound twice is recorded twice, with the same numbers.
 void record(const Dispatch& d) {
   const auto launches = emulator::last_launches(true);
-  std::ostringstream out;
-  out << "{\"kernel\": \"" << d.pipeline.kernel->name << "\", \"threads\": " << json(d.threads)
-      << ", \"group\": " << json(d.group) << ", \"groups\": " << json({groups(d, 0), groups(d, 1), groups(d, 2)})
-      << ", \"rints\": " << rints << ", \"messages\": {";
-  const char* comma = "";
-  for (const auto& [name, count] : d.messages) {
-    out << comma << "\"" << name << "\": " << count;
-    comma = ", ";
-  }
-  out << "}, \"constants\": {";
-  comma = "";
+  const Kernel& k = *d.pipeline.kernel;
+  std::vector<std::string> messages, constants, buffers;
+  for (const auto& [name, count] : d.messages) messages.push_back(keyed(name, count));
   for (const Constant& c : d.pipeline.library->constants) {
     int value = 0;
     memcpy(&value, c.data, std::min(c.size, sizeof value));
-    out << comma << "\"" << c.name << "\": " << value;
-    comma = ", ";
+    constants.push_back(keyed(c.name, value));
   }
-  out << "}, \"buffers\": {";
-  comma = "";
-  const Kernel& k = *d.pipeline.kernel;
   for (int i = 0; i < k.count; i++) {
     if (k.parameters[i].attribute != kbuffer || d.pipeline.absent[i]) continue;
     const Binding& b = d.buffers[k.parameters[i].index];
@@ -100,12 +93,17 @@ void record(const Dispatch& d) {
     for (const auto& a : launches.back().allocations) {
       if (a.data == b.memory->data) loads = a.loads, stores = a.stores;
     }
-    out << comma << "\"" << k.parameters[i].index << "\": {\"bytes\": " << b.memory->bytes << ", "
-        << json(loads, "read", "loads") << ", " << json(stores, "written", "stores") << "}";
-    comma = ", ";
+    std::vector<std::string> buffer{keyed("bytes", b.memory->bytes)};
+    add(buffer, loads, "read", "loads");
+    add(buffer, stores, "written", "stores");
+    buffers.push_back(keyed(std::to_string(k.parameters[i].index), json(buffer, "{}")));
   }
-  out << "}}";
-  records.push_back(out.str());
+  records.push_back(
+      json({keyed("kernel", '"' + std::string(k.name) + '"'), keyed("threads", json(d.threads)),
+            keyed("group", json(d.group)), keyed("groups", json({groups(d, 0), groups(d, 1), groups(d, 2)})),
+            keyed("rints", rints), keyed("messages", json(messages, "{}")), keyed("constants", json(constants, "{}")),
+            keyed("buffers", json(buffers, "{}"))},
+           "{}"));
   if (records.size() > 1000) records.pop_front();
 }
 
@@ -284,8 +282,6 @@ unsigned value(const Call& c, Attribute attribute, int axis) {
       return of(emulator::block_index);
     case kthreads_per_threadgroup:
       return of(size);
-    case kdispatch_threads_per_threadgroup:
-      return of(c.group);
     case kthreads_per_grid:
       return of(c.threads);
     case kthreadgroups_per_grid:
@@ -296,10 +292,6 @@ unsigned value(const Call& c, Attribute attribute, int axis) {
       return index % 32;
     case ksimdgroup_index_in_threadgroup:
       return index / 32;
-    case ksimdgroups_per_threadgroup:
-      return unsigned(size.count() + 31) / 32;
-    case kthreads_per_simdgroup:
-      return 32;
     default:
       emulator::fail("a parameter that is no pointer has the attribute of a pointer");
   }
@@ -312,10 +304,9 @@ float rint(float x) {
 
 std::string last_dispatches(bool clear) {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::string text = "[";
-  for (const std::string& r : records) text += (text.size() > 1 ? ", " : "") + r;
+  const std::string text = json({records.begin(), records.end()}, "[]");
   if (clear) records.clear();
-  return text + "]";
+  return text;
 }
 
 }  // namespace simulator

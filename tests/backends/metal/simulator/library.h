@@ -15,14 +15,11 @@ enum Attribute {
   kthread_position_in_threadgroup,
   kthreadgroup_position_in_grid,
   kthreads_per_threadgroup,
-  kdispatch_threads_per_threadgroup,
   kthreads_per_grid,
   kthreadgroups_per_grid,
   kthread_index_in_threadgroup,
   kthread_index_in_simdgroup,
   ksimdgroup_index_in_threadgroup,
-  ksimdgroups_per_threadgroup,
-  kthreads_per_simdgroup,
 };
 
 struct Parameter {

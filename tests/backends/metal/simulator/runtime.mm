@@ -25,7 +25,6 @@ extern "C" int __gnu_objc_personality_v0(int version, int actions, unsigned long
 
 namespace {
 int& references(id object) { return reinterpret_cast<int*>(object)[-4]; }
-thread_local NSAutoreleasePool* pool;
 }  // namespace
 
 @implementation NSObject
@@ -52,12 +51,8 @@ thread_local NSAutoreleasePool* pool;
 - (oneway void)release {
   if (__atomic_fetch_sub(&references(self), 1, __ATOMIC_ACQ_REL) == 1) [self dealloc];
 }
-- (NSUInteger)retainCount {
-  return NSUInteger(references(self));
-}
 - (id)autorelease {
-  if (pool) static_cast<std::vector<id>*>(pool->objects_)->push_back(self);  // leaks if there is no pool
-  return self;
+  return self;  // leaks a few strings, because a pool does nothing
 }
 - (void)dealloc {
   free(reinterpret_cast<char*>(self) - 16);
@@ -68,16 +63,7 @@ thread_local NSAutoreleasePool* pool;
 @end
 
 @implementation NSAutoreleasePool
-- (id)init {
-  outer_ = pool;
-  objects_ = new std::vector<id>;
-  return pool = self;
-}
 - (void)drain {
-  auto* const objects = static_cast<std::vector<id>*>(objects_);
-  pool = outer_;
-  for (id object : *objects) [object release];
-  delete objects;
   [self release];
 }
 @end
@@ -85,43 +71,21 @@ thread_local NSAutoreleasePool* pool;
 @implementation NSString
 + (NSString*)stringWithUTF8String:(const char*)text {
   if (!text) fail("stringWithUTF8String got NULL");
-  return [[[self alloc] initWithBytes:text length:strlen(text) encoding:NSUTF8StringEncoding] autorelease];
-}
-- (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding {
-  bytes_ = strndup(static_cast<const char*>(bytes), length);
-  length_ = unsigned(length);
-  return self;
+  NSString* const made = [self new];
+  made->bytes_ = strdup(text);
+  return made;
 }
 - (const char*)UTF8String {
   return bytes_;
 }
-- (NSUInteger)length {
-  return length_;
-}
-- (void)dealloc {
-  free(const_cast<char*>(bytes_));
-  [super dealloc];
-}
 @end
 
 @implementation NSConstantString
-- (id)retain {
-  return self;
-}
-- (oneway void)release {
-}
-- (id)autorelease {
-  return self;
-}
 @end
 
 @implementation NSError
 - (NSString*)localizedDescription {
   return text_;
-}
-- (void)dealloc {
-  [text_ release];
-  [super dealloc];
 }
 @end
 
@@ -175,12 +139,6 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 }
 @end
 @implementation SimulatedBuffer
-- (NSUInteger)length {
-  return (*memory_)->bytes;
-}
-- (void*)contents {
-  return (*memory_)->data;
-}
 - (void)dealloc {
   delete memory_;
   [super dealloc];
@@ -200,24 +158,7 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 - (void)setFastMathEnabled:(BOOL)enabled {
   math_ = enabled ? MTLMathModeFast : MTLMathModeSafe;
 }
-- (MTLMathMode)mathMode {
-  return math_;
-}
-- (void)setMathMode:(MTLMathMode)mode {
-  math_ = mode;
-}
-- (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
-  return functions_;
-}
-- (void)setMathFloatingPointFunctions:(MTLMathFloatingPointFunctions)functions {
-  functions_ = functions;
-}
-- (MTLLanguageVersion)languageVersion {
-  return version_;
-}
-- (void)setLanguageVersion:(MTLLanguageVersion)version {
-  version_ = version;
-}
+@synthesize mathMode = math_, mathFloatingPointFunctions = functions_, languageVersion = version_;
 @end
 
 @implementation MTLFunctionConstantValues
@@ -225,14 +166,11 @@ void dispatch_release(dispatch_data_t data) { delete data; }
   values_ = new simulator::Values;
   return self;
 }
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index {
-  const size_t bytes = type == MTLDataTypeBool ? 1 : 4;
-  (*static_cast<simulator::Values*>(values_))[index] = {int(type), {static_cast<const char*>(value), bytes}};
-}
 - (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range {
   const size_t bytes = type == MTLDataTypeBool ? 1 : 4;
   for (NSUInteger i = 0; i < range.length; i++)
-    [self setConstantValue:static_cast<const char*>(values) + i * bytes type:type atIndex:range.location + i];
+    (*static_cast<simulator::Values*>(values_))[range.location + i] = {
+        int(type), {static_cast<const char*>(values) + i * bytes, bytes}};
 }
 - (void)dealloc {
   delete static_cast<simulator::Values*>(values_);
@@ -246,17 +184,11 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 }
 @end
 @implementation SimulatedPipeline
-- (NSString*)name {
-  return [NSString stringWithUTF8String:pipeline_->kernel->name];
-}
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
   return simulator::max_threads;
 }
 - (NSUInteger)threadExecutionWidth {
   return 32;
-}
-- (NSUInteger)staticThreadgroupMemoryLength {
-  return 0;
 }
 - (void)dealloc {
   delete pipeline_;
@@ -265,17 +197,14 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 @end
 
 namespace {
-// Returns what make() returns. If it throws, stores the message in *error and returns nil.
+// Returns what make() returns. If it throws, makes *error with the message and returns nil.
 template <typename F>
 id made_by(NSError** error, F make) {
   try {
     return make();
   } catch (const std::exception& e) {
-    if (error) {
-      NSError* const made = [[NSError new] autorelease];
-      made->text_ = [[NSString stringWithUTF8String:e.what()] retain];
-      *error = made;
-    }
+    *error = [NSError new];
+    (*error)->text_ = [NSString stringWithUTF8String:e.what()];
     return nil;
   }
 }
@@ -287,17 +216,13 @@ id made_by(NSError** error, F make) {
 }
 @end
 @implementation SimulatedLibrary
-- (id<MTLFunction>)newFunctionWithName:(NSString*)name {
-  return [self newFunctionWithName:name constantValues:nil error:nil];
-}
 - (id<MTLFunction>)newFunctionWithName:(NSString*)name
                         constantValues:(MTLFunctionConstantValues*)values
                                  error:(NSError**)error {
   return made_by(error, [&] {
-    const auto constants = values ? *static_cast<simulator::Values*>(values->values_) : simulator::Values();
-    const auto pipeline = simulator::pipeline(*library_, [name UTF8String], constants);
+    const auto& constants = *static_cast<simulator::Values*>(values->values_);
     SimulatedPipeline* const function = [SimulatedPipeline new];
-    function->pipeline_ = new simulator::Pipeline(pipeline);
+    function->pipeline_ = new simulator::Pipeline(simulator::pipeline(*library_, [name UTF8String], constants));
     return function;
   });
 }
@@ -308,11 +233,10 @@ id made_by(NSError** error, F make) {
 @implementation SimulatedDevice
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   return made_by(error, [&] {
-    if (options && options->version_ < MTLLanguageVersion3_1)
+    if (options->version_ < MTLLanguageVersion3_1)
       fail("the language version must be at least Metal 3.1, because the shaders use bfloat");
-    const bool fast = !options || options->math_ != MTLMathModeSafe;
     SimulatedLibrary* const library = [SimulatedLibrary new];
-    library->library_ = simulator::compile([source UTF8String], fast);
+    library->library_ = simulator::compile([source UTF8String], options->math_ != MTLMathModeSafe);
     return library;
   });
 }
@@ -332,9 +256,6 @@ id made_by(NSError** error, F make) {
     pipeline->pipeline_ = new simulator::Pipeline(*((SimulatedPipeline*)function)->pipeline_);
     return pipeline;
   });
-}
-- (NSUInteger)maxThreadgroupMemoryLength {
-  return simulator::kThreadgroupMemory;
 }
 @end
 
@@ -430,9 +351,6 @@ void check_on_queue(const char* what) {
 @end
 
 @implementation MPSCommandBuffer
-- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  fail("a second encoder was made while PyTorch's own is open");
-}
 - (void)commit {
   fail("commit was sent to the command buffer that PyTorch shares among operators");
 }
@@ -461,7 +379,6 @@ void MPSStream::endKernelCoalescing() {
 }
 // An operator must not call this. PyTorch itself commits when it needs to; see simulated_synchronize().
 void MPSStream::synchronize(SyncType) { fail("an operator commits or waits"); }
-MTLDevice_t MPSStream::device() const { return MPSDevice::getInstance()->device(); }
 MPSStream* getDefaultMPSStream() {
   static auto* const stream = new MPSStream(Stream(Stream::UNSAFE, Device(DeviceType::MPS, 0), 0));
   return stream;
@@ -474,7 +391,6 @@ MPSDevice* MPSDevice::getInstance() {
   static auto* const device = new MPSDevice;
   return device;
 }
-bool is_available() { return true; }
 
 // The profiler notes the names of the kernels that are reported to it. Like the real one it ends the encoder.
 namespace Profiler {
@@ -524,7 +440,7 @@ void* simulated_buffer(size_t bytes) {
 }
 void simulated_release(void* buffer) { [(id)buffer release]; }
 void* simulated_contents(const void* buffer) {
-  return buffer ? [(SimulatedBuffer*)const_cast<void*>(buffer) contents] : nullptr;
+  return buffer ? (*((SimulatedBuffer*)const_cast<void*>(buffer))->memory_)->data : nullptr;
 }
 void simulated_synchronize() {
   at::mps::dispatch_sync_with_rethrow(&stream_queue, ^{

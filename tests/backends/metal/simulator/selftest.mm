@@ -69,67 +69,30 @@ void launch(const std::string& source, at::TensorList tensors, int64_t bound, in
 }
 
 void misuse(const at::Tensor& x, int64_t which) {
-  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  using at::mps::dispatch_sync_with_rethrow;
-  switch (which) {
-    case 0:
-      stream->commandEncoder();
-      break;
-    case 1:
-      dispatch_sync(stream->queue(), ^{
-        at::add(x, x);
-      });
-      break;
-    case 2:
-      dispatch_sync(stream->queue(), ^{
-        TORCH_CHECK(false, "boom");
-      });
-      break;
-    case 3:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        [stream->commandEncoder() endEncoding];
-      });
-      break;
-    case 4:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        stream->synchronize(at::mps::SyncType::COMMIT);
-      });
-      break;
-    case 5:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        [stream->commandBuffer() commit];
-      });
-      break;
-    case 6:
-    case 7:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        const std::vector<char> bytes(5000);
-        [stream->commandEncoder() setBytes:bytes.data() length:which == 6 ? 5000 : 0 atIndex:0];
-      });
-      break;
-    case 8:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        [stream->commandEncoder() setBuffer:buffer_of(x) offset:x.nbytes() + 4 atIndex:0];
-      });
-      break;
-    case 9:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        [stream->commandEncoder() setThreadgroupMemoryLength:24 atIndex:0];
-      });
-      break;
-    case 10: {
-      __block id<MTLComputeCommandEncoder> encoder = nil;
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        encoder = stream->commandEncoder();
-      });
-      [encoder setBuffer:nil offset:0 atIndex:0];
-      break;
-    }
-    case 11:
-      dispatch_sync_with_rethrow(stream->queue(), ^{
-        TORCH_CHECK(false, "rethrown");
-      });
-  }
+  at::mps::MPSStream* const stream = at::mps::getCurrentMPSStream();
+  if (which == 0) stream->commandEncoder();
+  dispatch_block_t call = ^{
+    at::add(x, x);
+  };
+  if (which == 1) dispatch_sync(stream->queue(), call);
+  call = ^{
+    TORCH_CHECK(false, "boom");
+  };
+  if (which == 2) dispatch_sync(stream->queue(), call);
+  __block id<MTLComputeCommandEncoder> encoder = nil;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{
+    encoder = stream->commandEncoder();
+    const std::vector<char> bytes(5000);
+    if (which == 3) [encoder endEncoding];
+    if (which == 4) stream->synchronize(at::mps::SyncType::COMMIT);
+    if (which == 5) [stream->commandBuffer() commit];
+    if (which == 6) [encoder setBytes:bytes.data() length:5000 atIndex:0];
+    if (which == 7) [encoder setBytes:bytes.data() length:0 atIndex:0];
+    if (which == 8) [encoder setBuffer:buffer_of(x) offset:x.nbytes() + 4 atIndex:0];
+    if (which == 9) [encoder setThreadgroupMemoryLength:24 atIndex:0];
+    if (which == 10) TORCH_CHECK(false, "rethrown");
+  });
+  if (which == 11) [encoder setBuffer:nil offset:0 atIndex:0];
 }
 
 }  // namespace

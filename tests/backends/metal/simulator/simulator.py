@@ -1,11 +1,9 @@
 """Gives torch a simulated device "mps" on Linux. After load() tensors can be on it.
 
-    python simulator.py FILE [arguments]
     python simulator.py -m MODULE [arguments]
-    python simulator.py -c CODE [arguments]
 
-runs a program as python itself does, after load(). That function sets the environment variable TORCH_ROPE_PYTHON to the
-command that starts a Python with the device, for programs that start further processes.
+runs a module as python itself does, after load(). That function sets the environment variable TORCH_ROPE_PYTHON to the
+command that does it, for programs that start further processes.
 """
 
 import json
@@ -13,7 +11,6 @@ import os
 import runpy
 import shlex
 import sys
-import types
 
 import simulator_build
 import torch
@@ -99,24 +96,8 @@ def max_threads(threads: int) -> None:
     torch.ops.simulator.max_threads(threads)
 
 
-def main(arguments: list[str]) -> None:
-    """Runs the program that the arguments name."""
-    option, *rest = arguments or [""]
-    if option.startswith("-") and (option not in ("-m", "-c") or not rest) or not option:
-        sys.exit(__doc__)
-    sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(option, os.path.dirname(os.path.abspath(option)))
-    load()
-    if option == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        program = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(rest[0], "<string>", "exec"), program.__dict__)
-    elif option == "-m":
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        runpy.run_path(option, run_name="__main__")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.argv = sys.argv[2:]
+    sys.path[0] = os.getcwd()
+    load()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -131,7 +131,9 @@ def build(compiled: bool = False) -> Path:
         if not compiled:
             with ThreadPoolExecutor(int(jobs)) as pool:
                 texts = sorted(embed.sources().values(), key=len, reverse=True)
-                list(pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library, False), texts))
+                list(
+                    pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library, False), texts)
+                )
     return ROOT / library
 
 

@@ -6,7 +6,6 @@
 
 // <cmath> is not included, because its functions of doubles would compete with those of the namespace metal.
 #include <initializer_list>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -31,47 +30,24 @@ typedef _Float16 half;
 
 namespace metal {
 
-using std::conditional;
-using std::enable_if;
-using std::is_same;
-using std::numeric_limits;
-
-// These functions exist for float only, and all have full precision.
+// This file and strict.h have only what the shaders use. These functions exist for float only, and all have full
+// precision.
 #define FUNCTIONS                                                                 \
   inline float sqrt(float x) { return __builtin_sqrtf(x); }                       \
-  inline float rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }               \
   inline float sin(float x) { return __builtin_sinf(x); }                         \
   inline float cos(float x) { return __builtin_cosf(x); }                         \
-  inline float exp(float x) { return __builtin_expf(x); }                         \
-  inline float exp2(float x) { return __builtin_exp2f(x); }                       \
-  inline float log(float x) { return __builtin_logf(x); }                         \
-  inline float log2(float x) { return __builtin_log2f(x); }                       \
-  inline float pow(float x, float y) { return __builtin_powf(x, y); }             \
   inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); } \
   inline float rint(float x) { return simulator::rint(x); }                       \
-  inline float floor(float x) { return __builtin_floorf(x); }                     \
-  inline float ceil(float x) { return __builtin_ceilf(x); }                       \
-  inline float trunc(float x) { return __builtin_truncf(x); }                     \
   inline float fabs(float x) { return __builtin_fabsf(x); }                       \
-  inline float abs(float x) { return __builtin_fabsf(x); }                        \
   inline float min(float x, float y) { return __builtin_fminf(x, y); }            \
   inline float max(float x, float y) { return __builtin_fmaxf(x, y); }
 FUNCTIONS
 namespace precise {
 FUNCTIONS
 }
-namespace fast {
-FUNCTIONS
-}
 #undef FUNCTIONS
 
-inline bool isnan(float x) { return __builtin_isnan(x); }
-inline bool isinf(float x) { return __builtin_isinf(x); }
 inline bool isfinite(float x) { return __builtin_isfinite(x); }
-template <typename T>
-T abs(T x) {
-  return x < T(0) ? -x : x;
-}
 template <typename T>
 T min(T x, T y) {
   return y < x ? y : x;
@@ -97,71 +73,31 @@ inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) |
 inline void threadgroup_barrier(mem_flags flags, WHERE) {
   emulator::block_barrier({"threadgroup_barrier", file, line}, emulator::Memories(flags));
 }
-inline void simdgroup_barrier(mem_flags flags, WHERE) {
-  emulator::warp_barrier(emulator::lanes(), {"simdgroup_barrier", file, line}, emulator::Memories(flags));
-}
 }  // namespace metal
 
 namespace simulator {
-
-inline bool has_lane(uint lane) { return lane < 32 && emulator::lanes() >> lane & 1; }
 
 // Returns the x of another lane. If that lane does not exist, the result is undefined in Metal and all ones here, which
 // is a NaN in the floating types.
 template <typename T>
 T of_lane(T x, uint lane, const emulator::Site& site) {
-  const bool there = has_lane(lane);
+  const bool there = lane < 32 && emulator::lanes() >> lane & 1;
   emulator::warp_exchange(emulator::lanes(), there ? lane : emulator::lane_index(), &x, sizeof x, site);
   if (!there) __builtin_memset(&x, 0xff, sizeof x);
   return x;
-}
-template <typename T, typename F>
-T reduced(T x, F f, const emulator::Site& site) {
-  for (uint distance = 16; distance; distance /= 2) {
-    const uint lane = emulator::lane_index() + distance;
-    const T other = of_lane(x, lane, site);
-    if (has_lane(lane)) x = f(x, other);
-  }
-  return of_lane(x, 0, site);
 }
 
 }  // namespace simulator
 
 namespace metal {
-#define SITE(name) {name, file, line}
-template <typename T>
-T simd_sum(T x, WHERE) {
-  return simulator::reduced(x, [](T a, T b) { return T(a + b); }, SITE("simd_sum"));
-}
-template <typename T>
-T simd_max(T x, WHERE) {
-  return simulator::reduced(x, [](T a, T b) { return max(a, b); }, SITE("simd_max"));
-}
-template <typename T>
-T simd_min(T x, WHERE) {
-  return simulator::reduced(x, [](T a, T b) { return min(a, b); }, SITE("simd_min"));
-}
 template <typename T>
 T simd_shuffle(T x, ushort lane, WHERE) {
-  return simulator::of_lane(x, lane, SITE("simd_shuffle"));
-}
-template <typename T>
-T simd_broadcast(T x, ushort lane, WHERE) {
-  return simulator::of_lane(x, lane, SITE("simd_broadcast"));
+  return simulator::of_lane(x, lane, {"simd_shuffle", file, line});
 }
 template <typename T>
 T simd_shuffle_xor(T x, ushort mask, WHERE) {
-  return simulator::of_lane(x, emulator::lane_index() ^ mask, SITE("simd_shuffle_xor"));
+  return simulator::of_lane(x, emulator::lane_index() ^ mask, {"simd_shuffle_xor", file, line});
 }
-template <typename T>
-T simd_shuffle_down(T x, ushort delta, WHERE) {
-  return simulator::of_lane(x, emulator::lane_index() + delta, SITE("simd_shuffle_down"));
-}
-template <typename T>
-T simd_shuffle_up(T x, ushort delta, WHERE) {
-  return simulator::of_lane(x, emulator::lane_index() - delta, SITE("simd_shuffle_up"));
-}
-#undef SITE
 #undef WHERE
 }  // namespace metal
 
@@ -266,24 +202,8 @@ struct Signature {
   UNWATCHED static void call(const Call& c) { call(c, std::index_sequence_for<P...>()); }
 };
 
-template <typename T>
-struct DataType;  // MTLDataType
-template <>
-struct DataType<float> {
-  static const int value = 3;
-};
-template <>
-struct DataType<int> {
-  static const int value = 29;
-};
-template <>
-struct DataType<uint> {
-  static const int value = 33;
-};
-template <>
-struct DataType<bool> {
-  static const int value = 53;
-};
+inline int data_type(int*) { return 29; }  // MTLDataType
+inline int data_type(bool*) { return 53; }
 }  // namespace simulator
 
 #ifdef SIMULATOR_ADDRESS_SPACES
@@ -303,7 +223,7 @@ namespace simulator {
 struct Registered {
   template <typename T>
   UNWATCHED Registered(const char* name, int index, T* data) {
-    *first_free(simulator_constants) = {name, index, DataType<T>::value, data, sizeof(T)};
+    *first_free(simulator_constants) = {name, index, data_type(data), data, sizeof(T)};
   }
   UNWATCHED Registered(const char* name, void (*compute)()) { *first_free(simulator_derived) = {name, compute}; }
   template <typename... P>

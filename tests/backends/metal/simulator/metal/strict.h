@@ -21,41 +21,16 @@ typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
 
-template <bool Condition, typename A, typename B>
-struct conditional {
-  typedef A type;
-};
-template <typename A, typename B>
-struct conditional<false, A, B> {
-  typedef B type;
-};
-template <bool Condition, typename T = void>
-struct enable_if {};
-template <typename T>
-struct enable_if<true, T> {
-  typedef T type;
-};
-template <typename A, typename B>
-struct is_same {
-  enum { value = __is_same(A, B) };
-};
-
-#define FUNCTIONS                                                                                                     \
-  float sqrt(float), rsqrt(float), sin(float), cos(float), exp(float), exp2(float), log(float), log2(float),          \
-      pow(float, float), fma(float, float, float), rint(float), floor(float), ceil(float), trunc(float), fabs(float), \
-      abs(float), min(float, float), max(float, float);
+#define FUNCTIONS                                                                                                   \
+  float sqrt(float), sin(float), cos(float), fma(float, float, float), rint(float), fabs(float), min(float, float), \
+      max(float, float);
 FUNCTIONS
 namespace precise {
 FUNCTIONS
 }
-namespace fast {
-FUNCTIONS
-}
 #undef FUNCTIONS
 
-bool isnan(float), isinf(float), isfinite(float);
-template <typename T>
-T abs(T);
+bool isfinite(float);
 template <typename T>
 T min(T, T);
 template <typename T>
@@ -67,23 +42,11 @@ T select(T, T, bool);
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 mem_flags operator|(mem_flags, mem_flags);
-void threadgroup_barrier(mem_flags), simdgroup_barrier(mem_flags);
-template <typename T>
-T simd_sum(T);
-template <typename T>
-T simd_max(T);
-template <typename T>
-T simd_min(T);
+void threadgroup_barrier(mem_flags);
 template <typename T>
 T simd_shuffle(T, ushort);
 template <typename T>
-T simd_broadcast(T, ushort);
-template <typename T>
 T simd_shuffle_xor(T, ushort);
-template <typename T>
-T simd_shuffle_down(T, ushort);
-template <typename T>
-T simd_shuffle_up(T, ushort);
 
 }  // namespace metal
 

@@ -24,7 +24,6 @@ typedef long NSInteger;
 - (id)retain;
 - (oneway void)release;
 - (id)autorelease;
-- (NSUInteger)retainCount;
 - (BOOL)respondsToSelector:(SEL)selector;
 @end
 __attribute__((objc_root_class))
@@ -37,11 +36,7 @@ __attribute__((objc_root_class))
 - (id)init;
 - (void)dealloc;
 @end
-@interface NSAutoreleasePool : NSObject {
- @public
-  NSAutoreleasePool* outer_;
-  void* objects_;
-}
+@interface NSAutoreleasePool : NSObject
 - (void)drain;
 @end
 #endif
@@ -63,11 +58,8 @@ static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
 @interface NSString : NSObject
 INSTANCE_VARIABLES(const char* bytes_; unsigned length_;)
 + (NSString*)stringWithUTF8String:(const char*)text;
-- (id)initWithBytes:(const void*)bytes length:(NSUInteger)length encoding:(NSUInteger)encoding;
 @property(readonly) const char* UTF8String;
-@property(readonly) NSUInteger length;
 @end
-enum { NSUTF8StringEncoding = 4 };
 #ifndef __APPLE__
 @interface NSConstantString : NSString
 @end

@@ -42,21 +42,16 @@ INSTANCE_VARIABLES(MTLLanguageVersion version_; MTLMathMode math_; MTLMathFloati
 
 @interface MTLFunctionConstantValues : NSObject
 INSTANCE_VARIABLES(void* values_;)
-- (void)setConstantValue:(const void*)value type:(MTLDataType)type atIndex:(NSUInteger)index;
 - (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range;
 @end
 
 @protocol MTLBuffer <NSObject>
-@property(readonly) NSUInteger length;
-- (void*)contents;
 @end
 
 @protocol MTLFunction <NSObject>
-@property(readonly) NSString* name;
 @end
 
 @protocol MTLLibrary <NSObject>
-- (id<MTLFunction>)newFunctionWithName:(NSString*)name;
 - (id<MTLFunction>)newFunctionWithName:(NSString*)name
                         constantValues:(MTLFunctionConstantValues*)values
                                  error:(NSError**)error;
@@ -65,14 +60,12 @@ INSTANCE_VARIABLES(void* values_;)
 @protocol MTLComputePipelineState <NSObject>
 @property(readonly) NSUInteger maxTotalThreadsPerThreadgroup;
 @property(readonly) NSUInteger threadExecutionWidth;
-@property(readonly) NSUInteger staticThreadgroupMemoryLength;
 @end
 
 @protocol MTLDevice <NSObject>
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
-@property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @end
 
 @protocol MTLCommandEncoder <NSObject>
@@ -89,7 +82,6 @@ INSTANCE_VARIABLES(void* values_;)
 @end
 
 @protocol MTLCommandBuffer <NSObject>
-- (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;
 @end
 
