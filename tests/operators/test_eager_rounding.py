@@ -86,15 +86,10 @@ def test_gradients_have_the_bits_of_autograd_through_plain_operators(case, devic
 # ---- with a norm ----
 
 
-def together(w):
-    """Returns the dimensions over which a norm with this weight takes the mean."""
-    return (-2, -1)[-w.dim() :]
-
-
 def candidates(x, w, norm_eps):
     """Yields the normalised x for each scale that a sum in another order may give: the exact one and its neighbours."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(x.double().square().mean(together(w), keepdim=True) + norm_eps).to(wide.dtype)
+    scale = torch.rsqrt(x.double().square().mean((-2, -1)[-w.dim() :], keepdim=True) + norm_eps).to(wide.dtype)
     for ulps in range(-4, 5):
         s = scale
         for _ in range(abs(ulps)):
@@ -144,7 +139,7 @@ def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, d
         if i >= 2:  # a sum over all tokens and heads, which plain operators round in the dtype of x
             torch.testing.assert_close(f, e, rtol=0, atol=float(16 * eps * e.abs().amax()))
             continue
-        axes = together(tensors[i + 2])
+        axes = (-2, -1)[-tensors[i + 2].dim() :]
         # A gradient of q or k is a difference of two terms of about this size, which may be much larger.
         scale = torch.rsqrt(tensors[i].cpu().double().square().mean(axes, keepdim=True) + case["norm_eps"])
         term = given[i].double().abs().amax(axes, keepdim=True) * leaves[i + 2].abs().amax() * scale

@@ -247,16 +247,6 @@ def test_expanded_inputs_are_read(device):
 # ---- corners ----
 
 
-def special_heads(head_dim, dtype):
-    """Returns a dict from a name to one head in float64, made of numbers that dtype can hold."""
-    info = torch.finfo(dtype)
-    plain = torch.linspace(-2, 2, head_dim, dtype=torch.float64)
-    heads = {"plain": plain, "zeros": 0 * plain, "largest": plain.sign() * info.max, "tiny": plain * info.tiny}
-    for name, value in ("inf", torch.inf), ("minus inf", -torch.inf), ("nan", torch.nan), ("one large", info.max):
-        heads[name] = torch.where(torch.arange(head_dim) == 3, value, plain)
-    return heads
-
-
 @pytest.mark.parametrize("head_dim, norm_eps", [(64, 1e-6), (20, 1e-6), (64, 0.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, device):
@@ -266,10 +256,14 @@ def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, d
     NaN. rsqrt(0) is infinite, so zeros without norm_eps become NaN. A NaN fills its head. Squares that underflow count
     as zero. A head changes no other head, whatever it holds.
     """
-    heads = special_heads(head_dim, dtype)
+    info = torch.finfo(dtype)
+    plain = torch.linspace(-2, 2, head_dim, dtype=torch.float64)
+    heads = {"plain": plain, "zeros": 0 * plain, "largest": plain.sign() * info.max, "tiny": plain * info.tiny}
+    for name, value in ("inf", torch.inf), ("minus inf", -torch.inf), ("nan", torch.nan), ("one large", info.max):
+        heads[name] = torch.where(torch.arange(head_dim) == 3, value, plain)
     if device == "mps" and norm_eps == 0:
         del heads["tiny"]  # Metal may take subnormal numbers for zeros
-    x = torch.stack([t for head in heads.values() for t in (head, heads["plain"])])[None, :, None].to(dtype).to(device)
+    x = torch.stack([t for head in heads.values() for t in (head, plain)])[None, :, None].to(dtype).to(device)
     w = weight("float32", head_dim, dtype, device)
     cos, sin = torch_rope.cos_sin(torch.arange(32, device=device), torch_rope.inv_freq(head_dim, device=device))
     for interleaved in (False, True):
@@ -277,7 +271,7 @@ def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, d
         wide = x.cpu().float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps) * w.cpu()
         expected = rope.rotate(normed, cos.cpu(), sin.cpu(), interleaved=interleaved).to(dtype)
-        limit = 4 * torch.finfo(dtype).eps
+        limit = 4 * info.eps
         torch.testing.assert_close(out.cpu(), expected, equal_nan=True, rtol=limit, atol=limit)
     alone = norm_rotate_qk(x[:, :1], x[:, :1], w, w, cos, sin, norm_eps=norm_eps, interleaved=True, offset=1)[0]
     assert alone.isfinite().all() and torch.equal(alone, out[:, 1:2])
