@@ -258,15 +258,25 @@ def test_backward_computes_only_the_gradients_that_are_needed(needed, used, devi
             assert leaf.grad is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_tables_have_the_dtype_of_the_tables(dtype, device):
-    """This holds for second derivatives too, which are computed with gradients in place of the tables."""
-    x = torch.randn(2, 4, 3, 8, device=device).to(torch.bfloat16).requires_grad_()
-    cos, sin = (torch.randn(4, 3, device=device).to(dtype).requires_grad_() for _ in "cs")
-    first = torch.autograd.grad(rope.rotate(x, cos, sin).float().square().sum(), (x, cos, sin), create_graph=True)
-    second = torch.autograd.grad(sum(g.float().square().sum() for g in first), (x, cos, sin))
-    for gradients in (first, second):
-        assert [g.dtype for g in gradients] == [torch.bfloat16, dtype, dtype]
+@pytest.mark.parametrize("needed", [0, 1])
+def test_backward_of_the_gradient_of_tables_computes_only_the_gradient_that_is_needed(needed, device):
+    """If only x or only the gradient of its result requires grad, the backward is one rotation."""
+    inputs = [torch.randn(4, 3, 8, device=device).requires_grad_(i == needed) for i in range(2)]
+    cos, sin = torch.randn(2, 4, 4, device=device)
+    outs = rope._rotate_table_backward(inputs[0], None, inputs[1], None, cos, sin)
+    with Calls() as calls:
+        torch.autograd.backward(outs, [cos, sin])
+    assert [name for name in calls.names if name.startswith("rope::")] == ["rope::rotate"]
+    assert [t.grad is None for t in inputs] == [needed == 1, needed == 0]
+
+
+def test_gradients_of_cos_sin_are_computed_in_float32_if_the_tables_have_16_bits(device):
+    inputs = [torch.rand(n, device=device, requires_grad=True) for n in (5, 4)]
+    given = torch.randn(2, 5, 4, device=device).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        found.append(torch.autograd.grad(rope.cos_sin(*inputs, dtype=dtype), inputs, [*given.to(dtype)]))
+    assert all(map(torch.equal, *found))
 
 
 def test_x_is_saved_only_if_a_table_requires_grad(device):

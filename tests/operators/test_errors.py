@@ -30,7 +30,6 @@ cos=None, sin=None -> cos, sin and inv_freq are None but must not all be None; p
 inv_freq=ones(4) -> inv_freq is given but must be None, because cos and sin are given; pass one angle source: cos and
     sin, or inv_freq
 sin=None -> sin is None but must be given together with cos; pass one angle source: cos and sin, or inv_freq
-cos=None -> cos is None but must be given together with sin; pass one angle source
 cos=None, inv_freq=ones(4) -> cos is None but must be given together with sin; pass one angle source
 cos=ones(20, 32), sin=ones(20, 32) -> cos has 32 columns but must have at most 8, because {q} has head_dim 16:
     rotary_dim 64 is larger than head_dim
@@ -101,7 +100,6 @@ k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_d
 [norm: TypeError]
 q_norm_weight=ones(D).bfloat16() -> q_norm_weight is bfloat16 but must be float32, the dtype of q
 k_norm_weight=ones(D).double() -> k_norm_weight is float64 but must be float32, the dtype of q
-k_norm_weight=ints(D) -> k_norm_weight is int64 but must be float32, the dtype of q
 
 [cache: ValueError]
 k_norm_weight=None -> k_norm_weight is None but must be given together with q_norm_weight; pass both, or neither

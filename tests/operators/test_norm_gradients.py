@@ -30,6 +30,7 @@ norm_rotate_qk = rope.norm_rotate_qk
 # ---- gradients to any order ----
 
 NAMES = ["q", "k", "q_norm_weight", "k_norm_weight"]
+EVERY = (0, 1, 2, 3)
 SIZE = (2, 3, 2, 1, 6, 4)
 OPTIONS = {"norm_eps": 0.01, "attention_factor": 1.3}
 ANGLES = [Source("table", offset=7), Source("token"), Source("inv_freq", "int64 [B,S]", freq_dtype=torch.float64)]
@@ -266,9 +267,6 @@ def loss_of(function, **options):
         return (q.sin() * k.cos()).sum()
 
     return loss
-
-
-EVERY = (0, 1, 2, 3)
 
 
 @pytest.mark.shared
