@@ -135,7 +135,7 @@ def test_the_result_is_within_ulps_of_the_oracle(case, device):
 @pytest.mark.parametrize("dtype, interleaved", list(zip(DTYPES, [False, True] * 2, strict=True)), ids=str)
 def test_every_head_dim_is_accurate(dtype, interleaved, device):
     """head_dim may be odd, and any number of pairs is rotated."""
-    for head_dim in (*range(1, 132), 255, 256, 257, 1000):
+    for head_dim in (*range(1, 132, 3), 255, 256, 257, 1000):
         rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
         size = (1, 3, 2, 1, head_dim, rotary_dim)
         tensors, angles = make(size, SOURCES[7], ("bshd", "packed"), dtype, device, over_heads=head_dim % 3 == 0)
@@ -144,7 +144,9 @@ def test_every_head_dim_is_accurate(dtype, interleaved, device):
 
 
 @pytest.mark.parametrize(
-    "head_dim, dtype", [*zip((768, 1024, 4096, 4096), DTYPES, strict=True), (65536, torch.float32)], ids=str
+    "head_dim, dtype",
+    [*zip((768, 1024, 4096, 4096), DTYPES, strict=True), (65536, torch.float32)],
+    ids=str,
 )
 def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
     """This is the worst case of a long sum: the roundings of many equal squares all have one sign and add up."""
@@ -155,7 +157,7 @@ def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
     assert_right(norm_rotate_qk(*tensors, **angles), tensors, angles, 1e-6)
 
 
-@pytest.mark.parametrize("heads", [1, 12, 130])
+@pytest.mark.parametrize("heads", [1, 12, 65])
 @pytest.mark.parametrize("head_dim, dtype", list(zip((128, 64, 20, 256), DTYPES, strict=True)), ids=str)
 def test_every_number_of_heads_is_normalised_together(head_dim, dtype, heads, device):
     """Half of the heads of q hold equal values, whose roundings all have one sign and add up."""
@@ -226,8 +228,8 @@ def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype,
     size = (2, seq, 8, 2, head_dim, head_dim)
     (q, k, *weights), angles = make(size, Source("inv_freq"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
     whole = norm_rotate_qk(q, k, *weights, **angles)
-    for start in range(0, seq, 133):
-        piece = slice(start, start + 133)
+    for start in range(0, seq, seq // 8):
+        piece = slice(start, start + seq // 8)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
     for _ in each_number_of_threads():

@@ -167,7 +167,7 @@ def test_special_values_round_as_in_torch(dtype, interleaved, device):
 
 # ---- angles ----
 
-POSITIONS = torch.cat([torch.arange(3000), torch.randint(0, 2**24, (6000,)), torch.arange(2**24 - 1000, 2**24)])
+POSITIONS = torch.cat([torch.arange(1000), torch.randint(0, 2**24, (3000,)), torch.arange(2**24 - 500, 2**24)])
 
 
 @pytest.mark.parametrize("freq_dtype", [torch.float32, torch.float64], ids=str)
@@ -226,10 +226,7 @@ def test_float64_tables_have_float64_precision(device):
     assert max(t.abs().max() for t in huge) <= 1 + 1e-15
 
 
-INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, *INTEGERS], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
 def test_cos_sin_takes_positions_of_any_shape_and_dtype(dtype, device):
     if not supported(device, dtype):
         pytest.skip("Apple GPUs have no float64")
