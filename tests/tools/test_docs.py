@@ -49,11 +49,9 @@ def modules_of(page: str) -> list[str]:
 
 
 def language_model(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     transformers = needed("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).save_pretrained(folder)
 
 
 def video_model(folder: Path) -> None:
@@ -146,31 +144,25 @@ CHECKS = {
         "equal(paged_k.flatten(0, 1).flatten(1).any(-1).nonzero().flatten(), slots[slots >= 0])",
         "near(keys, paged_k, rtol=0.07, atol=0.02)",  # float8 has 4 bits
         "equal(all_keys[:, :, 7], tr.rotate(new_k, inv_freq=rope.inv_freq, offset=7)[:, 0])",
-        "all_keys.any(-1).any(1).sum(-1).tolist() == [8] * batch",  # the last token attends to 8 cells
     ],
     "docs/guide/latent-attention.md": [
-        "equal(q[0], q_rotated[0]) and cache.flatten(0, 1).any(-1).sum() == (slots >= 0).sum()",
         "equal(cells, torch.cat([latents[0, :, 0], k_pe_rotated[0, :, 0]], -1)) and attended.shape == (heads, latent)",
     ],
     "docs/guide/learned-frequencies.md": ["gradient.all() and near(rope.inv_freq, tr.inv_freq(head_dim))"],
     "docs/guide/positions.md": [
-        "equal(rotated_q, tr.rotate(packed_q, inv_freq=inv_freq, positions=torch.tensor([*range(4), *range(5), 0, 1, 2])))",
         "equal(rotated_q, rotated.values()) and equal(q_rotated[:1, 2:], tr.rotate(q[:1, 2:], inv_freq=inv_freq))",
     ],
     "docs/guide/qk-norm.md": [
         "near(q_rotated, tr.rotate(rms_norm(q, (head_dim,), eps=1e-6), inv_freq=inv_freq), atol=1e-5)",
         "near(k_over_heads, tr.rotate(rms_norm(k, k.shape[2:], eps=1e-6), inv_freq=inv_freq), atol=1e-5)",
-        "near(k_cache[:, :seq], k_rotated) and near(v_cache[:, :seq], v_normalised, atol=1e-5)",
     ],
     "docs/guide/rotary-embedding.md": ["equal(k_rotated, tr.rotate(k, inv_freq=tr.inv_freq(head_dim), offset=100))"],
     "docs/guide/rotate.md": [
         "near(q_by_position, q_rotated, atol=3e-6) and equal(rotated, q_by_position.transpose(1, 2))",
-        "near(q_interleaved, tr.rotate(q, inv_freq=inv_freq, interleaved=True), atol=1e-5)",
         "equal(rotated_x, q_by_token.transpose(1, 2)) and equal(same_x, rotated_x)",
     ],
     "docs/guide/several-axes.md": [
         "equal(q_in_place, q_rotated) and equal(k_in_place, k_rotated) and equal(q_rotated[:, :2], q[:, :2])",
-        "equal(q_by_halves[..., 32:], tr.rotate(q[..., 32:].contiguous(), inv_freq=half, positions=rows))",
         "equal(q_by_head[:, :, 1], tr.rotate(q, cos4[:, :, 1], sin4[:, :, 1])[:, :, 1])",
     ],
     "docs/guide/tables.md": ["near(cos.double(), torch.outer(torch.arange(8192.0), inv_freq).cos(), atol=5e-7)"],
@@ -249,15 +241,10 @@ COMMANDS = {line.split("#")[0].strip() for p in PAGES for block in of_language(p
 
 
 # pip writes into the source folder, so the process that runs test_wheel.py runs it.
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(
-            c, marks=[] if c.startswith("make") else [pytest.mark.exhaustive, pytest.mark.xdist_group("wheel")]
-        )
-        for c in sorted(COMMANDS)
-    ],
-)
+AT_NIGHT = [pytest.mark.exhaustive, pytest.mark.xdist_group("wheel")]
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=AT_NIGHT * (c[:4] != "make")) for c in sorted(COMMANDS)])
 def test_every_command_of_the_pages_runs(command):
     """Runs a command as far as is possible in seconds: pip and make without their effect, the others for their help."""
     program, *arguments = shlex.split(command)
