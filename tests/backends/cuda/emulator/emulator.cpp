@@ -396,11 +396,21 @@ void count_lines() {
   all.clear();
 }
 
+// Accesses of another size, and those of types that are not aligned, have this number in Accesses::count.
+constexpr int kOther = 5;
+// clang takes a type of 16 bytes for aligned if it is aligned to 8 bytes.
+#ifdef __clang__
+constexpr size_t kAligned = 8;
+#else
+constexpr size_t kAligned = 16;
+#endif
+
 [[maybe_unused]] inline void access(void* pointer, size_t n, bool write, int width, const void* where) {
   // The host runs instrumented code too, but not on the stack of a fiber.
   const uintptr_t a = uintptr_t(pointer), here = uintptr_t(__builtin_frame_address(0));
   if (here - run.stack >= kStack) return;
   if (a - run.stack < kStack) return;  // local variables of the thread
+  if (width < kOther && a % std::min(n, kAligned)) stop(where, "misaligned pointer");
   Memory* m = run.last;
   if (!m->holds(a, n)) {
     if (a >= run.image_begin && a < run.image_end) {  // a constant, thread_index or similar

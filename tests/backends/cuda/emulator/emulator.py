@@ -1,114 +1,138 @@
 """Builds and loads torch_rope._C with the CUDA back end on the grid emulator, for CPU tensors. g++ compiles the kernels.
 
-What all back ends share comes from the build of the extension, as setup.py makes it.
+What all back ends share comes from the build of the extension, as setup.py makes it. The kernels need neither torch nor
+that build: python tests/backends/cuda/emulator/emulator.py --kernels
 
 A build with AddressSanitizer needs an environment of its own:
 env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
 """
 
+import contextlib
 import fcntl
+import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pybind11
-import torch
-from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/cuda/emulator"
+JOBS = int(os.environ.get("MAX_JOBS", "2"))
 
-COMMON = "-std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"
+COMPILE = (
+    "g++ -c -std=c++20 -fPIC -g1 -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wno-unknown-pragmas"
+    f" -I{HERE}/cuda"
+)
 # -fno-tree-sra keeps the load of a vector as one load.
-KERNEL = f"-fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
-WATCHED = (
-    "-O1 -finline-small-functions"
-    " -fsanitize=thread,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds,float-cast-overflow"
-    " --param tsan-instrument-func-entry-exit=0"
-)
-OPTIMISED = {"": "-O1", "emulator.cpp": "-O2", "module.cpp": "-O0"}  # to optimise pybind11's templates takes long
+KERNEL = f"-x c++ -Og -fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-# The kernels compile twice as fast without the checks that WATCHED has too, and without that of null pointers, an
-# access to which AddressSanitizer reports too.
-SANITIZED_KERNEL = (
-    f"-O0 {SANITIZED} -fno-sanitize=null,alignment,signed-integer-overflow,shift,integer-divide-by-zero,bounds"
-)
+KINDS = {
+    # the flags for the kernels, for emulator.cpp, and for the rest of the host code
+    "checked": (
+        "-fsanitize=thread,signed-integer-overflow --param tsan-instrument-func-entry-exit=0",
+        "-O2",
+        "-O0",  # to optimise the templates of torch and pybind11 takes long
+    ),
+    # AddressSanitizer reports accesses to null pointers too.
+    "asan": (f"{SANITIZED} -fno-sanitize=null", SANITIZED, SANITIZED),
+}
 
 
-def _ninja(folder: Path, extension: Path) -> str:
-    """Returns the text of build.ninja, which makes checked/_C.so and asan/_C.so. Both link objects of the extension."""
+def _run(command: list[str]) -> None:
+    """Runs a compiler, which must not load the sanitizer."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout)
 
-    def sources_of(pattern: str) -> list[str]:
-        return sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))
 
-    kernels = [*sources_of("csrc/cuda/*.cu"), "benchmarks/peers.cu", f"{HERE}/selftest.cu"]
-    shared = [s for room in ("", "autograd/") for s in sources_of(f"csrc/{room}*.cpp")]
-    shared.remove("csrc/module.cpp")
-    torch_paths = " ".join(f"-isystem {p}" for p in [*cpp_extension.include_paths(), pybind11.get_include()])
-    python = f"-isystem {sysconfig.get_path('include')}"
+@contextlib.contextmanager
+def _folder(name: str):
+    """Yields a folder in build/ that no other process uses."""
+    folder = ROOT / "build" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def kernels(kind: str = "checked") -> list[Path]:
+    """Compiles the kernels whose sources have changed, and returns the object files of all."""
+    sources = [*ROOT.glob("csrc/cuda/*.cu"), ROOT / "benchmarks/peers.cu", ROOT / HERE / "selftest.cu"]
+    headers = [p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cuh")]
+    headers = sorted([*headers, *(p for p in (ROOT / HERE).rglob("*") if p.suffix in (".h", ""))])
+    known = hashlib.sha256(b"".join(p.read_bytes() for p in headers if p.is_file()))
+
+    def compiled(source: Path) -> Path:
+        command = f"{COMPILE} {KERNEL} {KINDS[kind][0]} {source.relative_to(ROOT)} -o"
+        key = known.copy()
+        key.update(command.encode() + source.read_bytes())
+        path = folder / f"{kind}-{source.stem}-{key.hexdigest()[:16]}.o"
+        if not path.exists():
+            for old in folder.glob(f"{kind}-{source.stem}-*"):
+                old.unlink()
+            _run([*command.split(), path.with_suffix(".new")])
+            path.with_suffix(".new").replace(path)
+        return path
+
+    # The longest comes first, so that no processor is idle at the end.
+    with _folder("emulator-kernels") as folder, ThreadPoolExecutor(JOBS) as pool:
+        return list(pool.map(compiled, sorted(sources, key=lambda p: -p.stat().st_size)))
+
+
+def _ninja(folder: Path, kind: str, extension: Path) -> str:
+    """Returns the text of build.ninja, which makes _C.so from kernels, host code and objects of the extension."""
+    import pybind11
+    from torch.utils import cpp_extension
+
+    includes = [*cpp_extension.include_paths(), pybind11.get_include(), sysconfig.get_path("include")]
     libraries = " ".join(f"-L{p} -Wl,-rpath,{p}" for p in cpp_extension.library_paths())
-    compile_ = f"g++ $in -c -o $out -MMD -MF $out.d {COMMON} $flags -I{HERE}/cuda"
+    shared = sorted(p.relative_to(ROOT) for room in ("", "autograd/") for p in ROOT.glob(f"csrc/{room}*.cpp"))
+    common = [extension / path.with_suffix(".o") for path in shared if path.name != "module.cpp"]
     lines = [
         f"builddir = {extension}",  # it has ninja's record of when and how the objects were made
         f"subninja {extension}/build.ninja",
-        "rule kernel",
-        f"  command = {compile_.replace('g++', 'g++ -x c++')} {KERNEL}",
-        "  deps = gcc",
-        "  depfile = $out.d",
         "rule host",
-        f"  command = {compile_} -DROPE_CUDA_KEY=CPU {torch_paths} {python}",
+        f"  command = {COMPILE} $flags -DROPE_CUDA_KEY=CPU {' '.join(f'-isystem {p}' for p in includes)}"
+        " $in -o $out -MMD -MF $out.d",
         "  deps = gcc",
         "  depfile = $out.d",
         "rule link",
         f"  command = g++ -shared $in -o $out $flags {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
-
-    def objects(kind: str, rule: str, sources: list[str], flags: dict[str, str]) -> list[str]:
-        made = []
-        for source in sources:
-            made.append(f"{folder}/{kind}/{source.replace('/', '_')}.o")
-            lines.extend([f"build {made[-1]}: {rule} {source}", f"  flags = {flags.get(Path(source).name, flags[''])}"])
-        return made
-
-    common = [f"{extension}/{Path(source).with_suffix('.o')}" for source in shared]
-    own = [f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", "csrc/cuda/cuda.cpp"]
-    for kind, kernel_flags, flags in ("checked", WATCHED, OPTIMISED), ("asan", SANITIZED_KERNEL, {"": SANITIZED}):
-        # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared memory.
-        made = objects(kind, "kernel", kernels, {"": kernel_flags}) + objects(kind, "host", own, flags)
-        lines.append(f"build {folder}/{kind}/_C.so: link {' '.join(made + common)}")
-        lines.append(f"  flags = {SANITIZED if kind == 'asan' else ''}")
+    own = []
+    for source in f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", "csrc/cuda/cuda.cpp":
+        own.append(folder / Path(source).with_suffix(".o").name)
+        flags = KINDS[kind][1 if source.endswith("emulator.cpp") else 2]
+        lines += [f"build {own[-1]}: host {source}", f"  flags = {flags}"]
+    # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared
+    # memory.
+    lines.append(f"build {folder}/_C.so: link {' '.join(map(str, [*kernels(kind), *own, *common]))}")
+    lines.append(f"  flags = {SANITIZED if kind == 'asan' else ''}")
     return "\n".join(lines) + "\n"
 
 
 def build(sanitize: bool = False) -> Path:
     """Builds the module if its sources have changed, and returns its path."""
+    import torch
+
+    kind = "asan" if sanitize else "checked"
     tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
-    folder, extension = ROOT / f"build/emulator-{tag}", ROOT / f"build/{sysconfig.get_platform()}-{tag}"
-    library = folder / ("asan" if sanitize else "checked") / "_C.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    extension = ROOT / f"build/{sysconfig.get_platform()}-{tag}"
+    with _folder(f"emulator-{kind}-{tag}") as folder:
         if not (extension / "build.ninja").exists():
             subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
-        (folder / "build.ninja").write_text(_ninja(folder, extension))
-        jobs = os.environ.get("MAX_JOBS", "2")
-        made = subprocess.run(
-            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", jobs, library],
-            cwd=ROOT,
-            env={
-                name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
-            },  # the compiler must not load the sanitizer
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        (folder / "build.ninja").write_text(_ninja(folder, kind, extension))
+        _run(
+            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", str(JOBS), folder / "_C.so"]
         )
-        if made.returncode:
-            raise RuntimeError(made.stdout)
-    return library
+        return folder / "_C.so"
 
 
 def load(path: Path):
@@ -139,3 +163,5 @@ def environment() -> dict[str, str]:
 
 if __name__ == "__main__" and sys.argv[1:] == ["--environment"]:
     print(*(f"{name}={value}" for name, value in environment().items()))
+if __name__ == "__main__" and sys.argv[1:] == ["--kernels"]:
+    kernels()

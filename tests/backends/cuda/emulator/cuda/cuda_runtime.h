@@ -14,7 +14,7 @@
 #define __global__
 #define __device__
 #define __grid_constant__
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__ inline  // if kernels share these functions, they compile in a third of the time
 #define __launch_bounds__(...)
 // thread_local is allowed where __shared__ is, alone in a function and after extern, and its variables are in a segment
 // of their own, which the emulator can find. Dynamic shared memory must be declared outside of all namespaces and with
@@ -42,8 +42,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 #define EMULATED_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-__forceinline__ void __syncthreads(EMULATED_SITE) { emulator::block_barrier({"__syncthreads", file, line}); }
-__forceinline__ void __syncwarp(unsigned mask = 0xffffffff, EMULATED_SITE) {
+inline void __syncthreads(EMULATED_SITE) { emulator::block_barrier({"__syncthreads", file, line}); }
+inline void __syncwarp(unsigned mask = 0xffffffff, EMULATED_SITE) {
   emulator::warp_barrier(mask, {"__syncwarp", file, line});
 }
 
