@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import needed
 from test_frequencies import REAL, U32, U64, assert_same, roundings
-from test_rotary_embedding import LONG, module, some
+from test_rotary_embedding import module
 
 import torch_rope
 from torch_rope import RotaryEmbedding, frequencies, multimodal
@@ -241,36 +241,6 @@ def test_a_layer_type_may_be_given_and_sometimes_must():
 
 # ---- Modules ----
 
-MODELS = {
-    "llama": {"partial_rotary_factor": 0.5},  # Llama ignores it
-    "qwen3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": LONG}},
-    "cohere": {},
-    "ernie4_5": {},
-    "glm4": {},
-    "stablelm": {"partial_rotary_factor": 0.25},
-    "gpt_neox": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_module_rotates_as_the_model_of_transformers(name):
-    """The frequencies, the pairing and the number of rotated channels come from the config."""
-    config = AutoConfig.for_model(name, hidden_size=128, num_attention_heads=4, head_dim=32, **MODELS[name])
-    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    (theirs,) = (c for n, c in vars(modeling).items() if n.endswith("RotaryEmbedding"))
-    positions = torch.randint(0, 100, (2, 7))
-    rope = RotaryEmbedding.from_config(config)
-    q, k = some("cpu")
-    cos, sin = theirs(config)(q, positions)
-    part = cos.shape[-1]
-    assert rope.rotary_dim == part
-    expected = modeling.apply_rotary_pos_emb(*(x[..., :part] for x in (q, k)), cos, sin, unsqueeze_dim=2)
-    for x, out, rotated in zip((q, k), rope(q, k, positions), expected, strict=True):
-        # transformers' angle is a float32 product of up to 100 rad, so it is off by up to 100 * 2^-24 rad. The
-        # roundings of a few operations are added.
-        assert (out[..., :part] - rotated).abs().max() < 2e-5 * rotated.abs().max()
-        assert torch.equal(out[..., part:], x[..., part:])
-
 
 @pytest.mark.parametrize("max_position", [None, 50])
 def test_from_pretrained_restores_the_buffers_of_a_module(max_position, tmp_path):
@@ -309,15 +279,3 @@ def test_positions_of_text_and_images_give_the_tables_of_transformers(name):
     for out, t in zip(outs, theirs[0](config)(torch.zeros(1), positions), strict=True):
         half = t.view(*t.shape[:-1], -1, 2)[..., 0] if torch.equal(t[..., 0], t[..., 1]) else t[..., : t.shape[-1] // 2]
         assert (out - half).abs().max() < 2e-5  # transformers' angle is a float32 product
-
-
-def test_positions_of_a_vision_tower_give_the_tables_of_transformers():
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
-
-    config = Qwen2VLVisionConfig()
-    positions = torch.randint(0, 60, (20, 2))
-    head_dim = config.embed_dim // config.num_heads
-    outs = torch_rope.axial_cos_sin(positions.t(), multimodal.axial(torch_rope.inv_freq(head_dim // 2)))
-    for out, t in zip(outs, Qwen2VLVisionRotaryEmbedding(config)(torch.zeros(1), positions), strict=True):
-        assert (out - t[..., : head_dim // 2]).abs().max() < 2e-5

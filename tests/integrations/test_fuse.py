@@ -110,10 +110,11 @@ def test_a_fused_model_trains_as_the_unpatched_one(model_type, checkpointing):
 # ---- ways to generate ----
 
 GREEDY, BEAMS = dict(do_sample=False), dict(do_sample=False, num_beams=3)
-WAYS = [(GREEDY, "dynamic"), (BEAMS, "static"), (dict(do_sample=True, top_k=20), "static")]
 
 
-@pytest.mark.parametrize("how, kind", [*WAYS, pytest.param(BEAMS, "dynamic", marks=at_night)])
+@pytest.mark.parametrize(
+    "how, kind", [(GREEDY, "dynamic"), (BEAMS, "static"), pytest.param(BEAMS, "dynamic", marks=at_night)]
+)
 def test_generate_gives_the_same_tokens(how, kind):
     """The batch has left padding, and there are more tokens than fit the attention window."""
     mask = torch.ones(2, 6, dtype=torch.int64)
@@ -124,18 +125,9 @@ def test_generate_gives_the_same_tokens(how, kind):
     )  # fmt: skip
     results = []
     for model in pair("gemma3_text"):
-        torch.manual_seed(0)
         results.append(model.generate(tokens(2, 6), **options))
     assert torch.equal(results[1].sequences, results[0].sequences)
     assert difference(*(torch.stack(r.logits) for r in results[::-1])) < LOGITS
-
-
-def test_speculative_decoding_gives_the_same_tokens():
-    """The cache is cut when tokens of the assistant are refused."""
-    stock, fused = pair("qwen3")
-    options = dict(max_new_tokens=12, do_sample=False)
-    actual = fused.generate(tokens(1, 6), assistant_model=make("qwen3", num_hidden_layers=1), **options)
-    assert torch.equal(actual, stock.generate(tokens(1, 6), **options))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
