@@ -8,7 +8,8 @@ SHADERS = DEVICE, ROTATE, NORM, BACKWARD, TABLES, COS_SIN = [
 ]
 HOST, PLAN, ANGLE = "csrc/mps/mps.mm", "csrc/mps/plan.h", "csrc/angle.h"
 FILES = [*SHADERS, HOST, PLAN, ANGLE, plans.PLAN, plans.CALL]
-TESTS = ["tests/operators", "tests/backends/metal/test_metal.py"]  # the quick tests come first
+# The quick tests come first.
+TESTS = ["tests/operators", "tests/backends/metal/test_metal.py", "tests/backends/metal/test_loads_and_stores.py"]
 
 # The files in which a member is replaced by its neighbour, and the neighbours besides those in neighbours.py.
 NEIGHBOURS_IN = [*SHADERS, HOST, PLAN]

@@ -17,12 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance
 rope = torch.ops.rope
 
 
-@pytest.fixture(autouse=True)
-def _only_on_metal(device):
-    if device != "mps":
-        pytest.skip("this test is for Metal only")
-
-
 class Layer(torch.nn.Module):
     """Writes k and v into a cache and rotates q: views and operators, and no other computation."""
 
@@ -65,6 +59,7 @@ def test_inductor_calls_the_operators_and_compiles_no_shader(device):
     assert "compile_mps_shader" not in code
 
 
+@pytest.mark.exhaustive
 def test_aot_inductor_calls_the_operators_through_the_proxy_executor(device, tmp_path):
     """A simulated device makes the program of the package; a Mac also compiles and runs it."""
     layer, qkv, expected = layer_and_input()

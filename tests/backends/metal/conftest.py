@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _only_on_metal(request):
+    if "device" in request.fixturenames and request.getfixturevalue("device") != "mps":
+        pytest.skip("this test is for Metal only")
+
+
+@pytest.fixture
+def simulated(device):
+    """Returns the module with the simulator's own functions. Skips the test if the device is not simulated."""
+    simulator = pytest.importorskip("simulator", reason="only the simulator counts accesses")
+    if not hasattr(torch.ops.simulator, "last_dispatches"):
+        pytest.skip("only the simulator counts accesses")
+    torch.mps.synchronize()
+    simulator.last_dispatches()
+    yield simulator
+    simulator.max_threads(1024)
+    simulator.count_lines(False)

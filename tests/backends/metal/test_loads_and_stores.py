@@ -1,0 +1,285 @@
+"""Tests of what a call costs on Metal: how often it reads and writes each element, and how its threads share the work.
+
+They need the simulator, which counts.
+"""
+
+import math
+
+import pytest
+import torch
+from cases import covering
+from metal_calls import (
+    HALVES,
+    INTERLEAVED,
+    NORM,
+    TABLE_BUFFERS,
+    Dispatch,
+    freqs,
+    one_dispatch,
+    ops,
+    randn,
+    read,
+    shares_of,
+    table_backward,
+    tables,
+    weights_of,
+    written,
+)
+
+import torch_rope
+
+# (batch, seq, heads of q, heads of k, head_dim, rotary_dim, rotary_start)
+COSTS = [
+    (1, 1, 32, 8, 128, 128, 0),
+    (1, 33, 9, 3, 64, 32, 16),
+    (1, 5, 4, 4, 80, 20, 60),
+    (2, 3, 6, 5, 7, 6, 1),
+    (1, 257, 37, 8, 16, 16, 0),  # a share has 6 heads, and the last share 3
+    (1, 3, 5, 3, 512, 512, 0),  # with a norm these heads are too wide for a SIMD group, and are read twice
+]
+OF_COSTS = covering({"size": COSTS, "dtype": HALVES, "interleaved": [False, True]})
+
+
+@pytest.mark.parametrize("case", OF_COSTS, ids=str)
+def test_each_element_is_read_once_and_written_once(case, device, simulated):
+    (batch, seq, q_heads, k_heads, head_dim, rotary_dim, start), dtype = case["size"], case["dtype"]
+    q, k, v = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
+    caches = [randn(batch, seq + 3, k_heads, head_dim, dtype=dtype) for _ in "kv"]
+    weights, angles = weights_of(head_dim), tables(seq + 3, rotary_dim)
+    tokens, heads = batch * seq, q_heads + k_heads
+    options = dict(positions=torch.arange(seq).to("mps"), interleaved=case["interleaved"], rotary_start=start)
+
+    def check(heads, **expected):
+        """Checks what the dispatch read and wrote. Each share reads the angles of its token at most once."""
+        done = one_dispatch(simulated)
+        done.check(**expected, sin=done.bytes["cos"])
+        assert done.bytes["cos"][0] <= tokens * shares_of(tokens, heads) * rotary_dim // 2 * 4
+        assert done.bytes["cos"][1] == 0 and done["rints"] == 0
+        assert seq != 257 or all(done.widths(name) == {16} for name in expected)
+
+    both = dict(q_in=read(q), q_out=written(q), k_in=read(k), k_out=written(k))
+    ops.rotate_qk(q, k, *angles, **options)
+    check(heads, **both)
+    ops.rotate(q, *angles, inverse=True, **options)  # the backward is the same call with inverse
+    check(q_heads, q_in=read(q), q_out=written(q))
+    ops.rotate_qk_(q, k, *angles, **options)  # in place leaves the channels alone that are not rotated
+    rotated_q, rotated_k = (x.nbytes // head_dim * rotary_dim for x in (q, k))
+    check(heads, q_out=(rotated_q,) * 2, k_out=(rotated_k,) * 2)
+    ops.rotate_qk(q, k, inv_freq=freqs(rotary_dim), **options)
+    # Each share of a token computes cos and sin of a pair once, with 4 calls of rint.
+    assert one_dispatch(simulated)["rints"] == 4 * tokens * shares_of(tokens, heads) * rotary_dim // 2
+    copies = dict(k_in=read(k), k_out=written(k), v_in=read(v), v_out=written(v))
+    ops.rotate_into_cache_(q, k, v, *caches, *angles, **options)
+    check(heads + k_heads, q_out=(rotated_q,) * 2, **copies)
+
+    if head_dim == 80:
+        return  # this head is wide, and its vectors are short
+    times = 1 + (head_dim == 512)
+    ops.norm_rotate_qk(q, k, *weights.values(), *angles, **options)
+    check(heads, q_in=read(q, times), q_out=written(q), k_in=read(k, times), k_out=written(k))
+    ops.rotate_into_cache_(q, k, v, *caches, *angles, **weights, **options)
+    check(heads + k_heads, q_out=(times * q.nbytes, q.nbytes), **copies | dict(k_in=read(k, times)))
+    if times == 2:
+        return
+    ops._norm_rotate_qk_backward(q, k, q * 2, k * 2, *weights.values(), *angles, **options)
+    backward, total = map(Dispatch, simulated.last_dispatches())
+    backward.check(**both, q_before=read(q), k_before=read(k))
+    assert total["kernel"].startswith("sum_parts")
+    assert total["buffers"][1]["bytes_read"] == backward.bytes["sums"][1]
+
+
+@pytest.mark.parametrize("case", OF_COSTS, ids=str)
+def test_gradients_of_tables_are_one_dispatch(case, device, simulated):
+    """The dispatch reads each element once and writes each table row once, even a row that rotated no token."""
+    (batch, seq, q_heads, k_heads, head_dim, rotary_dim, start), dtype = case["size"], case["dtype"]
+    q, k = (randn(batch, seq, h, head_dim, dtype=dtype) for h in (q_heads, k_heads))
+    positions = torch.randint(0, seq + 3, (batch, seq)).to("mps")
+    by_position, by_token = tables(seq + 3, rotary_dim), [randn(batch, seq, rotary_dim // 2, dtype=dtype) for _ in "cs"]
+    part, options = rotary_dim / head_dim, dict(interleaved=case["interleaved"], rotary_start=start)
+    for angles in (by_position, by_token, [*by_position, positions], [*by_position, positions[0] - 2, 2]):
+        cos_grad, _ = table_backward((q, k), (q * 2, k * 2), *angles, **options)
+        done = one_dispatch(simulated, TABLE_BUFFERS)
+        done.check(q_given=read(q, part), q=read(q, part), k_given=read(k, part), k=read(k, part))
+        done.check(cos_grad=written(cos_grad), sin_grad=written(cos_grad))
+        tokens_of_a_row = 1 if angles is by_token else batch
+        assert done["threads"][1] == tokens_of_a_row * math.ceil((q_heads + k_heads) / 4)
+        if head_dim % 8 == rotary_dim % 8 == start % 4 == 0:
+            assert all(done.widths(name) == {4 * dtype.itemsize} for name in ("q_given", "k_given", "q", "k"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tables_by_head_are_read_once_for_q_and_once_for_k(shared, device, simulated):
+    q, k, weight = randn(3, 9, 5, 32), randn(3, 9, 5, 32), randn(32)
+    cos, sin = (randn(1 if shared else 3, 9, 5, 16) for _ in "cs")
+    for op, args in (ops.rotate_qk, (q, k)), (ops.norm_rotate_qk, (q, k, weight, weight)):
+        op(*args, cos, sin)
+        reads = read(cos, 6 if shared else 2)
+        one_dispatch(simulated).check(cos=reads, sin=reads, q_in=read(q), k_out=written(k))
+    for given, x in ((q, k), (q * 2, k * 2)), (q, q * 2):
+        cos_grad, _ = table_backward(given, x, cos, sin)
+        done = one_dispatch(simulated, TABLE_BUFFERS)
+        done.check(q_given=read(q), q=read(q), cos_grad=written(cos_grad), sin_grad=written(cos_grad))
+        assert done["threads"] == [4, 3 if shared else 1, cos.numel() // 16]
+
+
+CACHES = [  # (heads of q, heads of k, head_dim, heads of v, head_dim of v, bytes of an access to v)
+    (128, 1, 64, 1, 512, 16),  # DeepSeek's latents
+    (7, 3, 32, 3, 24, 16),
+    (7, 3, 32, 2, 84, 8),
+    (7, 3, 32, 2, 33, 2),
+    (7, 3, 33, 2, 64, 2),
+    (7, 3, 300, 2, 310, 2),  # these heads are wide if there is a norm
+    (7, 0, 32, 5, 50, 2),
+    (7, 3, 32, 0, 50, None),
+    (7, 3, 0, 20, 24, 16),
+]
+
+
+@NORM
+@pytest.mark.parametrize("quantised", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_what_goes_into_a_cache_is_read_once_and_written_once(case, quantised, norm, device, simulated):
+    """For a norm of v a thread keeps a chunk of v's first piece, and reads those of the other pieces again."""
+    q_heads, k_heads, head_dim, v_heads, v_dim, width = case
+    shapes = (q_heads, head_dim), (k_heads, head_dim), (v_heads, v_dim)
+    q, k, v = (randn(40, *shape, dtype=torch.float16) for shape in shapes)
+    given = weights_of(head_dim) if norm else {}
+    if quantised:
+        given |= dict(k_scale=torch.rand(1).to("mps"), v_scale=torch.rand(v_heads).to("mps"))
+    for norm_v in [False, True] if v_heads and head_dim else [False]:
+        caches = [torch.empty_like(x, dtype=torch.int8 if quantised else x.dtype) for x in (k, v)]
+        ops.rotate_into_cache_(q, k, v, *caches, *tables(40, head_dim // 4 * 2), **given, norm_v=norm_v)
+        done = one_dispatch(simulated)
+        wide = head_dim == 300 and (norm or norm_v)
+        assert ("wide" in done["kernel"]) == wide
+        if v_heads:
+            again = norm_v * (v_dim if wide else max(v_dim - head_dim, 0))
+            done.check(v_in=read(v, 1 + again / v_dim), v_out=written(caches[1]))
+            assert done.widths("v_in") == {width} and done.widths("v_out") == {width // (1 + quantised)}
+        if k_heads and head_dim:
+            done.check(k_in=read(k, 1 + (wide and norm)), k_out=written(caches[0]))
+            assert norm or done.bytes["q_out"][1] == q.nbytes // head_dim * (head_dim // 4 * 2)
+        if v_heads and k_heads and head_dim:
+            assert done["messages"]["setBuffer"] == 7 + 2 * norm + 2 * quantised
+
+
+# (tokens, heads of q, heads of k, head_dim, rotary_dim)
+OVER_HEADS = [(1, 32, 8, 128, 128), (37, 5, 3, 80, 40), (40, 3, 1, 7, 6), (2, 130, 2, 64, 64), (33, 3, 2, 512, 512)]
+
+
+@pytest.mark.parametrize("size, dtype", [*zip(OVER_HEADS, HALVES * 2, strict=False)], ids=str)
+def test_a_norm_over_all_heads_is_one_dispatch(size, dtype, device, simulated):
+    """It reads q and k twice. Its backward is two dispatches, of which the first reads q, k and their gradients twice."""
+    tokens, q_heads, k_heads, head_dim, rotary_dim = size
+    q, k, v = (randn(tokens, h, head_dim, dtype=dtype) for h in (q_heads, k_heads, k_heads))
+    weights, angles = weights_of(q_heads, head_dim, k_shape=(k_heads, head_dim)), tables(tokens, rotary_dim)
+    both = dict(q_in=read(q, 2), k_in=read(k, 2), q_out=written(q), k_out=written(k))
+    ops.norm_rotate_qk(q, k, *weights.values(), *angles)
+    done = one_dispatch(simulated)
+    done.check(**both)
+    assert done["groups"] == [tokens, 2, 1] and (head_dim % 8 or done.widths("q_in") == {4 * dtype.itemsize})
+
+    ops._norm_rotate_qk_backward(q, k, q * 2, k * 2, *weights.values(), *angles)
+    backward, total = map(Dispatch, simulated.last_dispatches())
+    backward.check(**both, q_before=read(q, 2), k_before=read(k, 2))
+    assert total["kernel"].startswith("sum_parts")
+    assert total["buffers"][1]["bytes_read"] == math.ceil(tokens / 32) * (q.numel() + k.numel()) // tokens * 4
+
+    for norm_v in False, True:
+        ops.rotate_into_cache_(q, k, v, k.clone(), v.clone(), *angles, **weights, norm_v=norm_v)
+        done = one_dispatch(simulated)
+        assert done["groups"] == [tokens, 3, 1]
+        done.check(q_out=(2 * q.nbytes, q.nbytes), v_in=read(v, 1 + norm_v), v_out=written(v))
+
+
+@pytest.mark.parametrize(
+    "shape, stride", [((1, 5), (0, 1)), ((1, 5), (0, 2)), ((1, 2, 3), (7, 3, 1)), ((3, 4), (1, 2)), ((2,), (9,))]
+)
+def test_cos_sin_is_one_dispatch(shape, stride, device, simulated):
+    """The dispatch reads positions of any strides without a copy."""
+    positions = torch.arange(10).to("mps").as_strided(shape, stride)
+    freq = torch_rope.inv_freq(64).float().to("mps").expand(shape[0], 32)
+    found = ops.axial_cos_sin(positions, freq)
+    done = one_dispatch(simulated)
+    assert done["rints"] == 4 * shape[0] * found[0].numel()
+    assert done["buffers"][3]["bytes_written"] == done["buffers"][4]["bytes_written"] == found[0].nbytes
+    assert done["buffers"][1]["bytes"] == 10 * 8 and done["buffers"][2]["bytes"] == 32 * 4
+    dense = positions.clone(memory_format=torch.contiguous_format)
+    assert all(map(torch.equal, found, ops.axial_cos_sin(dense, freq)))
+    if shape[0] == 1:
+        simulated.last_dispatches()
+        assert all(map(torch.equal, found, ops.cos_sin(positions[0], freq[0])))
+        assert one_dispatch(simulated)["rints"] == 4 * found[0].numel()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
+@pytest.mark.parametrize("op, bound", [("rotate", 4), ("rotate_qk", 6), ("rotate_qk_", 4), ("rotate_into_cache_", 7), ("norm_rotate_qk", 8)])  # fmt: skip
+def test_one_token_keeps_many_cores_busy(op, bound, head_dim, device, simulated):
+    """A threadgroup runs on one core. Absent tensors cost no message to the encoder."""
+    q, k, v = (randn(1, 1, heads, head_dim, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    caches, weights = [randn(1, 9, 8, head_dim, dtype=torch.bfloat16) for _ in "kv"], weights_of(head_dim).values()
+    args = dict(rotate=[q], rotate_into_cache_=[q, k, v, *caches], norm_rotate_qk=[q, k, *weights]).get(op, [q, k])
+    getattr(ops, op)(*args, *tables(8, head_dim), offset=7)
+    done = one_dispatch(simulated)
+    # The norm of a head of 64 channels is computed by 8 threads, whose vectors determine the order of the sum.
+    assert math.prod(done["groups"]) >= (10 if op == "norm_rotate_qk" and head_dim == 64 else 16)
+    assert math.prod(done["group"]) == 32 or head_dim == 80
+    messages = dict(setBytes=1, setBuffer=bound, setComputePipelineState=1, dispatchThreads=1)
+    assert done["messages"] == messages or (
+        sum(done["messages"].values()) == bound + 3 and done["messages"]["setBuffer"] == bound
+    )
+
+
+@pytest.mark.parametrize("tokens, heads, head_dim, accesses", [(2048, (6, 2), 128, 1), (128, (32, 8), 32, 2)])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_neighbouring_threads_read_neighbouring_memory(heads_first, tokens, heads, head_dim, accesses, simulated):
+    """Each access touches a line of 128 bytes in one SIMD group alone. A share of a token reads its table row once.
+
+    accesses: 2 if a line has both halves of a head, which are read by two instructions.
+    """
+    shapes = [(1, h, tokens, head_dim) if heads_first else (1, tokens, h, head_dim) for h in heads]
+    q, k = (randn(*shape, dtype=torch.bfloat16).transpose(1, 2 if heads_first else 1) for shape in shapes)
+    cos, sin = tables(tokens, head_dim)
+    simulated.count_lines(True)
+    ops.rotate_qk(q, k, cos, sin)
+    ops.norm_rotate_qk(q, k, *weights_of(head_dim).values(), cos, sin)
+    ops.rotate(q, cos, sin)
+    both = dict(q_in=q, q_out=q, k_in=k, k_out=k)
+    for record, tensors in zip(simulated.last_dispatches(), (both, both, dict(q_in=q, q_out=q)), strict=True):
+        done = Dispatch(record)
+        for name, x in tensors.items():
+            lines = done.buffers[name]["lines_read"] + done.buffers[name]["lines_written"]
+            assert lines * 128 == x.nbytes * accesses, name
+        reads = shares_of(tokens, sum(heads) if tensors is both else heads[0]) if accesses == 2 else 1
+        assert accesses == 2 or math.prod(done["group"]) == 128
+        done.check(cos=read(cos, reads), sin=read(sin, reads))
+
+
+# How cos and sin are taken from a table of 64 columns, and the bytes of an access. Llama's freqs_cis has the first kind: cos
+# and sin are the real and imaginary parts of complex numbers, and are read as vectors if these are aligned.
+COMPLEX = {
+    "complex": (lambda t: (t[:, 8::2], t[:, 9::2]), 16),
+    "by token": (lambda t: (t[None, :100, 8::2], t[None, :100, 9::2]), 16),
+    "not aligned": (lambda t: (t[:, 10::2], t[:, 11::2]), 4),
+    "sin before cos": (lambda t: (t[:, 4::2], t[:, 1:-3:2]), 4),
+    "two tensors": (lambda t: (t[:, ::2], t.clone()[:, 1::2]), 4),
+    "far apart": (lambda t: (t[:, ::4], t[:, 1::4]), 4),
+    "other rows": (lambda t: (t[: len(t) // 2, ::2], t.as_strided((len(t) // 2, 16), (128, 2), 1)), 4),
+    "16 bits": (lambda t: [t.view(torch.float16)[:, column::2] for column in (0, 1)], 2),
+}
+
+
+@INTERLEAVED
+@pytest.mark.parametrize("which", COMPLEX)
+def test_only_parts_of_complex_numbers_are_read_as_vectors(which, interleaved, device, simulated):
+    (parts, width), both = COMPLEX[which], torch.rand(200, 64)
+    here, there = ([t[..., :16] for t in parts(b)] for b in (both, both.to("mps")))
+    for dtype in [torch.float16] if which == "16 bits" else HALVES:
+        x = torch.randn(1, 100, 7, 40).to(dtype)
+        simulated.last_dispatches()
+        out = ops.rotate(x.to("mps"), *there, interleaved=interleaved)
+        done = one_dispatch(simulated)
+        assert done.widths("cos") == {width} and ("sin" in done.bytes) == (width < 16)
+        torch.testing.assert_close(
+            out.cpu(), ops.rotate(x, *here, interleaved=interleaved), rtol=0, atol=0, equal_nan=True
+        )

@@ -1,0 +1,100 @@
+"""Tests of processes with the simulated mps device: modules, shaders compiled ahead, and a compiler that contracts."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import simulator
+from cases import ROOT
+
+SOURCE = """#include <metal_stdlib>
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  const float a = x[i];
+  x[i] = a * a - 1.00048828125;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _simulated(request):
+    if not request.config.getoption("--simulate"):
+        pytest.skip("needs --simulate")
+
+
+def run(program, *arguments, **environment):
+    """Runs a program in a new process, after a line that finds the simulator, and returns what it prints."""
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        f"import sys; sys.path.append({str(Path(simulator.__file__).parent)!r})\n{program}",
+    ]
+    done = subprocess.run([*command, *arguments], env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_modules_run_with_the_simulated_device(tmp_path):
+    """Two processes compile the same new shader at once, and each starts another one."""
+    (tmp_path / "program.py").write_text("""
+import os, shlex, subprocess, sys, torch, torch_rope
+x = torch.ones(4, device="mps")
+torch.ops.simulator_test.launch(sys.argv[1], [x], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
+torch_rope.rotate(x.view(1, 1, 4), inv_freq=torch.ones(2, device="mps"))
+(library, time, _), (kernel, _, calls) = torch_rope._C.metal_pipelines()
+print(__name__, x.sum().item() < 0, library, time > 0, kernel.split("_")[0], calls, flush=True)
+if sys.argv[2:]:
+    raise SystemExit(subprocess.call([*shlex.split(os.environ["TORCH_ROPE_PYTHON"]), "-m", "program", sys.argv[1]]))
+""")
+    command = [sys.executable, simulator.__file__, "-m", "program", f"{SOURCE}// {tmp_path}", "once more"]
+    options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen(command, **options) for _ in range(2)]
+    assert [p.communicate()[0] for p in processes] == ["__main__ True library rotate True rotate 1\n" * 2] * 2
+    assert not any(p.returncode for p in processes)
+
+
+def test_shaders_that_were_compiled_with_the_extension_are_used():
+    maps = run("""
+import simulator, torch, torch_rope
+simulator.load(compiled=True)
+positions, inv_freq = torch.arange(5), torch_rope.inv_freq(64).float()
+tables = torch_rope.cos_sin(positions.to("mps"), inv_freq.to("mps"))
+assert all(torch.equal(t.cpu(), e) for t, e in zip(tables, torch_rope.cos_sin(positions, inv_freq)))
+print(open("/proc/self/maps").read())
+""")
+    (shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", maps))
+    assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
+
+
+def test_the_rotation_does_not_depend_on_contraction():
+    """The results have the same bits whether the compiler fuses multiplications and additions or not.
+
+    A small kernel shows first that the compiler does fuse when it may.
+    """
+    program = """
+import simulator, torch, torch_rope
+simulator.load()
+a = torch.full((4,), 1 + 2**-12, device="mps")
+torch.ops.simulator_test.launch(sys.argv[1], [a], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
+print(int(a[0].item() != 0))
+torch.manual_seed(0)
+x, w, outs = torch.randn(2, 9, 4, 96).to("mps"), torch.rand(96).to("mps"), []
+for rotary_dim in 64, 96:
+    inv_freq = torch_rope.inv_freq(rotary_dim, device="mps")
+    outs += torch_rope.norm_rotate_qk(x, x, w, w, inv_freq=inv_freq[0], offset=100003, attention_factor=1.3)
+    outs += torch_rope.cos_sin(torch.arange(1000, 1100, device="mps"), inv_freq)
+    positions = torch.randint(0, 2**24, (3, 100)).to("mps")
+    outs += torch.ops.rope.axial_cos_sin(positions, torch.rand(2, 3, 48).to("mps"), attention_factor=1.3)
+    tables = torch_rope.cos_sin(torch.arange(9, device="mps"), inv_freq)
+    outs += torch.ops.rope._rotate_table_backward(x, x, x * w, x * w, *tables, attention_factor=1.3)
+    for dtype in torch.float32, torch.float16:
+        args = [t.to(dtype) for t in (x, x * w, w, w, *tables)]
+        outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3, eager_rounding=True)
+print(torch.hash_tensor(torch.cat([t.cpu().float().flatten() for t in outs])).item())
+"""
+    found = [run(program, SOURCE, TORCH_ROPE_SIMULATOR_CONTRACT=contract).split() for contract in "01"]
+    assert [fused for fused, _ in found] == ["0", "1"] and found[0][1] == found[1][1]
