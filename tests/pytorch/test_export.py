@@ -23,7 +23,6 @@ from programs import (
     tables,
 )
 from torch.export import Dim
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import torch_rope
 
@@ -168,23 +167,6 @@ def test_an_aot_inductor_package_does_what_its_module_does(decomposed, device, t
 
 
 # ---- other tracers ----
-
-
-NIGHT = [pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("real", "fake")]
-
-
-@pytest.mark.parametrize("tracing_mode", ["symbolic", *NIGHT])
-@pytest.mark.parametrize("op", OF_A_LAYER)
-def test_make_fx_keeps_the_operator(op, tracing_mode, device):
-    angles = tables(device)
-
-    def function(*tensors):
-        tensors = tuple(t * 1 for t in tensors)
-        return getattr(rope, op)(*tensors, *angles, offset=1) or tensors
-
-    graph = make_fx(function, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*operands(op, device))
-    assert any(node.target is getattr(rope, op).default for node in graph.graph.nodes)
-    assert_same_call(function, graph, *operands(op, device))
 
 
 def test_functionalize_takes_only_functional_operators(device):

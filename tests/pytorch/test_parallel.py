@@ -85,7 +85,7 @@ LETTERS = {name: [*"RP", *dims.replace("-", "")] for name, dims in DIMS.items()}
 
 def tensors(device):
     """Returns name -> a plain tensor for each argument, the same on every rank."""
-    inv_freq = torch_rope.inv_freq(HEAD_DIM, device=device)
+    inv_freq = torch_rope.inv_freq(HEAD_DIM, device=device).float()
     positions = torch.randint(0, 16, (BATCH, SEQ), device=device)
     cos, sin = torch_rope.cos_sin(torch.arange(16, device=device), inv_freq)
     made = {"inv_freq": inv_freq, "positions": positions, "cos": cos, "sin": sin}
@@ -259,6 +259,8 @@ def check_gradients(op, letters, mesh, plain, incoming):
     takes_x = op.startswith("norm") or any(name.startswith("cos") for name in letters)
     others = "".join(letter for name, letter in letters.items() if takes_x or name not in ("x", "q", "k"))
     learned = [name for name in letters if name in ("x", "q", "k") or name[:3] in ("cos", "sin")]
+    if not incoming and "P" not in letters.values():  # frequencies are learned through tables by token, which take x
+        learned += ["inv_freq"] if "inv_freq" in letters else []
     if op.startswith("norm"):
         learned = [name for name in letters if name[:2] in ("q", "k", "q_", "k_")]
     one, placed = {name: plain[name].clone() for name in letters}, placed_on(mesh, plain, letters)
@@ -311,46 +313,20 @@ def test_every_operator_has_a_rule():
     assert [op for op in OPERATORS if getattr(ops, op).default not in rules] == []
 
 
-# ---- learned frequencies ----
-
-
-def check_learned(device):
-    """They go through tables by token. The tokens are split along batch or seq, or whole."""
-    mesh, plain = mesh_of(device), tensors(device)
-    for letter, more in (("B", "positions"), ("S", "positions"), ("R", "positions"), ("R", "offset")):
-        letters = {"q": letter, "inv_freq": "R", "positions": letter}
-        placed, one = placed_on(mesh, plain, letters), {name: plain[name].clone() for name in letters}
-        outs, grads = [], []
-        for given in (placed, one):
-            freq = given["inv_freq"].requires_grad_()
-            angles = {"positions": given["positions"]} if more == "positions" else {"offset": 3}
-            outs.append(ops.rotate(given["q"], inv_freq=freq, **angles))
-            grads += torch.autograd.grad(outs[-1].square()[..., 0].sum(), freq)
-        assert_same(*outs)
-        torch.testing.assert_close(grads[0].full_tensor(), grads[1])
-
-
-def test_gradients_of_learned_frequencies_are_those_of_one_process(ranks):
-    ranks(check_learned)
-
-
 # ---- messages ----
 
 
+QUOTED = calls("""
+rotate_qk q=R|S k=D|S inv_freq=R
+rotate_qk q=S k=S inv_freq=R positions=R
+rotate_into_cache_ q=H k=H v=H k_cache=H v_cache=R inv_freq=R
+norm_rotate_qk q=H k=H q_norm_weight.heads=R k_norm_weight.heads=R inv_freq=R
+""")
+
+
 def refusals(device):
-    mesh, plain = mesh_of(device), tensors(device)
-    calls = [
-        ("rotate_qk", {"q": "R", "k": "D", "inv_freq": "R"}),
-        ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R", "positions": "R"}),
-        ("rotate_qk", {"q": "S", "k": "S", "inv_freq": "R"}),
-        ("rotate_into_cache_", {"q": "H", "k": "H", "v": "H", "k_cache": "H", "v_cache": "R", "inv_freq": "R"}),
-        (
-            "norm_rotate_qk",
-            {"q": "H", "k": "H"} | {"q_norm_weight.heads": "R", "k_norm_weight.heads": "R"} | {"inv_freq": "R"},
-        ),
-    ]
-    messages = []
-    for op, letters in calls:
+    mesh, plain, messages = mesh_of(device), tensors(device), []
+    for op, letters in QUOTED:
         with pytest.raises(NotImplementedError) as error:
             call(op, placed_on(mesh, plain, letters))
         messages.append(str(error.value))
@@ -488,6 +464,17 @@ def test_compiled_programs_of_dtensors(ranks):
 # ---- modules ----
 
 
+class Attention(torch.nn.Module):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.wq = torch.nn.Linear(16, HEADS * HEAD_DIM)
+        self.rope = torch_rope.RotaryEmbedding(HEAD_DIM, **arguments)
+
+    def forward(self, x, positions=None, offset=0):
+        q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
+        return q, *self.rope(q, q[..., :1, :], positions, offset)
+
+
 def check_modules(device):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -526,22 +513,12 @@ def check_modules(device):
         for result, value in zip(ops.rotate_qk(*placed, **angles), wanted, strict=True):
             assert_same(result, value)
 
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wq = torch.nn.Linear(16, HEADS * HEAD_DIM)
-            self.rope = torch_rope.RotaryEmbedding(HEAD_DIM, base=500.0)
-
-        def forward(self, x, positions):
-            q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
-            return torch.cat(self.rope(q, q[..., :1, :], positions), dim=-2)
-
     # FSDP shards a model that has been on the meta device.
     torch.manual_seed(0)
     x = torch.randn(BATCH, SEQ, 16, device=device)
-    model = Attention().to(device)
+    model = Attention(base=500.0).to(device)
     with torch.device("meta"):
-        sharded = fully_shard(Attention(), mesh=mesh)
+        sharded = fully_shard(Attention(base=500.0), mesh=mesh)
     sharded.to_empty(device=device)
     for module in sharded.modules():
         if hasattr(module, "reset_parameters"):
@@ -549,8 +526,8 @@ def check_modules(device):
     for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
         mine.detach().copy_(distributed(theirs, mesh, *mine.placements))
     mine, theirs = (distributed(t, mesh, Shard(0)).to_local() for t in (x, positions))
-    out = sharded(mine, theirs)
-    wanted = model(x, positions)
+    out = sharded(mine, theirs)[1]
+    wanted = model(x, positions)[1]
     torch.testing.assert_close(out, distributed(wanted, mesh, Shard(0)).to_local())
     out.square().sum().backward()
     wanted.square().sum().backward()
@@ -571,22 +548,11 @@ def check_buffers_under_mixed_precision(device, full_precision):
     half = torch.bfloat16
     policy = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
     for arguments in ({}, {"max_position": 16}):
-
-        class Attention(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.wq = torch.nn.Linear(16, HEADS * HEAD_DIM)
-                self.rope = torch_rope.RotaryEmbedding(HEAD_DIM, **arguments)  # noqa: B023
-
-            def forward(self, x):
-                q = self.wq(x).unflatten(-1, (HEADS, HEAD_DIM))
-                return q, *self.rope(q, q[..., :1, :], offset=3)
-
         here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        model = FullyShardedDataParallel(Attention(), mixed_precision=policy, device_id=here)
+        model = FullyShardedDataParallel(Attention(**arguments), mixed_precision=policy, device_id=here)
         exact = torch_rope.RotaryEmbedding(HEAD_DIM, device=here, **arguments)
         for training in (False, True, False):
-            q, *found = model.train(training)(torch.randn(BATCH, SEQ, 16, device=here))
+            q, *found = model.train(training)(torch.randn(BATCH, SEQ, 16, device=here), offset=3)
             dtype = torch.float32 if full_precision and not training else half
             assert q.dtype == dtype and (dtype == half) == all(t.dtype == half for t in model.buffers())
             for out, wanted in zip(found, exact(q, q[..., :1, :], offset=3), strict=True):
