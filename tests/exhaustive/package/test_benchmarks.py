@@ -81,14 +81,14 @@ def breaking(case, data, error, calls=1):
 
 
 def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_measured(monkeypatch):
-    monkeypatch.setattr(results, "SILENCE", 5)
+    monkeypatch.setattr(results, "SILENCE", 30)
     monkeypatch.setattr(results, "PRELOAD", [])
     results.in_process(Fragile("x", 2, op="fragile"), "cpu", ["sound"], 1)  # the first process takes longer to start
     lines = results.in_process(Fragile("x", 2, op="fragile"), "cpu", None, 1)
     assert {x["implementation"]: x.get("reason", x["status"]) for x in lines} == {
         "sound": "timed",
         "crashing": "the process ended with exit code -11",
-        "hanging": "nothing happened for 5 seconds",
+        "hanging": "nothing happened for 30 seconds",
         "raising when timed": "ZeroDivisionError: division by zero",
     }
 
