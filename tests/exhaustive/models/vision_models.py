@@ -40,7 +40,6 @@ def import_timm():
 timm = import_timm()
 
 from timm.layers import RotAttentionPool2d, create_rope_embed  # noqa: E402
-from timm.models.deepseek_vit import DeepseekVitEncoder  # noqa: E402
 from timm.models.naflexvit import NaFlexVit  # noqa: E402
 from timm.models.qwen3_vit import Qwen3VitEncoder  # noqa: E402
 from timm.models.vision_transformer_sam import VisionTransformerSAM  # noqa: E402
@@ -109,9 +108,8 @@ def pool(rope_type, **changes):
     return with_weights(model), (torch.randn(2, 64, 3, 5),)
 
 
-def encoder(cls):
-    model = cls(**SMALL, img_size=24, out_features=16)
-    return with_weights(model), images(24, 24)
+def encoder():
+    return with_weights(Qwen3VitEncoder(**SMALL, img_size=24, out_features=16)), images(24, 24)
 
 
 def rope_module(rope_type, channels=16, **changes):
@@ -125,56 +123,32 @@ def rope_module(rope_type, channels=16, **changes):
 MODELS = {
     # q, k [batch, heads, tokens, head_dim] without the prefix tokens; tables [tokens, 2 head_dim]; adjacent pairs
     "eva02": lambda: vit("eva02_tiny_patch14_224"),
-    "eva02, separate projections": lambda: vit("eva02_base_patch16_clip_224"),
-    "eva02, norm after the layer": lambda: vit("eva02_enormous_patch14_clip_224", use_rot_pos_emb=True, mlp_ratio=4),
     "registers": lambda: vit("vit_betwixt_patch16_rope_reg4_gap_256"),
     "axial": lambda: vit("vit_small_patch16_rope_224"),
-    "axial, other image size": lambda: vit(
-        "vit_small_patch16_rope_ape_224", lambda: images(12, 20), dynamic_img_size=True
-    ),
     "perception encoder": lambda: vit("vit_pe_core_tiny_patch16_384", attn_pool_num_heads=4),
-    "perception encoder, no prefix": lambda: vit("vit_pe_spatial_gigantic_patch14_448", mlp_ratio=4),
-    "naflex, axial": lambda: naflex("axial", images),
     "attention pool": lambda: pool("cat"),
-    "attention pool, separate projections": lambda: pool("cat", qkv_separate=True, class_token=True),
     "attention pool, two tables": lambda: pool("base", pool_type=""),
-    "attention pool, dinov3": lambda: pool("dinov3"),
     # the same with pairs (i, i + head_dim / 2)
     "dinov3": lambda: vit("vit_small_patch16_dinov3"),
-    "dinov3, other image size": lambda: vit("vit_small_plus_patch16_dinov3_qkvb", lambda: images(12, 20)),
     "sapiens2, fewer heads of k, norms": lambda: vit("vit_base_patch16_sapiens2", num_kv_heads=(4, 2)),
     "mrope": lambda: vit("eva02_tiny_patch14_224", attn_type="rope", rope_type="mrope", rope_mrope_section=(2, 3, 3)),
-    "qwen3 vision": lambda: encoder(Qwen3VitEncoder),
-    "deepseek vision": lambda: encoder(DeepseekVitEncoder),
-    "naflex, mrope, gate": lambda: naflex(
-        "mrope", images, embed_dim=96, rope_mrope_section=(4, 4, 4), attn_gated=True, reg_tokens=1
-    ),
-    "attention pool, mrope": lambda: pool("mrope"),
+    "qwen3 vision": encoder,
     # tables per head, from learned frequencies: [heads, tokens, 2 head_dim] in each layer
     "mixed": lambda: vit("vit_small_patch16_rope_mixed_224"),
-    "mixed, other image size": lambda: vit(
-        "vit_small_patch16_rope_mixed_ape_224", lambda: images(12, 20), dynamic_img_size=True
-    ),
-    "naflex, mixed": lambda: naflex("mixed", images, class_token=True),
     # tables per image [batch, 1, tokens, 2 head_dim], which are 0 at padded tokens
     "naflex, axial, patches": lambda: naflex("axial", sizes, class_token=True, rope_ref_feat_shape=(8, 8)),
     "naflex, dinov3, patches": lambda: naflex(
         "dinov3", sizes, rope_rotate_half=True, qk_norm=True, qkv_fused=False, num_kv_heads=2
     ),
-    "naflex, mrope, patches": lambda: naflex("mrope", sizes, rope_mrope_section=(2, 3, 3)),
     # tables per image and head [batch, heads, tokens, 2 head_dim], 0 at padded tokens, from learned frequencies
     "naflex, mixed, patches": lambda: naflex("mixed", sizes, reg_tokens=2),
     # tables per image of the kept tokens, in random order
     "eva02, dropped patches": lambda: vit("eva02_tiny_patch14_224", training=True, **DROP),
     "dinov3, dropped patches": lambda: vit("vit_small_patch16_dinov3", training=True, **DROP),
-    "mixed, dropped patches": lambda: vit("vit_small_patch16_rope_mixed_224", training=True, **DROP),
-    "naflex, axial, dropped patches": lambda: naflex("axial", sizes, training=True, **DROP),
     "naflex, mixed, dropped patches": lambda: naflex("mixed", sizes, training=True, **DROP),
     # x [windows heads, tokens, head_dim]
     "sam, windows": sam,
     # x [batch, tokens, head_dim], a transposed view; "base" has two tables
     "module, two tables": lambda: rope_module("base"),
     "module": lambda: rope_module("cat", rotate_half=True),
-    "module, dinov3": lambda: rope_module("dinov3"),
-    "module, mixed": lambda: rope_module("mixed", channels=64, depth=2),
 }
