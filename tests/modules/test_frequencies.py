@@ -359,7 +359,7 @@ PHI_OF_TWO_FACTORS = rescaled(PHI_3_5, short_mscale=1.0, long_mscale=1.25)
         ({"hidden_size": 256, "rope_theta": 1e4}, None, f"num_attention_heads {UNLESS}"),
         (UNHEARD_OF, None, "model_type is 'unheard_of' but must be that of a model that rotates: the config has none"),
         (
-            LLAMA_2 | {"rope_scaling": {"type": "linear"}},
+            rescaled(DYNAMIC, type="linear", factor=None),
             None,
             "factor is None but must be given for rope_type 'linear'",
         ),

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.shared
 
 BATCH, HEADS, SEQ, HEAD_DIM, ROWS = 2, 3, 5, 8, 11
 PAIRS = HEAD_DIM // 2
-# The shapes of cos and sin without position_ids. No two of batch, heads and seq are equal.
+# The shapes of cos and sin, or the dtype and shape of position_ids. No two of batch, heads and seq are equal.
 SHAPES = [
     *((SEQ, PAIRS), (1, PAIRS), (PAIRS,), (HEADS, SEQ, PAIRS), (1, SEQ, PAIRS), (HEADS, 1, PAIRS)),
     *((1, 1, SEQ, PAIRS), (BATCH, 1, SEQ, PAIRS), (1, HEADS, SEQ, PAIRS), (BATCH, HEADS, SEQ, PAIRS)),
     *((BATCH, 1, 1, PAIRS), (BATCH, HEADS, 1, PAIRS), (BATCH, 1, SEQ, 1)),
+    *((torch.int32, (BATCH, SEQ)), (torch.int64, (1, SEQ)), (torch.int32, (SEQ,)), (torch.int64, (BATCH, SEQ))),
 ]
 KINDS = {"dtype": [torch.float32, torch.bfloat16, torch.float64], "interleaved": [False, True]}
 
@@ -43,45 +44,41 @@ def random(*shape, dtype=torch.float32, device="cpu"):
     return torch.randn(shape, dtype=torch.float64).to(dtype).to(device)
 
 
-def check(x, cos, sin, position_ids, interleaved):
-    if not supported(x.device.type, x.dtype):
-        pytest.skip("Apple GPUs have no float64")
-    given = [t if t is None else t.cpu() for t in (x, cos, sin, position_ids)]
-    right = [t.numpy() for t in formula(*given, interleaved)]
-    with Calls() as calls:
-        out = torch_rope.rotary_embedding(x, cos, sin, position_ids, interleaved=interleaved)
-    # The memory of the result is written once: the tables are read through their strides.
-    assert calls.names.count("rope::rotate") == 1
-    assert not {"aten::clone", "aten::copy_", "aten::index.Tensor", "aten::cat"} & set(calls.names)
-    assert out.shape == x.shape and out.dtype == x.dtype and out.stride() == torch.empty_like(x).stride()
-    for result in (out, reference.rotary_embedding(*given, interleaved=interleaved)):
-        assert_close(result, right, *limits(x.dtype, {}))
+def angles_of(shape, dtype=torch.float32, device="cpu"):
+    """Returns cos, sin and position_ids. shape: that of cos and sin, or (dtype, shape) of position_ids."""
+    if not isinstance(shape[0], torch.dtype):
+        return *tables(*shape, dtype=torch.promote_types(dtype, torch.float32), device=device), None
+    position_ids = torch.randint(ROWS, shape[1], dtype=shape[0], device=device)
+    return *tables(ROWS, PAIRS, dtype=dtype, device=device), position_ids
 
 
 @pytest.mark.parametrize("case", covering({"shape": SHAPES} | KINDS, strength=1), ids=name_of)
-def test_tables_broadcast(case, device):
+def test_tables_broadcast_and_positions_choose_rows(case, device):
+    """The memory of the result is written once: the tables are read through their strides."""
     shape, dtype, interleaved = case.values()
+    if not supported(device, dtype):
+        pytest.skip("Apple GPUs have no float64")
     x = random(BATCH, SEQ, HEADS, HEAD_DIM, dtype=dtype, device=device).transpose(1, 2)
-    cos, sin = tables(*shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    check(x, cos, sin, None, interleaved)
-    check(x, cos, tables(SEQ, 1, dtype=sin.dtype, device=device)[1], None, interleaved)  # sin has another shape
+    cos, sin, position_ids = angles_of(shape, dtype, device)
+    sins = [sin, *([tables(SEQ, 1, dtype=sin.dtype, device=device)[1]] if position_ids is None else [])]
+    for sin in sins:  # the second has another shape than cos
+        given = [t if t is None else t.cpu() for t in (x, cos, sin, position_ids)]
+        right = [t.numpy() for t in formula(*given, interleaved)]
+        with Calls() as calls:
+            out = torch_rope.rotary_embedding(x, cos, sin, position_ids, interleaved=interleaved)
+        assert calls.names.count("rope::rotate") == 1
+        assert not {"aten::clone", "aten::copy_", "aten::index.Tensor", "aten::cat"} & set(calls.names)
+        assert out.shape == x.shape and out.dtype == x.dtype and out.stride() == torch.empty_like(x).stride()
+        for result in (out, reference.rotary_embedding(*given, interleaved=interleaved)):
+            assert_close(result, right, *limits(x.dtype, {}))
 
 
-POSITIONS = {"shape": [(BATCH, SEQ), (1, SEQ), (SEQ,)], "index": [torch.int32, torch.int64]}
+OF_GRADIENTS = [(PAIRS,), (HEADS, 1, PAIRS), (BATCH, 1, SEQ, PAIRS), (torch.int64, (BATCH, SEQ))]
 
 
-@pytest.mark.parametrize("case", covering(POSITIONS | KINDS, strength=1, interacting=[[*POSITIONS]]), ids=name_of)
-def test_positions_choose_rows(case, device):
-    shape, index, dtype, interleaved = case.values()
-    x = random(BATCH, HEADS, SEQ, HEAD_DIM, dtype=dtype, device=device)
-    position_ids = torch.randint(ROWS, shape, dtype=index, device=device)
-    check(x, *tables(ROWS, PAIRS, dtype=dtype, device=device), position_ids, interleaved)
-
-
-@pytest.mark.parametrize("shape", [(PAIRS,), (HEADS, 1, PAIRS), (BATCH, 1, SEQ, PAIRS), "positions"], ids=str)
+@pytest.mark.parametrize("shape", OF_GRADIENTS, ids=str)
 def test_gradients_flow_to_x_and_the_tables(shape):
-    position_ids = torch.randint(ROWS, (BATCH, SEQ)) if shape == "positions" else None
-    cos, sin = tables(*((ROWS, PAIRS) if shape == "positions" else shape), dtype=torch.float64)
+    cos, sin, position_ids = angles_of(shape, torch.float64)
     given = [t.requires_grad_() for t in (random(BATCH, HEADS, SEQ, HEAD_DIM, dtype=torch.float64), cos, sin)]
     assert torch.autograd.gradcheck(lambda x, c, s: torch_rope.rotary_embedding(x, c, s, position_ids), given)
 

@@ -29,7 +29,6 @@ from programs import (
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 import torch_rope
 
@@ -102,24 +101,6 @@ def test_the_compiled_norm_is_one_call_forward_and_one_backward(unused, over_hea
     program = compiled(function, device, dynamic=True)
     _, programs = run_and_see_programs(device, run)
     assert list(map(calls_in, programs)) == [["norm_rotate_qk"], ["_norm_rotate_qk_backward"]] or device == "mps"
-
-
-@night
-def test_a_compiled_checkpoint_runs_the_norm_again_in_the_backward(device):
-    """The backward calls the forward operator again, and then the operator of its backward."""
-    cos, sin = tables(device)
-
-    def scores(*inputs):
-        q, k = rope.norm_rotate_qk(*inputs, cos, sin)
-        return (q @ k.mT,)
-
-    function = lambda *inputs: checkpoint(scores, *inputs, use_reentrant=False)  # noqa: E731
-    inputs, seeds = operands("norm_rotate_qk", device), [torch.randn(2, 6, HEADS, KV_HEADS, device=device)]
-    program = compiled(function, device)
-    actual, code = run_and_see_programs(device, outputs_and_gradients, program, inputs, seeds)
-    assert_same_bits(actual, outputs_and_gradients(function, inputs, seeds))
-    expected = [["norm_rotate_qk"], ["norm_rotate_qk", "_norm_rotate_qk_backward"]]
-    assert list(map(calls_in, code)) == expected or device == "mps"
 
 
 # ---- one program for all lengths, offsets and positions ----

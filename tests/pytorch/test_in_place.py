@@ -5,10 +5,7 @@ removes them, however q, k and the caches are made, is part of our contract, bec
 than the operator.
 """
 
-import copy
 import itertools
-import math
-import re
 
 import pytest
 import torch
@@ -20,11 +17,8 @@ from programs import (
     KV_HEADS,
     assert_no_copy,
     assert_same_call,
-    body_of,
-    calls_in,
     compiled,
     copies,
-    norm_weights,
     operands,
     qk,
     rope,
@@ -92,11 +86,9 @@ PROGRAMS = {
     "a transposed input": ([Q], lambda a, q: each(a, q.transpose(1, 2))),
     "an intermediate": ([Q], lambda a, q: of_an_intermediate(a, q, lambda x: x), 1, 1),
     "a split input": ([PACKED], lambda a, x: both(a, *split(x)[:2])),
-    "slices of an input": ([PACKED], lambda a, x: each(a, *split(x)[:2])),
     "a split intermediate": ([PACKED], lambda a, x: of_an_intermediate(a, x, lambda x: split(x)[:2]), 1, 1),
     # The storage offsets of the views in the next programs depend on the length.
     "an unbound input": ([STACKED], lambda a, x: both(a, *x.unbind(0)[:2])),
-    "each unbound": ([STACKED], lambda a, x: each(a, *x.unbind(0)[:2])),
     "the second of an input": ([STACKED], lambda a, x: each(a, x[1])),
     "the second of an intermediate": ([STACKED], lambda a, x: of_an_intermediate(a, x, lambda x: x[1]), 1, 1),
     "the later half of the tokens": ([STACKED], lambda a, x: each(a, x[0][:, x.shape[2] // 2 :])),
@@ -125,16 +117,11 @@ PROGRAMS = {
         lambda a, q, k, v, kv: into(a, q, k, v, *kv.chunk(2, -1)),
     ),
     "layers": ([*QKV, (3, 2, *BLOCKS)], lambda a, q, k, v, kv: into_layers(a, q, k, v, *kv)),
-    "layers of blocks": (
-        [*QKV, (3, 3, 2, *BLOCKS[1:])],
-        lambda a, q, k, v, kv: into_layers(a, q, k, v, *kv.transpose(1, 2)),
-    ),
     "paged blocks": ([*QKV, (LENGTH, 2, 5, KV_HEADS, DIM), SLOTS], into_paged_blocks),
     "caches from a split input": (
         [PACKED, BLOCKS, HEADS_FIRST],
         lambda a, x, c, d: into(a, *split(x), c, d.transpose(1, 2)),
     ),
-    "caches from a projection": ([X, W, HEADS_FIRST, HEADS_FIRST], from_a_projection, 1),
     "attention over the cache": ([X, W, *[(2, *HEADS_FIRST[1:])] * 2], attention_over_the_cache, 1),
 }
 # The others differ in the strides and the number of views only.
@@ -283,64 +270,3 @@ def test_clones_and_reads_see_the_values_of_eager(function, device):
     angles = tables(device)
     on_one_tensor = lambda x: function(x, angles)  # noqa: E731
     assert_same_call(on_one_tensor, compiled(on_one_tensor, device), qk(device)[0])
-
-
-# ---- a model ----
-
-
-class Attention(torch.nn.Module):
-    """Computes attention with QK-norm and rotation, and has a cache of its own."""
-
-    def __init__(self, length, device):
-        super().__init__()
-        self.qkv = torch.nn.Linear(24, 3 * KV_HEADS * DIM)
-        self.out = torch.nn.Linear(KV_HEADS * DIM, 24)
-        self.q_norm, self.k_norm = (torch.nn.Parameter(w) for w in norm_weights("cpu"))
-        self.register_buffer("kv", torch.zeros(2, 2, KV_HEADS, length, DIM))
-        self.to(device)
-        self.angles = tables(device)
-
-    def forward(self, x, mask, offset):
-        q, k, v = self.qkv(x).unflatten(-1, (-1, DIM)).chunk(3, 2)
-        k_cache, v_cache = self.kv
-        norm = {"q_norm_weight": self.q_norm, "k_norm_weight": self.k_norm}
-        rope.rotate_into_cache_(
-            q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), *self.angles, offset=offset, **norm
-        )
-        heads = scaled_dot_product_attention(q.transpose(1, 2), k_cache, v_cache, mask)
-        return self.out(heads.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.exhaustive
-def test_a_model_with_its_caches_as_buffers_copies_no_cache(device):
-    """Two prompts and then single tokens make three programs: for the first prompt, for other prompts, for tokens."""
-    if device == "mps":
-        pytest.skip("torch for Linux has no attention kernels for mps")
-    length = 48
-    model = torch.nn.ModuleList([Attention(length, device) for _ in range(2)])
-    twin = copy.deepcopy(model)
-
-    def forward(model, x, mask, offset):
-        for layer in model:
-            x = layer(x, mask, offset)
-        return x
-
-    def run():
-        for start, seq in ((0, 5), (0, 7), *((position, 1) for position in range(7, 14))):
-            x = torch.randn(2, seq, 24, device=device)
-            hidden = torch.arange(length) > torch.arange(start, start + seq)[:, None]
-            mask = torch.where(hidden, -math.inf, 0.0).to(device)
-            with torch.inference_mode():
-                torch.testing.assert_close(compiled_forward(twin, x, mask, start), forward(model, x, mask, start))
-        for buffer, expected in zip(twin.buffers(), model.buffers(), strict=True):
-            torch.testing.assert_close(buffer, expected)
-            assert not buffer[..., 14:, :].any() and buffer[..., :14, :].all()
-
-    compiled_forward = compiled(forward, device)
-    _, programs = run_and_see_programs(device, run)
-    assert len(programs) == 3
-    for code in programs:
-        assert calls_in(code) == ["rotate_into_cache_"] * 2
-        sizes = re.findall(r"= empty_strided\w*\(\(([^()]*)\)", body_of(code))
-        sizes = [math.prod(int(n) for n in re.findall(r"\b\d+\b", size)) for size in sizes]  # a symbol counts as 1
-        assert max(sizes) < 2 * length * KV_HEADS * DIM
