@@ -168,6 +168,7 @@ def test_lengths_positions_slots_and_an_offset_in_a_tensor_never_recompile(devic
     assert counter.frame_count == 1
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=night)])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_a_number_of_tokens_that_is_data_compiles_once(backend, device):

@@ -187,7 +187,8 @@ rotate_qk_ q=B|R k=R|B inv_freq=R
 norm_rotate_qk q=P|R|R k=R q_norm_weight=R|D|R k_norm_weight=R|R|P inv_freq=R
 norm_rotate_qk q=H|R|R k=R|H|R q_norm_weight.heads=R|R|H k_norm_weight.heads=R inv_freq=R
 rotate_into_cache_ q=B|B|B|R|R|P k=B|B|R|R|H|R v=B|B|R|R|R|R k_cache=R|B|B|H|R|R v_cache=R|R|R|S|R|R inv_freq=R
-rotate_into_cache_ q=B k=B v=B k_cache=B v_cache=B inv_freq=R slots=R
+rotate_into_cache_ q=B k=B v=B k_cache=B|R v_cache=B|R inv_freq=R slots=R|B
+rotate_into_cache_ q=S k=S v=S k_cache=R v_cache=R inv_freq=R positions=S
 rotate_into_cache_ q=H k=H v=H k_cache.int8=H v_cache.int8=H inv_freq=R k_scale=R|H v_scale=H|R
 rotate_into_cache_ q=R|B k=R|B v=R|B k_cache.int8=R|B v_cache.int8=R|B inv_freq=R k_scale=H|R v_scale=R|H
 rotate_into_cache_ q=R k=R v=R k_cache=H v_cache=H inv_freq=R q_norm_weight.heads=R k_norm_weight.heads=R
