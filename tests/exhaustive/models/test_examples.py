@@ -39,7 +39,7 @@ def test_the_examples_compute_what_transformers_and_diffusers_do(tmp_path):
         f"denoise.py {sizes} --picture {tmp_path}/denoise.png",
     ]
     program = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
-    done = subprocess.run(program, cwd=ROOT / "examples", capture_output=True, encoding="utf-8", timeout=900)
+    done = subprocess.run(program, cwd=ROOT / "examples", capture_output=True, encoding="utf-8", timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     tokens, caches, norms, finetune, denoise = done.stdout.split("\0")[:-1]
     assert "All 32 tokens are equal." in tokens and "Graphs compiled for 31 positions: 1." in tokens
