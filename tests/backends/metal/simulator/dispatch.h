@@ -18,7 +18,7 @@ struct Library {
   std::vector<Constant> constants;
   std::vector<Derived> derived;
 };
-const Library* compile(const std::string& source, bool fast_math);  // never unloaded
+const Library* compile(const std::string& source, bool fast_math);  // once, and never unloaded
 
 struct Value {
   int type;  // MTLDataType
