@@ -69,7 +69,8 @@ DIMS = {
     **dict.fromkeys(("cos.token", "sin.token"), "BSD"),
     **dict.fromkeys(("cos.one", "sin.one"), "-SD"),
     **dict.fromkeys(("inv_freq", "cos", "sin", "q_norm_weight", "k_norm_weight"), "D"),
-    **dict.fromkeys(("q_norm_weight.heads", "k_norm_weight.heads", "k_scale", "v_scale"), "HD"),
+    **dict.fromkeys(("q_norm_weight.heads", "k_norm_weight.heads"), "HD"),
+    **dict.fromkeys(("k_scale", "v_scale"), "H"),
     **{
         "positions": "BS",
         "slots": "BS",
@@ -450,11 +451,11 @@ def compiled(device):
 
     torch._dynamo.reset()
     rope = torch_rope.RotaryEmbedding(HEAD_DIM, device=device)
-    placed = placed_on(mesh, plain, {"q": "H", "k": "H", "x": "D"})
+    placed = placed_on(mesh, plain, {"q": "H", "k": "H", "x": "D", "inv_freq": "R"})
     results = torch.compile(rope, **once)(placed["q"], placed["k"], plain["positions"])
     close(results, rope(plain["q"], plain["k"], plain["positions"]))
     with pytest.raises(Exception, match=r"rope\.rotate: x is Shard\(dim=3\) .* must not be split along its head_dim"):
-        torch.compile(lambda x: ops.rotate(x, inv_freq=given[-1]), **once)(placed["x"])
+        torch.compile(lambda x, f: ops.rotate(x, inv_freq=f), **once)(placed["x"], placed["inv_freq"])
 
 
 @night
