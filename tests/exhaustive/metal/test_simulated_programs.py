@@ -59,12 +59,13 @@ if sys.argv[2:]:
 
 def test_shaders_that_were_compiled_with_the_extension_are_used():
     maps = run("""
+from pathlib import Path
 import simulator, torch, torch_rope
 simulator.load(compiled=True)
 positions, inv_freq = torch.arange(5), torch_rope.inv_freq(64).float()
 tables = torch_rope.cos_sin(positions.to("mps"), inv_freq.to("mps"))
 assert all(torch.equal(t.cpu(), e) for t, e in zip(tables, torch_rope.cos_sin(positions, inv_freq)))
-print(open("/proc/self/maps").read())
+print(Path("/proc/self/maps").read_text())
 """)
     (shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", maps))
     assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
