@@ -19,6 +19,8 @@ from cases import (
     KERNELS,
     LAYOUTS,
     QUANTISED,
+    SLOW,
+    SOURCES,
     covering,
     each_number_of_threads,
     has_dtype,
@@ -253,6 +255,7 @@ def allowed(size, dims, source, cache, slots, **_):
 
 
 FACTORS = CALLS | {
+    "source": SOURCES[1::2] if SLOW else SOURCES,
     "dims": [4, 3],
     "q": ["qkv", *LAYOUTS],  # qkv: q, k and v are slices of one tensor
     "v": list(LAYOUTS),
@@ -260,7 +263,7 @@ FACTORS = CALLS | {
     "cache": list(CACHES),
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
     "weights": ["none", "dtype of x", "float32", "strided", "over heads"],
-    "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)],
+    "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)][:: 1 + 2 * SLOW],
     "scales": ["one element", "no dimensions", "heads", "strided"],
     "norm_v": [False, True],
     "eager_rounding": [False, True],
@@ -360,7 +363,7 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     check(q, k, v, caches, angles, slots, norm, of_cache, **options)
 
 
-@pytest.mark.parametrize("start", range(0, 600 if EXHAUSTIVE else 120, 10))
+@pytest.mark.parametrize("start", range(0, 600 if EXHAUSTIVE else 60 if SLOW else 120, 10))
 def test_any_call_writes_the_right_values_and_nothing_else(start, device):
     """A call may have any size, and nothing to do at all: no batch, no token, no head or no channel."""
     for seed in range(start, start + 10):

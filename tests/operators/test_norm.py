@@ -10,6 +10,7 @@ from cases import (
     DTYPES,
     KERNELS,
     LAYOUTS,
+    SLOW,
     SOURCES,
     Source,
     covering,
@@ -28,6 +29,7 @@ norm_rotate_qk = rope.norm_rotate_qk
 # A weight is kept in float32 or in the dtype of x ("own"). Its elements are adjacent in memory unless it is strided.
 WEIGHTS = ["float32", "own", "float32 strided", "own strided"]
 FACTORS = CALLS | {
+    "source": SOURCES[:: 2 if SLOW else 1],
     "q_weight": WEIGHTS,
     "k_weight": WEIGHTS,
     "over_heads": [False, True],
@@ -138,16 +140,12 @@ def test_every_head_dim_is_accurate(dtype, interleaved, device):
     for head_dim in (*range(1, 132, 3), 255, 256, 257, 1000):
         rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
         size = (1, 3, 2, 1, head_dim, rotary_dim)
-        tensors, angles = make(size, SOURCES[7], ("bshd", "packed"), dtype, device, over_heads=head_dim % 3 == 0)
+        tensors, angles = make(size, SOURCES[7], ("bshd", "packed"), dtype, device, over_heads=head_dim % 2 == 0)
         outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved, attention_factor=1.3)
         assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
 
-@pytest.mark.parametrize(
-    "head_dim, dtype",
-    [*zip((768, 1024, 4096, 4096), DTYPES, strict=True), (65536, torch.float32)],
-    ids=str,
-)
+@pytest.mark.parametrize("head_dim, dtype", list(zip((16384, 1024, 768, 4096), DTYPES, strict=True)), ids=str)
 def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
     """This is the worst case of a long sum: the roundings of many equal squares all have one sign and add up."""
     size = (1, 7, 4, 1, head_dim, head_dim)
@@ -184,7 +182,7 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
     It is the same in tensors of three dimensions and of four.
     """
     dtype, head_dim, interleaved, eager, over_heads = case.values()
-    size, layouts = (2, 20, 6, 2, head_dim, head_dim // 2 * 2), ("bshd", "bshd")
+    size, layouts = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), ("bshd", "bshd")
     source = Source("table", offset=2)
     (q, k, *weights), angles = make(size, source, layouts, dtype, device, over_heads=over_heads)
     tables = angles["cos"], angles["sin"]
@@ -193,7 +191,7 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
     for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
         x, y = (f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))
         assert_same(norm_rotate_qk(x, y, *weights, *tables, offset=2, **options), whole)
-    for token, head in (0, 1), (19, 0):
+    for token, head in (0, 1), (4, 0):
         here = (slice(1, 2), slice(token, token + 1), slice(None) if over_heads else slice(head, head + 1))
         alone = norm_rotate_qk(q[here], k[here], *weights, *tables, offset=2 + token, **options)
         assert_same(alone, [t[here] for t in whole])

@@ -113,12 +113,12 @@ def test_gradients_are_within_roundings_of_the_oracle(case, device):
     assert_accurate(gradients, tensors, given, angles, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("positive, over_heads", [(False, False), (True, True)])
-def test_gradients_of_weights_are_accurate_for_many_tokens(positive, over_heads, dtype, device):
+@pytest.mark.parametrize("dtype, over_heads", [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize("positive", [False, True])
+def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over_heads, device):
     """All terms of the sum may have one sign. The bits are the same each time and with any number of threads."""
     heads = (8, 2) if positive else (2, 8)
-    size = (2, many(4000, device), *heads, 24, 16)
+    size = (2, many(2000, device), *heads, 24, 16)
     tensors, angles = make(size, Source("table"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
     outs = norm_rotate_qk(*tensors, **angles)
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
@@ -134,7 +134,7 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, over_heads,
 @over_heads_too
 def test_gradients_have_the_same_bits_in_any_layout(over_heads, head_dim, dtype, device):
     """The order of a sum is the order of tokens and heads, not of their addresses."""
-    size = (2, 9, 5, 2, head_dim, 20)
+    size = (2, 5, 3, 2, head_dim, 20)
     tensors, angles = make(size, Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
     given = like(tensors[:2])
     expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles)

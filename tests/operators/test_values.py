@@ -60,13 +60,13 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_an_element_has_the_same_bits_in_any_call(dtype, interleaved, device):
     """A result does not depend on the layout, on other heads and tokens, or on which lane of a vector computes it."""
-    q, _, angles = make_qk(device, (2, 40, 6, 1, 128, 128), Source("table", offset=2), dtype=dtype)
+    q, _, angles = make_qk(device, (2, 8, 6, 1, 128, 128), Source("table", offset=2), dtype=dtype)
     whole = torch.ops.rope.rotate(q, **angles, interleaved=interleaved)
     for name, layout in LAYOUTS.items():
         x = layout(q.shape, dtype, device).copy_(q)
         assert torch.equal(torch.ops.rope.rotate(x, **angles, interleaved=interleaved), whole), name
     tables = angles["cos"], angles["sin"]
-    for token in (0, 39):
+    for token in (0, 7):
         here = (slice(None), slice(token, token + 1), slice(3, 4))
         one = torch.ops.rope.rotate(q[here], *tables, offset=2 + token, interleaved=interleaved)
         assert torch.equal(one, whole[here])
@@ -171,7 +171,7 @@ POSITIONS = torch.cat([torch.arange(1000), torch.randint(0, 2**24, (3000,)), tor
 
 
 @pytest.mark.parametrize("freq_dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("base", [10000.0, 500000.0, 1.0000001])
+@pytest.mark.parametrize("base", [500000.0, 1.0000001])
 def test_cos_and_sin_are_right_to_5e_7_up_to_position_2_24(base, freq_dtype, device):
     if not supported(device, freq_dtype):
         pytest.skip("Apple GPUs have no float64")
