@@ -77,7 +77,7 @@ class Call:
 
     def __post_init__(self):
         inputs = [self.q, self.k, self.v]
-        outputs = self.outputs or inputs
+        outputs = [*(self.outputs or inputs), None, None][:3]
         self.sides = list(zip(inputs, [*([self.q, *outputs] if self.has_cache else outputs), None][:3], strict=True))
         self.dtype, self.head_dim = self.q.dtype, self.q.shape[3]
         self.rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
@@ -154,9 +154,11 @@ class Call:
 
     def of_tokens(self):
         """Returns the tensors that have a part for each token: [batch, seq, ...]."""
-        some = [self.positions, self.slots, *(self.tables if self.by_token or self.by_head else ())]
-        tensors = [t for side, own in zip(self.sides, (True, not self.has_cache, False), strict=True) for t in side[: 1 + own]]  # fmt: skip
-        return [t for t in tensors if t is not None and t.shape[2]] + [t for t in some if t is not None]
+        (q, q_out), (k, k_out), (v, _) = self.sides
+        tensors = [q, q_out, v, self.positions, self.slots, *(self.tables if self.by_token or self.by_head else ())]
+        if k is not None and k.shape[2]:
+            tensors += [k] if self.has_cache else [k, k_out]
+        return [t for t in tensors if t is not None]
 
     def merges(self):
         """Returns whether all sequences are like one long one."""
@@ -213,8 +215,11 @@ def irregular(draw, t):
     """Returns a tensor of the same sizes that lies in memory in another way: one that is not aligned, not adjacent, or so
     large that an element offset is next to 2^31."""
     strides, start, way = list(t.stride()), 0, draw.choice(["start", "gap", "step", "order", "far", "far"])
-    axis = draw.choice([d for d, n in enumerate(t.shape) if n > 1] or [0])
-    few = draw.choice([1, 8 // t.itemsize])
+    axes = [d for d, n in enumerate(t.shape) if n > 1]
+    axis = draw.choice(
+        axes if axes and draw.random() < 0.7 else range(t.dim())
+    )  # the stride of one element does not matter
+    few = draw.choice([1, 8 // t.itemsize, 16 // t.itemsize])
     if way == "start":
         start = few
     elif way == "gap":
@@ -268,6 +273,8 @@ def random_call(draw):
             return torch.uint8
         return dtype if name[0] in "qkv" or dtype == torch.float64 else torch.float32
 
+    if kind in ("new", "in place") and draw.random() < 0.2:
+        sizes = {name: size for name, size in sizes.items() if name not in ("k", "k_out")}
     tensors = {name: torch.empty(size, dtype=dtype_of(name), device="meta") for name, size in sizes.items()}
     if draw.random() < 0.8:
         name = draw.choice(list(tensors))
@@ -346,15 +353,17 @@ def assert_within_limits(plan, norm=False):
         assert x & (x - 1) == 0 and x <= WARP and x * y * z % WARP == 0
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(100))
 def test_a_plan_is_the_one_that_sizes_strides_and_addresses_allow(seed, plan):
-    for part in range(10):
-        draw = random.Random(10 * seed + part)
+    draw = random.Random(seed)
+    for part in range(60):
         call = random_call(draw)
         p = plan(call, processors=draw.choice([1, 20, H200]))
         assert_accesses_are_right(p, call)
         assert_kernel_is_right(p, call)
-        assert_everything_is_taken_once(p, call)
+        assert_batch_is_right(p, call)
+        if part % 8 == 0:  # to count takes long
+            assert_everything_is_taken_once(p, call)
 
 
 def assert_accesses_are_right(p, call):
@@ -378,13 +387,11 @@ def assert_kernel_is_right(p, call):
     other_v = call.has_cache and call.v.shape[2] and call.v.shape[3] != call.head_dim
     assert p["any"] == (call.norm_v or any(call.quantised))
     assert p["general"] == bool(p["any"] or call.rounding or call.by_head or other_v or call.over_heads)
-    heads, v_dim = (
-        [t.shape[2] if call.over_heads else 1 for t in (call.q, call.k)],
-        call.v.shape[3] if call.has_cache else 0,
-    )
+    v_dim = call.v.shape[3] if call.has_cache else 0
     assert p["v_pieces"] == math.ceil(v_dim / call.head_dim)
     assert p["v_together"] == (max(1, p["v_pieces"]) if call.norm_v or call.over_heads else 1)
-    channels = [n * call.head_dim for n in heads] + [v_dim]
+    heads = [t.shape[2] if call.over_heads else 1 for t in (call.q, call.k) if t is not None]
+    channels = [*(n * call.head_dim for n in heads), *[v_dim] * call.has_cache]
     assert all(p["per_channel"][i] == 1 / n for i, n in enumerate(channels) if n)
     if p["grid"] == (0, 0, 0) or call.over_heads:
         return
@@ -393,7 +400,7 @@ def assert_kernel_is_right(p, call):
     assert p["one_step"] == (in_one_step and not (call.norm_v and v_dim != call.head_dim))
 
 
-def assert_everything_is_taken_once(p, call):
+def assert_batch_is_right(p, call):
     batch, seq = call.q.shape[:2]
     merged = call.merges()
     assert (p["batch"], p["seq"]) == ((1, batch * seq) if merged else (batch, seq))
@@ -402,6 +409,9 @@ def assert_everything_is_taken_once(p, call):
         q, positions = call.q, call.positions
         assert p["strides"][0] == q.stride(0 if seq == 1 else 1)
         assert positions is None or p["strides"][5] == positions.stride(0 if seq == 1 else 1)
+
+
+def assert_everything_is_taken_once(p, call):
     heads = [0 if t is None else t.shape[2] for t in (call.q, call.k, call.v)]
     in_place = (call.in_place and not call.has_cache) or (call.has_cache and heads[1] == 0)  # then other channels stay
     written = call.head_dim if call.takes_norm or not in_place else call.rotary_dim
@@ -543,7 +553,7 @@ def test_neighbours_in_memory_are_neighbours_in_a_thread_block(plan):
 # ---- the backward of the norm ----
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(600))
 def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
     draw = random.Random(seed)
     batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
@@ -608,7 +618,7 @@ def taken(heads, entries, copies, teams):
     return counts
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(400))
 def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_tables):
     draw = random.Random(seed)
     batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)

@@ -124,8 +124,8 @@ def build(sanitize: bool = False) -> Path:
 
     kind = "asan" if sanitize else "checked"
     tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
-    extension = ROOT / f"build/{sysconfig.get_platform()}-{tag}"
-    with _folder(f"emulator-{kind}-{tag}") as folder:
+    extension = f"{sysconfig.get_platform()}-{tag}"
+    with _folder(extension) as extension, _folder(f"emulator-{kind}-{tag}") as folder:
         if not (extension / "build.ninja").exists():
             subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
         (folder / "build.ninja").write_text(_ninja(folder, kind, extension))
