@@ -147,10 +147,6 @@ __global__ void dependent(const float* in, float* out, int) {
   if (waits) cudaGridDependencySynchronize();
   out[me()] = in[me()];
 }
-__global__ void array_index(const float*, float* out, int) {
-  float local[4] = {1, 2, 3, 4};
-  out[0] = local[opaque(5)];
-}
 __global__ void overflow(const float*, float* out, int) { out[0] = float(opaque(0x7fffffff) + 1); }
 
 #define KERNEL(name) {#name, name}
@@ -186,7 +182,6 @@ const std::map<std::string, Kernel> kernels = {
     KERNEL(asserts),
     KERNEL(dependent<true>),
     KERNEL(dependent<false>),
-    KERNEL(array_index),
     KERNEL(overflow),
 };
 
