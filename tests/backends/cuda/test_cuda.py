@@ -76,84 +76,65 @@ def same(a, b):
 B, S, D = 2, 5, 16
 ROWS, CELLS = 12, 9  # of the tables, and of a block of the caches
 # Calls with a position or slot out of range: tensors, and other arguments
+CACHES = "q k v k_cache v_cache"
 OUTSIDE = {
-    "rotate": (["q"], {"positions": [0, 1, ROWS, 3, 4]}),
-    "rotate_": (["q"], {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]]}),
-    "rotate_qk": (["q", "k"], {"positions": [0, 1, 2**31, 3, 4]}),
-    "rotate_qk_": (["q", "k"], {"positions": [0, 1, 2, -(2**62), 4]}),
-    "rotate_qk_ with an offset that wraps": (["q", "k"], {"positions": [0, 0, 0, 0, 2**63 - 1], "offset": 1}),
-    "norm_rotate_qk": (["q", "k", "weight", "weight"], {"positions": [0, 1, 2**40, 3, 4]}),
-    "_norm_rotate_qk_backward": (["q", "k", "q", "k", "weight", "weight"], {"positions": [-3, 1, 2, 3, 4]}),
-    "_rotate_table_backward": (["q", "k", "q", "k"], {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
-    "_rotate_table_backward far away": (["q", "k", "q", "k"], {"positions": [0, 1, 2**32 + 3, 3, 4]}),
-    "_rotate_table_backward before the table": (["q", "k", "q", "k"], {"positions": [0, 1, 2, 3, 4], "offset": -1}),
-    "rotate_into_cache_ past the block": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, CELLS, 3, 4]}),
-    "rotate_into_cache_ before the block": (["q", "k", "v", "k_cache", "v_cache"], {"positions": [0, 1, 2, 3, -1]}),
-    "rotate_into_cache_ past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * CELLS, 8]]}),
-    "rotate_into_cache_ far past the last slot": (["q", "k", "v", "k_cache", "v_cache"], {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
-}  # fmt: skip
+    "rotate": ("q", {"positions": [0, 1, ROWS, 3, 4]}),
+    "rotate_": ("q", {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]]}),
+    "rotate_qk": ("q k", {"positions": [0, 1, 2**31, 3, 4]}),
+    "rotate_qk_": ("q k", {"positions": [0, 1, 2, -(2**62), 4]}),
+    "rotate_qk_ with an offset that wraps": ("q k", {"positions": [0, 0, 0, 0, 2**63 - 1], "offset": 1}),
+    "norm_rotate_qk": ("q k weight weight", {"positions": [0, 1, 2**40, 3, 4]}),
+    "_norm_rotate_qk_backward": ("q k q k weight weight", {"positions": [-3, 1, 2, 3, 4]}),
+    "_rotate_table_backward": ("q k q k", {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
+    "_rotate_table_backward far away": ("q k q k", {"positions": [0, 1, 2**32 + 3, 3, 4]}),
+    "_rotate_table_backward before the table": ("q k q k", {"positions": [0, 1, 2, 3, 4], "offset": -1}),
+    "rotate_into_cache_ past the block": (CACHES, {"positions": [0, 1, CELLS, 3, 4]}),
+    "rotate_into_cache_ before the block": (CACHES, {"positions": [0, 1, 2, 3, -1]}),
+    "rotate_into_cache_ past the last slot": (CACHES, {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * CELLS, 8]]}),
+    "rotate_into_cache_ far past the last slot": (CACHES, {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
+}
 
 
-class Inside:
-    """The tensors of a call, each in the middle of a larger tensor."""
-
-    def __init__(self, device):
-        cos, sin = torch_rope.cos_sin(torch.arange(ROWS, device=device), torch_rope.inv_freq(D, device=device))
-        shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, CELLS, 2, D)}
-        shapes |= {"v_cache": shapes["k_cache"], "weight": (D,), "cos": cos.shape, "sin": sin.shape}
-        self.larger = {name: torch.rand([n + 2 for n in shape], device=device) for name, shape in shapes.items()}
-        self.tensors = {name: t[(slice(1, -1),) * t.dim()] for name, t in self.larger.items()}
-        self.tensors["cos"].copy_(cos)
-        self.tensors["sin"].copy_(sin)
-
-    def around(self):
-        """Returns the larger tensors with zeros for the tensors of the call: everything that the call may not write."""
-        kept = {name: t.clone() for name, t in self.larger.items()}
-        for t in kept.values():
-            t[(slice(1, -1),) * t.dim()] = 0
-        return kept
-
-    def call(self, name, norm):
-        names, integers = OUTSIDE[name]
-        keywords = {"cos": self.tensors["cos"], "sin": self.tensors["sin"]}
-        if "the block" in name:  # without tables, so that only the cache limits positions
-            freq = torch_rope.inv_freq(D, device=keywords["cos"].device)
-            keywords = {"inv_freq": freq}
-        if norm:
-            keywords |= {"q_norm_weight": self.tensors["weight"], "k_norm_weight": self.tensors["weight"]}
-        for argument, value in integers.items():
-            is_list = isinstance(value, list)
-            keywords[argument] = torch.tensor(value, device=self.tensors["q"].device) if is_list else value
-        return getattr(rope, name.split()[0])(*(self.tensors[n] for n in names), **keywords)
-
-
-def call_on_a_gpu(name, norm):
-    """Runs a call out of range and prints the error. It needs a process of its own, because the assertion makes CUDA
-    unusable there."""
-    inside = Inside("cuda")
-    torch.cuda.synchronize()
+def call_outside(name, norm, device):
+    """Makes a call out of range with tensors that are each in the middle of a larger one, and returns the text of the error.
+    Nothing outside the tensors may be read or written."""
+    cos, sin = torch_rope.cos_sin(torch.arange(ROWS, device=device), torch_rope.inv_freq(D, device=device))
+    shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, CELLS, 2, D)}
+    shapes |= {"v_cache": shapes["k_cache"], "weight": (D,), "cos": cos.shape, "sin": sin.shape}
+    larger = {name: torch.rand([n + 2 for n in shape], device=device) for name, shape in shapes.items()}
+    tensors = {name: t[(slice(1, -1),) * t.dim()] for name, t in larger.items()}
+    tensors["cos"].copy_(cos), tensors["sin"].copy_(sin)
+    names, integers = OUTSIDE[name]
+    angles = {name: tensors[name] for name in ("cos", "sin")}
+    if "the block" in name:  # without tables, so that only the cache limits positions
+        angles = {"inv_freq": torch_rope.inv_freq(D, device=device)}
+    weights = {"q_norm_weight": tensors["weight"], "k_norm_weight": tensors["weight"]} if norm else {}
+    integers = {x: torch.tensor(n, device=device) if isinstance(n, list) else n for x, n in integers.items()}
+    before = {name: t.clone() for name, t in larger.items()}
+    error = ""
     try:
-        inside.call(name, norm)
-        torch.cuda.synchronize()
-    except RuntimeError as error:  # torch.AcceleratorError is one
-        print(error, flush=True)
-
-
-@pytest.mark.parametrize(
-    "name, norm", [(n, norm) for n in OUTSIDE for norm in (False, True) if not norm or "cache" in n]
-)
-def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(name, norm, device):
-    """Nothing outside the tensors is read or written."""
+        getattr(rope, name.split()[0])(*(tensors[n] for n in names.split()), **angles, **weights, **integers)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as e:  # torch.AcceleratorError is one
+        error = str(e)
     if device == "cuda":
-        done = python(f"import test_cuda; test_cuda.call_on_a_gpu({name!r}, {norm})")
-        assert "device-side assert" in done.stdout, done.stdout + done.stderr
-        return
-    inside = Inside(device)
-    before = inside.around()
-    with pytest.raises(RuntimeError, match="device-side assert"):
-        inside.call(name, norm)
-    assert all(torch.equal(t, before[n]) for n, t in inside.around().items())
+        return error  # the assertion has made CUDA unusable in this process
     torch_rope._C.check_guards()
+    for name, t in before.items():
+        t[(slice(1, -1),) * t.dim()] = tensors[name]
+        assert torch.equal(t, larger[name])
+    return error
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(name, device):
+    for norm in (False, True) if "cache" in name else (False,):
+        if device == "cuda":
+            done = python(f"import test_cuda; print(test_cuda.call_outside({name!r}, {norm}, 'cuda'))")
+            assert "device-side assert" in done.stdout, done.stdout + done.stderr
+        else:
+            assert "device-side assert" in call_outside(name, norm, device)
 
 
 # ---- sizes ----
@@ -331,24 +312,16 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
     weight = torch.rand(128, device=gpu)
     parts = [slice(0, 99), slice(tokens // 2, tokens // 2 + 99), slice(tokens - 99, tokens)]
 
-    def compare(whole, of_a_part):
+    def compare(op, *more, results=2):
+        """Compares parts of the results with those of a call for each part alone."""
+        whole = op(q, k, *more, inv_freq=freq)[:results]
         for part in parts:
-            expected = of_a_part(q[part], k[part], part.start)
-            same([t[part] for t in whole], expected)
+            of_part = [t[part] if t.dim() == 3 else t for t in more]
+            same([t[part] for t in whole], op(q[part], k[part], *of_part, inv_freq=freq, offset=part.start)[:results])
 
-    compare(rope.rotate_qk(q, k, inv_freq=freq), lambda q, k, at: rope.rotate_qk(q, k, inv_freq=freq, offset=at))
-    for part in parts:
-        out = rope.rotate(q[part], inv_freq=freq, offset=part.start)
-        assert_close(out, rotate(q[part], inv_freq=freq, offset=part.start), 1)
-    compare(
-        rope.norm_rotate_qk(q, k, weight, weight, inv_freq=freq),
-        lambda q, k, at: rope.norm_rotate_qk(q, k, weight, weight, inv_freq=freq, offset=at),
-    )
-    whole = rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, inv_freq=freq)[:2]
-    compare(
-        whole,
-        lambda q, k, at: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, inv_freq=freq, offset=at)[:2],
-    )
+    compare(rope.rotate_qk)
+    compare(rope.norm_rotate_qk, weight, weight)
+    compare(rope._norm_rotate_qk_backward, q, k, weight, weight)
     cos, sin = (t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu))
     whole = rope._rotate_table_backward(q, k, k.expand_as(q), k, cos, sin)
     for part in parts:
@@ -358,6 +331,8 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
             assert_sums(out[part], expected, magnitude, torch.float32, 0)
     del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
+    for part, out in zip(parts, expected, strict=True):
+        assert_close(out, rotate(q[part], inv_freq=freq, offset=part.start), 1)
     rope.rotate_(q, inv_freq=freq)
     same([q[part] for part in parts], expected)
 
@@ -579,20 +554,8 @@ def change(inputs):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_host_does_not_wait_for_the_gpu(op, gpu):
-    inputs, functions = calls(gpu)
-    expected = functions[op](inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        actual = functions[op](inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    same(actual, expected)
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_a_cuda_graph_replays_with_other_values(op, gpu):
+    """So every launch is on the current stream, and the host never waits for the GPU: a graph captures neither."""
     inputs, functions = calls(gpu)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -606,24 +569,6 @@ def test_a_cuda_graph_replays_with_other_values(op, gpu):
         change(inputs)
         graph.replay()
         same(results, functions[op](inputs))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_call_runs_on_the_current_stream(op, gpu):
-    """The call waits for the copies that come before it on that stream."""
-    inputs, functions = calls(gpu)
-    late = {name: t.clone() for name, t in inputs.items()}
-    change(late)
-    expected = functions[op](late)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # tens of milliseconds
-        for name, t in inputs.items():
-            t.copy_(late[name])
-        actual = functions[op](inputs)
-    stream.synchronize()
-    same(actual, expected)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -582,9 +582,6 @@ def test_the_backward_takes_every_token_and_head_once(seed, plan_backward):
         assert (parts - 1) * part_tokens < tokens <= parts * part_tokens
         assert head_teams & (head_teams - 1) == 0 and teams % head_teams == 0
         assert head_teams == 1 or (head_teams - 1) * at_once < 2 * heads
-        steps = range(0, heads, at_once * head_teams)
-        taken = [first + i * head_teams + team for first in steps for i in range(at_once) for team in range(head_teams)]
-        assert [head for head in taken if head < heads] == list(range(heads))
     assert channels_of(p, call, norm=True) == [1] * head_dim
 
 
@@ -600,22 +597,6 @@ def test_the_parts_of_q_and_k_take_about_as_long(heads, plan_backward):
 
 
 # ---- the gradients of tables ----
-
-
-def taken(heads, entries, copies, teams):
-    """Returns how often each head of each token of a table row is taken by the loop of table_backward_kernel."""
-    counts = [0] * (entries * copies * heads)
-    head_teams = min(-(-heads // 2), teams)  # a thread loads two heads at a time
-    token_teams = teams // head_teams
-    for token_team, head_team in itertools.product(range(token_teams), range(head_teams)):
-        entry, copy = divmod(token_team, copies)
-        while entry < entries:
-            for head in range(head_team, heads, head_teams):
-                counts[(entry * copies + copy) * heads + head] += 1
-            entry, copy = entry + token_teams // copies, copy + token_teams % copies
-            if copy >= copies:
-                entry, copy = entry + 1, copy - copies
-    return counts
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -643,20 +624,13 @@ def test_gradients_of_tables_take_every_head_token_and_channel_once(seed, plan_t
     assert p["chunks"] == p["rotated"] == rotary_dim // 2 // p["vector"]
     assert (per_row - 1) * x < p["chunks"] <= per_row * x
     assert (blocks // per_row - 1) * z < rows <= blocks // per_row * z and blocks % per_row == 0
-    for h in {min(h, 1) if by_head else h for h in (q_heads, k_heads)} - {0}:
-        for of_row in {0, 1, 3} | {entries // rows} if listed else {1}:
-            if of_row * copies * h < 20000:
-                assert set(taken(h, of_row, copies, y)) <= {1}
 
 
 # (batch, seq, heads of q, heads of k, head_dim) -> rows, copies and entries of the tables
 FILLING = {
     "batch 8, positions of all": ((8, 2048, 32, 8, 128), (2048, 8, 2048)),
-    "batch 8, a longer table": ((8, 2048, 32, 8, 128), (131072, 8, 2048)),
     "batch 8, positions of each": ((8, 2048, 32, 8, 128), (2048, 1, 8 * 2048)),
-    "one sequence": ((1, 4096, 32, 8, 128), (4096, 1, 4096)),
     "a long table and few heads": ((1, 131072, 1, 1, 64), (131072, 1, 131072)),
-    "a small table and a long batch": ((4096, 64, 12, 12, 64), (64, 4096, 64)),
     "a small table and many tokens of each row": ((64, 4096, 12, 12, 64), (64, 64, 4096)),
 }
 

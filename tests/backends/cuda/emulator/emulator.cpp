@@ -24,9 +24,6 @@ constexpr size_t kStack = 512 * 1024;  // bytes of a fiber's stack
 #define ASAN_UNPOISON_MEMORY_REGION(...)
 constexpr size_t kStack = 64 * 1024;
 #endif
-#if !(defined(__x86_64__) && defined(__ELF__))
-#include <ucontext.h>
-#endif
 
 // The end of the shared variables. Every thread_local that is linked before this one is taken for a shared variable, so
 // this must be the first thread_local of the file.
@@ -41,7 +38,6 @@ namespace {
 
 // ---- fibers ----
 
-#if defined(__x86_64__) && defined(__ELF__)
 extern "C" void emulator_switch(void** save, void* load);
 asm(R"(
 .text
@@ -75,18 +71,6 @@ struct Context {
   }
   void to(Context& other) { emulator_switch(&top, other.top); }
 };
-#else
-struct Context {
-  ucontext_t context;
-  void start(char* stack, void (*f)()) {
-    getcontext(&context);
-    context.uc_stack.ss_sp = stack;
-    context.uc_stack.ss_size = kStack;
-    makecontext(&context, f, 0);
-  }
-  void to(Context& other) { swapcontext(&context, &other.context); }
-};
-#endif
 
 struct Fiber {
   Context context;
