@@ -103,16 +103,9 @@ def _sources() -> list[str]:
         p for pattern in ("*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")
     ]
     found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
-    # The sources that include autograd.h instantiate the same templates of torch. As one source they compile in half the
-    # time.
-    derivatives = [source for source in found if '#include "autograd.h"' in (ROOT / source).read_text()]
-    shaders, together = BUILD / "shaders.cpp", BUILD / "autograd/together.cpp"
+    shaders = BUILD / "shaders.cpp"
     _run(sys.executable, "shaders/embed.py", shaders)
-    text = "".join(f'#include "{source}"\n' for source in derivatives)
-    if not together.exists() or together.read_text() != text:
-        together.parent.mkdir(parents=True, exist_ok=True)
-        together.write_text(text)
-    return [*(source for source in found if source not in derivatives), str(together), str(shaders)]
+    return [*found, str(shaders)]
 
 
 def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
@@ -132,18 +125,14 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
-        # Compiling torch's headers takes most of the time, so they are precompiled: first those of ops.h, then those that
-        # autograd.h adds. All sources are compiled as Objective-C++, because a precompiled header has one language.
-        "header = -x objective-c++-header -fpch-instantiate-templates",
+        # Compiling torch's headers takes most of the time, so those of ops.h are precompiled. All sources are compiled as
+        # Objective-C++, because a precompiled header has one language.
         f"build {folder}/ops.pch: compile csrc/ops.h",
-        "  flags = $header",
-        f"build {folder}/autograd.pch: compile csrc/autograd/autograd.h | {folder}/ops.pch",
-        f"  flags = $header -include-pch {folder}/ops.pch",
+        "  flags = -x objective-c++-header -fpch-instantiate-templates",
     ]
     for source, made in objects.items():
-        known = folder / ("autograd.pch" if "/autograd/" in source else "ops.pch")
-        lines.append(f"build {made}: compile {source} | {known}")
-        lines.append(f"  flags = -c -x objective-c++ -include-pch {known} {define}")
+        lines.append(f"build {made}: compile {source} | {folder}/ops.pch")
+        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/ops.pch {define}")
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")

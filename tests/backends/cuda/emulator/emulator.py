@@ -1,10 +1,12 @@
 """Builds and loads torch_rope._C with the CUDA back end on the grid emulator, for CPU tensors. g++ compiles the kernels.
 
-What all back ends share comes from the build of the extension, as setup.py makes it. The kernels need neither torch nor
-that build: python tests/backends/cuda/emulator/emulator.py --kernels
+What all back ends share comes from the build of the extension, as setup.py makes it.
 
-A build with AddressSanitizer needs an environment of its own:
-env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
+    python tests/backends/cuda/emulator/emulator.py            # builds the module
+    python tests/backends/cuda/emulator/emulator.py --kernels  # compiles the kernels alone, which need no torch
+    env $(python tests/backends/cuda/emulator/emulator.py --environment) python ...
+
+The last line gives a program the environment that a module with AddressSanitizer needs.
 """
 
 import contextlib
@@ -161,7 +163,13 @@ def environment() -> dict[str, str]:
     }
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["--environment"]:
-    print(*(f"{name}={value}" for name, value in environment().items()))
-if __name__ == "__main__" and sys.argv[1:] == ["--kernels"]:
-    kernels()
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case []:
+            build()
+        case ["--kernels"]:
+            kernels()
+        case ["--environment"]:
+            print(*(f"{name}={value}" for name, value in environment().items()))
+        case _:
+            sys.exit(__doc__)
