@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from neighbours import NEIGHBOURS
-
 # These functions are not instrumented, because the emulator and the simulator check every load of a kernel. The number
 # is read once in each process; a fork reads it again.
 HEADER = r"""#pragma once
@@ -108,12 +106,12 @@ def code_of(text: str) -> str:
     return re.sub(blank, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)
 
 
-def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
-    """Returns the mutants that use a neighbour of a name instead of the name. more: lines like those of NEIGHBOURS."""
+def neighbours(sources: dict[str, str], table: list[str]) -> list[Mutant]:
+    """Returns the mutants that use a neighbour of a name instead of the name. table: see NEIGHBOURS in mistakes.py."""
     unique = {}
     for file, text in sources.items():
         code = code_of(text)
-        for line in NEIGHBOURS + more:
+        for line in table:
             owners, colon, names = line.rpartition(":")
             names, owner = names.split(), "|".join(owners.split()) or r"\w+"
             before = r"(?<![\w.>])" if colon and not owners else rf"\b(?:\w+(?:\.|->))*(?:{owner})(?:\.|->)"
@@ -126,19 +124,6 @@ def neighbours(sources: dict[str, str], more: list[str]) -> list[Mutant]:
                     if name != other:
                         unique[file, found.start(), new] = Mutant(*at)
     return sorted(unique.values(), key=lambda m: (m.file, m.start))
-
-
-def without(mutants: list[Mutant], sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
-    """Returns the mutants except those in a table of (file, pattern, replacement or *, why it is not a mistake)."""
-    for file, where, new, _ in table:
-        start, end = locate(file, sources[file], where)
-        hit = [
-            m for m in mutants if m.file == file and start <= m.start and m.end <= end and (new == "*" or m.new == new)
-        ]
-        if not hit:
-            raise SystemExit(f"{file}: no mutant replaces {where}")
-        mutants = [m for m in mutants if m not in hit]
-    return mutants
 
 
 def planted(text: str, mutants: list[Mutant], start: int = 0, end: int | None = None) -> str:

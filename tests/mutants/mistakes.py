@@ -1,0 +1,337 @@
+"""The mistakes that `make mutate` plants.
+
+NEIGHBOURS generates mistakes: members and variables that are easily used for one another, such as `r.params.cos[1]` and
+`r.params.sin[1]`. Wherever a source uses a name of a line, a mistake uses the next name of that line instead, and the first
+for the last. A line may begin with words and a colon. Then only members of variables with these names are meant: in
+"p params: q k v" those of `p` and `params`. If there is a colon but no words, the names are those of variables.
+
+A written mistake is (its effect, the file, text of the file with «» around the replaced part, the replacement); one in the
+Python package names the test file that must fail, too.
+"""
+
+from dataclasses import dataclass, field
+
+import plant
+
+NEIGHBOURS = [
+    "cos[0] sin[0]",
+    "cos[1] sin[1]",
+    "cos[2] sin[2]",
+    "cos[3] sin[3]",
+    "cos[0] cos[1] cos[2] cos[3]",
+    "sin[0] sin[1] sin[2] sin[3]",
+    "positions[0] positions[1]",
+    "slots[0] slots[1]",
+    "positions[0] slots[0]",
+    "positions[1] slots[1]",
+    "p params: q k v",
+    "batch seq",
+    "p params: head_dim rotary_dim",
+    "blocks block_size",
+    "q_norm_weight k_norm_weight",
+    "factor_hi factor_lo",
+    "p params: has_positions has_slots",
+    "interleaved inverse",
+    "in[0] out[0]",
+    "in[1] out[1]",
+    "in[2] out[2]",
+    "in[3] out[3]",
+    "in[0] in[1] in[2] in[3]",
+    "out[0] out[1] out[2] out[3]",
+    "o q k v: in out",
+    "q_in k_in",
+    "q_out k_out",
+    "r a rotate: v_in k_in",
+    "r a rotate: v_out k_out",
+    "cos sin",
+    "r a: positions slots",
+    "wide_positions wide_slots",
+    "q_norm_dtype k_norm_dtype",
+    "r a rotate: x_dtype table_dtype inv_freq_dtype x_dtype",
+    "n b t: q k",
+    "q_norm_weight_grad k_norm_weight_grad",
+    "cos_grad sin_grad",
+    "order starts",
+    "t tokens: copies entries",
+    "p params: axes tokens pairs axes",
+    "inv_freq[0] inv_freq[1] inv_freq[2]",
+]
+
+
+@dataclass
+class Build:
+    """A copy of the tree that contains all mistakes of some files."""
+
+    tests: list[str]  # the quick ones first
+    command: list[str]  # builds the copy
+    neighbours_in: list[str]  # the files in which names are exchanged
+    neighbours: list[str]  # more lines like those of NEIGHBOURS
+    written: list[tuple[str, str, str, str]]
+    options: list[str] = field(default_factory=list)  # for pytest
+    edits: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # of the copy: file, regular expression, replacement
+
+    @property
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(self.neighbours_in + [file for _, file, *_ in self.written]))
+
+
+EMULATOR, SIMULATOR = "tests/backends/cuda/emulator/emulator.py", "tests/backends/metal/simulator/simulator_build.py"
+
+# ---- the written mistakes ----
+
+WRITTEN_CPU = [
+    ("a call of pads alone is out of range", "csrc/cpu/cpu.cpp", "limited && «position.low <= position.high»", "true"),
+    ("strided frequencies are read as if adjacent", "csrc/cpu/cpu.cpp", "wide.sum(0) : «wide.contiguous()»;", "wide"),
+    ("strided frequencies are read as if adjacent", "csrc/cpu/kernels.inc", "const int64_t at = «i * p.inv_freq[1]»;", "i"),
+    ("float64 arithmetic takes the float32 attention_factor", "csrc/cpu/kernels.inc", "hi = sizeof(A) == 8 ? «A(r.attention_factor)»", "A(p.factor_hi)"),
+    ("each row of a table by head rotates the gradients of all heads of a norm", "csrc/cpu/kernels.inc", "const bool one = «rows_of_one_head(p)»;", "false"),
+    ("only the first head is rotated", "csrc/cpu/kernels.inc", "inner_count = heads_outside ? n : «o.heads»;", "1"),
+    ("every copy is one of the first token or head", "csrc/cpu/kernels.inc", "t.in + «outer * (heads_outside ? o.in[2] : o.in[1])» + first", "0"),
+    ("every sequence is read where the first one is", "csrc/cpu/kernels.inc", "static_cast<const T*>(from) + «b * o.in[0]» + s * o.in[1]", "0"),
+    ("x is read with the batch stride of its gradient", "csrc/cpu/kernels.inc", "b * «dx[0]» + s * dx[1] + h0", "o.in[0]"),
+    ("a thread begins with the row after its first one", "csrc/cpu/kernels.inc", "(call.starts[middle] «<» begin ? row", "<="),
+    ("copies of one head have the scale of the first one", "csrc/cpu/kernels.inc", "rows.first_head += «heads_outside ? outer : first»;", "0"),
+    ("a normalised number is rounded before its product with a float32 weight", "csrc/cpu/head.inc", "((«narrow» ? rounded<T>(normalised)", "true"),
+    ("sin has the wrong sign in interleaved bfloat16", "csrc/cpu/head.inc", "Policy::rotate(x2.even, x2.odd, c, «-s»)", "s"),
+    ("a NaN norm_eps keeps its payload", "csrc/cpu/head.inc", "plain_nan(A(r.norm_eps))", "A(r.norm_eps)"),
+    ("the common term of a norm's gradient has the wrong sign", "csrc/cpu/head.inc", "«-(r * r * (product / A(heads * n)))»", "(r * r * (product / A(heads * n)))"),
+    ("a quantised float64 is rounded twice", "csrc/cpu/head.inc", "return «rounded_to_odd(number / scale)»;", "float(number / scale)"),
+    ("a transpose leaves out rows", "csrc/cpu/vec.h", "  for (int64_t i = whole_rows; i < rows; i++) copy_strided(x + i * x_stride, 1, y + i, y_stride, columns);\n", ""),
+    ("more dimensions than the most are accepted", "csrc/checks.cpp", "least <= t->dim() && «t->dim() <= most»", "true"),
+    ("k may have another batch than q", "csrc/checks.cpp", "  if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);\n", ""),
+    ("float16 tables are accepted with any dtype", "csrc/checks.cpp", "ROPE_CHECK_TYPE(«type == at::kFloat || type == x_type», \"cos and sin are", "type == at::kFloat || type == x_type || type == at::kHalf"),
+    ("positions may have any dtype", "csrc/checks.cpp", "ROPE_CHECK_TYPE(«t->scalar_type() == at::kInt || t->scalar_type() == at::kLong», t.name", "true"),
+    ("a cache may have another head_dim than its tensor", "csrc/checks.cpp", "    check_same(call, kHeadDim, cache, x);\n", ""),
+    ("parameters are not checked for None, nor for their device", "csrc/checks.cpp", "  for_each_parameter(call, f);\n", ""),
+    ("a message names one tensor twice", "csrc/checks.cpp", "                       «a.name», \" overlaps \", b.name,", "b.name"),
+    ("operators that return new tensors are checked for overlap", "csrc/checks.cpp", "if («in_place») check_overlap", "true"),
+    ("negative positions are accepted", "csrc/checks.cpp", "!overflow && «first >= 0» && last < limit", "true"),
+    ("a quantised cache needs no scale", "csrc/checks.cpp", "ROPE_CHECK_VALUE(«scale.tensor || type == x_type»", "true"),
+    ("dimensions that overlap are taken for nested", "csrc/overlap.cpp", "nested = nested && «within <= step(d)»;", "true"),
+    ("tensors in different storages are compared by storage offset alone", "csrc/overlap.h", "if («storage_ != other.storage_» && !(address_", "false"),
+    ("the first part of a frequency is added twice", "csrc/call.cpp", "strides[0] = split ? «inv_freq.stride(0)» : 0;", "0"),
+    ("tables by head are read by token", "csrc/call.cpp", "p.source = cos->dim() == 2 ? kTableByPosition : «cos->dim() == 3 ? kTableByToken : kTableByHead»;", "kTableByToken"),
+    ("int32 positions are read as int64", "csrc/call.cpp", "a.wide_positions = «positions->scalar_type() == at::kLong»;", "true"),
+    ("a scale of one element is read for each head", "csrc/call.cpp", "f.scale = «scale->numel() == 1» ? 0", "false"),
+    ("messages call x q", "csrc/call.h", "return «k ? \"q\" : \"x\"»;", "\"q\""),
+    ("the norm's backward does not check shapes of gradients", "csrc/ops.h", "    check_gradients(call, q, &k);\n", ""),
+    ("a sparse tensor is not named", "csrc/ops.cpp", "TORCH_CHECK_NOT_IMPLEMENTED(«t.layout() == at::kStrided» && ", "true"),
+    ("tangents of tensors with less than three dimensions are not noticed", "csrc/autograd/autograd.h", "std::any_of(own.begin(), own.end(), [](const Tensor& t) { return «has_tangent(t)»; });", "t.defined() && t.dim() > 2 && has_tangent(t)"),
+    ("gradients are computed that are not needed", "csrc/autograd/rotation.inc", "grads[i].defined()« && ctx->needs_input_grad(first + i)»;", ""),
+    ("rotate does not notice a learned sin", "csrc/autograd/rotation.inc", "if («any_needed(angles.cos, angles.sin, angles.inv_freq)») {\n    return rotate_learned(\"rope.rotate\"", "any_needed(angles.cos, angles.inv_freq)"),
+    ("the tangent of a weight's gradient lacks r", "csrc/autograd/norm.inc", "sum_for(weight, «h * x * r»)", "h * x"),
+    ("inv_freq that requires grad is accepted", "csrc/autograd/norm.inc", "  check(\"inv_freq\", angles.inv_freq);\n", ""),
+    ("derivatives are computed in the dtype of the tables", "csrc/autograd/tables.inc", "return at::promote_types(«type», dtype.value_or(at::kFloat));", "dtype.value_or(at::kFloat)"),
+    ("the backward of tables keeps only one of two tangents", "csrc/autograd/tables.inc", "cos_tangent = cos_tangent.defined() ? «cos_tangent + c» : c;", "c"),
+    ("inference tensors are written outside inference_mode", "csrc/autograd/in_place.inc", "TORCH_CHECK(«inference || !t.is_inference()», python_name", "true"),
+    ("the rest of the other axis is missing", "csrc/angle.h", "rest = rest« + more_rest» + error;", " + T(0.0f)"),
+    ("the first product of an eager rotation is not rounded", "csrc/rotation.h", "return «round(own * cos)» +", "own * cos"),
+    ("the exponents that are skipped are not counted", "csrc/quantise.h", " + «(exponent >> f.shift)»;", "0 * exponent"),
+]  # fmt: skip
+
+WRITTEN_CUDA = [
+    ("float16 is rounded twice", "csrc/cuda/device.cuh", "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
+    ("a pad must have an allowed position", "csrc/cuda/device.cuh", "if ((valid« || pad») && fits) return;", ""),
+    ("many blocks are taken for one", "csrc/cuda/device.cuh", "if («p.blocks == 1» || t.slot", "p.blocks >= 1"),
+    ("the rest of a frequency is ignored", "csrc/cuda/device.cuh", "turns_per_position(freq, «rest», turns_hi", "0.0f"),
+    ("steps of a rotation are not rounded to x's dtype", "csrc/cuda/device.cuh", "const bool narrow = «a.params.rounding == kEachNarrow»;", "false"),
+    ("rotated channels are copied for those after them", "csrc/cuda/device.cuh", "? other : «other + I(p.rotary_dim)»; };", "other"),
+    ("a first vector past the last channel is read", "csrc/cuda/device.cuh", "if («c.first <= last») x.first =", "true"),
+    ("sin has the wrong sign", "csrc/cuda/device.cuh", "x = channel(own, y, cos, «-sin»);", "sin"),
+    ("tokens without a cell are written", "csrc/cuda/device.cuh", "if («cell.block < 0») out_end = 0;", "false"),
+    ("only as many pieces as v has heads are taken", "csrc/cuda/device.cuh", "end = in_pieces() ? «share_end - start» :", "min(share_end - start, I(o.heads))"),
+    ("a rounded number is not rounded before it is quantised", "csrc/cuda/device.cuh", "if («a.params.rounding != kOnce») n = numbers_of(", "false"),
+    ("the kernel does not wait for the previous one", "csrc/cuda/rotate.cu", "  wait_for_previous_kernel();\n", ""),
+    ("a mean of zero or infinity has no scale", "csrc/cuda/norm.cu", "error = «fminf(fma(-mean_and_eps * root, root, 1.0f), 1e-6f)»;", "fma(-mean_and_eps * root, root, 1.0f)"),
+    ("the weights of q are used for k", "csrc/cuda/norm.cu", "if (present && heads.normalises()« && !heads.located()») weights", " && heads.tensor == 0"),
+    ("a weighted chunk is not rounded", "csrc/cuda/norm.cu", "return rounded_if(«true», product_of(rounded_if", "false"),
+    ("all tokens of a part are taken for tokens of its first sequence", "csrc/cuda/norm.cu", "while (s >= seq) s -= seq, «b++»;", "0"),
+    ("the sums of two heads are mixed up", "csrc/cuda/norm.cu", "products[«2 * i + 1»], terms", "2 * (at_once - 1 - i) + 1"),
+    ("a team of parts is not summed", "csrc/cuda/norm.cu", "for (int other = «1»; other < kSumTeams; other++)", "2"),
+    ("the warps of a thread block are not summed", "csrc/cuda/norm.cu", "for (const double of_warp : of_warps[i]) sums[i] += «of_warp»;", "of_warps[i][0]"),
+    ("the later heads of v are left out", "csrc/cuda/norm.cu", "for (I head = thread / kWarp; «head < heads.end»; head", "head < kTokenThreads / kWarp"),
+    ("the list of tokens of a row is empty", "csrc/cuda/tables.cu", "end = t.starts[«row + 1»];", "row"),
+    ("the gradients of head 0 are written for every head", "csrc/cuda/tables.cu", "first_head = by_head ? «out_row % backward.heads» : 0;", "0"),
+    ("inverse is ignored in a gradient", "csrc/cuda/tables.cu", "if («of_sin && p.inverse») sum", "false"),
+    ("the position of the first axis is used for all", "csrc/cuda/cos_sin.cu", "position_at(c, «axis * p.tokens + row»)", "row"),
+    ("gradients of tables are not set to zero if there are no tokens", "csrc/cuda/cuda.cpp", "      call.sin_grad.zero_();\n", ""),
+    ("no batch is merged", "csrc/cuda/plan.h", "if («p.batch == 1») return 1;", "true"),
+    ("a v of another size is normalised by a kernel that cannot", "csrc/cuda/plan.h", "if («p.norm_v && p.v_dim != p.head_dim») t.one_step", "false"),
+    ("tables that are not aligned are read as vectors", "csrc/cuda/plan.h", "return «reinterpret_cast<uintptr_t>(data) % 16 == 0» && strides[3]", "true"),
+    ("many threads are idle", "csrc/cuda/plan.h", "return «15 * ceil_div(steps, n) * n * y > 16 * t.heads»;", "false"),
+    ("the last tokens are in no part", "csrc/cuda/plan.h", "return {«ceil_div(tokens, tokens_of_part)», tokens_of_part,", "std::max<rope_int>(1, tokens / tokens_of_part)"),
+    ("the last element offset is one step too far", "csrc/plan.h", "std::max<rope_int>(«sizes[d] - 1», 0)", "sizes[d]"),
+    ("one row past a table is allowed", "csrc/plan.h", "table ? «p.table_rows - 1» : INT64_MAX", "p.table_rows"),
+    ("the first part of a frequency is added twice", "csrc/call.cpp", "strides[0] = split ? «inv_freq.stride(0)» : 0;", "0"),
+]  # fmt: skip
+
+WRITTEN_METAL = [
+    ("every int64 position is read as int32", "shaders/device.h", "return «bytes == 8» ? static_cast<device const long*>", "false"),
+    ("slots past the cache are valid", "shaders/device.h", "    valid = valid && slot < p.blocks * p.block_size;\n", ""),
+    ("a chunk past rotary_dim goes beyond the head", "shaders/device.h", "const bool whole = «second < I(p.head_dim)»;", "true"),
+    ("q goes into the cache", "shaders/device.h", "const bool to_cache = k_tensors == 3 && «head.tensor != kQ»;", "true"),
+    ("sines are read for cosines of complex numbers", "shaders/device.h", "real[i] = «two[0]»;", "two[1]"),
+    ("every head has the sines of the first", "shaders/device.h", "      sin += head * I(p.sin[2]);\n", ""),
+    ("a normalised head is not rounded", "shaders/device.h", "if («k_rounding != kOnce && narrow») n", "false"),
+    ("numbers are multiplied by the scale", "shaders/device.h", "quantised<float, constant CacheFormat&>(«given.of[i] / head.scale», format)", "given.of[i] * head.scale"),
+    ("a channel past the end of v is summed", "shaders/device.h", "from[second * stride] : «T(0)»;", "x.of[i]"),
+    ("there is too little threadgroup memory for the norm's backward", "csrc/mps/mps.mm", "(p.over_heads ? kSimd * 2 : threads * «8») * sizeof(float)", "4"),
+    ("an exception stays in the queue", "csrc/mps/mps.mm", "  if (error) std::rethrow_exception(error);\n", ""),
+    ("v is not copied if q has no channels", "csrc/mps/mps.mm", "|| («call.v && call.v->numel()»);", "false"),
+    ("the weight is missing in a norm's gradient", "shaders/norm_backward.metal", "        weighted = rounded_eagerly<T>(«product(gradient, weights)», native);", "gradient"),
+    ("the factors of the first head are used for all", "shaders/norm_backward.metal", "simd_shuffle(factors.common, ushort(«i»))", "0"),
+    ("a gradient times a weight is not rounded", "shaders/norm_backward.metal", "        weighted = rounded_eagerly<T>(product(gradient, weights), «native»);", "false"),
+    ("the factors are read before they are written", "shaders/norm_backward.metal", "«    threadgroup_barrier(mem_flags::mem_threadgroup);\n»    for (uint index = walk_of_group.chunk", ""),
+    ("the heads of a share are neighbours", "shaders/rotate.metal", "const uint h = first + «i * r.shares»;", "i"),
+    ("v is rotated by the norm's kernel", "shaders/norm.metal", "        if («tensor != kV») {\n          if (k_has_norm) {", "true"),
+    ("a team takes only the first wide heads of its share", "shaders/norm.metal", "for (uint first = own.share; «first < r.heads»;", "first == own.share"),
+    ("only the first piece of a normalised v is written", "shaders/norm.metal", "piece < «pieces_of(r, tensor)»; piece++)", "1"),
+    ("the mean over all heads is that of one head", "shaders/norm.metal", "float(«long(end - begin) * p.head_dim»)", "p.head_dim"),
+    ("a pipeline is used for another dtype", "csrc/mps/plan.h", "return «std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant)»;", "std::tie(family, variant) < std::tie(other.family, other.variant)"),
+    ("parts of complex numbers may be far apart", "csrc/mps/plan.h", "«cos.stride(-1) == 2» &&", "true"),
+    ("wide heads are fewer with chunks of eight", "csrc/mps/plan.h", "chunks_of(p, four ? «4» : 1, true)", "8"),
+    ("a table by head has the rows of a table by token", "csrc/mps/plan.h", "tokens.rows * («by_head ? plan.rotate.params.q.heads : 1»)", "1"),
+    ("the norm of v takes every piece for a head", "csrc/mps/plan.h", "p.v.heads * («c.norm_v ? 1 : pieces»);", "pieces"),
+    ("what the sum over axes loses is dropped", "csrc/angle.h", "rest = rest + more_rest« + error»;", " + T(0.0f)"),
+    ("all axes use the frequencies of the first", "shaders/cos_sin.metal", "    freq += ulong(p.inv_freq[1]);\n", ""),
+    ("the last token of a table row is missing", "shaders/tables.metal", "end = «starts[row + 1]»;", "max(starts[row + 1] - 1, begin)"),
+    ("attention_factor scales every portion", "shaders/tables.metal", "sum.add(«shared[j * threads + first_portion + portion * size.x]»);", "scaled(shared[j * threads + first_portion + portion * size.x], p.factor_hi, p.factor_lo)"),
+    ("the stride of a dimension of one element is checked", "csrc/plan.h", "if («sizes[d] > 1» && strides", "true"),
+    ("half of the channels past rotary_dim are not copied", "csrc/plan.h", "ceil_div(p.head_dim - p.rotary_dim, «2 * vector»)", "4 * vector"),
+    ("one cell past a block is allowed", "csrc/plan.h", "cache_by_position ? «p.block_size - 1» : INT64_MAX", "p.block_size"),
+    ("positions far outside the table are not moved next to it", "csrc/call.cpp", "reshape(-1)«.clamp(-1 - offset, last)».add", ""),
+]  # fmt: skip
+
+# In the package: the file is in torch_rope/, the test in tests/.
+PYTHON = [
+    ("vmap: positions of each sample are those of the first", "_register.py", "t[0] if shared and t.shape[1] == 1", "t[0] if t.shape[1] == 1", "pytorch/test_vmap"),
+    ("vmap: an in-place operator may write to a copy of the argument", "_register.py", "return x.dim() == 4 or x.shape[0] == 1", "return True or x.shape[0] == 1", "pytorch/test_vmap"),
+    ("vmap: tables by position are taken for tables by token", "_signatures.py", "if name in (\"cos\", \"sin\") and dim == 2:", "if name in (\"cos\", \"sin\") and dim == 1:", "pytorch/test_vmap"),
+    ("flops: a norm counts no flops", "_register.py", "channel = 4 if shapes", "channel = 0 if shapes", "pytorch/test_flops"),
+    ("compile: a slice counts from the beginning of the storage", "_register.py", "auto_functionalize.try_use_slice = only_from_the_beginning", "pass", "pytorch/test_in_place"),
+    ("sharding: norm_rotate_qk takes Partial", "_sharding.py", "(rotated if \"q_norm_weight\" not in call else ())", "rotated", "pytorch/test_parallel"),
+    ("sharding: an axis that a later mesh dimension splits is split again", "_sharding.py", "cut_up = any(getattr(p, \"dim\", None) == dim for p in self.placements[m + 1 :])", "cut_up = False", "pytorch/test_parallel"),
+    ("yarn: the ramp is not rounded outwards", "frequencies.py", "math.floor(low), math.ceil(high)", "math.floor(low), math.floor(high)", "modules/test_frequencies"),
+    ("dynamic: the factor ignores the trained length", "frequencies.py", "s = factor * length / original_max_position - (factor - 1)", "s = factor * length / original_max_position", "modules/test_frequencies"),
+    ("llama3: the two ends of the ramp are exchanged", "frequencies.py", "Frequencies(f * s + f / factor * (1 - s), 1.0)", "Frequencies(f / factor * s + f * (1 - s), 1.0)", "modules/test_frequencies"),
+    ("interleaved M-RoPE: the first section decides the length of all sections", "multimodal.py", "if j < 3 * sections[j % 3]", "if j < 3 * sections[0]", "modules/test_multimodal"),
+    ("cu_seqlens: the first token of a sequence belongs to the sequence before", "multimodal.py", "right=True", "right=False", "modules/test_multimodal"),
+    ("RotaryEmbedding: the length is the highest position, without adding one", "module.py", "positions.amax() + (offset + 1)", "positions.amax() + offset", "modules/test_rotary_embedding"),
+    ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "self._exponent = -2 / (rotary_dim - 2)", "self._exponent = -2 / rotary_dim", "modules/test_rotary_embedding"),
+    ("functions: inverse is not passed", "functional.py", "\"interleaved\": interleaved, \"inverse\": inverse}", "\"interleaved\": interleaved, \"inverse\": False}", "operators/test_reference"),
+    ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_reference"),
+    ("reference: negative slots are written", "reference.py", "written = slots >= 0", "written = slots >= -1", "operators/test_reference"),
+    ("reference: a 16-bit result is rounded twice", "reference.py", "a * c - b * s  # rounded here", "(a * c).to(x.dtype) - b * s  # rounded here", "operators/test_reference"),
+    ("patch: the first tokens rotate", "integrations/_rotation.py", "(x.shape[seq] - rows, rows)", "(0, x.shape[seq])", "integrations/test_rotary_functions"),
+    ("patch: the first channels rotate instead of the last", "integrations/_rotation.py", "slice(x.shape[-1] - dim, None) if self.rotation.last_channels else", "", "integrations/test_rotary_functions"),
+    ("patch: tables of the last forward are used again", "integrations/transformers/rotator.py", "last[0]() is tables[0]\n            and last[1]() is tables[-1]", "last[1]() is tables[-1]", "integrations/test_transformers"),
+    ("patch: one number of tokens is tried", "integrations/transformers/rotary.py", "for seq, one_for_all in ((1, False), (70, False), (6, True)):", "for seq, one_for_all in ():", "integrations/test_rotary_functions"),
+    ("patch: results that have other bits are taken", "integrations/_rotary.py", "a.dtype == b.dtype and torch.equal(a, b)", "a.dtype == b.dtype and torch.allclose(a, b, 1e-2, 1e-2)", "integrations/test_rotary_functions"),
+    ("patch: conditions of called functions are not watched", "integrations/_branches.py", "if isinstance(value, types.FunctionType) and (name in inside", "if False and (name in inside", "integrations/test_rotary_functions"),
+    ("patch: hooks of a norm are not watched", "integrations/transformers/fuse.py", "self.fused = not _is_watched(module, plan)", "self.fused = True", "integrations/test_fuse"),
+    ("patch: a growing cache is written from its beginning", "integrations/transformers/fuse.py", "return self.slots.narrow(1, self.used, seq)", "return self.slots.narrow(1, 0, seq)", "integrations/test_fuse"),
+    ("patch: k is normalised by the weight of q", "integrations/transformers/fuse.py", "return [norm.weight_of(modules[name], x) for name, norm in norms]", "return [norm.weight_of(modules[name], x) for name, norm in norms[:1] * 2]", "integrations/test_fuse"),
+    ("patch: a full window is not shifted", "integrations/transformers/fuse.py", "                x.copy_(x.roll(-1, 2))", "                pass", "integrations/test_fuse"),
+    ("patch: a sequence of the trained length has the short frequencies", "integrations/transformers/angles.py", "position_ids.amax() >= self._trained", "position_ids.amax() > self._trained", "integrations/test_exact_angles"),
+    ("conventions: tables that need a gradient rotate too", "integrations/_conventions.py", "if self.eager and cos.requires_grad and torch.is_grad_enabled():", "if False:", "integrations/test_conventions"),
+    ("conventions: the tables of the first image are those of all", "integrations/_conventions.py", "t[0] if batch == 1 else t for t in tables", "t[0] for t in tables", "integrations/test_conventions"),
+    ("timm: functions that take sin and cos side by side are not found", "integrations/timm.py", "\"(^|_)apply_rot\")", "\"(^|_)apply_rot_embed$\")", "integrations/test_conventions"),
+    ("comfy-kitchen: heads and seq are not swapped", "integrations/comfy_kitchen.py", "(1, 2) if column.shape[1] == 1 else (1, 1)", "(1, 2)", "integrations/test_comfy_kitchen"),
+    ("selfcheck: a check that fails does not fail the run", "selfcheck/run.py", "return int(any(g[\"status\"] == \"failed\" or", "return int(any(False or", "tools/test_selfcheck"),
+    ("reference: an int8 is not rounded", "reference.py", ".max).round().to(dtype)", ".max).to(dtype)", "operators/test_reference"),
+    ("rotary_embedding: position_ids is ignored", "functional.py", "cos, sin, None, position_ids, interleaved", "cos, sin, None, None, interleaved", "modules/test_function_of_pytorch"),
+]  # fmt: skip
+
+# ---- the builds ----
+
+BUILDS = {
+    "cpu": Build(
+        tests=["tests/operators", "tests/backends/cpu", "tests/modules", "tests/pytorch"],
+        command=["setup.py", "--quiet", "build_ext", "--inplace"],
+        neighbours_in=[
+            *(
+                "csrc/cpu/cpu.cpp",
+                "csrc/cpu/head.inc",
+                "csrc/cpu/kernels.inc",
+                "csrc/checks.cpp",
+                "csrc/call.cpp",
+                "csrc/ops.h",
+            ),
+            *(f"csrc/autograd/{name}" for name in ("autograd.h", "norm.inc", "rotation.inc", "tables.inc")),
+        ],
+        neighbours=[
+            "call: q k",
+            "p params: rotary_start rotary_dim",
+            "p params: head_dim v_dim",
+            *(
+                f": {name}[{i}] {name}[{i + 1}]"
+                for name, n in (("grads", 4), ("result", 6), ("p", 6))
+                for i in range(0, n, 2)
+            ),
+            *(f"s in: own[{i}] own[{i + 1}]" for i in (0, 2, 4)),
+        ],
+        written=WRITTEN_CPU,
+        edits=[("setup.py", '"-O3"', '"-O1"')],
+    ),
+    "cuda": Build(
+        tests=["tests/operators", "tests/backends/cuda"],
+        command=[EMULATOR],
+        neighbours_in=[
+            *(f"csrc/cuda/{name}.cu" for name in ("rotate", "norm", "tables", "cos_sin")),
+            *("csrc/cuda/device.cuh", "csrc/cuda/cuda.cpp", "csrc/cuda/plan.h", "csrc/plan.h"),
+        ],
+        neighbours=[
+            "t tiling: chunks rotated",
+            "k_start v_start",
+            "first_position last_position",
+            "q_in_place k_in_place",
+            "tiling backward: q k",
+            "cell: block in_block",
+            "in_stride out_stride",
+            "in_step out_step",
+            "c chunk: first second",
+            "blockIdx threadIdx blockDim: x y z x",
+        ],
+        written=WRITTEN_CUDA,
+        options=["--emulate"],
+        edits=[(EMULATOR, "-Werror ", "")],
+    ),
+    "metal": Build(
+        tests=["tests/operators", "tests/backends/metal/test_metal.py"],
+        command=[SIMULATOR],
+        neighbours_in=[
+            *(f"shaders/{name}.metal" for name in ("rotate", "norm", "norm_backward", "tables", "cos_sin")),
+            *("shaders/device.h", "csrc/mps/mps.mm", "csrc/mps/plan.h"),
+        ],
+        neighbours=[
+            "r: chunks rotated",
+            "k_start v_start",
+            "q_in_place k_in_place",
+            ": k_q_in_place k_k_in_place",
+            "r: tokens shares heads",
+            "token: block in_block",
+            "gradient_stride x_stride",
+            "c chunk: first second",
+            "q_items k_items",
+            "position_bytes slot_bytes",
+            "native_q_weight native_k_weight",
+            "q_weight k_weight",
+            "p params: rotary_start rotary_dim",
+            "p params: head_dim v_dim",
+            "hi lo",
+            "k_scale v_scale",
+            "p params: k_cache v_cache",
+            "c constants: k_quantised v_quantised",
+            "c constants: has_norm norm_v",
+            ": k_k_quantised k_v_quantised",
+            "s: q_channels k_channels",
+            "walk walk_of_group: chunk head",
+            "walk walk_of_group: chunk_step head_step",
+        ],
+        written=WRITTEN_METAL,
+        options=["--simulate"],
+        edits=[("tests/backends/metal/simulator/metal/shim.h", "#define UNWATCHED .*\n", "\\0" + plant.HEADER)],
+    ),
+}
