@@ -64,7 +64,7 @@ kernels:
 # Runs the CUDA kernels on the CPU, with a check of every access and every race.
 emulate: .venv/built
 	@$(call timed,build of the emulator,$(BIN)/python $(EMULATOR))
-	@$(call timed,tests on the emulator,$(PYTEST) --emulate tests/operators tests/backends/cuda)
+	@$(call timed,tests on the emulator,$(PYTEST) --emulate=checked tests/operators tests/backends/cuda)
 
 # Runs the Metal back end on a simulated mps device. It needs clang with Objective-C, and says what to install if that
 # is missing.
@@ -85,9 +85,9 @@ exhaustive-cpu: .venv/built
 # After all cases, the cases of make test run with other orders of the threads, and with AddressSanitizer.
 exhaustive-cuda: .venv/cuda
 	$(PYTEST) tests/backends/cuda tests/exhaustive/cuda
-	$(PYTEST) --emulate tests/operators tests/backends/cuda
+	$(PYTEST) --emulate=checked tests/operators tests/backends/cuda
 	for order in backward scrambled; do \
-	  ROPE_EXHAUSTIVE= $(PYTEST) --emulate --thread-order=$$order tests/operators tests/backends/cuda || exit; done
+	  ROPE_EXHAUSTIVE= $(PYTEST) --emulate=checked --thread-order=$$order tests/operators tests/backends/cuda || exit; done
 	env $$($(BIN)/python $(EMULATOR) --environment) \
 	  $(PYTEST) --emulate=asan -m sanitizer tests/operators tests/backends/cuda
 
