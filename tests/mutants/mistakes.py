@@ -299,7 +299,11 @@ BUILDS = {
         edits=[(EMULATOR, "-Werror ", "")],
     ),
     "metal": Build(
-        tests=["tests/operators", "tests/backends/metal/test_metal.py"],
+        tests=[
+            "tests/operators",
+            "tests/backends/metal/test_metal.py",
+            "tests/backends/metal/test_loads_and_stores.py",
+        ],
         command=[SIMULATOR],
         neighbours_in=[
             *(f"shaders/{name}.metal" for name in ("rotate", "norm", "norm_backward", "tables", "cos_sin")),
