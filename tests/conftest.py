@@ -9,7 +9,14 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [
     str(HERE / part)
-    for part in ("operators", "modules", "pytorch", "integrations", "backends/cuda/emulator", "backends/metal/simulator")
+    for part in (
+        "operators",
+        "modules",
+        "pytorch",
+        "integrations",
+        "backends/cuda/emulator",
+        "backends/metal/simulator",
+    )
 ]
 ORDERS = ["forward", "backward", "scrambled"]
 
@@ -32,7 +39,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "heart: also runs in make check, the short loop")
-    config.addinivalue_line("markers", "exhaustive: runs in make exhaustive only, because it takes long or says little more")
+    config.addinivalue_line("markers", "exhaustive: runs in make exhaustive only: takes long, or says little more")
     config.addinivalue_line(
         "markers",
         "shared: tests code that all back ends share; runs on the emulator and the simulator only in make exhaustive",
@@ -60,7 +67,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Puts the longest tests first. Selects those with a device or of a back end for the emulator or the simulator."""
-    items.sort(key=lambda item: item.path.name != "test_demo.py")  # otherwise one process waits for them at the end
+    # Otherwise one process waits for them at the end.
+    slow = {"selfcheck", "package", "cpu", "cuda", "parallel", "in_place"}
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in slow)
     back_end = "cuda" if config.getoption("--emulate") else "metal" if config.getoption("--simulate") else None
     exhaustive = os.environ.get("ROPE_EXHAUSTIVE") == "1"
     elsewhere = ["exhaustive"] * (not exhaustive)

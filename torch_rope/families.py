@@ -7,7 +7,7 @@ partial_rotary_factor.
 #
 # Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config
 # of the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling
-# file of transformers 5.24.0; tests/integrations/test_families.py compares it with the installed release.
+# file of transformers 5.24.0; tests/exhaustive/models/test_families.py compares it with the installed release.
 INTERLEAVED = frozenset(
     {
         "axk1",

@@ -377,6 +377,7 @@ def test_a_decision_is_cached(ranks):
 
 
 @pytest.mark.parametrize("first", ["torch_rope", pytest.param("torch.distributed.tensor", marks=night)])
+@pytest.mark.exhaustive
 def test_the_rules_are_registered_when_dtensor_is_imported(first):
     """The order of the imports does not matter. torch_rope itself does not import torch.distributed.tensor, which is
     slow."""

@@ -77,6 +77,7 @@ def test_a_correct_build_passes_without_numpy_and_pytest(options, device, selfch
     assert {"cos_sin float32", "cos_sin bfloat16"} <= {g["name"] for g in groups if g["status"] == "passed"}
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_kernel_a_crash_and_a_hang_are_named_and_lose_nothing_else(device, selfchecked):
     names = "kernels", "same bits", "pads", "threads"
     status, out, (kernels, bits, pads, threads) = selfchecked("--quick", planted=PLANTED, groups=names)
