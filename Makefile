@@ -100,7 +100,7 @@ exhaustive-metal: .venv/metal
 exhaustive-models: .venv/models
 	$(PYTEST) tests/integrations tests/exhaustive/models
 
-exhaustive-package: lint .venv/package
+exhaustive-package: lint .venv/package wheel
 	$(PYTEST) tests/tools tests/exhaustive/package
 
 # Plants mistakes in all back ends, each of which the tests must find. ONLY chooses some of "cpu shared cuda metal
