@@ -69,20 +69,33 @@ def run(name: str, numbers: list[int]) -> dict[str, list]:
     header = BUILD / "mutant.h"
     if not header.exists() or header.read_text() != plant.HEADER:
         header.write_text(plant.HEADER)
-    changed = {}
-    for file, text in sources.items():
-        include = f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n"  # shaders get it from the simulator
-        changed[file] = include + plant.planted(text, [m for m in mutants if m.file == file])
-    for file, old, new in build.edits:
-        text = changed.get(file) or (ROOT / file).read_text()
-        if not re.search(old, text):
-            raise SystemExit(f"{file} must contain {old}, but does not")
-        changed[file] = re.sub(old, lambda found, new=new: new.replace("\\0", found[0]), text)
-    copy_of_tree(folder, changed)
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(folder)}
-    made = subprocess.run([sys.executable, *build.command], cwd=folder, env=environment, capture_output=True, text=True)
-    if made.returncode:
-        raise SystemExit(f"{made.stderr[-3000:]}\nthe build {name} failed; rope_mutant(N) in a line above is mutant N")
+    while True:
+        changed = {}
+        for file, text in sources.items():
+            include = f"#ifndef __METAL_VERSION__\n#include <{header}>\n#endif\n"  # shaders get it from the simulator
+            changed[file] = include + plant.planted(text, [m for m in mutants if m.file == file])
+        for file, old, new in build.edits:
+            text = changed.get(file) or (ROOT / file).read_text()
+            if not re.search(old, text):
+                raise SystemExit(f"{file} must contain {old}, but does not")
+            changed[file] = re.sub(old, lambda found, new=new: new.replace("\\0", found[0]), text)
+        copy_of_tree(folder, changed)
+        made = subprocess.run(
+            [sys.executable, *build.command], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        if made.returncode == 0:
+            break
+        # A neighbour that another struct lacks does not compile. The message shows the line, and where the name begins.
+        output = made.stdout + made.stderr
+        wrong = set()
+        for path, line, column in re.findall(r"^(\S+?):(\d+):(\d+): error:", output, re.M):
+            text = (folder / path).read_text().splitlines()[int(line) - 1][: int(column)]
+            wrong |= {int(n) for n in re.findall(r"rope_mutant\((\d+)\)", text)[-1:]}
+        wrong &= {m.number for m in generated if m in mutants}
+        if not wrong:
+            raise SystemExit(f"{output[-5000:]}\nthe build {name} failed; rope_mutant(N) in a line above is mutant N")
+        mutants = [m for m in mutants if m.number not in wrong]
 
     results = folder / "results.json"
     results.unlink(missing_ok=True)

@@ -48,7 +48,8 @@ class Session:
         queue, running = list(self.job["mutants"]), {}
         while queue or running:
             while queue and len(running) < JOBS:
-                running[self.start(queue[0])] = queue.pop(0)
+                number = queue.pop(0)
+                running[self.start(number)] = number
             pid, status = os.wait()
             self.end(running.pop(pid), os.waitstatus_to_exitcode(status))
         Path(self.job["results"]).write_text(json.dumps(self.results))
