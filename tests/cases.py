@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import os
 import random
 import subprocess
@@ -123,18 +124,23 @@ def covering(
         interacting = [*interacting, exhaustive]
     elif SLOW:
         interacting = interacting[-1:]
-    groups = [*itertools.combinations(names, strength), *interacting]
-    of_group = {group: itertools.product(*(range(len(factors[name])) for name in group)) for group in groups}
-    missing = {tuple(zip(group, i, strict=True)): None for group, indices in of_group.items() for i in indices}
+    groups = list(dict.fromkeys([*itertools.combinations(names, strength), *interacting]))
+    values_of = [operator.itemgetter(*group) for group in groups]  # the values of a group in a case
+    missing = {
+        (g, values): None
+        for g, group in enumerate(groups)
+        for values in itertools.product(*(range(len(factors[name])) for name in group))
+    }
     draw, chosen = random.Random(0), []
 
     def new(case):
         """Returns the combinations of a case that are still missing."""
-        return [known for group in groups if (known := tuple((name, case[name]) for name in group)) in missing]
+        return [known for g, of_case in enumerate(values_of) if (known := (g, of_case(case))) in missing]
 
     while missing:
-        wanted = next(iter(missing))
-        tries = ({name: draw.randrange(len(factors[name])) for name in names} | dict(wanted) for _ in range(500))
+        g, values = wanted = next(iter(missing))
+        fixed = dict(zip(groups[g], values, strict=True))
+        tries = ({name: draw.randrange(len(factors[name])) for name in names} | fixed for _ in range(500))
         tries = list(itertools.islice((case for case in tries if allowed(**case_of(case))), 30))
         if tries:
             best = max(tries, key=lambda case: len(new(case)))
