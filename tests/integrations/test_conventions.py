@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from torch_rope.integrations import diffusers, timm
+from torch_rope.integrations import diffusers, timm, transformers
 from torch_rope.integrations._conventions import ConventionFunction, ConventionRotator, each_twice
 from torch_rope.integrations.diffusers import angles
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
-patches = {"diffusers": diffusers.patch, "timm": timm.patch}
 
 
 @pytest.fixture
@@ -30,6 +29,16 @@ def rotations(monkeypatch):
 
     monkeypatch.setattr(ConventionRotator, "try_to_rotate", record)
     return found
+
+
+def counting(graphs):
+    """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
+
+    def backend(module, inputs, **options):
+        graphs.append(sum("rope." in str(node.target) for node in module.graph.nodes))
+        return aot_eager(module, inputs)
+
+    return backend
 
 
 # ---- functions as those of diffusers and timm ----
@@ -52,12 +61,6 @@ def apply_rotary_split(x, freqs):
     return torch.cat([(a * cos).addcmul_(-sin, b), (b * cos).addcmul_(sin, a)], -1).type_as(x)
 
 
-def apply_rotary_matrices(x, freqs):
-    """PRX does this."""
-    a, b = x.float().unflatten(-1, (-1, 1, 2)).unbind(-1)
-    return (freqs[..., 0] * a + freqs[..., 1] * b).flatten(-2).type_as(x)
-
-
 def turn(x, half):
     a, b = x.chunk(2, -1) if half else (x[..., ::2], x[..., 1::2])
     return torch.cat([-b, a], -1) if half else torch.stack([-b, a], -1).flatten(-2)
@@ -73,45 +76,29 @@ def apply_rot_embed_cat(x, table, half=False):
     return x * cos + turn(x, half) * sin
 
 
-@pytest.mark.parametrize("function", [apply_rotary_split, apply_rotary_matrices])
-def test_functions_have_the_bits_for_many_numbers(function):
+def test_a_function_has_the_bits_for_many_numbers():
     """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
-    cos, sin = torch.randn(2, 2, 1, 4096, 32)
-    tables, shape = (cos, sin), (2, 6, 4096, 64)
-    if function is apply_rotary_matrices:
-        tables = torch.stack([cos[:1], -sin[:1], sin[:1], cos[:1]], -1).unflatten(-1, (2, 2))
-    known = ConventionFunction(function, diffusers.Rebuilder.conventions)
-    rotate = known.with_signature(known.rotator.rotate)
+    known = ConventionFunction(apply_rotary_split, diffusers.Rebuilder.conventions)
+    rotate, tables = known.with_signature(known.rotator.rotate), tuple(torch.randn(2, 2, 1, 1024, 32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x = torch.randn(shape).to(dtype)
-        assert torch.equal(rotate(x, tables), function(x, tables))
+        x = torch.randn(2, 6, 1024, 64).to(dtype)
+        assert torch.equal(rotate(x, tables), apply_rotary_split(x, tables))
+
+
+def of_another_function(x):
+    """Takes tensors only."""
+    assert type(x) is torch.Tensor
+    return x
 
 
 # ---- layers ----
 
-
-def apply_rotary_of_the_test(*args):
-    """A test replaces it."""
+apply_rotary_of_the_test = apply_rotary_plain  # a test replaces it
 
 
 class Processor:
     def __call__(self, attn, x, cos, sin):
         return apply_rotary_of_the_test(x, cos, sin)
-
-
-class NestedProcessor:
-    def __call__(self, attn, x, cos, sin):
-        def apply_rotary(x, cos, sin):
-            return rotated(x, cos, sin)
-
-        return apply_rotary(x, cos, sin)
-
-
-class ImportingProcessor:
-    def __call__(self, attn, x, cos, sin):
-        from test_conventions import apply_rotary_plain as apply_rotary
-
-        return apply_rotary(x, cos, sin)
 
 
 class Attention(nn.Module):
@@ -130,11 +117,19 @@ class Layer(nn.Module):
         return apply_rot_embed(q, sin, cos, half), apply_rot_embed_cat(k, torch.cat([sin, cos], -1), half)
 
 
-def attention(processor=None, other=ImportingProcessor):
-    """Returns (a model of an attention layer with this processor and of other layers, arguments of a layer)."""
+def written(body, folder):
+    """Returns a processor with this body, which is written to a file, because patch reads it."""
+    file = folder / "processor.py"
+    file.write_text("def __call__(self, attn, x, cos, sin):\n" + body)
+    names = dict(globals())
+    exec(compile(file.read_text(), file, "exec"), names)
+    return type("Written", (), {"__call__": names["__call__"]})()
+
+
+def attention(processor=None):
+    """Returns (a model of an attention layer with this processor and of another layer, arguments of a layer)."""
     angle = torch.randn(1, 6, 1, 8).repeat_interleave(2, -1)
-    layers = {"attention": processor or ImportingProcessor(), "first": other(), "second": other()}
-    model = nn.ModuleDict({name: Attention(processor) for name, processor in layers.items()})
+    model = nn.ModuleDict({"attention": Attention(processor or Processor()), "other": Attention(Processor())})
     return model, (torch.randn(2, 6, 3, 16), angle.cos(), angle.sin())
 
 
@@ -177,7 +172,7 @@ def test_patch_and_undo_change_only_this_model(rotations):
     other.attention.processor = before = model.attention.processor  # two models may share their processors
     handle = diffusers.patch(model)
     assert diffusers.patch(model) is handle and unpatched(other) and not unpatched(model)
-    assert type(model.first.processor) is type(model.second.processor)  # torch.compile compiles once for both
+    assert type(model.attention.processor) is type(model.other.processor)  # torch.compile compiles once for both
     for options in ({"rounding": "once"}, {"fuse": True}, {"exact_angles": True}):
         with pytest.raises(
             ValueError, match=r"(?s)already calls torch_rope.*What is there: .*attention.processor of 1"
@@ -203,7 +198,6 @@ def test_a_pickled_model_is_not_patched():
     diffusers.patch(model)
     loaded = pickle.loads(pickle.dumps(model))
     assert unpatched(loaded) and torch.equal(loaded.attention(*args), model.attention(*args))
-    assert type(pickle.loads(pickle.dumps(model.attention.processor))) is ImportingProcessor
 
 
 class OfTransformers(Attention):
@@ -212,8 +206,7 @@ class OfTransformers(Attention):
 
 class Pipeline:
     def __init__(self, transformer):
-        text_encoder = OfTransformers(ImportingProcessor())
-        self.components = {"transformer": transformer, "text_encoder": text_encoder, "scheduler": self}
+        self.components = {"transformer": transformer, "text_encoder": OfTransformers(Processor()), "scheduler": self}
 
 
 def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformers():
@@ -221,7 +214,7 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
     pipe, other = Pipeline(model), Pipeline(model)
     handle = diffusers.patch(pipe)
     assert diffusers.patch(pipe) is handle and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
-    assert "torch_rope in Pipeline:\n  transformer.attention.processor of 1 ImportingProcessor" in str(handle)
+    assert "torch_rope in Pipeline:\n  transformer.attention.processor of 1 Processor" in str(handle)
     with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.attention already calls"):
         diffusers.patch(other)
     handle.undo()
@@ -233,26 +226,20 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
 # ---- what patch refuses ----
 
 
-@pytest.mark.parametrize("library", patches)
-@pytest.mark.parametrize("model", ["name", nn.Linear, None], ids=str)
-def test_what_is_no_model_is_refused(model, library):
-    with pytest.raises(TypeError, match=r"model is .* but must be a loaded model, such as (FluxTrans|timm.create_mod)"):
-        patches[library](model)
+@pytest.mark.parametrize("library", [diffusers, timm, transformers], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_what_is_no_model_and_what_does_not_rotate_is_refused(library):
+    for model in ("name", nn.Linear, None):
+        example = "(FluxTrans|timm.create_mod|AutoModelForCausal)"
+        with pytest.raises(TypeError, match=f"model is .* but must be a loaded model, such as {example}"):
+            library.patch(model)
     with pytest.raises(ValueError, match="Linear is not patched: no module of it calls a rotary function"):
-        patches[library](nn.Linear(2, 2))
+        library.patch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match='rounding is .exact. but must be "eager" or "once"'):
-        patches[library](Layer(), rounding="exact")
+        library.patch(nn.Linear(2, 2), rounding="exact")
 
 
 def apply_rotary_scaled(x, cos, sin):
     return 2 * rotated(x, cos, sin)
-
-
-def apply_rotary_by_size(x, cos, sin):
-    """Does something else for many tokens."""
-    if x.shape[1] > 4096:
-        sin = -sin
-    return rotated(x, cos, sin)
 
 
 def apply_rotary_of_all_channels(x, cos, sin):
@@ -270,7 +257,6 @@ def apply_rotary_of_halves(x, cos, sin):
 exec(compile("def apply_rotary_without_source(x, cos, sin):\n    return rotated(x, cos, sin)", "<nowhere>", "exec"))
 UNKNOWN = {
     apply_rotary_scaled: "computes something else",
-    apply_rotary_by_size: r'the function branches, and "x.shape\[1\] > 4096" in line',
     apply_rotary_of_all_channels: "computes something else",
     apply_rotary_of_halves: "computes something else",
     globals()["apply_rotary_without_source"]: "has no source",
@@ -279,43 +265,27 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
 def test_an_unknown_function_is_refused(function, monkeypatch):
-    """The model has other layers too, which must not be patched either."""
     monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
-    model, _ = attention(Processor())
+    model, _ = attention()
     where = "ModuleDict is not patched: Processor.__call__ of attention calls apply_rotary_of_the_test: "
     with pytest.raises(NotImplementedError, match=f"{where}.*{UNKNOWN[function]}"):
         diffusers.patch(model)
     assert unpatched(model)
 
 
-class ClosureProcessor:
-    def __call__(self, attn, x, cos, sin):
-        scale = x.shape[1] / 6
-
-        def apply_rotary(x, cos, sin):
-            return scale * rotated(x, cos, sin)
-
-        return apply_rotary(x, cos, sin)
+NESTED = """
+    scale = x.shape[1] / 6
+    def apply_rotary({}):
+        return {}rotated(x, cos, sin)
+    return apply_rotary(x, cos, sin)
+"""
 
 
-class DefaultsProcessor:
-    def __call__(self, attn, x, cos, sin):
-        def apply_rotary(x, cos, sin, scale=x.shape[1] / 6):
-            return scale * rotated(x, cos, sin)
-
-        return apply_rotary(x, cos, sin)
-
-
-class SuperProcessor(ImportingProcessor):
-    def __call__(self, *args):
-        return super().__call__(*args)
-
-
-@pytest.mark.parametrize("processor", [ClosureProcessor, DefaultsProcessor, SuperProcessor])
-def test_a_nested_function_with_a_closure_or_defaults_and_super_are_refused(processor):
-    model, _ = attention(processor())
-    why = "defines apply_rotary, which must be a function without|calls super"
-    with pytest.raises(NotImplementedError, match=f"{processor.__name__}.__call__ of attention ({why})"):
+@pytest.mark.parametrize("arguments, times", [("x, cos, sin", "scale * "), ("x, cos, sin, scale=x.shape[1] / 6", "")])
+def test_a_nested_function_with_a_closure_or_defaults_is_refused(arguments, times, tmp_path):
+    model, _ = attention(written(NESTED.format(arguments, times), tmp_path))
+    where = "Written.__call__ of attention"
+    with pytest.raises(NotImplementedError, match=f"{where} defines apply_rotary, which must be a function without"):
         diffusers.patch(model)
     assert unpatched(model)
 
@@ -324,29 +294,26 @@ def apply_rotary_twice_as_large(x, cos, sin):
     return 2 * apply_rotary_plain(x, cos, sin)
 
 
-def rotate_scaled(x, cos, sin):
-    cos, sin = (t[0, :, 0, ::2] for t in (cos, sin))
-    return 2 * torch.ops.rope.rotate(x, cos, sin, interleaved=True, eager_rounding=True)
+IMPORTING = """
+    from test_conventions import apply_rotary_plain as apply_rotary
+    return apply_rotary(x, cos, sin)
+"""
+OWN = {
+    "a nested function": NESTED.format("x, cos, sin", ""),
+    "an imported function": IMPORTING,
+    "a function that calls a rotary function": "    return apply_rotary_twice_as_large(x, cos, sin)",
+}
 
 
-@pytest.mark.parametrize("processor", [Processor, NestedProcessor, ImportingProcessor])
-def test_a_processor_of_ones_own_may_rotate(processor, rotations, monkeypatch):
-    """It may also call a function that calls a rotary function, or one that is refused and was registered."""
-    functions = (apply_rotary_plain, apply_rotary_twice_as_large, apply_rotary_scaled)
-    for function in functions if processor is Processor else functions[:1]:
-        monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
-        model, args = attention(processor())
-        expected = model.attention(*args)
-        diffusers.register(apply_rotary_scaled, rotate_scaled)
-        with diffusers.patch(model) as handle:
-            rotations.clear()
-            assert torch.equal(model.attention(*args), expected)
-            assert rotations == [True] * (function is not apply_rotary_scaled)
-            assert f"attention.processor of 1 {processor.__name__}: apply_rotary" in str(handle)
-            was_registered = "apply_rotary_scaled is rotate_scaled, which was registered" in str(handle)
-            assert was_registered == (function is apply_rotary_scaled)
-        diffusers.register(apply_rotary_scaled, None)
-        assert torch.equal(model.attention(*args), expected)
+@pytest.mark.parametrize("body", OWN.values(), ids=OWN)
+def test_a_processor_of_ones_own_may_rotate(body, rotations, tmp_path):
+    model, args = attention(written(body, tmp_path))
+    expected = model.attention(*args)
+    with diffusers.patch(model) as handle:
+        rotations.clear()
+        assert torch.equal(model.attention(*args), expected) and rotations == [True]
+        assert "attention.processor of 1 Written: apply_rotary" in str(handle)
+    assert torch.equal(model.attention(*args), expected)
 
 
 # ---- what falls back to the function ----
@@ -368,16 +335,6 @@ def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(r
     )
     layer(q, k, sin, cos, True)
     assert rotations[4:] == [True] * 2
-
-
-def counting(graphs):
-    """Returns a backend of torch.compile that appends to graphs how often each graph calls torch_rope."""
-
-    def backend(module, inputs, **options):
-        graphs.append(sum("rope." in str(node.target) for node in module.graph.nodes))
-        return aot_eager(module, inputs)
-
-    return backend
 
 
 def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables():
@@ -463,6 +420,11 @@ def test_transforms_of_functions(rotations):
 # ---- exact angles ----
 
 
+def cos_sin(positions, channels):
+    angle = positions[:, None] * 10000.0 ** (-channels / 16)
+    return angle.cos(), angle.sin()
+
+
 class PosEmbed(nn.Module):
     """Makes tables from positions in float32, as Qwen-Image and others do."""
 
@@ -481,11 +443,6 @@ class HoldingRope(nn.Module):
 
     def forward(self, ids):
         return self.table[ids], self.table[ids].sqrt()
-
-
-def cos_sin(positions, channels):
-    angle = positions[:, None] * 10000.0 ** (-channels / 16)
-    return angle.cos(), angle.sin()
 
 
 @pytest.mark.parametrize("module", [PosEmbed(), HoldingRope(70000)], ids=["makes tables", "holds tables"])
@@ -516,8 +473,6 @@ def test_tables_that_were_changed_are_left_as_they_are():
     model["rope"] = HoldingRope(9)
     model.rope.table[1] += 0.01
     expected = model.rope(torch.arange(9))[0]
-    handle = diffusers.patch(model, exact_angles=True)
-    assert "rope: left as it is, because its tables were changed, or cannot be made again from the config" in str(
-        handle
-    )
+    note = "rope: left as it is, because its tables were changed, or cannot be made again from the config"
+    assert note in str(diffusers.patch(model, exact_angles=True))
     assert torch.equal(model.rope(torch.arange(9))[0], expected)
