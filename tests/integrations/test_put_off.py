@@ -66,7 +66,7 @@ CHANGES = [
     "query = torch.cat([query.unflatten(-1, (3, 16))[:, :3]] * 2, 1)",
     "query = query.view(2, 3, 6, 16).transpose(1, 2)",  # the heads are not those of one token
     "query = query.reshape(6, 2, 3, 16).transpose(0, 1)",
-    "heads, query[:, 1:] = query.unflatten(-1, (3, 16)), 0.5; query = 1 * heads",
+    "heads, query[:, 1:] = query.unflatten(-1, (3, 16)), 0.5; query = heads",
     "query = of_another_function(query).unflatten(-1, (3, 16))",
     "return query.unflatten(-1, (3, 16))",
 ]

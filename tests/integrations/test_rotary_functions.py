@@ -159,18 +159,24 @@ def test_the_handle_says_how_it_rounds():
         assert str(rotary.RotaryFunction(function, rounding).call("f")) == does
 
 
+@torch.no_grad()
 def test_tables_that_are_remembered_are_those_of_the_call_and_are_forgotten_with_it():
     new, (q, k, cos, sin) = found(apply_rotary_pos_emb).replacement("new"), inputs()
-    for tables in ((cos, sin), (cos, sin.flip(0)), (cos.flip(0), sin), (cos, sin)):
-        for dtype in (torch.float32, torch.float32, torch.bfloat16):
-            args = q.to(dtype), k.to(dtype), *tables
-            for actual, expected in zip(new(*args), apply_rotary_pos_emb(*args), strict=True):
-                assert actual.dtype == expected.dtype and torch.equal(actual, expected)
-    new(q, k, cos, sin)
-    cos.mul_(2)  # the tables may be changed in place
-    assert all(map(torch.equal, new(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)))
-    storage = weakref.ref(cos)
-    del cos, tables, args
+    other_cos, other_sin = cos.flip(0), sin.flip(0)
+
+    def check(dtype, *tables):
+        args = q.to(dtype), k.to(dtype), *tables
+        for actual, expected in zip(new(*args), apply_rotary_pos_emb(*args), strict=True):
+            assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+    check(torch.float32, cos, sin)
+    check(torch.float32, other_cos, sin)
+    check(torch.float32, other_cos, other_sin)
+    check(torch.bfloat16, other_cos, other_sin)
+    other_cos.mul_(2)  # the tables may be changed in place
+    check(torch.bfloat16, other_cos, other_sin)
+    storage = weakref.ref(other_cos)
+    del other_cos
     assert storage() is None
 
 
@@ -311,6 +317,15 @@ def test_a_refused_function_can_be_registered(registered, fuse, monkeypatch):
     register(apply_rotary_at_positions, None)
     with pytest.raises(NotImplementedError):
         patch(model)
+
+
+def test_a_function_that_torch_rope_supports_can_be_registered_too(registered):
+    def attention(*args):
+        return apply_rotary_pos_emb(*args)
+
+    registered(apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (k, q))
+    q, k, *tables = inputs()
+    assert all(map(torch.equal, methods.Rebuilder().rebuild(attention)(q, k, *tables), (k, q)))
 
 
 class RotatesInAMethod(nn.Module):
