@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,8 @@ def examine_once(examined, monkeypatch):
     def once(examine):
         def examine_or_copy(self, function):
             # Functions that are defined inside of a method are made again for each model.
-            key = type(self), function if function.__closure__ else function.__code__, self.rounding
+            code = function if function.__closure__ else function.__code__
+            key = type(self), code, self.rounding, torch.get_default_dtype()
             if key not in examined:
                 examined[key] = examine(self, function)
             new = copy.copy(examined[key])

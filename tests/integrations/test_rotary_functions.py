@@ -8,12 +8,14 @@ import weakref
 import pytest
 import torch
 from cases import needed
-from test_transformers import make, unpatched
+from test_conventions import unpatched
+from test_transformers import make
 from torch import nn
 
 transformers = needed("transformers")
 
 import torch_rope  # noqa: E402
+from torch_rope.integrations import _methods  # noqa: E402
 from torch_rope.integrations.transformers import methods, patch, register, rotary  # noqa: E402
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
@@ -80,11 +82,6 @@ def converts_once(q, k, cos, sin):
     return tuple(turned(x.float(), cos, sin).to(x.dtype) for x in (q, k))
 
 
-def rounds_tables(q, k, cos, sin):
-    """Rounds cos and sin to the dtype of q."""
-    return tuple(turned(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k))
-
-
 def by_products(q, k, cos, sin):
     """Multiplies and adds in one operation, so that nothing else has its bits."""
     wide = [torch.addcmul(x.double() * cos.double(), rotate_half(x).double(), sin.double()) for x in (q, k)]
@@ -96,15 +93,9 @@ def k_may_be_none(q, k=None, cos=None, sin=None):
     return tuple(None if x is None else turned(x, cos, sin) for x in (q, k))
 
 
-def k_may_be_left_out(q, k=None, cos=None, sin=None):
-    """Returns q alone for k that is None."""
-    q, k = k_may_be_none(q, k, cos, sin)
-    return q if k is None else (q, k)
-
-
 FORMS = {  # the numbers of tokens of q, of k and of the tables
     last_channels: (6, 6, 6), longer_k: (3, 6, 6), prefix: (7, 7, 4), converts_each_after: (6, 6, 6),
-    **dict.fromkeys((converts_each, converts_once, rounds_tables), (6, 6, 6)),
+    **dict.fromkeys((converts_each, converts_once), (6, 6, 6)),
     **dict.fromkeys((apply_rotary_pos_emb, apply_rotary_pos_emb_interleave), (6, 6, 6)),
 }  # fmt: skip
 
@@ -137,16 +128,11 @@ def test_every_form_has_the_bits_and_the_gradients_of_the_function(function):
                     assert a.stride() == e.stride() or function is apply_rotary_pos_emb_interleave
 
 
-@pytest.mark.parametrize("function", [k_may_be_none, k_may_be_left_out], ids=lambda f: f.__name__)
-def test_k_may_be_none_if_the_function_accepts_none(function):
-    new, (q, k, cos, sin) = found(function).replacement("new"), inputs()
-    tables = cos[0], sin[0]
-    assert all(map(torch.equal, new(q, k, *tables), function(q, k, *tables)))
-    actual, expected = new(q, None, *tables), function(q, None, *tables)
-    if function is k_may_be_none:
-        (actual, k), (expected, _) = actual, expected
-        assert k is None
-    assert torch.equal(actual, expected)
+def test_k_may_be_none_if_the_function_accepts_none():
+    new, (q, k, cos, sin) = found(k_may_be_none).replacement("new"), inputs()
+    assert all(map(torch.equal, new(q, k, cos[0], sin[0]), k_may_be_none(q, k, cos[0], sin[0])))
+    (actual, none), (expected, _) = new(q, None, cos[0], sin[0]), k_may_be_none(q, None, cos[0], sin[0])
+    assert none is None and torch.equal(actual, expected)
 
 
 def test_the_handle_says_how_it_rounds():
@@ -289,12 +275,10 @@ def test_a_function_whose_file_has_changed_is_refused(tmp_path):
 
 
 @pytest.fixture
-def registered():
-    """A function that registers, and forgets it after the test."""
-    functions = []
-    yield lambda function, replacement: functions.append(function) or register(function, replacement)
-    for function in functions:
-        register(function, None)
+def _forget():
+    """Forgets at the end of a test what it registered."""
+    yield
+    _methods._registered.clear()
 
 
 def rotate_three(q, k, v, cos, sin, position_ids):
@@ -302,15 +286,16 @@ def rotate_three(q, k, v, cos, sin, position_ids):
     return *(torch_rope.rotate(x.transpose(1, 2), cos, sin, eager_rounding=True).transpose(1, 2) for x in (q, k)), v
 
 
+@pytest.mark.usefixtures("_forget")
 @pytest.mark.parametrize("fuse", [False, True])
-def test_a_refused_function_can_be_registered(registered, fuse, monkeypatch):
+def test_a_refused_function_can_be_registered(fuse, monkeypatch):
     monkeypatch.setitem(globals(), "rotary_of_the_test", apply_rotary_at_positions)
     (q, k, *_), angle, model = inputs(), random(9, 8).repeat(1, 2), nn.ModuleDict({"attention": Attention()})
     args = q, k, k + 1, angle.cos(), angle.sin(), torch.arange(10).view(2, 5) % 9
     expected = model.attention(*args)
     with pytest.raises(NotImplementedError, match="calls rotary_of_the_test: the function has the arguments"):
         patch(model, fuse=fuse)
-    registered(apply_rotary_at_positions, rotate_three)
+    register(apply_rotary_at_positions, rotate_three)
     with patch(model, fuse=fuse) as handle:
         assert "apply_rotary_at_positions is rotate_three, which was registered" in str(handle)
         assert all(map(torch.equal, model.attention(*args), expected))
@@ -319,11 +304,12 @@ def test_a_refused_function_can_be_registered(registered, fuse, monkeypatch):
         patch(model)
 
 
-def test_a_function_that_torch_rope_supports_can_be_registered_too(registered):
+@pytest.mark.usefixtures("_forget")
+def test_a_function_that_torch_rope_supports_can_be_registered_too():
     def attention(*args):
         return apply_rotary_pos_emb(*args)
 
-    registered(apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (k, q))
+    register(apply_rotary_pos_emb, lambda q, k, cos, sin, unsqueeze_dim=1: (k, q))
     q, k, *tables = inputs()
     assert all(map(torch.equal, methods.Rebuilder().rebuild(attention)(q, k, *tables), (k, q)))
 
@@ -343,12 +329,13 @@ def rotate_in_a_method(self, x, cos, sin):
     return torch.ops.rope.rotate(x.unsqueeze(2), cos, sin, eager_rounding=True).squeeze(2)
 
 
-def test_a_refused_method_can_be_registered(registered):
+@pytest.mark.usefixtures("_forget")
+def test_a_refused_method_can_be_registered():
     model, (q, _, cos, sin) = RotatesInAMethod(), inputs()
     expected = model(q[:, 0], cos, sin)
     with pytest.raises(NotImplementedError, match="_apply_rotary_embedding .* must call a rotary function"):
         patch(model)
-    registered(RotatesInAMethod._apply_rotary_embedding, rotate_in_a_method)
+    register(RotatesInAMethod._apply_rotary_embedding, rotate_in_a_method)
     with patch(model, fuse=True) as handle:
         assert "_apply_rotary_embedding is rotate_in_a_method, which was registered" in str(handle)
         assert torch.equal(model(q[:, 0], cos, sin), expected)

@@ -6,14 +6,11 @@ tests/exhaustive/models/test_families.py tests that the results are right for ev
 
 import copy
 import functools
-import io
-import pickle
-import sys
 
 import pytest
 import torch
 from cases import needed
-from test_conventions import counting
+from test_conventions import counting, unpatched
 from torch import nn
 
 transformers = needed("transformers")
@@ -80,103 +77,49 @@ def pair(rounding="eager", **options):
     return stock, model
 
 
-def unpatched(model):
-    return not any({"forward", "_replicate_for_data_parallel"} & {*vars(module)} for module in model.modules())
-
-
 # ---- What patch changes ----
 
 
-def test_patch_and_undo_change_only_this_model(calls):
-    model, other = make(), make()
-    expected = model(tokens()).logits
-    before = dict(vars(sys.modules[type(model).__module__]))
-    with patch(model) as handle:
-        assert str(handle).splitlines() == [
-            "torch_rope in LlamaForCausalLM:",
-            "  model.layers.*.self_attn.forward of 2 LlamaAttention: "
-            "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split",
-            "  model.rotary_emb.inv_freq: 8 frequencies, as before",
-        ]
-        calls.clear()
-        for stock in (other, make()):  # one was made before the patch, one after
-            assert torch.equal(stock(tokens()).logits, expected)
-        assert not calls and vars(sys.modules[type(model).__module__]) == before
-        assert torch.equal(model(tokens()).logits, expected)
-        assert len(calls) == 2  # one for each layer
-    assert str(handle) == "torch_rope is not in LlamaForCausalLM any more"
-    assert torch.equal(model(tokens()).logits, expected)
-    assert len(calls) == 2 and unpatched(model)
-    handle.undo()
-
-
-def test_a_patched_model_says_what_is_there():
-    model = make()
-    handle = patch(model)
-    assert patch(model) is handle
-    for options in ({"rounding": "once"}, {"fuse": True}, {"exact_angles": True}):
-        with pytest.raises(ValueError, match=r"(?s)already calls torch_rope.*What is there: .*self_attn.forward of 2"):
-            patch(model, **options)
-    with pytest.raises(ValueError, match="What is there: apply_rotary_pos_emb is torch.ops.rope.rotate_qk"):
-        patch(model.model)
-    handle.undo()
-    assert patch(model) is not handle
-
-
-def test_a_later_assignment_to_a_global_of_the_module_is_seen(monkeypatch):
-    model = make(attention="eager")
-    patch(model)
-    expected = model(tokens()).logits
-    module, seen = sys.modules[type(model).__module__], []
-    stock = module.eager_attention_forward
-    monkeypatch.setattr(
-        module, "eager_attention_forward", lambda *args, **kwargs: seen.append(1) or stock(*args, **kwargs)
-    )
-    assert torch.equal(model(tokens()).logits, expected) and len(seen) == 2
-
-
-counter = 0
+counter, step = 0, 1
 
 
 class Counts(nn.Module):
     def forward(self, q, k, cos, sin):
         global counter
-        counter += 1
+        counter += step
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-def test_a_method_may_assign_to_a_global():
+def test_a_method_keeps_its_globals_and_its_lines(monkeypatch):
+    """A later assignment to a global is seen."""
     module, before = Counts(), counter
     args = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, 16), torch.ones(2, 5, 16), torch.zeros(2, 5, 16)
     patch(module)
-    assert torch.equal(module(*args)[0], args[0]) and counter == before + 1
+    monkeypatch.setitem(globals(), "step", 3)
+    assert torch.equal(module(*args)[0], args[0]) and counter == before + 3
     with pytest.raises(ValueError, match="cos has 4 rows") as error:
         module(*args[:2], torch.ones(2, 4, 16), torch.zeros(2, 4, 16))
     lines = [str(entry.path) + str(entry.lineno) for entry in error.traceback]
-    assert any(line.startswith(__file__) for line in lines[1:])  # the method keeps its file and lines
+    assert any(line.startswith(__file__) for line in lines[1:])
 
 
-class Axial(nn.Module):
-    """Makes a table of rows and columns for half-split pairs, so that the channels of a pair have different angles."""
+class Rotary(nn.Module):
+    """Makes tables for half-split pairs. If they are wrong, the two channels of a pair have different angles."""
 
-    def forward(self, x, position_ids):
-        row, column = position_ids[:1, :, None] / torch.arange(1, 9), position_ids[:1, :, None] / torch.arange(9, 17)
-        angle = torch.cat([row, column], -1)
-        return angle.cos(), angle.sin()
-
-
-class Diagonal(nn.Module):
-    """Makes a right table."""
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
 
     def forward(self, x, position_ids):
-        angle = (position_ids[:1, :, None] / torch.arange(1, 9)).repeat(1, 1, 2)
+        divisors = torch.arange(1, 9).repeat(2) + torch.arange(16) * self.wrong
+        angle = position_ids[:1, :, None] / divisors
         return angle.cos(), angle.sin()
 
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_the_first_tables_of_each_layer_are_looked_at(fuse):
     q, k, positions = torch.randn(1, 3, 6, 16), torch.randn(1, 2, 6, 16), torch.arange(6.0)[None]
-    wrong, right = Axial()(q, positions), Diagonal()(q, positions)
+    wrong, right = (Rotary(wrong)(q, positions) for wrong in (True, False))
     layers = nn.ModuleList([Counts(), Counts()])
     expected = layers[1](q, k, *wrong)
     handle = patch(layers, fuse=fuse)
@@ -187,7 +130,7 @@ def test_the_first_tables_of_each_layer_are_looked_at(fuse):
     layers[1](q, k, *right)
     handle.undo()
     assert all(map(torch.equal, layers[1](q, k, *wrong), expected))
-    rotary = nn.ModuleDict({"rotary_emb": Axial(), "layer": layers[0]})
+    rotary = nn.ModuleDict({"rotary_emb": Rotary(True), "layer": layers[0]})
     with pytest.raises(NotImplementedError, match="rotary_emb has different angles for the two channels of a pair"):
         patch(rotary, fuse=fuse)
     assert unpatched(rotary)
@@ -203,66 +146,6 @@ def test_undo_names_the_method_that_was_replaced_since():
     assert "rotate_qk" in str(handle)  # both layers are still patched
     attention.forward = ours
     handle.undo()
-
-
-def test_patch_leaves_weights_and_the_random_state_alone_and_a_copy_stays_patched(calls):
-    model = make()
-    state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    handle = patch(model)
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert list(model.state_dict()) == list(state)
-    copied = copy.deepcopy(model)
-    assert all(module.forward.__self__ is module for module in copied.modules())
-    expected = model(tokens()).logits
-    calls.clear()
-    assert torch.equal(copied(tokens()).logits, expected)
-    assert len(calls) == 2
-    handle.undo()
-    with pytest.raises(ValueError, match="the model that it was copied from"):
-        patch(copied)
-
-
-def test_a_saved_or_pickled_model_is_not_patched_and_can_be_patched(calls, tmp_path):
-    model, file = make(), io.BytesIO()
-    patch(model)
-    expected = model(tokens()).logits
-    model.save_pretrained(tmp_path)
-    loaded = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()]
-    if not hasattr(
-        model.model.layers[0].self_attn, "_kernel_funcs"
-    ):  # else no model can be pickled, because of kernels
-        torch.save(model, file)
-        file.seek(0)
-        loaded += [pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-    for again in loaded:
-        for calls_of_torch_rope in (0, 2):
-            calls.clear()
-            assert torch.equal(again(tokens()).logits, expected)
-            assert len(calls) == calls_of_torch_rope
-            patch(again)
-
-
-def test_replicas_of_data_parallel_compute_with_their_own_weights():
-    model = make()
-    with patch(model):
-        attention = model.model.layers[0].self_attn
-        replica = attention._replicate_for_data_parallel()._replicate_for_data_parallel()
-        assert replica.forward.__self__ is replica and attention.forward.__self__ is attention
-        assert replica.forward.__func__ is attention.forward.__func__
-    assert unpatched(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_patch_works_with_any_default_dtype(dtype, calls):
-    model = make()
-    torch.set_default_dtype(dtype)
-    try:
-        patch(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    calls.clear()
-    model(tokens())
-    assert len(calls) == 2
 
 
 def add_hook(module, calls):
@@ -281,29 +164,29 @@ def remove_hook(module):
     del module._old_forward
 
 
-@pytest.mark.parametrize("undo_first", [True, False], ids=["undo first", "remove hooks first"])
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch first", "hooks first"])
-def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, undo_first, calls):
+def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, calls):
+    """undo() works while they are there, and after they were removed."""
     model = make()
     expected, layers = model(tokens()).logits, [layer.self_attn for layer in model.model.layers]
-    handle = patch(model) if patch_first else None
-    for layer in layers:
-        add_hook(layer, calls)
-    handle = handle or patch(model)
-    calls.clear()
-    assert torch.equal(model(tokens()).logits, expected)
-    assert calls == [torch.ops.rope.rotate_qk.default, "hook"] * 2
-    if undo_first:
+    for undo_first in (True, False):
+        handle = patch(model) if patch_first else None
+        for layer in layers:
+            add_hook(layer, calls)
+        handle = handle or patch(model)
+        calls.clear()
+        assert torch.equal(model(tokens()).logits, expected)
+        assert calls == [torch.ops.rope.rotate_qk.default, "hook"] * 2
+        if undo_first:
+            handle.undo()
+            calls.clear()
+            model(tokens())
+            assert calls == ["hook"] * 2
+        for layer in layers:
+            remove_hook(layer)
         handle.undo()
         calls.clear()
-        model(tokens())
-        assert calls == ["hook"] * 2
-    for layer in layers:
-        remove_hook(layer)
-    handle.undo()
-    calls.clear()
-    assert torch.equal(model(tokens()).logits, expected)
-    assert calls == []
+        assert torch.equal(model(tokens()).logits, expected) and calls == []
 
 
 # ---- What patch refuses ----

@@ -1,0 +1,116 @@
+"""Tests of what patch changes in a model of each library, what it leaves alone, and how it is undone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases import Calls
+from test_conventions import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
+from test_transformers import make, tokens
+from torch import nn
+
+from torch_rope.integrations import diffusers, timm, transformers
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+EITHER = "is torch.ops.rope.rotate, interleaved or half-split"
+# The integration, functions that return a model and the arguments of its forward, how often it rotates, what the handle
+# lists, and what errors give as an example.
+LIBRARIES = {
+    "transformers": (
+        transformers, make, lambda: (tokens(),), 2,
+        ["torch_rope in LlamaForCausalLM:",
+         "  model.layers.*.self_attn.forward of 2 LlamaAttention: "
+         "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split",
+         "  model.rotary_emb.inv_freq: 8 frequencies, as before"],
+        "AutoModelForCausalLM",
+    ),
+    "diffusers": (
+        diffusers, lambda: Attention(Processor()), attention_inputs, 1,
+        ["torch_rope in Attention:",
+         "  processor of 1 Processor: apply_rotary_of_the_test is torch.ops.rope.rotate, interleaved"],
+        "FluxTransformer2DModel",
+    ),
+    "timm": (
+        timm, Layer, layer_inputs, 2,
+        ["torch_rope in Layer:", f"  forward of 1 Layer: apply_rot_embed {EITHER}; apply_rot_embed_cat {EITHER}"],
+        "timm.create_model",
+    ),
+}  # fmt: skip
+of_each_library = pytest.mark.parametrize(
+    "library, make, arguments, rotations, lists, example", LIBRARIES.values(), ids=LIBRARIES
+)
+
+
+def results(model, args):
+    """Returns how often a model calls torch_rope, and the tensors of its output."""
+    with Calls() as calls:
+        out = model(*args)
+    out = getattr(out, "logits", out)
+    return sum(name.startswith("rope::") for name in calls.names), out if isinstance(out, tuple) else (out,)
+
+
+@of_each_library
+def test_patch_and_undo_change_only_this_model(library, make, arguments, rotations, lists, example):
+    model, args, patch = make(), arguments(), library.patch
+    other, (_, expected) = copy.deepcopy(model), results(model, args)
+    state, generator = list(model.state_dict()), torch.get_rng_state()
+
+    def check(model, rotations):
+        calls, outputs = results(model, args)
+        assert calls == rotations and all(map(torch.equal, outputs, expected))
+
+    with patch(model) as handle:
+        assert str(handle).splitlines() == lists
+        check(model, rotations)
+        check(other, 0)
+        assert unpatched(other) and not unpatched(model)
+        assert list(model.state_dict()) == state and torch.equal(torch.get_rng_state(), generator)
+        assert patch(model) is handle
+        for options in ({"rounding": "once"}, {"fuse": True}):
+            with pytest.raises(ValueError, match="(?s)already calls torch_rope.*What is there: torch_rope in "):
+                patch(model, **options)
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        check(copied, rotations)
+        assert unpatched(loaded)
+        check(loaded, 0)
+        with patch(loaded):
+            check(loaded, rotations)
+    assert str(handle) == f"torch_rope is not in {type(model).__name__} any more" and unpatched(model)
+    check(model, 0)
+    check(copied, rotations)
+    with pytest.raises(ValueError, match="the model that it was copied from"):
+        patch(copied)
+    handle.undo()  # does nothing more
+    assert patch(model) is not handle
+
+
+@of_each_library
+def test_what_is_no_model_and_what_does_not_rotate_is_refused(library, make, arguments, rotations, lists, example):
+    for model in ("name", nn.Linear, None):
+        with pytest.raises(TypeError, match=f"model is .* but must be a loaded model, such as {example}"):
+            library.patch(model)
+    with pytest.raises(ValueError, match="Linear is not patched: no module of it calls a rotary function"):
+        library.patch(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match='rounding is .exact. but must be "eager" or "once"'):
+        library.patch(make(), rounding="exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_patch_works_with_any_default_dtype(dtype):
+    model = make()
+    torch.set_default_dtype(dtype)
+    try:
+        transformers.patch(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert results(model, (tokens(),))[0] == 2
+
+
+def test_replicas_of_data_parallel_compute_with_their_own_weights():
+    module = Layer()
+    with timm.patch(module):
+        replica = module._replicate_for_data_parallel()._replicate_for_data_parallel()
+        assert replica.forward.__self__ is replica and module.forward.__self__ is module
+        assert replica.forward.__func__ is module.forward.__func__
+    assert "_replicate_for_data_parallel" not in vars(module)
