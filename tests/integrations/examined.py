@@ -5,14 +5,11 @@ import copy
 import pytest
 import torch
 
-
-@pytest.fixture(scope="session")
-def examined():
-    return {}
+examined = {}  # what was found out about each function
 
 
 @pytest.fixture
-def examine_once(examined, monkeypatch):
+def examine_once(monkeypatch):
     """Lets each rotary function be examined once for all tests, because that takes most of the time of patch."""
     from torch_rope.integrations import _conventions, transformers
 

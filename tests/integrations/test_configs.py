@@ -106,15 +106,6 @@ def test_a_family_has_the_frequencies_of_transformers(family):
             assert_same(saved, ours)
 
 
-@pytest.mark.parametrize("name", ["Bert", "GPT2"])
-def test_a_model_that_does_not_rotate_is_refused(name):
-    config = getattr(transformers, f"{name}Config")()
-    message = f"from_config: model_type is '{config.model_type}' but must be that of a mo"
-    for given in (config, json_of(config)):
-        with pytest.raises(ValueError, match=message):
-            RotaryEmbedding.from_config(given)
-
-
 @at_night
 @pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, *WHOLE_HEADS}))
 def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type):

@@ -212,20 +212,6 @@ def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is(case, change
     assert forward is None and why.startswith(f"left as it is, because {reason}")
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["dynamic", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("longrope", "gemma3", "llama4", "qwen3_vl"))],
-)
-def test_exact_angles_are_compiled_without_a_graph_break(case):
-    patched, position_ids = exact(rotary_of(CASES[case])), positions(CASES[case])
-    expected = tables(patched, position_ids)
-    torch._dynamo.reset()
-    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert all(map(torch.equal, tables(compiled, position_ids), expected))
-
-
 @pytest.mark.parametrize("case", ["yarn", "dynamic"])
 def test_copies_and_pickles_and_the_state_dict_are_those_of_the_module(case):
     rotary, position_ids = rotary_of(CASES[case]), positions(CASES[case])

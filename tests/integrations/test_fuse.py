@@ -2,12 +2,13 @@
 
 import copy
 import functools
+from itertools import product
 
 import pytest
 import torch
 from cases import Calls, needed
 from test_conventions import counting
-from test_transformers import GRADIENTS, LOGITS, difference, make, tokens, train
+from test_transformers import GRADIENTS, LOGITS, Rotary, difference, make, tokens, train
 from torch import nn
 
 transformers = needed("transformers")
@@ -49,9 +50,10 @@ def logits(model, text, cache, *lengths):
 
 # Each of these has another norm or cache: none, per head, 1 + weight and windows, over all heads, norms that rotate not
 # in every layer, q and k rotated one by one with a norm of v. After the changes to its config stand its norms.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MODELS = {
     "llama": ({}, ""),
-    "qwen3": ({}, ", with q_norm, k_norm"),
+    "qwen3": ({"rope_parameters": DYNAMIC}, ", with q_norm, k_norm"),
     "gemma3_text": ({"sliding_window": 6, "sliding_window_pattern": 2}, ", with q_norm, k_norm"),
     "olmo2": ({}, ", with q_norm, k_norm"),
     "cohere2": ({"sliding_window": 6}, ""),
@@ -97,31 +99,17 @@ def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
             assert difference(getattr(ours, name), getattr(theirs, name)) < LOGITS
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", *(pytest.param(m, marks=at_night) for m in MODELS)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2", *(pytest.param(m, marks=at_night) for m in MODELS)])
 def test_a_fused_model_trains_as_the_unpatched_one(model_type):
     stock, fused = pair(model_type)
     loss, gradients = train(stock, enabled=False)
-    if model_type == "qwen3":
+    if model_type in ("llama", "qwen3"):
         fused.gradient_checkpointing_enable({"use_reentrant": False})
     actual, actual_gradients = train(fused, enabled=False)
     assert difference(actual, loss) < LOGITS and difference(actual_gradients, gradients) < GRADIENTS
 
 
 # ---- ways to generate ----
-
-
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_beam_search_gives_the_same_tokens(kind):
-    """The batch has left padding, and there are more tokens than fit the attention window."""
-    mask = torch.ones(2, 6, dtype=torch.int64)
-    mask[0, :2] = 0
-    options = dict(
-        attention_mask=mask, max_new_tokens=12, cache_implementation=kind, disable_compile=True, output_logits=True,
-        return_dict_in_generate=True, do_sample=False, num_beams=3,
-    )  # fmt: skip
-    expected, actual = (model.generate(tokens(2, 6), **options) for model in pair("gemma3_text"))
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert difference(torch.stack(actual.logits), torch.stack(expected.logits)) < LOGITS
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
@@ -165,21 +153,24 @@ def test_memory_doubles_when_a_dynamic_cache_is_full():
     assert [a == b for a, b in zip(addresses, addresses[1:], strict=False)] == [False, *[True] * 5, False]
 
 
+KINDS = product(("llama", "qwen3", "gemma3_text"), ("static", "dynamic"))
+
+
+@pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=at_night)])
 @pytest.mark.parametrize(
-    "model_type, kind",
-    [("qwen3", "static")]
-    + [pytest.param(m, k, marks=at_night) for m in ("llama", "qwen3", "gemma3_text") for k in ("static", "dynamic")],
+    "model_type, kind", [("qwen3", "static"), *(pytest.param(*case, marks=at_night) for case in KINDS)]
 )
-def test_a_fused_model_compiles_to_one_graph(model_type, kind):
-    stock, fused = pair(model_type, layers=1)
-    graphs, text = [], tokens(2, 7)
+def test_a_patched_model_compiles_to_one_graph(model_type, kind, fuse):
+    stock, _ = pair(model_type, layers=1)
+    model, cache, graphs, text = copy.deepcopy(stock), new_cache(kind, stock), [], tokens(2, 7)
     torch._dynamo.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend=counting(graphs), dynamic=False)
-    cache = new_cache(kind, fused)
-    results = [logits(stock, text[:, :4], cache, 4), logits(compiled, text[:, 4:6], cache, 1, 1)]
-    results.append(logits(fused, text[:, 6:], cache, 1))
+    compiled = torch.compile(model, fullgraph=True, backend=counting(graphs), dynamic=False)
+    results = [logits(stock, text[:, :4], cache, 4)]
+    with patch(model, fuse=fuse, exact_angles=True):
+        results.append(logits(compiled, text[:, 4:6], cache, 1, 1))
+    results.append(logits(model, text[:, 6:], cache, 1))
     assert difference(torch.cat(results, 1), stock(text).logits) < LOGITS
-    assert set(graphs) == {1}
+    assert set(graphs) == {2}  # exact angles, and the layer
 
 
 # ---- what a layer does otherwise ----
@@ -220,12 +211,6 @@ class Attention(nn.Module):
 
 def attend(q, k, v, more=0):
     return (nn.functional.scaled_dot_product_attention(q, k, v) + more).transpose(1, 2).flatten(2)
-
-
-class Rotary(nn.Module):
-    def forward(self, x, position_ids):
-        angle = position_ids[..., None] * 10.0 ** -torch.arange(8).float()
-        return torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
 
 
 class Model(nn.Module):

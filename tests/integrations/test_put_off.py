@@ -98,17 +98,7 @@ class Float32Norm(nn.RMSNorm):
         return super().forward(x.float())
 
 
-class Biased(nn.RMSNorm):
-    def __init__(self):
-        super().__init__(48, eps=1e-6)
-        self.bias = nn.Parameter(torch.ones(48))
-
-    def forward(self, x):
-        return super().forward(x) + self.bias
-
-
 NORMS = {
-    "a bias": Biased,
     "no weight": lambda: nn.RMSNorm(48, eps=1e-6, elementwise_affine=False),
     "a mean": lambda: nn.LayerNorm(48, eps=1e-6),
     "another size": lambda: nn.RMSNorm((6, 48), eps=1e-6),

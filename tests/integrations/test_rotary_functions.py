@@ -66,11 +66,6 @@ def prefix(q, k, cos, sin, **kwargs):
     return tuple(torch.cat([x[..., :n, :], turned(x[..., n:, :], cos, sin)], -2) for x in (q, k))
 
 
-def converts_each(q, k, cos, sin):
-    """ESM does this."""
-    return tuple((x.float() * cos + rotate_half(x).float() * sin).to(x.dtype) for x in (q, k))
-
-
 def converts_each_after(q, k, cos, sin):
     """Flux does this. The gradients have the strides of those of the results."""
     both = [(x, rotate_half(x)) for x in (q, k)]
@@ -94,8 +89,8 @@ def k_may_be_none(q, k=None, cos=None, sin=None):
 
 
 FORMS = {  # the numbers of tokens of q, of k and of the tables
-    last_channels: (6, 6, 6), longer_k: (3, 6, 6), prefix: (7, 7, 4), converts_each_after: (6, 6, 6),
-    **dict.fromkeys((converts_each, converts_once), (6, 6, 6)),
+    last_channels: (6, 6, 6), longer_k: (3, 6, 6), prefix: (7, 7, 4),
+    **dict.fromkeys((converts_each_after, converts_once), (6, 6, 6)),
     **dict.fromkeys((apply_rotary_pos_emb, apply_rotary_pos_emb_interleave), (6, 6, 6)),
 }  # fmt: skip
 
@@ -281,26 +276,56 @@ def _forget():
     _methods._registered.clear()
 
 
-def rotate_three(q, k, v, cos, sin, position_ids):
+class RotatesAtPositions(nn.Module):
+    def forward(self, *args):
+        return apply_rotary_at_positions(*args)
+
+
+def at_positions(q, k, v, cos, sin, position_ids):
     cos, sin = (t[position_ids][..., : t.shape[-1] // 2] for t in (cos, sin))
     return *(torch_rope.rotate(x.transpose(1, 2), cos, sin, eager_rounding=True).transpose(1, 2) for x in (q, k)), v
 
 
+class RotatesInAMethod(nn.Module):
+    """Wav2Vec2-Conformer does this."""
+
+    def forward(self, x, cos, sin):
+        return self._apply_rotary_embedding(x, cos, sin).unbind(0)
+
+    def _apply_rotary_embedding(self, x, cos, sin):
+        return x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
+
+
+def in_a_method(self, x, cos, sin):
+    cos, sin = cos[..., :8], sin[..., :8]
+    return torch.ops.rope.rotate(x.unsqueeze(2), cos, sin, eager_rounding=True).squeeze(2)
+
+
+REFUSED = {
+    "a function": (RotatesAtPositions, apply_rotary_at_positions, at_positions, "the function has the arguments"),
+    "a method": (
+        RotatesInAMethod, RotatesInAMethod._apply_rotary_embedding, in_a_method, "must call a rotary function that",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("_forget")
-@pytest.mark.parametrize("fuse", [False, True])
-def test_a_refused_function_can_be_registered(fuse, monkeypatch):
-    monkeypatch.setitem(globals(), "rotary_of_the_test", apply_rotary_at_positions)
-    (q, k, *_), angle, model = inputs(), random(9, 8).repeat(1, 2), nn.ModuleDict({"attention": Attention()})
-    args = q, k, k + 1, angle.cos(), angle.sin(), torch.arange(10).view(2, 5) % 9
-    expected = model.attention(*args)
-    with pytest.raises(NotImplementedError, match="calls rotary_of_the_test: the function has the arguments"):
-        patch(model, fuse=fuse)
-    register(apply_rotary_at_positions, rotate_three)
-    with patch(model, fuse=fuse) as handle:
-        assert "apply_rotary_at_positions is rotate_three, which was registered" in str(handle)
-        assert all(map(torch.equal, model.attention(*args), expected))
-    register(apply_rotary_at_positions, None)
-    with pytest.raises(NotImplementedError):
+@pytest.mark.parametrize("model, function, replacement, refused", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_can_be_registered(model, function, replacement, refused):
+    model, (q, k, cos, sin) = model(), inputs()
+    args = (q[:, 0], cos, sin)
+    if function is apply_rotary_at_positions:
+        args = q, k, k + 1, cos[0], sin[0], torch.arange(10).view(2, 5) % 4
+    expected = model(*args)
+    with pytest.raises(NotImplementedError, match=refused):
+        patch(model)
+    register(function, replacement)
+    for fuse in (False, True):
+        with patch(model, fuse=fuse) as handle:
+            assert f"{function.__name__} is {replacement.__name__}, which was registered" in str(handle)
+            assert all(map(torch.equal, model(*args), expected))
+    register(function, None)
+    with pytest.raises(NotImplementedError, match=refused):
         patch(model)
 
 
@@ -314,37 +339,9 @@ def test_a_function_that_torch_rope_supports_can_be_registered_too():
     assert all(map(torch.equal, methods.Rebuilder().rebuild(attention)(q, k, *tables), (k, q)))
 
 
-class RotatesInAMethod(nn.Module):
-    """Wav2Vec2-Conformer does this."""
-
-    def forward(self, x, cos, sin):
-        return self._apply_rotary_embedding(x, cos, sin)
-
-    def _apply_rotary_embedding(self, x, cos, sin):
-        return x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin
-
-
-def rotate_in_a_method(self, x, cos, sin):
-    cos, sin = cos[..., :8], sin[..., :8]
-    return torch.ops.rope.rotate(x.unsqueeze(2), cos, sin, eager_rounding=True).squeeze(2)
-
-
-@pytest.mark.usefixtures("_forget")
-def test_a_refused_method_can_be_registered():
-    model, (q, _, cos, sin) = RotatesInAMethod(), inputs()
-    expected = model(q[:, 0], cos, sin)
-    with pytest.raises(NotImplementedError, match="_apply_rotary_embedding .* must call a rotary function"):
-        patch(model)
-    register(RotatesInAMethod._apply_rotary_embedding, rotate_in_a_method)
-    with patch(model, fuse=True) as handle:
-        assert "_apply_rotary_embedding is rotate_in_a_method, which was registered" in str(handle)
-        assert torch.equal(model(q[:, 0], cos, sin), expected)
-    assert torch.equal(model(q[:, 0], cos, sin), expected)
-
-
 def test_what_cannot_be_registered_is_refused():
-    for function, replacement in ((None, rotate_three), (torch.add, rotate_three), (rotate_three, "rotate_three")):
+    for function, replacement in ((None, at_positions), (torch.add, at_positions), (at_positions, "at_positions")):
         with pytest.raises(TypeError, match="must be a function, such as modeling_clvp.apply_rotary_pos_emb"):
             register(function, replacement)
     with pytest.raises(TypeError, match=r"replacement has the arguments \['x'\] but must have those of .*, \['q'"):
-        register(rotate_three, rotate_half)
+        register(at_positions, rotate_half)
