@@ -33,11 +33,6 @@ FAMILIES = [
 # fmt: on
 
 
-def json_of(config) -> dict:
-    """Returns the contents of the config.json that a config object saves."""
-    return json.loads(config.to_json_string(use_diff=False))
-
-
 def object_of(config: dict):
     """Returns the config object for the contents of a config.json.
 
@@ -102,8 +97,8 @@ def test_a_family_has_the_frequencies_of_transformers(family):
         assert tables
         for layer_type, inv_freq, attention_factor in tables:
             assert_near(config, layer_type, None, inv_freq, attention_factor)
-            saved, ours = (frequencies.from_config(c, layer_type) for c in (json_of(config), config))
-            assert_same(saved, ours)
+            saved = json.loads(config.to_json_string(use_diff=False))
+            assert_same(*(frequencies.from_config(c, layer_type) for c in (saved, config)))
 
 
 @at_night

@@ -144,14 +144,6 @@ def test_a_norm_that_was_changed_after_the_patch_is_called(watch, fused, tmp_pat
     assert not all(map(torch.equal, plain, expected))
 
 
-@torch.autocast("cpu", torch.bfloat16)
-def test_a_norm_is_called_under_autocast(fused, tmp_path):
-    attention, args = normed(tmp_path)
-    expected = attention(*args)
-    patch(attention, fuse=True)
-    assert torch.equal(attention(*args), expected) and not fused
-
-
 class NormedLayer(nn.Module):
     """A layer of timm: q is [batch, heads, seq, head_dim]."""
 
