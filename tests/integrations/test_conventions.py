@@ -244,13 +244,12 @@ def apply_rotary_twice_as_large(x, cos, sin):
     return 2 * apply_rotary_plain(x, cos, sin)
 
 
-IMPORTING = """
-    from test_conventions import apply_rotary_plain as apply_rotary
-    return apply_rotary(x, cos, sin)
-"""
 OWN = {
     "a nested function": NESTED.format("x, cos, sin", ""),
-    "an imported function": IMPORTING,
+    "an imported function": """
+    from test_conventions import apply_rotary_plain
+    return apply_rotary_plain(x, cos, sin)
+""",
     "a function that calls a rotary function": "    return apply_rotary_twice_as_large(x, cos, sin)",
 }
 

@@ -257,13 +257,6 @@ def test_a_function_whose_file_has_changed_is_refused(tmp_path):
 # ---- What is registered ----
 
 
-@pytest.fixture
-def _forget():
-    """Forgets at the end of a test what it registered."""
-    yield
-    _methods._registered.clear()
-
-
 class RotatesAtPositions(nn.Module):
     def forward(self, *args):
         return apply_rotary_at_positions(*args)
@@ -297,9 +290,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("_forget")
 @pytest.mark.parametrize("model, function, replacement, refused", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_can_be_registered(model, function, replacement, refused):
+def test_what_is_refused_can_be_registered(model, function, replacement, refused, monkeypatch):
+    monkeypatch.setattr(_methods, "_registered", weakref.WeakKeyDictionary())
     model, (q, k, cos, sin) = model(), inputs()
     args = (q[:, 0], cos, sin)
     if function is apply_rotary_at_positions:
@@ -317,8 +310,9 @@ def test_what_is_refused_can_be_registered(model, function, replacement, refused
         patch(model)
 
 
-@pytest.mark.usefixtures("_forget")
-def test_a_function_that_torch_rope_supports_can_be_registered_too():
+def test_a_function_that_torch_rope_supports_can_be_registered_too(monkeypatch):
+    monkeypatch.setattr(_methods, "_registered", weakref.WeakKeyDictionary())
+
     def attention(*args):
         return apply_rotary_pos_emb(*args)
 

@@ -79,7 +79,6 @@ def pair(options=None, **changes):
 
 # ---- What patch changes ----
 
-
 counter, step = 0, 1
 
 
@@ -209,7 +208,6 @@ def test_a_method_that_was_replaced_or_calls_super_is_refused():
 
 
 # ---- Ways to run a model ----
-
 
 LONGROPE = dict(
     rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=8, short_factor=[1.0] * 8,
