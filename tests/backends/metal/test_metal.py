@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cases import ALL_CALLS, CALLS, KERNELS, covering, make_qk, moved
-from metal_calls import HALVES, INTERLEAVED, NORM, freqs, one_dispatch, ops, randn, table_backward, tables, weights_of
+from metal_calls import HALVES, INTERLEAVED, NORM, freqs, ops, randn, table_backward, tables, weights_of
 
 import torch_rope
 from torch_rope import reference
@@ -32,10 +32,8 @@ def test_a_position_out_of_range_gives_nan_and_writes_no_cell(dtype, norm, devic
     q, k, v, weights = randn(6, 5, 48), randn(6, 2, 48), randn(6, 2, 48), weights_of(48) if norm else {}
     op, extra = ops.norm_rotate_qk if norm else ops.rotate_qk, weights.values()
     expected = op(q[right], k[right], *extra, cos, sin, positions=positions[right])
-    outs = op(q, k, *extra, cos, sin, positions=positions)
-    for out, e, x in zip(outs, expected, (q, k), strict=True):
-        assert torch.equal(out[right], e) and out[wrong][..., :32].isnan().all()
-        assert not out[..., 32:].isnan().any() and (norm or torch.equal(out[..., 32:], x[..., 32:]))
+    for out, e in zip(op(q, k, *extra, cos, sin, positions=positions), expected, strict=True):
+        assert torch.equal(out[right], e) and out[wrong][..., :32].isnan().all() and not out[..., 32:].isnan().any()
     tabled, slots = dict(cos=cos, sin=sin), dict(slots=torch.tensor([1, 2, 4, 0, 3, -1]).to("mps"))
     # Without slots the table or the cache ends after position 7.
     for angles, where, size, cells in (
@@ -46,10 +44,10 @@ def test_a_position_out_of_range_gives_nan_and_writes_no_cell(dtype, norm, devic
         caches, x = [torch.zeros(size, 2, 48, device="mps") for _ in "kv"], q.clone()
         ops.rotate_into_cache_(x, k, v, *caches, **angles, positions=positions, **where, **weights)
         assert x[wrong][..., :32].isnan().all() and not x[right].isnan().any() and not x[..., 32:].isnan().any()
-        assert all(rows(cache) == cells and cache.count_nonzero() == len(cells) * 2 * 48 for cache in caches)
+        assert all(rows(cache) == cells for cache in caches)
     grads = table_backward(q, q, cos, sin, positions)
     for out, e in zip(grads, table_backward(q[right], q[right], cos, sin, positions[right]), strict=True):
-        assert torch.equal(out, e) and not set(rows(out)) - {3, 7}
+        assert torch.equal(out, e) and rows(out) == [3, 7]
 
 
 @NORM
@@ -63,7 +61,6 @@ def test_a_slot_past_the_cache_gives_nan_in_q_and_writes_no_cell(dtype, norm, de
         caches = [torch.zeros(3, 4, heads, 64, device="mps") for heads in (2, 3)]
         ops.rotate_into_cache_(q, k, v, *caches, *tables(5, 64), slots=slots, **weights, norm_v=norm)
         assert q[1:3].isnan().all() and not q[[0, 3, 4]].isnan().any()
-        assert norm or torch.equal(caches[1].view(12, 3, 64)[[5, 0]], v[[0, 4]])
         assert all(rows(cache.flatten(0, 1)) == [0, 5] for cache in caches)
 
 
@@ -82,50 +79,6 @@ def test_a_position_that_overflows_is_out_of_range(device):
 
 # ---- bits ----
 
-SAME_BITS = [  # head_dim, rotary_dim, rotary_start, dtype, interleaved, heads first
-    (32, 32, 0, torch.float32, False, True),
-    (32, 32, 0, torch.bfloat16, True, False),
-    (56, 48, 8, torch.bfloat16, True, True),
-    (56, 48, 8, torch.bfloat16, False, False),
-    (48, 32, 8, torch.float16, False, False),
-    (12, 8, 4, torch.float32, True, True),
-    (66, 66, 0, torch.float32, False, True),  # with a norm these heads are wide
-]
-
-
-@pytest.mark.parametrize("head_dim, rotary_dim, start, dtype, interleaved, heads_first", SAME_BITS, ids=str)
-def test_a_token_has_the_same_bits_among_many_tokens(
-    head_dim, rotary_dim, start, dtype, interleaved, heads_first, device
-):
-    """Among many tokens a thread takes several heads and long vectors, alone it takes one head and short ones."""
-    seq = 41 if head_dim == 66 else 201
-
-    def make(heads, seq=seq, head_dim=head_dim):
-        x = randn(2, heads, seq, head_dim, dtype=dtype).transpose(1, 2)
-        return x if heads_first else x.contiguous()
-
-    v_dim = 40 if heads_first else head_dim
-    q, k, v, caches = make(17), make(5), make(5, head_dim=v_dim), [make(5, seq + 4), make(5, seq + 4, v_dim)]
-    weights = dict(q_norm_weight=randn(head_dim), k_norm_weight=randn(head_dim, dtype=dtype))
-    options = dict(interleaved=interleaved, rotary_start=start)
-    options |= dict(zip(("cos", "sin"), tables(seq + 4, rotary_dim), strict=True))
-
-    def results(at, offset):
-        """Returns the results of all operators for the tokens of the slice."""
-        xs = [t[:, at] for t in (q, k, v)]
-        found = [ops.rotate(xs[1], offset=offset, inverse=True, **options)]
-        found += ops.rotate_qk(*xs[:2], offset=offset, **options)
-        found += ops.norm_rotate_qk(*xs[:2], *weights.values(), offset=offset, **options)
-        for norm in {}, weights:
-            x, kv = xs[0].clone(), [c.clone() for c in caches]
-            ops.rotate_into_cache_(x, *xs[1:], *kv, offset=offset, **options, **norm)
-            found += [x, *(c[:, offset : offset + x.shape[1]] for c in kv)]
-        return [t.cpu() for t in found]
-
-    many = results(slice(None), 3)
-    for at in slice(0, 1), slice(seq // 2, seq // 2 + 2), slice(seq - 1, seq):
-        assert all(torch.equal(a, b[:, at]) for a, b in zip(results(at, at.start + 3), many, strict=True))
-
 
 def aligned_and_shifted(*shape):
     """Returns float16 numbers twice; the second time they begin 8 bytes past an aligned address."""
@@ -135,18 +88,19 @@ def aligned_and_shifted(*shape):
 
 @INTERLEAVED
 @pytest.mark.parametrize("head_dim, rotary_dim, start, v_dim", [(64, 64, 0, 24), (56, 48, 8, 56), (48, 32, 8, 200)])
-def test_norms_have_the_same_bits_with_vectors_of_eight_and_of_four(
+def test_the_bits_are_the_same_with_vectors_of_eight_and_of_four(
     head_dim, rotary_dim, start, v_dim, interleaved, device, simulated
 ):
-    """The order of a sum shows in few of many numbers, after they are rounded to 16 bits."""
-    weights, angles = weights_of(head_dim), tables(200, rotary_dim)
-    inputs = zip(aligned_and_shifted(200, 24, head_dim), aligned_and_shifted(200, 24, v_dim), strict=True)
-    options, results = dict(interleaved=interleaved, rotary_start=start, norm_v=True), []
+    """The order of a norm's sum shows in few of many numbers, after they are rounded to 16 bits."""
+    inputs = zip(aligned_and_shifted(100, 24, head_dim), aligned_and_shifted(100, 5, v_dim), strict=True)
+    angles, options, results = tables(100, rotary_dim), dict(interleaved=interleaved, rotary_start=start), []
+    with_norm = weights_of(head_dim) | dict(norm_v=True)
     for q, v in inputs:
-        k, v_cache = torch.empty_like(q[:, :3]), torch.empty_like(v)
-        ops.rotate_into_cache_(q, q[:, :3].clone(), v, k, v_cache, *angles, **weights, **options)
-        results.append([q, k, v_cache])
-    assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32", "_v4_u32"]
+        k, caches = q[:, :3].clone(), [torch.empty_like(x) for x in (q[:, :3], v, q[:, :3], v)]
+        ops.rotate_into_cache_(q, k, v, *caches[:2], *angles, **options)
+        ops.rotate_into_cache_(q, k, v, *caches[2:], *angles, **options, **with_norm)
+        results.append([q, *caches])
+    assert [d["kernel"][-7:] for d in simulated.last_dispatches()] == ["_v8_u32"] * 2 + ["_v4_u32"] * 2
     assert all(map(torch.equal, *results))
 
 
@@ -173,7 +127,7 @@ def test_the_bits_are_those_of_the_cpu(device):
             assert all(torch.equal(t.cpu(), e) for t, e in zip(outs, op(given.to(kind), freq), strict=True))
 
 
-@pytest.mark.parametrize("head_dim, value", [(128, 1e30), (300, float("inf")), (1024, float("nan")), (1024, 1e30)])
+@pytest.mark.parametrize("head_dim, value", [(128, 1e30), (300, float("inf")), (1024, float("nan"))])
 def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, device):
     """A value that is too large for a sum makes this sum infinite and changes nothing else."""
     x, weight = torch.ones(1, 3, 2, head_dim), torch.ones(head_dim)
@@ -189,7 +143,7 @@ def test_a_norm_whose_sum_overflows_gives_what_the_cpu_gives(value, head_dim, de
 @pytest.mark.parametrize("over_heads", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_gradients_of_weights_sum_over_many_tokens(over_heads, device):
     """There are so many tokens that a part adds to its sums more than once. The heads of 67 channels are wide."""
-    heads, dim, tokens = (3, 2, 8300) if over_heads else (4, 67, 8300)
+    heads, dim, tokens = (2, 2, 8300) if over_heads else (4, 67, 8300)
     q, k, freq = torch.randn(tokens, heads, dim), torch.randn(tokens, 1, dim), torch_rope.inv_freq(dim // 2 * 2).float()
     given = torch.randn(tokens, heads, dim), torch.randn(tokens, 1, dim)
     leaves = [q, k, *(torch.randn(*(h, dim)[not over_heads :]) for h in (heads, 1))]
@@ -201,25 +155,13 @@ def test_gradients_of_weights_sum_over_many_tokens(over_heads, device):
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-6, atol=2e-6 * b.abs().max().item())
 
 
-def test_a_gradient_of_a_table_that_overflows_is_infinite(device):
-    """The gradient is infinite where its sum is, and no NaN appears. A NaN stays in its pair."""
-    x = torch.ones(3, 2, 8)
-    x[0, 0, 0], x[2, 1, 1] = 1e30, float("nan")
-    cos_grad, sin_grad = (t.cpu() for t in table_backward(x.to("mps"), x.to("mps"), *tables(4, 8)))
-    assert cos_grad[0].tolist() == [float("inf"), 4, 4, 4] and cos_grad[1].tolist() == [4] * 4
-    assert cos_grad[2].isnan().tolist() == sin_grad[2].isnan().tolist() == [False, True, False, False]
-    assert not sin_grad[:2].any() and not cos_grad[3].any()
-
-
 # ---- sizes ----
 
 
-@pytest.mark.parametrize(
-    "head_dim, rotary_dim, threads", [(128, 128, 32), (96, 40, 96), (1024, 64, 32), (512, 512, 96), (7, 6, 32)]
-)
+@pytest.mark.parametrize("head_dim, rotary_dim, threads", [(128, 128, 32), (96, 40, 96), (512, 64, 96), (7, 6, 32)])
 def test_small_threadgroups_give_the_same_results(head_dim, rotary_dim, threads, device, simulated):
     """A pipeline allows only small threadgroups if its kernel needs many registers."""
-    q, k, freq = randn(2, 9, 5, head_dim), randn(2, 9, 2, head_dim), freqs(rotary_dim)
+    q, k, freq = randn(1, 9, 5, head_dim), randn(1, 9, 2, head_dim), freqs(rotary_dim)
     norm, over_heads = weights_of(head_dim).values(), weights_of(5, head_dim, k_shape=(2, head_dim)).values()
     angles = *tables(9, rotary_dim), torch.arange(9).to("mps") // 4
     results = []
@@ -234,34 +176,27 @@ def test_small_threadgroups_give_the_same_results(head_dim, rotary_dim, threads,
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
 
 
-@NORM
-@pytest.mark.parametrize("quantised", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("quantised, norm", [(False, False), (True, True)], ids=["", "int8 norm"])
 def test_one_tensor_that_is_not_aligned_is_enough(quantised, norm, device):
     """One tensor at a time begins, or has its second head, past an aligned address. No result changes."""
     values = {name: randn(40, 9, 64, dtype=torch.float16) for name in ("q", "k", "v", "k_cache", "v_cache")}
-    strided = list(values)
+    changed = [(name, 0, 1) for name in values]
     if quantised:
         values |= {f"{x}_cache": values[f"{x}_cache"].to(torch.int8) for x in "kv"}
         values |= {f"{x}_scale": torch.rand(9).to("mps") / 50 for x in "kv"}
+        changed += [(f"{x}_cache", 4, 0) for x in "kv"]
     values |= dict(zip(("cos", "sin"), tables(41, 64), strict=True)) | (weights_of(64) if norm else {})
-    odd = [
-        None,
-        *((name, start, 0) for name, t in values.items() for start in ((1, 4) if t.dtype == torch.int8 else (1,))),
-        *((name, 0, 1) for name in strided),
-    ]
     expected = None
-    for case in odd:
+    for name, start, more in [("q", 0, 0), *((name, 1, 0) for name in values), *changed]:
         tensors = {name: t.clone() for name, t in values.items()}
-        if case:
-            name, start, more = case
-            t = tensors[name]
-            strides = [stride + more * stride // 64 for stride in t.stride()] if more else t.stride()
-            memory = torch.zeros(start + 2 * t.numel(), dtype=t.dtype, device="mps")
-            tensors[name] = memory.as_strided(t.shape, strides, start).copy_(t)
+        t = tensors[name]
+        strides = [stride + more * stride // 64 for stride in t.stride()]
+        memory = torch.zeros(start + 2 * t.numel(), dtype=t.dtype, device="mps")
+        tensors[name] = memory.as_strided(t.shape, strides, start).copy_(t)
         ops.rotate_into_cache_(**tensors, slots=torch.arange(40).flip(0).to("mps"), offset=1)
         found = [tensors[name].contiguous() for name in ("q", "k_cache", "v_cache")]
         expected = expected or found
-        assert all(map(torch.equal, found, expected)), case
+        assert all(map(torch.equal, found, expected)), (name, start, more)
 
 
 def test_strides_choose_the_kernel(untouched, device, simulated):
@@ -276,7 +211,7 @@ def test_strides_choose_the_kernel(untouched, device, simulated):
     ):
         simulated.last_dispatches()
         ops.rotate(x, inv_freq=freqs(16))
-        assert one_dispatch(simulated)["kernel"].endswith(kernel)
+        assert [d["kernel"][-len(kernel) :] for d in simulated.last_dispatches()] == [kernel]
 
 
 @pytest.mark.parametrize("strides", [(64, 16, 1), (16, 64, 1)])
@@ -284,16 +219,16 @@ def test_element_offsets_may_exceed_2_31_and_2_32(strides, untouched, device):
     for far in (2**31 + 8, 2**32 + 16):
         q = untouched(far + 256, torch.float16).as_strided((2, 3, 2, 16), (far, *strides), 8)
         q.copy_(randn(2, 3, 2, 16, dtype=torch.float16))
-        dense, weight, angles = q.contiguous(), randn(16), tables(3, 8)
-        results = []
-        for x in q, dense:
-            found = [ops.rotate(x, *angles), *ops.norm_rotate_qk(x, x, weight, weight, *angles)]
-            found += table_backward(x, x, *angles) + table_backward(x[..., 1:], x[..., 1:], *angles)
+        weight, angles, results = randn(16), tables(3, 8), []
+        for x in q, q.contiguous():
+            found = [*ops.norm_rotate_qk(x, x, weight, weight, *angles), *table_backward(x, x, *angles)]
+            found += table_backward(x[..., 1:], x[..., 1:], *angles)
             ops.rotate_(x, *angles)
             results.append([*found, x])
         assert all(map(torch.equal, *results))
 
 
+FLOAT32 = ["k_scale", "v_scale", "inv_freq"]
 FAR = [  # the shapes of arguments; in each case one of them has elements far from its first
     dict(k_scale=(2,), v_scale=(2,), k_cache=(3, 2, 4), v_cache=(3, 2, 4), inv_freq=(2, 2)),
     dict(q_norm_weight=(4,), k_norm_weight=(4,), cos=(2, 2), sin=(2, 2), positions=(2,), slots=(2,)),
@@ -303,16 +238,15 @@ FAR = [  # the shapes of arguments; in each case one of them has elements far fr
 
 @pytest.mark.parametrize("shapes", FAR, ids=" ".join)
 def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, device):
-    far, near = 2**32 + 16, {x: randn(1, 2, 2, 4, dtype=torch.float16) for x in "qkv"}
+    far, expected, near = 2**32 + 16, None, {x: randn(1, 2, 2, 4, dtype=torch.float16) for x in "qkv"}
     near |= {f"{x}_cache": torch.zeros(3, 2, 4, dtype=torch.float16, device="mps") for x in "kv"}
     for name, shape in shapes.items():
-        dtype = {"scale": torch.float32, "cache": torch.int8, "freq": torch.float32}.get(
-            name.split("_")[-1], torch.float16
-        )
-        near[name] = (torch.rand(shape).to(dtype) if "cache" not in name else torch.zeros(shape, dtype=dtype)).to("mps")
         if name in ("positions", "slots"):
             near[name] = torch.tensor([1, 0]).to("mps")
-    expected = None
+        elif name.endswith("cache"):
+            near[name] = near[name].to(torch.int8)
+        else:
+            near[name] = torch.rand(shape).to(torch.float32 if name in FLOAT32 else torch.float16).to("mps")
     for name in [None, *shapes]:
         tensors = {n: t.clone() for n, t in near.items()}
         if name:
@@ -323,18 +257,6 @@ def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, dev
         found = [tensors[n].contiguous() for n in ("q", "k_cache", "v_cache")]
         expected = expected or found
         assert all(map(torch.equal, found, expected)), name
-
-
-def test_tensors_without_elements_may_have_any_size_and_start(device):
-    x, freq = randn(2, 2, 16), freqs(16)
-    expected = ops.rotate(x, inv_freq=freq)
-    empty = x.as_strided((2, 0, 16), (32, 16, 1), 300)  # begins past the end of its storage
-    out, none = ops.rotate_qk(x, empty, inv_freq=freq)
-    assert none.shape == empty.shape and torch.equal(out, expected)
-    cache, slots = torch.empty(2**32, 0, 16, device="mps"), torch.tensor([3, 4]).to("mps")
-    ops.rotate_into_cache_(x, none, none, cache, cache.clone(), inv_freq=freq, slots=slots)
-    assert torch.equal(x, expected)
-    ops.rotate_(torch.empty(2**31, 0, 16, device="mps"), inv_freq=freq)
 
 
 @pytest.mark.parametrize("size", [(2**31, 1, 1, 2), (1, 2**31, 1, 2), (1, 1, 2**31, 2), (1, 1, 1, 2**31)], ids=str)
@@ -350,37 +272,30 @@ def test_sizes_past_2_31_are_refused(size, device):
 # ---- the host ----
 
 
-def test_every_operator_has_a_metal_kernel():
-    """An operator without one would run on the CPU unnoticed if PYTORCH_ENABLE_MPS_FALLBACK is set."""
-    names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rope::")}
-    registered = {n for n in torch._C._dispatch_get_registrations_for_dispatch_key("MPS") if n.startswith("rope::")}
-    if not registered:
-        pytest.skip("there is no Metal back end in this process")
-    assert len(names) == 10 and names == registered
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_dtypes_that_metal_lacks_are_refused(dtype, device):
-    x, numbers, scale = randn(2, 3, 16), torch.zeros(2, 3, 16, device="mps"), torch.ones(1, device="mps")
+def test_float64_is_refused(device):
+    x, wrong = randn(2, 3, 16), torch.zeros(16, device="mps")
     try:
-        wrong = (numbers if dtype.itemsize == 8 else numbers.to(torch.uint8)).view(dtype)
+        wrong = wrong.view(torch.float64)
     except TypeError:
-        pytest.skip(f"torch makes no {dtype} tensor on mps")
+        pytest.skip("torch makes no float64 tensor on mps")
+    for call, name in (
+        (lambda: ops.rotate(x, inv_freq=wrong), "rotate: inv_freq"),
+        (lambda: ops.cos_sin(x[0, 0], wrong), "cos_sin: inv_freq"),
+        (lambda: ops.cos_sin(wrong, freqs(16)), "cos_sin: positions"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"rope.{name} is float64 .* no float64"):
+            call()
 
-    def refused(operator, match, *args, **given):
-        q = x.clone()
-        with pytest.raises(NotImplementedError, match=f"rope.{operator}: {match}"):
-            getattr(ops, operator)(q, *args, **given)
-        assert torch.equal(q, x) and not numbers.any()
 
-    if dtype == torch.float64:
-        match = "inv_freq is float64 .* no float64; pass torch_rope.inv_freq"
-        refused("rotate", match, inv_freq=wrong[0, 0])
-        return refused("cos_sin", match, wrong[0, 0])
-    for name in "kv":
-        caches = {f"{n}_cache": wrong if n == name else torch.zeros_like(numbers, dtype=torch.int8) for n in "kv"}
-        match = f"{name}_cache is {str(dtype)[6:]} but must be int8 or the dtype of {name}, because Metal has no float8"
-        refused("rotate_into_cache_", match, x, x, **caches, inv_freq=freqs(16), k_scale=scale, v_scale=scale)
+@pytest.mark.parametrize("name", "kv")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_caches_of_float8_are_refused(dtype, name, device):
+    x, scale = randn(2, 3, 16), torch.ones(1, device="mps")
+    caches = {f"{n}_cache": torch.zeros(2, 3, 16, dtype=torch.int8, device="mps") for n in "kv"}
+    caches[f"{name}_cache"] = caches[f"{name}_cache"].view(dtype)
+    match = f"{name}_cache is {str(dtype)[6:]} but must be int8 or the dtype of {name}, because Metal has no float8"
+    with pytest.raises(NotImplementedError, match=f"rope.rotate_into_cache_: {match}"):
+        ops.rotate_into_cache_(x.clone(), x, x, **caches, inv_freq=freqs(16), k_scale=scale, v_scale=scale)
 
 
 def test_an_error_inside_the_queue_reaches_the_caller(simulated):
@@ -432,6 +347,6 @@ def test_calls_are_reported_to_the_profiler_of_torch(device, simulated):
     found = ops.rotate(x, inv_freq=freq)
     ops._norm_rotate_qk_backward(x, x, x, x, weight, weight, inv_freq=freq)
     ops.cos_sin(torch.arange(3).to("mps"), freq)
-    assert simulated.profile(False) == ["rotate_float_v1_u32", "norm_backward_float_v4", "cos_sin_float"]
+    assert simulated.profile(False).split() == ["rotate_float_v1_u32", "norm_backward_float_v4", "cos_sin_float"]
     ops.rotate_(x, inv_freq=freq)
     assert not simulated.profile(False) and torch.equal(x, expected) and torch.equal(found, expected)

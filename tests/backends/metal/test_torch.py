@@ -1,4 +1,4 @@
-"""Tests of what PyTorch does with the operators on Metal: compiled programs, autocast, complex tables, and memory.
+"""Tests of what PyTorch does with the operators on Metal: compiled programs, autocast, and memory.
 
 On a Mac these tests run on the GPU.
 """
@@ -8,10 +8,7 @@ import zipfile
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
-
-import torch_rope
 
 pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec")
 rope = torch.ops.rope
@@ -34,35 +31,39 @@ class Layer(torch.nn.Module):
         return q.transpose(0, 1), k
 
 
-def layer_and_input():
-    """Returns a layer, its input, and the results of a copy: those of the call, and the input and caches after it."""
+@pytest.fixture
+def layer(device):
+    """Returns a layer, its input, and a function that checks the results of a program, and what the program wrote."""
     layer, qkv = Layer(), torch.randn(8, 8 * 16, device="mps")
-    caches, same = (layer.k_cache.clone(), layer.v_cache.clone()), qkv.clone()
-    expected = [*(t.clone() for t in layer(same)), same, layer.k_cache.clone(), layer.v_cache.clone()]
-    for cache, before in zip((layer.k_cache, layer.v_cache), caches, strict=True):
-        cache.copy_(before)
-    return layer, qkv, expected
+    state = qkv, layer.k_cache, layer.v_cache
+    before = [t.clone() for t in state]
+    expected = [t.clone() for t in (*layer(qkv), *state)]
+    for t, first in zip(state, before, strict=True):
+        t.copy_(first)
+
+    def check(outs):
+        assert all(torch.equal(a, e) for a, e in zip((*outs, *state), expected, strict=True))
+
+    return layer, qkv, check
 
 
-def assert_same(layer, qkv, outs, expected):
-    for actual, wanted in zip([*outs, qkv, layer.k_cache, layer.v_cache], expected, strict=True):
-        assert torch.equal(actual.cpu(), wanted.cpu())
+@pytest.mark.exhaustive
+def test_inductor_calls_the_operators_and_compiles_no_shader(layer):
+    from torch._inductor.utils import run_and_get_code  # takes seconds
 
-
-def test_inductor_calls_the_operators_and_compiles_no_shader(device):
-    layer, qkv, expected = layer_and_input()
+    layer, qkv, check = layer
     with torch.compiler.config.patch(force_disable_caches=True):
         outs, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True), qkv)
-    assert_same(layer, qkv, outs, expected)
+    check(outs)
     for op in "rotate_into_cache_", "rotate_qk":
         assert code.count(f"torch.ops.rope.{op}.default(") == 1
     assert "compile_mps_shader" not in code
 
 
 @pytest.mark.exhaustive
-def test_aot_inductor_calls_the_operators_through_the_proxy_executor(device, tmp_path):
+def test_aot_inductor_calls_the_operators_through_the_proxy_executor(layer, tmp_path):
     """A simulated device makes the program of the package; a Mac also compiles and runs it."""
-    layer, qkv, expected = layer_and_input()
+    layer, qkv, check = layer
     simulated = hasattr(torch.ops.simulator, "last_dispatches")
     package = torch._inductor.aoti_compile_and_package(
         torch.export.export(layer, (qkv.clone(),)),
@@ -70,13 +71,11 @@ def test_aot_inductor_calls_the_operators_through_the_proxy_executor(device, tmp
         inductor_configs={"aot_inductor.package_cpp_only": simulated, "aot_inductor.precompile_headers": False},
     )
     if not simulated:
-        return assert_same(layer, qkv, torch._inductor.aoti_load_package(package)(qkv), expected)
+        return check(torch._inductor.aoti_load_package(package)(qkv))
     files = zipfile.ZipFile(package)
     read = lambda end: next(files.read(name).decode() for name in files.namelist() if name.endswith(end))  # noqa: E731
-    assert [node["node"]["target"] for node in json.loads(read("wrapper.json"))["nodes"]] == [
-        "rope::rotate_into_cache_",
-        "rope::rotate_qk",
-    ]
+    operators = [node["node"]["target"] for node in json.loads(read("wrapper.json"))["nodes"]]
+    assert operators == ["rope::rotate_into_cache_", "rope::rotate_qk"]
     assert read("wrapper.cpp").count("aoti_torch_proxy_executor_call_function(proxy_executor,") == 2
 
 
@@ -96,18 +95,6 @@ def test_autocast_casts_nothing(dtype, device):
         assert all(out.dtype == e.dtype and torch.equal(out, e) for out, e in zip(outs, expected, strict=True))
 
 
-def test_a_complex_table_is_taken_without_a_copy(device):
-    """This is the formula of the original Llama, whose table freqs_cis is cos + i sin."""
-    angles = torch.rand(16, 1) * 6 * torch.arange(8)
-    freqs_cis = torch.polar(torch.ones_like(angles), angles).to("mps")
-    x = torch.randn(2, 16, 4, 16)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        out = torch_rope.rotate(x.to("mps"), freqs_cis.real, freqs_cis.imag, interleaved=True)
-    assert not {"aten::clone", "aten::contiguous"} & {event.name for event in recorded.events()}
-    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs_cis.cpu()[:, None])
-    torch.testing.assert_close(out.cpu(), expected.flatten(-2), atol=1e-6, rtol=1e-6)
-
-
 def allocated(function):
     """Returns the sizes of the tensors that one operator allocates."""
     function()  # the first call of all makes a tensor that is kept
@@ -125,6 +112,8 @@ def test_a_call_allocates_its_results_and_the_sums_of_a_weight(device):
     assert allocated(lambda: rope.rotate_qk_(q, k, cos, sin)) == []
     assert allocated(lambda: rope.rotate_into_cache_(q, k, k, *caches, cos, sin)) == []
     assert allocated(lambda: rope.rotate_qk(q, k, cos, sin)) == results
+    parts = torch.rand(9, 8, 2, device="mps").unbind(-1)  # of complex numbers
+    assert allocated(lambda: rope.rotate_qk(q, k, *parts, interleaved=True)) == results
     assert allocated(lambda: rope.norm_rotate_qk(q, k, weight, weight, cos, sin)) == results
     gradients = allocated(lambda: rope._norm_rotate_qk_backward(q, k, q, k, weight, weight, cos, sin))
     assert gradients == [*results, [16], [16], [1, 2 * 16]]

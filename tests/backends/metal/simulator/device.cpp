@@ -1,7 +1,5 @@
 // Gives torch a device "mps" on a machine that has none. As on macOS, the data pointer of a storage is a buffer object,
 // not the address of memory. Operators of aten that this file does not register run on the CPU.
-#include "device.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/MPSHooksInterface.h>
@@ -132,15 +130,12 @@ at::Tensor& set_whole(at::Tensor& t, at::Storage storage) {
   return set_(t, std::move(storage), 0, size, stride);
 }
 
-// Returns what torch_rope._C.metal_pipelines() returns on macOS, in JSON.
+// Returns what torch_rope._C.metal_pipelines() returns on macOS, as a literal of Python.
 std::string pipelines() {
   std::ostringstream out;
-  const char* comma = "[";
-  for (const auto& p : rope::mps::pipelines()) {
-    out << comma << "[\"" << p.kernel << "\", " << p.milliseconds << ", " << p.calls << "]";
-    comma = ", ";
-  }
-  return *comma == '[' ? "[]" : out.str() + "]";
+  for (const auto& p : rope::mps::pipelines())
+    out << "('" << p.kernel << "', " << p.milliseconds << ", " << p.calls << "), ";
+  return "[" + out.str() + "]";
 }
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -171,17 +166,18 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("_local_scalar_dense", &item);
 }
 
-// The functions behind simulator.py.
+// The functions of simulator.py. Those without a comment set what emulator.h describes.
 TORCH_LIBRARY(simulator, m) {
   m.def("synchronize() -> ()", [] { simulated_synchronize(); });
-  m.def("last_dispatches(bool clear) -> str", &simulator::last_dispatches);
-  m.def("check_guards() -> ()", &emulator::check_guards);
+  m.def("last_dispatches() -> str", &simulator::last_dispatches);
   m.def("thread_order(int order) -> ()", [](int64_t order) { emulator::options.order = emulator::Order(order); });
   m.def("check_races(bool check) -> ()", [](bool check) { emulator::options.races = check; });
   m.def("count_lines(bool count) -> ()", [](bool count) { emulator::options.lines = count; });
   m.def("allow_foreign(bool allow) -> ()", [](bool allow) { emulator::options.foreign = allow; });
   m.def("pipelines() -> str", &pipelines);
+  // Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before.
   m.def("profile(bool on) -> str", &simulated_profile);
+  // Sets maxTotalThreadsPerThreadgroup of every pipeline.
   m.def("max_threads(int threads) -> ()", [](int64_t threads) { simulator::max_threads = size_t(threads); });
 }
 

@@ -3,9 +3,7 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#ifdef __SSE__
 #include <xmmintrin.h>
-#endif
 
 #include <cstdio>
 #include <cstring>
@@ -14,6 +12,7 @@
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 extern thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
 
@@ -30,45 +29,20 @@ uint64_t rints = 0;  // calls of rint by the dispatch that runs
 std::mutex mutex;
 std::deque<std::string> records;
 
-std::string output_of(const std::string& command) {
-  FILE* const out = popen(command.c_str(), "r");
-  if (!out) fail("metal.py cannot be started");
-  std::string text;
-  for (char part[4096]; const size_t n = fread(part, 1, sizeof part, out);) text.append(part, n);
-  if (pclose(out)) fail(text);
-  return text.substr(0, text.find('\n'));
-}
-
-// Returns the items as a list or, with keys, as an object in JSON.
-std::string json(const std::vector<std::string>& items, const char* brackets) {
-  std::string text(1, brackets[0]);
-  for (const std::string& item : items) text += (text.size() > 1 ? ", " : "") + item;
-  return text + brackets[1];
-}
-template <typename T>
-std::string keyed(const std::string& key, const T& value) {
+// The records are literals of Python, in which a list may end with a comma.
+std::string text_of(const emulator::Accesses& a, const std::string& done, const char* counts) {
   std::ostringstream out;
-  out << '"' << key << "\": " << value;
-  return out.str();
-}
-std::string json(const size_t (&size)[3]) {
-  return json({std::to_string(size[0]), std::to_string(size[1]), std::to_string(size[2])}, "[]");
-}
-
-void add(std::vector<std::string>& to, const emulator::Accesses& a, const char* done, const char* counts) {
-  std::vector<std::string> sizes;
+  out << "'bytes_" << done << "': " << a.bytes << ", 'lines_" << done << "': " << a.lines << ", '" << counts << "': {";
   for (int i = 0; i < 6; i++) {
-    if (a.count[i]) sizes.push_back(keyed(i < 5 ? std::to_string(1 << i) : "other", a.count[i]));
+    if (a.count[i]) out << (i < 5 ? 1 << i : 0) << ": " << a.count[i] << ", ";
   }
-  to.push_back(keyed(std::string("bytes_") + done, a.bytes));
-  if (emulator::options.lines) to.push_back(keyed(std::string("lines_") + done, a.lines));
-  to.push_back(keyed(counts, json(sizes, "{}")));
+  return out.str() + "}, ";
 }
 
 // Gives the function constants of a library, and the constants that are computed from them, the values of a pipeline.
 void set_constants(const Pipeline& p) {
-  for (const Constant& c : p.library->constants) memcpy(c.data, p.constants.at(size_t(c.index)).bytes.data(), c.size);
-  for (const Derived& d : p.library->derived) d.compute();
+  for (const Constant* c = p.library->constants; c->name; c++) *c->data = p.constants.at(size_t(c->index));
+  for (const Derived* d = p.library->derived; d->name; d++) d->compute();
 }
 
 // Returns how many threadgroups a dispatch has on an axis.
@@ -78,42 +52,36 @@ size_t groups(const Dispatch& d, int axis) { return (d.threads[axis] + d.group[a
 void record(const Dispatch& d) {
   const auto launches = emulator::last_launches(true);
   const Kernel& k = *d.pipeline.kernel;
-  std::vector<std::string> messages, constants, buffers;
-  for (const auto& [name, count] : d.messages) messages.push_back(keyed(name, count));
-  for (const Constant& c : d.pipeline.library->constants) {
-    int value = 0;
-    memcpy(&value, c.data, std::min(c.size, sizeof value));
-    constants.push_back(keyed(c.name, value));
-  }
+  std::ostringstream out;
+  const auto size = [&](const char* name, auto of) {
+    out << "'" << name << "': [" << of(0) << ", " << of(1) << ", " << of(2) << "], ";
+  };
+  out << "{'kernel': '" << k.name << "', 'rints': " << rints << ", ";
+  size("threads", [&](int axis) { return d.threads[axis]; });
+  size("group", [&](int axis) { return d.group[axis]; });
+  size("groups", [&](int axis) { return groups(d, axis); });
+  out << "'messages': {";
+  for (const auto& [name, count] : d.messages) out << "'" << name << "': " << count << ", ";
+  out << "}, 'buffers': {";
   for (int i = 0; i < k.count; i++) {
-    if (k.parameters[i].attribute != kbuffer || d.pipeline.absent[i]) continue;
-    const Binding& b = d.buffers[k.parameters[i].index];
-    if (!b.memory || launches.empty()) continue;
+    if (k.parameters[i].attribute != kbuffer || d.pipeline.absent[i] || launches.empty()) continue;
+    const Buffer& buffer = *d.buffers[k.parameters[i].index].memory;
     emulator::Accesses loads{}, stores{};
     for (const auto& a : launches.back().allocations) {
-      if (a.data == b.memory->data) loads = a.loads, stores = a.stores;
+      if (a.data == buffer.data) loads = a.loads, stores = a.stores;
     }
-    std::vector<std::string> buffer{keyed("bytes", b.memory->bytes)};
-    add(buffer, loads, "read", "loads");
-    add(buffer, stores, "written", "stores");
-    buffers.push_back(keyed(std::to_string(k.parameters[i].index), json(buffer, "{}")));
+    out << k.parameters[i].index << ": {'bytes': " << buffer.bytes << ", " << text_of(loads, "read", "loads")
+        << text_of(stores, "written", "stores") << "}, ";
   }
-  records.push_back(
-      json({keyed("kernel", '"' + std::string(k.name) + '"'), keyed("threads", json(d.threads)),
-            keyed("group", json(d.group)), keyed("groups", json({groups(d, 0), groups(d, 1), groups(d, 2)})),
-            keyed("rints", rints), keyed("messages", json(messages, "{}")), keyed("constants", json(constants, "{}")),
-            keyed("buffers", json(buffers, "{}"))},
-           "{}"));
+  records.push_back(out.str() + "}}, ");
   if (records.size() > 1000) records.pop_front();
 }
 
 // Makes denormals zero, as a GPU does.
 struct FlushDenormals {
-#ifdef __SSE__
   const unsigned before = _mm_getcsr();
   FlushDenormals() { _mm_setcsr(before | 0x8040); }
   ~FlushDenormals() { _mm_setcsr(before); }
-#endif
 };
 
 }  // namespace
@@ -122,9 +90,9 @@ void fail(const std::string& what) { throw std::runtime_error("simulated Metal: 
 
 // ---- shader libraries ----
 
-const Library* compile(const std::string& source, bool fast_math) {
-  static std::map<std::pair<std::string, bool>, const Library*> all;
-  const Library*& known = all[{source, fast_math}];
+const Library* compile(const std::string& source) {
+  static std::map<std::string, const Library*> all;
+  const Library*& known = all[source];
   if (known) return known;
   Dl_info here;
   dladdr(reinterpret_cast<const void*>(&compile), &here);
@@ -132,36 +100,28 @@ const Library* compile(const std::string& source, bool fast_math) {
   char input[] = "/tmp/shader.XXXXXX";
   close(mkstemp(input));
   std::ofstream(input) << source;
-  std::string path;
-  try {
-    path = output_of(std::string(SIMULATOR_COMPILER) + " '" + folder + "' '" + library + "'" +
-                     (fast_math ? " --fast-math" : "") + " < " + input + " 2>&1");
-  } catch (...) {
-    unlink(input);
-    throw;
-  }
+  FILE* const out = popen((SIMULATOR_COMPILER " '" + folder + "' '" + library + "' < " + input + " 2>&1").c_str(), "r");
+  std::string text;
+  for (char part[4096]; const size_t n = fread(part, 1, sizeof part, out);) text.append(part, n);
+  const bool failed = pclose(out);
   unlink(input);
+  if (failed) fail(text);
+  const std::string path = text.substr(0, text.find('\n'));
   void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!opened) fail(dlerror());
-  auto* const made = new Library;
-  for (auto* k = static_cast<const Kernel*>(dlsym(opened, "simulator_kernels")); k->name; k++)
-    made->kernels[k->name] = k;
-  for (auto* c = static_cast<const Constant*>(dlsym(opened, "simulator_constants")); c->name; c++)
-    made->constants.push_back(*c);
-  for (auto* d = static_cast<const Derived*>(dlsym(opened, "simulator_derived")); d->name; d++)
-    made->derived.push_back(*d);
-  return known = made;
+  return known = new Library{static_cast<const Kernel*>(dlsym(opened, "simulator_kernels")),
+                             static_cast<const Constant*>(dlsym(opened, "simulator_constants")),
+                             static_cast<const Derived*>(dlsym(opened, "simulator_derived"))};
 }
 
 Pipeline pipeline(const Library& library, const std::string& kernel, const Values& constants) {
-  const auto found = library.kernels.find(kernel);
-  if (found == library.kernels.end()) fail("the library has no function " + kernel);
-  for (const Constant& c : library.constants) {
-    const auto value = constants.find(size_t(c.index));
-    if (value == constants.end()) fail(std::string("function constant ") + c.name + " has no value");
-    if (value->second.type != c.type) fail(std::string("function constant ") + c.name + " has another type");
+  const Kernel* found = library.kernels;
+  while (found->name && found->name != kernel) found++;
+  if (!found->name) fail("the library has no function " + kernel);
+  for (const Constant* c = library.constants; c->name; c++) {
+    if (!constants.count(size_t(c->index))) fail(std::string("function constant ") + c->name + " has no value");
   }
-  Pipeline made{&library, found->second, constants, {}};
+  Pipeline made{&library, found, constants, {}};
   const std::lock_guard<std::mutex> lock(mutex);
   set_constants(made);
   for (int i = 0; i < made.kernel->count; i++) {
@@ -184,6 +144,9 @@ Buffer::~Buffer() { bytes > kSparse ? void(munmap(data, bytes)) : emulator::rele
 
 // ---- dispatches ----
 
+namespace {
+
+// Checks what Metal's own validation checks.
 void validate(const Dispatch& d) {
   if (!d.pipeline.kernel) fail("no pipeline was set before the dispatch");
   const Kernel& k = *d.pipeline.kernel;
@@ -202,10 +165,6 @@ void validate(const Dispatch& d) {
   }
   size_t shared = 0;
   const std::vector<bool>& absent = d.pipeline.absent;
-  bool taken[kBindings] = {};  // arguments of which one is absent may have the same number
-  for (int i = 0; i < k.count; i++) {
-    if (k.parameters[i].attribute == kbuffer && !absent[i]) taken[k.parameters[i].index] = true;
-  }
   for (int i = 0; i < k.count; i++) {
     const auto [attribute, index, _] = k.parameters[i];
     const Type& type = k.types[i];
@@ -217,25 +176,27 @@ void validate(const Dispatch& d) {
     if (attribute != kbuffer) continue;
     const Binding& b = d.buffers[index];
     if (absent[i]) {
-      if (!taken[index] && b.what != Binding::kUnset && b.pipeline == d.pipelines)
+      if (b.memory && b.pipeline == d.pipelines)
         wrong("buffer ", index, " is bound, but the function constants leave it out");
       continue;
     }
-    if (b.what == Binding::kUnset) wrong("buffer ", index, " is not bound");
+    if (!b.memory) wrong("buffer ", index, " is not bound");
     if (b.pipeline != d.pipelines) wrong("buffer ", index, " is left over from an earlier pipeline");
-    if (b.what == Binding::kNil) continue;  // allowed, unless the kernel touches it
     const size_t bytes = b.memory->bytes - b.offset;
     if (b.offset % type.alignment) wrong("byte offset ", b.offset, " of buffer ", index, " is misaligned");
-    if (type.reference && (b.what == Binding::kBytes ? bytes != type.size : bytes < type.size))
+    if (type.reference && (b.by_value ? bytes != type.size : bytes < type.size))
       wrong("buffer ", index, " has ", bytes, " bytes but must have ", type.size, ", the size of the parameter");
-    if (b.what == Binding::kBytes && type.writable)
+    if (b.by_value && type.writable)
       wrong("buffer ", index, " was set by setBytes but must be a real buffer, because the kernel may write it");
   }
   if (shared > kThreadgroupMemory)
     wrong("threadgroup memory has ", shared, " bytes but must have at most ", kThreadgroupMemory);
 }
 
+}  // namespace
+
 void run(const Dispatch& d) {
+  validate(d);
   const std::lock_guard<std::mutex> lock(mutex);
   const Kernel& k = *d.pipeline.kernel;
   set_constants(d.pipeline);
@@ -248,7 +209,7 @@ void run(const Dispatch& d) {
     if (attribute == kthreadgroup) {
       call.data[i] = dynamic_shared + shared;
       shared += d.threadgroup_memory[index];
-    } else if (const Binding& b = d.buffers[index]; attribute == kbuffer && b.memory) {
+    } else if (const Binding& b = d.buffers[index]; attribute == kbuffer) {
       call.data[i] = b.memory->data + b.offset;
       bound.push_back({b.memory->data, k.types[i].writable});
     }
@@ -279,8 +240,6 @@ unsigned value(const Call& c, Attribute attribute, int axis) {
   switch (attribute) {
     case kthread_position_in_grid:
       return of(emulator::block_index) * of(c.group) + of(at);
-    case kthread_position_in_threadgroup:
-      return of(at);
     case kthreadgroup_position_in_grid:
       return of(emulator::block_index);
     case kthreads_per_threadgroup:
@@ -305,11 +264,11 @@ float rint(float x) {
   return __builtin_rintf(x);
 }
 
-std::string last_dispatches(bool clear) {
+std::string last_dispatches() {
   const std::lock_guard<std::mutex> lock(mutex);
-  const std::string text = json({records.begin(), records.end()}, "[]");
-  if (clear) records.clear();
-  return text;
+  std::string all;
+  for (const std::string& one : std::exchange(records, {})) all += one;
+  return "[" + all + "]";
 }
 
 }  // namespace simulator

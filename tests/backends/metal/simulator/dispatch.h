@@ -13,18 +13,14 @@
 
 namespace simulator {
 
-struct Library {
-  std::map<std::string, const Kernel*> kernels;
-  std::vector<Constant> constants;
-  std::vector<Derived> derived;
+struct Library {  // lists that end with an element without a name
+  const Kernel* kernels;
+  const Constant* constants;
+  const Derived* derived;
 };
-const Library* compile(const std::string& source, bool fast_math);  // once, and never unloaded
+const Library* compile(const std::string& source);  // once, and never unloaded
 
-struct Value {
-  int type;  // MTLDataType
-  std::string bytes;
-};
-using Values = std::map<size_t, Value>;  // of function constants, by index
+using Values = std::map<size_t, int>;  // of function constants, by index
 struct Pipeline {
   const Library* library = nullptr;
   const Kernel* kernel = nullptr;
@@ -44,10 +40,10 @@ class Buffer {
 };
 
 struct Binding {
-  enum { kUnset, kNil, kBuffer, kBytes } what = kUnset;
-  std::shared_ptr<Buffer> memory;
+  std::shared_ptr<Buffer> memory;  // null if nothing was bound
   size_t offset = 0;
-  int pipeline = 0;  // how many pipelines had been set before this binding was made
+  bool by_value = false;  // by setBytes
+  int pipeline = 0;       // how many pipelines had been set before this binding was made
 };
 constexpr int kBindings = 31;
 struct Dispatch {
@@ -58,13 +54,19 @@ struct Dispatch {
   std::map<std::string, int> messages;  // how many messages of each name the encoder got since the previous dispatch
   size_t threads[3], group[3];
 };
-void validate(const Dispatch&);
-void run(const Dispatch&);
+void run(const Dispatch&);  // checks and executes it
 
 constexpr size_t kThreadgroupMemory = 32 * 1024;
-extern size_t max_threads;                // the largest threadgroup that a pipeline allows
-std::string last_dispatches(bool clear);  // a list in JSON
+extern size_t max_threads;      // the largest threadgroup that a pipeline allows
+std::string last_dispatches();  // a list in Python of those since the call before, at most 1000
 
 [[noreturn]] void fail(const std::string&);
 
 }  // namespace simulator
+
+// The functions of runtime.mm that the device "mps" (device.cpp) uses.
+void* simulated_buffer(size_t bytes);  // returns an id<MTLBuffer>
+void simulated_release(void* buffer);
+void* simulated_contents(const void* buffer);  // null if there is no buffer
+void simulated_synchronize();                  // enters the stream's queue, as every read by the host does
+std::string simulated_profile(bool on);        // of simulator.py

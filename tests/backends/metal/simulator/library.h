@@ -12,7 +12,6 @@ enum Attribute {
   kbuffer,
   kthreadgroup,
   kthread_position_in_grid,
-  kthread_position_in_threadgroup,
   kthreadgroup_position_in_grid,
   kthreads_per_threadgroup,
   kthreads_per_grid,
@@ -52,9 +51,8 @@ unsigned value(const Call&, Attribute, int axis);
 
 struct Constant {
   const char* name;
-  int index, type;  // MTLDataType
-  void* data;
-  size_t size;
+  int index;
+  int* data;
 };
 // A program-scope constant that is computed from function constants.
 struct Derived {

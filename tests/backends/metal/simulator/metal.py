@@ -1,6 +1,6 @@
 """Compiles shaders in the Metal Shading Language 3.1 as C++, for the grid emulator.
 
-    python metal.py FOLDER LIBRARY [--fast-math] < SOURCE
+    python metal.py FOLDER LIBRARY < SOURCE
 
 Prints the path of the compiled library, which is in FOLDER and uses the emulator in LIBRARY. If the source is wrong, it
 says what is wrong and fails. It rewrites only what C++ cannot express: attributes of kernels, instantiations with a
@@ -115,18 +115,16 @@ def translated(text: str) -> str:
     known = {}  # the types of the function constants, and of the constants that are computed from them
 
     def defined(found: re.Match) -> str:
-        kind, name, array, index, value = found.groups()
+        kind, name, index, value = found.groups()
         if index is None and not known.keys() & set(re.findall(r"\w+", value)):
             return found[0]
-        if array:
-            raise NotMetal(f"the simulator computes no array from function constants: {name}")
         known[name] = kind
         if index is None:
             return f"VARIABLE({kind}, {name}); DERIVED({name}, {value});"
         return f"VARIABLE({kind}, {name}); CONSTANT({name}, {index});"
 
     index = r"\[\[\s*function_constant\((\w+)\)\s*\]\]"
-    constant = rf"(?:\bstatic\s+)?\bconstant\s+(\w+)\s+(\w+)\s*(\[\w*\]\s*)?(?:{index}|=([^;]+));"
+    constant = rf"(?:\bstatic\s+)?\bconstant\s+(\w+)\s+(\w+)\s*(?:{index}|=([^;]+));"
     text = re.sub(constant, defined, text)
 
     attributes_of, count = {}, itertools.count()
@@ -221,27 +219,19 @@ FLAGS = (
 ).split()
 
 
-def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
+def compiled(source: str, folder: Path, library: Path) -> Path:
     """Returns the library that is compiled from the source. It is compiled once and kept in the folder."""
     if not source.isascii():
         raise NotMetal("program_source: the source is not ASCII")
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
-    flags = [*FLAGS, *processor(), "-ffast-math" if fast_math else f"-ffp-contract={'fast' if contract else 'off'}"]
-    parts = [
-        HERE / "metal.py",
-        HERE / "library.h",
-        HERE / "metal/shim.h",
-        HERE / "metal/strict.h",
-        HERE / "metal/types.h",
-        HERE / "../../cuda/emulator/grid.h",
-    ]
-    state = [source, *flags, compiler(), *(p.read_text() for p in parts)]
+    flags = [*FLAGS, *processor(), f"-ffp-contract={'fast' if contract else 'off'}"]
+    files = ["metal.py", "library.h", "metal/shim.h", "metal/strict.h", "metal/types.h", "../../cuda/emulator/grid.h"]
+    state = [source, *flags, compiler(), *((HERE / file).read_text() for file in files)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():
         preprocess = ["-E", "-x", "c++", "-nostdinc", "-D__METAL_VERSION__=310", "-D__METAL__=1"]
-        text = run(
-            *(compiler(), *preprocess, "-isystem", HERE / "metal", "-"), text=f'#line 1 "program_source"\n{source}'
-        )
+        preprocess += ["-isystem", HERE / "metal", "-"]
+        text = run(compiler(), *preprocess, text=f'#line 1 "program_source"\n{source}')
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             cpp = Path(own, "program_source")  # messages of Metal's compiler call the source by this name
@@ -263,6 +253,6 @@ def compiled(source: str, folder: Path, library: Path, fast_math: bool) -> Path:
 
 if __name__ == "__main__":
     try:
-        print(compiled(sys.stdin.read(), Path(sys.argv[1]), Path(sys.argv[2]), "--fast-math" in sys.argv))
+        print(compiled(sys.stdin.read(), Path(sys.argv[1]), Path(sys.argv[2])))
     except NotMetal as error:
         sys.exit(str(error))

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <thread>
 
-#include "device.h"
 #include "dispatch.h"
 
 using simulator::fail;
@@ -23,39 +22,22 @@ extern "C" int __gnu_objc_personality_v0(int version, int actions, unsigned long
 
 // ---- Foundation ----
 
-namespace {
-int& references(id object) { return reinterpret_cast<int*>(object)[-4]; }
-}  // namespace
-
+// Nothing is retained here, so every object has one owner. A pool does nothing, which leaks a few strings.
 @implementation NSObject
 + (id)alloc {
-  char* const memory = static_cast<char*>(calloc(1, 16 + class_getInstanceSize(self)));
-  id object = reinterpret_cast<id>(memory + 16);
-  object_setClass(object, self);
-  references(object) = 1;
-  return object;
+  return class_createInstance(self, 0);
 }
 + (id)new {
   return [[self alloc] init];
 }
-+ (Class)class {
-  return self;
-}
 - (id)init {
   return self;
 }
-- (id)retain {
-  __atomic_fetch_add(&references(self), 1, __ATOMIC_RELAXED);
-  return self;
-}
 - (oneway void)release {
-  if (__atomic_fetch_sub(&references(self), 1, __ATOMIC_ACQ_REL) == 1) [self dealloc];
-}
-- (id)autorelease {
-  return self;  // leaks a few strings, because a pool does nothing
+  [self dealloc];
 }
 - (void)dealloc {
-  free(reinterpret_cast<char*>(self) - 16);
+  object_dispose(self);
 }
 - (BOOL)respondsToSelector:(SEL)selector {
   return class_respondsToSelector(object_getClass(self), selector);
@@ -80,9 +62,6 @@ int& references(id object) { return reinterpret_cast<int*>(object)[-4]; }
 }
 @end
 
-@implementation NSConstantString
-@end
-
 @implementation NSError
 - (NSString*)localizedDescription {
   return text_;
@@ -103,7 +82,9 @@ struct simulated_data {
 namespace {
 simulated_queue stream_queue, main_queue;
 
-void run_encoded();
+void check_on_queue(const char* what) {
+  if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
+}
 }  // namespace
 
 dispatch_queue_t dispatch_get_main_queue() { return &main_queue; }
@@ -113,17 +94,14 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
   if (queue->is_mine())
     fail("dispatch_sync on the queue that runs this block is a deadlock. A call of ATen in the block does that too");
   const std::lock_guard<std::mutex> lock(queue->mutex);
-  struct Owner {
-    simulated_queue* queue;
-    explicit Owner(simulated_queue* queue) : queue(queue) { queue->owner = std::this_thread::get_id(); }
-    ~Owner() { queue->owner = {}; }
-  } const owner(queue);
+  queue->owner = std::this_thread::get_id();
   try {
     block();
+    queue->owner = {};
   } catch (const std::exception& error) {
+    queue->owner = {};
     fail(std::string("an exception left a block of dispatch_sync, which ends the process on macOS: ") + error.what());
   }
-  if (queue == &stream_queue) run_encoded();  // at once, so that the call that made an error raises it
 }
 
 dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t, dispatch_block_t) {
@@ -147,18 +125,13 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 
 @implementation MTLCompileOptions
 - (id)init {
-  version_ = MTLLanguageVersion3_1;
+  fast_ = YES;
   math_ = MTLMathModeFast;
   functions_ = MTLMathFloatingPointFunctionsFast;
   return self;
 }
-- (BOOL)fastMathEnabled {
-  return math_ == MTLMathModeFast;
-}
-- (void)setFastMathEnabled:(BOOL)enabled {
-  math_ = enabled ? MTLMathModeFast : MTLMathModeSafe;
-}
-@synthesize mathMode = math_, mathFloatingPointFunctions = functions_, languageVersion = version_;
+@synthesize fastMathEnabled = fast_, mathMode = math_, mathFloatingPointFunctions = functions_,
+            languageVersion = version_;
 @end
 
 @implementation MTLFunctionConstantValues
@@ -167,14 +140,9 @@ void dispatch_release(dispatch_data_t data) { delete data; }
   return self;
 }
 - (void)setConstantValues:(const void*)values type:(MTLDataType)type withRange:(NSRange)range {
-  const size_t bytes = type == MTLDataTypeBool ? 1 : 4;
+  if (type != MTLDataTypeInt) fail("a function constant must be an int in the simulator");
   for (NSUInteger i = 0; i < range.length; i++)
-    (*static_cast<simulator::Values*>(values_))[range.location + i] = {
-        int(type), {static_cast<const char*>(values) + i * bytes, bytes}};
-}
-- (void)dealloc {
-  delete static_cast<simulator::Values*>(values_);
-  [super dealloc];
+    (*static_cast<simulator::Values*>(values_))[range.location + i] = static_cast<const int*>(values)[i];
 }
 @end
 
@@ -190,9 +158,8 @@ void dispatch_release(dispatch_data_t data) { delete data; }
 - (NSUInteger)threadExecutionWidth {
   return 32;
 }
-- (void)dealloc {
-  delete pipeline_;
-  [super dealloc];
+- (oneway void)release {
+  // A function is its pipeline, which csrc/mps keeps.
 }
 @end
 
@@ -228,54 +195,36 @@ id made_by(NSError** error, F make) {
 }
 @end
 
+namespace {
+id library_of(const std::string& source) {
+  SimulatedLibrary* const library = [SimulatedLibrary new];
+  library->library_ = simulator::compile(source);
+  return library;
+}
+}  // namespace
+
 @interface SimulatedDevice : NSObject <MTLDevice>
 @end
 @implementation SimulatedDevice
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   return made_by(error, [&] {
-    if (options->version_ < MTLLanguageVersion3_1)
-      fail("the language version must be at least Metal 3.1, because the shaders use bfloat");
-    SimulatedLibrary* const library = [SimulatedLibrary new];
-    library->library_ = simulator::compile([source UTF8String], options->math_ != MTLMathModeSafe);
-    return library;
+    if (options->fast_ || options->math_ != MTLMathModeSafe ||
+        options->functions_ != MTLMathFloatingPointFunctionsPrecise)
+      fail("the shaders must be compiled with safe math and precise functions");
+    return library_of([source UTF8String]);
   });
 }
 // A compiled library is the word SIMULATED and the source.
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error {
   return made_by(error, [&] {
     if (data->bytes.rfind("SIMULATED", 0) != 0) fail("the data is no Metal library");
-    SimulatedLibrary* const library = [SimulatedLibrary new];
-    library->library_ = simulator::compile(data->bytes.substr(9), false);
-    return library;
+    return library_of(data->bytes.substr(9));
   });
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {
-  return made_by(error, [&] {
-    if (!function) fail("a pipeline must have a function");
-    SimulatedPipeline* const pipeline = [SimulatedPipeline new];
-    pipeline->pipeline_ = new simulator::Pipeline(*((SimulatedPipeline*)function)->pipeline_);
-    return pipeline;
-  });
+  return (SimulatedPipeline*)function;
 }
 @end
-
-namespace {
-// The dispatches that are encoded and have not run. They keep their buffers alive.
-std::vector<simulator::Dispatch> encoded;
-
-void run_encoded() {
-  std::vector<simulator::Dispatch> now;
-  now.swap(encoded);
-  for (const auto& dispatch : now) simulator::run(dispatch);
-}
-
-std::string profiled;  // the names of the kernels that the profiler has seen, with a space after each
-const void* profiled_now;
-
-void check_on_queue(const char* what) {
-  if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
-}
-}  // namespace
 
 @interface SimulatedEncoder : NSObject <MTLComputeCommandEncoder> {
  @public
@@ -301,16 +250,15 @@ void check_on_queue(const char* what) {
 - (void)bind:(simulator::Binding)binding at:(NSUInteger)index {
   check_on_queue("a command encoder");
   if (index >= simulator::kBindings) fail("buffer " + std::to_string(index) + " does not exist");
-  if (binding.memory && binding.offset > binding.memory->bytes)
+  if (binding.offset > binding.memory->bytes)
     fail("byte offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
   binding.pipeline = now_->pipelines;
   now_->buffers[index] = binding;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
   now_->messages["setBuffer"]++;
-  if (!buffer) return [self bind:{simulator::Binding::kNil} at:index];
-  if (object_getClass(buffer) != [SimulatedBuffer class]) fail("the argument of setBuffer is no buffer");
-  [self bind:{simulator::Binding::kBuffer, *((SimulatedBuffer*)buffer)->memory_, offset} at:index];
+  if (!buffer) fail("setBuffer got nil");
+  [self bind:{*((SimulatedBuffer*)buffer)->memory_, offset} at:index];
 }
 - (void)setBytes:(const void*)bytes length:(NSUInteger)length atIndex:(NSUInteger)index {
   if (length == 0 || length > 4096)
@@ -318,7 +266,7 @@ void check_on_queue(const char* what) {
   now_->messages["setBytes"]++;
   const auto memory = std::make_shared<simulator::Buffer>(length);
   memcpy(memory->data, bytes, length);
-  [self bind:{simulator::Binding::kBytes, memory} at:index];
+  [self bind:{memory, 0, true} at:index];
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   check_on_queue("setThreadgroupMemoryLength");
@@ -330,12 +278,10 @@ void check_on_queue(const char* what) {
 - (void)dispatch:(MTLSize)threads group:(MTLSize)group by:(const char*)message {
   check_on_queue("a dispatch");
   now_->messages[message]++;
-  simulator::Dispatch dispatch = *now_;
+  now_->threads[0] = threads.width, now_->threads[1] = threads.height, now_->threads[2] = threads.depth;
+  now_->group[0] = group.width, now_->group[1] = group.height, now_->group[2] = group.depth;
+  simulator::run(*now_);  // at once, so that the call that made an error raises it
   now_->messages.clear();
-  dispatch.threads[0] = threads.width, dispatch.threads[1] = threads.height, dispatch.threads[2] = threads.depth;
-  dispatch.group[0] = group.width, dispatch.group[1] = group.height, dispatch.group[2] = group.depth;
-  simulator::validate(dispatch);
-  encoded.push_back(std::move(dispatch));
 }
 - (void)dispatchThreads:(MTLSize)threads threadsPerThreadgroup:(MTLSize)group {
   [self dispatch:threads group:group by:"dispatchThreads"];
@@ -350,12 +296,6 @@ void check_on_queue(const char* what) {
 }
 @end
 
-@implementation MPSCommandBuffer
-- (void)commit {
-  fail("commit was sent to the command buffer that PyTorch shares among operators");
-}
-@end
-
 // ---- ATen/mps ----
 
 namespace at::mps {
@@ -366,11 +306,6 @@ MTLComputeCommandEncoder_t MPSStream::commandEncoder() {
   check_on_queue("commandEncoder()");
   if (!_commandEncoder) _commandEncoder = [SimulatedEncoder new];
   return _commandEncoder;
-}
-MPSCommandBuffer_t MPSStream::commandBuffer() {
-  check_on_queue("commandBuffer()");
-  if (!_commandBuffer) _commandBuffer = [MPSCommandBuffer new];
-  return _commandBuffer;
 }
 void MPSStream::endKernelCoalescing() {
   check_on_queue("endKernelCoalescing()");
@@ -394,6 +329,9 @@ MPSDevice* MPSDevice::getInstance() {
 
 // The profiler notes the names of the kernels that are reported to it. Like the real one it ends the encoder.
 namespace Profiler {
+static std::string profiled;  // the names of the kernels, with a space after each
+static const void* profiled_now;
+
 MPSProfiler::MPSProfiler() = default;
 MPSProfiler::~MPSProfiler() = default;
 void MPSProfiler::StartTrace(const std::string&, bool) { m_signpost_types = SignpostTypes::RUN_OPERATION; }
@@ -450,5 +388,5 @@ void simulated_synchronize() {
 std::string simulated_profile(bool on) {
   auto& profiler = at::mps::getMPSProfiler();
   on ? profiler.StartTrace("interval", false) : profiler.StopTrace();
-  return std::exchange(profiled, "");
+  return std::exchange(at::mps::Profiler::profiled, "");
 }

@@ -6,7 +6,7 @@ runs a module as python itself does, after load(). That function sets the enviro
 command that does it, for programs that start further processes.
 """
 
-import json
+import ast
 import os
 import runpy
 import shlex
@@ -34,66 +34,32 @@ def load(compiled: bool = False) -> None:
     torch._C._mps_get_core_count = lambda: 8
     torch._C._mps_get_name = lambda: "simulated"
     torch_rope._C.metal_library = "compiled with the extension" if compiled else "compiled at the first call"
-    torch_rope._C.metal_pipelines = lambda: [tuple(p) for p in json.loads(torch.ops.simulator.pipelines())]
+    torch_rope._C.metal_pipelines = lambda: ast.literal_eval(torch.ops.simulator.pipelines())
     torch.mps._default_mps_generator = torch.Generator()
     torch.UntypedStorage.mps = lambda self: (
         torch.empty(self.nbytes(), dtype=torch.uint8, device="mps").untyped_storage().copy_(self, False)
     )
 
 
-def last_dispatches(clear: bool = True) -> list[dict]:
-    """Returns records of the kernels that ran, at most the last 1000, and forgets them if `clear`.
+def last_dispatches() -> list[dict]:
+    """Returns records of the kernels that ran since the call before, at most 1000.
 
     A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), groups (the number
     of threadgroups), rints (the number of calls of rint), messages (name to the number that the encoder got since the
-    previous dispatch), constants (name to value) and buffers. The last maps the index of a buffer to its bytes, bytes_read,
-    bytes_written, loads and stores; these two map the size of an access in bytes to the number of accesses. A buffer that
-    is bound twice has the same numbers twice, and one that the function constants leave out has no entry.
+    previous dispatch) and buffers. The last maps the index of a buffer to its bytes, bytes_read, bytes_written, loads and
+    stores; these two map the size of an access in bytes to the number of accesses. A buffer that is bound twice has the same
+    numbers twice, and one that the function constants leave out has no entry.
+
+    After count_lines(True) buffers also have lines_read and lines_written. A load or store that a SIMD group executes counts
+    the lines of 128 bytes that its threads touch. If a kernel loads each line of a tensor once, lines_read * 128 is the
+    tensor's size; if two instructions load half of each line, it is twice the size.
     """
-    dispatches = json.loads(torch.ops.simulator.last_dispatches(clear))
-    for d in dispatches:
-        d["buffers"] = {int(index): buffer for index, buffer in d["buffers"].items()}
-    return dispatches
+    return ast.literal_eval(torch.ops.simulator.last_dispatches())
 
 
-def check_guards() -> None:
-    """Raises RuntimeError if memory next to a buffer was written."""
-    torch.ops.simulator.check_guards()
-
-
-def check_races(check: bool) -> None:
-    """Sets whether races on buffers are errors. Races on threadgroup memory always are."""
-    torch.ops.simulator.check_races(check)
-
-
-def count_lines(count: bool) -> None:
-    """Sets whether the records of buffers have lines_read and lines_written, which costs time.
-
-    These are sums over all loads or stores that SIMD groups execute. A load or store counts the lines of 128 bytes that the
-    threads of the SIMD group touch in it. If a kernel loads each line of a tensor once, lines_read * 128 is the tensor's
-    size; if two instructions load half of each line, it is twice the size. Iterations of a loop are different loads.
-    """
-    torch.ops.simulator.count_lines(count)
-
-
-def allow_foreign(allow: bool) -> None:
-    """Sets whether kernels may touch buffers of more than 256 MiB, which are sparse and have no guards."""
-    torch.ops.simulator.allow_foreign(allow)
-
-
-def thread_order(order: int) -> None:
-    """Sets the order in which threadgroups, and the threads in each, run: 0 forward, 1 backward, 2 scrambled."""
-    torch.ops.simulator.thread_order(order)
-
-
-def profile(on: bool) -> list[str]:
-    """Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before."""
-    return torch.ops.simulator.profile(on).split()
-
-
-def max_threads(threads: int) -> None:
-    """Sets maxTotalThreadsPerThreadgroup of every pipeline."""
-    torch.ops.simulator.max_threads(threads)
+def __getattr__(name: str):
+    """Returns one of the other functions of the library, which device.cpp defines."""
+    return getattr(torch.ops.simulator, name)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[4]
 HERE = "tests/backends/metal/simulator"
 COMMON = "-std=c++20 -fPIC -g1 -Wall -Wno-deprecated-declarations -ffp-contract=off -I."
 OBJECTIVE = (
-    "-x objective-c++ -fobjc-runtime=gcc -fconstant-string-class=NSConstantString -fblocks -fexceptions"
+    "-x objective-c++ -fobjc-runtime=gcc -fblocks -fexceptions"
     f" -isystem {HERE}/frameworks -isystem {HERE}/frameworks_linux"
 )
 LIBRARIES = ["libtorch_rope_simulator.so", "libtorch_rope_simulator_compiled.so"]
@@ -131,9 +131,7 @@ def build(compiled: bool = False) -> Path:
         if not compiled:
             with ThreadPoolExecutor(int(jobs)) as pool:
                 texts = sorted(embed.sources().values(), key=len, reverse=True)
-                list(
-                    pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library, False), texts)
-                )
+                list(pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library), texts))
     return ROOT / library
 
 

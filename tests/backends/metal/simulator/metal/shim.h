@@ -30,23 +30,13 @@ typedef _Float16 half;
 
 namespace metal {
 
-// This file and strict.h have only what the shaders use. These functions exist for float only, and all have full
-// precision.
-#define FUNCTIONS                                                                 \
-  inline float sqrt(float x) { return __builtin_sqrtf(x); }                       \
-  inline float sin(float x) { return __builtin_sinf(x); }                         \
-  inline float cos(float x) { return __builtin_cosf(x); }                         \
-  inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); } \
-  inline float rint(float x) { return simulator::rint(x); }                       \
-  inline float fabs(float x) { return __builtin_fabsf(x); }                       \
-  inline float min(float x, float y) { return __builtin_fminf(x, y); }            \
-  inline float max(float x, float y) { return __builtin_fmaxf(x, y); }
-FUNCTIONS
+// This file and strict.h have only what the shaders use, and these functions exist for float only.
+inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
+inline float rint(float x) { return simulator::rint(x); }
+inline float fabs(float x) { return __builtin_fabsf(x); }
 namespace precise {
-FUNCTIONS
-}
-#undef FUNCTIONS
-
+inline float sqrt(float x) { return __builtin_sqrtf(x); }
+}  // namespace precise
 inline bool isfinite(float x) { return __builtin_isfinite(x); }
 template <typename T>
 T min(T x, T y) {
@@ -55,14 +45,6 @@ T min(T x, T y) {
 template <typename T>
 T max(T x, T y) {
   return x < y ? y : x;
-}
-template <typename T>
-T clamp(T x, T low, T high) {
-  return min(max(x, low), high);
-}
-template <typename T>
-T select(T no, T yes, bool which) {
-  return which ? yes : no;
 }
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
@@ -201,9 +183,6 @@ struct Signature {
   }
   UNWATCHED static void call(const Call& c) { call(c, std::index_sequence_for<P...>()); }
 };
-
-inline int data_type(int*) { return 29; }  // MTLDataType
-inline int data_type(bool*) { return 53; }
 }  // namespace simulator
 
 #ifdef SIMULATOR_ADDRESS_SPACES
@@ -221,9 +200,8 @@ extern "C" simulator::Kernel simulator_kernels[1000] = {};
 namespace simulator {
 
 struct Registered {
-  template <typename T>
-  UNWATCHED Registered(const char* name, int index, T* data) {
-    *first_free(simulator_constants) = {name, index, data_type(data), data, sizeof(T)};
+  UNWATCHED Registered(const char* name, int index, int* data) {
+    *first_free(simulator_constants) = {name, index, data};
   }
   UNWATCHED Registered(const char* name, void (*compute)()) { *first_free(simulator_derived) = {name, compute}; }
   template <typename... P>

@@ -21,24 +21,17 @@ typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
 
-#define FUNCTIONS                                                                                                   \
-  float sqrt(float), sin(float), cos(float), fma(float, float, float), rint(float), fabs(float), min(float, float), \
-      max(float, float);
-FUNCTIONS
+float fma(float, float, float);
+float rint(float);
+float fabs(float);
 namespace precise {
-FUNCTIONS
+float sqrt(float);
 }
-#undef FUNCTIONS
-
 bool isfinite(float);
 template <typename T>
 T min(T, T);
 template <typename T>
 T max(T, T);
-template <typename T>
-T clamp(T, T, T);
-template <typename T>
-T select(T, T, bool);
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 mem_flags operator|(mem_flags, mem_flags);

@@ -21,18 +21,15 @@
 typedef unsigned long NSUInteger;
 typedef long NSInteger;
 @protocol NSObject
-- (id)retain;
 - (oneway void)release;
-- (id)autorelease;
 - (BOOL)respondsToSelector:(SEL)selector;
 @end
 __attribute__((objc_root_class))
 @interface NSObject<NSObject> {
-  Class isa;  // the only member, because the compiler lays out a constant string as {isa, bytes, length}
+  Class isa;
 }
 + (id)alloc;
 + (id)new;
-+ (Class)class;
 - (id)init;
 - (void)dealloc;
 @end
@@ -56,14 +53,10 @@ static inline NSRange NSMakeRange(NSUInteger location, NSUInteger length) {
 }
 
 @interface NSString : NSObject
-INSTANCE_VARIABLES(const char* bytes_; unsigned length_;)
+INSTANCE_VARIABLES(const char* bytes_;)
 + (NSString*)stringWithUTF8String:(const char*)text;
 @property(readonly) const char* UTF8String;
 @end
-#ifndef __APPLE__
-@interface NSConstantString : NSString
-@end
-#endif
 
 @interface NSError : NSObject
 INSTANCE_VARIABLES(NSString* text_;)

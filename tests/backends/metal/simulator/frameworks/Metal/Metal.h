@@ -15,25 +15,17 @@ static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUIntege
   return size;
 }
 
-typedef NS_ENUM(NSUInteger, MTLDataType) {
-  MTLDataTypeFloat = 3,
-  MTLDataTypeInt = 29,
-  MTLDataTypeUInt = 33,
-  MTLDataTypeBool = 53
-};
-typedef NS_ENUM(NSUInteger, MTLLanguageVersion) {
-  MTLLanguageVersion3_0 = (3 << 16) + 0,
-  MTLLanguageVersion3_1 = (3 << 16) + 1,
-  MTLLanguageVersion3_2 = (3 << 16) + 2
-};
-typedef NS_ENUM(NSInteger, MTLMathMode) { MTLMathModeSafe = 0, MTLMathModeRelaxed = 1, MTLMathModeFast = 2 };
+typedef NS_ENUM(NSUInteger, MTLDataType) { MTLDataTypeInt = 29 };
+typedef NS_ENUM(NSUInteger, MTLLanguageVersion) { MTLLanguageVersion3_1 = (3 << 16) + 1 };
+typedef NS_ENUM(NSInteger, MTLMathMode) { MTLMathModeSafe = 0, MTLMathModeFast = 2 };
 typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
   MTLMathFloatingPointFunctionsFast = 0,
   MTLMathFloatingPointFunctionsPrecise = 1
 };
 
 @interface MTLCompileOptions : NSObject
-INSTANCE_VARIABLES(MTLLanguageVersion version_; MTLMathMode math_; MTLMathFloatingPointFunctions functions_;)
+INSTANCE_VARIABLES(BOOL fast_; MTLLanguageVersion version_; MTLMathMode math_;
+                   MTLMathFloatingPointFunctions functions_;)
 @property(readwrite, nonatomic) BOOL fastMathEnabled;
 @property(readwrite, nonatomic) MTLMathMode mathMode;
 @property(readwrite, nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions;
