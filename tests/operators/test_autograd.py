@@ -1,6 +1,7 @@
 """Tests gradients to any order, forward mode and torch.func, and what in-place operators do under autograd."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -34,11 +35,6 @@ SOURCES = {
 }
 
 
-def shapes_for(source):
-    """Returns the shapes of q and k. With tables by head they have as many heads."""
-    return SHAPES[:1] * 2 if source.startswith("head") else SHAPES
-
-
 def doubles(device, *shapes, requires_grad=True):
     """Returns random float64 tensors, because finite differences need that precision."""
     if device == "mps":
@@ -46,41 +42,62 @@ def doubles(device, *shapes, requires_grad=True):
     return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
 
 
-def learned(source, interleaved, device):
-    """Returns ([cos, sin] or [inv_freq], function).
+def call_in_float64(source, interleaved, device, with_k=True, dims=4, norm="none"):
+    """Returns (tensors, how many of them are angles, a function of these tensors).
 
-    The function takes the tensors to rotate and then these angles, and returns what rotate or rotate_qk returns.
+    The tensors are those to rotate, the weights if there is a norm, and the angles. The function returns what rotate,
+    rotate_qk or norm_rotate_qk returns.
     """
     shape, options = SOURCES[source]
-    options = options | {"interleaved": interleaved}
+    shapes = dict(zip("qk", SHAPES[:1] * 2 if source.startswith("head") else SHAPES, strict=True))
+    shapes = {name: shape[4 - dims :] for name, shape in shapes.items()} if with_k else {"x": SHAPES[0][4 - dims :]}
+    options, op = options | {"interleaved": interleaved}, rope.rotate_qk if with_k else rope.rotate
+    if norm != "none":
+        options, op = options | {"norm_eps": 0.01}, rope.norm_rotate_qk
+        options.pop("inverse", None)
+        shapes |= {f"{x}_norm_weight": shapes[x][-2:] if norm == "over heads" else shapes[x][-1:] for x in "qk"}
     if "positions" in options:
         options["positions"] = torch.tensor(options["positions"], device=device)
-    names = ["inv_freq"] if len(shape) == 1 else ["cos", "sin"]
+    angles = ["inv_freq"] if len(shape) == 1 else ["cos", "sin"]
+    names = [*shapes, *angles]
 
-    def rotated(*tensors):
-        xs, angles = tensors[: -len(names)], dict(zip(names, tensors[-len(names) :], strict=True))
-        return (rope.rotate if len(xs) == 1 else rope.rotate_qk)(*xs, **angles, **options)
+    def function(*tensors):
+        return op(**dict(zip(names, tensors, strict=True)), **options)
 
-    return [t.requires_grad_() for t in doubles(device, *[shape] * len(names), requires_grad=False)], rotated
+    return doubles(device, *shapes.values(), *[shape] * len(angles)), len(angles), function
 
 
 FACTORS = {"source": list(SOURCES), "learned": [1, 0], "with_k": [0, 1], "dims": [4, 3], "interleaved": [False, True]}
+FACTORS["norm"] = ["none", "each head", "over heads"]
+OF_NORMS = ["table", "token shared", "head", "inv_freq at positions [B,S]"]
 
 
-def possible(source, dims, **_):
-    """Returns whether the tensors may have this many dimensions: those of three have no batch."""
-    return dims == 4 or (SOURCES[source][0][0] != 2 or "inv" in source) and "[B,S]" not in source
+def possible(source, dims, norm, learned, with_k, **_):
+    """Returns whether there is such a call: tensors of three dimensions have no batch, and a norm has q and k."""
+    has_batch = (SOURCES[source][0][0] == 2 and "inv" not in source) or "[B,S]" in source
+    return (dims == 4 or not has_batch) and (norm == "none" or (with_k and not learned and source in OF_NORMS))
 
 
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(FACTORS, possible), ids=name_of)
 def test_gradients_pass_gradcheck(case, device):
     """The angles are constant in some cases and learned in others."""
-    xs = doubles(device, *(shape[4 - case["dims"] :] for shape in shapes_for(case["source"])[: 1 + case["with_k"]]))
-    angles, rotated = learned(case["source"], case["interleaved"], device)
-    inputs = (*xs, *(t.requires_grad_(bool(case["learned"])) for t in angles))
-    assert gradcheck(rotated, inputs, **EVERY_MODE)
-    assert gradgradcheck(rotated, inputs, check_fwd_over_rev=True)
+    learned = case.pop("learned")
+    inputs, angles, function = call_in_float64(**case, device=device)
+    for t in inputs[-angles:]:
+        t.requires_grad_(bool(learned))
+    assert gradcheck(function, inputs, **EVERY_MODE)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("over_heads", [False, True])
+def test_gradients_of_the_gradient_of_a_norm_pass_gradcheck(over_heads, device):
+    """So the third derivative of the norm is right."""
+    weights = [shape[-2:] if over_heads else shape[-1:] for shape in SHAPES]
+    inputs, freq = doubles(device, *SHAPES * 2, *weights), torch_rope.inv_freq(4, device=device)
+    function = functools.partial(rope._norm_rotate_qk_backward, inv_freq=freq, norm_eps=0.01, attention_factor=1.3)
+    assert gradcheck(function, inputs, **EVERY_MODE)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
@@ -154,26 +171,33 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
                 with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
                     call(**dual)
                 continue
-            tangents = [fwAD.unpack_dual(t).tangent for t in outs_of(call(**dual))]
+            tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in outs_of(call(**dual))]
         outs = [out.exp().sum() for out in outs_of(call(**good | {name: leaf})) if out.requires_grad]
         given = decision(op, name) == "given"
         assert bool(outs) == any(t is not None and t.any() for t in tangents) == given, name
         if given:
             sum(outs).backward()
             assert leaf.grad.any(), name
+            tangent = sum(t for t in tangents if t is not None)
+            torch.testing.assert_close(tangent, leaf.grad.sum().to(tangent), rtol=1e-3, atol=1e-3)
 
 
 def outs_of(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-def test_backward_raises_if_a_saved_tensor_was_overwritten(device):
-    x = torch.randn(2, 4, 3, 8, device=device, requires_grad=True)
-    cos, sin = torch_rope.cos_sin(torch.arange(4, device=device), torch_rope.inv_freq(8, device=device))
-    out = rope.rotate(x, cos, sin)
-    cos.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+@pytest.mark.parametrize(
+    "op, source", [("rotate", "table"), ("norm_rotate_qk", "table"), ("norm_rotate_qk", "inv_freq")]
+)
+def test_backward_raises_if_a_saved_tensor_was_overwritten(op, source, device):
+    angles = {"cos", "sin", "inv_freq"}
+    for name in (call := call_of(op, device, source)).keys() - {"x"}:
+        leaves = {n: t.clone().requires_grad_(n not in angles) for n, t in call.items()}
+        out = outs_of(getattr(rope, op)(**leaves))
+        with torch.no_grad():
+            leaves[name].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            sum(o.sum() for o in out).backward()
 
 
 # ---- learned tables and frequencies ----
@@ -208,7 +232,7 @@ REQUIRING = {
 
 
 @pytest.mark.parametrize("op, name", [(op, name) for op, names in REQUIRING.items() for name in names])
-def test_a_result_requires_grad_only_if_an_input_that_it_depends_on_does(op, name, device):
+def test_a_result_has_a_derivative_only_if_an_input_that_it_depends_on_has(op, name, device):
     """This holds under torch.compile too."""
     call = call_of(op, device)
     leaf = call[name].clone().requires_grad_()
@@ -223,36 +247,49 @@ def test_a_result_requires_grad_only_if_an_input_that_it_depends_on_does(op, nam
         assert [out.requires_grad for out in outs] == REQUIRING[op][name]
         gradients += torch.autograd.grad([o.square().sum() for o in outs if o.requires_grad], leaf)
     assert torch.equal(gradients[0], gradients[-1]) and gradients[0].any()
+    with fwAD.dual_level():
+        outs = function(fwAD.make_dual(call[name], call[name]))
+        assert [fwAD.unpack_dual(out).tangent is not None for out in outs] == REQUIRING[op][name]
 
 
-NEEDED = [name.split() for name in ("q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin")]
+NEEDED = {
+    "rotate_qk": ["q", "k", "q k", "cos", "sin", "cos sin", "q cos", "k sin", "q k sin"],
+    "norm_rotate_qk": ["q", "k q_norm_weight", "k_norm_weight", "q k q_norm_weight k_norm_weight"],
+}
 
 
 @pytest.mark.parametrize("used", ["q", "k", "qk"])
-@pytest.mark.parametrize("needed", NEEDED, ids="+".join)
-def test_backward_computes_only_the_gradients_that_are_needed(needed, used, device):
+@pytest.mark.parametrize("op, needed", [(op, names) for op, needed in NEEDED.items() for names in needed])
+def test_backward_computes_only_the_gradients_that_are_needed(op, needed, used, device):
     """The loss may use one output only, and some inputs may be frozen.
 
     The gradients that are needed have the same bits as the operators give. No other gradient is computed.
     """
-    q, k, *tables = (torch.randn(s, device=device) for s in ((2, 4, 3, 8), (2, 4, 1, 8), (4, 4), (4, 4)))
-    inputs = {"q": q, "k": k, "cos": tables[0], "sin": tables[1]}
-    leaves = {name: t.clone().requires_grad_(name in needed) for name, t in inputs.items()}
-    outs = dict(zip("qk", rope.rotate_qk(**leaves, attention_factor=1.3), strict=True))
+    inputs, flags = call_of(op, device), {"attention_factor": 1.3}
+    leaves = {name: t.clone().requires_grad_(name in needed.split()) for name, t in inputs.items()}
+    with Calls() as calls:
+        outs = dict(zip("qk", getattr(rope, op)(**leaves, **flags), strict=True))
+    assert calls.names == [f"rope::{op}"]
     given = {name: torch.randn_like(outs[name]) for name in used}
     of = [name for name in used if outs[name].requires_grad]
     with Calls() as calls:
         torch.autograd.backward([outs[name] for name in of], [given[name] for name in of])
-    rotated = len(set(needed) & set(used))  # the gradients that backward rotates: those of q, k or both
-    assert [name for name in calls.names if name.startswith("rope::rotate")] == (
-        [f"rope::rotate{'_qk' * (rotated - 1)}"] if rotated else []
-    )
-    pairs = [*given.values(), None][:2] + [*(inputs[name] for name in used), None][:2]
-    by_table = rope._rotate_table_backward(*pairs, *tables, attention_factor=1.3)
-    expected = dict(zip(("cos", "sin"), by_table, strict=True))
-    expected |= {name: rope.rotate(given[name], *tables, attention_factor=1.3, inverse=True) for name in used}
+    names = [name for name in calls.names if name.startswith("rope::")]
+    if "norm" in op:
+        assert names == ["rope::_norm_rotate_qk_backward"] * bool(of)
+        gradients = [given.get(name, torch.zeros_like(outs[name])) for name in "qk"]
+        expected = rope._norm_rotate_qk_backward(*gradients, **inputs, **flags)
+        expected = {name: g for name, g in zip(inputs, expected, strict=False) if name[0] in used}
+    else:
+        rotated = len({*needed.split()} & {*used})  # the gradients that backward rotates: those of q, k or both
+        of_tables = ["rope::_rotate_table_backward"] * ("cos" in needed or "sin" in needed)
+        assert names == [f"rope::rotate{'_qk' * (rotated - 1)}"] * bool(rotated) + of_tables
+        tables = inputs["cos"], inputs["sin"]
+        pairs = [*given.values(), None][:2] + [*(inputs[name] for name in used), None][:2]
+        expected = dict(zip(("cos", "sin"), rope._rotate_table_backward(*pairs, *tables, **flags), strict=True))
+        expected |= {name: rope.rotate(given[name], *tables, **flags, inverse=True) for name in used}
     for name, leaf in leaves.items():
-        if name in needed and name in expected:
+        if leaf.requires_grad and name in expected:
             assert torch.equal(leaf.grad, expected[name])
         else:
             assert leaf.grad is None
@@ -328,7 +365,6 @@ FUNCTIONAL = {
     "rotate_qk_": "rope.rotate_qk",
     "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself",
 }
-EACH_WRITTEN = [(op, name) for op, names in IN_PLACE.items() for name in names]
 
 
 def negated(t):
@@ -338,21 +374,56 @@ def negated(t):
     return view
 
 
+@torch.inference_mode()
+def inference(t):
+    return t.clone()
+
+
+# Which tensors in-place operators refuse: how such a tensor is made, the error, the end of the message.
+REFUSED = {
+    "negated": (negated, NotImplementedError, "is a negated view but must not be one, .* resolve_neg"),
+    "inference": (inference, RuntimeError, "is an inference tensor but must be a normal tensor .* use {}$"),
+    "requires grad": (
+        lambda t: t.clone().requires_grad_() * 1,
+        RuntimeError,
+        "requires grad but must not, .* use {}, or torch.no_grad",
+    ),
+    "has a tangent": (
+        lambda t: fwAD.make_dual(t, torch.ones_like(t)),
+        RuntimeError,
+        "has a forward-mode tangent but must not, .* use {}$",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("source", ["table", "inv_freq"])
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_a_negated_view_is_read_correctly_and_never_written(op, device):
+def test_in_place_operators_refuse_tensors_before_anything_is_written(op, source, kind, device):
+    """Negated views and inference tensors may be read, and tensors that require grad may be written under no_grad."""
+    good, (make, error, message) = call_of(op, device, source), REFUSED[kind]
+    before = {n: t.clone() for n, t in good.items()}
+    for name in IN_PLACE[op] if kind in ("negated", "inference") else good:
+        with fwAD.dual_level():
+            a = good | {name: make(good[name])}
+            for context in (torch.enable_grad, torch.no_grad, torch.inference_mode)[: 3 if "tangent" in kind else 1]:
+                with context(), pytest.raises(error, match=f"rope.{op}: {name} {message.format(FUNCTIONAL[op])}"):
+                    getattr(rope, op)(**a)
+        if kind == "requires grad":
+            with torch.no_grad():
+                getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
+    assert all(torch.equal(t, before[n]) and t._version == 0 for n, t in good.items())
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_a_negated_view_is_read_correctly(op, device):
     good = call_of(op, device)
     expected = {n: t.clone() for n, t in good.items()}
     getattr(rope, op)(**expected)
-    message = "is a negated view but must not be one, .* resolve_neg"
-    for name in good:
-        a = {n: t.clone() for n, t in good.items()}
-        if name not in IN_PLACE[op]:
-            getattr(rope, op)(**a | {name: negated(a[name])})
-            assert all(torch.equal(a[n], expected[n]) for n in IN_PLACE[op])
-            continue
-        with pytest.raises(NotImplementedError, match=f"rope.{op}: {name} {message}"):
-            getattr(rope, op)(**a | {name: negated(a[name])})
-        assert all(torch.equal(t, good[n]) and t._version == 0 for n, t in a.items())
+    for name in good.keys() - {*IN_PLACE[op]}:
+        a = {n: t.clone() for n, t in good.items()} | {name: negated(good[name])}
+        getattr(rope, op)(**a)
+        assert all(torch.equal(a[n], expected[n]) for n in IN_PLACE[op])
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
@@ -364,41 +435,6 @@ def test_an_in_place_operator_bumps_the_version_of_what_it_writes(op, device):
         assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[op] else 0 for n in a}
     with torch.inference_mode():  # inference tensors have no version, and the operator takes them
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
-
-
-@pytest.mark.parametrize("source", ["table", "inv_freq"])
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_operators_refuse_gradients_and_tangents(op, source, device):
-    good = call_of(op, device, source)
-    before = {n: t.clone() for n, t in good.items()}
-    for name in good:
-        a = good | {name: good[name].clone().requires_grad_() * 1}
-        message = f"rope.{op}: {name} requires grad but must not, .* use {FUNCTIONAL[op]}, or torch.no_grad"
-        with pytest.raises(RuntimeError, match=message):
-            getattr(rope, op)(**a)
-        with torch.no_grad():
-            getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
-        message = f"rope.{op}: {name} has a forward-mode tangent but must not, .* use {FUNCTIONAL[op]}$"
-        with fwAD.dual_level():
-            a = good | {name: fwAD.make_dual(good[name], torch.ones_like(good[name]))}
-            for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-                with context(), pytest.raises(RuntimeError, match=message):
-                    getattr(rope, op)(**a)
-        assert all(torch.equal(t, before[n]) and t._version == 0 for n, t in good.items())
-
-
-@pytest.mark.parametrize("op, written", EACH_WRITTEN)
-def test_an_inference_tensor_is_refused_before_anything_is_written(op, written, device):
-    a = call_of(op, device)
-    with torch.inference_mode():  # the arguments that are only read may be inference tensors
-        read = {n: t.clone() for n, t in a.items() if n not in IN_PLACE[op]}
-        a |= read | {written: a[written].clone()}
-    before = {n: t.clone() for n, t in a.items()}
-    message = f"rope.{op}: {written} is an inference tensor but must be a normal tensor .* use {FUNCTIONAL[op]}$"
-    with pytest.raises(RuntimeError, match=message):
-        getattr(rope, op)(**a)
-    assert all(torch.equal(t, before[n]) for n, t in a.items())
-    assert all(a[n]._version == 0 for n in IN_PLACE[op] if n != written)
 
 
 # ---- forward mode and torch.func ----
@@ -418,38 +454,54 @@ def test_a_tangent_is_rotated_like_x_with_grad_off_too(device):
 
 
 @pytest.mark.heart
-@pytest.mark.parametrize("source", ["table at positions [B,S]", "token shared", "head", "inv_freq at positions [S]"])
-def test_torch_func_agrees_with_plain_autograd(source, device):
-    """Every transform gives the gradients of plain autograd, with respect to q, k and the angles."""
-    angles, rotated = learned(source, True, device)
-    inputs = (*doubles(device, *shapes_for(source), requires_grad=False), *(t.detach() for t in angles))
-    every = tuple(range(len(inputs)))
+@pytest.mark.parametrize(
+    "source, norm",
+    [
+        ("table at positions [B,S]", "none"),
+        ("token shared", "each head"),
+        ("head", "none"),
+        ("inv_freq at positions [S]", "none"),
+        ("inv_freq", "over heads"),
+    ],
+)
+def test_torch_func_agrees_with_plain_autograd(source, norm, device):
+    """Every transform gives the gradients of plain autograd, with respect to q, k and the angles or weights."""
+    inputs, angles, function = call_in_float64(source, True, device, norm=norm)
+    every = tuple(range(len(inputs) - (angles if norm != "none" else 0)))
+    inputs = [t.detach() for t in inputs]
 
-    def loss(*inputs):
-        q, k = rotated(*inputs)
+    def loss(*varied):
+        q, k = function(*varied, *inputs[len(varied) :])
         return (q.sin() * k.cos()).sum()
 
-    leaves = [t.clone().requires_grad_() for t in inputs]
+    inputs_varied = tuple(inputs[: len(every)])
+    leaves = [t.clone().requires_grad_() for t in inputs_varied]
     expected = torch.autograd.grad(loss(*leaves), leaves)
-    tangents = tuple(torch.randn_like(t) for t in inputs)
+    tangents = tuple(torch.randn_like(t) for t in inputs_varied)
     for actual in (
-        torch.func.grad(loss, every)(*inputs),
-        torch.func.vjp(loss, *inputs)[1](torch.ones((), dtype=torch.float64, device=device)),
-        [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs))],
+        torch.func.grad(loss, every)(*inputs_varied),
+        torch.func.vjp(loss, *inputs_varied)[1](torch.ones((), dtype=torch.float64, device=device)),
+        [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs_varied))],
     ):
         torch.testing.assert_close(tuple(actual), expected)
     tangent = sum((x * y).sum() for x, y in zip(expected, tangents, strict=True))
-    torch.testing.assert_close(torch.func.jvp(loss, inputs, tangents)[1], tangent)
+    torch.testing.assert_close(torch.func.jvp(loss, inputs_varied, tangents)[1], tangent)
 
 
-@pytest.mark.parametrize("of", ["x", "sin", "inv_freq"])
-def test_every_nesting_of_forward_and_reverse_mode_gives_the_same_hessian(of, device):
-    """A transform inside plain autograd gives the same Hessian too."""
-    shapes = {"x": (1, 2, 1, 6), "cos": (1, 2, 2), "sin": (1, 2, 2), "inv_freq": (2,)}
-    call = dict(zip(shapes, doubles(device, *shapes.values(), requires_grad=False), strict=True))
-    call |= {"cos": None, "sin": None, "offset": 3} if of == "inv_freq" else {"inv_freq": None}
-    here = call.pop(of)
-    g = lambda t: rope.rotate(**call | {of: t}, attention_factor=1.3, interleaved=True).sin().sum()  # noqa: E731
+@pytest.mark.parametrize(
+    "source, norm, of",
+    [("token", "none", 0), ("token", "none", 3), ("inv_freq", "none", 2), ("inv_freq", "over heads", 2)],
+)
+def test_every_nesting_of_forward_and_reverse_mode_gives_the_same_hessian(source, norm, of, device):
+    """A transform inside plain autograd gives the same Hessian too. of: the number of the tensor that varies."""
+    inputs, _, function = call_in_float64(source, True, device, norm=norm)
+    inputs = [t.detach() for t in inputs]
+    here = inputs[of]
+
+    def g(t):
+        q, k = function(*inputs[:of], t, *inputs[of + 1 :])
+        return q.sin().sum() + k.cos().sum()
+
     hessian = torch.autograd.functional.hessian(g, here)
     for outer, inner in itertools.product((torch.func.jacfwd, torch.func.jacrev), repeat=2):
         torch.testing.assert_close(outer(inner(g))(here), hessian)

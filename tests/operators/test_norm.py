@@ -8,6 +8,7 @@ from cases import (
     ALL_CALLS,
     CALLS,
     DTYPES,
+    EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
     SLOW,
@@ -18,10 +19,12 @@ from cases import (
     make_qk,
     many,
     name_of,
+    on_gpu,
 )
 from oracle import assert_close, limits, numpy_of, rotate, ulp
 
 import torch_rope
+from torch_rope import reference
 
 rope = torch.ops.rope
 norm_rotate_qk = rope.norm_rotate_qk
@@ -66,11 +69,12 @@ def make_case(case, device):
     return *make(case["size"], case["source"], (case["q"], case["k"]), dtype, device, kinds, **more), options
 
 
-def assert_right(outs, tensors, angles, norm_eps, **options):
+def assert_right(outs, tensors, angles, norm_eps, error_of_angles=0.0, **options):
     for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
         assert out.dtype == x.dtype and out.shape == x.shape
         expected = rotate(x, **angles, **options, norm_weight=w, norm_eps=norm_eps)
-        assert_close(out, expected, *limits(x.dtype, angles, norm=True))
+        ulps, plus = limits(x.dtype, angles, norm=True)
+        assert_close(out, expected, ulps, plus + error_of_angles)
 
 
 def assert_same(a, b):
@@ -131,13 +135,15 @@ def test_the_result_is_within_ulps_of_the_oracle(case, device):
     assert_same(tensors, before)
     for x, out in zip(tensors, outs, strict=False):
         assert out.stride() == torch.empty_like(x).stride()
-    assert_same(torch_rope.norm_rotate_qk(*tensors, **angles, **options), outs)
+    if not on_gpu(device):
+        outs = reference.norm_rotate_qk(*tensors, **angles, **options)
+        assert_right(outs, tensors, angles, **options, error_of_angles=2.0**-45)
 
 
 @pytest.mark.parametrize("dtype, interleaved", list(zip(DTYPES, [False, True] * 2, strict=True)), ids=str)
 def test_every_head_dim_is_accurate(dtype, interleaved, device):
     """head_dim may be odd, and any number of pairs is rotated."""
-    for head_dim in (*range(1, 132, 3), 255, 256, 257, 1000):
+    for head_dim in (*range(1, 132, 1 if EXHAUSTIVE else 10), 255, 256, 257, 1000):
         rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
         size = (1, 3, 2, 1, head_dim, rotary_dim)
         tensors, angles = make(size, SOURCES[7], ("bshd", "packed"), dtype, device, over_heads=head_dim % 2 == 0)
@@ -222,7 +228,7 @@ def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interl
 @pytest.mark.parametrize("head_dim, over_heads, dtype", [(128, False, torch.bfloat16), (100, True, torch.float32)])
 def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype, device):
     """The bits do not depend on the number of threads either."""
-    seq = many(1500, device)
+    seq = many(800, device)
     size = (2, seq, 8, 2, head_dim, head_dim)
     (q, k, *weights), angles = make(size, Source("inv_freq"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
     whole = norm_rotate_qk(q, k, *weights, **angles)
@@ -232,16 +238,6 @@ def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype,
         assert_same(outs, [t[:, piece] for t in whole])
     for _ in each_number_of_threads():
         assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
-
-
-def test_expanded_inputs_are_read(device):
-    """A tensor that is only read may have stride 0: here one head is expanded to four, and one weight to all channels."""
-    one, w = torch.randn(2, 5, 1, 16, device=device), torch.rand(16, device=device)
-    freq = torch_rope.inv_freq(16, device=device)
-    many, equal = one.expand(2, 5, 4, 16), w[:1].expand(16)
-    outs = norm_rotate_qk(many, many, equal, w, inv_freq=freq)
-    assert_same(outs, norm_rotate_qk(many.contiguous(), many.contiguous(), equal.contiguous(), w, inv_freq=freq))
-    assert outs[0].stride() == torch.empty_like(many).stride()
 
 
 # ---- corners ----

@@ -1,6 +1,5 @@
-"""Tests the gradients of cos and sin (learned tables and frequencies), and axial_cos_sin."""
+"""Tests the gradients of cos and sin (learned tables), and of inv_freq."""
 
-import numpy as np
 import pytest
 import torch
 from cases import (
@@ -19,6 +18,7 @@ from cases import (
 )
 from oracle import numpy_of, table_backward, ulp
 
+rope = torch.ops.rope
 TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
 
 
@@ -34,7 +34,7 @@ def make(size, source, layouts, with_k, dtype, device, table_dtype, start="first
 def call(given, x, angles, flags):
     """Returns (the gradient of cos, the gradient of sin)."""
     pairs = [t for both in (given, x) for t in (*both, None)[:2]]
-    return torch.ops.rope._rotate_table_backward(*pairs, **angles, **flags)
+    return rope._rotate_table_backward(*pairs, **angles, **flags)
 
 
 def assert_sums(actual, expected, magnitudes, arithmetic, terms):
@@ -119,69 +119,21 @@ def test_positions_at_the_end_of_int64_with_an_offset_are_right(device):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (2, 3, 2, 0)], ids=str)
-@pytest.mark.parametrize("kind", ["table", "token", "token shared"])
-def test_gradients_of_empty_tensors_are_zero(shape, kind, device):
-    x = torch.randn(shape, device="cpu").to(device)
-    rows = {"table": (9,), "token": shape[:2], "token shared": (1, shape[1])}[kind]
-    cos = torch.ones(*rows, shape[-1] // 2).to(device)
+@pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)
+@pytest.mark.parametrize("of", ["table", "token", "token shared", "norm", "norm over heads"])
+def test_gradients_of_empty_tensors_are_zero(shape, of, device):
+    """The gradients are those of tables, or of the weights of a norm."""
+    x, rows = torch.randn(shape, device=device), {"token": (1, *shape)[-4:-2], "token shared": (1, shape[-3])}
+    cos = torch.ones(*rows.get(of, (9,)), shape[-1] // 2, device=device)
+    weight = torch.ones(shape[-2:] if "over" in of else shape[-1:], device=device)
     for _ in range(3):  # the results get memory that held NaN before
-        left = [torch.full_like(cos, torch.nan) for _ in range(5)]
+        left = [torch.full_like(t, torch.nan) for t in (cos, weight) * 3]
         del left
-        for out in torch.ops.rope._rotate_table_backward(x, x, x, x, cos, cos):
-            assert out.shape == cos.shape and not out.any()
-
-
-# ---- positions of several axes ----
-
-AXES = {
-    # name: (number of axes, function of the number of pairs -> the axis of each pair)
-    "one": (1, lambda n: torch.zeros(n, dtype=torch.long)),
-    "sections": (3, lambda n: torch.arange(n).clamp(max=2 * (n // 3) + 1) // (n // 3 + 1)),  # Qwen2-VL
-    "alternating": (3, lambda n: torch.arange(n) % 3),  # Qwen3-VL
-    "halves": (2, lambda n: (torch.arange(n) >= n // 2).long()),  # vision's axial RoPE
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32])
-@pytest.mark.parametrize("axes", AXES)
-def test_a_pair_with_one_axis_has_the_values_of_cos_sin(axes, dtype, device):
-    """They are equal bit for bit to those of cos_sin for the position on that axis."""
-    count, axis_of = AXES[axes]
-    freq = torch.logspace(0, -5, 24)
-    axis = axis_of(24)
-    mixed = torch.zeros(count, 24).scatter_(0, axis[None], freq[None]).to(device)
-    limit = 250 if dtype == torch.uint8 else 2**24
-    positions = torch.randint(0, limit, (count, 5, 40)).to(dtype).to(device)
-    for more in ({}, {"attention_factor": 1.3, "dtype": torch.bfloat16}):
-        outs = torch.ops.rope.axial_cos_sin(positions, mixed, **more)
-        for out, all_axes in zip(outs, torch.ops.rope.cos_sin(positions, freq.to(device), **more), strict=True):
-            assert out.shape == (5, 40, 24) and out.dtype == more.get("dtype", torch.float32)
-            assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("axes, parts, pairs", [(0, 1, 9), (2, 1, 9), (3, 1, 3000), (40, 1, 9), (1, 2, 9), (3, 2, 9)])
-def test_angles_are_sums_over_the_axes(axes, parts, pairs, dtype, device):
-    """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis. A frequency may be a sum of two parts."""
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
-    tokens = 2000 if pairs < 1000 else 10
-    positions = torch.randint(-(2**20), 2**20, (axes, tokens)).to(device)
-    positions[:, tokens // 2 :] %= 50  # few turns, so that the rounding of the sum over axes matters
-    freq = torch.rand(parts, axes, pairs, dtype=dtype if parts == 1 else torch.float32, device="cpu")
-    freq[1:] *= 2.0**-25
-    freq = freq.to(device).mT.contiguous().mT  # with other strides
-    exact = numpy_of(freq, np.longdouble).sum(0)
-    freq = freq if parts == 2 else freq[0]
-    angle = (numpy_of(positions, np.longdouble)[..., None] * exact[:, None]).sum(0)
-    tables = torch.ops.rope.axial_cos_sin(positions, freq, dtype=dtype)
-    for out, exact in zip(tables, (np.cos(angle), np.sin(angle)), strict=True):
-        limit = 5e-7 if dtype == torch.float32 else 1e-11
-        assert np.max(abs(numpy_of(out, np.longdouble) - exact)) <= limit
-
-
-# ---- gradients of frequencies and positions ----
+        if "norm" in of:
+            gradients, like = rope._norm_rotate_qk_backward(x, x, x, x, weight, weight, cos, cos)[2:], weight
+        else:
+            gradients, like = rope._rotate_table_backward(x, x, x, x, cos, cos), cos
+        assert all(torch.equal(g, torch.zeros_like(like)) for g in gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -197,7 +149,7 @@ def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     flags = {"interleaved": interleaved, "inverse": not interleaved, "attention_factor": 1.3}
     given, x, angles = make(size, source, ["bshd", "bhsd", "packed", "sbhd"], True, dtype, device, torch.float32)
     freq = angles["inv_freq"].detach().requires_grad_()
-    outs = torch.ops.rope.rotate_qk(*x, **angles | {"inv_freq": freq}, **flags)
+    outs = rope.rotate_qk(*x, **angles | {"inv_freq": freq}, **flags)
     torch.autograd.backward(outs, given)
 
     positions = angles.get("positions", torch.arange(seq)).cpu().expand(batch, seq) + angles.get("offset", 0)
