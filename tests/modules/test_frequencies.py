@@ -263,15 +263,14 @@ def test_parameters_of_other_engines_translate_as_documented():
 
 
 def test_default_device_and_dtype_of_torch_do_not_matter():
+    expected = frequencies.from_config(PHI_3_5)
     with torch.device("meta"):
         torch.set_default_dtype(torch.float16)
         try:
-            found = [frequencies.from_config(*case[:3]) for case in REAL.values()]
+            found = frequencies.from_config(PHI_3_5)
         finally:
             torch.set_default_dtype(torch.float32)
-    for case, inside in zip(REAL.values(), found, strict=True):
-        assert inside.inv_freq.device.type == "cpu"
-        assert_same(inside, frequencies.from_config(*case[:3]))
+    assert_same(found, expected)
 
 
 # ---- errors ----
@@ -298,24 +297,17 @@ POSITIVE = "a positive number"
         ("linear", "factor", 0, POSITIVE),
         ("ntk", "factor", 0.5, "at least 1"),
         ("ntk", "rotary_dim", 2, "an integer above 2"),
-        ("ntk", "base", 0, POSITIVE),
-        ("dynamic", "factor", 0.5, "at least 1"),
-        ("dynamic", "original_max_position", 0, POSITIVE),
         ("yarn", "factor", 0.5, "a number that is at least 1"),
         ("yarn", "base", 1, "more than 1"),
-        ("yarn", "original_max_position", 0, POSITIVE),
         ("yarn", "beta_fast", 0, POSITIVE),
         ("yarn", "beta_slow", 33.0, "at most beta_fast, which is 32.0"),
         ("yarn", "attention_factor", -1.0, POSITIVE),
-        ("longrope", "rotary_dim", -2, "a positive integer"),
         ("longrope", "original_max_position", 1, "more than 1"),
         ("longrope", "factor", None, "a number unless attention_factor is given"),
-        ("llama3", "factor", 0.5, "a number that is at least 1"),
         ("llama3", "high_freq_factor", 0.5, "at least low_freq_factor, which is 1.0"),
         ("llama3", "low_freq_factor", 0, POSITIVE),
         ("proportional", "head_dim", 63, "an even number"),
         ("proportional", "partial_rotary_factor", -0.5, "a number in [0, 1]"),
-        ("proportional", "factor", 0, POSITIVE),
     ],
 )
 def test_a_wrong_argument_raises_an_error(kind, name, value, message):
@@ -354,7 +346,6 @@ PHI_OF_TWO_FACTORS = rescaled(PHI_3_5, short_mscale=1.0, long_mscale=1.25)
         (GEMMA_3, "local", "layer_type is 'local' but must be one of 'full_attention', 'sliding_attention'"),
         (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
         ("config.json", None, "config is 'config.json' but must be a dict, or a config object of transformers"),
-        (7, None, "config is 7 but must be a dict, or a config object of transformers, which AutoConfig.from_pretr"),
         ({"model_type": "llama", "num_attention_heads": 4}, None, f"hidden_size {UNLESS}"),
         ({"hidden_size": 256, "rope_theta": 1e4}, None, f"num_attention_heads {UNLESS}"),
         (UNHEARD_OF, None, "model_type is 'unheard_of' but must be that of a model that rotates: the config has none"),

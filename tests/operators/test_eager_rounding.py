@@ -29,14 +29,6 @@ def on_cpu(values):
     return {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in values.items()}
 
 
-def make(case, device):
-    """Returns q, k, the arguments for the angles, and the flags of a call."""
-    table_dtype = torch.float32 if case["tables"] == "float32" else case["dtype"]
-    q, k, angles = make_qk(device, **case, table_dtype=table_dtype)
-    flags = {name: case[name] for name in ("attention_factor", "interleaved", "inverse")}
-    return q, k, angles, flags | {"eager_rounding": True}
-
-
 def tables_of(angles, x):
     """Returns the angles with tables instead of inv_freq, made by the back end of x. The reference computes frequencies
     in float64, and their cos and sin may differ in the last bit."""
@@ -52,35 +44,25 @@ def tables_of(angles, x):
 
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS), ids=name_of)
-def test_the_bits_are_those_of_plain_operators(case, device):
-    q, k, angles, flags = make(case, device)
-    plain = on_cpu(tables_of(angles, q))
-    expected = [reference.rotate(x.cpu(), **plain, **flags) for x in (q, k)]
-    found = rope.rotate_qk(q, k, **angles, **flags)
-    for f, e in zip(found, expected, strict=True):
-        assert torch.equal(f.cpu(), e)
-    assert torch.equal(rope.rotate(q, **angles, **flags), found[0])
-    rope.rotate_qk_(q, k, **angles, **flags)
-    assert torch.equal(q, found[0]) and torch.equal(k, found[1])
-
-
-@pytest.mark.parametrize("case", covering(FACTORS), ids=name_of)
-def test_gradients_have_the_bits_of_autograd_through_plain_operators(case, device):
+def test_results_and_gradients_have_the_bits_of_plain_operators(case, device):
     """The second derivative too: the gradient of the gradient with respect to the gradient that comes in."""
-    q, k, angles, flags = make(case, device)
-    given = [torch.randn_like(x.cpu().double()).to(x.dtype) for x in (q, k)]
-    expected = []
-    for x, g in zip((q, k), given, strict=True):
-        x, g = x.detach().cpu().requires_grad_(), g.clone().requires_grad_()
-        out = reference.rotate(x, **on_cpu(tables_of(angles, q)), **flags)
-        (gradient,) = torch.autograd.grad(out, x, g, create_graph=True)
-        expected += [gradient.detach(), torch.autograd.grad(gradient, g, g.detach())[0]]
-    xs = [x.detach().requires_grad_() for x in (q, k)]
-    gs = [g.to(device).requires_grad_() for g in given]
-    found = torch.autograd.grad(rope.rotate_qk(*xs, **angles, **flags), xs, gs, create_graph=True)
-    again = torch.autograd.grad(found, gs, [g.detach() for g in gs])
-    for f, e in zip((found[0], again[0], found[1], again[1]), expected, strict=True):
-        assert torch.equal(f.cpu(), e)
+    table_dtype = torch.float32 if case["tables"] == "float32" else case["dtype"]
+    q, k, angles = make_qk(device, **case, table_dtype=table_dtype)
+    flags = {name: case[name] for name in ("attention_factor", "interleaved", "inverse")} | {"eager_rounding": True}
+    given = [torch.randn(x.shape, dtype=torch.float64).to(x.dtype) for x in (q, k)]
+    derivatives = []
+    for functions, to, tables in (rope, device, angles), (reference, "cpu", on_cpu(tables_of(angles, q))):
+        xs = [x.detach().to(to).requires_grad_() for x in (q, k)]
+        gs = [g.to(to).requires_grad_() for g in given]
+        outs = functions.rotate_qk(*xs, **tables, **flags)
+        gradients = torch.autograd.grad(outs, xs, gs, create_graph=True)
+        derivatives.append([*outs, *gradients, *torch.autograd.grad(gradients, gs, [g.detach() for g in gs])])
+    for found, expected in zip(*derivatives, strict=True):
+        assert torch.equal(found.cpu(), expected)
+    (q_out, k_out, *_), _ = derivatives
+    assert torch.equal(rope.rotate(q, **angles, **flags), q_out)
+    rope.rotate_qk_(q, k, **angles, **flags)
+    assert torch.equal(q, q_out) and torch.equal(k, k_out)
 
 
 # ---- with a norm ----
@@ -108,30 +90,25 @@ NORM_FACTORS = {name: values for name, values in FACTORS.items() if name != "inv
 
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(NORM_FACTORS, interacting=LOOPS), ids=name_of)
-def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sum(case, device):
+def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sums(case, device):
+    """Few elements of a 16-bit gradient have other bits, and these are neighbours."""
     tensors, angles, flags = make_case(case, device)
-    found = rope.norm_rotate_qk(*tensors, **angles, **flags, eager_rounding=True)
-    plain = on_cpu(tables_of(angles, tensors[0]))
-    del flags["norm_eps"]
-    for x, w, f in zip(tensors[:2], tensors[2:], found, strict=True):
+    norm_eps, plain = flags.pop("norm_eps"), on_cpu(tables_of(angles, tensors[0]))
+    flags["eager_rounding"] = True
+    inputs = [t.detach().requires_grad_() for t in tensors]
+    results = rope.norm_rotate_qk(*inputs, **angles, **flags, norm_eps=norm_eps)
+    for x, w, out in zip(tensors[:2], tensors[2:], results, strict=True):
         right = [
-            (reference.rotate(n, **plain, **flags, eager_rounding=True) == f.cpu()).flatten(-w.dim()).all(-1)
-            for n in candidates(x.cpu(), w.cpu(), case["norm_eps"])
+            (reference.rotate(n, **plain, **flags) == out.cpu()).flatten(-w.dim()).all(-1)
+            for n in candidates(x.cpu(), w.cpu(), norm_eps)
         ]
         assert torch.stack(right).any(0).all()
 
-
-@pytest.mark.parametrize("case", covering(NORM_FACTORS), ids=name_of)
-def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, device):
-    """Few elements of a 16-bit gradient have other bits, because sums have another order, and these are neighbours."""
-    tensors, angles, flags = make_case(case, device)
-    flags["eager_rounding"] = True
     leaves = [t.detach().cpu().requires_grad_() for t in tensors]
-    outs = reference.norm_rotate_qk(*leaves, **on_cpu(tables_of(angles, tensors[0])), **flags)
+    outs = reference.norm_rotate_qk(*leaves, **plain, **flags, norm_eps=norm_eps)
     given = [torch.randn_like(out.double()).to(out.dtype) for out in outs]
     expected = torch.autograd.grad(outs, leaves, given)
-    inputs = [t.detach().requires_grad_() for t in tensors]
-    found = torch.autograd.grad(rope.norm_rotate_qk(*inputs, **angles, **flags), inputs, [g.to(device) for g in given])
+    found = torch.autograd.grad(results, inputs, [g.to(device) for g in given])
     eps = torch.finfo(tensors[0].dtype).eps
     for i, (f, e) in enumerate(zip(found, expected, strict=True)):
         assert f.dtype == e.dtype
@@ -141,7 +118,7 @@ def test_gradients_of_a_norm_agree_with_autograd_through_plain_operators(case, d
             continue
         axes = (-2, -1)[-tensors[i + 2].dim() :]
         # A gradient of q or k is a difference of two terms of about this size, which may be much larger.
-        scale = torch.rsqrt(tensors[i].cpu().double().square().mean(axes, keepdim=True) + case["norm_eps"])
+        scale = torch.rsqrt(tensors[i].cpu().double().square().mean(axes, keepdim=True) + norm_eps)
         term = given[i].double().abs().amax(axes, keepdim=True) * leaves[i + 2].abs().amax() * scale
         assert ((f - e).abs() <= 8 * eps * term).all()
         if tensors[0].dtype in (torch.bfloat16, torch.float16):

@@ -151,22 +151,17 @@ def test_every_head_dim_is_accurate(dtype, interleaved, device):
         assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
 
-@pytest.mark.parametrize("head_dim, dtype", list(zip((16384, 1024, 768, 4096), DTYPES, strict=True)), ids=str)
-def test_wide_heads_of_equal_values_are_accurate(head_dim, dtype, device):
-    """This is the worst case of a long sum: the roundings of many equal squares all have one sign and add up."""
-    size = (1, 7, 4, 1, head_dim, head_dim)
-    (q, k, *weights), angles = make(size, SOURCES[2], ("bshd", "bshd"), dtype, device)
-    values = torch.tensor([1.2345, 0.7071, 1e-3, 77.7], device=device).to(dtype)[:, None]
-    tensors = [values.expand_as(q), values[:1].expand_as(k), *weights]
-    assert_right(norm_rotate_qk(*tensors, **angles), tensors, angles, 1e-6)
+# (head_dim for each dtype, heads of q, whether they are normalised together)
+LONG_SUMS = [((16384, 1024, 768, 4096), 4, False), *(((128, 64, 20, 256), heads, True) for heads in (1, 12, 65))]
 
 
-@pytest.mark.parametrize("heads", [1, 12, 65])
-@pytest.mark.parametrize("head_dim, dtype", list(zip((128, 64, 20, 256), DTYPES, strict=True)), ids=str)
-def test_every_number_of_heads_is_normalised_together(head_dim, dtype, heads, device):
-    """Half of the heads of q hold equal values, whose roundings all have one sign and add up."""
+@pytest.mark.parametrize("head_dims, heads, over_heads", LONG_SUMS)
+@pytest.mark.parametrize("number, dtype", list(enumerate(DTYPES)), ids=str)
+def test_long_sums_are_accurate(number, dtype, head_dims, heads, over_heads, device):
+    """Half of the heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
+    head_dim = head_dims[number]
     size = (1, 5, heads, heads // 3 + 1, head_dim, head_dim)
-    tensors, angles = make(size, SOURCES[2], ("bshd", "bhsd"), dtype, device, ("own", "float32"), over_heads=True)
+    tensors, angles = make(size, SOURCES[2], ("bshd", "bhsd"), dtype, device, ("own", "float32"), over_heads=over_heads)
     tensors[0][..., ::2, :] = 1.2345
     outs = norm_rotate_qk(*tensors, **angles)
     assert_right(outs, tensors, angles, 1e-6)

@@ -4,6 +4,8 @@ Slices of one tensor whose address ranges interleave, but which share no element
 test_errors.py.
 """
 
+import contextlib
+import functools
 import itertools
 
 import numpy as np
@@ -51,57 +53,44 @@ class RandomViews:
     def pick(self, n):
         return int(torch.randint(0, n, (), generator=self.generator))
 
-    def view(self, *sizes, apart=60):
+    def view(self, *sizes, apart):
         strides = [self.pick(60), self.pick(40), self.pick(20), 1 + self.pick(6)]
         return self.storage.as_strided(sizes, strides[-len(sizes) :], self.pick(apart))
 
-    def addresses(self, t):
-        return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
 
-    def share_exactly(self, a, b):
-        return not set(self.addresses(a)).isdisjoint(self.addresses(b))
-
-    def share_a_range(self, a, b):
-        a, b = self.addresses(a), self.addresses(b)
-        return min(a) <= max(b) and min(b) <= max(a)
-
-    def shares_with_itself(self, t):
-        addresses = self.addresses(t)
-        return len(set(addresses)) < len(addresses)
+def addresses(t):
+    return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
 
 
-def assert_error_if(shared, op, *args, **kwargs):
-    try:
-        op(*args, **kwargs)
-    except ValueError:
-        assert shared
-    else:
-        assert not shared
+def share_exactly(a, b):
+    return not set(addresses(a)).isdisjoint(addresses(b))
 
 
-def test_an_overlap_is_found_exactly():
-    """The sets of the elements' addresses say whether q and k overlap."""
+def share_a_range(a, b):
+    a, b = addresses(a), addresses(b)
+    return min(a) <= max(b) and min(b) <= max(a)
+
+
+@pytest.mark.parametrize("with_caches", [False, True])
+def test_an_overlap_is_found_by_the_addresses_of_the_elements(with_caches):
+    """q, k and v are compared with a cache by address ranges, all other tensors exactly. With caches the views lie further
+    apart, so that some calls are legal."""
     for seed in range(300):
         views = RandomViews(seed)
-        batch, seq, heads = 1 + views.pick(3), 1 + views.pick(4), 1 + views.pick(3)
-        q, k = views.view(batch, seq, heads, 2), views.view(batch, seq, 1 + views.pick(3), 2)
-        shared = views.shares_with_itself(q) or views.shares_with_itself(k) or views.share_exactly(q, k)
-        assert_error_if(shared, rope.rotate_qk_, q, k, inv_freq=torch.ones(1))
-
-
-def test_an_overlap_with_a_cache_is_found_by_address_ranges():
-    """q, k and v are compared with a cache by address ranges, all other tensors exactly. The views lie further apart than
-    in the previous test, so that some calls are legal."""
-    for seed in range(300):
-        views = RandomViews(seed)
-        batch, seq, heads = 1 + views.pick(2), 1 + views.pick(2), 1 + views.pick(2)
-        q, k, v = (views.view(batch, seq, h, 2, apart=500) for h in (1 + views.pick(2), heads, heads))
-        k_cache, v_cache = (views.view(batch, seq, heads, 2, apart=3000) for _ in "kv")
-        weight = views.view(2, apart=3000)
-        shared = any(views.shares_with_itself(t) for t in (q, k_cache, v_cache))
-        exactly = [(k_cache, v_cache), (q, k), (q, v), *((t, weight) for t in (q, k_cache, v_cache))]
-        shared = shared or any(views.share_exactly(*pair) for pair in exactly)
-        by_range = itertools.product((q, k, v), (k_cache, v_cache))
-        shared = shared or any(views.share_a_range(*pair) for pair in by_range)
-        weights = {"q_norm_weight": weight, "k_norm_weight": weight, "inv_freq": torch.ones(1)}
-        assert_error_if(shared, rope.rotate_into_cache_, q, k, v, k_cache, v_cache, **weights)
+        batch, seq, heads = 1 + views.pick(2), 1 + views.pick(3), 1 + views.pick(2)
+        apart, freq = 500 if with_caches else 60, torch.ones(1)
+        q, k, v = (views.view(batch, seq, h, 2, apart=apart) for h in (1 + views.pick(2), heads, heads))
+        written, exactly, by_range = [q, k], [(q, k)], []
+        call = functools.partial(rope.rotate_qk_, q, k, inv_freq=freq)
+        if with_caches:
+            caches = [views.view(batch, seq, heads, 2, apart=3000) for _ in "kv"]
+            weight = views.view(2, apart=3000)
+            written = [q, *caches]
+            exactly = [caches, (q, k), (q, v), *((t, weight) for t in written)]
+            by_range = itertools.product((q, k, v), caches)
+            call = functools.partial(rope.rotate_into_cache_, q, k, v, *caches, None, None, freq)
+            call = functools.partial(call, q_norm_weight=weight, k_norm_weight=weight)
+        shared = any(len({*addresses(t)}) < t.numel() for t in written)
+        shared |= any(share_exactly(*pair) for pair in exactly) or any(share_a_range(*pair) for pair in by_range)
+        with pytest.raises(ValueError) if shared else contextlib.nullcontext():
+            call()
