@@ -251,17 +251,6 @@ def test_partial_rotary_dim_rounds_down_and_may_be_odd():
     assert found.tolist() == pytest.approx(expected, rel=20 * U64, abs=0)
 
 
-def test_parameters_of_other_engines_translate_as_documented():
-    """The angle at a position is the one that akunu and ggml compute, as the docstring of the module says."""
-    position, freq_scale, base = 1000.0, 0.25, 10000.0
-    expected = [position * freq_scale / base ** (2 * i / 8) for i in range(4)]  # akunu
-    assert (position * frequencies.linear(8, base, factor=1 / freq_scale).inv_freq).tolist() == pytest.approx(expected)
-    factors = [1.0, 1.5, 4.0, 8.0]  # ggml
-    listed = {"short_factor": [1.0] * 4, "long_factor": factors, "attention_factor": 1.0, "original_max_position": 512}
-    divided = frequencies.default(8, base).inv_freq / torch.tensor(factors, dtype=torch.float64)
-    assert torch.equal(frequencies.longrope(8, base, **listed, long=True).inv_freq, divided)
-
-
 def test_default_device_and_dtype_of_torch_do_not_matter():
     expected = frequencies.from_config(PHI_3_5)
     with torch.device("meta"):

@@ -165,6 +165,7 @@ def test_buffers_are_never_cast(kind, max_position, device):
             assert t.data_ptr() == pointer and t.dtype == dtype and torch.equal(t, values), name_of_cast
 
 
+@pytest.mark.usefixtures("_memory_of_others")
 @each_of_few
 def test_buffers_are_not_saved_and_are_filled_again_after_to_empty(kind, max_position, device):
     """reset_parameters, which FSDP calls on a module that was on the meta device, fills them in place."""

@@ -157,7 +157,7 @@ def decision(op, name):
     ],
 )
 def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op, source, device):
-    """In-place operators have a test of their own, test_in_place_operators_refuse_gradients_and_tangents."""
+    """There are tangents with grad off too. In-place operators have a test of their own."""
     good, call = call_of(op, device, source), getattr(rope, op)
     for name in good:
         leaf = good[name].clone().requires_grad_()
@@ -171,7 +171,8 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
                 with pytest.raises(NotImplementedError, match=rf"rope.{op}: {name} has a forward-mode tangent"):
                     call(**dual)
                 continue
-            tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in outs_of(call(**dual))]
+            with torch.set_grad_enabled(name in ("x", "sin", "q_norm_weight")):
+                tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in outs_of(call(**dual))]
         outs = [out.exp().sum() for out in outs_of(call(**good | {name: leaf})) if out.requires_grad]
         given = decision(op, name) == "given"
         assert bool(outs) == any(t is not None and t.any() for t in tangents) == given, name
@@ -440,19 +441,6 @@ def test_an_in_place_operator_bumps_the_version_of_what_it_writes(op, device):
 # ---- forward mode and torch.func ----
 
 
-def test_a_tangent_is_rotated_like_x_with_grad_off_too(device):
-    """A call without tangents then skips the autograd function."""
-    q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 4, 1, 8, device=device)
-    freq, tangent = torch_rope.inv_freq(8, device=device), torch.randn_like(q)
-    expected = rope.rotate(tangent, inv_freq=freq)
-    with fwAD.dual_level(), torch.no_grad():
-        dual = fwAD.make_dual(q, tangent)
-        q_out, k_out = rope.rotate_qk(dual, k, inv_freq=freq)
-        for out in (rope.rotate(dual, inv_freq=freq), q_out):
-            assert torch.equal(fwAD.unpack_dual(out).tangent, expected)
-        assert fwAD.unpack_dual(k_out).tangent is None
-
-
 @pytest.mark.heart
 @pytest.mark.parametrize(
     "source, norm",
@@ -465,49 +453,40 @@ def test_a_tangent_is_rotated_like_x_with_grad_off_too(device):
     ],
 )
 def test_torch_func_agrees_with_plain_autograd(source, norm, device):
-    """Every transform gives the gradients of plain autograd, with respect to q, k and the angles or weights."""
+    """Every transform gives the derivatives of plain autograd, with respect to q, k and the angles or weights.
+
+    So does every nesting of forward and reverse mode, and a transform inside plain autograd.
+    """
     inputs, angles, function = call_in_float64(source, True, device, norm=norm)
-    every = tuple(range(len(inputs) - (angles if norm != "none" else 0)))
     inputs = [t.detach() for t in inputs]
+    varied = tuple(inputs if norm == "none" else inputs[:-angles])
+    every = tuple(range(len(varied)))
 
     def loss(*varied):
         q, k = function(*varied, *inputs[len(varied) :])
         return (q.sin() * k.cos()).sum()
 
-    inputs_varied = tuple(inputs[: len(every)])
-    leaves = [t.clone().requires_grad_() for t in inputs_varied]
+    def loss_of_last(t):
+        return loss(*varied[:-1], t)
+
+    leaves = [t.clone().requires_grad_() for t in varied]
     expected = torch.autograd.grad(loss(*leaves), leaves)
-    tangents = tuple(torch.randn_like(t) for t in inputs_varied)
     for actual in (
-        torch.func.grad(loss, every)(*inputs_varied),
-        torch.func.vjp(loss, *inputs_varied)[1](torch.ones((), dtype=torch.float64, device=device)),
-        [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in inputs_varied))],
+        torch.func.grad(loss, every)(*varied),
+        torch.func.vjp(loss, *varied)[1](torch.ones((), dtype=torch.float64, device=device)),
+        [g[0] for g in torch.func.vmap(torch.func.grad(loss, every))(*(t[None] for t in varied))],
     ):
         torch.testing.assert_close(tuple(actual), expected)
+    tangents = tuple(torch.randn_like(t) for t in varied)
     tangent = sum((x * y).sum() for x, y in zip(expected, tangents, strict=True))
-    torch.testing.assert_close(torch.func.jvp(loss, inputs_varied, tangents)[1], tangent)
+    torch.testing.assert_close(torch.func.jvp(loss, varied, tangents)[1], tangent)
 
-
-@pytest.mark.parametrize(
-    "source, norm, of",
-    [("token", "none", 0), ("token", "none", 3), ("inv_freq", "none", 2), ("inv_freq", "over heads", 2)],
-)
-def test_every_nesting_of_forward_and_reverse_mode_gives_the_same_hessian(source, norm, of, device):
-    """A transform inside plain autograd gives the same Hessian too. of: the number of the tensor that varies."""
-    inputs, _, function = call_in_float64(source, True, device, norm=norm)
-    inputs = [t.detach() for t in inputs]
-    here = inputs[of]
-
-    def g(t):
-        q, k = function(*inputs[:of], t, *inputs[of + 1 :])
-        return q.sin().sum() + k.cos().sum()
-
-    hessian = torch.autograd.functional.hessian(g, here)
+    last = leaves[-1]
+    hessian = torch.autograd.functional.hessian(loss_of_last, last.detach())
     for outer, inner in itertools.product((torch.func.jacfwd, torch.func.jacrev), repeat=2):
-        torch.testing.assert_close(outer(inner(g))(here), hessian)
-    leaf = here.clone().requires_grad_()
-    torch.func.grad(g)(leaf).sum().backward()
-    torch.testing.assert_close(leaf.grad, hessian.sum(dim=tuple(range(here.dim()))))
+        torch.testing.assert_close(outer(inner(loss_of_last))(last.detach()), hessian)
+    (gradient,) = torch.autograd.grad(torch.func.grad(loss_of_last)(last).sum(), last)
+    torch.testing.assert_close(gradient, hessian.sum(dim=tuple(range(last.dim()))))
 
 
 @pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])

@@ -46,9 +46,9 @@ def bits(t):
 
 
 def memory_of(t):
-    """Returns the address and the bits of all memory that t is a view of."""
+    """Returns a key and the bits of all memory that t is a view of. Empty tensors have no address of their own."""
     storage = t.untyped_storage()
-    return storage.data_ptr(), bits(t.as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
+    return (storage.data_ptr(), t.dtype), bits(t.as_strided((storage.nbytes() // t.element_size(),), (1,), 0))
 
 
 def garbage(shape, dtype):
@@ -162,7 +162,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
             assert_close(out[torch.from_numpy(known)], tuple(n[known] for n in by_oracle[-1]), *near)
 
     tensors = q, k, v, caches.k, caches.v
-    expected = {address: memory.clone() for address, memory in map(memory_of, tensors)}
+    expected = {key: memory.clone() for key, memory in map(memory_of, tensors)}
     right = [t.clone() for t in tensors]
     rope.rotate_into_cache_(*tensors, **given)
     if not on_gpu(str(q.device)):
@@ -196,8 +196,8 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
         values, error = (n.reshape(len(where), *n.shape[-2:])[written.numpy()] for n in (values, error))
         rounded = q.dtype if eager_rounding or scale is None else None
         assert_stored(found[cells].view(cache.dtype), values, error, rounded, scale, wide)
-    for address, memory in map(memory_of, tensors):
-        assert torch.equal(memory, expected[address])
+    for key, memory in map(memory_of, tensors):
+        assert torch.equal(memory, expected[key])
 
 
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------

@@ -158,11 +158,14 @@ LONG_SUMS = [((16384, 1024, 768, 4096), 4, False), *(((128, 64, 20, 256), heads,
 @pytest.mark.parametrize("head_dims, heads, over_heads", LONG_SUMS)
 @pytest.mark.parametrize("number, dtype", list(enumerate(DTYPES)), ids=str)
 def test_long_sums_are_accurate(number, dtype, head_dims, heads, over_heads, device):
-    """Half of the heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
+    """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     head_dim = head_dims[number]
     size = (1, 5, heads, heads // 3 + 1, head_dim, head_dim)
     tensors, angles = make(size, SOURCES[2], ("bshd", "bhsd"), dtype, device, ("own", "float32"), over_heads=over_heads)
-    tensors[0][..., ::2, :] = 1.2345
+    if over_heads:
+        tensors[0][..., ::2, :] = 1.2345
+    else:
+        tensors[0].copy_(torch.tensor([1.2345, 0.7071, 1e-3, 77.7])[:, None])
     outs = norm_rotate_qk(*tensors, **angles)
     assert_right(outs, tensors, angles, 1e-6)
     given = like(outs)
@@ -173,7 +176,13 @@ def test_long_sums_are_accurate(number, dtype, head_dims, heads, over_heads, dev
 # ---- the same bits ----
 
 
-ONE_HEAD = {"dtype": DTYPES, "head_dim": [128, 80, 7], "interleaved": [0, 1], "eager": [0, 1], "over_heads": [0, 1]}
+ONE_HEAD = {
+    "norm": ["none", "each head", "over heads"],
+    "dtype": DTYPES,
+    "head_dim": [128, 80, 7],
+    "interleaved": [False, True],
+    "eager_rounding": [False, True],
+}
 
 
 @pytest.mark.parametrize("case", covering(ONE_HEAD), ids=name_of)
@@ -182,41 +191,45 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
 
     It is the same in tensors of three dimensions and of four.
     """
-    dtype, head_dim, interleaved, eager, over_heads = case.values()
-    size, layouts = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), ("bshd", "bshd")
-    source = Source("table", offset=2)
-    (q, k, *weights), angles = make(size, source, layouts, dtype, device, over_heads=over_heads)
-    tables = angles["cos"], angles["sin"]
-    options = {"interleaved": bool(interleaved), "eager_rounding": bool(eager)}
-    whole = norm_rotate_qk(q, k, *weights, *tables, offset=2, **options)
+    norm, dtype, head_dim, interleaved, eager = case.values()
+    size, over_heads = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), norm == "over heads"
+    (q, k, *weights), angles = make(size, Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
+
+    def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
+        options = {**angles, "offset": offset, "interleaved": interleaved, "eager_rounding": eager}
+        return (
+            rope.rotate_qk(q, k, **options) if norm == "none" else norm_rotate_qk(q, k, q_weight, k_weight, **options)
+        )
+
+    whole = call(q, k)
     for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
-        x, y = (f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))
-        assert_same(norm_rotate_qk(x, y, *weights, *tables, offset=2, **options), whole)
+        assert_same(call(*(f(t.shape, dtype, device).copy_(t) for f, t in ((q_layout, q), (k_layout, k)))), whole)
     for token, head in (0, 1), (4, 0):
         here = (slice(1, 2), slice(token, token + 1), slice(None) if over_heads else slice(head, head + 1))
-        alone = norm_rotate_qk(q[here], k[here], *weights, *tables, offset=2 + token, **options)
-        assert_same(alone, [t[here] for t in whole])
-    assert_same(norm_rotate_qk(q[1], k[1], *weights, *tables, offset=2, **options), [t[1] for t in whole])
+        assert_same(call(q[here], k[here], offset=2 + token), [t[here] for t in whole])
+    assert_same(call(q[1], k[1]), [t[1] for t in whole])
     # q has the same bits with another k, and if it is passed as k.
-    assert torch.equal(norm_rotate_qk(q, q, weights[0], weights[0], *tables, offset=2, **options)[1], whole[0])
+    assert torch.equal(call(q, q, k_weight=weights[0])[1], whole[0])
 
 
+@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interleaved, device):
+def test_a_pair_has_the_same_bits_in_a_vector_loop_and_in_its_tail(dtype, interleaved, norm, device):
     """Fewer rotated pairs move the end of the vector loop.
 
     The values are small integers, whose sum of squares is exact, so a head may be put into another order.
     """
     tensors, angles = make((2, 9, 3, 1, 128, 128), SOURCES[0], ("bshd", "bshd"), dtype, device)
-    tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors]
-    whole = norm_rotate_qk(*tensors, **angles, interleaved=interleaved)
+    tensors = [torch.randint(-9, 10, t.shape, device=device).to(t.dtype) for t in tensors[: 4 if norm else 2]]
+    function = norm_rotate_qk if norm else rope.rotate_qk
+    whole = function(*tensors, **angles, interleaved=interleaved)
     for pairs in (1, 3, 13, 31):
         order = torch.arange(128, device=device)
         if not interleaved:  # the first pairs come first
             order = torch.cat([order[:pairs], order[64 : 64 + pairs], order[pairs:64], order[64 + pairs :]])
         tables = [angles[name][:, :pairs] for name in ("cos", "sin")]
-        outs = norm_rotate_qk(*(t[..., order] for t in tensors), *tables, interleaved=interleaved)
+        outs = function(*(t[..., order] for t in tensors), *tables, interleaved=interleaved)
         assert_same([t[..., : 2 * pairs] for t in outs], [t[..., order[: 2 * pairs]] for t in whole])
 
 

@@ -7,9 +7,7 @@ import torch
 from cases import (
     ALL_CALLS,
     CALLS,
-    DTYPES,
     KERNELS,
-    LAYOUTS,
     Source,
     covering,
     each_number_of_threads,
@@ -58,29 +56,6 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     assert torch.equal(q, q_out) and torch.equal(k, k_out)
     torch.ops.rope.rotate_(q_before, **angles, **options)
     assert torch.equal(q_before, q_out)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_an_element_has_the_same_bits_in_any_call(dtype, interleaved, device):
-    """A result does not depend on the layout, on other heads and tokens, or on which lane of a vector computes it."""
-    q, _, angles = make_qk(device, (2, 8, 6, 1, 128, 128), Source("table", offset=2), dtype=dtype)
-    whole = torch.ops.rope.rotate(q, **angles, interleaved=interleaved)
-    for name, layout in LAYOUTS.items():
-        x = layout(q.shape, dtype, device).copy_(q)
-        assert torch.equal(torch.ops.rope.rotate(x, **angles, interleaved=interleaved), whole), name
-    tables = angles["cos"], angles["sin"]
-    for token in (0, 7):
-        here = (slice(None), slice(token, token + 1), slice(3, 4))
-        one = torch.ops.rope.rotate(q[here], *tables, offset=2 + token, interleaved=interleaved)
-        assert torch.equal(one, whole[here])
-    for pairs in (1, 3, 13, 31):  # the first pairs only, so that other pairs form vectors and some are left over
-        if interleaved:
-            x, expected = q[..., : 2 * pairs], whole[..., : 2 * pairs]
-        else:
-            x, expected = (torch.cat([t[..., :pairs], t[..., 64 : 64 + pairs]], -1) for t in (q, whole))
-        part = torch.ops.rope.rotate(x, *(t[:, :pairs] for t in tables), offset=2, interleaved=interleaved)
-        assert torch.equal(part, expected)
 
 
 @pytest.mark.cpu
