@@ -117,17 +117,6 @@ def test_float64_tables_have_float64_precision(device):
     assert max(t.abs().max() for t in huge) <= 1 + 1e-15
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3])
-def test_a_pair_with_one_axis_has_the_bits_of_cos_sin(axes, device):
-    freq, axis = torch.logspace(0, -5, 24), torch.randint(axes, (24,))
-    mixed = torch.zeros(axes, 24).scatter_(0, axis[None], freq[None]).to(device)
-    positions = torch.randint(0, 2**24, (axes, 5, 40)).to(device)
-    for more in ({}, {"attention_factor": 1.3, "dtype": torch.bfloat16}):
-        outs = torch.ops.rope.axial_cos_sin(positions, mixed, **more)
-        for out, all_axes in zip(outs, torch.ops.rope.cos_sin(positions, freq.to(device), **more), strict=True):
-            assert torch.equal(out.cpu(), all_axes.cpu().gather(0, axis.expand(1, 5, 40, 24))[0])
-
-
 def test_inv_freq_is_computed_in_float64():
     exact = torch.tensor([1e6 ** (-2 * i / 128) for i in range(64)], dtype=torch.float64)
     torch.testing.assert_close(torch_rope.inv_freq(128, 1e6), exact, rtol=3e-16, atol=0)

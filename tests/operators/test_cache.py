@@ -184,7 +184,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
             target[cells] = bits(x).flatten(0, -3)[written]
             continue
         target[cells] = found[cells]
-        values = numpy_of(x, np.longdouble)
+        values = numpy_of(x, np.longdouble if norm_v else np.float64)
         error = np.zeros_like(values)
         if norm_v:
             values /= np.sqrt((values**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + norm.get("norm_eps", 1e-6))
@@ -298,7 +298,8 @@ CASES = covering(FACTORS, allowed, interacting=[*KERNELS[1:], ("cache", "slots",
 # (size, heads and head_dim of v): k has no heads, no channels, or fewer of them than v.
 OF_V = [((2, 5, 4, 0, 32, 16), (3, 32)), ((2, 5, 4, 2, 32, 16), (2, 72)), ((2, 5, 4, 1, 0, 0), (1, 2060))]
 CASES += [
-    case | {"size": size, "source": SOURCES[8], "v_shape": v_shape, "slots": "int64 [B,S]", "dims": 4}
+    case
+    | {"size": size, "source": SOURCES[8], "v_shape": v_shape, "slots": "int64 [B,S]", "dims": 4, "weights": "none"}
     for case, (size, v_shape) in zip(CASES, OF_V * 2, strict=False)
 ]
 

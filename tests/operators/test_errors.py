@@ -1,12 +1,16 @@
-"""Tests of every error that the operators document: its type and its message, for real tensors, for fake tensors and
-under torch.compile. A call that raises an error writes nothing. See also test_overlap.py.
+"""Tests of every error that the operators document: its type and its message, for real and for fake tensors. A call that
+raises an error writes nothing. For errors under torch.compile see tests/pytorch/test_compile.py.
 
 All messages have one form: `rope.rotate: x is int64 but must be float16, bfloat16, float32 or float64`.
 """
 
+import contextlib
+import functools
+import itertools
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from cases import OPERATORS, checks_ranges, schema_of, supported
@@ -197,7 +201,6 @@ k_scale=ones(1) -> k_scale is given but must be None, because k_cache is float32
 **int8 | scales | three_heads | dict(k_scale=ones(1, H)) -> k_scale has shape [1, 3] but must have one element, or
 k_cache=ones(20, D) -> k_cache has shape [20, 16] but must have shape [blocks, block_size, kv_heads, head_dim] or
     [max_seq, kv_heads, head_dim]
-v_cache=ones(2, B, 20, 1, D) -> v_cache has shape [2, 2, 20, 1, 16] but must have shape [blocks
 k_cache=ones(B, 1, 20, D) -> k_cache has 20 heads but must have 1, as k has; pass a head-major cache as
     k_cache.transpose(-3, -2)
 v_cache=ones(B, 20, H, D) -> v_cache has 3 heads but must have 1, as v has; pass a head-major cache as v_cache.transpose
@@ -211,7 +214,6 @@ v_cache=ones(3, 20, 1, D) -> v_cache has shape [3, 20, 1, 16] but must have the 
 **both(B, S, 3, 4), k=ones(B, S, H, D), k_cache=ones(B, 20, H, D) -> slots is None but must be given, because cos has
 k_cache=ones(1, 20, 1, D), v_cache=ones(1, 20, 1, D) -> k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks,
     the batch of q: without slots, sequence b is written to block b
-k_cache=ones(20, 1, D), v_cache=ones(20, 1, D) -> k_cache has shape [20, 1, 16] but must have at least 2 blocks
 slots=ints(1, B, S) -> slots has shape [1, 2, 6] but must have shape [seq] or [batch, seq]
 slots=ints(B, 5) -> slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has
 slots=ints(S) -> slots has shape [6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own
@@ -269,14 +271,11 @@ sin=k.view(-1)[:80].view(20, 4) -> k overlaps sin but ... because k is written i
 [cache: ValueError]
 k=q[:, :, 1:2] -> q overlaps k but ... because q is written in place and k is read
 k_cache=ones(B, 1, 1, D).expand(B, 20, 1, D) -> k_cache has shape [2, 20, 1, 16] and strides [16, 0, 16, 1], so some
-v_cache=ones(21 * D).as_strided((B, 20, 1, D), (D, D, D, 1)) -> v_cache has shape ... strides [16, 16, 16, 1], so some
 v_cache=k_cache -> k_cache overlaps v_cache but ... because both are written in place
-k_cache=v_cache.as_strided((B, 20, 1, D), (40 * D, D, D, 1), 19 * D) -> k_cache overlaps v_cache but ... both are written
 k=k_cache[:, :S] -> k_cache overlaps k but ... because k_cache is written in place and k is read
 k=v_cache[:, :S] -> k_cache overlaps k but ... because k_cache is written in place and k is read
 k_cache=ones(B, 20, 1, D), v=k_cache[1:, :S].expand(B, S, 1, D) -> v_cache overlaps v but ... and v is read
 q=k_cache[:, 14:] -> q overlaps k_cache but ... because both are written in place
-k_cache=ones(B, 20, 1, D), q=v_cache[:, 14:] -> q overlaps v_cache but ... because both are written in place
 slots=k_cache.view(torch.int32)[:, 3:9, 0, 7] -> k_cache overlaps slots but ... and slots is read
 **int8 | scales | dict(v_cache=v_cache.view(torch.int8)[..., :D], k_scale=v_cache[0, 0, 0, :1]) -> v_cache overlaps
     k_scale but ... and k_scale is read
@@ -292,7 +291,6 @@ offset=15 -> positions go from 0 to 5 with offset 15 but position + offset must 
 offset=-1 -> positions go from 0 to 5 with offset -1 but ... below 20, the number of rows of cos
 positions=values([0, 3, -1, 7, 2, 2]) -> positions go from -1 to 7 with offset 0 but ... below 20, the number of rows
 positions=values([[0] * 6, [1, 2, 3, 4, 5, 20]]).int() -> positions go from 0 to 20 with offset 0 but ... rows of cos
-offset=1, positions=values([0, 0, 0, 0, 0, 2**63 - 1]) -> positions go from 0 to 9223372036854775807 with offset 1 but
 offset=2**63 - 1 -> positions go from 0 to 5 with offset 9223372036854775807 but ... the number of rows of cos
 
 [cache: IndexError]
@@ -302,8 +300,6 @@ k_cache=ones(B, 12, 1, D), v_cache=ones(B, 12, 1, D), offset=7 -> positions go f
     the block_size (or max_seq) of k_cache
 slots=values([[0, 1, 2, 3, 4, 5], [-1, -1, 40, 8, 9, 10]]) -> slots go up to 40 but must be below 40, the number of cells
     of each cache (blocks * block_size = 2 * 20)
-slots=values([[2**62, 1, 2, 3, 4, 5], [-(2**63), -1, 7, 8, 9, 10]]) -> slots go up to 4611686018427387904 but must be
-    below 40
 q=q[0], k=k[0], v=v[0], k_cache=k_cache[0], v_cache=v_cache[0], slots=values([0, 1, 20, -1, 4, 5]).int() -> slots go up to
     20 but must be below 20, the number of cells of each cache (blocks * block_size = 1 * 20)
 positions=values([[-1, 2, 20, 30, 4, 5], [0, 1, 2, 3, 2**62, 5]]), slots=values([[-1, 0, 1, -2, 3, 4],
@@ -439,3 +435,89 @@ def test_an_argument_that_is_no_int64_is_an_error(op):
                 ValueError, match=f"rope.{op}: {name} is {n} but must be at least -2..63 and below 2..63"
             ):
                 function(*own, **a | {name: n})
+
+
+# ---- overlapping memory ----
+
+
+@pytest.mark.shared
+def test_dimensions_that_are_not_nested_may_be_written(device):
+    """Two dimensions of size 2 with strides 2 and 3 are not nested, but their four elements are distinct."""
+    storage = torch.randn(400, device=device)
+    x = storage.as_strided((2, 2, 1, 2), (2, 3, 1, 100))
+    expected = rope.rotate(x, inv_freq=torch.ones(1, device=device))
+    rope.rotate_(x, inv_freq=torch.ones(1, device=device))
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.shared
+def test_sharing_half_of_an_element_is_an_overlap(device):
+    if not supported(device, torch.float64):
+        pytest.skip("Apple GPUs have no float64")
+    x = torch.zeros(1, 6, 1, 4, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match="x overlaps positions but must have separate memory"):
+        rope.rotate_(x, inv_freq=torch.ones(2, device=device), positions=x.view(torch.int32)[0, :, 0, 1])
+
+
+@pytest.mark.cpu
+def test_two_storages_of_the_same_memory_overlap():
+    memory = np.zeros((1, 6, 1, 4), np.float32)
+    with pytest.raises(
+        ValueError, match="q overlaps k but must have separate memory, because both are written in place"
+    ):
+        rope.rotate_qk_(torch.from_numpy(memory), torch.from_numpy(memory), inv_freq=torch.ones(2))
+
+
+class RandomViews:
+    """Makes views of one storage with random strides, and compares the addresses of their elements."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.storage = torch.zeros(4000)
+
+    def pick(self, n):
+        return int(torch.randint(0, n, (), generator=self.generator))
+
+    def view(self, *sizes, apart):
+        strides = [self.pick(60), self.pick(40), self.pick(20), 1 + self.pick(6)]
+        return self.storage.as_strided(sizes, strides[-len(sizes) :], self.pick(apart))
+
+
+def addresses(t):
+    return torch.arange(4000).as_strided(t.shape, t.stride(), t.storage_offset()).flatten().tolist()
+
+
+def share_exactly(a, b):
+    return not set(addresses(a)).isdisjoint(addresses(b))
+
+
+def share_a_range(a, b):
+    a, b = addresses(a), addresses(b)
+    return min(a) <= max(b) and min(b) <= max(a)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("with_caches", [False, True])
+def test_an_overlap_is_found_by_the_addresses_of_the_elements(with_caches):
+    """q, k and v are compared with a cache by address ranges, all other tensors exactly. With caches the views lie further
+    apart, so that some calls are legal."""
+    for seed in range(300):
+        views = RandomViews(seed)
+        most, apart = ((2, 2, 2), 500) if with_caches else ((3, 4, 3), 60)
+        batch, seq, heads = (1 + views.pick(n) for n in most)
+        q, k, v = (views.view(batch, seq, h, 2, apart=apart) for h in (1 + views.pick(2), heads, heads))
+        freq = torch.ones(1)
+        written, exactly, by_range = [q, k], [(q, k)], []
+        call = functools.partial(rope.rotate_qk_, q, k, inv_freq=freq)
+        if with_caches:
+            caches = [views.view(batch, seq, heads, 2, apart=3000) for _ in "kv"]
+            weight = views.view(2, apart=3000)
+            written = [q, *caches]
+            exactly = [caches, (q, k), (q, v), *((t, weight) for t in written)]
+            by_range = itertools.product((q, k, v), caches)
+            call = functools.partial(rope.rotate_into_cache_, q, k, v, *caches, None, None, freq)
+            call = functools.partial(call, q_norm_weight=weight, k_norm_weight=weight)
+        shared = any(len({*addresses(t)}) < t.numel() for t in written)
+        shared |= any(share_exactly(*pair) for pair in exactly) or any(share_a_range(*pair) for pair in by_range)
+        with pytest.raises(ValueError) if shared else contextlib.nullcontext():
+            call()

@@ -1,5 +1,5 @@
-"""Tests the values of norm_rotate_qk: they lie within the ulp limits of the float64 oracle, and have the same bits in
-every layout. For its gradients see test_norm_gradients.py."""
+"""Tests the values and the gradients of norm_rotate_qk: they are close to the oracle, and have the same bits in every
+layout. For derivatives of any order see test_autograd.py."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from cases import (
     ALL_CALLS,
     CALLS,
     DTYPES,
-    EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
     SLOW,
@@ -37,6 +36,8 @@ FACTORS = CALLS | {
     "k_weight": WEIGHTS,
     "over_heads": [False, True],
     "norm_eps": [1e-6, 1e-5, 0.0, 0.5, 1e3],
+    "q_grad": list(LAYOUTS),
+    "k_grad": list(LAYOUTS),
     "attention_factor": [1.0, 1.2079441541679836, -0.37],
     "tables": ["float32", "dtype of x"],
 }
@@ -127,28 +128,24 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
 
 @pytest.mark.heart
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
-def test_the_result_is_within_ulps_of_the_oracle(case, device):
+def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
+    """A gradient has the dtype and shape of its input. Results, and gradients of q and k, have the strides of
+    torch.empty_like."""
     tensors, angles, options = make_case(case, device)
-    before = [t.clone() for t in tensors]
-    outs = norm_rotate_qk(*tensors, **angles, **options)
+    before, inputs = [t.clone() for t in tensors], [t.detach().requires_grad_() for t in tensors]
+    outs = norm_rotate_qk(*inputs, **angles, **options)
     assert_right(outs, tensors, angles, **options)
+    given = [LAYOUTS[case[f"{name}_grad"]](x.shape, x.dtype, device) for name, x in zip("qk", inputs, strict=False)]
+    gradients = torch.autograd.grad(outs, inputs, given)
+    assert_accurate(gradients, tensors, given, angles, **options)
     assert_same(tensors, before)
-    for x, out in zip(tensors, outs, strict=False):
-        assert out.stride() == torch.empty_like(x).stride()
+    for x, g in zip(inputs, gradients, strict=True):
+        assert g.dtype == x.dtype and g.shape == x.shape
+    for x, out, g in zip(tensors, outs, gradients, strict=False):
+        assert out.stride() == g.stride() == torch.empty_like(x).stride()
     if not on_gpu(device):
         outs = reference.norm_rotate_qk(*tensors, **angles, **options)
         assert_right(outs, tensors, angles, **options, error_of_angles=2.0**-45)
-
-
-@pytest.mark.parametrize("dtype, interleaved", list(zip(DTYPES, [False, True] * 2, strict=True)), ids=str)
-def test_every_head_dim_is_accurate(dtype, interleaved, device):
-    """head_dim may be odd, and any number of pairs is rotated."""
-    for head_dim in (*range(1, 132, 1 if EXHAUSTIVE else 10), 255, 256, 257, 1000):
-        rotary_dim = 2 * torch.randint(0, head_dim // 2 + 1, ()).item()
-        size = (1, 3, 2, 1, head_dim, rotary_dim)
-        tensors, angles = make(size, SOURCES[7], ("bshd", "packed"), dtype, device, over_heads=head_dim % 2 == 0)
-        outs = norm_rotate_qk(*tensors, **angles, interleaved=interleaved, attention_factor=1.3)
-        assert_right(outs, tensors, angles, 1e-6, interleaved=interleaved, attention_factor=1.3)
 
 
 # (head_dim for each dtype, heads of q, whether they are normalised together)
@@ -279,3 +276,38 @@ def test_special_values_give_what_the_formula_gives(dtype, head_dim, norm_eps, d
         torch.testing.assert_close(out.cpu(), expected, equal_nan=True, rtol=limit, atol=limit)
     alone = norm_rotate_qk(x[:, :1], x[:, :1], w, w, cos, sin, norm_eps=norm_eps, interleaved=True, offset=1)[0]
     assert alone.isfinite().all() and torch.equal(alone, out[:, 1:2])
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("dtype, over_heads", [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize("positive", [False, True])
+def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over_heads, device):
+    """All terms of the sum may have one sign. The bits are the same each time, with any number of threads and in any
+    layout: the order of a sum is the order of tokens and heads, not of their addresses."""
+    heads = (8, 2) if positive else (2, 8)
+    size = (2, many(1000, device), *heads, 24, 16)
+    tensors, angles = make(size, Source("table"), ("bshd", "bhsd"), dtype, device, over_heads=over_heads)
+    outs = norm_rotate_qk(*tensors, **angles)
+    given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
+    gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
+    assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
+    for _ in each_number_of_threads():
+        assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
+    for layout in LAYOUTS.values():
+        laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]
+        assert_same(rope._norm_rotate_qk_backward(*laid, *tensors[2:], **angles), gradients)
+
+
+@pytest.mark.parametrize("head_dim, value", [(64, torch.nan), (80, torch.inf), (7, 0.0)])
+def test_a_head_that_has_no_norm_changes_no_gradient_of_another_head(head_dim, value, device):
+    size = (1, 5, 3, 2, head_dim, head_dim // 2 * 2)
+    tensors, angles = make(size, Source("table"), ("bshd", "bshd"), torch.float32, device)
+    given = like(tensors[:2])
+    expected = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
+    tensors[0][0, 1, 1] = value
+    gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles, norm_eps=0.0)
+    assert gradients[0][0, 1, 1].isnan().any() and gradients[2].isnan().any()
+    gradients[0][0, 1, 1] = expected[0][0, 1, 1]
+    assert_same([g for i, g in enumerate(gradients) if i != 2], [g for i, g in enumerate(expected) if i != 2])

@@ -12,9 +12,8 @@ from cases import (
     Source,
     covering,
     each_number_of_threads,
-    make_angles,
+    make_qk,
     name_of,
-    supported,
 )
 from oracle import numpy_of, table_backward, ulp
 
@@ -24,11 +23,9 @@ TABLES = [source for source in SOURCES if "inv_freq" not in source.kind]
 
 def make(size, source, layouts, with_k, dtype, device, table_dtype, start="first"):
     """Returns (the gradients of the results, x, the angle arguments) for a call of the operator. x is [q] or [q, k]."""
-    k_heads, angles = make_angles(size, source, table_dtype, device, start)
-    shapes = [torch.Size((*size[:2], heads, size[4])) for heads in (size[2], k_heads)][: 1 + with_k]
-    given = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts, shapes, strict=False)]
-    x = [LAYOUTS[name](shape, dtype, device) for name, shape in zip(layouts[2:], shapes, strict=False)]
-    return given, x, angles
+    *x, angles = make_qk(device, size, source, *layouts[2:], dtype, table_dtype, start)
+    *given, _ = make_qk(device, size, source, *layouts[:2], dtype)
+    return given[: 1 + with_k], x[: 1 + with_k], angles
 
 
 def call(given, x, angles, flags):
@@ -64,8 +61,6 @@ LOOPS = [("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")]
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS, exhaustive=ALL_CALLS), ids=name_of)
 def test_gradients_of_tables_agree_with_the_oracle(case, device):
     size, dtype = case["size"], case["dtype"]
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
     table_dtype = torch.float32 if case["tables"] == "float32" else dtype
     layouts = [case[name] for name in ("q_grad", "k_grad", "q", "k")]
     given, x, angles = make(size, case["source"], layouts, case["with_k"], dtype, device, table_dtype, case["start"])
@@ -141,8 +136,6 @@ def test_gradients_of_empty_tensors_are_zero(shape, of, device):
 def test_gradient_of_inv_freq_agrees_with_the_oracle(source, dtype, device):
     """The gradient is the sum over tokens of position * (sin_grad cos - cos_grad sin), with cos_grad and sin_grad of a
     table by token. In float32 cos and sin are right to 5e-7, and about ten numbers are rounded for each term."""
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
     size = SIZES[2]
     batch, seq, *_, rotary_dim = size
     interleaved = dtype.itemsize == 2
