@@ -27,11 +27,8 @@ LONG += [30.42, 30.84, 32.59, 32.93, 42.32, 44.96, 50.34, 50.45, 57.55, 57.93, 5
 LONG += [63.14, 63.77, 63.93, 63.96, 63.97, 64.03, 64.07, 64.08, 64.12, 64.41, 64.48, 64.51, 64.53, 64.84]
 
 
-# The entries of each model's config.json that matter.
-
-
 def model(model_type, hidden_size, heads, scaling=None, **more):
-    """Returns a config. scaling: its rope_scaling, if it has one."""
+    """Returns the entries of a config.json that matter. scaling: its rope_scaling, if it has one."""
     sizes = {"model_type": model_type, "hidden_size": hidden_size, "num_attention_heads": heads}
     return sizes | more | ({"rope_scaling": scaling} if scaling else {})
 
@@ -283,7 +280,6 @@ POSITIVE = "a positive number"
         ("partial_rotary_dim", "partial_rotary_factor", 1.5, "a number in (0, 1]"),
         ("default", "rotary_dim", 0, "a positive integer"),
         ("default", "base", math.nan, POSITIVE),
-        ("linear", "factor", 0, POSITIVE),
         ("ntk", "factor", 0.5, "at least 1"),
         ("ntk", "rotary_dim", 2, "an integer above 2"),
         ("yarn", "factor", 0.5, "a number that is at least 1"),
@@ -332,7 +328,6 @@ PHI_OF_TWO_FACTORS = rescaled(PHI_3_5, short_mscale=1.0, long_mscale=1.25)
         (LLAMA_2 | {"model_type": "falcon", "alibi": True}, None, "alibi is True but must be absent"),
         (LLAMA_2 | {"model_type": "chatglm", "rope_ratio": 500}, None, "rope_ratio is 500 but must be absent"),
         (GEMMA_3, None, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
-        (GEMMA_3, "local", "layer_type is 'local' but must be one of 'full_attention', 'sliding_attention'"),
         (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
         ("config.json", None, "config is 'config.json' but must be a dict, or a config object of transformers"),
         ({"model_type": "llama", "num_attention_heads": 4}, None, f"hidden_size {UNLESS}"),

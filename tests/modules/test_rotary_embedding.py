@@ -245,13 +245,16 @@ class Third(torch.nn.Module):
 
 
 @pytest.mark.shared
-def test_a_parametrization_of_the_frequencies_is_not_cast(device):
+def test_a_parametrization_of_the_frequencies_is_not_cast_and_leaves_its_values(device):
+    """If it is removed, they are in the buffer that was there before, but in other memory."""
     rope = module().to(device)
     expected = rope.inv_freq / 3
     parametrize.register_parametrization(rope, "inv_freq", Third())
     for cast in CASTS.values():
         cast(rope)
         assert torch.equal(tables_of(rope)["inv_freq"], expected)
+    parametrize.remove_parametrizations(rope, "inv_freq")
+    assert torch.equal(tables_of(rope)["inv_freq"], expected)
 
 
 @pytest.mark.cpu

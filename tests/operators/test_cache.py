@@ -109,7 +109,9 @@ def assert_stored(found, values, error, rounded, scale, wide):
     wide: the dtype of the arithmetic.
     """
     bounds = []
-    for bound in (values - error, values + error):
+    with np.errstate(invalid="ignore"):  # a NaN may be a signalling one
+        low_and_high = values - error, values + error
+    for bound in low_and_high:
         bound = torch.from_numpy(bound.astype(np.float64)).to(rounded or wide).to(wide).numpy()
         bounds.append(bound if scale is None else quantise(bound, scale.cpu().numpy(), found.dtype))
     (low, high), found = bounds, numpy_of(found)

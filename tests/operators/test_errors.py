@@ -261,7 +261,6 @@ q=ones(B, S, 1, D).expand(B, S, H, D) -> {q} has shape [2, 6, 3, 16] and strides
 q=ones(400).as_strided((B, S, H, D), (24, 4, 8, 1)) -> {q} has ... strides [24, 4, 8, 1], so some of its elements share
 cos=q.view(-1)[:80].view(20, 4) -> {q} overlaps cos but must have separate memory, because {q} is written in place and cos
     is read
-positions=q.view(torch.int32).view(-1)[2:8] -> {q} overlaps positions ... because {q} is written in place and positions is
 cos=None, sin=None, inv_freq=q[1, 2, 0, :4] -> {q} overlaps inv_freq but ... and inv_freq is read
 
 [rotate_qk_: ValueError]
