@@ -348,27 +348,3 @@ def make(name):
 
 
 MODELS = {name: functools.partial(make, name) for name in TABLE}
-
-
-def output(model, inputs):
-    """Returns all floating-point tensors of the result."""
-
-    def tensors(value):
-        if isinstance(value, torch.Tensor):
-            return [value] if value.is_floating_point() else []
-        if isinstance(value, dict):
-            value = value.values()
-        return [tensor for item in value for tensor in tensors(item)] if value is not None else []
-
-    return tensors(model(**inputs))
-
-
-def to(inputs, dtype):
-    """Returns the inputs in another dtype, except the rotary tables."""
-
-    def convert(value):
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        return [convert(item) for item in value] if isinstance(value, list) else value
-
-    return {name: value if name in TABLES else convert(value) for name, value in inputs.items()}
