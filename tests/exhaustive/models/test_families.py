@@ -21,6 +21,7 @@ transformers = needed("transformers")
 from test_transformers import GRADIENTS, LOGITS  # noqa: E402
 from test_transformers import SMALL as TINY  # noqa: E402
 from test_transformers import calls as calls  # noqa: E402
+from training import cast, close, difference, output, same, train_step  # noqa: E402
 
 from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import _rotation  # noqa: E402
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
 DOC = (ROOT / "docs" / "families.md").read_text()
 
 BROKEN = 0.05  # a model whose q and k are not rotated differs by 0.08 or more
-SMALL = TINY | dict(eos_token_id=2)
+SMALL = TINY | dict(eos_token_id=2, use_cache=False)
 # The seeds are fixed, so that no token is so near to the boundary between two experts that rounding decides.
 MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 MLA = dict(
@@ -51,18 +52,17 @@ def tokens():
     return {"input_ids": torch.randint(3, 80, (2, 12))}
 
 
-def causal(model_type, config=SMALL, **changes):
-    config = transformers.AutoConfig.for_model(model_type, **{**config, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"), tokens()
+def pixels():
+    return {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
-def bare(model_type, inputs, **changes):
+def made(kind, model_type, inputs=tokens, **changes):
     config = transformers.AutoConfig.for_model(model_type, **SMALL | changes)
-    return transformers.AutoModel.from_config(config, attn_implementation="eager"), inputs
+    return getattr(transformers, f"AutoModel{kind}").from_config(config, attn_implementation="eager"), inputs()
 
 
-def head(kind, config):
-    return getattr(transformers, f"AutoModel{kind}").from_config(config, attn_implementation="eager"), tokens()
+def causal(model_type, **changes):
+    return made("ForCausalLM", model_type, **changes)
 
 
 def qwen_vl(model_type, section, vision, **rope):
@@ -76,14 +76,21 @@ def qwen_vl(model_type, section, vision, **rope):
     inputs["input_ids"][:, 2:8] = torch.tensor([92, 90, 90, 90, 90, 93])
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == 90).int()
     inputs |= {"pixel_values": torch.randn(32, 12), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    inputs["use_cache"] = False
     return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager"), inputs
+
+
+def falcon():
+    """Has no head_dim in its config."""
+    config = transformers.FalconConfig(**{n: v for n, v in SMALL.items() if n != "head_dim"}, alibi=False)
+    return transformers.FalconForCausalLM._from_config(config, attn_implementation="eager"), tokens()
 
 
 def gemma4_vision():
     positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1)
     inputs = {"pixel_values": torch.rand(2, 16, 12), "pixel_position_ids": positions}
     changes = dict(num_key_value_heads=4, patch_size=2, position_embedding_size=16, pooling_kernel_size=2)
-    return bare("gemma4_vision", inputs, **changes)
+    return made("", "gemma4_vision", lambda: inputs, **changes)
 
 
 def llama4_vision():
@@ -91,23 +98,7 @@ def llama4_vision():
         **SMALL | dict(intermediate_size=256, image_size=16, patch_size=4, vision_output_dim=64),
         projector_input_dim=64, projector_output_dim=64,
     )  # fmt: skip
-    model = transformers.Llama4VisionModel._from_config(config, attn_implementation="eager")
-    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def pixtral():
-    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "image_sizes": torch.tensor([[16, 16], [16, 12]])}
-    return bare("pixtral", inputs, image_size=16, patch_size=4)
-
-
-def dinov3():
-    changes = dict(patch_size=4, image_size=16, num_register_tokens=2, layer_norm_eps=1e-5, layerscale_value=1.0)
-    return bare("dinov3_vit", {"pixel_values": torch.randn(2, 3, 16, 16)}, **changes)
-
-
-def sam3_vit():
-    changes = dict(patch_size=4, image_size=16, pretrain_image_size=16, window_size=2, global_attn_indexes=[1])
-    return bare("sam3_vit_model", {"pixel_values": torch.randn(2, 3, 16, 16)}, **changes)
+    return transformers.Llama4VisionModel._from_config(config, attn_implementation="eager"), pixels()
 
 
 # Functions that return a model and its inputs, by model_type.
@@ -125,50 +116,31 @@ CASES = {
     "deepseek_v3": lambda: causal("deepseek_v3", **MOE | MLA),
     "deepseek_v3, rope_interleave=False": lambda: causal("deepseek_v3", **MOE | MLA, rope_interleave=False),
     "deepseek_v4": lambda: causal("deepseek_v4", **MOE | MLA | V4),
-    "dinov3_vit": dinov3,
-    "falcon": lambda: causal("falcon", {k: v for k, v in SMALL.items() if k != "head_dim"}, alibi=False),
+    "dinov3_vit": lambda: made(
+        "", "dinov3_vit", pixels, patch_size=4, image_size=16, num_register_tokens=2, layer_norm_eps=1e-5, layerscale_value=1.0
+    ),
+    "falcon": falcon,
     "gemma4_text": lambda: causal("gemma4_text", vocab_size_per_layer_input=96),
     "gemma4_vision": gemma4_vision,
     "gptj": lambda: causal("gptj", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=64),
     "llama4_text": lambda: causal("llama4_text", **MOE, intermediate_size_mlp=64),
     "llama4_vision_model": llama4_vision,
-    "modernbert": lambda: head("ForMaskedLM", transformers.ModernBertConfig(**SMALL)),
-    "openai_privacy_filter": lambda: head(
-        "ForTokenClassification", transformers.AutoConfig.for_model("openai_privacy_filter", **SMALL | MOE)
-    ),
+    "modernbert": lambda: made("ForMaskedLM", "modernbert"),
+    "openai_privacy_filter": lambda: made("ForTokenClassification", "openai_privacy_filter", **MOE),
     "phi": lambda: causal("phi", partial_rotary_factor=0.5),
     "phi3": lambda: causal("phi3", rope_parameters=LONGROPE),
-    "pixtral": pixtral,
-    "sam3_vit_model": sam3_vit,
+    "pixtral": lambda: made(
+        "", "pixtral", lambda: pixels() | {"image_sizes": torch.tensor([[16, 16], [16, 12]])}, image_size=16, patch_size=4
+    ),
+    "sam3_vit_model": lambda: made(
+        "", "sam3_vit_model", pixels, patch_size=4, image_size=16, pretrain_image_size=16, window_size=2, global_attn_indexes=[1]
+    ),
     "qwen2_vl": lambda: qwen_vl("qwen2_vl", [2, 3, 3], {"embed_dim": 64, "mlp_ratio": 2}),
     "qwen3_vl": lambda: qwen_vl(
         "qwen3_vl", [4, 2, 2], {"out_hidden_size": 64, "intermediate_size": 64, "deepstack_visual_indexes": [0]},
         mrope_interleaved=True,
     ),
 }  # fmt: skip
-
-
-def logits(model, inputs):
-    out = model(**inputs)
-    return out.logits if "logits" in out else out[0]
-
-
-def train_step(model, inputs):
-    """Does a training step and returns (logits or hidden states, all gradients)."""
-    model.zero_grad()
-    out = logits(model, inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)  # each output gets another gradient
-    (out * weights).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return out.detach(), gradients
-
-
-def difference(actual, expected):
-    """Returns the largest difference, as a part of the largest expected value. A dict is one long vector."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        actual, expected = (torch.cat([d[n].flatten() for n in expected]) for d in (actual, expected))
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 def table(heading):
@@ -182,17 +154,12 @@ def test_the_documentation_lists_the_tested_families():
     assert sorted(table("Tested families")) == sorted(CASES)
 
 
-def same(actual, expected):
-    """Returns whether logits and gradients have the same bits."""
-    return torch.equal(actual[0], expected[0]) and all(torch.equal(actual[1][n], g) for n, g in expected[1].items())
-
-
 DTYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.float16, None)]
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, calls):
-    """The logits and all gradients have the same bits: in float32, under autocast, in bfloat16 and in float16."""
+    """The results and all gradients have the same bits: in float32, under autocast, in bfloat16 and in float16."""
     model, inputs = CASES[family]()
     model.eval()
     pairing, _, _, call = table("Tested families")[family]
@@ -200,11 +167,10 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, calls):
         if dtype != torch.float32:
             if any(b.is_complex() for b in model.buffers()):
                 continue  # the unpatched model does not work in this dtype: its complex table becomes real
-            model.to(dtype)
-        inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+            model, inputs = model.to(dtype), cast(inputs, dtype)
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             expected = train_step(model, inputs)
-            assert expected[0].isfinite().all()
+            assert expected[0][0].isfinite().all()
             with integration.patch(model) as handle:
                 calls.clear()  # patch itself calls the operators too
                 assert same(train_step(model, inputs), expected), (dtype, autocast)
@@ -222,19 +188,16 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(family, monkey
     for options in ({"fuse": True}, {"rounding": "once"}):
         with integration.patch(model, **options) as handle:
             with torch.no_grad():
-                assert difference(logits(model, inputs), expected[0]) < LOGITS
-            actual = train_step(model, inputs)
-            assert difference(actual[0], expected[0]) < LOGITS and difference(actual[1], expected[1]) < GRADIENTS
+                assert difference(output(model, inputs), expected[0]) < LOGITS
+            assert close(train_step(model, inputs), expected, LOGITS, GRADIENTS)
             assert ("rounded once" in str(handle)) == ("rounding" in options)
             assert ("fused" in str(handle)) == ("fuse" in options)
             if "rounding" in options:
                 monkeypatch.setattr(_rotation, "_rotate", lambda x, *args, **kwargs: x)
                 for module in (_rotation, rotator):
                     monkeypatch.setattr(module, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
-                broken = train_step(model, inputs)
-                assert min(map(difference, broken, expected)) > BROKEN
-                monkeypatch.undo()
-    assert torch.equal(train_step(model, inputs)[0], expected[0])
+                assert min(map(difference, train_step(model, inputs), expected)) > BROKEN
+    assert same(train_step(model, inputs), expected)
 
 
 def modeling_files():

@@ -1,6 +1,7 @@
 """Kernelizes models and prints how the results differ: with kernel_mapping(), and with a mapping to the build for the Hub
 whose folder the environment variable ROPE_KERNEL names. test_hub.py runs this program."""
 
+import itertools
 import json
 import logging
 import os
@@ -25,13 +26,11 @@ SMALL = dict(
     num_experts_per_tok=2, moe_intermediate_size=32, pad_token_id=0, eos_token_id=None,
 )  # fmt: skip
 TOKENS = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(1))
-FOLDER = os.environ["ROPE_KERNEL"]
-LAYER = LocalLayerRepository(Path(FOLDER), layer_name="apply_rotary_transformers")
+LAYER = LocalLayerRepository(Path(os.environ["ROPE_KERNEL"]), layer_name="apply_rotary_transformers")
 # An entry for training with torch.compile serves the other modes too.
 BUILD = {"rotary_pos_emb": {"cpu": {Mode.TRAINING | Mode.TORCH_COMPILE: LAYER}}}
 # llama: half-split, each angle twice in the table. gpt_oss: half-split, each angle once. The last one: interleaved.
-FAMILIES = {"llama": transformers.AutoModelForCausalLM, "gpt_oss": transformers.AutoModelForCausalLM}
-FAMILIES["openai_privacy_filter"] = transformers.AutoModelForTokenClassification
+FAMILIES = ["llama", "gpt_oss", "openai_privacy_filter"]
 
 
 def step(model):
@@ -45,12 +44,13 @@ def difference(actual, expected):
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-for family, kind in FAMILIES.items():
+for family in FAMILIES:
     torch.manual_seed(0)
+    kind = transformers.AutoModelForTokenClassification if "filter" in family else transformers.AutoModelForCausalLM
     model = kind.from_config(transformers.AutoConfig.for_model(family, **SMALL), attn_implementation="eager")
     expected, gradients = step(model)
     modes = [Mode.INFERENCE, Mode.TRAINING | Mode.TORCH_COMPILE if family == "llama" else Mode.TRAINING]
-    for build, mode in [(build, mode) for build in (False, True) for mode in modes]:
+    for build, mode in itertools.product((False, True), modes):
         with use_kernel_mapping(BUILD if build else kernel_mapping(), inherit_mapping=False):
             kernelize(model, mode=mode, device="cpu")
         torch._dynamo.reset()

@@ -23,13 +23,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the CPU variant is built for Linux here"),
 ]
 POSITIONS, FREQUENCIES = torch.arange(12).view(2, 6), torch.rand(2, 3)
-BESIDE = f"""
-import sys
-from pathlib import Path
-import torch, kernels
-def load():
-    return kernels.get_local_kernel(Path({str(FOLDER / "build")!r}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -83,56 +76,38 @@ def test_every_operator_is_registered_alike_and_computes_the_same_bits(op, kerne
     assert_same_call(other, mine, *given)
 
 
-def test_gradients_vmap_flops_and_compiled_programs_are_the_same(kernel):
+def test_gradients_vmap_and_compiled_programs_are_the_same(kernel):
     given, inv_freq = (*qk("cpu"), *tables("cpu"), *norm_weights("cpu")), torch_rope.inv_freq(8)
 
     def results(rope):
-        q, k, cos, sin, *weights = (x.clone().requires_grad_() for x in given)
+        q, k, cos, sin, *weights = leaves = [x.clone().requires_grad_() for x in given]
 
         def both(q, k):
             rotated = rope.rotate_qk(q, k, cos, sin, offset=3)
             return *rotated, *rope.norm_rotate_qk(*rotated, *weights, inv_freq=inv_freq)
 
-        def in_place(x):
-            rope.rotate_(x[1], inv_freq=inv_freq)
-            return x
-
-        outs, run = both(q, k), torch.compile(both, fullgraph=True, backend="aot_eager")
-        assert_same_bits(run(q, k), outs)
-        grads = torch.autograd.grad(sum(out.square().sum() for out in outs), [q, k, cos, sin, *weights])
-        x, mapped = q.detach().clone(), torch.func.vmap(lambda x: rope.rotate(x, inv_freq=inv_freq))
-        compiled = torch.compile(in_place, fullgraph=True, backend="aot_eager")
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            both(q, k)
-        flops = torch.tensor(counter.get_total_flops())
-        return *outs, *grads, mapped(q.detach()[:, None]), compiled(x.clone()), in_place(x), flops
+        outs = both(q, k)
+        assert_same_bits(torch.compile(both, fullgraph=True, backend="aot_eager")(q, k), outs)
+        grads = torch.autograd.grad(sum(out.square().sum() for out in outs), leaves)
+        return *outs, *grads, torch.func.vmap(lambda x: rope.rotate(x, inv_freq=inv_freq))(q.detach()[:, None])
 
     with torch.profiler.profile() as profile:
         mine = results(kernel)
     assert_same_bits(mine, results(torch_rope))
-    assert mine[-1] > 0
     assert not [e.key for e in profile.key_averages() if e.key.startswith("rope::")]  # it calls only its own operators
 
 
-@pytest.mark.parametrize(
-    "program, printed",
-    [
-        (
-            "print(torch.func.vmap(lambda x: load().rotate(x, inv_freq=torch.ones(4)))(torch.ones(3, 2, 5, 4, 8)).shape[0],"
-            "'torch_rope' in sys.modules, hasattr(torch.ops.rope, 'rotate'))",
-            "3 False False",
-        ),
-        (
-            "import torch_rope; load(); import torch.distributed.tensor\n"
-            "print(*('torch_rope._sharding' in sys.modules, load().__name__ + '._sharding' in sys.modules))",
-            "True True",
-        ),
-    ],
-    ids=["without torch_rope", "beside torch_rope, and then DTensor is imported"],
-)
-def test_the_kernel_works(program, printed, kernel):
-    done = python(BESIDE + program)
-    assert done.stdout.split() == printed.split(), done.stderr
+def test_the_kernel_works_without_torch_rope(kernel):
+    done = python(f"""
+import sys
+from pathlib import Path
+import torch, kernels
+kernel = kernels.get_local_kernel(Path({str(FOLDER / "build")!r}))
+mapped = torch.func.vmap(lambda x: kernel.rotate(x, inv_freq=torch.ones(4)))(torch.ones(3, 2, 5, 4, 8))
+import torch.distributed.tensor
+print(len(mapped), "torch_rope" in sys.modules, hasattr(torch.ops.rope, "rotate"), kernel.__name__ + "._sharding" in sys.modules)
+""")
+    assert done.stdout.split() == ["3", "False", "False", "True"], done.stderr
 
 
 def test_kernel_mapping_raises_if_transformers_does_not_use_kernels(monkeypatch):
