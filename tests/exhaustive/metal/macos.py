@@ -20,7 +20,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build/macos"
-HOST = "csrc/mps/mps.mm"
 
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
 # that their headers need.
@@ -55,32 +54,29 @@ def _run(*command) -> str:
 
 
 @functools.cache
-def _download(release: str) -> str | None:
-    """Downloads and unpacks the headers and libraries of a macOS release. Returns why that failed, or None."""
+def wheel(release: str) -> Path:
+    """Returns the folder `torch` with the headers and libraries of the release's wheel for macOS.
+
+    The wheel is downloaded once. Raises Unavailable if that fails.
+    """
     folder = BUILD / f"torch-{release}"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / f"torch-{release}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be downloading it
         if folder.exists():
-            return None
+            return folder / "torch"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download", "-q", "--no-deps"]
         platform = ["--only-binary=:all:", "--platform", RELEASES[release][0], "--python-version=312"]
         try:
             _run(*pip, *platform, "-d", scratch, f"torch=={release}")
         except RuntimeError as error:
-            return str(error).strip().splitlines()[-1]
+            reason = str(error).strip().splitlines()[-1]
+            raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}") from None
         archive = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
         parts = ("torch/include/", "torch/lib/libc10.dylib", "torch/lib/libtorch_cpu.dylib")
         archive.extractall(f"{scratch}/all", [name for name in archive.namelist() if name.startswith(parts)])
         Path(scratch, "all").rename(folder)  # so that the folder is complete if it exists
-
-
-def wheel(release: str) -> Path:
-    """Returns the folder `torch` of the release's wheel for macOS. Raises Unavailable if it was not downloaded."""
-    reason = _download(release)
-    if reason:
-        raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}")
-    return BUILD / f"torch-{release}/torch"
+    return folder / "torch"
 
 
 def headers(release: str) -> Path:
@@ -108,16 +104,11 @@ def _sources() -> list[str]:
     return [*found, str(shaders)]
 
 
-def compile(release: str, sources: list[str] | None = None, misspelt: str | None = None) -> list[Path]:
-    """Compiles these sources, or the whole library, with the headers of this release. Returns the objects.
-
-    misspelt: a name that is changed wherever it occurs, by an s at its end.
-    """
+def compile(release: str) -> list[Path]:
+    """Compiles the whole library with the headers of this release. Returns the objects."""
     include, folder = headers(release), BUILD / f"objects-{release}"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sources or _sources()
-    objects = {source: folder / f"{misspelt or ''}{Path(source).name}.o" for source in sources}
-    define = f"-D{misspelt}={misspelt}s" if misspelt else ""
+    objects = {source: folder / f"{Path(source).name}.o" for source in _sources()}
     lines = [
         f"builddir = {folder}",
         "rule compile",
@@ -132,7 +123,7 @@ def compile(release: str, sources: list[str] | None = None, misspelt: str | None
     ]
     for source, made in objects.items():
         lines.append(f"build {made}: compile {source} | {folder}/ops.pch")
-        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/ops.pch {define}")
+        lines.append(f"  flags = -c -x objective-c++ -include-pch {folder}/ops.pch")
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")

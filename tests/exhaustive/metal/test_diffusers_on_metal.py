@@ -13,16 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 needed("diffusers")
 from diffusers.models.attention_processor import Attention  # noqa: E402
+from diffusers.models.transformers import transformer_qwenimage as qwen  # noqa: E402
+from diffusers.models.transformers import transformer_wan as wan_ai  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed  # noqa: E402
-from diffusers.models.transformers.transformer_qwenimage import (  # noqa: E402
-    QwenDoubleStreamAttnProcessor2_0,
-    QwenEmbedRope,
-)
-from diffusers.models.transformers.transformer_wan import (  # noqa: E402
-    WanAttention,
-    WanAttnProcessor,
-    WanRotaryPosEmbed,
-)
 
 from torch_rope.integrations.diffusers import patch  # noqa: E402
 
@@ -32,14 +25,10 @@ AXES = [4, 6, 6]
 
 
 @pytest.fixture(autouse=True)
-def _only_on_metal(device):
+def _on_metal(device, monkeypatch):
     if device != "mps":
         pytest.skip("this test is for Metal only")
-
-
-@pytest.fixture(autouse=True)
-def _attention(monkeypatch):
-    """The simulated device has no scaled_dot_product_attention, so its formula takes its place."""
+    # The simulated device has no scaled_dot_product_attention, so its formula takes its place.
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
@@ -88,8 +77,8 @@ def flux():
 
 def wan():
     return Layer(
-        WanRotaryPosEmbed(16, (1, 1, 1), 32),
-        WanAttention(32, 2, 16, processor=WanAttnProcessor()),
+        wan_ai.WanRotaryPosEmbed(16, (1, 1, 1), 32),
+        wan_ai.WanAttention(32, 2, 16, processor=wan_ai.WanAttnProcessor()),
         lambda rope, device: rope(torch.empty(1, 1, 1, 2, 2, device=device)),
         lambda attention, image, text, tables: (attention(image, rotary_emb=tables),),
     )
@@ -98,8 +87,8 @@ def wan():
 def qwen_image():
     sizes = dict(query_dim=32, added_kv_proj_dim=32, dim_head=16, heads=2, out_dim=32, context_pre_only=False)
     return Layer(
-        QwenEmbedRope(10000, AXES, scale_rope=True),
-        Attention(**sizes, bias=True, qk_norm="rms_norm", processor=QwenDoubleStreamAttnProcessor2_0()),
+        qwen.QwenEmbedRope(10000, AXES, scale_rope=True),
+        Attention(**sizes, bias=True, qk_norm="rms_norm", processor=qwen.QwenDoubleStreamAttnProcessor2_0()),
         lambda rope, device: rope([(1, 2, 2)], torch.device(device), 3),
         lambda attention, image, text, tables: attention(image, encoder_hidden_states=text, image_rotary_emb=tables),
     )
