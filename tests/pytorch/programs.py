@@ -1,4 +1,4 @@
-"""Helpers of the tests in this folder: they make the tensors of a call, and read compiled programs.
+"""Helpers of the tests in this folder: they make the tensors of a call, compile functions, and compare results.
 
 Arguments that could be mistaken for one another differ. q and k have different numbers of heads and different strides.
 cos and sin, the two weights of the norm, and the two caches have different strides.
@@ -6,12 +6,10 @@ cos and sin, the two weights of the norm, and the two caches have different stri
 
 import copy
 import itertools
-import re
 
 import pytest
 import torch
 from cases import LAYOUTS, OPERATORS, schema_of
-from torch._inductor.utils import run_and_get_code
 from torch.utils._pytree import tree_leaves
 
 import torch_rope
@@ -23,7 +21,6 @@ LENGTH = 64  # rows of a table, and cells in each block of a cache
 
 IN_PLACE = [op for op in OPERATORS if schema_of(op).is_mutable]
 ROTATING = [op for op in OPERATORS if "offset" in [a.name for a in schema_of(op).arguments]]
-FUNCTIONAL = [op for op in ROTATING if op not in IN_PLACE]
 OF_A_LAYER = ["rotate_qk", "rotate_qk_", "norm_rotate_qk", "rotate_into_cache_"]
 
 # Maps the name of a tensor that is rotated or copied, or of its gradient, to (heads, layout).
@@ -123,35 +120,8 @@ COMPILING = [  # marks of a test module that compiles
 ]
 
 
-def backend_of(device):
-    """Returns the backend for torch.compile. It is not Inductor on mps, because its Metal kernels need a Mac."""
-    return "aot_eager" if device == "mps" else "inductor"
-
-
-def compiled(function, device, **options):
-    return torch.compile(function, **{"fullgraph": True, "backend": backend_of(device)} | options)
-
-
-def run_and_see_programs(device, run, *args):
-    """Returns (the result of run, the source of Inductor's programs). On mps there are none."""
-    return (run(*args), []) if device == "mps" else run_and_get_code(run, *args)
-
-
-def body_of(code):
-    """Returns the source of the function that calls the kernels and operators, without the source of the kernels."""
-    body = code[code.index("def call(") :]
-    return body[: body.index("return (")]
-
-
-def calls_in(code):
-    """Returns the names of our operators in the compiled program, in the order of their calls."""
-    return re.findall(r"rope\.(\w+)\.default\(", body_of(code))
-
-
-def assert_no_copy(code, operators, buffers=0, kernels=0):
-    """Checks that the compiled program has only these operators and this many buffers and kernels, and no copy."""
-    body = body_of(code)
-    assert calls_in(code) == operators, body
-    assert len(re.findall(r"= empty_strided\w*\(", body)) == buffers, body
-    assert len(re.findall(r"cpp_fused\w*\(|triton_\w+\.run\(|generated_kernel\w*\(", body)) == kernels, body
-    assert not re.search(r"copy|clone", body), body
+def compiled(function, device, backend="inductor", **options):
+    """Compiles a function without a graph break. On mps aot_eager replaces Inductor, whose Metal kernels need a Mac."""
+    if device == "mps" and backend == "inductor":
+        backend = "aot_eager"
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
