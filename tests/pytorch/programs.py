@@ -116,6 +116,7 @@ def assert_same_call(function, other, *inputs):
 
 COMPILING = [  # marks of a test module that compiles
     pytest.mark.filterwarnings("ignore:dynamo_pgo", "ignore:.isinstance.treespec", "ignore:No complete tensor"),
+    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd"),
     pytest.mark.usefixtures("_nothing_compiled", "_memory_of_others"),
 ]
 

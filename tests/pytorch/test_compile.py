@@ -40,6 +40,7 @@ def test_compiled_values_are_eager_values(device):
     """The operators keep every bit, because the compiled program calls the same kernels."""
     cos, sin = tables(device, rotary_dim=4)
     positions = torch.randint(0, 60, (3, 6, 2), device=device)[1:, :, 0]
+    narrow = positions.int()
     by_head = cos[positions][:, :, None].expand(-1, -1, HEADS, -1), torch.rand(2, 6, HEADS, 2, device=device)
     freq, (q_weight, k_weight) = torch_rope.inv_freq(DIM, device=device), norm_weights(device)
     k_weight = k_weight.bfloat16()
@@ -48,7 +49,7 @@ def test_compiled_values_are_eager_values(device):
         "interleaved": lambda q, k: rope.rotate(q, cos, sin, interleaved=True),
         "transposed": lambda q, k: rope.rotate(q.transpose(1, 2), cos, sin, offset=3).transpose(1, 2),
         "positions": lambda q, k: rope.rotate_qk(q, k, cos, sin, positions=positions, inverse=True),
-        "inv_freq": lambda q, k: rope.rotate_qk(q, k, inv_freq=freq, positions=positions.int()),
+        "inv_freq": lambda q, k: rope.rotate_qk(q, k, inv_freq=freq, positions=narrow),
         "rotary_start": lambda q, k: rope.rotate_qk(q, k, cos, sin, rotary_start=3, eager_rounding=True),
         "by head": lambda q, k: rope.rotate(q, *by_head),
         "norm": lambda q, k: rope.norm_rotate_qk(q, k, q_weight, k_weight, cos, sin, None, positions, **norm),
