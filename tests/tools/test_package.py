@@ -1,10 +1,7 @@
 """Tests of the package: the torch that it is built for, what setup.py says and packs, public names and schemas."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from importlib import resources
 
 import pytest
@@ -18,32 +15,6 @@ pytestmark = pytest.mark.cpu
 COMMANDS = 'pip install "setuptools>=77" pybind11 ninja && pip install --no-build-isolation .'
 
 
-def test_another_torch_release_is_refused_before_the_library_is_loaded_but_a_patch_release_is_not(tmp_path):
-    """Python is often started beside a clone, whose folder is called torch_rope too. It does not hide the package."""
-    (tmp_path / "torch_rope").mkdir()
-    release = ".".join(torch.__version__.split(".")[:2])
-    program = f"""
-import sys, torch
-torch.__version__ = "2.9.1"
-try:
-    import torch_rope
-except ImportError as error:
-    print(error)
-print("torch_rope._C" in sys.modules)
-torch.__version__ = "{release}.99+cu130"
-import torch_rope
-print(torch_rope.__version__)
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    if "No module named" in done.stderr + done.stdout:  # torch_rope was built in its folder and is not installed
-        done = python(program)
-    refused, *others = done.stdout.splitlines()
-    assert refused.startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
-    assert others == ["False", torch_rope.__version__], done.stderr
-
-
 def test_the_build_names_its_devices_and_its_instruction_set_and_has_a_type_marker():
     assert _C.devices in (("cpu",), ("cpu", "cuda"))
     assert _C.cpu_instruction_set() in ("plain", "avx2", "avx512")
@@ -51,38 +22,46 @@ def test_the_build_names_its_devices_and_its_instruction_set_and_has_a_type_mark
 
 
 # Changes of what setup.py finds, and what it then says.
-REFUSED = [
+REFUSED = {
     # pip's build isolation leaves torch and pybind11 out. This pip would install the newest torch if we asked for it.
-    ("sys.modules['torch'] = None", f"this build found no torch, and it needs the torch that .* run: {COMMANDS}"),
-    ("sys.modules['pybind11'] = None", f"this build found no pybind11, .* run: {COMMANDS}"),
-    ("torch.__version__ = '2.10.1'", "torch_rope needs torch 2.11 or later, and this is torch 2.10.1."),
-    ("torch.version.hip = '7.0'", "torch_rope supports Linux and macOS. It does not support Windows or ROCm builds"),
-    ("sysconfig.get_path = lambda name: '/nowhere'", "torch_rope needs Python.h: install Python's headers"),
-    ("os.environ['PATH'] = '/nowhere'", r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+"),
-    ("os.environ['CXX'] = 'no-such-c++ -m64'", r"needs a C\+\+ compiler, and found no no-such-c\+\+"),
-    ("os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None", "TORCH_ROPE_CUDA is 1, but torch .* no CUDA"),
-]
+    "sys.modules['torch'] = None": f"this build found no torch, and it needs the torch that .* run: {COMMANDS}",
+    "sys.modules['pybind11'] = None": f"this build found no pybind11, .* run: {COMMANDS}",
+    "torch.__version__ = '2.10.1'": "torch_rope needs torch 2.11 or later, and this is torch 2.10.1.",
+    "torch.version.hip = '7.0'": "torch_rope supports Linux and macOS. It does not support Windows or ROCm builds",
+    "sysconfig.get_path = lambda name: '/nowhere'": "torch_rope needs Python.h: install Python's headers",
+    "os.environ['PATH'] = '/nowhere'": r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+",
+    "os.environ['CXX'] = 'no-such-c++ -m64'": r"needs a C\+\+ compiler, and found no no-such-c\+\+",
+    "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "TORCH_ROPE_CUDA is 1, but torch .* no CUDA",
+}
 
 
-def test_setup_packs_every_file_and_says_in_one_line_why_a_build_cannot_work(tmp_path):
+def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_every_file(tmp_path):
+    release = ".".join(torch.__version__.split(".")[:2])
     pack = f"sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
-    program = f"""
+    programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, pack]]
+    # Another release is refused before the library is loaded, but a patch release is not.
+    programs += ["torch.__version__ = '2.9.1'; import torch_rope"]
+    programs += [f"torch.__version__ = '{release}.99+cu130'; import torch_rope; assert 'torch_rope._C' in sys.modules"]
+    done = python(f"""
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
 import os, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
 os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); sys.argv = ["setup.py", "--version"]
-for i, change in enumerate({[change for change, _ in REFUSED] + [pack]}):
+for i, program in enumerate({programs}):
     if not os.fork():  # because the import of torch takes seconds
         os.dup2(os.open(f"{tmp_path}/{{i}}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
-        exec(change)
-        runpy.run_path("setup.py")
+        try:
+            exec(program)
+        except BaseException as error:
+            os.write(2, str(error).encode())
+            os._exit(2 if "torch_rope._C" in sys.modules else 1)
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-    done = python(program)
-    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"], done.stdout + done.stderr
-    for i, (change, message) in enumerate(REFUSED):
-        [line] = (tmp_path / str(i)).read_text().strip().splitlines()
-        assert re.search(message, line), (change, line)
+""")
+    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0", "1", "0"], done.stdout + done.stderr
+    printed = [(tmp_path / str(i)).read_text().strip() for i in range(len(programs))]
+    for message, line in zip(REFUSED.values(), printed, strict=False):
+        assert re.search(message, line) and "\n" not in line, line
+    assert printed[-2].startswith(f"torch_rope was built for torch {torch.__version__} and this is torch 2.9.1")
     packed = set((tmp_path / "torch_rope.egg-info/SOURCES.txt").read_text().replace("\n./", "\n").splitlines())
     folders = (path for folder in ("csrc", "shaders", "torch_rope") for path in (ROOT / folder).rglob("*"))
     files = {str(p.relative_to(ROOT)) for p in folders if p.is_file() and p.suffix not in (".so", ".pyc")}
