@@ -8,8 +8,6 @@ from programs import (
     HEADS,
     KV_HEADS,
     ROTATING,
-    assert_same_call,
-    compiled,
     copies,
     norm_weights,
     operands,
@@ -127,24 +125,19 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
         assert all(map(torch.equal, args, before))
 
 
-LOSSES = {"mapped": lambda out: out.square().sin().sum(), "the same for all": torch.sum}  # the incoming gradient
-
-
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("of_result", [lambda out: out.square().sin().sum(), torch.sum], ids=["mapped", "the same"])
 @pytest.mark.parametrize("which", ["the first", "what is rotated", "angles", "all"])
 @pytest.mark.parametrize("op", [op for op in OPERATORS if not schema_of(op).is_mutable])
-def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, loss, device):
-    """vmap of gradients gives what a loop gives.
+def test_vmap_of_gradients_agrees_with_gradients_of_vmap(op, which, of_result, device):
+    """vmap of gradients gives what a loop gives, whether the incoming gradient is mapped or the same for all samples.
 
     The gradient of vmap is the same for a mapped argument, and the sum over the samples for a shared one.
     """
-    call, of_result = a_call_of(op, device), LOSSES[loss]
+    call = a_call_of(op, device)
     angles = ("cos", "sin") if op in ROTATING else ("inv_freq",)
     rotated = [name for name in call if name in ("x", "q", "k", "q_out_grad", "k_out_grad")]
     names = {"the first": list(call)[:1], "what is rotated": rotated, "angles": angles[:1], "all": call}[which]
-    if not names:  # the operator makes a table, and rotates nothing
-        return
-    in_dims, args = with_samples(call, names)
+    in_dims, args = with_samples(call, names or call)  # an operator that makes tables rotates nothing
     without = angles if "norm" in op or "backward" in op else ()
     numbers = tuple(i for i, (name, t) in enumerate(call.items()) if t.is_floating_point() and name not in without)
 
@@ -177,27 +170,32 @@ def test_a_tensor_that_is_written_must_be_mapped(op, device):
 
 def vmap_angles(device):
     """Returns a dict from a name to ((cos, sin, inv_freq, positions), in_dims)."""
-    freq = torch_rope.inv_freq(DIM, device=device)
-    cos, sin = tables(device)
-    token = lambda: torch.rand(2, 6, DIM // 2, device=device)  # noqa: E731
-    single = lambda: torch.rand(1, 6, DIM // 2, device=device)  # noqa: E731
-    table = lambda: torch.rand(64, DIM // 2, device=device)  # noqa: E731
-    positions = lambda *shape: lambda: torch.randint(0, 60, shape, device=device)  # noqa: E731
-    nothing = (None,) * 4
-    return {
-        "nothing": ((cos, sin, None, None), nothing),
-        "positions [S]": ((cos, sin, None, mapped(positions(6), 1)), (None, None, None, 1)),
-        "positions [1, S]": ((cos, sin, None, mapped(positions(1, 6), 0)), (None, None, None, 0)),
-        "positions [B, S]": ((cos, sin, None, mapped(positions(2, 6), 2)), (None, None, None, 2)),
-        "positions, with inv_freq": ((None, None, freq, mapped(positions(6), 0)), (None, None, None, 0)),
-        "shared positions": ((cos, sin, None, positions(2, 6)()), nothing),
-        "shared token table": ((token(), token(), None, None), nothing),
-        "token tables": ((mapped(token, 0), mapped(token, 1), None, None), (0, 1, None, None)),
-        "token tables, cos alone": ((mapped(token, 0), token(), None, None), (0, None, None, None)),
-        "token tables of one, sin alone": ((single(), mapped(single, 3), None, None), (None, 3, None, None)),
-        "tables": ((mapped(table, 0), mapped(table, 2), None, None), (0, 2, None, None)),
-        "inv_freq": ((None, None, mapped(lambda: torch.rand(DIM // 2, device=device), 1), None), (None, None, 1, None)),
+
+    def table(*shape, dim=None):
+        make = lambda: torch.rand(*shape, DIM // 2, device=device)  # noqa: E731
+        return (make() if dim is None else mapped(make, dim)), dim
+
+    def positions(*shape, dim=None):
+        make = lambda: torch.randint(0, 60, shape, device=device)  # noqa: E731
+        return (make() if dim is None else mapped(make, dim)), dim
+
+    cos, sin = ((t, None) for t in tables(device))
+    nothing, token, single = (None, None), (2, 6), (1, 6)
+    angles = {
+        "nothing": (cos, sin, nothing, nothing),
+        "positions [S]": (cos, sin, nothing, positions(6, dim=1)),
+        "positions [1, S]": (cos, sin, nothing, positions(1, 6, dim=0)),
+        "positions [B, S]": (cos, sin, nothing, positions(2, 6, dim=2)),
+        "positions, with inv_freq": (nothing, nothing, table(), positions(6, dim=0)),
+        "shared positions": (cos, sin, nothing, positions(2, 6)),
+        "shared token table": (table(*token), table(*token), nothing, nothing),
+        "token tables": (table(*token, dim=0), table(*token, dim=1), nothing, nothing),
+        "token tables, cos alone": (table(*token, dim=0), table(*token), nothing, nothing),
+        "token tables of one, sin alone": (table(*single), table(*single, dim=3), nothing, nothing),
+        "tables": (table(64, dim=0), table(64, dim=2), nothing, nothing),
+        "inv_freq": (nothing, nothing, table(dim=1), nothing),
     }
+    return {name: tuple(zip(*given, strict=True)) for name, given in angles.items()}
 
 
 MAPPED = [op for op in ROTATING if "_backward" not in op and op not in REFUSED]
@@ -278,20 +276,3 @@ def test_nested_vmap_gives_what_nested_loops_give(op, device):
     actual = vmap(vmap(sample, in_dims=(2, 2, None)))(*a, positions)
     expected = loop(lambda *args: loop(sample, (2, 2, None), *args), (0, 0, 0), *b, positions)
     assert all(map(torch.equal, (*actual, *a), (*expected, *b)))
-
-
-@pytest.mark.filterwarnings("ignore:dynamo_pgo")
-@pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize("op", [pytest.param("rotate_qk", marks=pytest.mark.exhaustive), "rotate_qk_"])
-def test_compiled_vmap_gives_what_eager_gives(op, device):
-    """This holds at every length."""
-    cos, sin = tables(device)
-
-    def function(q, k, positions):
-        sample = lambda q, k, p: getattr(rope, op)(q, k, cos, sin, positions=p) or (q * 1, k * 1)  # noqa: E731
-        return vmap(sample)(q, k, positions)
-
-    program = compiled(function, device, backend="aot_eager")
-    for seq in (4, 6, 9):
-        q, k = (torch.randn(N, 2, seq, heads, DIM, device=device) for heads in (HEADS, KV_HEADS))
-        assert_same_call(function, program, q, k, torch.randint(0, 60, (N, seq), device=device))
