@@ -50,7 +50,7 @@ def ranks(request, device, processes):
 
 # The mesh is cached: once a process has made a second mesh that is equal, torch 2.13 cannot compile any backward.
 @functools.cache
-def mesh_of(device, dimensions=1):
+def mesh_of(device, dimensions):
     from torch.distributed.device_mesh import init_device_mesh
 
     world = dist.get_world_size()
@@ -300,7 +300,7 @@ def check_decisions(device):
     another."""
     from torch.distributed.tensor import DTensor
 
-    mesh, plain = mesh_of(device), tensors(device)
+    mesh, plain = mesh_of(device, 1), tensors(device)
     rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     op, asked = ops.rotate_into_cache_.default, []
     rule = rules[op]
@@ -347,7 +347,7 @@ def test_the_rules_are_registered_in_any_order_of_imports_or_the_import_warns(na
 
 
 def compiled(device):
-    mesh, plain = mesh_of(device), tensors(device)
+    mesh, plain = mesh_of(device, 1), tensors(device)
     once = {"fullgraph": True, "backend": "aot_eager"}
 
     def close(results, values):
@@ -412,7 +412,7 @@ def check_modules(device):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-    mesh, plain = mesh_of(device), tensors(device)
+    mesh, plain = mesh_of(device, 1), tensors(device)
     q, k, positions = plain["q"], plain["k"], plain["positions"]
     longer = {"factor": 4.0, "original_max_position": 8}
     lists = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
