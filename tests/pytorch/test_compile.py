@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import EXHAUSTIVE, has_dtype, schema_of
+from cases import EXHAUSTIVE, schema_of
 from programs import (
     COMPILING,
     DIM,
@@ -192,7 +192,7 @@ def test_a_number_of_tokens_that_is_data_compiles_once(device):
     assert counter.frame_count == 1
 
 
-# ---- modes, quantised caches, errors ----
+# ---- modes and errors ----
 
 
 @pytest.mark.shared
@@ -205,33 +205,6 @@ def test_inputs_that_require_grad_may_be_rotated_in_place_without_grad(mode, dev
     with mode():
         for requires_grad in (False, True):
             assert_same_call(function, program, *(t.requires_grad_(requires_grad) for t in operands(op, device)))
-
-
-@pytest.mark.shared
-def test_a_compiled_decode_step_reads_the_scales_of_its_quantised_cache(device):
-    """The caches are views of bytes, as vLLM keeps them. One program serves all steps, whatever the scales are."""
-    stored = torch.float8_e4m3fn if has_dtype(device, torch.float8_e4m3fn) else torch.int8
-    inv_freq = torch_rope.inv_freq(DIM, device=device)
-
-    def decode(q, k, v, k_cache, v_cache, k_scale, v_scale, offset):
-        k_cache, v_cache = k_cache.view(stored), v_cache.view(stored)
-        rope.rotate_into_cache_(
-            q, k, v, k_cache, v_cache, inv_freq=inv_freq, offset=offset, k_scale=k_scale, v_scale=v_scale, norm_v=True
-        )
-
-    program, counter = counted(decode, dynamic=True)
-    scales = [torch.rand(KV_HEADS, device=device) / 50, torch.tensor(0.02, device=device)]
-    for offset in (2, 3, 9):
-        tensors = operands("rotate_into_cache_", device, 1)[:3]
-        tensors += [torch.zeros(2, 32, KV_HEADS, DIM, dtype=torch.int8, device=device) for _ in "kv"]
-        expected = copies(tensors)
-        program(*tensors, *scales, offset)
-        decode(*expected, *scales, offset)
-        assert all(map(torch.equal, tensors, expected))
-        assert tensors[3].any() and tensors[4].any()
-        for scale in scales:
-            scale *= 1.7
-    assert counter.frame_count == 1
 
 
 INSTEAD = "because the in-place operator has no gradient; use "

@@ -4,7 +4,6 @@ process, and must be equal bit for bit if nothing is summed over ranks."""
 
 import contextlib
 import functools
-import os
 import random
 import re
 import subprocess
@@ -305,22 +304,21 @@ def check_decisions(device):
     op, asked = ops.rotate_into_cache_.default, []
     rule = rules[op]
     rules[op] = lambda schema: asked.append(schema) or rule(schema)
-    split = placed_on(mesh, plain, dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), "0"))
-    whole = placed_on(mesh, plain, dict.fromkeys(("inv_freq", "q_norm_weight", "k_norm_weight"), "R"))
+    letters = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), "0")
+    given = placed_on(mesh, plain, letters | dict.fromkeys(("inv_freq", "q_norm_weight", "k_norm_weight"), "R"))
     positions = placed_on(mesh, plain, {"positions": "R"})["positions"]
     try:
         for offset in range(5):
-            ops.rotate_into_cache_(**split, inv_freq=whole["inv_freq"], offset=offset)
-        assert len(asked) <= 2  # an offset of 0 is not passed on
-        ops.rotate_into_cache_(**split, **whole, positions=positions)
-        with pytest.raises(NotImplementedError, match="must not be split along its blocks"):
-            ops.rotate_into_cache_(**split, **whole, slots=positions)
-        for dtype in (torch.float64, None, torch.bfloat16):
-            cos, _ = ops.cos_sin(positions, whole["inv_freq"], dtype=dtype)
-            assert cos.dtype == cos.to_local().dtype == (dtype or torch.float32)
-            assert (cos * 2).dtype == cos.dtype
+            op(**given, offset=offset)
     finally:
         rules[op] = rule
+    assert len(asked) <= 2  # an offset of 0 is not passed on
+    op(**given, positions=positions)
+    with pytest.raises(NotImplementedError, match="must not be split along its blocks"):
+        op(**given, slots=positions)
+    for dtype in (torch.float64, None, torch.bfloat16):
+        cos, _ = ops.cos_sin(positions, given["inv_freq"], dtype=dtype)
+        assert cos.dtype == cos.to_local().dtype == (dtype or torch.float32)
 
 
 def test_a_decision_is_cached(ranks):
@@ -431,12 +429,8 @@ def check_modules(device):
             placed = [distributed(t, mesh, to) for t in (q, k)]
             for result, value in zip(rope(*placed, given), wanted, strict=True):
                 assert_same(result, value)
-        for wrong, error, message in (
-            (positions, NotImplementedError, "positions is Replicate"),
-            (positions[:, :3], ValueError, "must have the positions of all 5 tokens of the DTensor q"),
-        ):
-            with pytest.raises(error, match=message):
-                rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), wrong)
+        with pytest.raises(NotImplementedError, match="positions is Replicate"):
+            rope(*(distributed(t, mesh, Shard(1)) for t in (q, k)), positions)
         rope = torch_rope.RotaryEmbedding(HEAD_DIM, device="meta", **arguments)
         distribute_module(rope, mesh)
         rope.to_empty(device=device).bfloat16()
@@ -472,30 +466,26 @@ def test_rotary_embedding_with_dtensors_and_fsdp(ranks):
     ranks(check_modules)
 
 
-def check_buffers_under_mixed_precision(device, full_precision):
-    """The model is evaluated first, so FSDP casts a buffer to bfloat16, and with full_precision back, before its first
-    use."""
+def check_buffers_under_mixed_precision(device):
+    """The model is evaluated first, so FSDP casts a buffer to bfloat16 before its first use."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "01"[full_precision]
     half = torch.bfloat16
     policy = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
     for arguments in ({}, {"max_position": 16}):
         here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         model = FullyShardedDataParallel(Attention(**arguments), mixed_precision=policy, device_id=here)
         exact = torch_rope.RotaryEmbedding(HEAD_DIM, device=here, **arguments)
-        for training in (False, True, False):
+        for training in (False, True):
             q, *found = model.train(training)(torch.randn(BATCH, SEQ, 16, device=here), offset=3)
-            dtype = torch.float32 if full_precision and not training else half
-            assert q.dtype == dtype and (dtype == half) == all(t.dtype == half for t in model.buffers())
+            assert q.dtype == half and all(t.dtype == half for t in model.buffers())
             for out, wanted in zip(found, exact(q, q[..., :1, :], offset=3), strict=True):
                 assert torch.equal(out, wanted)
         assert not [name for name in model.state_dict() if "rope" in name]
 
 
-@pytest.mark.parametrize("full_precision", [False, pytest.param(True, marks=night)])
-def test_fsdp1_casts_the_buffers_and_the_module_rotates_by_their_values(full_precision, ranks):
-    ranks(check_buffers_under_mixed_precision, full_precision)
+def test_fsdp1_casts_the_buffers_and_the_module_rotates_by_their_values(ranks):
+    ranks(check_buffers_under_mixed_precision)
 
 
 @night
@@ -506,9 +496,4 @@ def test_the_example_has_the_losses_of_one_process(world):
     command += [str(ROOT / "examples" / "parallel.py"), "--steps", "2"]
     result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [line[:12].strip() for line in result.stdout.splitlines()[1:-1]] == [
-        "one process",
-        *(f"dp {world // tp} x tp {tp}" for tp in (1, 2, 4) if tp <= world),
-        f"cp {world}",
-    ]
     assert "The losses are equal" in result.stdout and ": True. The losses fall: True." in result.stdout

@@ -264,15 +264,3 @@ def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
     with pytest.raises(IndexError):
         vmap(lambda x, c, p: (rope.rotate_(x, c, c, positions=p), x.sum())[1])(x, cos, positions)
     assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("op", ["rotate_qk", "rotate_qk_"])
-def test_nested_vmap_gives_what_nested_loops_give(op, device):
-    angles = tables(device)
-    q, k = (torch.randn(N, 2, 6, N, heads, DIM, device=device) for heads in (4, 2))
-    positions = torch.randint(0, 60, (N, 6), device=device)
-    sample = lambda q, k, p: getattr(rope, op)(q, k, *angles, positions=p) or (q, k)  # noqa: E731
-    a, b = copies((q, k)), copies((q, k))
-    actual = vmap(vmap(sample, in_dims=(2, 2, None)))(*a, positions)
-    expected = loop(lambda *args: loop(sample, (2, 2, None), *args), (0, 0, 0), *b, positions)
-    assert all(map(torch.equal, (*actual, *a), (*expected, *b)))

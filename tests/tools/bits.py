@@ -24,7 +24,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.autograd import forward_ad
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -155,19 +154,12 @@ def tuple_of(outs) -> tuple:
 
 
 def derivatives(draw: Draw, op, call: dict):
-    """Yields the results, and derivatives with respect to some arguments: backward, double backward or forward mode."""
+    """Yields the results, and derivatives with respect to some arguments: backward or double backward."""
     names = [name for name, t in call.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if "q_norm_weight" in call or "q_out_grad" in call:
         names = [name for name in names if name not in ("cos", "sin", "inv_freq")]
-    names = draw.sample(names, draw.randint(1, len(names)))
     like = torch.randn_like
-    if draw.maybe(0.25):
-        with forward_ad.dual_level():
-            duals = {name: forward_ad.make_dual(call[name], like(call[name])) for name in names}
-            for out in tuple_of(op(**call | duals)):
-                yield from forward_ad.unpack_dual(out)
-        return
-    inputs = [call[name].requires_grad_() for name in names]
+    inputs = [call[name].requires_grad_() for name in draw.sample(names, draw.randint(1, len(names)))]
     outs = tuple_of(op(**call))
     yield from outs
     outs = [out for out in outs if out.requires_grad]

@@ -19,13 +19,7 @@ import torch_rope
 
 pytestmark = pytest.mark.cpu
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
-NIGHTLY = {
-    "comfy_kitchen",
-    "diffusers",
-    "kernels",
-    "onnxruntime",
-    "timm",
-}  # pages that import them need make exhaustive
+NIGHTLY = {"comfy_kitchen", "diffusers", "kernels", "onnxruntime", "timm"}  # a page that imports one runs at night
 
 
 def text_of(page: str) -> str:
@@ -117,12 +111,6 @@ def agree(wanted: str, printed: str) -> bool:
     numbers = [NUMBER.findall(text) for text in (wanted, printed)]
     rest = [NUMBER.sub("#", text).split() for text in (wanted, printed)]
     return rest[0] == rest[1] and len(numbers[0]) == len(numbers[1]) and all(map(near, *numbers))
-
-
-def test_outputs_agree_up_to_last_digits():
-    assert agree("a 1.5e-03 of 7\n", "a 1.6e-03  of 7\n") and agree("torch.Size([3])", "torch.Size([3])")
-    assert not agree("a 1.5e-03 of 7", "a 1.5e-03 of 8") and not agree("a 1.5e-03", "a 2.5e-03")
-    assert not agree("a 1.5", "b 1.5") and not agree("0.25 of", "0.35 of") and not agree("1", "1 2")
 
 
 # The expressions that are true after the code of a page, in its variables and those of NAMES.
@@ -259,14 +247,3 @@ def test_every_command_of_the_pages_runs(command):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(commands[program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_no_file_names_a_path_of_a_machine():
-    names = re.compile(r"/(?:home|Users|root|work)/\w")
-    folders = ["csrc", "shaders", "torch_rope", "tests", "benchmarks", "examples", "hub", "docs", ".github"]
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    texts = {
-        path: path.read_bytes().decode(errors="ignore") for path in files if path.suffix not in (".pyc", ".so", ".png")
-    }
-    assert len(texts) > 100
-    assert not [str(path) for path, text in texts.items() if names.search(text)]
