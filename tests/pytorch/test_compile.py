@@ -64,18 +64,6 @@ def test_compiled_values_are_eager_values(device):
     assert_same_bits(tuple(a), tuple(b), "in place")
 
 
-def outputs_and_gradients(function, inputs, seeds, *more):
-    """Returns the outputs and the gradients of inputs.
-
-    seeds: gradients of the outputs, None for an output that is not used.
-    """
-    inputs = [t.detach().requires_grad_() for t in inputs]
-    outs = function(*inputs, *more)
-    used = [(out, seed) for out, seed in zip(outs, seeds, strict=True) if seed is not None]
-    torch.autograd.backward(*zip(*used, strict=True))
-    return (*outs, *(torch.zeros_like(t) if t.grad is None else t.grad for t in inputs))
-
-
 @pytest.mark.heart
 @pytest.mark.shared
 def test_the_compiled_norm_is_one_call_forward_and_one_backward(device):
