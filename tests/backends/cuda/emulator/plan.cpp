@@ -57,8 +57,6 @@ RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, con
   return a;
 }
 
-py::tuple tuple_of(const cuda::Dim3& d) { return py::make_tuple(d.x, d.y, d.z); }
-
 // The parameters of a kernel, as its constant bank holds them.
 template <typename Parameter>
 py::bytes bytes_of(const Parameter& p) {
@@ -66,12 +64,14 @@ py::bytes bytes_of(const Parameter& p) {
   return {reinterpret_cast<const char*>(&p), sizeof(Parameter)};
 }
 
-void add(py::dict& d, const cuda::Tiling& t) {
-  d["vector"] = t.vector, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
-  d["position_range"] = py::make_tuple(t.first_position, t.last_position);
-  d["one_step"] = t.one_step, d["narrow_slots"] = t.narrow_slots;
-  d["per_channel"] = py::make_tuple(t.per_channel[0], t.per_channel[1], t.per_channel[2]);
-  d["vectors"] = t.vectors, d["table_vectors"] = t.table_vectors;
+// What all plans have.
+template <typename Plan>
+py::dict of(const Plan& plan, const cuda::Tiling& t) {
+  py::dict d;
+  d["vector"] = t.vector, d["vectors"] = t.vectors, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
+  d["block"] = py::make_tuple(plan.block.x, plan.block.y, plan.block.z);
+  d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
+  return d;
 }
 
 template <typename... Call>
@@ -79,17 +79,11 @@ py::dict plan(int processors, Call... call) {
   RotateArgs a = args(call...);
   const cuda::Plan plan = cuda::plan_rotate(a, processors);
   const cuda::Tiling& t = plan.tiling;
-  py::dict d;
-  add(d, t);
+  py::dict d = of(plan, t);
+  d["wide_index"] = plan.wide_index, d["general"] = plan.general;
   d["heads_per_thread_block"] = t.heads_per_thread_block;
-  d["starts"] = py::make_tuple(0, t.k_start, t.v_start), d["v_pieces"] = t.v_pieces;
-  d["v_together"] = t.v_together;
-  d["position_step"] = t.position_step;
-  d["wide_index"] = plan.wide_index, d["general"] = plan.general, d["any"] = plan.any;
-  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  d["v_pieces"] = t.v_pieces, d["v_together"] = t.v_together;
   d["batch"] = a.params.batch, d["seq"] = a.params.seq;
-  const RopeParams& p = a.params;
-  d["strides"] = py::make_tuple(p.q.in[1], p.q.out[1], p.k.in[1], p.k.out[1], p.v.in[1], p.positions[1], p.slots[1]);
   d["parameters"] = bytes_of(a) + bytes_of(t);  // both are aligned to 8 bytes
   return d;
 }
@@ -100,15 +94,10 @@ py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   NormBackwardArgs n{args(call...), nullptr, nullptr, {}, {}};
   n.q_in = set(x[0], n.q), n.k_in = set(x[1], n.k);
   const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
-  py::dict d;
-  add(d, plan.tiling.tiling);
-  const auto add_share = [&](const char* name, const cuda::Share& share) {
+  py::dict d = of(plan, plan.tiling.tiling);
+  d["wide_index"] = plan.wide_index;
+  for (const auto& [name, share] : {std::pair("q", plan.tiling.q), std::pair("k", plan.tiling.k)})
     d[name] = py::make_tuple(share.parts, share.tokens, share.teams);
-  };
-  add_share("q", plan.tiling.q), add_share("k", plan.tiling.k);
-  d["wide_index"] = plan.wide_index, d["general"] = plan.general;
-  d["sums"] = plan.sums, d["dynamic_shared"] = plan.dynamic_shared;
-  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
   return d;
 }
 
@@ -127,10 +116,8 @@ py::dict plan_tables(const Tokens& tokens, Call... call) {
   }
   std::tie(t.tokens.rows, t.tokens.copies, t.tokens.entries, t.tokens.listed) = tokens;
   const cuda::TablePlan plan = cuda::plan_table_backward(t);
-  py::dict d;
-  add(d, plan.tiling.tiling);
-  d["heads"] = plan.tiling.heads, d["blocks_per_row"] = plan.tiling.blocks_per_row;
-  d["block"] = tuple_of(plan.block), d["grid"] = tuple_of(plan.grid);
+  py::dict d = of(plan, plan.tiling.tiling);
+  d["blocks_per_row"] = plan.tiling.blocks_per_row;
   return d;
 }
 
