@@ -4,11 +4,9 @@ On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CU
 """
 
 import functools
-import itertools
-import math
 import pickle
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,12 +17,14 @@ from cases import (
     EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
+    OPERATORS,
     Source,
     covering,
     make_qk,
     name_of,
     on_cuda,
     python,
+    schema_of,
     set_apart,
 )
 from oracle import assert_close, limits, rotate, table_backward
@@ -71,78 +71,105 @@ def same(a, b):
         assert torch.equal(x, y)
 
 
-# ---- positions and slots out of range ----
+# ---- a call of each operator ----
 
-B, S, D = 2, 5, 16
-ROWS, CELLS = 12, 9  # of the tables, and of a block of the caches
-# Calls with a position or slot out of range: tensors, and other arguments
-CACHES = "q k v k_cache v_cache"
-OUTSIDE = {
-    "rotate": ("q", {"positions": [0, 1, ROWS, 3, 4]}),
-    "rotate_": ("q", {"positions": [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]]}),
-    "rotate_qk": ("q k", {"positions": [0, 1, 2**31, 3, 4]}),
-    "rotate_qk_": ("q k", {"positions": [0, 1, 2, -(2**62), 4]}),
-    "rotate_qk_ with an offset that wraps": ("q k", {"positions": [0, 0, 0, 0, 2**63 - 1], "offset": 1}),
-    "norm_rotate_qk": ("q k weight weight", {"positions": [0, 1, 2**40, 3, 4]}),
-    "_norm_rotate_qk_backward": ("q k q k weight weight", {"positions": [-3, 1, 2, 3, 4]}),
-    "_rotate_table_backward": ("q k q k", {"positions": [[0, 1, 2, 3, 4], [0, 1, ROWS, 3, 4]]}),
-    "_rotate_table_backward far away": ("q k q k", {"positions": [0, 1, 2**32 + 3, 3, 4]}),
-    "_rotate_table_backward before the table": ("q k q k", {"positions": [0, 1, 2, 3, 4], "offset": -1}),
-    "rotate_into_cache_ past the block": (CACHES, {"positions": [0, 1, CELLS, 3, 4]}),
-    "rotate_into_cache_ before the block": (CACHES, {"positions": [0, 1, 2, 3, -1]}),
-    "rotate_into_cache_ past the last slot": (CACHES, {"slots": [[0, 1, 2, 3, 4], [5, 6, -1, 2 * CELLS, 8]]}),
-    "rotate_into_cache_ far past the last slot": (CACHES, {"slots": [[0, 1, 2**40, 3, 4], [5, 6, -1, 8, 9]]}),
-}
+ROWS, BLOCKS, CELLS = 12, 6, 16  # rows of a table; blocks of a cache, and cells of a block
 
 
-def call_outside(name, norm, device):
-    """Makes a call out of range with tensors that are each in the middle of a larger one, and returns the text of the error.
-    Nothing outside the tensors may be read or written."""
-    cos, sin = torch_rope.cos_sin(torch.arange(ROWS, device=device), torch_rope.inv_freq(D, device=device))
-    shapes = {"q": (B, S, 3, D), "k": (B, S, 2, D), "v": (B, S, 2, D), "k_cache": (B, CELLS, 2, D)}
-    shapes |= {"v_cache": shapes["k_cache"], "weight": (D,), "cos": cos.shape, "sin": sin.shape}
-    larger = {name: torch.rand([n + 2 for n in shape], device=device) for name, shape in shapes.items()}
-    tensors = {name: t[(slice(1, -1),) * t.dim()] for name, t in larger.items()}
-    tensors["cos"].copy_(cos), tensors["sin"].copy_(sin)
-    names, integers = OUTSIDE[name]
-    angles = {name: tensors[name] for name in ("cos", "sin")}
-    if "the block" in name:  # without tables, so that only the cache limits positions
-        angles = {"inv_freq": torch_rope.inv_freq(D, device=device)}
-    weights = {"q_norm_weight": tensors["weight"], "k_norm_weight": tensors["weight"]} if norm else {}
-    integers = {x: torch.tensor(n, device=device) if isinstance(n, list) else n for x, n in integers.items()}
-    before = {name: t.clone() for name, t in larger.items()}
-    error = ""
+def names_of(op):
+    return [a.name for a in schema_of(op).arguments]
+
+
+def make_call(op, source, device):
+    """Returns the arguments of a call by name.
+
+    source: "cos" for tables, and a norm of each head, if the operator needs one. "inv_freq" for a norm over all heads
+    and quantised caches.
+    """
+    with torch.device(device):
+        q, k, v = torch.randn(3, 7, 8, 64).bfloat16().split([4, 2, 2], 2)
+        given = {"x": q, "q": q, "k": k, "v": v, "q_out_grad": q.clone(), "k_out_grad": k.clone()}
+        given |= {"positions": torch.arange(7).repeat(3, 1), "slots": torch.randperm(BLOCKS * CELLS)[:21].view(3, 7)}
+        freq = torch_rope.inv_freq(64)
+        if source == "cos":
+            given["cos"], given["sin"] = torch_rope.cos_sin(torch.arange(ROWS), freq)
+            given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64).bfloat16()
+            if "cache" not in op:
+                given["q_norm_weight"], given["k_norm_weight"] = torch.rand(2, 64)
+        else:
+            given["inv_freq"] = freq.repeat(3, 1) if "axial" in op else freq
+            given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64, dtype=torch.int8)
+            given["k_scale"], given["v_scale"] = torch.rand(2, 2)
+            given |= {"q_norm_weight": torch.rand(4, 64), "k_norm_weight": torch.rand(2, 64), "norm_v": True}
+    return {name: given[name] for name in names_of(op) if name in given}
+
+
+CASES = [(op, source) for op in OPERATORS for source in ("cos", "inv_freq") if source in names_of(op)]
+CASES.remove(("_rotate_table_backward", "inv_freq"))  # it has no such gradient
+
+
+def results_of(op, given):
+    """Makes a call with copies of its tensors, and returns the copies that it writes and its results."""
+    given = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    out = getattr(rope, op)(**given)
+    written = [given[a.name] for a in schema_of(op).arguments if a.alias_info and a.alias_info.is_write]
+    return written + ([] if out is None else list(out) if isinstance(out, tuple) else [out])
+
+
+# The operator, its source, and a position or slot that is out of range
+OUTSIDE = [
+    ("rotate", "cos", {"positions": ROWS}),
+    ("rotate_", "cos", {"positions": -1}),
+    ("rotate_qk", "cos", {"positions": 2**31}),
+    ("rotate_qk_", "cos", {"positions": -(2**62)}),
+    ("rotate_qk_", "cos", {"positions": 2**63 - 1, "offset": 1}),  # the sum wraps
+    ("norm_rotate_qk", "cos", {"positions": 2**40}),
+    ("_norm_rotate_qk_backward", "cos", {"positions": -3}),
+    ("_rotate_table_backward", "cos", {"positions": ROWS}),
+    ("_rotate_table_backward", "cos", {"positions": 2**32 + 3}),
+    ("_rotate_table_backward", "cos", {"positions": -1}),
+    ("rotate_into_cache_", "cos", {"positions": ROWS, "slots": None}),
+    ("rotate_into_cache_", "inv_freq", {"positions": CELLS, "slots": None}),
+    ("rotate_into_cache_", "inv_freq", {"positions": -1, "slots": None}),
+    ("rotate_into_cache_", "cos", {"slots": BLOCKS * CELLS}),
+    ("rotate_into_cache_", "inv_freq", {"slots": BLOCKS * CELLS}),
+    ("rotate_into_cache_", "cos", {"slots": 2**40}),
+]
+
+
+def call_outside(op, source, changes, device):
+    """Makes a call in which the last token of a sequence is out of range, and returns the text of the error."""
+    given = make_call(op, source, device)
+    for name, value in changes.items():
+        if value is None or name == "offset":
+            given[name] = value
+        else:
+            given[name][1, -1] = value
     try:
-        getattr(rope, name.split()[0])(*(tensors[n] for n in names.split()), **angles, **weights, **integers)
+        results_of(op, given)
         if device == "cuda":
             torch.cuda.synchronize()
-    except RuntimeError as e:  # torch.AcceleratorError is one
-        error = str(e)
+    except RuntimeError as error:  # torch.AcceleratorError is one
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(case, device):
+    """The emulator would report an access out of bounds instead. On a GPU, CUDA is unusable in the process afterwards."""
     if device == "cuda":
-        return error  # the assertion has made CUDA unusable in this process
-    torch_rope._C.check_guards()
-    for name, t in before.items():
-        t[(slice(1, -1),) * t.dim()] = tensors[name]
-        assert torch.equal(t, larger[name])
-    return error
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_position_or_slot_out_of_range_fails_an_assertion_on_the_device(name, device):
-    for norm in (False, True) if "cache" in name else (False,):
-        if device == "cuda":
-            done = python(f"import test_cuda; print(test_cuda.call_outside({name!r}, {norm}, 'cuda'))")
-            assert "device-side assert" in done.stdout, done.stdout + done.stderr
-        else:
-            assert "device-side assert" in call_outside(name, norm, device)
+        error = python(f"import test_cuda; print(test_cuda.call_outside(*{case!r}, 'cuda'))").stdout
+    else:
+        error = call_outside(*case, device)
+    assert "device-side assert" in error, error
 
 
 # ---- sizes ----
 
 # (batch, seq, heads of q, heads of k, head_dim, rotary_dim)
 SHAPES = [
-    (300, 1, 8, 2, 64, 64),  # a decode step
-    (257, 3, 5, 1, 16, 16),
+    (70, 1, 8, 2, 64, 64),  # a decode step
+    (130, 3, 5, 1, 16, 16),
     (1, 1, 1, 1, 2, 2),
     (2, 300, 1, 1, 2, 2),
     (1, 3, 70, 3, 2, 2),
@@ -303,36 +330,29 @@ def test_slots_may_pass_2_32(untouched, device):
 @pytest.mark.large
 @pytest.mark.parametrize("heads", [8, 1])
 def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
+    """Parts of each result are those of a call for the part alone."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free memory")
     tokens = 2**31 // (heads * 128) + 1001
     q = torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=gpu).normal_()
-    k, freq = q[:, :1], torch_rope.inv_freq(128, device=gpu)
-    weight = torch.rand(128, device=gpu)
+    k, freq, weight = q[:, :1], torch_rope.inv_freq(128, device=gpu), torch.rand(128, device=gpu)
+    tables = [t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu)]
     parts = [slice(0, 99), slice(tokens // 2, tokens // 2 + 99), slice(tokens - 99, tokens)]
-
-    def compare(op, *more, results=2):
-        """Compares parts of the results with those of a call for each part alone."""
-        whole = op(q, k, *more, inv_freq=freq)[:results]
+    for op, tensors, by_tables in [
+        (rope.rotate_qk, [q, k], False),
+        (rope.norm_rotate_qk, [q, k, weight, weight], False),
+        (rope._norm_rotate_qk_backward, [q, k, q, k, weight, weight], False),
+        (rope._rotate_table_backward, [q, k, k.expand_as(q), k], True),
+    ]:
+        angles = tables if by_tables else []
+        whole = op(*tensors, *angles, **({} if by_tables else {"inv_freq": freq}))[:2]
         for part in parts:
-            of_part = [t[part] if t.dim() == 3 else t for t in more]
-            same([t[part] for t in whole], op(q[part], k[part], *of_part, inv_freq=freq, offset=part.start)[:results])
-
-    compare(rope.rotate_qk)
-    compare(rope.norm_rotate_qk, weight, weight)
-    compare(rope._norm_rotate_qk_backward, q, k, weight, weight)
-    cos, sin = (t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu))
-    whole = rope._rotate_table_backward(q, k, k.expand_as(q), k, cos, sin)
-    for part in parts:
-        g, x = (q[part], k[part]), (k[part].expand_as(q[part]), k[part])
-        cos_grad, sin_grad, *magnitudes = table_backward(g, x, cos[part], sin[part])
-        for out, expected, magnitude in zip(whole, (cos_grad, sin_grad), magnitudes, strict=True):
-            assert_sums(out[part], expected, magnitude, torch.float32, 0)
-    del whole
+            of_part = [t[part] if t.shape[0] == tokens else t for t in (*tensors, *angles)]
+            more = {} if by_tables else {"inv_freq": freq, "offset": part.start}
+            same([t[part] for t in whole], op(*of_part, **more)[:2])
+        del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
-    for part, out in zip(parts, expected, strict=True):
-        assert_close(out, rotate(q[part], inv_freq=freq, offset=part.start), 1)
     rope.rotate_(q, inv_freq=freq)
     same([q[part] for part in parts], expected)
 
@@ -355,7 +375,7 @@ def bits(device, cases):
 
 
 def test_results_have_the_bits_of_the_cpu(device, tmp_path):
-    cases = covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)[:: 3 if EMULATED and not EXHAUSTIVE else 1]
+    cases = covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)[:: 12 if EMULATED and not EXHAUSTIVE else 1]
     if EMULATED:  # then this process has no CPU kernels
         file = tmp_path / "bits"
         file.write_bytes(pickle.dumps(cases))
@@ -443,36 +463,29 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_backward_of_a_norm_is_two_launches_that_read_everything_once(dtype, device, launched):
-    """The first writes the gradients of q and k, and a row of float64 sums for each thread block, which also reads the
-    weights. The second adds up the rows."""
-    (g, g_k), (q, k) = (torch.randn(2, 16, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
-    weights, freq = torch.rand(2, 128, device=device), torch_rope.inv_freq(128, device=device)
-    parts, sums = launched(rope._norm_rotate_qk_backward, g, g_k, q, k, *weights, inv_freq=freq)
-    rows, vectors, per_thread = parts["grid"][0], 2 * 16 * 10 * 128 * dtype.itemsize // 16, 32 // dtype.itemsize
-    assert parts["loads"].keys() == {8, 16}  # 8: the frequencies
-    assert parts["loads"][16] == 2 * vectors + rows * 128 * per_thread * 4 // 16
-    assert parts["stores"] == {16: vectors, 8: rows * 128}
-    assert sums["loads"] == {8: rows * 128} and sums["stores"] == {4: 2 * 128}
+@pytest.mark.parametrize("heads, over_heads", [(8, False), (8, True), (48, True)])
+def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device, launched):
+    """The first writes the gradients of q and k, and float64 sums for each thread block. The second adds up the sums.
 
-
-@pytest.mark.parametrize("heads", [8, 48])
-def test_the_backward_of_a_norm_over_all_heads_is_two_launches(heads, device, launched):
-    """The first reads everything twice. It keeps the sums in shared memory, unless there are too many."""
-    tokens, dtype = 2 * 40, torch.bfloat16
-    (g, g_k), (q, k) = (torch.randn(2, 40, heads + 2, 128, device=device).to(dtype).split([heads, 2], 2) for _ in "gx")
-    weights = [torch.rand(h, 128, device=device) for h in (heads, 2)]
+    A norm over all heads reads everything twice. Its sums are in shared memory, unless there are too many.
+    """
+    tokens, all_heads = 2 * 16, heads + 2
+    (g, g_k), (q, k) = (torch.randn(2, 16, all_heads, 128, device=device).to(dtype).split([heads, 2], 2) for _ in "gx")
+    weights = [torch.rand(*[h] * over_heads, 128, device=device) for h in (heads, 2)]
     freq = torch_rope.inv_freq(128, device=device)
     parts, sums = launched(rope._norm_rotate_qk_backward, g, g_k, q, k, *weights, inv_freq=freq)
-    of_part = math.ceil(max(16, tokens * (heads + 2) / 384) / heads) * heads  # heads; 16: the teams
-    rows = [math.ceil(tokens / math.ceil(of_part / h)) for h in (heads, 2)]
-    channels = rows[0] * heads * 128 + rows[1] * 2 * 128  # of all parts
-    assert parts["grid"] == (sum(rows), 1, 1)
-    vectors = tokens * (heads + 2) * 128 * dtype.itemsize // 16
-    in_memory = channels if heads == 8 else tokens * heads * 128 + rows[1] * 2 * 128
-    assert parts["stores"] == {16: vectors, 8: in_memory}
-    assert parts["loads"][16] == 2 * 2 * vectors + 2 * tokens * (heads + 2) * 128 * 4 // 16  # the last: weights
-    assert sums["loads"] == {8: channels} and sums["stores"] == {4: (heads + 2) * 128}
+    vectors, weight_loads = tokens * all_heads * 128 * dtype.itemsize // 16, 128 * 4 // 16  # of one weight
+    assert parts["loads"].keys() == parts["stores"].keys() | {16} == {8, 16}  # 8: the frequencies, and the sums
+    assert parts["stores"][16] == vectors
+    if over_heads:
+        assert parts["loads"][16] == 2 * 2 * vectors + 2 * tokens * all_heads * weight_loads
+    else:  # each of the threads over heads and tokens reads the weights
+        assert parts["loads"][16] == 2 * vectors + parts["grid"][0] * 32 // dtype.itemsize * weight_loads
+    assert sums["loads"].keys() == {8} and sums["stores"] == {4: sum(w.numel() for w in weights)}
+    if heads == 8:
+        assert parts["stores"][8] == sums["loads"][8]
+    if not over_heads:
+        assert sums["loads"][8] == parts["grid"][0] * 128
 
 
 def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
@@ -489,120 +502,49 @@ def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
 # ---- streams, graphs and host threads: on a GPU ----
 
 
-def calls(device):
-    """Returns the input tensors, and a dict of functions by name that make a call with them and return its results."""
-    rand = functools.partial(torch.rand, device=device)
-    q, k, v = torch.randn(3, 7, 8, 64, device=device).bfloat16().split([4, 2, 2], 2)
-    positions = torch.randint(0, 90, (3, 7), device=device)
-    slots = torch.randperm(6 * 16, device=device)[:21].view(3, 7)
-    freq = torch_rope.inv_freq(64, device=device)
-    cos, sin = torch_rope.cos_sin(torch.arange(90, device=device), freq)
-    caches = torch.zeros(2, 6, 16, 2, 64, device=device).bfloat16()
-    inputs = {"q": q, "k": k, "v": v, "positions": positions, "slots": slots, "caches": caches}
-    inputs |= {"a": rand(64), "b": rand(64), "heads a": rand(4, 64), "heads b": rand(2, 64), "scales": rand(2, 2)}
-    tables, frequencies = {"cos": cos, "sin": sin}, {"inv_freq": freq}
-
-    def call(op, names, source, in_place=False):
-        def run(t):
-            tensors = [t[name].clone() if in_place else t[name] for name in names.split(",")]
-            out = op(*tensors, **source, positions=t["positions"])
-            return tensors if in_place else list(out) if isinstance(out, tuple) else [out]
-
-        return run
-
-    def into_cache(norm="", quantised=False):
-        def run(t):
-            q, caches, more = t["q"].clone(), t["caches"].clone(), {}
-            if norm:
-                more = {f"{x}_norm_weight": t[name] for x, name in zip("qk", norm.split(","), strict=True)}
-            if quantised:
-                caches = torch.zeros_like(caches, dtype=torch.int8)
-                more |= {"k_scale": t["scales"][0], "v_scale": t["scales"][1], "norm_v": True}
-            of_tokens = {name: t[name] for name in ("positions", "slots")}
-            rope.rotate_into_cache_(q, t["k"], t["v"], *caches, **frequencies, **of_tokens, **more)
-            return [q, caches]
-
-        return run
-
-    return inputs, {
-        "rotate": call(rope.rotate, "q", tables),
-        "rotate inv_freq": call(rope.rotate, "q", frequencies),
-        "rotate_qk": call(rope.rotate_qk, "q,k", tables),
-        "rotate_": call(rope.rotate_, "q", tables, in_place=True),
-        "rotate_qk_": call(rope.rotate_qk_, "q,k", tables, in_place=True),
-        "norm": call(rope.norm_rotate_qk, "q,k,a,b", tables),
-        "backward": call(rope._norm_rotate_qk_backward, "q,k,q,k,a,b", frequencies),
-        "norm over heads": call(rope.norm_rotate_qk, "q,k,heads a,heads b", tables),
-        "backward over heads": call(rope._norm_rotate_qk_backward, "q,k,q,k,heads a,heads b", frequencies),
-        "cache": into_cache(),
-        "cache, norm": into_cache("a,b"),
-        "cache, quantised": into_cache(quantised=True),
-        "cache, norm over heads": into_cache("heads a,heads b", quantised=True),
-        "gradients of tables": call(rope._rotate_table_backward, "q,k,q,k", tables),
-        "cos_sin": lambda t: list(rope.cos_sin(t["positions"], freq)),
-        "axial_cos_sin": lambda t: list(rope.axial_cos_sin(t["positions"], freq.expand(3, -1))),
-    }
-
-
-OPS = list(calls("meta")[1])
-
-
-def change(inputs):
-    """Writes other values to the memory of the inputs."""
-    for name, t in inputs.items():
-        t.copy_(t.flip(0) if name in ("positions", "slots") else torch.randn_like(t))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_cuda_graph_replays_with_other_values(op, gpu):
+@pytest.mark.parametrize("op, source", CASES)
+def test_a_cuda_graph_replays_with_other_values(op, source, gpu):
     """So every launch is on the current stream, and the host never waits for the GPU: a graph captures neither."""
-    inputs, functions = calls(gpu)
+    given = make_call(op, source, gpu)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        functions[op](inputs)  # loads the kernels: a graph cannot capture their first run
+        results_of(op, given)  # loads the kernels: a graph cannot capture their first run
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = functions[op](inputs)
+        results = results_of(op, given)
     for _ in range(3):
-        change(inputs)
+        for t in given.values():
+            if isinstance(t, torch.Tensor):
+                t.copy_(torch.randn_like(t) if t.is_floating_point() else t.flip(0))
         graph.replay()
-        same(results, functions[op](inputs))
+        same(results, results_of(op, given))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_call_runs_on_the_device_of_its_tensors(op, gpu):
+@pytest.mark.parametrize("op, source", CASES)
+def test_a_call_runs_on_the_device_of_its_tensors(op, source, gpu):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    inputs, functions = calls("cuda:1")
+    given = make_call(op, source, "cuda:1")
     assert torch.cuda.current_device() == 0
-    actual = functions[op](inputs)
+    actual = results_of(op, given)
     assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
-        same(actual, functions[op](inputs))
+        same(actual, results_of(op, given))
     assert all(t.device == torch.device("cuda:1") for t in actual)
 
 
 def test_two_host_threads_may_use_streams_of_their_own(gpu):
-    failures = []
+    def work(_):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            given = {case: make_call(*case, gpu) for case in CASES}
+            expected = {case: results_of(case[0], given[case]) for case in CASES}
+            for case in CASES * 50:
+                same(results_of(case[0], given[case]), expected[case])
 
-    def work():
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                inputs, functions = calls(gpu)
-                expected = {op: function(inputs) for op, function in functions.items()}
-                for _, (op, function) in itertools.product(range(50), functions.items()):
-                    same(function(inputs), expected[op])
-        except BaseException as error:  # noqa: B902
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 def test_gradients_are_right_on_a_side_stream(gpu):
