@@ -132,7 +132,7 @@ struct Thread {
   // Set while the thread is at a barrier or exchange of its warp:
   bool barrier = false;
   Memories memories = kNoMemory;
-  unsigned mask = 0, source = 0;
+  unsigned source = 0;
   Site site{};
   uint64_t value = 0, result = 0;
 };
@@ -294,24 +294,21 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
   }
 }
 
-// Ends the launch because of an access to memory that the kernel may not touch. The message names what is nearest to
-// it.
+// Ends the launch because of an access to memory that the kernel may not touch. The message names the nearest memory.
 [[noreturn, gnu::noinline]] void outside(uintptr_t a, size_t n, bool write, const void* where) {
   run.stack = 0;
-  std::string what = join(write ? "write of " : "read of ", n, " bytes");
+  const std::string what = join(write ? "write of " : "read of ", n, " bytes");
   if (a < 4096) stop(where, what, " through a null pointer");
-  struct {
-    uintptr_t distance = 4096;
-    std::string text;
-  } inside, below, above;
+  uintptr_t least = 4096;
+  std::string place = " of memory that is not a tensor's";
   const auto look = [&](const Memory& m, const char* name) {
-    auto& near = a < m.begin ? above : a < m.end ? inside : below;
     const uintptr_t distance = a < m.begin ? m.begin - a : a < m.end ? 0 : a - m.end;
-    if (!m.end || distance >= near.distance) return;
-    const char* const side = a < m.begin ? " bytes before the start of " : " bytes past the end of ";
-    near.distance = distance;
-    near.text = a < m.begin || a >= m.end ? join(", ", distance, side, name, " of ", m.bytes(), " bytes")
-                                          : join(", at byte ", a - m.begin, " of ", name, " of ", m.bytes(), " bytes");
+    if (!m.end || distance >= least) return;
+    least = distance;
+    place = a < m.begin ? join(", ", distance, " bytes before the start of ")
+            : a < m.end ? join(", at byte ", a - m.begin, " of ")
+                        : join(", ", distance, " bytes past the end of ");
+    place += join(name, " of ", m.bytes(), " bytes");
   };
   {
     const std::lock_guard<std::mutex> lock(registry.mutex);
@@ -322,8 +319,7 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
     look(run.shared, "the shared variables");
     look(run.dynamic, "the launch's shared memory");
   }
-  what += inside.text.empty() ? below.text + above.text : inside.text;
-  stop(where, what, inside.text + below.text + above.text == "" ? " of memory that is not a tensor's" : "");
+  stop(where, what, place);
 }
 
 // Returns the memory that an access is in. Returns null if it is foreign memory that kernels may touch, and ends the
@@ -505,18 +501,17 @@ void end_wait(Thread& t) {
 uint32_t warp_begin() { return run.thread / 32 * 32; }
 uint32_t warp_end() { return std::min<uint32_t>(warp_begin() + 32, uint32_t(run.threads.size())); }
 
-// Returns whether all lanes of the mask have come. If so, exchanges their values and lets them continue.
-bool finish_warp(unsigned mask, bool barrier, Memories memories) {
+// Returns whether all lanes of the warp have come, but for those that have left the kernel. If so, exchanges their
+// values and lets them continue.
+bool finish_warp(bool barrier, Memories memories) {
   const uint32_t begin = warp_begin(), end = warp_end();
-  const auto named = [&](uint32_t i) { return mask >> (i - begin) & 1; };
   for (uint32_t i = begin; i < end; i++) {
     const Thread& t = run.threads[i];
-    if (named(i) && !t.done && t.wait != kAtWarp && i != run.thread) return false;
+    if (!t.done && t.wait != kAtWarp && i != run.thread) return false;
   }
   if (barrier) run.warp_time[begin / 32].set(memories, ++run.time);
   for (uint32_t i = begin; i < end; i++) {
     Thread& t = run.threads[i];
-    if (!named(i)) continue;
     t.result = run.threads[begin + t.source].value;
     if (t.wait != kAtWarp) continue;
     end_wait(t);
@@ -529,13 +524,12 @@ bool finish_warp(unsigned mask, bool barrier, Memories memories) {
 // kernel if barrier is null.
 void check_not_awaited(const Site* barrier, const void* where) {
   if (!run.at_warp) return;
-  const uint32_t begin = warp_begin(), end = warp_end();
-  for (uint32_t i = begin; i < end; i++) {
+  for (uint32_t begin = warp_begin(), i = begin; i < warp_end(); i++) {
     const Thread& t = run.threads[i];
-    if (t.wait != kAtWarp || !(t.mask >> (run.thread - begin) & 1)) continue;
+    if (t.wait != kAtWarp) continue;
     if (barrier) stop(where, "the thread comes to ", *barrier, " while lane ", i - begin, " waits for it at ", t.site);
     if (!t.barrier) stop(where, "the thread leaves the kernel while lane ", i - begin, " waits for it at ", t.site);
-    finish_warp(t.mask, true, t.memories);
+    finish_warp(true, t.memories);
   }
 }
 
@@ -570,34 +564,21 @@ void run_threads() {
 
 bool same(const Site& a, const Site& b) { return a.line == b.line && !strcmp(a.file, b.file); }
 
-// Waits for the other lanes of the mask at a barrier or an exchange of the warp. Returns the value of the source lane.
-uint64_t meet(unsigned mask, bool barrier, Memories memories, unsigned source, uint64_t value, const Site& site,
-              const void* where) {
-  const uint32_t begin = warp_begin(), lane = run.thread - begin;
-  if (!(mask >> lane & 1)) stop(where, site, ": the mask does not name lane ", lane, " itself");
-  if (!(mask >> source & 1)) stop(where, site, ": it reads lane ", source, ", which the mask does not name");
-  for (uint32_t i = 0; i < 32; i++) {
-    const bool named = mask >> i & 1;
-    if (begin + i >= warp_end()) {
-      if (named && !barrier) stop(where, site, ": the mask names lane ", i, ", which does not exist");
-      continue;
-    }
-    const Thread& t = run.threads[begin + i];
-    if (named && t.done && !barrier) stop(where, site, ": the mask names lane ", i, ", which has left the kernel");
-    if (named && t.wait == kAtBlock) stop(where, site, ": the mask names lane ", i, ", which waits at ", run.barrier);
-    if (t.wait == kAtWarp && (named || (t.mask >> lane & 1))) {
-      if (!same(t.site, site)) stop(where, site, ": lane ", i, " waits at ", t.site);
-      if (t.mask != mask) stop(where, site, ": lane ", i, " has another mask");
-    }
+// Waits for the other lanes of the warp at a barrier or an exchange. Returns the value of the source lane.
+uint64_t meet(bool barrier, Memories memories, unsigned source, uint64_t value, const Site& site, const void* where) {
+  for (uint32_t begin = warp_begin(), i = begin; i < warp_end(); i++) {
+    const Thread& t = run.threads[i];
+    if (t.done && !barrier) stop(where, site, " waits for lane ", i - begin, ", which has left the kernel");
+    if (t.wait == kAtBlock) stop(where, site, " waits for lane ", i - begin, ", which waits at ", run.barrier);
+    if (t.wait == kAtWarp && !same(t.site, site)) stop(where, site, ": lane ", i - begin, " waits at ", t.site);
   }
   Thread& me = run.threads[run.thread];
   me.barrier = barrier;
   me.memories = memories;
-  me.mask = mask;
   me.source = source;
   me.site = site;
   me.value = value;
-  if (!finish_warp(mask, barrier, memories)) {
+  if (!finish_warp(barrier, memories)) {
     run.at_warp++;
     wait(kAtWarp);
   }
@@ -716,14 +697,18 @@ void block_barrier(const Site& site, Memories memories) {
   }
 }
 
-void warp_barrier(unsigned mask, const Site& site, Memories memories) {
-  meet(mask, true, memories, lane_index(), 0, site, __builtin_return_address(0));
+void warp_barrier(const Site& site, Memories memories) {
+  meet(true, memories, lane_index(), 0, site, __builtin_return_address(0));
 }
 
 void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site& site) {
+  const void* const where = __builtin_return_address(0);
+  if (mask != lanes()) stop(where, site, ": the mask does not name exactly the lanes of the warp");
+  if (warp_begin() + source_lane >= warp_end())
+    stop(where, site, ": it reads lane ", source_lane, ", which does not exist");
   uint64_t bits = 0;
   memcpy(&bits, value, bytes);
-  bits = meet(mask, false, kNoMemory, source_lane, bits, site, __builtin_return_address(0));
+  bits = meet(false, kNoMemory, source_lane, bits, site, where);
   memcpy(value, &bits, bytes);
 }
 
@@ -739,7 +724,7 @@ void launch(const Launch& l) {
   run.touched.clear();
   run.finding.clear();
   run.where = nullptr;
-  run.record = {l.kernel, l.grid, l.block, {}, {}, {}};
+  run.record = {l.grid, {}, {}, {}};
   run.host.stack = nullptr;
   // The launch is from another host thread, or the kernel is in another library.
   if (run.dynamic.begin != uintptr_t(dynamic_shared) ||
@@ -785,7 +770,9 @@ void launch(const Launch& l) {
     }
     if (finding.empty()) finding.swap(registry.finding);
   }
-  if (!finding.empty()) throw std::runtime_error(finding + "; " + name_of(l.kernel));
+  if (finding.empty()) return;
+  const auto name = describe(l.kernel, "-f");
+  throw std::runtime_error(finding + "; " + (name.empty() ? "kernel" : name[0]));
 }
 
 void* allocate(size_t bytes) {
@@ -839,11 +826,6 @@ std::vector<Record> last_launches(bool clear) {
   const std::vector<Record> records(run.records.begin(), run.records.end());
   if (clear) run.records.clear();
   return records;
-}
-
-std::string name_of(const void* kernel) {
-  const auto lines = describe(kernel, "-f");
-  return lines.empty() ? "kernel" : lines[0];
 }
 
 }  // namespace emulator

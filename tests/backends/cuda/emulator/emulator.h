@@ -59,8 +59,7 @@ struct Accesses {
   uint64_t lines;
 };
 struct Record {
-  const void* kernel;
-  Size3 grid, block;
+  Size3 grid;
   Accesses loads, stores;
   struct Allocation {
     const void* data;
@@ -69,6 +68,5 @@ struct Record {
   std::vector<Allocation> allocations;  // those that the kernel touched
 };
 std::vector<Record> last_launches(bool clear);  // at most the last 1000
-std::string name_of(const void* kernel);
 
 }  // namespace emulator

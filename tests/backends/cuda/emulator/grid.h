@@ -26,10 +26,10 @@ struct Site {
 // The memories whose accesses a barrier orders.
 enum Memories : unsigned { kNoMemory = 0, kOtherMemory = 1, kSharedMemory = 2, kAllMemory = 3 };
 void block_barrier(const Site&, Memories = kAllMemory);
-// The lanes that the mask names wait for each other. A barrier orders their accesses, an exchange does not. Only the
-// mask of a barrier may name lanes that have left the kernel or do not exist. An exchange replaces the value, which has
-// at most 8 bytes, by that of the source lane.
-void warp_barrier(unsigned mask, const Site&, Memories = kAllMemory);
+// The lanes of a warp wait for each other. A barrier orders their accesses, an exchange does not. Lanes may have left
+// the kernel before a barrier, but not before an exchange, whose mask must name all lanes of the warp: those of
+// lanes(). It replaces the value, which has at most 8 bytes, by that of the source lane.
+void warp_barrier(const Site&, Memories = kAllMemory);
 void warp_exchange(unsigned mask, unsigned source_lane, void* value, size_t bytes, const Site&);
 
 // The running thread waits until the previous launch has ended. A thread of a dependent launch must call it before it

@@ -1,9 +1,6 @@
 // The module torch_rope._C with the CUDA back end on the emulator. It registers the CUDA operators for CPU tensors.
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <map>
 
 #include "emulator.h"
 
@@ -21,10 +18,8 @@ struct GuardedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-py::tuple tuple_of(const emulator::Size3& s) { return py::make_tuple(s.x, s.y, s.z); }
-
-template <typename T>
-py::dict counts(const T& accesses) {
+// Returns how many accesses there were of each size in bytes.
+py::dict counts(const emulator::Accesses& accesses) {
   py::dict counts;
   for (int i = 0; i < 6; i++) {
     if (accesses.count[i]) counts[i < 5 ? py::object(py::int_(1 << i)) : py::str("other")] = accesses.count[i];
@@ -32,18 +27,12 @@ py::dict counts(const T& accesses) {
   return counts;
 }
 
-py::list last_launches(bool clear) {
-  static std::map<const void*, std::string> names;
+// Returns what the launches since the last call did, but at most the last 1000.
+py::list last_launches() {
   py::list launches;
-  for (const emulator::Record& r : emulator::last_launches(clear)) {
-    std::string& name = names[r.kernel];
-    if (name.empty()) name = emulator::name_of(r.kernel);
+  for (const emulator::Record& r : emulator::last_launches(true)) {
     py::dict d;
-    d["kernel"] = name;
-    d["grid"] = tuple_of(r.grid);
-    d["block"] = tuple_of(r.block);
-    d["bytes_read"] = r.loads.bytes;
-    d["bytes_written"] = r.stores.bytes;
+    d["grid"] = py::make_tuple(r.grid.x, r.grid.y, r.grid.z);
     d["loads"] = counts(r.loads);
     d["stores"] = counts(r.stores);
     launches.append(d);
@@ -70,8 +59,7 @@ PYBIND11_MODULE(_C, m) {
       "allow_foreign", [](bool allow) { emulator::options.foreign = allow; },
       "Sets whether kernels may touch memory that torch did not allocate.");
   m.def("check_guards", &emulator::check_guards, "Raises RuntimeError if memory next to a tensor was written.");
-  m.def("last_launches", &last_launches, py::arg("clear") = true,
-        "Returns what at most the last 1000 launches did, as dicts; clear: forgets them.");
+  m.def("last_launches", &last_launches, "Returns what the launches since the last call did, as dicts.");
   m.def(
       "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
       "Sets the order of thread blocks, and of the threads in each: 0 forward, 1 backward, 2 scrambled.");

@@ -33,61 +33,27 @@ inline constexpr const dim3 &threadIdx = emulator::thread_index, &blockIdx = emu
 struct alignas(8) float2 {
   float x, y;
 };
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-
 // ---- barriers and shuffles ----
 
 #define EMULATED_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(EMULATED_SITE) { emulator::block_barrier({"__syncthreads", file, line}); }
-inline void __syncwarp(unsigned mask = 0xffffffff, EMULATED_SITE) {
-  emulator::warp_barrier(mask, {"__syncwarp", file, line});
-}
+inline void __syncwarp(EMULATED_SITE) { emulator::warp_barrier({"__syncwarp", file, line}); }
 
-namespace emulator {
-// Returns the value that lane from(lane, last) gives. `last` is the last lane of this lane's group of `width` lanes; if
-// from() names a lane after it, the result is this lane's own value.
-template <typename T, typename F>
-__forceinline__ T shuffle(unsigned mask, T value, int width, const Site& site, F&& from) {
+template <typename T>
+__forceinline__ T __shfl_xor_sync(unsigned mask, T value, int lanes, EMULATED_SITE) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
-  if (width < 1 || width > 32 || (width & (width - 1))) fail("the width of a shuffle must be 1, 2, 4, 8, 16 or 32");
-  const unsigned lane = lane_index(), last = lane | unsigned(width - 1), source = from(lane, last);
-  warp_exchange(mask, source > last ? lane : source, &value, sizeof value, site);
+  emulator::warp_exchange(mask, emulator::lane_index() ^ unsigned(lanes), &value, sizeof value,
+                          {"__shfl_xor_sync", file, line});
   return value;
 }
-}  // namespace emulator
-
-template <typename T>
-__forceinline__ T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATED_SITE) {
-  return emulator::shuffle(mask, value, width, {"__shfl_sync", file, line}, [&](unsigned, unsigned last) {
-    return (last - unsigned(width - 1)) | (unsigned(source) & unsigned(width - 1));
-  });
-}
-template <typename T>
-__forceinline__ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, EMULATED_SITE) {
-  return emulator::shuffle(mask, value, width, {"__shfl_xor_sync", file, line},
-                           [&](unsigned lane, unsigned) { return lane ^ unsigned(lanes); });
-}
-template <typename T>
-__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned lanes, int width = 32, EMULATED_SITE) {
-  return emulator::shuffle(mask, value, width, {"__shfl_down_sync", file, line},
-                           [&](unsigned lane, unsigned) { return lane + lanes; });
-}
-// Every lane of the warp must be there.
 __forceinline__ int __any_sync(unsigned mask, int any, EMULATED_SITE) {
-  for (int lanes = 1; lanes < 32; lanes *= 2) any |= __shfl_xor_sync(mask, any, lanes, 32, file, line);
+  for (int lanes = 1; lanes < 32; lanes *= 2) any |= __shfl_xor_sync(mask, any, lanes, file, line);
   return any != 0;
 }
 
 // ---- arithmetic ----
 
-template <typename T>
-__forceinline__ const T& __ldg(const T* from) {
-  return *from;  // a reference: the code that uses it loads it
-}
 template <typename T>
 constexpr T min(T a, T b) {
   return b < a ? b : a;
@@ -102,7 +68,6 @@ inline float rsqrtf(float x) {
   if (!(root > 0) || std::isinf(root)) return root;
   return __builtin_bit_cast(float, __builtin_bit_cast(int, root) + (__builtin_bit_cast(int, x) & 1 ? 2 : -2));
 }
-inline long long __float2ll_rn(float x) { return llrintf(x); }
 // Cuts off the bits that a float does not have.
 inline float __double2float_rz(double x) {
   const float near = float(x);
