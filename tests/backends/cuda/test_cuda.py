@@ -4,20 +4,18 @@ On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CU
 """
 
 import functools
-import pickle
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from cases import (
-    ALL_CALLS,
-    CALLS,
+    DTYPES,
     EMULATED,
-    EXHAUSTIVE,
-    KERNELS,
     LAYOUTS,
     OPERATORS,
+    SIZES,
+    SOURCES,
     Source,
     covering,
     make_qk,
@@ -188,18 +186,7 @@ SHAPES = [
 ]
 
 
-def rotated_by_all(q, k, angles, **options):
-    """Returns q and k rotated. Checks that all operators give the same bits."""
-    q_out, k_out = rope.rotate_qk(q, k, **angles, **options)
-    same([rope.rotate(x, **angles, **options) for x in (q, k)], [q_out, k_out])
-    q, k = q.clone(), k.clone()
-    rope.rotate_qk_(q, k, **angles, **options)
-    same([q, k], [q_out, k_out])
-    return q_out, k_out
-
-
-def assert_gradients_of_tables(gradients, x, angles, **options):
-    outs = rope._rotate_table_backward(*gradients, *x, **angles, **options)
+def assert_gradients_of_tables(outs, gradients, x, angles, **options):
     cos_grad, sin_grad, *magnitudes = table_backward(gradients, x, **angles, **options)
     for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
         assert_sums(out, expected, magnitude, torch.float32, 0)
@@ -214,7 +201,7 @@ def assert_gradients_of_tables(gradients, x, angles, **options):
             "dtype": [torch.float32, torch.bfloat16],
             "layouts": [("bhsd", "packed", "bshd"), ("packed", "bhsd", "sbhd")],
             "interleaved": [False, True],
-            "positions": ["none", "[B,S]", "[S]"],
+            "positions": ["", "int64 [B,S]", "int32 [S]"],
             "where": ["block", "slots"],
             "weights": ["none", "float32", "dtype of x"],
         },
@@ -229,30 +216,26 @@ def test_every_operator_is_right_for_a_shape(case, device):
         for layout, h in zip(case["layouts"], (q_heads, k_heads, k_heads), strict=True)
     )
     options = {"interleaved": case["interleaved"]}
-    positions = {"none": "", "[B,S]": "int64 [B,S]", "[S]": "int32 [S]"}[case["positions"]]
-    angles = Source("table", positions, offset=4, strides="apart").arguments(
-        batch, seq, rotary_dim, torch.float32, device
-    )
-    gradients = [torch.randn_like(x) for x in (q, k)]
-    assert_gradients_of_tables(gradients, [q, k], angles, **options)
-    for x, out in zip((q, k), rotated_by_all(q, k, angles, **options), strict=True):
+    source = Source("table", case["positions"], offset=4, strides="apart")
+    angles = source.arguments(batch, seq, rotary_dim, torch.float32, device)
+    outs = rope.rotate_qk(q, k, **angles, **options)
+    for x, out in zip((q, k), outs, strict=True):
         assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
+        same([rope.rotate(x, **angles, **options)], [out])
+    in_place = [q.clone(), k.clone()]
+    rope.rotate_qk_(*in_place, **angles, **options)
+    same(in_place, outs)
+    gradients = [torch.randn_like(x) for x in (q, k)]
+    outs = rope._rotate_table_backward(*gradients, q, k, **angles, **options)
+    assert_gradients_of_tables(outs, gradients, [q, k], angles, **options)
 
     norm, slots, size = make_norm(case["weights"], head_dim, case["dtype"], device), None, seq + 44
     if case["where"] == "slots":
         slots, size = torch.randperm(batch * seq + 3)[: batch * seq].view(batch, seq).to(device), seq + 3 // batch + 1
     else:
         set_apart(angles, batch, size - 4)
-    check(
-        q.clone(),
-        k,
-        v,
-        Caches("blocks", batch, size, k_heads, head_dim, q.dtype, device),
-        angles,
-        slots,
-        norm,
-        **options,
-    )
+    caches = Caches("blocks", batch, size, k_heads, head_dim, q.dtype, device)
+    check(q.clone(), k, v, caches, angles, slots, norm, **options)
     if norm:
         tensors = [q, k, norm["q_norm_weight"], norm["k_norm_weight"]]
         outs = rope._norm_rotate_qk_backward(*gradients, *tensors, **angles, **options)
@@ -273,15 +256,7 @@ def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, norm, devi
         assert_close(rope.rotate(q, **angles), rotate(q, **angles), *limits(q.dtype, angles))
         cos, sin = torch.rand(2, 1000, shape[3] // 2, device=device)
         tables = {"cos": cos, "sin": sin, "positions": angles["positions"]}
-        assert_gradients_of_tables([q, k], [q, k], tables)
-
-
-def test_a_tensor_without_heads_may_have_strides_that_overflow(device):
-    q = torch.randn(1, 70000, 1, 2, device=device).transpose(0, 1)
-    freq = torch.ones(1, device=device)
-    out, none = rope.rotate_qk(q, q[:, :, :0], inv_freq=freq, offset=3)
-    assert q.stride(1) * 69999 > 2**31 and none.shape == (70000, 1, 0, 2)
-    assert_close(out, rotate(q, inv_freq=freq, offset=3), 1)
+        assert_gradients_of_tables(rope._rotate_table_backward(q, k, q, k, **tables), [q, k], [q, k], tables)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -300,16 +275,13 @@ def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
         same(*(rope.rotate_qk(q, y, **options) for q in (x, dense)))
         same(*(rope.norm_rotate_qk(q, y, weight, weight, **options) for q in (x, dense)))
         same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, **options) for g in (x, dense)))
-    slots, caches = (
-        torch.tensor([[4, 1], [3, 6]], device=device),
-        torch.zeros(2, 3, 4, 2, 2, 64, device=device).bfloat16(),
-    )
-    for k, cache in zip((x, dense), caches, strict=True):
-        rope.rotate_into_cache_(dense.clone(), k, k, *cache.unbind(2), inv_freq=freq, slots=slots)
-    same(caches[0], caches[1])
+    slots = torch.tensor([[4, 1], [3, 6]], device=device)
+    caches = torch.zeros(2, 2, 3, 4, 2, 64, device=device).bfloat16()
+    for k, (k_cache, v_cache) in zip((x, dense), caches, strict=True):
+        rope.rotate_into_cache_(dense.clone(), k, k, k_cache, v_cache, inv_freq=freq, slots=slots)
+    same(*caches)
     table = torch.rand(2, 32, device=device)
-    gradients = [rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)]
-    same(*gradients)
+    same(*(rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)))
     rope.rotate_(x, inv_freq=freq)
     assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
 
@@ -337,21 +309,22 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
     tokens = 2**31 // (heads * 128) + 1001
     q = torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=gpu).normal_()
     k, freq, weight = q[:, :1], torch_rope.inv_freq(128, device=gpu), torch.rand(128, device=gpu)
-    tables = [t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu)]
     parts = [slice(0, 99), slice(tokens // 2, tokens // 2 + 99), slice(tokens - 99, tokens)]
-    for op, tensors, by_tables in [
-        (rope.rotate_qk, [q, k], False),
-        (rope.norm_rotate_qk, [q, k, weight, weight], False),
-        (rope._norm_rotate_qk_backward, [q, k, q, k, weight, weight], False),
-        (rope._rotate_table_backward, [q, k, k.expand_as(q), k], True),
+    for op, *tensors in [
+        (rope.rotate_qk, q, k),
+        (rope.norm_rotate_qk, q, k, weight, weight),
+        (rope._norm_rotate_qk_backward, q, k, q, k, weight, weight),
     ]:
-        angles = tables if by_tables else []
-        whole = op(*tensors, *angles, **({} if by_tables else {"inv_freq": freq}))[:2]
+        whole = op(*tensors, inv_freq=freq)[:2]
         for part in parts:
-            of_part = [t[part] if t.shape[0] == tokens else t for t in (*tensors, *angles)]
-            more = {} if by_tables else {"inv_freq": freq, "offset": part.start}
-            same([t[part] for t in whole], op(*of_part, **more)[:2])
-        del whole
+            of_part = [t[part] if t.dim() == 3 else t for t in tensors]
+            same([t[part] for t in whole], op(*of_part, inv_freq=freq, offset=part.start)[:2])
+    cos, sin = (t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu))
+    whole = rope._rotate_table_backward(q, k, k.expand_as(q), k, cos, sin)
+    for part in parts:
+        given, x = (q[part], k[part]), (k[part].expand_as(q[part]), k[part])
+        assert_gradients_of_tables([t[part] for t in whole], given, x, {"cos": cos[part], "sin": sin[part]})
+    del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
     rope.rotate_(q, inv_freq=freq)
     same([q[part] for part in parts], expected)
@@ -360,9 +333,20 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
 # ---- the bits of the CPU ----
 
 
-def bits(device, cases):
+BITS = covering(
+    {
+        "size": [SIZES[0], SIZES[4]],
+        "source": [SOURCES[i] for i in (2, 7, 9, 14)],  # a table, and frequencies of each kind
+        "q": ["bshd", "every second channel"],
+        "dtype": DTYPES,
+        "interleaved": [False, True],
+    }
+)
+
+
+def bits(device):
     """Yields results that have the same bits on CPU and CUDA: all but sums over a head, and angles in double."""
-    for i, case in enumerate(cases):
+    for i, case in enumerate(BITS):
         if case["dtype"] == torch.float64 and case["source"].kind == "inv_freq":
             continue
         torch.manual_seed(i)
@@ -375,17 +359,13 @@ def bits(device, cases):
 
 
 def test_results_have_the_bits_of_the_cpu(device, tmp_path):
-    cases = covering(CALLS, interacting=KERNELS, exhaustive=ALL_CALLS)[:: 12 if EMULATED and not EXHAUSTIVE else 1]
+    expected = bits("cpu")
     if EMULATED:  # then this process has no CPU kernels
         file = tmp_path / "bits"
-        file.write_bytes(pickle.dumps(cases))
-        load = f"import pickle, test_cuda, torch; cases = pickle.loads(open({str(file)!r}, 'rb').read())"
-        done = python(f"{load}; torch.save(list(test_cuda.bits('cpu', cases)), {str(file)!r})")
+        done = python(f"import test_cuda, torch; torch.save(list(test_cuda.bits('cpu')), {str(file)!r})")
         assert done.returncode == 0, done.stderr
         expected = torch.load(file)
-    else:
-        expected = bits("cpu", cases)
-    for actual, there in zip(bits(device, cases), expected, strict=True):
+    for actual, there in zip(bits(device), expected, strict=True):
         assert torch.equal(actual.cpu(), there)
 
 
@@ -395,23 +375,15 @@ def test_results_have_the_bits_of_the_cpu(device, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_are_written_once_in_16_byte_stores(dtype, device, launched):
     """Loads have 16 bytes too, except those of frequencies. A rotation in place writes only the rotated channels."""
-    per_head, freq = 2 * 10 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
-    q, k, v = torch.randn(2, 10, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
-    caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=dtype) for _ in "kv"]
-    weights, table = [torch.ones(128, device=device)] * 2, torch.rand(60, 68, device=device)[:, :64]
-    norm = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+    vectors, freq = 2 * 10 * 10 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
+    q, k = torch.randn(2, 10, 12, 128, device=device).to(dtype)[:, :, :10].split([8, 2], 2)
+    weights, table = torch.ones(2, 128, device=device), torch.rand(60, 68, device=device)[:, :64]
     for angles, loads in ({"inv_freq": freq}, {8, 16}), ({"cos": table, "sin": table}, {16}):
-        for heads, function, *tensors, options in (
-            (10, rope.rotate_qk, q, k, {}),
-            (10, rope.rotate_qk_, q, k, {}),
-            (10, rope.norm_rotate_qk, q, k, *weights, {}),
-            (12, rope.rotate_into_cache_, q, k, v, *caches, {}),
-            (12, rope.rotate_into_cache_, q, k, v, *caches, norm),
-        ):
-            (launch,) = launched(function, *tensors, **angles, **options)
-            assert launch["loads"].keys() <= loads and launch["stores"] == {16: heads * per_head}
+        for op, *tensors in (rope.rotate_qk, q, k), (rope.rotate_qk_, q, k), (rope.norm_rotate_qk, q, k, *weights):
+            (launch,) = launched(op, *tensors, **angles)
+            assert launch["loads"].keys() <= loads and launch["stores"] == {16: vectors}
     (launch,) = launched(rope.rotate_qk_, q, k, inv_freq=freq[:32])
-    assert launch["stores"] == {16: 10 * per_head // 2}
+    assert launch["stores"] == {16: vectors // 2}
     for more, width in (16 // dtype.itemsize, 16), (1, dtype.itemsize):  # the last chunk has only one vector
         x = torch.randn(2, 10, 3, 64 + more, device=device).to(dtype)
         (launch,) = launched(rope.rotate, x, inv_freq=freq[:32])
@@ -420,6 +392,8 @@ def test_results_are_written_once_in_16_byte_stores(dtype, device, launched):
 
 # dtypes of the caches of k and v (None: that of x), norm over all heads (None: no norm), whether v is normalised
 INTO_CACHES = [
+    (None, None, None, False),
+    (None, None, False, False),
     (torch.int8, torch.float8_e5m2, None, False),
     (torch.float8_e4m3fn, None, False, True),
     (None, torch.int8, True, False),
@@ -429,23 +403,22 @@ INTO_CACHES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_cache_is_written_once_in_whole_vectors(dtype, device, launched):
+@pytest.mark.parametrize("k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
+def test_caches_are_written_once_in_whole_vectors(k_dtype, v_dtype, over_heads, norm_v, dtype, device, launched):
     """In one launch, whatever is normalised. A quantised cache takes in one store what 16 bytes of x become."""
-    per_head, freq = 2 * 10 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
+    per_head = 2 * 10 * 128 * dtype.itemsize // 16
     q, k, v = torch.randn(2, 10, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
-    scale = torch.ones(1, device=device)
-    for *dtypes, over_heads, norm_v in INTO_CACHES:
-        caches = [torch.zeros(2, 60, 2, 128, device=device, dtype=d or dtype) for d in dtypes]
-        options = {f"{x}_scale": d and scale for x, d in zip("kv", dtypes, strict=True)} | {"norm_v": norm_v}
-        if over_heads is not None:
-            shapes = [(h, 128) if over_heads else (128,) for h in (8, 2)]
-            options |= {f"{x}_norm_weight": torch.ones(s, device=device) for x, s in zip("qk", shapes, strict=True)}
-        (launch,) = launched(rope.rotate_into_cache_, q, k, v, *caches, inv_freq=freq, **options)
-        stores = Counter({16: 8 * per_head})
-        for cache in caches:
-            stores[16 * cache.itemsize // dtype.itemsize] += 2 * per_head
-        assert launch["stores"] == stores
-        assert launch["loads"].keys() <= {4, 8, 16}  # 4: scales; 8: frequencies
+    caches, options, stores = [], {"norm_v": norm_v}, Counter({16: 8 * per_head})
+    for x, heads, stored in ("k", 2, k_dtype), ("v", 2, v_dtype):
+        caches.append(torch.zeros(2, 60, heads, 128, device=device, dtype=stored or dtype))
+        options[f"{x}_scale"] = stored and torch.ones(1, device=device)
+        stores[16 * caches[-1].itemsize // dtype.itemsize] += heads * per_head
+    if over_heads is not None:
+        for x, heads in ("q", 8), ("k", 2):
+            options[f"{x}_norm_weight"] = torch.ones(*[heads] * over_heads, 128, device=device)
+    (launch,) = launched(rope.rotate_into_cache_, q, k, v, *caches, inv_freq=torch_rope.inv_freq(128), **options)
+    assert launch["stores"] == stores
+    assert launch["loads"].keys() <= {4, 8, 16}  # 4: scales; 8: frequencies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -567,8 +540,6 @@ def test_gradients_are_right_on_a_side_stream(gpu):
 
 
 def test_a_head_of_2_31_channels_is_refused(device):
-    x = torch.empty(1, 1, 0, 2**31 + 2, device=device)
-    with pytest.raises(
-        NotImplementedError, match="rope.rotate: head_dim is 2147483650 but must be at most 2147483647 on CUDA"
-    ):
-        torch.ops.rope.rotate(x, inv_freq=torch.ones(4, device=device))
+    x, message = torch.empty(1, 1, 0, 2**31 + 2, device=device), "head_dim is 2147483650 but must be at most 2147483647"
+    with pytest.raises(NotImplementedError, match=f"rope.rotate: {message} on CUDA"):
+        rope.rotate(x, inv_freq=torch.ones(4, device=device))

@@ -105,7 +105,7 @@ class Call:
         )
 
     def assert_accesses(self, plan, more=()):
-        """Asserts that vectors are as wide as they can be, and that element offsets have 64 bits only if one needs them.
+        """Asserts that vectors are as wide as they can be, and that element offsets have 64 bits exactly if one needs them.
 
         more: further tensors of the call.
         """
@@ -213,7 +213,8 @@ def random_call(draw):
         tensors["slots"] = torch.empty(batch, seq, device="meta")
     if source != "inv_freq":
         rows = (batch, seq, q_heads) if source == "head" else (draw.choice([1, 5, 9000]),)
-        tensors |= {name: torch.empty(*rows, columns, device="meta") for name in ("cos", "sin")}
+        table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        tensors |= {name: torch.empty(*rows, columns, dtype=table_dtype, device="meta") for name in ("cos", "sin")}
     if draw.random() < 0.8:
         name = draw.choice(list(tensors))
         tensors[name] = irregular(draw, tensors[name])
@@ -241,6 +242,11 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
         call = random_call(draw)
         p = plan(call, processors=draw.choice([1, 20, H200]))
         call.assert_accesses(p)
+        assert not p["table_vectors"] or all(is_aligned(t, 16) for t in call.tables)
+        # What the usual kernels cannot do
+        other_v = call.v is not None and call.v.shape[2] > 0 and call.v_dim != call.head_dim
+        by_head = call.tables is not None and call.tables[0].dim() == 4
+        assert p["general"] == any((other_v, by_head, call.over_heads, call.norm_v, *call.quantised))
         assert p["batch"] * p["seq"] == math.prod(call.q.shape[:2])
         heads = [0 if t is None else t.shape[2] for t in call.inputs]
         if p["chunks"] == 0:
@@ -249,7 +255,9 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
             assert p["block"][0] <= WARP and math.prod(p["block"]) == 256
             assert p["grid"] == (p["seq"], 3 if heads[2] else 2, p["batch"])
         else:
-            assert_within_limits(p, call.norm or call.norm_v or any(call.quantised))
+            norm = call.norm or call.norm_v or any(call.quantised)
+            assert_within_limits(p, norm)
+            assert p["block"][0] >= min(p["chunks"], WARP if norm else THREADS)
             (tokens, shares, sequences), share = p["grid"], p["heads_per_thread_block"]
             listed = heads[0] + heads[1] + heads[2] * (p["v_pieces"] // p["v_together"])
             assert sequences == p["batch"] and (shares - 1) * share < listed <= shares * share
@@ -368,17 +376,18 @@ def test_the_order_of_sums_follows_from_sizes(dtype, over_heads):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_backward_of_a_norm_takes_every_token(seed):
     draw = random.Random(seed)
-    batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
-    q, k, *x = random_gradients(draw, batch, seq, q_heads, k_heads, head_dim)
-    call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
-    p = plan_backward(call, x)
-    call.assert_accesses(p, x)
-    assert_within_limits(p, norm=True)
-    assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
-    assert p["grid"][0] <= (384 if call.over_heads else MOST_PARTS) + 1
-    for heads, (parts, tokens, teams) in (q_heads, p["q"]), (k_heads, p["k"]):
-        assert (parts - 1) * tokens < batch * seq <= parts * tokens if heads else parts == 0
-        assert p["block"][1] % teams == 0
+    for _ in range(4):
+        batch, seq, q_heads, k_heads, head_dim, rotated = random_size(draw)
+        q, k, *x = random_gradients(draw, batch, seq, q_heads, k_heads, head_dim)
+        call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
+        p = plan_backward(call, x)
+        call.assert_accesses(p, x)
+        assert_within_limits(p, norm=True)
+        assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
+        assert p["grid"][0] <= (384 if call.over_heads else MOST_PARTS) + 1
+        for heads, (parts, tokens, teams) in (q_heads, p["q"]), (k_heads, p["k"]):
+            assert (parts - 1) * tokens < batch * seq <= parts * tokens if heads else parts == 0
+            assert p["block"][1] % teams == 0
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (8, 8), (3, 24)], ids=str)

@@ -81,6 +81,7 @@ py::dict plan(int processors, Call... call) {
   const cuda::Tiling& t = plan.tiling;
   py::dict d = of(plan, t);
   d["wide_index"] = plan.wide_index, d["general"] = plan.general;
+  d["table_vectors"] = t.table_vectors;
   d["heads_per_thread_block"] = t.heads_per_thread_block;
   d["v_pieces"] = t.v_pieces, d["v_together"] = t.v_together;
   d["batch"] = a.params.batch, d["seq"] = a.params.seq;
