@@ -3,7 +3,6 @@
 On the emulator (--emulate) the same kernels run on CPU tensors. Tests of the CUDA runtime need a GPU.
 """
 
-import functools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -117,7 +116,6 @@ def results_of(op, given):
 # The operator, its source, and a position or slot that is out of range
 OUTSIDE = [
     ("rotate", "cos", {"positions": ROWS}),
-    ("rotate_", "cos", {"positions": -1}),
     ("rotate_qk", "cos", {"positions": 2**31}),
     ("rotate_qk_", "cos", {"positions": -(2**62)}),
     ("rotate_qk_", "cos", {"positions": 2**63 - 1, "offset": 1}),  # the sum wraps
@@ -130,7 +128,6 @@ OUTSIDE = [
     ("rotate_into_cache_", "inv_freq", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": -1, "slots": None}),
     ("rotate_into_cache_", "cos", {"slots": BLOCKS * CELLS}),
-    ("rotate_into_cache_", "inv_freq", {"slots": BLOCKS * CELLS}),
     ("rotate_into_cache_", "cos", {"slots": 2**40}),
 ]
 
@@ -176,13 +173,10 @@ SHAPES = [
     (1, 2, 200, 3, 8, 8),
     (1, 1030, 2, 1, 8, 8),  # in the gradients of tables several rows share a thread block, each with its own threads
     (2, 3, 3, 2, 2032, 2032),  # the widest head that is cut into vectors
-    (1, 3, 3, 1, 2048, 2048),
     (1, 2, 3, 2, 4098, 4098),
     (1, 2, 3, 2, 4098, 66),
     (2, 2, 2, 1, 640, 130),
     (1, 3, 2, 1, 257, 256),  # more chunks than lanes of a warp
-    (1, 3, 2, 1, 66, 66),
-    (5, 7, 1, 9, 128, 64),
 ]
 
 
@@ -319,11 +313,6 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
         for part in parts:
             of_part = [t[part] if t.dim() == 3 else t for t in tensors]
             same([t[part] for t in whole], op(*of_part, inv_freq=freq, offset=part.start)[:2])
-    cos, sin = (t.expand(tokens, 64) for t in torch.rand(2, 1, 64, device=gpu))
-    whole = rope._rotate_table_backward(q, k, k.expand_as(q), k, cos, sin)
-    for part in parts:
-        given, x = (q[part], k[part]), (k[part].expand_as(q[part]), k[part])
-        assert_gradients_of_tables([t[part] for t in whole], given, x, {"cos": cos[part], "sin": sin[part]})
     del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
     rope.rotate_(q, inv_freq=freq)
@@ -518,25 +507,6 @@ def test_two_host_threads_may_use_streams_of_their_own(gpu):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
-
-
-def test_gradients_are_right_on_a_side_stream(gpu):
-    """Autograd runs the backward on the stream of the forward."""
-    q = torch.randn(2, 300, 4, 64, device=gpu, requires_grad=True)
-    weight, freq = torch.rand(64, device=gpu, requires_grad=True), torch_rope.inv_freq(64, device=gpu)
-
-    def step(wait):
-        out = rope.norm_rotate_qk(q, q, weight, weight, inv_freq=freq)
-        wait()
-        return torch.autograd.grad(sum(t.square().sum() for t in out), (q, weight))
-
-    expected = step(lambda: None)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        actual = step(functools.partial(torch.cuda._sleep, 50_000_000))
-    stream.synchronize()
-    same(actual, expected)
 
 
 def test_a_head_of_2_31_channels_is_refused(device):

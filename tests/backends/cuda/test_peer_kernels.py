@@ -31,7 +31,7 @@ def kernel(request):
             "sizes": [(64, 64), (128, 128), (128, 32), (256, 256)],  # head_dim, rotary_dim
             "tokens": [3, 37],  # fewer and more than the threads that run at a time
         },
-        interacting=[("way", "interleaved", "sizes"), ("way", "interleaved", "tokens")],
+        interacting=[("way", "interleaved", "sizes")],
     ),
     ids=name_of,
 )

@@ -183,7 +183,6 @@ struct Run {
 
   std::string finding;
   const void* where = nullptr;  // the return address of the finding in the kernel
-  Record record{};
   std::deque<Record> records;
 };
 Run run;
@@ -724,7 +723,6 @@ void launch(const Launch& l) {
   run.touched.clear();
   run.finding.clear();
   run.where = nullptr;
-  run.record = {l.grid, {}, {}, {}};
   run.host.stack = nullptr;
   // The launch is from another host thread, or the kernel is in another library.
   if (run.dynamic.begin != uintptr_t(dynamic_shared) ||
@@ -743,17 +741,10 @@ void launch(const Launch& l) {
     run.first_of_block = uint32_t(run.first_of_launch + block * threads);
     run_block();
   }
-  for (const Memory* m : run.touched) {
-    const auto add = [](Accesses& sum, const Accesses& more) {
-      sum.bytes += more.bytes;
-      sum.lines += more.lines;
-      for (int i = 0; i < 6; i++) sum.count[i] += more.count[i];
-    };
-    add(run.record.loads, m->loads);
-    add(run.record.stores, m->stores);
-    run.record.allocations.push_back({reinterpret_cast<const void*>(m->begin), m->loads, m->stores});
-  }
-  run.records.push_back(run.record);
+  Record record{grid_size, {}};
+  for (const Memory* m : run.touched)
+    record.allocations.push_back({reinterpret_cast<const void*>(m->begin), m->loads, m->stores});
+  run.records.push_back(record);
   if (run.records.size() > 1000) run.records.pop_front();
   std::string finding;
   if (!run.finding.empty()) {

@@ -60,7 +60,6 @@ struct Accesses {
 };
 struct Record {
   Size3 grid;
-  Accesses loads, stores;
   struct Allocation {
     const void* data;
     Accesses loads, stores;

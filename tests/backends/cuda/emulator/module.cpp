@@ -18,11 +18,13 @@ struct GuardedAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-// Returns how many accesses there were of each size in bytes.
-py::dict counts(const emulator::Accesses& accesses) {
+// Returns how many loads or stores there were of each size in bytes.
+py::dict counts(const emulator::Record& r, emulator::Accesses emulator::Record::Allocation::* kind) {
   py::dict counts;
   for (int i = 0; i < 6; i++) {
-    if (accesses.count[i]) counts[i < 5 ? py::object(py::int_(1 << i)) : py::str("other")] = accesses.count[i];
+    uint64_t n = 0;
+    for (const auto& allocation : r.allocations) n += (allocation.*kind).count[i];
+    if (n) counts[i < 5 ? py::object(py::int_(1 << i)) : py::str("other")] = n;
   }
   return counts;
 }
@@ -33,8 +35,8 @@ py::list last_launches() {
   for (const emulator::Record& r : emulator::last_launches(true)) {
     py::dict d;
     d["grid"] = py::make_tuple(r.grid.x, r.grid.y, r.grid.z);
-    d["loads"] = counts(r.loads);
-    d["stores"] = counts(r.stores);
+    d["loads"] = counts(r, &emulator::Record::Allocation::loads);
+    d["stores"] = counts(r, &emulator::Record::Allocation::stores);
     launches.append(d);
   }
   return launches;
