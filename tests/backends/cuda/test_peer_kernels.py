@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from cases import ROOT, covering, name_of
+from cases import ROOT
 from oracle import assert_close, rotate
 
 import torch_rope
@@ -21,29 +21,17 @@ def kernel(request):
     return ctypes.CDLL(sys.modules["torch_rope._C"].__spec__.loader.path).rope_peer
 
 
-@pytest.mark.parametrize(
-    "case",
-    covering(
-        {
-            "way": ["SGLang", "FlashInfer"],
-            "dtype": [torch.bfloat16, torch.float16],
-            "interleaved": [False, True],
-            "sizes": [(64, 64), (128, 128), (128, 32), (256, 256)],  # head_dim, rotary_dim
-            "tokens": [3, 37],  # fewer and more than the threads that run at a time
-        },
-        interacting=[("way", "interleaved", "sizes")],
-    ),
-    ids=name_of,
-)
-def test_q_and_k_are_rotated_in_place(case, kernel):
-    head_dim, rotary_dim = case["sizes"]
-    packed = torch.randn(case["tokens"], 5, head_dim).to(case["dtype"])
+@pytest.mark.parametrize("tokens, dtype", [(3, torch.bfloat16), (37, torch.float16)])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (128, 128), (128, 32), (256, 256)])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("way", ["SGLang", "FlashInfer"])
+def test_q_and_k_are_rotated_in_place(way, interleaved, head_dim, rotary_dim, tokens, dtype, kernel):
+    packed = torch.randn(tokens, 5, head_dim).to(dtype)
     expected = packed.clone()
     q, k, v = packed.split([3, 1, 1], 1)
     cos, sin = torch_rope.cos_sin(torch.arange(99), torch_rope.inv_freq(rotary_dim))
-    positions = torch.randint(99, (case["tokens"],))
-    cos_sin = torch.cat([cos, sin], -1)
-    rotate_as_peer(kernel, case["way"], q, k, cos_sin, positions, rotary_dim, case["interleaved"])
-    angles = {"cos": cos, "sin": sin, "positions": positions, "interleaved": case["interleaved"]}
+    positions = torch.randint(99, (tokens,))
+    rotate_as_peer(kernel, way, q, k, torch.cat([cos, sin], -1), positions, rotary_dim, interleaved)
+    angles = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
     assert_close(packed[:, :4], rotate(expected[:, :4], **angles), 1)
     assert torch.equal(v, expected[:, 4:])
