@@ -24,11 +24,6 @@ EMULATED = torch_rope._C.devices == ("cuda emulated",)  # the CUDA kernels compu
 SLOW = EMULATED or (sys.platform == "linux" and "mps" in torch_rope._C.devices)  # a GPU's kernels run on the CPU
 
 
-def on_cuda(device: str) -> bool:
-    """Returns whether the CUDA kernels compute on tensors of this device."""
-    return device == "cuda" or EMULATED
-
-
 def schema_of(op: str) -> torch._C.FunctionSchema:
     """Returns the schema of torch.ops.rope.<op>."""
     return getattr(torch.ops.rope, op).default._schema

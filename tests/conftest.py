@@ -45,6 +45,8 @@ def pytest_configure(config):
         "shared: tests code that all back ends share; runs on the emulator and the simulator only in make exhaustive",
     )
     config.addinivalue_line("markers", "cpu: tests nothing of a GPU; does not run on the emulator and the simulator")
+    config.addinivalue_line("markers", "emulator: needs --emulate, which checks and counts accesses")
+    config.addinivalue_line("markers", "simulator: needs --simulate")
     config.addinivalue_line("markers", "large: needs tens of gigabytes of GPU memory")
     config.addinivalue_line("markers", "sanitizer: runs every kernel in a few small calls, for compute-sanitizer too")
     config.addinivalue_line("markers", "xdist_group: belongs to pytest-xdist, which may not be installed")
@@ -75,6 +77,7 @@ def pytest_collection_modifyitems(config, items):
     elsewhere = ["exhaustive"] * (not exhaustive)
     if back_end:
         elsewhere += ["cpu"] + ["shared"] * (not exhaustive)
+    elsewhere += ["emulator"] * (back_end != "cuda") + ["simulator"] * (back_end != "metal")
 
     def runs(item):
         here = back_end is None or "device" in item.fixturenames or item.path.parent.name == back_end
@@ -85,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
-    """Runs each test that has the argument `device` once for each device that is available."""
+    """Runs each test that has the argument `device` once for each device that is available, or that its back end has."""
     if "device" in metafunc.fixturenames:
         import torch
 
@@ -93,7 +96,11 @@ def pytest_generate_tests(metafunc):
 
         there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
         devices = ["cpu"] + [d for d, is_there in there.items() if is_there and d in torch_rope._C.devices]
-        metafunc.parametrize("device", ["mps"] if metafunc.config.getoption("--simulate") else devices)
+        devices = ["mps"] if metafunc.config.getoption("--simulate") else devices
+        own = {"metal": "mps", "cuda": "cpu" if metafunc.config.getoption("--emulate") else "cuda"}
+        folder = metafunc.definition.path.parent.name
+        none = pytest.param(None, marks=pytest.mark.skip(f"no device here runs the kernels in tests/backends/{folder}"))
+        metafunc.parametrize("device", [d for d in devices if d == own.get(folder, d)] or [none])
 
 
 def pytest_collection_finish():

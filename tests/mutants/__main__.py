@@ -126,11 +126,7 @@ def run_python(numbers: list[int]) -> dict[str, list]:
         text = source.read_text()
         start, end = plant.locate(file, text, old)
         source.write_text(text[:start] + new + text[end:])
-        command = [
-            sys.executable,
-            *["-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist"],
-            f"tests/{test}.py",
-        ]
+        command = [sys.executable, "-m", "pytest", "-qx", "-pno:cacheprovider", "-pno:xdist", f"tests/{test}.py"]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(folder)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         source.write_text(text)

@@ -68,9 +68,8 @@ class Build:
     neighbours: list[str]  # more lines like those of NEIGHBOURS
     written: list[tuple[str, str, str, str]]
     options: list[str] = field(default_factory=list)  # for pytest
-    edits: list[tuple[str, str, str]] = field(
-        default_factory=list
-    )  # of the copy: file, regular expression, replacement
+    # Changes to the copy: file, regular expression, replacement.
+    edits: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
     def files(self) -> list[str]:
@@ -221,9 +220,9 @@ PYTHON = [
     ("RotaryEmbedding: the length is the highest position, without adding one", "module.py", "positions.amax() + (offset + 1)", "positions.amax() + offset", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "self._exponent = -2 / (rotary_dim - 2)", "self._exponent = -2 / rotary_dim", "modules/test_rotary_embedding"),
     ("functions: inverse is not passed", "functional.py", "\"interleaved\": interleaved, \"inverse\": inverse}", "\"interleaved\": interleaved, \"inverse\": False}", "operators/test_reference"),
-    ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_reference"),
-    ("reference: negative slots are written", "reference.py", "written = slots >= 0", "written = slots >= -1", "operators/test_reference"),
-    ("reference: a 16-bit result is rounded twice", "reference.py", "a * c - b * s  # rounded here", "(a * c).to(x.dtype) - b * s  # rounded here", "operators/test_reference"),
+    ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_values"),
+    ("reference: negative slots are written", "reference.py", "written = slots >= 0", "written = slots >= -1", "operators/test_cache"),
+    ("reference: a 16-bit result is rounded twice", "reference.py", "a * c - b * s  # rounded here", "(a * c).to(x.dtype) - b * s  # rounded here", "operators/test_values"),
     ("patch: the first tokens rotate", "integrations/_rotation.py", "(x.shape[seq] - rows, rows)", "(0, x.shape[seq])", "integrations/test_rotary_functions"),
     ("patch: the first channels rotate instead of the last", "integrations/_rotation.py", "slice(x.shape[-1] - dim, None) if self.rotation.last_channels else", "", "integrations/test_rotary_functions"),
     ("patch: tables of the last forward are used again", "integrations/transformers/rotator.py", "last[0]() is tables[0]\n            and last[1]() is tables[-1]", "last[1]() is tables[-1]", "integrations/test_transformers"),
@@ -240,7 +239,7 @@ PYTHON = [
     ("timm: functions that take sin and cos side by side are not found", "integrations/timm.py", "\"(^|_)apply_rot\")", "\"(^|_)apply_rot_embed$\")", "integrations/test_conventions"),
     ("comfy-kitchen: heads and seq are not swapped", "integrations/comfy_kitchen.py", "(1, 2) if column.shape[1] == 1 else (1, 1)", "(1, 2)", "integrations/test_comfy_kitchen"),
     ("selfcheck: a check that fails does not fail the run", "selfcheck/run.py", "return int(any(g[\"status\"] == \"failed\" or", "return int(any(False or", "tools/test_selfcheck"),
-    ("reference: an int8 is not rounded", "reference.py", ".max).round().to(dtype)", ".max).to(dtype)", "operators/test_reference"),
+    ("reference: an int8 is not rounded", "reference.py", ".max).round().to(dtype)", ".max).to(dtype)", "operators/test_cache"),
     ("rotary_embedding: position_ids is ignored", "functional.py", "cos, sin, None, position_ids, interleaved", "cos, sin, None, None, interleaved", "modules/test_function_of_pytorch"),
 ]  # fmt: skip
 

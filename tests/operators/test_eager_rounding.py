@@ -1,6 +1,6 @@
 """Tests that eager_rounding=True gives the bits of the formula in plain PyTorch operators, which the reference is.
 
-tests/integrations/test_eager_bits.py shows that these are the bits of real models.
+tests/exhaustive/models/test_families.py shows that these are the bits of real models.
 """
 
 import pytest

@@ -216,15 +216,6 @@ def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
             )
 
 
-def test_the_readme_is_short_and_in_order():
-    text = text_of("README.md")
-    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1200
-    headings = "Install, Use, What it computes, Why torch_rope, In a transformers model, Which function, "
-    headings += "What is supported, Speed, Develop"
-    assert re.findall(r"^## (.*)", text, re.M) == headings.split(", ")
-    assert text.index("make demo") < text.index("make test") < text.index("## Use")
-
-
 COMMANDS = {line.split("#")[0].strip() for p in PAGES for block in of_language(p, "sh") for line in block.splitlines()}
 
 

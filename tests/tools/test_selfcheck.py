@@ -111,13 +111,3 @@ def test_a_kernel_that_cannot_be_made_is_named(monkeypatch):
     [group] = [g for g in worker.groups(check) if g.name == "pads"]
     worker.Worker(check, events.append).run(group)
     assert [e["kernels"] for e in events if e["event"] == "result"] == [["sum_parts_half"]]
-
-
-@pytest.mark.cpu
-def test_the_kernel_that_explains_most_failures_is_named():
-    """sum_parts is wrong here. Every norm_backward that fails ran with it, and the rotation that ran with it is right."""
-    names = [f"norm_backward_{v}" for v in ("v1", "v4", "wide")]
-    failures = [{"kernels": ["rotate", name, "sum_parts"]} for name in names]
-    counts = {name: {"passed": 0, "failed": 1} for name in names}
-    counts |= {"rotate": {"passed": 9, "failed": 3}, "sum_parts": {"passed": 0, "failed": 3}}
-    assert report.suspects({"groups": [{"failures": failures}], "kernels": counts}) == {"sum_parts": 3}

@@ -19,7 +19,6 @@ from cases import (
     covering,
     make_qk,
     name_of,
-    on_cuda,
     python,
     schema_of,
     set_apart,
@@ -34,14 +33,6 @@ import torch_rope
 rope = torch.ops.rope
 
 
-@pytest.fixture(autouse=True)
-def _kernels_of_cuda(request):
-    """Skips a test whose device does not run the kernels of CUDA."""
-    device = request.getfixturevalue("device") if "device" in request.fixturenames else None
-    if device is not None and not on_cuda(device):
-        pytest.skip("needs the kernels of CUDA: an NVIDIA GPU, or --emulate")
-
-
 @pytest.fixture
 def gpu():
     if EMULATED or "cuda" not in torch_rope._C.devices or not torch.cuda.is_available():
@@ -49,18 +40,11 @@ def gpu():
     return "cuda"
 
 
-@pytest.fixture
-def launched(device, request):
-    """Returns a function that makes a call and returns what its launches did."""
-    if request.config.getoption("--emulate") != "checked":
-        pytest.skip("needs an emulator that counts accesses: --emulate")
-
-    def launched(function, *tensors, **options):
-        torch_rope._C.last_launches()
-        function(*tensors, **options)
-        return torch_rope._C.last_launches()
-
-    return launched
+def launched(function, *tensors, **options):
+    """Makes a call and returns what its launches did. The emulator counts."""
+    torch_rope._C.last_launches()
+    function(*tensors, **options)
+    return torch_rope._C.last_launches()
 
 
 def same(a, b):
@@ -359,8 +343,9 @@ def test_results_have_the_bits_of_the_cpu(device, tmp_path):
 # ---- the loads and stores of a kernel ----
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_are_written_once_in_16_byte_stores(dtype, device, launched):
+def test_results_are_written_once_in_16_byte_stores(dtype, device):
     """Loads have 16 bytes too, except those of frequencies. A rotation in place writes only the rotated channels."""
     vectors, freq = 2 * 10 * 10 * 128 * dtype.itemsize // 16, torch_rope.inv_freq(128)
     q, k = torch.randn(2, 10, 12, 128, device=device).to(dtype)[:, :, :10].split([8, 2], 2)
@@ -389,9 +374,10 @@ INTO_CACHES = [
 ]
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
-def test_caches_are_written_once_in_whole_vectors(k_dtype, v_dtype, over_heads, norm_v, dtype, device, launched):
+def test_caches_are_written_once_in_whole_vectors(k_dtype, v_dtype, over_heads, norm_v, dtype, device):
     """In one launch, whatever is normalised. A quantised cache takes in one store what 16 bytes of x become."""
     per_head = 2 * 10 * 128 * dtype.itemsize // 16
     q, k, v = torch.randn(2, 10, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
@@ -408,8 +394,9 @@ def test_caches_are_written_once_in_whole_vectors(k_dtype, v_dtype, over_heads, 
     assert launch["loads"].keys() <= {4, 8, 16}  # 4: scales; 8: frequencies
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device, launched):
+def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device):
     """The gradients and the tensors that were rotated are read once, and each row is written once."""
     (g, g_k), (q, k) = (torch.randn(2, 10, 10, 128, device=device).to(dtype).split([8, 2], 2) for _ in "gx")
     table, positions = torch.rand(20, 64, device=device), torch.randint(20, (2, 10), device=device)
@@ -422,9 +409,10 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
         assert launch["stores"] == {4: 2 * cos.numel()}
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads, over_heads", [(8, False), (8, True), (48, True)])
-def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device, launched):
+def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device):
     """The first writes the gradients of q and k, and float64 sums for each thread block. The second adds up the sums.
 
     A norm over all heads reads everything twice. Its sums are in shared memory, unless there are too many.

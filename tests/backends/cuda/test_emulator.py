@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
+pytestmark = pytest.mark.emulator
+
 
 @pytest.fixture
-def library(request):
-    if not request.config.getoption("--emulate"):
-        pytest.skip("needs --emulate")
+def library():
     return sys.modules["torch_rope._C"]
 
 

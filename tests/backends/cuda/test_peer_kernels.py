@@ -13,11 +13,11 @@ import torch_rope
 sys.path.insert(0, str(ROOT))
 from benchmarks.implementations import rotate_as_peer  # noqa: E402
 
+pytestmark = pytest.mark.emulator
+
 
 @pytest.fixture
-def kernel(request):
-    if not request.config.getoption("--emulate"):
-        pytest.skip("needs --emulate")
+def kernel():
     return ctypes.CDLL(sys.modules["torch_rope._C"].__spec__.loader.path).rope_peer
 
 

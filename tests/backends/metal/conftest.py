@@ -2,12 +2,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _only_on_metal(request):
-    if "device" in request.fixturenames and request.getfixturevalue("device") != "mps":
-        pytest.skip("this test is for Metal only")
-
-
 @pytest.fixture
 def simulated(device):
     """Returns the module with the simulator's own functions. Skips the test if the device is not simulated."""

@@ -13,10 +13,11 @@ import torch
 # ruff: noqa: E501
 
 
+pytestmark = pytest.mark.simulator
+
+
 @pytest.fixture(autouse=True)
-def _simulated(request):
-    if not request.config.getoption("--simulate"):
-        pytest.skip("needs --simulate")
+def _nothing_bound():
     torch.mps.synchronize()  # ends the encoder and with it all bindings, as a copy to the host does
 
 

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 needed("diffusers")
 from diffusers.models.attention_processor import Attention  # noqa: E402
 from diffusers.models.transformers import transformer_qwenimage as qwen  # noqa: E402
-from diffusers.models.transformers import transformer_wan as wan_ai  # noqa: E402
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed  # noqa: E402
 
 from torch_rope.integrations.diffusers import patch  # noqa: E402
@@ -26,8 +25,6 @@ AXES = [4, 6, 6]
 
 @pytest.fixture(autouse=True)
 def _on_metal(device, monkeypatch):
-    if device != "mps":
-        pytest.skip("this test is for Metal only")
     # The simulated device has no scaled_dot_product_attention, so its formula takes its place.
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
@@ -75,15 +72,6 @@ def flux():
     )
 
 
-def wan():
-    return Layer(
-        wan_ai.WanRotaryPosEmbed(16, (1, 1, 1), 32),
-        wan_ai.WanAttention(32, 2, 16, processor=wan_ai.WanAttnProcessor()),
-        lambda rope, device: rope(torch.empty(1, 1, 1, 2, 2, device=device)),
-        lambda attention, image, text, tables: (attention(image, rotary_emb=tables),),
-    )
-
-
 def qwen_image():
     sizes = dict(query_dim=32, added_kv_proj_dim=32, dim_head=16, heads=2, out_dim=32, context_pre_only=False)
     return Layer(
@@ -111,7 +99,7 @@ def step(layer, image, text, tables):
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [flux, wan, qwen_image])
+@pytest.mark.parametrize("make", [flux, qwen_image])
 def test_a_layer_rotates_without_complex_numbers_and_float64(make, dtype, fuse, device):
     layer, on_metal = make().to(dtype), make().to(dtype).to(device)
     on_metal.load_state_dict(layer.state_dict())

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import simulator
-from cases import ROOT
+from cases import ROOT, python
 
+pytestmark = pytest.mark.simulator
 SOURCE = """#include <metal_stdlib>
 kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   const float a = x[i];
@@ -18,22 +19,9 @@ kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]])
 """
 
 
-@pytest.fixture(autouse=True)
-def _simulated(request):
-    if not request.config.getoption("--simulate"):
-        pytest.skip("needs --simulate")
-
-
-def run(program, *arguments, **environment):
-    """Runs a program in a new process, after a line that finds the simulator, and returns what it prints."""
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-c",
-        f"import sys; sys.path.append({str(Path(simulator.__file__).parent)!r})\n{program}",
-    ]
-    done = subprocess.run([*command, *arguments], env=os.environ | environment, capture_output=True, text=True)
+def run(program, **environment):
+    """Runs a program in a new process, which must give no warning, and returns what it prints."""
+    done = python(program, PYTHONWARNINGS="error", **environment)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
 
@@ -76,11 +64,11 @@ def test_the_rotation_does_not_depend_on_contraction():
 
     A small kernel shows first that the compiler does fuse when it may.
     """
-    program = """
+    program = f"""
 import simulator, torch, torch_rope
 simulator.load()
 a = torch.full((4,), 1 + 2**-12, device="mps")
-torch.ops.simulator_test.launch(sys.argv[1], [a], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
+torch.ops.simulator_test.launch({SOURCE!r}, [a], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
 print(int(a[0].item() != 0))
 torch.manual_seed(0)
 x, w, outs = torch.randn(2, 9, 4, 96).to("mps"), torch.rand(96).to("mps"), []
@@ -97,5 +85,5 @@ for rotary_dim in 64, 96:
         outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3, eager_rounding=True)
 print(torch.hash_tensor(torch.cat([t.cpu().float().flatten() for t in outs])).item())
 """
-    found = [run(program, SOURCE, TORCH_ROPE_SIMULATOR_CONTRACT=contract).split() for contract in "01"]
+    found = [run(program, TORCH_ROPE_SIMULATOR_CONTRACT=contract).split() for contract in "01"]
     assert [fused for fused, _ in found] == ["0", "1"] and found[0][1] == found[1][1]
