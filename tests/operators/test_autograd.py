@@ -111,6 +111,9 @@ def test_gradients_of_cos_sin_pass_gradcheck(shape, device):
     ):
         assert gradcheck(function, inputs, **EVERY_MODE)
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+    position, freq = torch.tensor(1000, device=device), freq.detach()  # sin is float32, but the gradient is exact
+    grad = torch.func.grad(lambda f: rope.cos_sin(position, f)[1].sum())(freq)
+    assert torch.allclose(grad, position * (position * freq).cos(), rtol=1e-10)
 
 
 # ---- every argument of every operator ----
