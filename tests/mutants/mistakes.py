@@ -225,7 +225,7 @@ PYTHON = [
     ("reference: a 16-bit result is rounded twice", "reference.py", "a * c - b * s  # rounded here", "(a * c).to(x.dtype) - b * s  # rounded here", "operators/test_values"),
     ("patch: the first tokens rotate", "integrations/_rotation.py", "(x.shape[seq] - rows, rows)", "(0, x.shape[seq])", "integrations/test_rotary_functions"),
     ("patch: the first channels rotate instead of the last", "integrations/_rotation.py", "slice(x.shape[-1] - dim, None) if self.rotation.last_channels else", "", "integrations/test_rotary_functions"),
-    ("patch: tables of the last forward are used again", "integrations/transformers/rotator.py", "last[0]() is tables[0]\n            and last[1]() is tables[-1]", "last[1]() is tables[-1]", "integrations/test_transformers"),
+    ("patch: tables of the last forward are used again", "integrations/transformers/rotator.py", "last[0]() is tables[0]\n            and last[1]() is tables[-1]", "last[1]() is tables[-1]", "integrations/test_rotary_functions"),
     ("patch: one number of tokens is tried", "integrations/transformers/rotary.py", "for seq, one_for_all in ((1, False), (70, False), (6, True)):", "for seq, one_for_all in ():", "integrations/test_rotary_functions"),
     ("patch: results that have other bits are taken", "integrations/_rotary.py", "a.dtype == b.dtype and torch.equal(a, b)", "a.dtype == b.dtype and torch.allclose(a, b, 1e-2, 1e-2)", "integrations/test_rotary_functions"),
     ("patch: conditions of called functions are not watched", "integrations/_branches.py", "if isinstance(value, types.FunctionType) and (name in inside", "if False and (name in inside", "integrations/test_rotary_functions"),
