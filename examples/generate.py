@@ -36,7 +36,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -259,7 +259,8 @@ Logits = Callable[[Tensor, int], Tensor]  # a function with the arguments and th
 
 def to_transformers(c: Config, weights: dict[str, Tensor], theta: float) -> transformers.LlamaForCausalLM:
     """Returns the Llama of transformers with the weights of read_gguf."""
-    shared = {field.name: getattr(c, field.name) for field in fields(c)[:8]}  # the sizes and rms_norm_eps
+    llama = vars(transformers.LlamaConfig())
+    shared = {name: value for name, value in vars(c).items() if name in llama}  # the sizes and rms_norm_eps
     rope = {"rope_type": "default", "rope_theta": theta}
     config = transformers.LlamaConfig(**shared, rope_parameters=rope, tie_word_embeddings=False)
     with torch.device("meta"):

@@ -200,7 +200,7 @@ CACHES = {
     "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
     "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
     "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # FlashInfer's HND
-    "kv side by side": lambda make, n, size, h, d: make(n, size, h, 2 * d).split(d, -1),
+    "kv side by side": lambda make, n, size, h, d: make(n, size, h, 2 * d).split([d, d], -1),
     "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
     "by channel": lambda make, n, size, h, d: (
         make(d, size, h, n).permute(3, 1, 2, 0),

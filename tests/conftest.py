@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_generate_tests(metafunc):
-    """Runs each test that has the argument `device` once for each device that is available, or that its back end has."""
+    """Runs a test with the argument `device` on each device that is available, and a test of a GPU's back end on its own."""
     if "device" in metafunc.fixturenames:
         import torch
 
@@ -99,7 +99,7 @@ def pytest_generate_tests(metafunc):
         devices = ["mps"] if metafunc.config.getoption("--simulate") else devices
         own = {"metal": "mps", "cuda": "cpu" if metafunc.config.getoption("--emulate") else "cuda"}
         folder = metafunc.definition.path.parent.name
-        none = pytest.param(None, marks=pytest.mark.skip(f"no device here runs the kernels in tests/backends/{folder}"))
+        none = pytest.param(None, marks=pytest.mark.skip(f"no device here runs the kernels of {folder}"))
         metafunc.parametrize("device", [d for d in devices if d == own.get(folder, d)] or [none])
 
 

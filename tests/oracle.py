@@ -148,6 +148,15 @@ def limits(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm
     return ulps, 5e-7 if dtype == torch.float32 and "inv_freq" in angles else 0.0
 
 
+def limits_of_reference(dtype: torch.dtype, angles: dict, attention_factor: float = 1.0, norm: bool = False):
+    """Returns how far a result of torch_rope.reference may be from the oracle, as limits() does.
+
+    The reference rounds once. Its angles, of up to 256 radians in the tests, are rounded to float64.
+    """
+    ulps, plus = limits(dtype, angles, attention_factor, norm)
+    return (0.51, 0.0) if dtype.itemsize == 2 else (ulps, max(plus, 256 * 2.0**-53))
+
+
 def assert_close(actual: torch.Tensor, expected: tuple[np.ndarray, np.ndarray], ulps: float, plus: float = 0.0) -> None:
     """Asserts that every element of `actual` is close to `expected`: (values, magnitudes), as rotate() returns them.
 

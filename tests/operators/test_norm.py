@@ -20,7 +20,7 @@ from cases import (
     name_of,
     on_gpu,
 )
-from oracle import assert_close, limits, numpy_of, rotate, ulp
+from oracle import assert_close, limits, limits_of_reference, numpy_of, rotate, ulp
 
 import torch_rope
 from torch_rope import reference
@@ -70,12 +70,11 @@ def make_case(case, device):
     return *make(case["size"], case["source"], (case["q"], case["k"]), dtype, device, kinds, **more), options
 
 
-def assert_right(outs, tensors, angles, norm_eps, error_of_angles=0.0, **options):
+def assert_right(outs, tensors, angles, norm_eps, limits=limits, **options):
     for x, out, w in zip(tensors[:2], outs, tensors[2:], strict=True):
         assert out.dtype == x.dtype and out.shape == x.shape
         expected = rotate(x, **angles, **options, norm_weight=w, norm_eps=norm_eps)
-        ulps, plus = limits(x.dtype, angles, norm=True)
-        assert_close(out, expected, ulps, plus + error_of_angles)
+        assert_close(out, expected, *limits(x.dtype, angles, norm=True))
 
 
 def assert_same(a, b):
@@ -145,7 +144,7 @@ def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
         assert out.stride() == g.stride() == torch.empty_like(x).stride()
     if not on_gpu(device):
         outs = reference.norm_rotate_qk(*tensors, **angles, **options)
-        assert_right(outs, tensors, angles, **options, error_of_angles=2.0**-45)
+        assert_right(outs, tensors, angles, limits=limits_of_reference, **options)
 
 
 # (head_dim for each dtype, heads of q, whether they are normalised together)

@@ -16,7 +16,7 @@ from cases import (
     on_gpu,
     rotated_channels,
 )
-from oracle import assert_close, limits, rotate
+from oracle import assert_close, limits, limits_of_reference, rotate
 
 import torch_rope
 from torch_rope import reference
@@ -40,9 +40,8 @@ def test_every_operator_is_within_ulps_of_the_oracle(case, device):
         expected = rotate(x, **angles, **options)
         assert_close(out, expected, *limits(x.dtype, angles, options["attention_factor"]))
         assert out.stride() == torch.empty_like(x).stride()
-        if not on_gpu(device):  # the reference rounds once, and its angles are float64
-            ulps, plus = limits(x.dtype, angles, options["attention_factor"])
-            near = (0.51, 0.0) if x.dtype.itemsize == 2 else (ulps, plus + 2.0**-45)
+        if not on_gpu(device):
+            near = limits_of_reference(x.dtype, angles, options["attention_factor"])
             assert_close(reference.rotate(x, **angles, **options), expected, *near)
     kept = torch.ones(case["size"][-2], dtype=torch.bool)
     kept[rotated_channels(case["size"], angles)] = False
