@@ -14,8 +14,7 @@ OUT ?= build/gpu
 BUDGET ?= 480
 export PROMPT ?= Why is the sky blue?
 
-NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl) \
-  $(patsubst %,"nvidia-%==13.5.*",cuda-cuobjdump cuda-nvdisasm)
+NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cuda-cccl)
 BIN := .venv/bin
 # Python compiles a module when it first imports it. pip would compile all modules of torch.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile

@@ -4,7 +4,6 @@ gpu      runs the tests, the sanitizers and the measurements on a machine with a
 run      measures this machine and writes benchmarks/results/<its name>.jsonl; continues an interrupted run
 table    writes the tables in README.md and in pages of docs/, from the committed results
 plot     draws the pictures in docs/, from the committed results
-kernels  judges the CUDA kernels without a GPU: machine code, launch plans and predicted times
 compare  lists the medians of a second run that lie outside the quartiles of the first run, widened by 25%
 """
 
@@ -112,12 +111,6 @@ def plot(args) -> int:
     return 0
 
 
-def kernels(args) -> int:
-    from . import kernels
-
-    return kernels.main(args.out or ROOT / "benchmarks" / "results")
-
-
 def gpu(args) -> int:
     from .gpu import Gpu, main
 
@@ -168,8 +161,6 @@ def main() -> int:
     tabling.add_argument("--check", action="store_true", help="write nothing; the exit status is 1 if a table is stale")
     plotting = commands.add_parser("plot", help="draw the pictures in docs/")
     plotting.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the pictures")
-    judging = commands.add_parser("kernels", help="judge the CUDA kernels without a GPU; needs nvcc and cuobjdump")
-    judging.add_argument("--out", type=Path, metavar="FOLDER", help="folder of kernels.json and kernels.md")
     comparing = commands.add_parser("compare", help="compare a second run with the first")
     comparing.add_argument("new", type=Path, help="file of the second run")
     comparing.add_argument("old", type=Path, nargs="?", help="file of the first run (default: this machine's)")
@@ -177,7 +168,6 @@ def main() -> int:
         (running, run),
         (tabling, table),
         (plotting, plot),
-        (judging, kernels),
         (comparing, compare),
         (lending, gpu),
     )

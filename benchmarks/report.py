@@ -4,7 +4,6 @@ The text between <!-- table: NAME --> and <!-- end --> is what the function BLOC
 each other machine gets a page of its own in the same folder.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -491,26 +490,6 @@ def story(lines: list[dict]) -> str:
     return markdown([*header, "moved weight, float32", "moved weight, bfloat16"], rows)
 
 
-def cuda_kernels(_: list[dict]) -> str:
-    """Returns what the compiler reports about the kernels in bfloat16 for sm_90. kernels.py collects it."""
-    rows = json.loads((FOLDER / "kernels.json").read_text())["kernels"]
-    known = {x["kernel"]: x for x in rows if x["arch"] == "sm_90"}
-    names = {
-        "`rotate_qk`, `rotate_qk_` and their backward": "rotate_kernel<bfloat16, 8, false, {}, int, false>",
-        "`rotate_into_cache_`": "rotate_kernel<bfloat16, 8, true, {}, int, false>",
-        "`norm_rotate_qk`, `rotate_into_cache_` with norm": "norm_kernel<bfloat16, 8, true, {}, int, false, false>",
-        "backward of `norm_rotate_qk`": "norm_backward_kernel<bfloat16, 8, true, {}, int, false>",
-        "gradients of cos and sin": "table_backward_kernel<bfloat16, 8, {}>",
-    }
-    cells = []
-    for what, name in names.items():
-        half, interleaved = (known[name.format(x)] for x in ("false", "true"))
-        spills = half.get("spills", 0)
-        widest = max(int(re.sub(r"\D", "", width)) for width in half["loads"])
-        cells.append([what, f"{half['registers']} ({interleaved['registers']})", str(spills), f"{widest // 8} bytes"])
-    return markdown(["bfloat16, sm_90", "registers per thread (interleaved)", "spills", "widest load"], cells)
-
-
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "machine": machine,
     "speed": speed,
@@ -533,7 +512,6 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "scalings": scalings,
     "scores": scores,
     "story": story,
-    "cuda kernels": cuda_kernels,
 }
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 
@@ -544,8 +522,8 @@ def filled(text: str, lines: list[dict]) -> str:
 
 
 def page_of(lines: list[dict]) -> str:
-    """Returns a page of all tables. The reasons, the table of docs/accuracy.md and the static figures are left out."""
-    left_out = "reasons", "story", "cuda kernels"
+    """Returns a page of all tables. The reasons and the table of docs/accuracy.md are left out."""
+    left_out = "reasons", "story"
     blocks = [f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in left_out]
     return f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
 

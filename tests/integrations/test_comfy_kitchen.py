@@ -12,6 +12,8 @@ import pytest
 import torch
 from cases import spread
 
+from torch_rope import integrations
+
 DIM, DTYPES = 16, [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -31,6 +33,7 @@ def comfy():
         for part in parts:
             del sys.modules[f"comfy_kitchen{part}"]
         sys.modules.pop(name)
+        vars(integrations).pop("comfy_kitchen", None)
         sys.modules.update({n: m for n, m in before.items() if n == name or n.startswith("comfy_kitchen")})
 
 

@@ -6,10 +6,8 @@ of Foundation and Metal. torch's macOS wheels are downloaded once.
 
 import fcntl
 import functools
-import mmap
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +15,10 @@ import zipfile
 from pathlib import Path
 
 import torch
+from cases import needed
 
+lief = needed("lief")
+lief.disable_leak_warning()
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build/macos"
 
@@ -95,10 +96,8 @@ def _sources() -> list[str]:
 
     module.cpp needs Python's headers, and those here are not for macOS. It uses nothing of torch.
     """
-    found = [
-        p for pattern in ("*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")
-    ]
-    found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name != "module.cpp")
+    found = [p for pattern in ("*.cpp", "*/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")]
+    found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name not in ("module.cpp", "cuda.cpp"))
     shaders = BUILD / "shaders.cpp"
     _run(sys.executable, "shaders/embed.py", shaders)
     return [*found, str(shaders)]
@@ -147,53 +146,18 @@ def link(release: str, objects: list[Path]) -> Path:
     return folder / "_C.so"
 
 
-# ---- reading Mach-O files ----
-
-
-def _load_commands(image, wanted: int):
-    """Yields where each load command of the wanted kind begins in the file."""
-    magic, _, _, _, count = struct.unpack_from("<5I", image)
-    assert magic == 0xFEEDFACF  # 64 bits
-    at = 32
-    for _ in range(count):
-        kind, size = struct.unpack_from("<2I", image, at)
-        if kind == wanted:
-            yield at
-        at += size
-
-
-def _open(path: Path):
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def symbols(path: Path) -> tuple[set[str], set[str]]:
-    """Returns the external symbols that an object defines, and those that it uses but does not define."""
-    image = _open(path)
-    defined, missing = set(), set()
-    for at in _load_commands(image, 0x2):  # LC_SYMTAB
-        first, count, strings, _ = struct.unpack_from("<4I", image, at + 8)
-        for name, kind, *_ in struct.iter_unpack("<IBBHQ", image[first : first + 16 * count]):
-            if kind & 0xE1 == 1:  # external, and no debugging symbol
-                text = image[strings + name : image.find(b"\0", strings + name)].decode()
-                (defined if kind & 0x0E else missing).add(text)
-    return defined, missing
-
-
 def undefined(objects: list[Path]) -> set[str]:
-    """Returns the symbols that these objects use and none of them defines."""
-    found = [symbols(path) for path in objects]
-    return set().union(*(missing for _, missing in found)) - set().union(*(defined for defined, _ in found))
+    """Returns the external symbols that these objects use and none of them defines."""
+    found = {False: set(), True: set()}
+    for files in [lief.MachO.parse(str(path)) for path in objects]:
+        for symbol in files.at(0).symbols:
+            if symbol.raw_type & 0xE1 == 1:  # external, and no debugging symbol
+                found[bool(symbol.raw_type & 0x0E)].add(symbol.name)
+    return found[False] - found[True]
 
 
 def selectors(path: Path) -> set[str]:
     """Returns the selectors of all messages that an object sends."""
-    image = _open(path)
-    names = b""
-    for at in _load_commands(image, 0x19):  # LC_SEGMENT_64
-        (count,) = struct.unpack_from("<I", image, at + 64)
-        for section in range(at + 72, at + 72 + 80 * count, 80):
-            name, _, _, size, offset = struct.unpack_from("<16s16sQQI", image, section)
-            if name.rstrip(b"\0") == b"__objc_methname":
-                names += image[offset : offset + size]
-    return set(names.decode().split("\0")) - {""}
+    files = lief.MachO.parse(str(path))
+    sections = [s for s in files.at(0).sections if s.name == "__objc_methname"]
+    return {name for s in sections for name in bytes(s.content).decode().split("\0")} - {""}

@@ -42,8 +42,6 @@ FORMS = NORM_FORMS | {
 }
 # How k differs from q: a dimension that has another size, or float16.
 OTHER_K = {"as q": {}, "fewer heads": {"h": "kv"}, "one sequence": {"b": "1"}, "longer": {"s": "s+3"}, "float16": {}}
-
-
 NORMS = [name for name in FUNCTIONS if name.startswith("rms")]
 
 
@@ -132,10 +130,10 @@ CASES = covering(FACTORS, possible, exhaustive=("name", "form"))
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_function_agrees_with_its_formula_and_with_the_eager_back_end(case, device):
     of_x, of_table = (words.split() for words in FORMS[case["form"]])
-    changed, xs = OTHER_K[case["other_k"]], []
+    other, xs = case["other_k"], []
     for change, dtype in (
         ({}, case["dtype"]),
-        (changed, torch.float16 if case["other_k"] == "float16" else case["dtype"]),
+        (OTHER_K[other], torch.float16 if other == "float16" else case["dtype"]),
     ):
         x = torch.randn([*(SIZES[change.get(n, n)] for n in of_x), DIM]).to(dtype)
         if case["strided"] and len(of_x) > 1:  # heads and tokens are swapped in memory, and every second channel is NaN

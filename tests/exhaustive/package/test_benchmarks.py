@@ -52,6 +52,14 @@ def test_a_wrong_implementation_is_not_timed(measured, monkeypatch):
     assert {name: x["status"] for name, x in found.items()} == {"stale": "wrong", "torch_rope": "timed"}
 
 
+def test_a_faster_peer_is_listed_though_no_reason_is_known():
+    fields = {"kind": "sample", "case": "a case", "status": "timed"}
+    ours = fields | {"implementation": "torch_rope", "median_us": 100, "q1_us": 95, "q3_us": 105}
+    for us, row in ((94, "None"), (80, "| a case | peer | torch_rope | 0.80 | not understood yet |")):  # 94 is noise
+        peer = fields | {"implementation": "peer", "median_us": us, "q1_us": us - 4, "q3_us": us + 4}
+        assert row in report.wins([ours, peer])
+
+
 def test_the_tables_and_pictures_in_the_pages_are_those_of_complete_results(tmp_path):
     assert report.write_all(check=True) == [], "run: make figures"
     lines = [x for x in report.cpu_results() if x["kind"] == "sample"]
