@@ -5,19 +5,20 @@ tests plan random calls for whole GPUs: all heads, tokens and rows must be taken
 aligned, and within the limits of CUDA.
 """
 
+import functools
+import importlib.util
 import itertools
 import math
 import random
 import shutil
+import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from cases import DTYPES, EXHAUSTIVE, LAYOUTS, ROOT
-
-sys.path.insert(0, str(ROOT))
-from benchmarks.plan import module  # noqa: E402
 
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
@@ -28,6 +29,27 @@ SEEDS = range(1000 if EXHAUSTIVE else 100)
 
 pytest.importorskip("pybind11")
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
+
+
+@functools.cache
+def module():
+    """Builds the Python module rope_plan if it is older than its sources, and returns it."""
+    import pybind11
+
+    source = ROOT / "tests/backends/cuda/emulator/plan.cpp"
+    library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
+    made_of = [source, *ROOT.glob("csrc/*.h"), ROOT / "csrc/cuda/plan.h"]
+    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in made_of):
+        library.parent.mkdir(parents=True, exist_ok=True)
+        new = library.with_suffix(f".{random.SystemRandom().getrandbits(32)}")
+        include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+        flags = ["-std=c++20", "-O0", "-Wall", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden"]
+        subprocess.run(["g++", *flags, *include, source, "-o", new], check=True)
+        new.replace(library)
+    spec = importlib.util.spec_from_file_location("rope_plan", library)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 # ---- calls with tensors that have no memory ----

@@ -1,6 +1,8 @@
 """Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch, and that its kernels are few
 and need few registers."""
 
+import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -26,19 +28,13 @@ SOURCES = sorted([*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("benchmarks/*.cu")])
 
 
 def cuda_home() -> Path | None:
-    """Returns a folder with nvcc and CUDA's headers, if there is one. The test requirements install both, also on a machine
-    without CUDA."""
+    """Returns a folder with nvcc and CUDA's headers, if there is one: make exhaustive installs them as packages."""
     nvcc = shutil.which("nvcc")
     folders = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
-    try:
-        import nvidia.cu13
-
-        folders += nvidia.cu13.__path__
-    except ImportError:
-        pass
-    return next(
-        (Path(p) for p in folders if p and Path(p, "bin/nvcc").exists() and Path(p, "include/nv").exists()), None
-    )
+    with contextlib.suppress(ImportError):
+        folders += importlib.import_module("nvidia.cu13").__path__
+    homes = [Path(folder) for folder in folders if folder]
+    return next((p for p in homes if (p / "bin/nvcc").exists() and (p / "include/nv").exists()), None)
 
 
 pytestmark = pytest.mark.cpu

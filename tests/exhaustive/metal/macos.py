@@ -14,7 +14,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
 from cases import needed
 
 lief = needed("lief")
@@ -24,10 +23,7 @@ BUILD = ROOT / "build/macos"
 
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
 # that their headers need.
-RELEASES = {
-    release: ("macosx_14_0_arm64", "c++20")
-    for release in re.findall(r"^torch==(.+)$", Path(__file__).with_name("requirements.txt").read_text(), re.M)
-} | {"2.11.0": ("macosx_11_0_arm64", "c++17")}
+RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.15.0": ("macosx_14_0_arm64", "c++20")}
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
 FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
@@ -80,17 +76,6 @@ def wheel(release: str) -> Path:
     return folder / "torch"
 
 
-def headers(release: str) -> Path:
-    """Returns the folder of the release's headers.
-
-    These are the headers of the installed torch if it is the same release: of the headers that the library includes, only
-    ATen/Config.h differs, which says what torch was built with. So one wheel less is downloaded.
-    """
-    if torch.__version__.split("+")[0] == release:
-        return Path(torch.__file__).parent / "include"
-    return wheel(release) / "include"
-
-
 def _sources() -> list[str]:
     """Returns all sources except module.cpp, after writing those that are generated.
 
@@ -98,14 +83,13 @@ def _sources() -> list[str]:
     """
     found = [p for pattern in ("*.cpp", "*/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")]
     found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name not in ("module.cpp", "cuda.cpp"))
-    shaders = BUILD / "shaders.cpp"
-    _run(sys.executable, "shaders/embed.py", shaders)
-    return [*found, str(shaders)]
+    _run(sys.executable, "shaders/embed.py", BUILD / "shaders.cpp")
+    return [*found, str(BUILD / "shaders.cpp")]
 
 
 def compile(release: str) -> list[Path]:
     """Compiles the whole library with the headers of this release. Returns the objects."""
-    include, folder = headers(release), BUILD / f"objects-{release}"
+    include, folder = wheel(release) / "include", BUILD / f"objects-{release}"
     folder.mkdir(parents=True, exist_ok=True)
     objects = {source: folder / f"{Path(source).name}.o" for source in _sources()}
     lines = [

@@ -1,4 +1,4 @@
-// The Python module rope_plan: the functions of csrc/cuda/plan.h, which benchmarks/plan.py builds. Plain C++, without
+// The Python module rope_plan: the functions of csrc/cuda/plan.h, which test_plan.py builds. Plain C++, without
 // torch or CUDA.
 #include "../../../../csrc/cuda/plan.h"
 
