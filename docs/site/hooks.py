@@ -12,11 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of the site that are files outside of docs/.
-PAGES = {
-    "contributing.md": "CONTRIBUTING.md",
-    "results/kernels.md": "benchmarks/results/kernels.md",
-}
-PAGES |= {
+PAGES = {"contributing.md": "CONTRIBUTING.md"} | {
     f"results/{path.name}": f"benchmarks/results/{path.name}"
     for path in (ROOT / "benchmarks/results").glob("[A-Z]*.md")
 }
