@@ -302,10 +302,12 @@ def test_sequences_of_one_token_share_thread_blocks():
         assert p["batch"] == (1 if merged else 300)
 
 
-def test_so_many_pieces_of_v_need_numbers_of_64_bits():
+def test_so_many_pieces_of_v_and_such_a_table_by_head_need_numbers_of_64_bits():
     few, some, many = (meta(1, 1, 1, d).expand(1, 1, 2**20, d) for d in (2, 4, 4096))
     for v in some, many:
         assert plan(Call(meta(1, 1, 1, 2), few, v, (few, v)))["wide_index"] == (v is many)
+    by_head = torch.empty(0, device="meta").as_strided((1, 3, 2, 4), (1, 1, 2**31, 1))
+    assert plan(Call(meta(1, 3, 2, 8), tables=(by_head, by_head)))["wide_index"]
 
 
 @pytest.mark.parametrize("norm", [False, True])
