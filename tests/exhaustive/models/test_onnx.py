@@ -100,7 +100,7 @@ SOURCES = {
     "table": (lambda b, s: [], [], lambda: TABLE | {"offset": 7}, torch.float16),
     "table, positions": (lambda b, s: [integers(3, b, s).int()], [DYNAMIC],
                          lambda p: TABLE | {"positions": p, "offset": -3}, torch.bfloat16),
-    "token": (by_token, [DYNAMIC] * 2, lambda c, s: {"cos": c, "sin": s}, torch.bfloat16),
+    "token": (by_token, [DYNAMIC] * 2, lambda c, s: {"cos": c, "sin": s}, torch.float64),
     "head": (lambda b, s: by_token(b, s, HEADS), [DYNAMIC] * 2, lambda c, s: {"cos": c, "sin": s}, torch.bfloat16),
     "inv_freq": (lambda b, s: [], [], lambda: {"inv_freq": INV_FREQ, "offset": 11}, torch.float64),
     "inv_freq, positions": (lambda b, s: [integers(-9, b, s)], [DYNAMIC],
