@@ -33,7 +33,7 @@ def comfy():
         for part in parts:
             del sys.modules[f"comfy_kitchen{part}"]
         sys.modules.pop(name)
-        vars(integrations).pop("comfy_kitchen", None)
+        vars(integrations).pop("comfy_kitchen", None)  # where the package keeps the module too
         sys.modules.update({n: m for n, m in before.items() if n == name or n.startswith("comfy_kitchen")})
 
 

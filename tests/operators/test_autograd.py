@@ -136,7 +136,8 @@ def call_of(op, device, source="table"):
     freq = torch_rope.inv_freq(8, device=device)
     if "offset" not in names:
         axes = (2,) if "axial" in op else ()
-        freq = freq.reshape(*freq.shape[:-1], *(1 for _ in axes), 4).expand(*freq.shape[:-1], *axes, 4).clone()
+        shape = freq.shape[:-1]  # [2] if the frequencies are in two parts
+        freq = freq.reshape(*shape, *[1] * len(axes), 4).expand(*shape, *axes, 4).clone()
         return {"positions": torch.rand(*axes, 5, device=device), "inv_freq": freq}
     call = {name: OPERANDS[name]().to(device) for name in names if name in OPERANDS}
     if source == "inv_freq":

@@ -217,6 +217,7 @@ def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
 
 
 COMMANDS = {line.split("#")[0].strip() for p in PAGES for block in of_language(p, "sh") for line in block.splitlines()}
+
 # pip writes into the source folder, so the process that runs test_wheel.py runs it.
 AT_NIGHT = [pytest.mark.exhaustive, pytest.mark.xdist_group("wheel")]
 

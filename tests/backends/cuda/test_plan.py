@@ -27,15 +27,13 @@ MOST_PARTS = 1024  # of the backward of the norm
 INT32 = 2**31 - 1
 SEEDS = range(1000 if EXHAUSTIVE else 100)
 
-pytest.importorskip("pybind11")
+pybind11 = pytest.importorskip("pybind11")
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
 
 
 @functools.cache
 def module():
     """Builds the Python module rope_plan if it is older than its sources, and returns it."""
-    import pybind11
-
     source = ROOT / "tests/backends/cuda/emulator/plan.cpp"
     library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
     made_of = [source, *ROOT.glob("csrc/*.h"), ROOT / "csrc/cuda/plan.h"]
@@ -302,7 +300,7 @@ def test_sequences_of_one_token_share_thread_blocks():
         assert p["batch"] == (1 if merged else 300)
 
 
-def test_so_many_pieces_of_v_and_such_a_table_by_head_need_numbers_of_64_bits():
+def test_many_pieces_of_v_and_a_table_by_head_may_need_offsets_of_64_bits():
     few, some, many = (meta(1, 1, 1, d).expand(1, 1, 2**20, d) for d in (2, 4, 4096))
     for v in some, many:
         assert plan(Call(meta(1, 1, 1, 2), few, v, (few, v)))["wide_index"] == (v is many)

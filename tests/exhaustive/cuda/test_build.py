@@ -18,7 +18,7 @@ KERNELS = {"rotate": 98, "norm": 173, "tables": 12, "cos_sin": 16}  # how many e
 # The most registers of a thread, in the kernels that models usually need: bfloat16, half-split pairs, 32-bit offsets.
 REGISTERS = {
     "rotate_kernel<__nv_bfloat16, 8, false, false, int, false>": 72,
-    "rotate_kernel<__nv_bfloat16, 8, true, false, int, false>": 76,
+    "rotate_kernel<__nv_bfloat16, 8, true, false, int, false>": 75,
     "norm_kernel<__nv_bfloat16, 8, true, false, int, false, false>": 96,
     "norm_kernel<__nv_bfloat16, 8, true, false, int, true, true>": 128,
     "norm_backward_kernel<__nv_bfloat16, 8, true, false, int, false>": 168,
@@ -62,6 +62,8 @@ def test_kernels_compile_without_warnings_to_few_registers(source, tmp_path):
     entry = r"entry function '.*?(\w+<.*>|\w+)\(.*' for 'sm_90'\n.*\n.*?(\d+) bytes spill stores.*\n.* (\d+) registers"
     figures = re.findall(entry, log)
     assert len(figures) == KERNELS.get(source.stem, len(figures))
+    names = {kernel for kernel, _, _ in figures}
+    assert source.stem not in KERNELS or names >= {k for k in REGISTERS if k.split("_")[0] in source.stem}
     for kernel, spilled, registers in figures:
         assert int(registers) <= REGISTERS.get(kernel, 255), kernel
         assert spilled == "0" or kernel.startswith("norm_backward_kernel") and kernel not in REGISTERS, kernel

@@ -17,7 +17,7 @@ from pathlib import Path
 from cases import needed
 
 lief = needed("lief")
-lief.disable_leak_warning()
+lief.disable_leak_warning()  # which it prints when Python ends
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build/macos"
 
@@ -81,10 +81,10 @@ def _sources() -> list[str]:
 
     module.cpp needs Python's headers, and those here are not for macOS. It uses nothing of torch.
     """
-    found = [p for pattern in ("*.cpp", "*/*.cpp", "mps/*.mm") for p in ROOT.glob(f"csrc/{pattern}")]
-    found = sorted(p.relative_to(ROOT).as_posix() for p in found if p.name not in ("module.cpp", "cuda.cpp"))
+    patterns = "*.cpp", "autograd/*.cpp", "cpu/*.cpp", "mps/*.mm"
+    found = [str(p.relative_to(ROOT)) for name in patterns for p in ROOT.glob(f"csrc/{name}") if p.stem != "module"]
     _run(sys.executable, "shaders/embed.py", BUILD / "shaders.cpp")
-    return [*found, str(BUILD / "shaders.cpp")]
+    return [*sorted(found), str(BUILD / "shaders.cpp")]
 
 
 def compile(release: str) -> list[Path]:

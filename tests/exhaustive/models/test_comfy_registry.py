@@ -130,11 +130,8 @@ CASES = covering(FACTORS, possible, exhaustive=("name", "form"))
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_function_agrees_with_its_formula_and_with_the_eager_back_end(case, device):
     of_x, of_table = (words.split() for words in FORMS[case["form"]])
-    other, xs = case["other_k"], []
-    for change, dtype in (
-        ({}, case["dtype"]),
-        (OTHER_K[other], torch.float16 if other == "float16" else case["dtype"]),
-    ):
+    other, of_q, xs = case["other_k"], case["dtype"], []
+    for change, dtype in (({}, of_q), (OTHER_K[other], torch.float16 if other == "float16" else of_q)):
         x = torch.randn([*(SIZES[change.get(n, n)] for n in of_x), DIM]).to(dtype)
         if case["strided"] and len(of_x) > 1:  # heads and tokens are swapped in memory, and every second channel is NaN
             x = spread(x.transpose(-2, -3), (1,) * len(of_x) + (2,), (0,) * x.dim()).transpose(-2, -3)

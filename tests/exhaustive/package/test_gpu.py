@@ -1,6 +1,7 @@
 """Tests of `make gpu` without a GPU: its steps run with a few small tests and cases on the CPU, and a faked sanitizer."""
 
 import dataclasses
+import itertools
 import os
 import signal
 import sys
@@ -111,16 +112,15 @@ class Fragile(cases.Case):
     """A case whose implementations break. The process that measures it finds them by importing this file."""
 
 
-@implementations.adapter("sound", "fragile", error=None)
+@implementations.adapter("sound", "fragile", error=None, calls=10**9)
 @implementations.adapter("crashing", "fragile", error=lambda: os.kill(os.getpid(), signal.SIGSEGV))
 @implementations.adapter("hanging", "fragile", error=lambda: time.sleep(1e6))
 @implementations.adapter("raising when timed", "fragile", error=lambda: 1 / 0, calls=3)
 def breaking(case, data, error, calls=0):
+    """Returns a sound implementation that breaks after so many calls, or breaks at once."""
     run = implementations.ADAPTERS["rotate", "torch_rope"](case, data)
-    left = iter(range(calls))
-    if error and not calls:
-        error()
-    return dataclasses.replace(run, call=lambda: run.call() if next(left, None) is not None or not error else error())
+    sound = itertools.repeat(run.call, calls)
+    return dataclasses.replace(run, call=lambda: next(sound, error)()) if calls else error()
 
 
 def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_measured(monkeypatch):
