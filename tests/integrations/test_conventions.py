@@ -6,25 +6,31 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from torch_rope.integrations import diffusers, timm
-from torch_rope.integrations._conventions import ConventionFunction, ConventionRotator, each_twice
-from torch_rope.integrations.diffusers import angles
+from torch_rope.integrations import _patch, diffusers, timm
+from torch_rope.integrations._conventions import each_twice
+from torch_rope.integrations._rotary import Rotary
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture
 def rotations(monkeypatch):
     """A list that says of each rotary function that is called in a patched model whether torch_rope rotates."""
-    found, try_to_rotate = [], ConventionRotator.try_to_rotate
+    found, rotated = [], Rotary._rotated
 
-    def record(self, *args):
-        ys = try_to_rotate(self, *args)
+    def record(self, values):
+        ys = rotated(self, values)
         found.append(ys is not None)
         return ys
 
-    monkeypatch.setattr(ConventionRotator, "try_to_rotate", record)
+    monkeypatch.setattr(Rotary, "_rotated", record)
     return found
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """Lets patch forget what was seen of tables in other tests."""
+    monkeypatch.setattr(_patch, "_found", {}, raising=False)
 
 
 def counting(graphs):
@@ -58,8 +64,8 @@ def apply_rotary_split(x, freqs):
 
 
 def turn(x, half):
-    a, b = x.chunk(2, -1) if half else (x[..., ::2], x[..., 1::2])
-    return torch.cat([-b, a], -1) if half else torch.stack([-b, a], -1).flatten(-2)
+    (a, b), (c, d) = x.chunk(2, -1), (x[..., ::2], x[..., 1::2])
+    return (torch.stack([-d, c], -1).flatten(-2), torch.cat([-b, a], -1))[half]
 
 
 def apply_rot_embed(x, sin, cos, half=False):
@@ -74,17 +80,11 @@ def apply_rot_embed_cat(x, table, half=False):
 
 def test_a_function_has_the_bits_for_many_numbers():
     """Two ways to round may differ in one number of ten thousand, if the result has 16 bits."""
-    known = ConventionFunction(apply_rotary_split, diffusers.Rebuilder.conventions)
-    rotate, tables = known.with_signature(known.rotator.rotate), tuple(torch.randn(2, 2, 1, 1024, 32))
+    rotate = Rotary(apply_rotary_split, "apply_rotary_split", diffusers.CONVENTIONS, {})
+    tables = tuple(torch.randn(2, 2, 1, 1024, 32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(2, 6, 1024, 64).to(dtype)
         assert torch.equal(rotate(x, tables), apply_rotary_split(x, tables))
-
-
-def of_another_function(x):
-    """Takes tensors only."""
-    assert type(x) is torch.Tensor
-    return x
 
 
 # ---- layers ----
@@ -113,13 +113,11 @@ class Layer(nn.Module):
         return apply_rot_embed(q, sin, cos, half), apply_rot_embed_cat(k, torch.cat([sin, cos], -1), half)
 
 
-def written(body, folder):
-    """Returns a processor with this body, which is written to a file, because patch reads it."""
-    file = folder / "processor.py"
-    file.write_text("def __call__(self, attn, x, cos, sin):\n" + body)
-    names = dict(globals())
-    exec(compile(file.read_text(), file, "exec"), names)
-    return type("Written", (), {"__call__": names["__call__"]})()
+def written(body):
+    """Returns a processor with this body, which has no source."""
+    names = {}
+    exec("def __call__(self, attn, x, cos, sin):\n" + body, globals(), names)
+    return type("Written", (), names)()
 
 
 def attention_inputs():
@@ -181,12 +179,12 @@ class Pipeline:
 
 def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformers():
     model = Attention(Processor())
-    pipe, other = Pipeline(model), Pipeline(model)
+    pipe = Pipeline(model)
     handle = diffusers.patch(pipe)
     assert diffusers.patch(pipe) is handle and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
     assert "torch_rope in Pipeline:\n  transformer.processor of 1 Processor" in str(handle)
     with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.* already calls"):
-        diffusers.patch(other)
+        diffusers.patch(Pipeline(model))
     handle.undo()
     assert unpatched(model)
     with pytest.raises(ValueError, match="Pipeline is not patched: no module of it calls a rotary function"):
@@ -200,25 +198,44 @@ def apply_rotary_scaled(x, cos, sin):
     return 2 * rotated(x, cos, sin)
 
 
-def apply_rotary_of_all_channels(x, cos, sin):
-    """Reads an angle for each channel, where Wan reads one for each pair."""
-    return x * cos + turn(x, False) * sin
+def apply_rotary_that_raises(x, cos, sin):
+    """A branch that is never taken is a branch."""
+    if x.dim() > 9:
+        raise ValueError
+    return rotated(x, cos, sin)
 
 
-# Python 3.13 has a source for the file "<string>", the program that it was started with.
-exec(compile("def apply_rotary_without_source(x, cos, sin):\n    return rotated(x, cos, sin)", "<nowhere>", "exec"))
+def apply_rotary_that_loops(x, cos, sin):
+    for _ in range(len(x) // 99):
+        sin = -sin
+    return rotated(x, cos, sin)
+
+
+def of_length(x, sin):
+    return -sin if x.shape[1] == 99 else sin
+
+
+def apply_rotary_whose_helper_branches(x, cos, sin):
+    return rotated(x, cos, of_length(x, sin))
+
+
+BRANCHES = r"the function branches, and its text \(.*\) is not one that torch_rope knows, .*; see register"
 UNKNOWN = {
     apply_rotary_scaled: "computes something else",
-    apply_rotary_of_all_channels: "computes something else",
-    globals()["apply_rotary_without_source"]: "has no source",
+    apply_rotary_that_raises: BRANCHES,
+    apply_rotary_that_loops: BRANCHES,
+    apply_rotary_whose_helper_branches: BRANCHES,
 }
 
 
 @pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
-def test_an_unknown_function_is_refused(function, monkeypatch):
+def test_an_unknown_function_is_refused_by_name(function, monkeypatch):
+    """The model also contains layers that could be patched, which must not be patched either."""
     monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
-    model = Attention(Processor())
-    where = "Attention is not patched: Processor.__call__ of the model itself calls apply_rotary_of_the_test: "
+    model = nn.ModuleDict(
+        {"written": Attention(written(NESTED.format("x, cos, sin", ""))), "attention": Attention(Processor())}
+    )
+    where = "ModuleDict is not patched: Processor.__call__ of attention.processor calls apply_rotary_of_the_test: "
     with pytest.raises(NotImplementedError, match=f"{where}.*{UNKNOWN[function]}"):
         diffusers.patch(model)
     assert unpatched(model)
@@ -233,9 +250,9 @@ NESTED = """
 
 
 @pytest.mark.parametrize("arguments, times", [("x, cos, sin", "scale * "), ("x, cos, sin, scale=x.shape[1] / 6", "")])
-def test_a_nested_function_with_a_closure_or_defaults_is_refused(arguments, times, tmp_path):
-    model = Attention(written(NESTED.format(arguments, times), tmp_path))
-    with pytest.raises(NotImplementedError, match="Written.__call__ .* defines apply_rotary, which must be a function"):
+def test_a_nested_function_with_a_closure_or_defaults_is_refused(arguments, times):
+    model = Attention(written(NESTED.format(arguments, times)))
+    with pytest.raises(NotImplementedError, match="Written.__call__ of processor calls apply_rotary: the function "):
         diffusers.patch(model)
     assert unpatched(model)
 
@@ -244,33 +261,31 @@ def apply_rotary_twice_as_large(x, cos, sin):
     return 2 * apply_rotary_plain(x, cos, sin)
 
 
-OWN = {
-    "a nested function": NESTED.format("x, cos, sin", ""),
-    "an imported function": """
-    from test_conventions import apply_rotary_plain
-    return apply_rotary_plain(x, cos, sin)
-""",
-    "a function that calls a rotary function": "    return apply_rotary_twice_as_large(x, cos, sin)",
-}
-
-
-@pytest.mark.parametrize("body", OWN.values(), ids=OWN)
-def test_a_processor_of_ones_own_may_rotate(body, rotations, tmp_path):
-    model, args = Attention(written(body, tmp_path)), attention_inputs()
+@pytest.mark.parametrize(
+    "body", [NESTED.format("x, cos, sin", ""), "    return apply_rotary_twice_as_large(x, cos, sin)"]
+)
+def test_a_processor_of_ones_own_may_rotate(body, rotations):
+    """By a function that it defines, or by one that calls a rotary function."""
+    model, args = Attention(written(body)), attention_inputs()
     expected = model(*args)
     with diffusers.patch(model) as handle:
         rotations.clear()
         assert torch.equal(model(*args), expected) and rotations == [True]
         assert "processor of 1 Written: apply_rotary" in str(handle)
-    assert torch.equal(model(*args), expected)
 
 
 # ---- what falls back to the function ----
 
 
-def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(rotations):
+@pytest.mark.parametrize("another", [False, True])
+def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(another, rotations, forgotten):
+    """Also if another model was called with right tables of the same shape before."""
     layer, (q, k, sin, cos, _) = Layer(), layer_inputs(half=True)  # the channels of an adjacent pair have other angles
     expected = layer(q, k, sin, cos, False)
+    if another:
+        other = Layer()
+        timm.patch(other)
+        other(*layer_inputs())
     timm.patch(layer)
     rotations.clear()
     with pytest.warns(UserWarning) as warned:
@@ -279,14 +294,14 @@ def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(r
     assert rotations == [False] * 4
     messages = [str(w.message) for w in warned if "torch_rope" in str(w.message)]
     assert len(messages) == 2 and messages[0] == (
-        "torch_rope: apply_rot_embed of the model itself was called with different angles for the two channels of a "
-        "pair, which is no rotation, so it computes as without torch_rope"
+        "torch_rope: apply_rot_embed was called with different angles for the two channels of a pair, which is no "
+        "rotation, so it computes as without torch_rope"
     )
     layer(q, k, sin, cos, True)
     assert rotations[4:] == [True] * 2
 
 
-def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables():
+def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables(forgotten):
     """It raises an error, unless its tables were seen before: then it computes as without torch_rope."""
     layer, graphs, (q, k, sin, cos, _) = Layer(), [], layer_inputs(half=True)
     right, wrong = (q, k, sin, cos, True), (q, k, sin, cos, False)
@@ -295,21 +310,11 @@ def test_a_compiled_model_has_one_graph_and_rotates_by_no_wrong_tables():
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend=counting(graphs))
         torch.testing.assert_close(compiled(*right), expected[0])
-        with pytest.raises(RuntimeError, match="call the model once without torch.compile"):
+        with pytest.raises(RuntimeError, match="was called with different angles for the two channels of a pair"):
             compiled(*wrong)
         layer(*wrong)
         torch.testing.assert_close(compiled(*wrong), expected[1])
     assert graphs == [2, 2, 0]
-
-
-def test_tables_without_numbers(rotations):
-    """Shapes are found out on the device meta and with fake tensors."""
-    layer, args = Layer(), layer_inputs()
-    timm.patch(layer)
-    rotations.clear()
-    with torch._subclasses.FakeTensorMode() as mode:
-        assert layer(*(mode.from_tensor(t) for t in args[:4]))[1].shape == args[1].shape
-    assert layer(*(t.to("meta") for t in args[:4]))[1].shape == args[1].shape and rotations == [True] * 4
 
 
 def test_shapes_and_dtypes_that_were_not_tried_are_left_to_the_function(rotations):
@@ -345,54 +350,3 @@ def test_tables_that_need_a_gradient_are_left_to_the_function_for_its_bits(round
         with torch.no_grad():
             model(*args)
         assert rotations[-1]
-
-
-# ---- exact angles ----
-
-
-def cos_sin(positions, channels):
-    angle = positions[:, None] * 10000.0 ** (-channels / 16)
-    return angle.cos(), angle.sin()
-
-
-class HoldingRope(nn.Module):
-    """Holds tables that it made."""
-
-    def __init__(self, length):
-        super().__init__()
-        self.length = length
-        self.table = cos_sin(torch.arange(length).float(), torch.arange(0, 16, 2, dtype=torch.float32))[0]
-
-    def forward(self, ids):
-        return self.table[ids], self.table[ids].sqrt()
-
-
-def test_exact_angles_are_those_of_float64(monkeypatch):
-    model, ids = Attention(Processor()), torch.tensor([69857, 3, 65539])
-    model.rope, expected = HoldingRope(70000), cos_sin(ids.double(), torch.arange(0, 16, 2).double())[0]
-
-    def ulps():
-        table = model.rope(ids)[0]
-        return ((table - expected).abs().max() * 2**24).item() if table.dtype == torch.float32 else None
-
-    before = ulps()
-    assert before > 8
-    with diffusers.patch(model, exact_angles=True) as handle:
-        assert "rope.forward of 1 HoldingRope: exact angles, by its own formula in float64" in str(handle)
-        assert ulps() <= 1
-        model.to(torch.bfloat16)
-        monkeypatch.setattr(angles, "has_float64", lambda device: False)
-        assert ulps() <= 1
-        with pytest.raises(IndexError):  # the error of the module
-            model.rope(torch.tensor([70000]))
-    assert torch.get_default_dtype() == torch.float32 and ulps() == before
-
-
-def test_tables_that_were_changed_are_left_as_they_are():
-    model = Attention(Processor())
-    model.rope = HoldingRope(9)
-    model.rope.table[1] += 0.01
-    expected = model.rope(torch.arange(9))[0]
-    note = "rope: left as it is, because its tables were changed, or cannot be made again from the config"
-    assert note in str(diffusers.patch(model, exact_angles=True))
-    assert torch.equal(model.rope(torch.arange(9))[0], expected)

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 transformers = needed("transformers")
 
 from torch_rope import frequencies  # noqa: E402
+from torch_rope.integrations._angles import of_transformers as exact_rotary  # noqa: E402
 from torch_rope.integrations.transformers import patch  # noqa: E402
-from torch_rope.integrations.transformers.angles import exact_rotary  # noqa: E402
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+pytestmark = pytest.mark.cpu
 
 FAR = 131072
 TEXT = dict(hidden_size=256, num_attention_heads=4, head_dim=64, num_hidden_layers=2, max_position_embeddings=4096)
@@ -38,6 +38,7 @@ CASES = {
     "yarn": ("llama", "Llama", PLAIN, YARN),
     "longrope": ("llama", "Llama", PLAIN, LONGROPE),
     "proportional": ("gemma4_text", "Gemma4Text", PLAIN, None),
+    "phimoe": ("phimoe", "Phimoe", PLAIN, LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}),
     "mrope": ("qwen2_vl_text", "Qwen2VL", THREE, MROPE | {"mrope_section": [8, 12, 12]}),
     # layouts
     "deepseek_v2": ("deepseek_v2", "DeepseekV2", PLAIN, YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}),
@@ -48,6 +49,7 @@ CASES = {
     "qwen3_vl": ("qwen3_vl_text", "Qwen3VLText", THREE, MROPE | {"mrope_section": [12, 10, 10]}),
     # two axes
     "gemma4_vision": ("gemma4_vision", "Gemma4Vision", BATCH_OF_TWO, None),
+    "kimi": ("kimi_k25_vision", "Kimi_K25Vision", TWO, None),
     "pixtral": ("pixtral", "PixtralVision", TWO, None),
     "qwen2_vl_vision": ("qwen2_vl_vision", "Qwen2VLVision", TWO, None),
     "sam3": ("sam3_vit_model", "Sam3ViT", TWO, None),
@@ -127,13 +129,12 @@ def test_far_tables_are_a_hundred_times_nearer_to_those_of_float64(case):
 
 
 @pytest.mark.parametrize("case", ["dynamic", "qwen3_vl"])
-def test_a_device_without_float64_gets_frequencies_in_two_parts(case, monkeypatch):
+def test_a_device_without_float64_gets_tables_of_the_cpu(case, monkeypatch):
     rotary, position_ids = rotary_of(CASES[case]), positions(CASES[case])
     expected = tables(exact(rotary), position_ids)
-    monkeypatch.setattr(
-        frequencies, "on_device", lambda inv_freq, device: frequencies.in_two_parts(inv_freq).to(device)
-    )
-    torch.testing.assert_close(tables(exact(rotary), position_ids), expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr(frequencies, "has_float64", lambda device: device.type != "meta")
+    found = tables(exact(rotary), position_ids)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("case, limit", [("dynamic", 4096), ("longrope", 1024)])
@@ -179,48 +180,67 @@ def test_a_cast_module_has_the_frequencies_of_its_config(cast):
             assert all(map(torch.equal, tables(after, position_ids), expected))
 
 
-# Modules whose tables are not made of the frequencies of their config, or in more than one way.
-CASES_LEFT = CASES | {
-    "phimoe": ("phimoe", "Phimoe", PLAIN, LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}),  # short only
-    "kimi": ("kimi_k25_vision", "Kimi_K25Vision", TWO, None),
-}
-CHANGED = "its frequencies were changed"
+# What somebody changes in a module, and why the module is left as it is, or else what follows it.
 LEFT = [
-    ("default", lambda r: r.inv_freq.mul_(1.0001), CHANGED),
-    ("default", lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), CHANGED),
-    ("default", lambda r: setattr(r, "attention_scaling", 1.1), CHANGED),
-    ("mrope", lambda r: setattr(r, "mrope_section", [12, 10, 10]), CHANGED),
+    ("default", lambda r: r.inv_freq.mul_(1.0001), "inv_freq of LlamaRotaryEmbedding was changed"),
+    ("default", lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), "inv_freq of LlamaRotaryEmbedding was changed"),
+    ("dynamic", lambda r: r.inv_freq.mul_(2), "inv_freq of LlamaRotaryEmbedding was changed"),
+    ("default", lambda r: r.to("meta"), "inv_freq of LlamaRotaryEmbedding is on the meta device"),
     ("default", lambda r: setattr(r, "forward", lambda x, position_ids: None), "its forward was replaced"),
-    ("default", lambda r: r.to("meta"), "it is on the meta device"),
     ("default", lambda r: setattr(r, "a", torch.nn.Parameter(torch.zeros(1))), "it has weights"),
-    ("default", lambda r: delattr(r, "config"), "its frequencies are not known: "),
-    ("phimoe", lambda r: None, "its tables are not cos and sin of positions times the frequencies of its config"),
-    ("kimi", lambda r: None, "its positions may have any number of axes"),
+    ("default", lambda r: delattr(r, "config"), "no LlamaRotaryEmbedding like it can be made: "),
+]
+FOLLOWED = [
+    ("default", lambda r: setattr(r, "attention_scaling", 1.1)),
+    ("dynamic", lambda r: setattr(r, "attention_scaling", 1.1)),
+    ("gemma3", lambda r: setattr(r, "full_attention_attention_scaling", 1.1)),
+    ("mrope", lambda r: setattr(r, "mrope_section", [12, 10, 10])),
+    ("mrope", lambda r: r.mrope_section.reverse()),
 ]
 
 
 @pytest.mark.parametrize("case, change, reason", LEFT)
-def test_a_module_that_is_not_what_its_config_says_is_left_as_it_is(case, change, reason):
-    rotary = rotary_of(CASES_LEFT[case])
+def test_a_module_with_other_tables_is_left_as_it_is_and_raises_later(case, change, reason):
+    rotary = rotary_of(CASES[case])
+    patched = exact(rotary)
     change(rotary)
     forward, why = exact_rotary(rotary)
     assert forward is None and why.startswith(f"left as it is, because {reason}")
+    if "_freq" in reason:
+        change(patched)
+        with pytest.raises(ValueError, match=reason):
+            tables(patched, positions(CASES[case]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case, change", FOLLOWED)
+def test_a_changed_attribute_is_followed(case, change, compiled):
+    rotary, position_ids = rotary_of(CASES[case]), torch.randint(99, CASES[case][2])
+    patched = exact(rotary)
+    torch._dynamo.reset()
+    used = torch.compile(patched, backend="eager", fullgraph=case != "dynamic") if compiled else patched
+    used.layer_types = getattr(rotary, "layer_types", None)
+    before = tables(used, position_ids)
+    for each in (rotary, patched):
+        change(each)
+    after, expected = tables(used, position_ids), tables(rotary, position_ids)
+    assert not all(map(torch.equal, after, before))
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
 
 
 def test_the_handle_lists_the_rotary_modules_and_undo_restores_them():
     model, hooked = make(rope_parameters={"rope_theta": 10000.0, **DYNAMIC}), []
-    expected, buffers = model(tokens()).logits, [name for name, _ in model.named_buffers()]
+    expected, buffers = model(tokens()).logits, set(model.model.rotary_emb._buffers)
     add_hook(model.model.rotary_emb, hooked)
     handle = patch(model, exact_angles=True)
-    lists = "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles from the dynamic frequencies"
-    assert lists in str(handle) and "as before" not in str(handle)
+    lists = "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles, by its own formula in float64"
+    assert lists in str(handle)
     assert not torch.equal(model(tokens(), position_ids=tokens() + 2**17).logits, expected) and hooked
     handle.undo()
     remove_hook(model.model.rotary_emb)
     assert torch.equal(model(tokens()).logits, expected)
-    assert [name for name, _ in model.named_buffers()] == buffers
+    assert set(model.model.rotary_emb._buffers) == buffers
 
     model.model.rotary_emb.inv_freq.mul_(2)
     handle = patch(model, exact_angles=True)
-    assert "model.rotary_emb: left as it is, because its frequencies were changed" in str(handle)
-    assert "model.rotary_emb.inv_freq: 8 frequencies, as before" in str(handle)
+    assert "model.rotary_emb: left as it is, because inv_freq of LlamaRotaryEmbedding was changed" in str(handle)

@@ -12,8 +12,8 @@ from torch import nn
 
 from torch_rope.integrations import diffusers, timm, transformers
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
-EITHER = "is torch.ops.rope.rotate, interleaved or half-split"
+pytestmark = [pytest.mark.cpu]
+EITHER = "is torch.ops.rope.rotate, interleaved or half-split (tried)"
 # The integration, functions that return a model and the arguments of its forward, how often it rotates, what the handle
 # lists, and what errors give as an example.
 LIBRARIES = {
@@ -21,14 +21,13 @@ LIBRARIES = {
         transformers, make, lambda: (tokens(),), 2,
         ["torch_rope in LlamaForCausalLM:",
          "  model.layers.*.self_attn.forward of 2 LlamaAttention: "
-         "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split",
-         "  model.rotary_emb.inv_freq: 8 frequencies, as before"],
+         "apply_rotary_pos_emb is torch.ops.rope.rotate_qk, half-split (tried)"],
         "AutoModelForCausalLM",
     ),
     "diffusers": (
         diffusers, lambda: Attention(Processor()), attention_inputs, 1,
         ["torch_rope in Attention:",
-         "  processor of 1 Processor: apply_rotary_of_the_test is torch.ops.rope.rotate, interleaved"],
+         "  processor of 1 Processor: apply_rotary_of_the_test is torch.ops.rope.rotate, interleaved (tried)"],
         "FluxTransformer2DModel",
     ),
     "timm": (
@@ -68,7 +67,7 @@ def test_patch_and_undo_change_only_this_model(library, make, arguments, rotatio
         assert list(model.state_dict()) == state and torch.equal(torch.get_rng_state(), generator)
         assert patch(model) is handle
         for options in ({"rounding": "once"}, {"fuse": True}):
-            with pytest.raises(ValueError, match="(?s)already calls torch_rope.*What is there: torch_rope in "):
+            with pytest.raises(ValueError, match="already calls torch_rope.* patch first. What is there: apply_rot"):
                 patch(model, **options)
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         check(copied, rotations)
@@ -94,6 +93,34 @@ def test_what_is_no_model_and_what_does_not_rotate_is_refused(library, make, arg
         library.patch(nn.Linear(2, 2))
     with pytest.raises(ValueError, match='rounding is .exact. but must be "eager" or "once"'):
         library.patch(make(), rounding="exact")
+
+
+def test_patch_again_patches_what_is_new_and_undo_restores_what_is_still_ours():
+    model, args = nn.ModuleDict({"kept": Attention(Processor()), "changed": Attention(Processor())}), attention_inputs()
+    handle = diffusers.patch(model)
+    model.changed.processor, model.new = Processor(), Attention(Processor())
+
+    def rotations():
+        return [results(model[name], args)[0] for name in ("kept", "changed", "new")]
+
+    assert rotations() == [1, 0, 0] and str(handle).splitlines()[1].startswith("  kept.processor of 1 Processor: ")
+    assert diffusers.patch(model) is handle and rotations() == [1, 1, 1]
+    assert [line.split()[0] for line in str(handle).splitlines()[1:]] == [
+        f"{n}.processor" for n in ("kept", "changed", "new")
+    ]
+    model.changed.processor = Processor()
+    with pytest.warns(UserWarning, match="changed.processor was replaced after it was patched"):
+        handle.undo()
+    assert rotations() == [0, 0, 0] and "any more" in str(handle)
+
+
+def test_a_handle_that_has_lost_everything_is_replaced():
+    """As Flux's with an IP-Adapter, which replaces all processors."""
+    model = Attention(Processor())
+    handle, model.processor = diffusers.patch(model), Processor()
+    assert str(handle) == "torch_rope is not in Attention any more"
+    again = diffusers.patch(model, rounding="once")
+    assert again is not handle and "rounded once" in str(again)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

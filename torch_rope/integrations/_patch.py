@@ -1,35 +1,166 @@
-"""Replaces what rotates in a model. The handle lists what was replaced, and restores the model."""
+"""Replaces what rotates in a model. The handle lists what is replaced now, and restores the model."""
 
+import collections
+import contextlib
 import copy
 import copyreg
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ._conventions import ConventionRebuilder
-from ._methods import Rebuilder
-from ._put_off import norm_of, put_off
-from ._rebuild import names
+from ._conventions import Convention
+from ._names import copy_of, renamed
+from ._rotary import Rotary
 
 HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
+# fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and a note about it.
+# owner is the module, or its processor. new is what takes the place if nothing is fused.
+Fuse = Callable[[nn.Module, Any, str, Callable, Callable], tuple[Callable, str]]
 
 
-def forward_of(module: nn.Module) -> str:
-    """Returns the attribute of the module's own forward. The hooks of accelerate keep it under another name."""
-    return "_old_forward" if "_old_forward" in vars(module) else "forward"
+@dataclass(frozen=True)
+class Library:
+    """What is special to a library of models."""
+
+    patch: str  # the name of its function patch
+    example: str  # an expression that makes a model
+    rotary: re.Pattern  # matches the names of rotary functions
+    conventions: Sequence[Convention]
+    texts: Collection[str]  # the known texts of functions with branches
+    # Returns whether the classes of a Python module have no methods that rotate.
+    is_left_out: Callable[[str], bool] = lambda module: module.split(".")[0] in ("torch", "builtins")
+    # Raises an error if what was found in a model must not be replaced.
+    check: Callable[[nn.Module, list], None] = lambda model, replaced: None
+
+
+# ---- functions ----
+
+_registered: dict[types.FunctionType, Callable] = {}
+_found: dict[tuple, Rotary] = {}  # what takes the place of rotary functions
+
+
+def register(function: Callable, replacement: Callable | None) -> None:
+    """Lets :func:`patch` put a function of yours in the place of a function that it refuses.
+
+    Models that are patched from now on call the replacement where they called the function. Nothing is compared: that
+    the replacement does the same is up to you. docs/integrations/transformers.md has an example.
+
+    Args:
+        function: a function of a modeling file, as the module there holds it, or a method, as its class holds it.
+        replacement: a function with the same arguments, ``self`` included, or None to take the replacement back.
+
+    Raises:
+        TypeError: function or replacement is not a Python function, or their arguments have different names.
+    """
+    for name, value in {"function": function, "replacement": replacement or function}.items():
+        if not isinstance(value, types.FunctionType):
+            example = "modeling_clvp.apply_rotary_pos_emb"
+            raise TypeError(f"torch_rope register: {name} is {value!r} but must be a function, such as {example}")
+    if replacement is None:
+        _registered.pop(function, None)
+        return
+    arguments, expected = (list(inspect.signature(f).parameters) for f in (replacement, function))
+    if arguments != expected:
+        raise TypeError(
+            f"torch_rope register: replacement has the arguments {arguments} but must have those of the function, {expected}"
+        )
+    new = copy_of(replacement, replacement.__code__, replacement.__closure__)
+    new._torch_rope = (f"{function.__name__} is {replacement.__qualname__}, which was registered",)
+    _registered[function] = new
+
+
+class _Finder:
+    """Finds what takes the place of the rotary functions of one library."""
+
+    def __init__(self, library: Library, rounding: str):
+        self.library, self.rounding, self.known = library, rounding, {}
+
+    def renamed(self, function: types.FunctionType) -> types.FunctionType:
+        """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
+        return _registered.get(function) or renamed(function, self, self.known)
+
+    def __call__(self, name: str, function: Callable) -> Callable | None:
+        library = self.library
+        if function in _registered or not library.rotary.search(name):
+            return _registered.get(function)
+        key = getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
+        try:
+            if key not in _found:
+                _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
+            return _found[key]
+        except NotImplementedError as error:
+            new = function  # which may call other rotary functions for parts of the channels
+            with contextlib.suppress(NotImplementedError):
+                new = renamed(function, self, self.known)
+            if new is function:
+                raise NotImplementedError(f"calls {name}: {error}") from None
+            new._torch_rope = tuple(map(str, new._torch_rope))  # nobody knows the tables of the parts
+            return new
+
+
+# ---- methods and processors ----
+
+
+@dataclass
+class Replaced:
+    """A method of a module that was replaced, or a processor, which is an object that a module calls."""
+
+    path: str
+    module: nn.Module
+    attribute: str  # the module's attribute that holds the method or processor
+    now: Any
+    before: Any  # None if the module itself had no such attribute
+    calls: tuple  # what is called in it: a Rotary, or a text
+
+    @classmethod
+    def method(cls, path: str, module: nn.Module, name: str, function: Callable, *notes: str) -> "Replaced":
+        attribute, calls = _attribute_of(module, name), (*function._torch_rope, *notes)
+        return cls(path, module, attribute, types.MethodType(function, module), vars(module).get(attribute), calls)
+
+    def holder(self) -> tuple[dict, str] | None:
+        """Returns the namespace that holds the replacement now, and the name in it, or None if nothing holds it."""
+        namespaces = vars(self.module), self.module._modules
+        return next(((ns, name) for ns in namespaces for name, value in ns.items() if value is self.now), None)
+
+    def place(self) -> None:
+        namespace = self.module._modules if self.attribute in self.module._modules else vars(self.module)
+        namespace[self.attribute] = self.now
+        vars(self.module)[_replicate.__name__] = types.MethodType(_replicate, self.module)
+
+    def undo(self) -> bool:
+        """Restores the attribute. Returns False if it was replaced since."""
+        if (held := self.holder()) is None:
+            return False
+        namespace, name = held
+        vars(self.module).pop(_replicate.__name__, None)
+        if not isinstance(self.now, types.MethodType):
+            vars(self.before).update(vars(self.now))  # the state that the processor has now
+        if self.before is None and name == self.attribute:
+            del namespace[name]
+        else:  # accelerate's hook, say, calls the method under another name, which must stay
+            namespace[name] = self.before or getattr(type(self.module), self.attribute).__get__(self.module)
+        return True
+
+    def __str__(self) -> str:
+        method = isinstance(self.now, types.MethodType)
+        path = f"{self.path}.{self.now.__name__ if method else self.attribute}".lstrip(".")
+        path, owner = re.sub(r"\b\d+\b", "*", path), type(self.module if method else self.now).__name__
+        return f"{path} of %d {owner}: {'; '.join(map(str, self.calls))}"
+
+
+def _attribute_of(module: Any, method: str) -> str:
+    """Returns the attribute of a module's own method. The hooks of accelerate keep its forward under another name."""
+    return "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
 
 
 def _replicate(self: nn.Module) -> nn.Module:
-    """Returns a replica for nn.DataParallel whose replaced methods belong to the replica.
-
-    nn.DataParallel copies the attributes of a module. The copied methods would still be bound to the original module,
-    and so compute with its weights.
-    """
+    """Returns a replica for nn.DataParallel, whose copies of replaced methods belong to the replica and use its weights."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in vars(replica).items():
         if isinstance(value, types.MethodType) and value.__self__ is self:
@@ -41,172 +172,106 @@ def _replicate(self: nn.Module) -> nn.Module:
 _replicate.__name__ = "_replicate_for_data_parallel"
 
 
-@dataclass
-class Replaced:
-    """An attribute of one module that was replaced: a method, or an object that the module calls."""
+def _processor_class(old: type, methods: dict[str, Callable]) -> type:
+    """Returns a subclass that has these methods, and whose objects are pickled as objects of the class."""
 
-    path: str
-    module: nn.Module
-    attribute: str  # the module's attribute that holds the method or object
-    before: Any  # the value of the attribute before the patch; None if the module itself had no such attribute
-    now: Any
-    calls: tuple = ()  # the calls of torch_rope in it
-    note: str = ""  # what is fused
-    after: Callable = lambda replaced: None  # is called when the model is restored
+    def reduce(self, _):  # pickle finds the old class by its name
+        return copyreg._reconstructor, (old, object, None), vars(self)
 
-    @classmethod
-    def method(cls, path: str, module: nn.Module, name: str, function: Callable, note: str = "", **more) -> "Replaced":
-        """Returns a method of this name that is replaced by a function."""
-        attribute = forward_of(module) if name == "forward" else name
-        calls = getattr(function, "_torch_rope", ())
-        now, before = types.MethodType(function, module), vars(module).get(attribute)
-        return cls(path, module, attribute, before, now, calls, note, **more)
+    def deepcopy(self, memo):
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
-    @property
-    def name(self) -> str:
-        """The method, or the attribute that holds the object."""
-        return self.now.__name__ if isinstance(self.now, types.MethodType) else self.attribute
-
-    @property
-    def owner(self) -> str:
-        """The class that has the method."""
-        return type(self.module if isinstance(self.now, types.MethodType) else self.now).__name__
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
+    return type(old.__name__, (old,), methods | names | {"__reduce_ex__": reduce, "__deepcopy__": deepcopy})
 
 
-def patched_before(
-    model: Any, rebuilder: type[Rebuilder], options: dict[str, Any], holder: Any = None
-) -> "Patch | None":
-    """Returns the handle of a model that is patched already. Raises TypeError or ValueError if an argument is wrong."""
-    where = f"{rebuilder.module}.patch"
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{where}: model is {model!r} but must be a loaded model, such as {rebuilder.example} returns")
-    if options["rounding"] not in ("eager", "once"):
-        raise ValueError(f'{where}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
-    return vars(model if holder is None else holder).get(HANDLE)
-
-
-def patch_model(
-    model: Any,
-    rebuilder: type[ConventionRebuilder],
-    options: dict[str, Any],
-    exact_rotary: Callable | None = None,
-    holder: Any = None,
-) -> "Patch":
-    """Patches a model whose rotary functions follow conventions, and returns the handle.
+class _Search:
+    """Finds what must be replaced in a model so that it rotates with torch_rope.
 
     Args:
-        rebuilder: the class that rebuilds its methods.
-        options: the arguments of the function patch.
-        exact_rotary: returns a forward for a rotary module of an owner, and a text about it.
-        holder: the pipeline of which model holds the components.
-    """
-    before = patched_before(model, rebuilder, options, holder)
-    holder = model if holder is None else holder
-    if before is not None and before.options == options:
-        return before
-    name = type(holder).__name__
-    replaced = replaced_in(
-        model, rebuilder(options["rounding"], put_off if options["fuse"] else None), before, None, name
-    )
-    if not replaced:
-        raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
-    notes = []
-    for path, module in model.named_modules() if options.get("exact_angles") else ():
-        function, note = exact_rotary(module, _owner(model, path))
-        if function is not None:
-            replaced.append(Replaced.method(path, module, "forward", function, note))
-        elif note:
-            notes.append(f"{path}: {note}")
-    return Patch(holder, replaced, options, notes)
-
-
-def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Returns the innermost module on a path that can be made from its config, or the model."""
-    parents = [path.rsplit(".", n)[0] for n in range(1, path.count(".") + 1)]
-    modules = [*map(model.get_submodule, parents), model]
-    return next((m for m in modules if hasattr(m, "from_config")), model)
-
-
-def replaced_in(
-    model: nn.Module,
-    rebuilder: Rebuilder,
-    before: "Patch | None" = None,
-    fuse: Callable | None = None,
-    name: str = "",
-) -> list[Replaced]:
-    """Returns what must be replaced in a model so that it rotates with torch_rope: methods of its modules, and objects
-    that its modules call, such as attention processors.
-
-    Args:
-        before: the handle of an earlier patch.
-        fuse: a function that is called with a module, a method of it and the rebuilt method, and returns the method that
-            takes its place and a note about it.
         name: what errors call the model.
-
-    Raises NotImplementedError if something rotates in a way that is not supported, ValueError if it is patched already.
+        ours: what is replaced already.
     """
-    replaced, classes = [], {}  # torch.compile compiles once for all processors of one class
-    for path, module in model.named_modules():
-        rebuilder.paths[module] = path or "the model itself"
-        where = f"{name or type(model).__name__} is not patched: {{}} of {rebuilder.paths[module]}"
-        for method, function, new in _rebuilt(where, module, rebuilder, before):
-            note = _put_off_in(module, [new])
-            if fuse is not None:
-                new, note = fuse(module, function, new)
-            replaced.append(Replaced.method(path, module, method, new, note))
-        for attribute, value in [*vars(module).items(), *module._modules.items()]:
-            if _is_processor(value):
-                rebuilder.paths[value] = f"{path}.{attribute}".lstrip(".")
-                methods = {name: new for name, _, new in _rebuilt(where, value, rebuilder, before)}
-                if methods:
-                    key = type(value), *methods.values()
-                    classes[key] = classes.get(key) or _processor_class(type(value), methods)
-                    now, calls = object.__new__(classes[key]), {c: 0 for f in methods.values() for c in f._torch_rope}
-                    vars(now).update(vars(value))
-                    rebuilder.paths[now] = rebuilder.paths[value]
-                    note = _put_off_in(module, methods.values())
-                    replaced.append(Replaced(path, module, attribute, value, now, tuple(calls), note, _keep_state))
-    return replaced
 
+    def __init__(self, finder: _Finder, fuse: Fuse | None, name: str, ours: list[Replaced]):
+        self.finder, self.name = finder, name
+        self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
+        self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
+        self._methods: dict[type, dict[str, list]] = {}
+        self._classes: dict[tuple, type] = {}  # torch.compile compiles once for all processors of one class
 
-def _put_off_in(module: nn.Module, methods: Iterable[Callable]) -> str:
-    """Returns which norms of a module these methods put off, in words."""
-    names = {name: 0 for f in methods for name in getattr(f, "_torch_rope_norms", ())}
-    found = [name for name in names if norm_of(getattr(module, name, None))]
-    return f"{', '.join(found)} in norm_rotate_qk, if only views stand between" if found else ""
+    def of(self, model: nn.Module) -> Iterator[Replaced]:
+        for path, module in model.named_modules():
+            for method, function, *notes in self._methods_that_rotate(module, module, path):
+                yield Replaced.method(path, module, method, function, *notes)
+            for attribute, old in [*vars(module).items(), *module._modules.items()]:
+                if not _is_processor(old) or (module, attribute) in self.ours:
+                    continue
+                found = [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]
+                if found:
+                    methods = {name: function for name, function, *_ in found}
+                    key = type(old), *methods.values()
+                    cls = self._classes[key] = self._classes.get(key) or _processor_class(type(old), methods)
+                    now = object.__new__(cls)
+                    vars(now).update(vars(old))
+                    calls = dict.fromkeys(c for _, function, *notes in found for c in (*function._torch_rope, *notes))
+                    yield Replaced(path, module, attribute, now, old, tuple(calls))
 
+    def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
+        """Returns the methods of a class: for each name the functions, of which overriding ones come first.
 
-def _rebuilt(
-    where: str, owner: Any, rebuilder: Rebuilder, before: "Patch | None"
-) -> Iterator[tuple[str, Callable, Callable]]:
-    """Yields the methods of a module or processor that rotate: the name, the method, and the rebuilt method."""
-    for method, (function, *inherited) in rebuilder.methods(type(owner)):
-        there = where.format(f"{type(owner).__name__}.{method}")
-        attribute = forward_of(owner) if method == "forward" else method
-        current = getattr(owner, "__dict__", {}).get(attribute)
-        bound = getattr(current, "__self__", None) is owner
-        function = current.__func__ if bound else function
-        if hasattr(function, "_torch_rope"):
-            what = before or "; ".join(map(str, function._torch_rope))
-            raise ValueError(
-                f"{there} already calls torch_rope, because this model, or the model that it was copied from, is "
-                f"patched; undo that patch first. What is there: {what}"
-            )
-        try:
-            new = rebuilder.rebuild(function)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{there} {error}") from None
-        if new is not function:
-            if current is not None and not bound:
-                raise NotImplementedError(
-                    f"{there} was replaced by {current!r} but must be a method of the module; patch the model before "
-                    "the method is replaced"
+        Methods of torch and of the library's own base classes are left out.
+        """
+        if cls not in self._methods:
+            found: dict[str, list] = {}
+            for base in cls.__mro__:
+                for name, value in () if self.finder.library.is_left_out(base.__module__) else vars(base).items():
+                    found.setdefault(name, []).append(value)
+            functions = {n: fs for n, fs in found.items() if all(isinstance(f, types.FunctionType) for f in fs)}
+            self._methods[cls] = functions
+        return self._methods[cls]
+
+    def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
+        """Yields the methods of a module or a processor that rotate and are not patched: the name, what takes the
+        method's place, and perhaps a note about it."""
+        for name, (function, *inherited) in self._methods_of(type(owner)).items():
+            attribute = _attribute_of(owner, name)
+            if (owner, attribute) in self.ours:
+                continue
+            where = f"{self.name} is not patched: {type(owner).__name__}.{name} of {path or 'the model itself'}"
+            current = vars(owner).get(attribute)
+            bound = getattr(current, "__self__", None) is owner
+            function = current.__func__ if bound else function
+            if hasattr(function, "_torch_rope"):
+                raise ValueError(
+                    f"{where} already calls torch_rope, because this model, or the model that it was copied from, is "
+                    f"patched; undo that patch first. What is there: {'; '.join(map(str, function._torch_rope))}"
                 )
-            yield method, function, new
-        elif re.match("_?apply_(rotary|rope)", method):
-            raise NotImplementedError(f"{there} must call a rotary function that can be replaced but does not")
-        elif "super" in names(inspect.unwrap(function).__code__) and any(map(rebuilder.calls_rotary, inherited)):
-            raise NotImplementedError(f"{there} calls super(), whose rotary function cannot be replaced")
+            try:
+                new = self.finder.renamed(function)
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{where} {error}") from None
+            if new is not function:
+                if current is not None and not bound:
+                    raise NotImplementedError(
+                        f"{where} was replaced by {current!r} but must be a method of the module; patch the model before "
+                        "the method is replaced"
+                    )
+                fused, note = self.fuse(module, owner, name, function, new)
+                yield name, fused, *filter(None, [note])
+            elif re.match("_?apply_(rotary|rope)", name):
+                raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
+            elif "super" in inspect.unwrap(function).__code__.co_names and any(map(self._rotates, inherited)):
+                raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
+
+    def _rotates(self, function: types.FunctionType) -> bool:
+        """Returns whether a method calls a rotary function, known or not."""
+        try:
+            return self.finder.renamed(function) is not function
+        except NotImplementedError:
+            return True
 
 
 def _is_processor(value: Any) -> bool:
@@ -215,60 +280,41 @@ def _is_processor(value: Any) -> bool:
     return isinstance(call, types.FunctionType) and call is not nn.Module.__call__ and hasattr(value, "__dict__")
 
 
-def _processor_class(old: type, methods: dict[str, Callable]) -> type:
-    """Returns a subclass that has these methods, and whose objects are pickled as objects of the class."""
-
-    def reduce(self, _):  # pickle finds the old class by its name
-        return copyreg._reconstructor, (old, object, None), vars(self)
-
-    def deepcopy(self, memo):
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        vars(new).update(copy.deepcopy(vars(self), memo))
-        return new
-
-    more = {"__module__": old.__module__, "__qualname__": old.__qualname__}
-    return type(old.__name__, (old,), methods | more | {"__reduce_ex__": reduce, "__deepcopy__": deepcopy})
-
-
-def _keep_state(replaced: Replaced) -> None:
-    """Gives the object that was replaced the state that its copy has now."""
-    vars(replaced.before).update(vars(replaced.now))
+# ---- the handle ----
 
 
 class Patch:
-    """The handle that patch returns. ``str()`` of it lists what was replaced."""
+    """The handle that patch returns. ``str()`` of it lists what is replaced now."""
 
-    def __init__(self, model: Any, replaced: list[Replaced], options: dict[str, Any], notes: list[str]):
-        self._model, self._replaced, self.options, self.notes = model, replaced, options, notes
+    def __init__(self, model: Any, options: dict[str, Any]):
+        self._model, self.options, self.notes = model, options, []
+        self._replaced: list[Replaced] = []
+
+    def left(self) -> list[Replaced]:
+        """Returns what is still there."""
+        return [r for r in self._replaced if r.holder() is not None]
+
+    def add(self, replaced: list[Replaced], notes: list[str]) -> None:
         for r in replaced:
-            _set(r.module, r.attribute, r.now)
-            vars(r.module)[_replicate.__name__] = types.MethodType(_replicate, r.module)
-        vars(model)[HANDLE] = self
+            r.place()
+        self._replaced, self.notes = self.left() + replaced, notes
+        vars(self._model)[HANDLE] = self
 
     def undo(self) -> None:
         """Restores the model. If the model is restored already, this does nothing.
 
-        Raises:
-            RuntimeError: what was patched was replaced after ``patch``. The new method may call the patched one, so
-                nothing is changed; restore the patched method first.
+        Warns:
+            UserWarning: a method or processor was replaced after ``patch``, and stays as it is.
         """
-        attributes = [(r, [n for n, value in _attributes(r.module) if value is r.now]) for r in self._replaced]
-        for r, found in attributes:
-            if not found:
-                raise RuntimeError(
-                    f"torch_rope: {r.path}.{r.attribute} was replaced after it was patched; undo that replacement first"
-                )
-        for r, (name, *_) in attributes:
-            vars(r.module).pop(_replicate.__name__, None)
-            r.after(r)
-            if r.before is not None or name != r.attribute:
-                # A hook of accelerate calls the method in this attribute, so the attribute must not be deleted.
-                _set(r.module, name, r.before or getattr(type(r.module), r.attribute).__get__(r.module))
-            else:
-                del vars(r.module)[name]
+        gone = [f"{r.path}.{r.attribute}" for r in self._replaced if not r.undo()]
         self._replaced = []
-        vars(self._model).pop(HANDLE, None)
+        if vars(self._model).get(HANDLE) is self:
+            del vars(self._model)[HANDLE]
+        if gone:
+            message = (
+                "torch_rope: {} was replaced after it was patched, and stays as it is; it may still call torch_rope"
+            )
+            warnings.warn(message.format(", ".join(gone)), stacklevel=2)
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model has no handle
@@ -280,22 +326,43 @@ class Patch:
         self.undo()
 
     def __repr__(self) -> str:
-        if not self._replaced:
-            return f"torch_rope is not in {type(self._model).__name__} any more"
-        lines = {}
-        for r in self._replaced:
-            path = re.sub(r"\b\d+\b", "*", f"{r.path}.{r.name}".lstrip("."))
-            does = [*map(str, r.calls), *([r.note] if r.note else [])]
-            line = f"{path} of %d {r.owner}: {'; '.join(does)}"
-            lines[line] = lines.get(line, 0) + 1
-        lines |= dict.fromkeys(self.notes, ())
-        return "\n  ".join([f"torch_rope in {type(self._model).__name__}:", *(k % n for k, n in lines.items())])
+        name, lines = type(self._model).__name__, collections.Counter(map(str, self.left()))
+        if not lines:
+            return f"torch_rope is not in {name} any more"
+        return "\n  ".join([f"torch_rope in {name}:", *(k % n for k, n in lines.items()), *self.notes])
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    return [*vars(module).items(), *module._modules.items()]
+def patch_model(
+    library: Library, model: nn.Module, options: dict, fuse: Fuse | None, angles: Callable | None, holder: Any = None
+) -> Patch:
+    """Patches a model, and returns the handle.
 
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    """Sets an attribute of a module, or a module in it."""
-    (module._modules if name in module._modules else vars(module))[name] = value
+    Args:
+        options: the arguments of the function patch.
+        angles: angles(model, path) returns a forward for the module of this path that computes exact angles, or None and
+            a note that says why there is none.
+        holder: the pipeline of which model holds the components.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{library.patch}: model is {model!r} but must be a loaded model, such as {library.example} returns"
+        )
+    if options["rounding"] not in ("eager", "once"):
+        raise ValueError(f'{library.patch}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
+    holder = model if holder is None else holder
+    handle = vars(holder).get(HANDLE)
+    if handle is None or handle.options != options:
+        handle = Patch(holder, options)
+    search = _Search(_Finder(library, options["rounding"]), fuse, type(holder).__name__, handle.left())
+    replaced, notes = [*search.of(model)], []
+    if replaced:
+        library.check(model, replaced)
+    elif not search.ours:
+        raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
+    for path, module in model.named_modules() if angles else ():
+        if (module, _attribute_of(module, "forward")) not in search.ours:
+            forward, note = angles(model, path)
+            replaced += [Replaced.method(path, module, "forward", forward)] if forward else []
+            notes += [f"{path}: {note}"] if note else []
+    handle.add(replaced, notes)
+    return handle

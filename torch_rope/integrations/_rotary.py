@@ -1,233 +1,358 @@
-"""Finds out how a rotary function rounds, by calling it."""
+"""What a rotary function computes, found out by trying it.
+
+:class:`Rotary` tries a function on random numbers with every convention of its library, in all dtypes, and then computes
+what the function computes, with torch_rope.
+
+Random numbers show what a function does if its code has no branches. A function with branches must have a text that the
+library's table lists.
+"""
 
 import contextlib
+import dis
 import functools
+import hashlib
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ._branches import Branches
-from ._rotation import Rotation, Rotator, Rounding
+from ._bits import POLICIES, TURNED, Operands, Rounding, is_traced, operands, rotated
+from ._conventions import Convention, Reading, Sample
+from ._names import nested
 
-
-@dataclass(frozen=True)
-class Call:
-    """A call of torch_rope that stands for a call of a rotary function."""
-
-    function: str
-    operator: str
-    rotation: Rotation
-    remark: str  # how it rounds
-    of_parts: bool = False  # True if another rotary function calls it with parts of x and of the tables
-
-    def __str__(self):
-        return f"{self.function} is torch.ops.rope.{self.operator}, {self.rotation}{self.remark}"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TURNS = (-1, -1), (-2, -3), (-1, -2)  # the dimensions that are swapped in gradients
 
 
-class RotaryFunction(ABC):
-    """A rotary function, and the rotation that it was found to do.
+class _Layout(NamedTuple):
+    """How a rotary function sees x, and how the operators see it: as [batch, seq, heads, head_dim]."""
 
-    Attributes:
-        function: the rotary function.
-        parameters: its parameters by name.
-        tensors: the names of those that are rotated.
-        rotation: the rotation.
-        rotator: does it with torch_rope.
-        remark: how it rounds, in words.
+    to: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+    missing: int | None  # the dimension that x has too few
+    heads_first: bool  # whether heads are before seq
+
+    def given(self, x: Tensor) -> Tensor:
+        """Returns x as the operators see it."""
+        x = self.to(x)
+        x = x if self.missing is None else x.unsqueeze(self.missing)
+        return x.transpose(1, 2) if self.heads_first else x
+
+    def result(self, y: Tensor, x: Tensor) -> Tensor:
+        """Returns a result of the operators as the function returns it."""
+        y = y.transpose(1, 2) if self.heads_first else y
+        return self.back(y if self.missing is None else y.squeeze(self.missing), x)
+
+
+def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _Layout] | None:
+    """Returns the tables as the operators take them, and the layout of x, or of q and k.
+
+    Returns None if the operators cannot take them.
+    """
+    cos, sin, shapes = reading.cos, reading.sin, [reading.to(x).shape for x in xs]
+    dim = len(shapes[0])
+    if not (3 <= dim <= 4 and cos.dim() <= dim and cos.shape == sin.shape):
+        return None
+    cos, sin = (t[(None,) * (dim - t.dim())].to(xs[0].device) for t in (cos, sin))
+    missing = None
+    if dim == 3:  # [seq, heads, head_dim] or [batch, seq, head_dim]
+        missing = 0 if cos.shape[1] == 1 else 2
+        cos, sin = cos.unsqueeze(missing), sin.unsqueeze(missing)
+        shapes = [(*s[:missing], 1, *s[missing:]) for s in shapes]
+    batch, seq, heads, _ = cos.shape
+    if not all(n in (1, size) for shape in shapes for n, size in zip(cos.shape, shape[:3], strict=False)):
+        return None
+    heads_first = False
+    if heads == 1 or seq == 1:
+        # For one token, the heads are where x has several.
+        heads_first = heads > 1 or (seq == 1 and shapes[0][2] == 1)
+        cos, sin = (t[:, 0] if heads_first else t[:, :, 0].expand(-1, shapes[0][1], -1) for t in (cos, sin))
+        cos, sin = (t[0] if batch == 1 else t for t in (cos, sin))
+    if len({(s[0], s[2 if heads_first else 1]) for s in shapes}) > 1:
+        return None
+    return cos, sin, _Layout(reading.to, reading.back, missing, heads_first)
+
+
+# ---- the functions ----
+
+
+class Rotary:
+    """A rotary function that follows a convention, and computes with torch_rope.
+
+    Args:
+        function, name: the rotary function, and its name for messages.
+        conventions: those of its library.
+        texts: the known texts of functions with branches, see :func:`text_of`.
+        rounding: "eager" or "once", see the functions patch.
+
+    ``str()`` says what was found out.
+
+    Raises NotImplementedError if the function follows no convention, or branches in a text that is not known.
     """
 
-    table_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    watches_devices = True  # whether a function with a condition on the device is refused
-    tensors: list[str]
-    rotation: Rotation
-    rotator: Rotator
-    remark: str
+    def __init__(self, function: Callable, name: str, conventions: Sequence, texts: Collection[str], rounding="eager"):
+        self.function, self.name, self._once = function, name, rounding == "once"
+        parameters = inspect.signature(function).parameters.values()
+        self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
+        self._last: tuple | None = None  # the tables of the last call, and what was made of them
+        self._roundings: dict[tuple, Rounding] = {}
+        self._checked: dict[tuple, bool] = {}  # whether tables of a form and shape are those of a rotation
+        self._has_warned = False  # that tables are those of no rotation
+        how = _recognised(function, texts)
+        pairings, remarks = self._find(conventions), self._find_roundings()
+        self._checked.clear()
+        self._last = None
+        does = ", ".join(filter(None, [pairings, self.convention.says, remarks or "rounded once" * self._once]))
+        operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
+        self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
 
-    def __init__(self, function: Callable):
-        self.function = function
-        # The kernels package turns a function into a module whose forward has the signature.
-        self.signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-        self.parameters: Mapping[str, inspect.Parameter] = self.signature.parameters
-        self._agreed: list[dict[str, Any]] = []  # arguments for which torch_rope has the results of the function
+    def __str__(self) -> str:
+        return self._says
 
-    # ---- what a library's functions have of their own ----
+    @property
+    def _torch_rope(self) -> tuple["Rotary"]:
+        """What is called, as :func:`._names.renamed` tells it of functions."""
+        return (self,)
 
-    @abstractmethod
-    def _samples_of(self, x: torch.dtype, tables: torch.dtype, *form: str) -> Iterator[dict[str, Any]]:
-        """Yields random arguments of these dtypes, on the CPU."""
+    def rounded_once(self) -> "Rotary":
+        """Returns the same function with the rounding "once"."""
+        return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
 
-    @abstractmethod
-    def _rotate(self, rotator: Rotator, sample: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the results of torch_rope, or None if it does not take these arguments."""
-
-    @abstractmethod
-    def _rotator(self, rounding: Rounding, sample: dict[str, Any]) -> Rotator:
-        """Returns a rotator that rounds the dtypes of a sample so."""
-
-    def _call(self, sample: dict[str, Any]) -> list[Tensor] | None:
-        """Returns the function's results as a list, or None if the function does not take these arguments."""
+    def takes(self, tables: tuple[Tensor, ...]) -> bool:
+        """Returns whether cos and sin are of a rotation. Tables that it cannot be called with are no evidence."""
+        x = torch.zeros(1, 1, tables[0].shape[-2], 2 * tables[0].shape[-1], device=tables[0].device)
+        others = [*tables, *[1] * (self.convention.others - 2)]
         try:
-            results = self.function(**sample)
+            return all(torch.equal(a, b) for a, b in self.convention.read(x, *others).must_be_equal())
         except Exception:
+            return True
+
+    # ---- computing ----
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the function returns."""
+        given = self._defaults | dict(zip(self._defaults, args, strict=False)) | kwargs
+        ys = self._rotated([given[name] for name in self._defaults])
+        if ys is not None:
+            return tuple(ys) if len(ys) > 1 else ys[0]
+        if False in self._checked.values() and not self._has_warned:
+            self._has_warned = True
+            message = _NO_ROTATION + ", which is no rotation, so it computes as without torch_rope"
+            warnings.warn(message.format(self.name), stacklevel=2)
+        return self.function(*args, **kwargs)
+
+    def _rotated(self, values: Sequence[Any]) -> list[Tensor] | None:
+        """Returns what the function returns for these arguments, or None if the function itself must be called."""
+        xs, others = values[: self.convention.tensors], values[self.convention.tensors :]
+        missing = any(v is inspect.Parameter.empty for v in values) or any(x is None for x in xs)
+        if missing or (call := self.operands(xs, others)) is None:
             return None
-        results = [r for r in (results if isinstance(results, tuple | list) else [results]) if r is not None]
-        shapes = [sample[n].shape for n in self.tensors if sample[n] is not None]
-        return results if [r.shape for r in results] == shapes else None
+        o, layout = call
+        return [*map(layout.result, rotated([layout.given(x) for x in xs], o), xs)]
 
-    # ---- finding out how it rounds ----
+    def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, _Layout] | None:
+        """Returns the operands for x, or for q and k, and their layout, or None if the function itself must be called.
 
-    def _find_roundings(self) -> tuple[dict[tuple[torch.dtype, torch.dtype], Rounding], str]:
-        """Returns how the function rounds, by the dtypes of x and of the tables, and a remark about the exceptions."""
-        found, other = {}, []
-        for key in self._rounding_keys():
-            x, tables, *form = key
-            # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
-            wide = found.get((torch.float32, tables, *form))
-            rounding = self._find_rounding(*key, turned=wide is not None and wide.turned)
-            if rounding:
-                found[key] = rounding
-                if not rounding.eager:
-                    other.append(f"{_name(x)} with tables of {_name(tables)}")
-        if not any(r.eager for (x, *_), r in found.items() if x == torch.float32):
-            return found, ", rounded once, because its bits cannot be had"
-        other = dict.fromkeys(other)
-        return found, f", rounded once for {' and '.join(other)}, because those bits cannot be had" if other else ""
-
-    def _rounding_keys(self) -> Iterator[tuple]:
-        """Yields what roundings depend on: the dtypes of x and of the tables, and what else samples_of takes."""
-        return product(DTYPES, self.table_dtypes)
-
-    def _find_rounding(self, x: torch.dtype, tables: torch.dtype, *form: str, turned: bool = False) -> Rounding | None:
-        """Returns how the function rounds x and tables of these dtypes, or None if it does not take them.
-
-        turned: whether it is known to round x * cos before the sum, and not the other product.
+        others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
-        with plainly():
-            called = [(s, self._call(s)) for s in self._samples_of(x, tables, *form)]
-        samples = [sample for sample, results in called if results is not None]
-        if not samples:
+        tables = [t for t in others if isinstance(t, Tensor)]
+        lasting = _are_lasting(tables, others)
+        if lasting:
+            versions = [None if t.is_inference() else t._version for t in tables]
+            key = xs[0].dtype, [x.shape for x in xs], versions, [v for v in others if not isinstance(v, Tensor)]
+            if self._last is not None:
+                seen, known, call = self._last
+                if known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True)):
+                    return call
+            others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
+        reading = self.convention.read(xs[0], *others)
+        placed = reading and _placed(xs, reading)
+        if not placed:
             return None
-        result = next(results[0].dtype for _, results in called if results is not None)
-        for inside in () if turned else dict.fromkeys((torch.promote_types(x, tables), torch.float32, x)):
-            # The operators round to this dtype if it is that of x, or float32.
-            direct = result == x and torch.promote_types(x, inside) == inside and inside in (x, torch.float32)
-            rounding = Rounding(x if direct else inside, inside, result, True)
-            if all(self._has_the_bits(rounding, sample) for sample in samples):
-                return self._with_gradients(rounding, samples)
-        rounding = Rounding(x, torch.float32, result, True, turned=True)
-        if result == x and all(self._has_the_bits(rounding, sample) for sample in samples):
-            return self._with_gradients(rounding, samples)
-        return Rounding.once(x, tables, result)
+        cos, sin, layout = placed
+        # A sum over tokens, which the gradient of a table is, has another order in torch_rope.
+        if (cos.requires_grad and torch.is_grad_enabled() and not self._once) or not self._are_of_a_rotation(reading):
+            return None
+        kind = xs[0].dtype, cos.dtype, reading.form, reading.interleaved
+        rounding = self._roundings.get(kind) or Rounding.once(*kind[:2])
+        flags: dict[str, Any] = {name: True for name in ("interleaved", "inverse") if getattr(reading, name)}
+        if reading.last_channels:
+            flags["rotary_start"] = xs[0].shape[-1] - 2 * cos.shape[-1]
+        call = operands(cos, sin, rounding, flags, layout.heads_first), layout
+        # A converted table that has no version would not follow a change of the table.
+        if lasting and (None not in versions or call[0].cos.dtype == cos.dtype):
+            self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call
+        return call
 
-    def _has_the_bits(self, rounding: Rounding, sample: dict[str, Any]) -> bool:
-        """Returns whether torch_rope, rounding so, has the function's bits."""
-        with plainly():
-            return _same(self._rotate(self._rotator(rounding, sample), sample), self._call(sample))
+    def _are_of_a_rotation(self, reading: Reading) -> bool:
+        """Returns whether the two channels of a pair have the same angle.
 
-    def _with_gradients(self, rounding: Rounding, samples: list[dict[str, Any]]) -> Rounding:
-        """Returns the rounding, with how the function rounds and lays out the gradients.
-
-        If nothing has their bits and strides, nothing that has their bits, and nothing else, the rounding is as it was:
-        then the gradients may be rounded once more, or have other strides.
+        On a GPU, which would have to be waited for, tables are examined when their shape is new.
         """
-        choices = [
-            replace(rounding, converts_each=each, contiguous=contiguous)
-            for contiguous, each in product([False, True], [False, True])
-        ]
-        for strides in (True, False):
-            for choice in choices:
-                if all(self._has_the_gradients(choice, sample, strides) for sample in samples):
-                    return choice
-        return rounding
-
-    def _has_the_gradients(self, rounding: Rounding, sample: dict[str, Any], strides: bool) -> bool:
-        """Returns whether torch_rope, rounding so, has the bits of the function's gradients, and their strides."""
-        for transposed in ((-1, -1), (-2, -3), (-1, -2)):  # gradients of the results come with any strides
-            outs = []
-            with plainly(), torch.enable_grad():
-                for call in (self._call, functools.partial(self._rotate, self._rotator(rounding, sample))):
-                    leaves = {n: sample[n].detach().requires_grad_() for n in self.tensors}
-                    results = call(sample | leaves)
-                    given = [
-                        torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.transpose(*transposed).shape)
-                        for r in results
-                    ]
-                    given = [g.transpose(*transposed) for g in given]
-                    outs.append(torch.autograd.grad(results, list(leaves.values()), given))
-            if not _same(*outs) or (strides and [g.stride() for g in outs[0]] != [g.stride() for g in outs[1]]):
+        if torch.compiler.is_compiling():
+            if False in self._checked.values():
                 return False
-        return True
+            # Dynamo of torch 2.11 takes is_exporting() for True, but reads the flag.
+            if reading.cos.device.type in ("cpu", "cuda") and not torch.compiler._is_exporting_flag:
+                for a, b in reading.must_be_equal():
+                    torch._assert_async((a == b).all(), _NO_ROTATION.format(self.name))
+            return True
+        key = reading.form, reading.cos.shape
+        if key not in self._checked or reading.cos.device.type == "cpu":
+            try:
+                self._checked[key] = all(torch.equal(a, b) for a, b in reading.must_be_equal())
+            except RuntimeError:  # tensors on the device meta, fake ones and those of vmap do not show their numbers
+                return True
+        return self._checked[key]
 
-    def _examine_branches(self) -> None:
-        """Raises NotImplementedError if a condition of the function was the same for all arguments that were tried."""
-        function, first = self.function, ()
-        if isinstance(function, functools.partial):
-            function, first = function.func, function.args
-        elif isinstance(function, nn.Module):
-            function, first = type(function).forward, (function,)
-        branches = Branches(function, self.watches_devices)
-        with plainly():
-            for sample in self._agreed:
-                branches.function(*first, **sample)
-        if condition := branches.one_way():
-            raise NotImplementedError(f"the function branches, and {condition} when it was tried with up to 70 tokens")
+    # ---- finding out what it computes ----
 
-    # ---- functions that do the same ----
+    def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8, turns: tuple = TURNS) -> Iterator:
+        """Yields random arguments of these dtypes that the function takes, and its outcome for them."""
+        for size, more in product(sizes, (0, 8)):
+            with plainly():
+                samples = [*self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes))]
+            for values in samples:
+                if (outcome := self._outcome(self.function, values, turns)) is not None:
+                    yield values, outcome
 
-    def with_passed(self, rotate: Callable, passed: Sequence[str], *first: str) -> Callable:
-        """Returns a function with the arguments of this one, after some first arguments.
+    def _outcome(self, function: Callable, values: Sequence[Any], turns: tuple) -> tuple[list, list] | None:
+        """Returns what a function returns, and the gradients of x, or of q and k, for gradients with several strides.
 
-        It calls rotate with the arguments in passed, which are Python expressions, and the first arguments.
+        Returns None if the function does not take these arguments.
         """
-        arguments = [*first]
-        for name, p in self.parameters.items():
-            if p.kind == p.VAR_KEYWORD:
-                arguments.append(f"**{name}")
+        n, gradients = self.convention.tensors, []
+        with plainly(), torch.set_grad_enabled(bool(turns)):
+            leaves = [x.detach().requires_grad_(bool(turns)) for x in values[:n]]
+            try:
+                results = function(**dict(zip(self._defaults, [*leaves, *values[n:]], strict=True)))
+            except Exception:
+                return None
+            results = [results] if isinstance(results, Tensor) else [*filter(torch.is_tensor, results or ())]
+            if [r.shape for r in results] != [x.shape for x in leaves]:
+                return None
+            for dims in turns:
+                turned = [r.transpose(*dims).shape for r in results]
+                given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in turned]
+                given = [g.transpose(*dims) for g in given]
+                gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
+        return [r.detach() for r in results], gradients
+
+    def _own_outcome(self, values: Sequence[Any], turns: tuple = ()) -> tuple[list, list] | None:
+        self._last = None
+        return self._outcome(lambda **given: self._rotated([*given.values()]), values, turns)
+
+    def _agreement(self, values: Sequence[Any], expected: tuple[list, list]) -> int:
+        """Returns 3 if torch_rope has the bits of an outcome, 2 without strides of gradients, 1 without gradients, or 0."""
+        actual = self._own_outcome(values)
+        if actual is None or not _same(actual[0], expected[0]):
+            return 0
+        gradients = self._own_outcome(values, TURNS)[1]
+        if not _same(gradients, expected[1]):
+            return 1
+        return 3 if [g.stride() for g in gradients] == [g.stride() for g in expected[1]] else 2
+
+    def _kind(self, values: Sequence[Any]) -> tuple:
+        """Returns what decides how the function rounds."""
+        reading = self.convention.read(values[0], *values[self.convention.tensors :])
+        return values[0].dtype, reading.cos.dtype, reading.form, reading.interleaved
+
+    def _find(self, conventions: Sequence[Convention]) -> str:
+        """Finds the convention that the function follows. Returns its pairings, in words."""
+        best: dict = {}
+        for self.convention in conventions:
+            if self.convention.tensors + self.convention.others != len(self._defaults):
+                continue
+            agreed: dict = {}
+            for values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3)), turns=()):
+                if not _close(self._own_outcome(values), expected):
+                    agreed = {}
+                    break
+                agreed.setdefault(self._kind(values)[-1], []).append(values)
+            # A function may take single tokens in several ways.
+            if sum(map(len, agreed.values())) > sum(map(len, best.values())):
+                best, found = agreed, self.convention
+        if not best:
+            raise NotImplementedError(
+                "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
+            )
+        self.convention = found
+        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in best)
+
+    def _find_roundings(self) -> str:
+        """Finds how the function rounds, in every dtype. Returns remarks about bits that torch_rope does not have."""
+        groups: dict[tuple, list] = {}
+        for dtypes in product(DTYPES, (*DTYPES, torch.float64)):
+            for sample in self._samples(dtypes):
+                groups.setdefault(self._kind(sample[0]), []).append(sample)
+        remarks: dict[str, list] = {}
+        found: dict[tuple, Rounding] = {}
+        for kind, samples in groups.items():
+            # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
+            wide = found.get((torch.float32, *kind[1:]))
+            policies = TURNED if wide and wide.turned else [] if self._once else [*POLICIES, *TURNED]
+            found[kind], remark = self._rounding_of(samples, policies)
+            if remark:
+                dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
+                remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
+        sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
+        few = [sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs)]
+        self._roundings = found
+        parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
+        forms = [self._kind(values)[2] for values, expected in few if not self._agreement(values, expected)]
+        if forms:
+            parts.append(f"with other bits of {' and '.join(dict.fromkeys(forms))} if rotary_dim is no multiple of 16")
+        return ", ".join(parts)
+
+    def _rounding_of(self, samples: list, policies: list) -> tuple[Rounding, str]:
+        """Returns how the function rounds samples of one kind, and a remark."""
+        kind, result, best = self._kind(samples[0][0]), samples[0][1][0][0].dtype, 0
+        for policy in policies:
+            self._roundings = {kind: policy(*kind[:2], result)}
+            agreement = 3
+            for values, expected in samples:
+                agreement = min(agreement, self._agreement(values, expected))
+                if agreement <= best:
+                    break
             else:
-                arguments.append(name if p.default is p.empty else f"{name}={p.default!r}")
-        # The arguments are written out in source code, because binding *args and **kwargs takes longer than rotating a
-        # token.
-        return eval(f"lambda rotate: lambda {', '.join(arguments)}: rotate({', '.join([*passed, *first])})")(rotate)
-
-    @abstractmethod
-    def have_the_form(self, tables: tuple) -> bool:
-        """Returns whether both channels of a pair have the same angle in these tables."""
-
-    @abstractmethod
-    def with_signature(self, rotate: Callable, *first: str) -> Callable:
-        """Returns a function with the arguments of this one, after some first arguments, that rotate is called by."""
-
-    def call(self, name: str) -> Call:
-        """Returns the call of torch_rope that stands for a call of this function by a name."""
-        return Call(name, "rotate" if len(self.tensors) == 1 else "rotate_qk", self.rotation, self.remark)
-
-    def replacement(self, name: str) -> Callable:
-        """Returns a function of this name, with the arguments of this one, that calls torch_rope."""
-        new = self.with_signature(self.rotator.rotate)
-        new.__name__ = new.__qualname__ = name
-        new._torch_rope = (self.call(name),)
-        return new
+                best, found = agreement, self._roundings[kind]
+            if best == 3:
+                break
+        if best:
+            return found, "with other bits of gradients" * (best == 1)
+        result = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
+        return Rounding.once(*kind[:2], result), "" if self._once else "rounded once, without the function's bits,"
 
 
-NO_ROTATION = "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
-def _same(actual: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> bool:
-    """Returns whether tensors have the same dtypes and numbers."""
-    return actual is not None and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(actual, expected, strict=True)
+def _are_lasting(tables: Sequence[Tensor], others: Sequence[Any]) -> bool:
+    """Returns whether the next layer may be called with the same tables, which are then known by their identity."""
+    return (
+        bool(tables)
+        and not is_traced()
+        and all(type(t) is Tensor and not t.requires_grad and t.dtype not in (torch.int32, torch.int64) for t in tables)
+        and all(isinstance(v, Tensor | int | None) for v in others)
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(a.dtype == e.dtype and torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def _close(actual: tuple | None, expected: tuple) -> bool:
+    """Returns whether results have the same numbers up to rounding. A few functions always return bfloat16."""
+    limit = 1e-5 if expected[0][0].dtype == torch.float32 else 2e-2
+    return actual is not None and all(
+        torch.allclose(a.float(), e.float(), limit, limit) for a, e in zip(actual[0], expected[0], strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -235,3 +360,49 @@ def plainly() -> Iterator[None]:
     """Makes results independent of the modes of the caller."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
+
+
+# ---- branches ----
+
+
+def _recognised(function: Callable, texts: Collection[str]) -> str:
+    """Returns how a function is recognised, in words. Raises NotImplementedError if random numbers may not show all that
+    it computes."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    parts = _with_helpers(inspect.unwrap(function))
+    if not any(_branches(part.__code__) for part in parts):
+        return "tried"
+    text = text_of(function)
+    if text in texts:
+        return "known by its text"
+    raise NotImplementedError(
+        f"the function branches, and its text ({text}) is not one that torch_rope knows, so that random numbers may not show "
+        "all that it computes; see register"
+    )
+
+
+def text_of(function: Callable) -> str:
+    """Returns a hash of the text of a function and of the functions of its package that it calls, without white space."""
+    try:
+        texts = [inspect.getsource(f.__code__) for f in _with_helpers(inspect.unwrap(function))]
+    except (OSError, TypeError):
+        return "not there"
+    return hashlib.sha256("".join("".join(texts).split()).encode()).hexdigest()[:12]
+
+
+def _with_helpers(function: types.FunctionType) -> list[types.FunctionType]:
+    """Returns a function, and the functions of its package that it calls by name."""
+    found, package = [function], function.__module__.split(".")[0]
+    for part in found:  # it grows
+        for name in (name for code in nested(part.__code__) for name in code.co_names):
+            helper = inspect.unwrap(part.__globals__.get(name))
+            if isinstance(helper, types.FunctionType) and helper.__module__.split(".")[0] == package:
+                found += [helper] * (helper not in found)
+    return found
+
+
+def _branches(code: types.CodeType) -> bool:
+    """Returns whether code jumps depending on a value. A loop over a known number of items is a branch too."""
+    instructions = (i.opname for part in nested(code) for i in dis.get_instructions(part))
+    return any(("JUMP" in name and "IF" in name) or name == "FOR_ITER" for name in instructions)

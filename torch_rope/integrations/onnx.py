@@ -1,25 +1,10 @@
-"""Exports models that call torch_rope to ONNX: the operators become ``RotaryEmbedding`` nodes of opset 23.
+"""Exports models that call torch_rope to ONNX: ``torch.onnx.export`` takes ``TRANSLATIONS`` as custom_translation_table.
 
-::
-
-    from torch_rope.integrations.onnx import TRANSLATIONS
-
-    torch.onnx.export(model, args, dynamo=True, opset_version=23, custom_translation_table=TRANSLATIONS)
-
-``rotate``, ``rotate_qk``, ``norm_rotate_qk``, ``cos_sin`` and ``axial_cos_sin`` have a translation. A model that rotates in
-place is exported by torch.export first, and :func:`functional` replaces the operators that write. ``rotate_into_cache``
-is not exported.
-
-- **Node.** The node takes x as ``[batch, seq, heads * head_dim]``, a view of what the operators take. A table by position
-  becomes its cache, with ``positions + offset`` as position_ids. It is float32: float16 and bfloat16 tensors are converted
-  before and after it, so each element is rounded once, as in torch_rope.
-- **Angles.** Those of inv_freq are computed in double, in the graph. So position 131,071 is as right as position 1.
-- **Other rotations.** A table by head, float64 and eager_rounding have no such node. They become multiplications and sums.
-- **Positions.** An ONNX runtime may not report a position outside the table.
-
-Tested with torch 2.13, onnxscript 0.7 and onnxruntime 1.32 on a CPU.
+docs/integrations/onnx.md says what each operator and argument becomes. Mostly it is the node ``RotaryEmbedding`` of opset
+23, in float32, which takes x as ``[batch, seq, heads * head_dim]``, a view of what the operators take.
 """
 
+import itertools
 import operator
 
 import torch
@@ -27,73 +12,34 @@ from onnxscript import ir
 from onnxscript import opset23 as op
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
-_rope = torch.ops.rope
+rope = torch.ops.rope
 
 
 def _number(value: float, dtype: ir.DataType) -> ir.Value:
     return op.Constant(value=ir.tensor(value, dtype=dtype))
 
 
-def _ints(*n: int) -> ir.Value:
-    return op.Constant(value=ir.tensor(list(n), dtype=INT64))
+def _cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1, axes=0) -> list[ir.Value]:
+    """Translates ``rope.cos_sin``, and ``rope.axial_cos_sin`` if there are axes.
 
-
-def _to(t: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Returns t in this dtype."""
-    return t if t.dtype == dtype else op.Cast(t, to=dtype)
-
-
-def _channels(x: ir.Value, start: int, end: int, of: int) -> ir.Value:
-    """Returns the channels [start, end) of x, which has `of` channels."""
-    return x if (start, end) == (0, of) else op.Slice(x, [start], [end], [-1])
-
-
-def _angle(positions: ir.Value, inv_freq: ir.Value, axes: int | None = None) -> ir.Value:
-    """Returns positions times inv_freq in double: [*positions.shape, rotary_dim / 2].
-
-    axes: None, or the number of dimensions of positions, whose first dimension then is one of axes that are summed.
+    dtype: a number of ONNX, or -1 for float32.
+    axes: 0, or the number of dimensions of positions, whose first dimension then is one of axes that are summed.
     """
-    frequencies = _to(inv_freq, DOUBLE)
-    if len(inv_freq.shape) == (2 if axes is None else 3):  # two float32 parts
+    frequencies = op.Cast(inv_freq, to=DOUBLE)
+    if len(inv_freq.shape) == 2 + bool(axes):  # two float32 parts
         frequencies = op.ReduceSum(frequencies, [0], keepdims=0)
-    positions = op.Unsqueeze(_to(positions, DOUBLE), [-1])
-    if axes is None:
-        return op.Mul(positions, frequencies)
-    frequencies = op.Reshape(frequencies, [0, *[1] * (axes - 1), -1])  # [axes, 1, ..., rotary_dim / 2]
-    return op.ReduceSum(op.Mul(positions, frequencies), [0], keepdims=0)
-
-
-def _cos_sin(angle: ir.Value, attention_factor: float, dtype: int) -> tuple[ir.Value, ir.Value]:
+    if axes:
+        frequencies = op.Reshape(frequencies, [0, *[1] * (axes - 1), -1])  # [axes, 1, ..., rotary_dim / 2]
+    angle = op.Mul(op.Unsqueeze(op.Cast(positions, to=DOUBLE), [-1]), frequencies)
+    angle = op.ReduceSum(angle, [0], keepdims=0) if axes else angle
     factor = _number(attention_factor, DOUBLE)
-    return tuple(op.Cast(op.Mul(t, factor), to=dtype) for t in (op.Cos(angle), op.Sin(angle)))
-
-
-def cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1):
-    """Translates ``rope.cos_sin``. dtype: a number of ONNX, or -1 for float32."""
-    return _cos_sin(_angle(positions, inv_freq), attention_factor, FLOAT if dtype == -1 else dtype)
-
-
-def axial_cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1):
-    """Translates ``rope.axial_cos_sin``."""
-    angle = _angle(positions, inv_freq, axes=len(positions.shape))
-    return _cos_sin(angle, attention_factor, FLOAT if dtype == -1 else dtype)
+    return [op.Cast(op.Mul(f(angle), factor), to=FLOAT if dtype == -1 else dtype) for f in (op.Cos, op.Sin)]
 
 
 def _rotated(
-    xs: list[ir.Value],
-    to: ir.DataType,
-    cos=None,
-    sin=None,
-    inv_freq=None,
-    positions=None,
-    offset=0,
-    *,
-    attention_factor=1.0,
-    interleaved=False,
-    inverse=False,
-    rotary_start=0,
-    eager_rounding=False,
-) -> list[ir.Value]:
+    xs, to: ir.DataType, cos=None, sin=None, inv_freq=None, positions=None, offset=0, *, attention_factor=1.0,
+    interleaved=False, inverse=False, rotary_start=0, eager_rounding=False,
+) -> list[ir.Value]:  # fmt: skip
     """Returns xs rotated, in the dtype `to`. The other arguments are those of torch_rope.rotate."""
     x, rank = xs[0], len(xs[0].shape)
     dtype = DOUBLE if x.dtype == DOUBLE else FLOAT  # the dtype of the arithmetic
@@ -102,18 +48,16 @@ def _rotated(
     ids = None  # the rows of tables by position: [seq], [1, seq] or [batch, seq]
     if inv_freq is not None or len(cos.shape) == 2:
         seq = op.Squeeze(op.Shape(x, start=rank - 3, end=rank - 2))
-        ids = op.Range(_number(0, INT64), seq, _number(1, INT64)) if positions is None else _to(positions, INT64)
+        ids = op.Range(_number(0, INT64), seq, _number(1, INT64)) if positions is None else op.Cast(positions, to=INT64)
         ids = op.Add(ids, offset)
+    pairs, by_head = (cos if inv_freq is None else inv_freq).shape[-1], inv_freq is None and len(cos.shape) == 4
     if inv_freq is not None:
-        cos, sin = _cos_sin(_angle(ids, inv_freq), 1.0, dtype)
-        pairs, by_head, ids = inv_freq.shape[-1], False, None
-    else:
-        pairs, by_head = cos.shape[-1], len(cos.shape) == 4
-        if not eager_rounding:  # PyTorch multiplies before it converts
-            cos, sin = _to(cos, dtype), _to(sin, dtype)
+        (cos, sin), ids = _cos_sin(ids, inv_freq, dtype=dtype), None
+    if not eager_rounding:  # PyTorch multiplies before it converts
+        cos, sin = (op.Cast(t, to=dtype) for t in (cos, sin))
     if attention_factor != 1:
         cos, sin = (op.Mul(t, op.CastLike(_number(attention_factor, DOUBLE), t)) for t in (cos, sin))
-    cos, sin = op.Cast(cos, to=dtype), op.Cast(sin, to=dtype)
+    cos, sin = (op.Cast(t, to=dtype) for t in (cos, sin))
     sin = op.Neg(sin) if inverse else sin
 
     out = []
@@ -123,44 +67,33 @@ def _rotated(
         # The node may pass over the last channels, but it takes no odd number of channels.
         end = head_dim if by_node and (head_dim - rotary_start) % 2 == 0 else rotary_start + 2 * pairs
         tokens = x if rank == 4 else op.Unsqueeze(x, [0])  # [batch, seq, heads, head_dim]
-        y = op.Cast(_channels(tokens, rotary_start, end, head_dim), to=dtype)
-        if by_node:
-            y = _by_node(y, cos, sin, ids, pairs, heads, end - rotary_start, interleaved)
-        else:
-            y = _by_products(y, cos, sin, ids, pairs, by_head, interleaved)
-        parts = [op.Cast(y, to=to)]
-        if rotary_start:
-            parts.insert(0, op.Cast(_channels(tokens, 0, rotary_start, head_dim), to=to))
-        if end < head_dim:
-            parts.append(op.Cast(_channels(tokens, end, head_dim, head_dim), to=to))
+        parts = []
+        for first, last in itertools.pairwise(sorted({0, rotary_start, end, head_dim})):
+            part = tokens if last - first == head_dim else op.Slice(tokens, [first], [last], [-1])
+            if first == rotary_start:
+                given = op.Cast(part, to=dtype), cos, sin, ids, pairs, interleaved
+                part = _by_node(*given, heads, last - first) if by_node else _by_products(*given, by_head)
+            parts.append(op.Cast(part, to=to))
         y = op.Concat(*parts, axis=-1) if len(parts) > 1 else parts[0]
         out.append(y if rank == 4 else op.Squeeze(y, [0]))
     return out
 
 
-def _by_node(x, cos, sin, ids, pairs: int, heads: int, channels: int, interleaved: bool) -> ir.Value:
-    """Returns x ``[batch, seq, heads, channels]`` rotated by the node RotaryEmbedding.
-
-    cos, sin: tables by position, ``[max_position, pairs]``, if there are ids, else by token, ``[..., seq, pairs]``.
-    """
-    batch = op.Shape(x, start=0, end=1)
-    if ids is None:  # the node wants [batch, seq, pairs]
-        cos, sin = (op.Expand(t, op.Concat(batch, _ints(1, 1), axis=0)) for t in (cos, sin))
-    else:
-        ids = op.Expand(ids, op.Concat(batch, _ints(1), axis=0))
+def _by_node(x, cos, sin, ids, pairs: int, interleaved: bool, heads: int, channels: int) -> ir.Value:
+    """Returns x ``[batch, seq, heads, channels]`` rotated by the node. cos and sin are by position if there are ids."""
+    # The node wants the tables as [batch, seq, pairs], or the ids as [batch, seq].
+    ones = op.Constant(value_ints=[1, 1] if ids is None else [1])
+    shape = op.Concat(op.Shape(x, start=0, end=1), ones, axis=0)
+    given = [op.Expand(t, shape) for t in ((cos, sin) if ids is None else (ids,))]
     y = op.RotaryEmbedding(
-        op.Reshape(x, [0, 0, heads * channels]),
-        cos,
-        sin,
-        ids,
-        interleaved=int(interleaved),
-        num_heads=heads,
+        op.Reshape(x, [0, 0, heads * channels]), *(given if ids is None else [cos, sin, *given]),
+        interleaved=int(interleaved), num_heads=heads,
         rotary_embedding_dim=0 if channels == 2 * pairs else 2 * pairs,  # 0: all channels
-    )
+    )  # fmt: skip
     return op.Reshape(y, [0, 0, heads, channels])
 
 
-def _by_products(x, cos, sin, ids, pairs: int, by_head: bool, interleaved: bool) -> ir.Value:
+def _by_products(x, cos, sin, ids, pairs: int, interleaved: bool, by_head: bool) -> ir.Value:
     """Returns x ``[batch, seq, heads, 2 * pairs]`` rotated by multiplications and sums in its dtype."""
     if ids is not None:
         cos, sin = op.Gather(cos, ids), op.Gather(sin, ids)
@@ -173,76 +106,51 @@ def _by_products(x, cos, sin, ids, pairs: int, by_head: bool, interleaved: bool)
     return op.Reshape(op.Concat(*(op.Unsqueeze(t, [axis]) for t in y), axis=axis), [0, 0, 0, 2 * pairs])
 
 
-def rotate(x, *angles, **flags):
-    """Translates ``rope.rotate``."""
-    return _rotated([x], x.dtype, *angles, **flags)[0]
-
-
-def rotate_qk(q, k, *angles, **flags):
-    """Translates ``rope.rotate_qk``."""
-    return _rotated([q, k], q.dtype, *angles, **flags)
-
-
-def norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, eager_rounding=False, **flags):
+def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, eager_rounding=False, **flags):
     """Translates ``rope.norm_rotate_qk``: an RMS norm in float32, or in double, and a rotation."""
     wide, out = DOUBLE if q.dtype == DOUBLE else FLOAT, []
+    narrow = q.dtype if eager_rounding else wide  # what the norm is rounded to
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         y = op.Cast(x, to=wide)
         mean = op.ReduceMean(op.Mul(y, y), [-2, -1][-len(weight.shape) :], keepdims=1)
         y = op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide))))
-        if eager_rounding and weight.dtype == x.dtype:
-            y = op.Mul(op.Cast(y, to=x.dtype), weight)
-        else:
-            y = op.Mul(y, op.Cast(weight, to=wide))
-        y = op.Cast(y, to=x.dtype if eager_rounding else wide)
-        y.dtype, y.shape = x.dtype if eager_rounding else wide, x.shape  # the exporter sets those of results alone
+        inside = narrow if weight.dtype == q.dtype else wide
+        y = op.Cast(op.Mul(op.Cast(y, to=inside), op.Cast(weight, to=inside)), to=narrow)
+        y.dtype, y.shape = narrow, x.shape  # the exporter sets those of results alone
         out.append(y)
     return _rotated(out, q.dtype, *angles, eager_rounding=eager_rounding, **flags)
 
 
 TRANSLATIONS = {
-    _rope.rotate.default: rotate,
-    _rope.rotate_qk.default: rotate_qk,
-    _rope.norm_rotate_qk.default: norm_rotate_qk,
-    _rope.cos_sin.default: cos_sin,
-    _rope.axial_cos_sin.default: axial_cos_sin,
+    rope.rotate.default: lambda x, *angles, **flags: _rotated([x], x.dtype, *angles, **flags)[0],
+    rope.rotate_qk.default: lambda q, k, *angles, **flags: _rotated([q, k], q.dtype, *angles, **flags),
+    rope.norm_rotate_qk.default: _norm_rotate_qk,
+    rope.cos_sin.default: _cos_sin,
+    rope.axial_cos_sin.default: lambda p, inv_freq, **options: _cos_sin(p, inv_freq, axes=len(p.shape), **options),
 }
-
-IN_PLACE = {
-    _rope.rotate_.default: _rope.rotate.default,
-    _rope.rotate_qk_.default: _rope.rotate_qk.default,
-}
+IN_PLACE = {rope.rotate_.default: rope.rotate.default, rope.rotate_qk_.default: rope.rotate_qk.default}
 
 
 def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replaces rotate_ and rotate_qk_ in a program of torch.export by rotate and rotate_qk, and by copies of their results.
+    """Replaces rotate_ and rotate_qk_ in a program by rotate and rotate_qk, and by copies of their results.
 
     Args:
-        program: what ``torch.export.export`` returns. It is changed.
-
-    Returns:
-        The program, for ``torch.onnx.export``.
+        program: what ``torch.export.export`` returns. It is changed, and is what ``torch.onnx.export`` takes then.
 
     Raises:
         NotImplementedError: the program calls rotate_into_cache_.
-
-    Example::
-
-        program = functional(torch.export.export(model, args))
-        torch.onnx.export(program, dynamo=True, opset_version=23, custom_translation_table=TRANSLATIONS)
     """
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is _rope.rotate_into_cache_.default:
+        if node.target is rope.rotate_into_cache_.default:
             raise NotImplementedError(
                 "torch_rope.integrations.onnx.functional: the program calls rope.rotate_into_cache_, which is not exported: "
                 "call rotate_qk or norm_rotate_qk, and write k and v to the cache in the model"
             )
         if node.target not in IN_PLACE:
             continue
-        given = {
-            a.name: value for a, value in zip(node.target._schema.arguments, node.args, strict=False)
-        } | node.kwargs
+        names = (argument.name for argument in node.target._schema.arguments)
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         written = [given[name] for name in ("x", "q", "k") if name in given]
         with graph.inserting_before(node):
             out = graph.call_function(IN_PLACE[node.target], kwargs=given)

@@ -7,50 +7,34 @@ belong to a head (mixed frequencies) or to an image (NaFlexViT).
 
 import re
 
-import torch
 from torch import nn
 
-from torch_rope.integrations._conventions import Convention, ConventionRebuilder, each_twice, full_width
-from torch_rope.integrations._methods import register
-from torch_rope.integrations._patch import Patch, patch_model
+from ._conventions import ADJACENT, TWICE, by_options, follows, side_by_side, sin_first
+from ._patch import Library, Patch, patch_model, register
 
 __all__ = ["Patch", "patch", "register"]
 
 
-def _read(x, sin, cos, half):
-    return full_width(cos, sin, not half)
+SHAPES = "batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"
+SHAPES += "batch heads seq: batch heads seq", "batch seq: seq"
+FORMS = {False: ADJACENT, True: TWICE}
 
-
-def _samples(s):
-    shapes = (s.seq,), (s.heads, s.seq), (s.batch, 1, s.seq), (s.batch, s.heads, s.seq)
-    for half in (False, True):
-        for shape in shapes:
-            cos, sin = each_twice(*s.angles(*shape), not half)
-            yield s.x(s.batch, s.heads, s.seq)[..., :16], sin, cos, half
-        cos, sin = each_twice(*s.angles(s.seq), not half)
-        yield s.x(s.batch, s.seq)[..., :16], sin, cos, half
-
-
-def _read_side_by_side(x, table, half):
-    sin, cos = table.chunk(2, -1)
-    return full_width(cos, sin, not half)
-
-
-def _samples_side_by_side(s):
-    for x, sin, cos, half in _samples(s):
-        yield x, torch.cat([sin, cos], -1), half
-
-
-class Rebuilder(ConventionRebuilder):
-    """Rebuilds the methods of one model of timm."""
-
-    rotary_names = re.compile("(^|_)apply_rot")
-    module = "torch_rope.integrations.timm"
-    example = 'timm.create_model("vit_small_patch16_dinov3")'
-    conventions = (
-        Convention(1, 3, _read, _samples),  # apply_rot_embed, and apply_rot_embed_list for one tensor
-        Convention(1, 2, _read_side_by_side, _samples_side_by_side),  # apply_rot_embed_cat
-    )
+LIBRARY = Library(
+    patch="torch_rope.integrations.timm.patch",
+    example='timm.create_model("vit_small_patch16_dinov3")',
+    rotary=re.compile("(^|_)apply_rot"),
+    conventions=(
+        # apply_rot_embed, and apply_rot_embed_list for one tensor; the last argument is half
+        by_options({(half,): follows(sin_first(form), *SHAPES) for half, form in FORMS.items()}),
+        # apply_rot_embed_cat
+        by_options({(half,): follows(side_by_side(sin_first(form)), *SHAPES) for half, form in FORMS.items()}),
+    ),
+    texts={
+        "4f8f5e43431d": "apply_rot_embed",
+        "6b18cd3092d8": "apply_rot_embed_list",
+        "f05dbcbbf54a": "apply_rot_embed_cat",
+    },
+)
 
 
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> Patch:
@@ -65,9 +49,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
         rounding: "eager" keeps the bits of the unpatched model's results and gradients, on a CPU without
             ``torch.compile``. Tables that are trained (mixed frequencies) then go to timm's own function, because the
             order of their gradients' sums is its own. "once" rounds once, at the end, and rotates by such tables too.
-        fuse: also computes the RMS norms of q and k in the operator that rotates them, if a layer does nothing in
-            between but take views. Results change by rounding. The models of timm 1.0 cut prefix tokens off in between,
-            so only layers of your own gain by it.
+        fuse: changes nothing, because the models of timm 1.0 cut prefix tokens off between a norm and the rotation.
 
     Returns:
         A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
@@ -78,4 +60,4 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
         ValueError: no module of the model rotates, or the model is already patched in another way. The model is
             unchanged.
     """
-    return patch_model(model, Rebuilder, {"rounding": rounding, "fuse": fuse})
+    return patch_model(LIBRARY, model, {"rounding": rounding, "fuse": fuse}, None, None)

@@ -12,7 +12,7 @@ from vision_models import MODELS, make, timm
 
 from torch_rope.integrations.timm import patch
 
-pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("examine_once")]
+pytestmark = [pytest.mark.cpu]
 
 # The largest allowed differences, as parts of the largest output and of the largest gradient, if q and k are rounded in
 # another way. They are three times those that were seen. A model that does not rotate differs by BROKEN or more.

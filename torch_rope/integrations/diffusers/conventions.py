@@ -1,286 +1,164 @@
 """The conventions of diffusers' rotary functions.
 
-The comments name functions of diffusers 0.42 that follow a convention. Functions of other names and releases may follow
-it too.
+The comments name functions of diffusers 0.42 that follow a convention. Others may follow it too.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from torch_rope.integrations._conventions import (
+from .._conventions import (
+    ADJACENT,
+    BY_TOKEN,
+    COMPLEX,
+    HEADS_FIRST,
+    ONCE,
+    SEQ_FIRST,
+    TWICE,
     Convention,
+    Form,
     Reading,
-    complex_numbers,
-    each_twice,
-    full_width,
-    matrices,
-)
+    by_options,
+    follows,
+    side_by_side,
+)  # fmt: skip
 
-# ---- apply_rotary_emb of embeddings.py: Flux, HunyuanVideo, CogVideoX, Cosmos, Lumina and others ----
+# The functions with branches that follow a convention, by text_of.
+TEXTS = {
+    "11726922bd1e": "apply_rotary_emb of embeddings.py",
+    "301574f536e5": "apply_rotary_emb_qwen",
+    "6e852a495b0c": "_apply_rotary_emb_nucleus",
+    "4360264c87d6": "apply_rotary_emb of Z-Image",
+    "a5ab635283e5": "apply_rotary_emb of AnyFlow",
+    "20a2ac90a51b": "_apply_rotary_emb of JoyImage",
+    "9238acdc6238": "apply_split_rotary_emb of LTX-2",
+    "7d8542ec16ce": "rope_apply of Wan-Animate 2",
+}
 
-
-def _read_shared(x, freqs, use_real, unbind_dim, sequence_dim):
-    if not use_real:
-        return complex_numbers(freqs.unsqueeze(2))
-    if unbind_dim not in (-1, -2) or sequence_dim not in (1, 2):
-        return None
-    cos, sin = (t[None, None] if sequence_dim == 2 else t[None, :, None] for t in freqs)
-    return full_width(cos, sin, unbind_dim == -1)
-
-
-def _shared(s):
-    for unbind_dim in (-1, -2):
-        tables = each_twice(*s.angles(s.seq), unbind_dim == -1)
-        yield s.x(s.batch, s.heads, s.seq), tables, True, unbind_dim, 2
-        yield s.x(s.batch, s.seq, s.heads), tables, True, unbind_dim, 1
-    if s.dtypes[1].itemsize >= 4:
-        yield s.x(s.batch, s.seq, s.heads), torch.complex(*s.angles(s.batch, s.seq)), False, -1, 1
+# ---- forms of tables ----
 
 
-# ---- apply_rotary_emb_qwen: Qwen-Image, Nucleus ----
-
-
-def _read_qwen(x, freqs, use_real, unbind_dim):
-    if not use_real:
-        return complex_numbers(freqs.unsqueeze(1))
-    if unbind_dim not in (-1, -2):
-        return None
-    cos, sin = (t[None, None] for t in freqs)
-    return full_width(cos, sin, unbind_dim == -1)
-
-
-def _qwen(s):
-    for unbind_dim in (-1, -2):
-        yield s.x(s.batch, s.heads, s.seq), each_twice(*s.angles(s.seq), unbind_dim == -1), True, unbind_dim
-    if s.dtypes[1].itemsize >= 4:
-        yield s.x(s.batch, s.seq, s.heads), torch.complex(*s.angles(s.seq)), False, -1
-
-
-# ---- one complex table ----
-
-
-def _complex(*shape):
-    """Returns samples of x [batch, seq, heads, head_dim] and a complex table of this shape."""
-
-    def samples(s):
-        if s.dtypes[1].itemsize >= 4:
-            sizes = {"batch": s.batch, "seq": s.seq}
-            table = torch.complex(*s.angles(*(sizes.get(n, n) for n in shape)))
-            yield s.x(s.batch, s.seq, s.heads), table
-
-    return samples
-
-
-def _read_transposed(x, freqs):
-    """x: [batch, heads, head_dim, seq]."""
-    reading = complex_numbers(freqs)
-    return reading._replace(to=lambda x: x.transpose(2, 3), back=lambda y: y.transpose(2, 3))
-
-
-def _transposed(s):
-    if s.dtypes[1].itemsize >= 4:
-        yield s.x(s.batch, s.heads, s.seq).transpose(2, 3), torch.complex(*s.angles(1, 1, s.seq))
-
-
-# ---- one table that is not complex ----
-
-
-def _matrices(s):
-    for shape in ((s.batch, s.seq, 1), (1, 1, s.seq), (s.seq, 1)):
-        cos, sin = s.angles(*shape)
-        x_shape = (s.heads, s.seq) if shape[0] == shape[1] == 1 else (s.seq, s.heads)
-        yield s.x(s.batch, *x_shape), torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))
-
-
-def _two_with_matrices(s):
-    cos, sin = s.angles(s.batch, s.seq, 1)
-    table = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))
-    yield s.x(s.batch, s.seq, s.heads), s.x(s.batch, s.seq, s.heads + 1), table
-
-
-def _of_angles(angles: Tensor) -> Reading:
-    """Returns what angles [.., rotary_dim] mean, each of which is there twice."""
-    half = angles.shape[-1] // 2
-    first, second = angles[..., :half], angles[..., half:]
+def _read_angles(angles: Tensor) -> Reading:
+    first, second = angles.chunk(2, -1)
     return Reading(first.cos(), first.sin(), "angles", False, lambda: [(first, second)])
 
 
-def _angles(s):
-    a, _ = s.angles(s.batch, s.seq, 1)
-    yield s.x(s.batch, s.seq, s.heads), torch.cat([a, a], -1)
+def _read_matrices(table: Tensor) -> Reading:
+    (cos, minus_sin), (sin, cos_again) = (t.unbind(-1) for t in table.unbind(-2))
+    return Reading(cos, sin, "matrices", True, lambda: [(cos, cos_again), (-minus_sin, sin)])
+
+
+MATRICES = Form(lambda c, s: (torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)),), _read_matrices, 1)
+ANGLES = Form(lambda angle, _: (torch.cat([angle, angle], -1),), _read_angles, 1)
+# The even channels of cos and the odd channels of sin are read. In samples the others hold something else.
+HALF_READ = Form(
+    lambda cos, sin: (torch.stack([cos, -sin], -1).flatten(-2), torch.stack([-cos, sin], -1).flatten(-2)),
+    lambda cos, sin: Reading(cos[..., ::2], sin[..., 1::2], "a, a, b, b, of which one is read"),
+)
+
+
+# ---- functions with other arguments, or another layout of x ----
+
+
+def _read_transposed(x, table):
+    """x: [batch, heads, head_dim, seq]."""
+    return COMPLEX.read(table)._replace(to=lambda x: x.transpose(2, 3), back=lambda y, x: y.transpose(2, 3))
+
+
+def _transposed(s):
+    if s.has_complex:
+        yield s.x(s.batch, s.heads, s.seq).transpose(2, 3), torch.complex(*s.angles(1, 1, s.seq))
 
 
 def _read_last_angles(x, angles):
-    return _of_angles(angles[-x.shape[-3] :].float().unsqueeze(1))
+    return _read_angles(angles[-x.shape[-3] :, None].float())
 
 
 def _last_angles(s):
-    a, _ = s.angles(s.seq + 2)
-    yield s.x(s.batch, s.seq, s.heads), torch.cat([a, a], -1)
-
-
-def _read_once(s, *shape):
-    """Returns tables of which the even channels of cos and the odd channels of sin are read. The others hold something
-    else."""
-    cos, sin, other = *s.angles(*shape), s.angles(*shape)[0]
-    return torch.stack([cos, other], -1).flatten(-2), torch.stack([other, sin], -1).flatten(-2)
-
-
-def _read_side_by_side(x, table):
-    """table: [batch, seq, 2 * rotary_dim], cos and sin side by side."""
-    cos, sin = table.unsqueeze(-2).chunk(2, -1)
-    return Reading(cos[..., ::2], sin[..., 1::2], "a, a, b, b, side by side")
-
-
-def _side_by_side(s):
-    yield s.x(s.batch, s.seq, s.heads), torch.cat(_read_once(s, s.batch, s.seq), -1)
-
-
-# ---- cos and sin as one argument ----
-
-
-def _read_whole(x, freqs):
-    """x: [batch, seq, channels], all of which rotate with angles of their own."""
-    return full_width(*freqs, True)
-
-
-def _whole(s):
-    yield s.x(s.batch, s.seq)[..., :16], each_twice(*s.angles(s.batch, s.seq), True)
-    yield s.x(s.batch, s.seq)[..., :16], each_twice(*s.angles(1, s.seq), True)
+    yield s.x(s.batch, s.seq, s.heads), *ANGLES.tables(*s.angles(s.seq + 2))
 
 
 def _read_split(x, freqs):
     """x: [batch, heads, seq, head_dim], or [batch, seq, channels] with tables [batch, heads, seq, head_dim / 2]."""
-    cos, sin = freqs
-    reading = Reading(cos, sin, "a, b", False)
-    if x.dim() == 4 or cos.dim() != 4:
+    reading = Reading(*freqs, "a, b", False)
+    if x.dim() == 4 or reading.cos.dim() != 4:
         return reading
-    batch, heads, seq, _ = cos.shape
-    return reading._replace(
-        cos=cos.transpose(1, 2),
-        sin=sin.transpose(1, 2),
-        to=lambda x: x.reshape(batch, seq, heads, -1),
-        back=lambda y: y.reshape(batch, seq, -1),
-    )
+    cos, sin = (t.transpose(1, 2) for t in freqs)
+    to = lambda x: x.reshape(*cos.shape[:3], -1)  # noqa: E731
+    return reading._replace(cos=cos, sin=sin, to=to, back=lambda y, x: y.flatten(2))
 
 
 def _split(s):
-    yield s.x(s.batch, s.heads, s.seq)[..., :16], s.angles(s.batch, s.heads, s.seq)
-    yield s.x(s.batch, s.seq)[..., :16], s.angles(s.batch, s.seq)
-    if s.head_dim == 16:
+    yield s.x(s.batch, s.heads, s.seq), s.angles(s.batch, s.heads, s.seq)
+    yield s.x(s.batch, s.seq), s.angles(s.batch, s.seq)
+    if s.head_dim == 2 * s.pairs:
         yield s.x(s.batch, s.seq, s.heads).flatten(2), s.angles(s.batch, s.heads, s.seq)
 
 
-def _tables(shape, interleaved, index, x_shape=("batch", "seq", "heads"), tensors=1, apart=False):
-    """Returns a convention: cos and sin of this shape, which broadcast over x with this index.
-
-    apart: whether cos and sin are two arguments.
-    """
-
-    def read(x, *freqs):
-        cos, sin = (t[index] for t in (freqs if apart else freqs[0]))
-        return full_width(cos, sin, interleaved)
-
-    def samples(s):
-        sizes = {"batch": s.batch, "seq": s.seq, "heads": s.heads}
-        tables = each_twice(*s.angles(*(sizes[n] for n in shape)), interleaved)
-        xs = [s.x(*(sizes[n] for n in x_shape)) for _ in range(tensors)]
-        yield *xs, *(tables if apart else (tables,))
-
-    return Convention(tensors, 2 if apart else 1, read, samples)
+def _read_by_position(x, positions, cos, sin):
+    return TWICE.read(cos[positions][:, None], sin[positions][:, None])
 
 
-_ALL = slice(None)
-
-# ---- cos and sin as two arguments ----
-
-
-def _read_even_odd(x, cos, sin):
-    return Reading(cos[..., ::2], sin[..., 1::2], "a, a, b, b, of which one is read")
-
-
-def _even_odd(s):
-    yield s.x(s.batch, s.seq, s.heads)[..., :16], *_read_once(s, 1, s.seq, 1)
-
-
-def _apart(s):
-    yield s.x(s.batch, s.seq, s.heads)[..., :16], *s.angles(s.seq, s.heads)
-    yield s.x(s.batch, s.seq, s.heads)[..., :16], *s.angles(s.seq, 1)
-
-
-def _written_out(s):
-    yield s.x(s.batch, s.seq, s.heads)[..., :16], *each_twice(*s.angles(s.batch, s.seq, 1), False)
-    yield s.x(s.seq, s.heads)[..., :16], *each_twice(*s.angles(s.seq, 1), False)
-
-
-def _read_unsqueezed(x, cos, sin, unsqueeze_dim):
-    return full_width(cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim), False)
-
-
-def _unsqueezed(s):
-    for dim, shape in ((1, (s.heads, s.seq)), (2, (s.seq, s.heads))):
-        yield s.x(s.batch, *shape), *each_twice(*s.angles(s.batch, s.seq), False), dim
-
-
-# ---- tables by position ----
+def _by_position(s):
+    positions = (torch.arange(s.batch * s.seq) * 3 % 7).view(s.batch, s.seq)
+    yield s.x(s.batch, s.heads, s.seq), positions, *TWICE.tables(*s.angles(7))
 
 
 def _read_grid(x, sizes, freqs, stride):
     """sizes: [batch, 3], frames, height and width. freqs: [max_position, head_dim / 2], a part for each of the three."""
-    (frames, height, width), *others = sizes.tolist()
-    if any(other != [frames, height, width] for other in others) or frames * height * width != x.shape[1]:
+    first, *others = sizes.tolist()
+    frames, height, width = first
+    if any(other != first for other in others) or frames * height * width != x.shape[1]:
         return None
     pairs = x.shape[-1] // 2
     of_frames, of_height, of_width = freqs.split([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3], 1)
-    parts = (
-        of_frames[: frames * stride : stride].view(frames, 1, 1, -1),
-        of_height[:height].view(1, height, 1, -1),
-        of_width[:width].view(1, 1, width, -1),
-    )
-    table = torch.cat([part.expand(frames, height, width, -1) for part in parts], -1)
-    return complex_numbers(table.view(1, x.shape[1], 1, -1))
+    parts = of_frames[: frames * stride : stride, None, None], of_height[:height, None], of_width[:width]
+    table = torch.cat([part.expand(*first, -1) for part in parts], -1)
+    return COMPLEX.read(table.flatten(0, 2)[None, :, None])
 
 
 def _grid(s):
-    if s.dtypes[1].itemsize >= 4 and s.head_dim == 16:
+    if s.has_complex and s.head_dim == 2 * s.pairs:
         for stride in (1, 2):
             sizes = torch.tensor([[1, 1, s.seq]] * s.batch if s.seq < 9 else [[5, 2, s.seq // 10]] * s.batch)
             yield s.x(s.batch, s.seq, s.heads), sizes, torch.complex(*s.angles(s.seq + 5)), stride
 
 
-def _read_by_position(x, positions, cos, sin):
-    cos, sin = (F.embedding(positions, t)[:, None] for t in (cos, sin))
-    return full_width(cos, sin, False)
-
-
-def _by_position(s):
-    positions = (torch.arange(s.batch * s.seq) * 3 % 7).view(s.batch, s.seq)
-    yield s.x(s.batch, s.heads, s.seq)[..., :16], positions, *each_twice(*s.angles(7), False)
-
-
 CONVENTIONS = (
-    Convention(1, 4, _read_shared, _shared),
-    Convention(1, 3, _read_qwen, _qwen),
-    Convention(1, 1, lambda x, f: complex_numbers(f.unsqueeze(2)), _complex("batch", "seq")),  # Z-Image, Bria FIBO 2
-    Convention(1, 1, lambda x, f: complex_numbers(f), _complex(1, "seq", 1)),  # AnyFlow
+    # apply_rotary_emb of embeddings.py: Flux, HunyuanVideo, CogVideoX, Lumina and others
+    by_options({  # use_real, unbind_dim, sequence_dim
+        (True, -1, 2): follows(ADJACENT, "batch heads seq: seq", index=(None, None), together=True),
+        (True, -2, 2): follows(TWICE, "batch heads seq: seq", index=(None, None), together=True),
+        (True, -1, 1): follows(ADJACENT, "batch seq heads: seq", index=SEQ_FIRST, together=True),
+        (True, -2, 1): follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST, together=True),
+        (False, -1, 2): follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN),
+    }),
+    by_options({  # Qwen-Image, Nucleus: use_real, unbind_dim
+        (True, -1): follows(ADJACENT, "batch heads seq: seq", index=(None, None), together=True),
+        (True, -2): follows(TWICE, "batch heads seq: seq", index=(None, None), together=True),
+        (False, -1): follows(COMPLEX, "batch seq heads: seq", index=HEADS_FIRST),
+    }),
+    by_options({  # Anima: unsqueeze_dim
+        (1,): follows(TWICE, "batch heads seq: batch seq", index=HEADS_FIRST),
+        (2,): follows(TWICE, "batch seq heads: batch seq", index=BY_TOKEN),
+    }),
+    follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN),  # Z-Image, Bria FIBO 2
+    follows(COMPLEX, "batch seq heads: 1 seq 1"),  # AnyFlow
     Convention(1, 1, _read_transposed, _transposed),  # Sana-WM
-    Convention(1, 1, lambda x, f: matrices(f), _matrices),  # PRX, Kandinsky
-    Convention(2, 1, lambda x, f: matrices(f), _two_with_matrices),  # HiDream
-    Convention(1, 1, lambda x, f: _of_angles(f), _angles),  # Ernie
+    follows(MATRICES, "batch heads seq: batch 1 seq", "batch seq heads: seq 1"),  # PRX, Kandinsky
+    follows(MATRICES, "batch seq heads: batch seq 1", tensors=2),  # HiDream
+    follows(ANGLES, "batch seq heads: batch seq 1"),  # Ernie
     Convention(1, 1, _read_last_angles, _last_angles),  # Stable Audio 3
-    Convention(1, 1, _read_side_by_side, _side_by_side),  # Helios
-    Convention(1, 1, _read_whole, _whole),  # LTX
+    follows(side_by_side(HALF_READ), "batch seq heads: batch seq", index=BY_TOKEN),  # Helios
+    follows(ADJACENT, "batch seq: batch seq", "batch seq: 1 seq", together=True),  # LTX
     Convention(1, 1, _read_split, _split),  # LTX-2
-    _tables(("seq",), False, (None, _ALL, None)),  # LongCat
-    _tables(("seq",), False, (_ALL, None), ("seq", "heads")),  # MiniMax Music
-    _tables(("seq",), True, (None, _ALL, None), tensors=2),  # JoyImage
-    _tables(("batch", "seq"), True, (_ALL, _ALL, None), tensors=2),  # JoyImage Edit Plus
-    Convention(1, 2, _read_even_odd, _even_odd),  # Wan, SkyReels, ChronoEdit, Sana-Video
-    Convention(1, 2, lambda x, cos, sin: Reading(cos, sin, "a, b"), _apart),  # Mochi
-    _tables(("seq",), False, (None, _ALL, None), apart=True),  # MiniMax H3
-    Convention(1, 2, lambda x, cos, sin: full_width(cos, sin, False), _written_out),  # Ideogram 4, Cosmos 3
-    Convention(1, 3, _read_unsqueezed, _unsqueezed),  # Anima
+    follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST, together=True),  # LongCat
+    follows(TWICE, "seq heads: seq", index=HEADS_FIRST, together=True),  # MiniMax Music
+    follows(ADJACENT, "batch seq heads: seq", index=SEQ_FIRST, tensors=2, together=True),  # JoyImage
+    follows(ADJACENT, "batch seq heads: batch seq", index=BY_TOKEN, tensors=2, together=True),  # JoyImage Edit Plus
+    follows(HALF_READ, "batch seq heads: 1 seq 1"),  # Wan, SkyReels, ChronoEdit, Sana-Video
+    follows(ONCE, "batch seq heads: seq heads", "batch seq heads: seq 1"),  # Mochi
+    follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST),  # MiniMax H3
+    follows(TWICE, "batch seq heads: batch seq 1", "seq heads: seq 1"),  # Ideogram 4, Cosmos 3
     Convention(1, 3, _read_by_position, _by_position),  # Allegro, along each axis
     Convention(1, 3, _read_grid, _grid),  # Wan-Animate 2
-)
+)  # fmt: skip

@@ -6,34 +6,81 @@ model by torch_rope. :func:`kernel_mapping` replaces it through transformers' ow
 rotary module is not changed, so every kind of frequencies and positions that transformers supports still works.
 """
 
-from collections.abc import Callable
+import contextlib
+import copy
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
-from .._methods import register
-from .._patch import Patch, Replaced, patched_before, replaced_in
-from .angles import exact_rotary, restore
+from .._angles import of_transformers
+from .._patch import Library, Patch, Replaced, patch_model, register
+from .._rotary import Rotary
+from .conventions import CONVENTIONS, TEXTS
 from .hub import apply_rotary_transformers, kernel_mapping
-from .methods import Rebuilder
-from .rotary import sample_tables
-from .rotator import has_form
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
+
+
+def _is_left_out(module: str) -> bool:
+    package = module.split(".")
+    return package[0] in ("torch", "builtins") or (package[0] == "transformers" and package[1] != "models")
+
+
+def _check(model: nn.Module, replaced: list[Replaced]) -> None:
+    """Raises NotImplementedError if the tables of a rotary module are not those of a rotation.
+
+    Even if a function is a rotation, a table for positions along several axes may contain different angles for the two
+    channels of a pair.
+    """
+    calls = {call for r in replaced for call in r.calls}
+    for path, module in model.named_modules() if all(isinstance(call, Rotary) for call in calls) else ():
+        if any(not any(call.takes(tables) for call in calls) for tables in _sample_tables(module)):
+            raise NotImplementedError(
+                f"{type(model).__name__} is not patched: {path} has different angles for the two channels of a pair but "
+                "must have the same angle"
+            )
+
+
+def _sample_tables(module: nn.Module) -> Iterator[tuple]:
+    """Yields what a rotary module returns for positions of several shapes, along one axis or several axes."""
+    if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
+        return
+    module = copy.deepcopy(module)  # the call may change the frequencies, if they depend on the length
+    device = next((t.device for t in module.buffers()), torch.device("cpu"))
+    for shape in ((4, 1, 5), (3, 1, 5), (2, 1, 5), (2, 5), (5, 2), (1, 5)):
+        positions = (3 * torch.arange(math.prod(shape), device=device) % 7).view(shape)
+        with contextlib.suppress(Exception):  # the module does not take positions of this shape
+            yield module(torch.zeros(1, 5, 1, device=device), positions)
+
+
+LIBRARY = Library(
+    patch="torch_rope.integrations.transformers.patch",
+    example="AutoModelForCausalLM.from_pretrained(...)",
+    rotary=re.compile("(^|_)(rotary|rope|rotate)(_|$)"),
+    conventions=CONVENTIONS,
+    texts=TEXTS,
+    is_left_out=_is_left_out,
+    check=_check,
+)
 
 
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> "Patch":
     """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
 
-    The change takes effect at once and concerns this model only. The returned handle restores the model, either by its
+    ``patch`` finds out what a rotary function does by calling it on random numbers. The change takes effect at once and
+    concerns this model only. The returned handle lists what calls torch_rope now, and restores the model, either by its
     ``undo()`` method or at the end of a ``with`` block::
 
         handle = patch(model)
-        print(handle)  # lists the methods that call torch_rope now
+        print(handle)
         handle.undo()
 
-    ``patch`` finds out what a rotary function does by calling it on random numbers, not by its name. Weights, hooks and
-    caches are not touched, and other models of the same class do not change. A deepcopy of a patched model is patched;
-    a model that was pickled and loaded is not.
+    Weights, hooks and caches are not touched. A deepcopy of a patched model is patched; a model that was pickled and
+    loaded is not. To patch a model again adds what is new in it.
 
     Args:
         model: a model of transformers, or any module that contains one.
@@ -41,57 +88,35 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
             ``torch.compile``: torch_rope rounds after each operation, as PyTorch's operators do. The handle lists the
             functions whose bits cannot be had. "once" rounds once, at the end, which is more accurate; q and k keep their
             dtype then, also where the tables are wider (autocast).
-        fuse: also fuses what stands around the rotation, as far as a layer allows it: the norm of q and k, the write into
-            a StaticCache or DynamicCache, and the rotation in place if no gradient is needed. Each layer is tried on
-            random numbers, and what would change its results by more than rounding is left as it is; the handle says
-            what and why.
+        fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, the write
+            into a StaticCache, and the rotation in place if no gradient is needed. Each layer is tried on random
+            numbers, and what would change its results by more than rounding is left as it is; the handle says what and
+            why.
         exact_angles: also replaces the rotary modules, so that positions times frequencies are computed exactly, for any
             position and whatever dtype the model has. The handle lists the modules that are left as they are, and why.
+            If a rotary module is changed later, its next forward follows the change, or raises ValueError.
 
     Returns:
         A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
 
     Raises:
         TypeError: model is not a module.
-        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged;
-            :func:`register` can help. A model whose tables cannot be seen now raises it in its first forward, if the two
-            channels of a pair have different angles.
-        ValueError: no module of the model rotates, or the model is already patched in another way. The model is
-            unchanged.
+        NotImplementedError: the model rotates in a way that torch_rope does not support; :func:`register` can help.
+        ValueError: no module of the model rotates, or the model is already patched in another way. After an error the
+            model is unchanged.
+
+    Warns:
+        UserWarning: in a forward, if a rotary function is called with tables that are no rotation, with different angles
+            for the two channels of a pair. The function then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
-    before = patched_before(model, Rebuilder, options)
-    if before is not None and before.options == options:
-        return before
-    name, rebuilder, notes = type(model).__name__, Rebuilder(rounding), []
-    replaced = replaced_in(model, rebuilder, before, _fuser(model, rebuilder) if fuse else None)
-    if not replaced:
-        raise ValueError(f"{name} is not patched: no module of it calls a rotary function")
-    calls = {call for r in replaced for call in r.calls}
-    for path, module in model.named_modules():
-        for tables in sample_tables(module):
-            if not any(call.of_parts or has_form(call.rotation.tables, *tables) for call in calls):
-                raise NotImplementedError(
-                    f"{name} is not patched: {path} has different angles for the two channels of a pair but must have "
-                    "the same angle"
-                )
-    for path, module in model.named_modules() if exact_angles else ():
-        function, note = exact_rotary(module)
-        if function is not None:
-            replaced.append(Replaced.method(path, module, "forward", function, note, after=restore))
-        elif note:
-            notes.append(f"{path}: {note}")
-    exact = {r.module for r in replaced if r.after is restore}
-    notes += [
-        f"{path}.{name}: {buffer.numel()} frequencies, as before"
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original" not in name and module not in exact
-    ]
-    return Patch(model, replaced, options, notes)
+    fuser = None
+    if fuse:
+        from .fuse import Fuser  # transformers must be installed for it
+
+        fuser = Fuser()
+    return patch_model(LIBRARY, model, options, fuser, _exact_angles if exact_angles else None)
 
 
-def _fuser(model: nn.Module, rebuilder: Rebuilder) -> Callable:
-    from .fuse import Fuser  # transformers must be installed for it
-
-    return Fuser(model, rebuilder).fuse
+def _exact_angles(model: nn.Module, path: str) -> tuple[Callable | None, str]:
+    return of_transformers(model.get_submodule(path))

@@ -1,1 +1,0 @@
-from examined import examine_once, examined  # noqa: F401

@@ -1,0 +1,154 @@
+"""Rotates with the bits of another library's rotary function: the same roundings, the same gradients."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from ..frequencies import has_float64
+
+_rotate, _rotate_qk = ops.rotate.default, ops.rotate_qk.default
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A description of how a rotary function rounds."""
+
+    x: torch.dtype  # x is converted to it first
+    tables: torch.dtype  # the tables are converted to it
+    result: torch.dtype  # the result is converted to it
+    eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
+    converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
+    # True if x * cos is rounded before the sum, and the other product is not. torch_rope does it the other way round.
+    turned: bool = False
+    contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
+
+    @classmethod
+    def once(cls, x: torch.dtype, tables: torch.dtype, result: torch.dtype | None = None) -> "Rounding":
+        """Returns how torch_rope rounds x and tables of these dtypes by default."""
+        return cls(x, tables if tables in (x, torch.float32) else torch.float32, result or x, False)
+
+
+def _policy(inside: Callable, **more: bool) -> Callable:
+    """Returns a function that returns how a rotary function rounds x and tables of two dtypes to a third one."""
+
+    def rounding(x: torch.dtype, tables: torch.dtype, result: torch.dtype) -> Rounding:
+        to = inside(x, tables)
+        # The operators round to this dtype if it is that of x, or float32.
+        direct = result == x and torch.promote_types(x, to) == to and to in (x, torch.float32)
+        return Rounding(x if direct else to, to, result, True, **more)
+
+    return rounding
+
+
+# The ways in which rotary functions round, of which the usual ones come first.
+_INSIDE = (torch.promote_types, lambda x, tables: torch.float32, lambda x, tables: torch.float64, lambda x, tables: x)
+_GRADIENTS = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
+POLICIES = [_policy(inside, **more) for more in _GRADIENTS for inside in _INSIDE]
+TURNED = [_policy(_INSIDE[1], turned=True, **more) for more in _GRADIENTS]
+
+
+class Operands(NamedTuple):
+    """All that a rotation of x [batch, seq, heads, head_dim] needs besides x."""
+
+    cos: Tensor  # [.., seq, rotary_dim / 2], or by head [.., seq, heads, rotary_dim / 2]
+    sin: Tensor
+    rounding: Rounding
+    flags: dict  # interleaved, inverse and rotary_start
+    heads_first: bool  # whether the function takes x as [batch, heads, seq, head_dim]
+
+
+def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_first: bool) -> Operands:
+    """Returns the operands for tables of any dtype."""
+    if rounding.tables == torch.float64 and not has_float64(cos.device):
+        rounding = Rounding.once(rounding.x, cos.dtype, rounding.result)
+    if rounding.eager:
+        flags = flags | {"eager_rounding": not rounding.turned}
+    return Operands(cos.to(rounding.tables), sin.to(rounding.tables), rounding, flags, heads_first)
+
+
+def is_traced() -> bool:
+    """Returns whether calls are compiled, recorded, watched or transformed."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
+    """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them."""
+    r = o.rounding
+    if (
+        (r.converts_each or r.contiguous or r.turned)
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in xs)
+        and not is_traced()
+        and torch.autograd.forward_ad._current_level < 0
+    ):
+        return _WithItsGradient.apply(o, *xs)
+    return _rotated(xs, o)
+
+
+def _rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
+    r = o.rounding
+    xs = [x.to(r.x) for x in xs]
+    if r.turned:
+        # By an angle that is less by a quarter turn, a pair (a, b) becomes what it must become, (c, d), as (d, -c).
+        ys = [_turn(y, o.flags) for y in _operator(xs, o.sin, -o.cos, o.flags)]
+    else:
+        ys = _operator(xs, o.cos, o.sin, o.flags)
+    return tuple(y.to(r.result) for y in ys)
+
+
+def _operator(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, flags: dict) -> Sequence[Tensor]:
+    return [_rotate(xs[0], cos, sin, **flags)] if len(xs) == 1 else _rotate_qk(*xs, cos, sin, **flags)
+
+
+def _turn(x: Tensor, flags: dict) -> Tensor:
+    """Returns x with its pairs (d, -c) replaced by (c, d), where x: [.., head_dim], all of which rotates."""
+    if flags.get("interleaved"):
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+class _WithItsGradient(torch.autograd.Function):
+    """A rotation whose gradients have the bits and the strides that autograd gives them through the rotary function.
+
+    Matrix products and sums over tensors with other strides may have other bits.
+    """
+
+    @staticmethod
+    def forward(ctx, o: Operands, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.operands, ctx.dtype = o._replace(cos=None, sin=None), xs[0].dtype
+        ctx.save_for_backward(o.cos, o.sin)
+        return tuple(_rotated(xs, o))
+
+    @staticmethod
+    def backward(ctx, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), r, dtype = ctx.saved_tensors, ctx.operands.rounding, ctx.dtype
+        flags = ctx.operands.flags | {"inverse": not ctx.operands.flags.get("inverse", False)}
+        if r.turned:
+            flags["eager_rounding"] = True
+        # The operator itself rounds the products to the dtype of a gradient that it takes.
+        direct = r.converts_each and r.tables in (dtype, torch.float32)
+        inside = r.tables if r.converts_each else r.x
+        gs = [g if direct and g.dtype == dtype else g.to(inside) for g in gs]
+        if r.contiguous:  # in the function's own layout
+            first = ctx.operands.heads_first
+            gs = [g.transpose(1, 2).contiguous().transpose(1, 2) if first else g.contiguous() for g in gs]
+        if not r.converts_each:
+            return None, *(y.to(dtype) for y in _operator(gs, cos, sin, flags))
+        # The gradients of the two products are rounded before they are added.
+        start, zeros = flags.get("rotary_start", 0), torch.zeros_like(cos)
+        channels = slice(start, start + 2 * cos.shape[-1])
+        ys, others = ([y.to(dtype) for y in _operator(gs, *t, flags)] for t in ((cos, zeros), (zeros, sin)))
+        for y, other in zip(ys, others, strict=True):
+            y[..., channels] += other[..., channels]
+        return None, *ys

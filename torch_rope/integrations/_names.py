@@ -1,0 +1,151 @@
+"""Lets a function call something else by a name: a copy of its code names another global.
+
+A code object knows the globals that it loads by their names. So a copy of the code that has another name in the same
+place calls what the module holds under that name, and all else stays: globals, closure, ``super()``, lines and
+breakpoints. No source is needed.
+"""
+
+import dis
+import importlib.util
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+# find(name, function) returns what takes the place of a function that is called by a name, or None.
+Find = Callable[[str, types.FunctionType], Callable | None]
+
+
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields code, and the code of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested(constant)
+
+
+def copy_of(function: types.FunctionType, code: types.CodeType, closure: tuple | None) -> types.FunctionType:
+    """Returns a function with everything of this function but its code and its closure."""
+    new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    vars(new).update({name: value for name, value in vars(function).items() if name != "__wrapped__"})
+    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
+        setattr(new, name, getattr(function, name))
+    return new
+
+
+def renamed(function: types.FunctionType, find: Find, known: dict | None = None) -> types.FunctionType:
+    """Returns a copy of a function that calls what find returns, or the function itself if it calls nothing of it.
+
+    Functions of the same module that it calls, functions that it defines or imports inside of it, and decorators that
+    keep the function in their closure are followed. ``_torch_rope`` of the result is a tuple of what find returned.
+
+    Args:
+        known: what was returned for functions before.
+
+    Raises NotImplementedError if a name of its cannot be given another meaning, or find raises it.
+    """
+    known = {} if known is None else known
+    if function not in known:
+        known[function] = function  # ends the recursion of functions that call each other
+        try:
+            known[function] = _renamed(function, find, known)
+        except NotImplementedError:
+            del known[function]
+            raise
+    return known[function]
+
+
+def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.FunctionType:
+    inner = getattr(function, "__wrapped__", None)
+    if isinstance(inner, types.FunctionType):
+        return _decorated(function, inner, renamed(inner, find, known))
+    names, codes, found = {}, {}, []
+    for name, value, home in _functions(function):
+        new = find(name, value)
+        if new is None and value.__module__ == function.__module__ and value is not function:
+            new = renamed(value, find, known)
+        if new is not None and new is not value:
+            found += getattr(new, "_torch_rope", ())
+            names[name] = _install(home, name, new)
+    for code in nested(function.__code__):
+        if code is function.__code__ or code.co_name.startswith("<"):
+            continue
+        if (new := find(code.co_name, _made_inside(function, code))) is not None:
+            if code.co_freevars:
+                raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")
+            found += getattr(new, "_torch_rope", ())
+            codes[code] = _call_of(_install(function.__globals__, code.co_name, new), code)
+    if not names and not codes:
+        return function
+    result = copy_of(function, _replaced(function.__code__, names, codes), function.__closure__)
+    result._torch_rope = tuple(dict.fromkeys(found))
+    return result
+
+
+def _decorated(function: Callable, inner: Callable, new: Callable) -> Callable:
+    """Returns a function whose decorator keeps a new function instead of the inner one."""
+    if new is inner:
+        return function
+    cells = tuple(types.CellType(new) if c.cell_contents is inner else c for c in function.__closure__ or ())
+    if cells == (function.__closure__ or ()):
+        raise NotImplementedError(
+            f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
+        )
+    result = copy_of(function, function.__code__, cells)
+    result.__wrapped__, result._torch_rope = new, new._torch_rope
+    return result
+
+
+def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.FunctionType, dict]]:
+    """Yields the functions that a function loads as globals, or imports inside: the name, the function, and the
+    namespace that holds it."""
+    seen = set()
+    for code in nested(function.__code__):
+        home, constants = {}, []
+        for i in dis.get_instructions(code):
+            if i.opname.startswith("LOAD_CONST") or i.opname == "LOAD_SMALL_INT":
+                constants.append(i.argval)
+            elif i.opname == "IMPORT_NAME":
+                name = importlib.util.resolve_name(
+                    "." * constants[-2] + i.argval, function.__globals__.get("__package__")
+                )
+                home = vars(sys.modules[name]) if name in sys.modules else {}
+            elif i.opname in ("LOAD_GLOBAL", "IMPORT_FROM") and i.argval not in seen:
+                holder = home if i.opname == "IMPORT_FROM" else function.__globals__
+                if isinstance(value := holder.get(i.argval), types.FunctionType):
+                    seen.add(i.argval)
+                    yield i.argval, value, holder
+
+
+def _made_inside(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
+    """Returns the function that a function defines by this code, as far as it needs nothing of the function around it."""
+    inner = types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
+    inner.__module__ = function.__module__
+    return inner
+
+
+def _install(home: dict, name: str, value: Callable) -> str:
+    """Puts a function into a module under a name that no other function has, and returns that name."""
+    names = (f"_torch_rope_{name}_{n}" for n in itertools.count())
+    return next(new for new in names if home.setdefault(new, value) is value)
+
+
+def _call_of(name: str, code: types.CodeType) -> types.CodeType:
+    """Returns the code of a function that calls the global of this name, to stand where this code defines a function."""
+
+    def call(*args, **kwargs):
+        return _torch_rope(*args, **kwargs)  # noqa: F821  the name is replaced below
+
+    of_code = {name: getattr(code, name) for name in ("co_name", "co_firstlineno", "co_filename")}
+    return call.__code__.replace(co_names=(name,), **of_code)
+
+
+def _replaced(code: types.CodeType, names: dict[str, str], codes: dict) -> types.CodeType:
+    """Returns code in which globals have other names, and functions that it defines have other code."""
+    if code in codes:
+        return codes[code]
+    for i in dis.get_instructions(code) if set(names) & set(code.co_names) else ():
+        if i.argval in names and i.opname not in ("LOAD_GLOBAL", "IMPORT_FROM") and "FAST" not in i.opname:
+            raise NotImplementedError(f"uses the name {i.argval} in {i.opname}, and so cannot call it by another name")
+    constants = [_replaced(c, names, codes) if isinstance(c, types.CodeType) else c for c in code.co_consts]
+    return code.replace(co_names=tuple(names.get(n, n) for n in code.co_names), co_consts=tuple(constants))
