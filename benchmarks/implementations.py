@@ -823,13 +823,14 @@ def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
     from diffusers.models.transformers import transformer_ltx, transformer_qwenimage, transformer_wan
 
     from torch_rope.integrations._conventions import each_twice
-    from torch_rope.integrations.diffusers import Rebuilder
+    from torch_rope.integrations._names import made_inside, nested
 
     cos, sin = each_twice(*data.rows, case.interleaved)  # [1, seq, rotary_dim]
     pair = [(cos[0], sin[0])]
     if case.model == "Wan":
-        local = Rebuilder().local_functions(transformer_wan.WanAttnProcessor.__call__)
-        return local["apply_rotary_emb"], [cos[:, :, None], sin[:, :, None]], {}
+        call = transformer_wan.WanAttnProcessor.__call__
+        (code,) = (code for code in nested(call.__code__) if code.co_name == "apply_rotary_emb")
+        return made_inside(call, code), [cos[:, :, None], sin[:, :, None]], {}
     if case.model == "Flux":
         return embeddings.apply_rotary_emb, pair, {"sequence_dim": 1}
     if case.model == "Cosmos":
@@ -843,13 +844,12 @@ def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
 @adapter("diffusers", "function of diffusers")
 def rotary_function(case: Case, data: Data, patched=False) -> Run:
     """The rotary function of a model of diffusers, or what takes its place in a patched model, for q and for k."""
-    from torch_rope.integrations._conventions import ConventionFunction
-    from torch_rope.integrations.diffusers.conventions import CONVENTIONS
+    from torch_rope.integrations._rotary import Rotary
+    from torch_rope.integrations.diffusers.conventions import CONVENTIONS, TEXTS
 
     function, tables, options = function_of(case, data)
     if patched:
-        known = ConventionFunction(function, CONVENTIONS)
-        function = known.with_signature(known.rotator.rotate)
+        function = Rotary(function, case.model, CONVENTIONS, TEXTS)
 
     def rotate(x):
         if case.model == "LTX":  # x is [batch, seq, channels]

@@ -70,7 +70,7 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
     for code in nested(function.__code__):
         if code is function.__code__ or code.co_name.startswith("<"):
             continue
-        if (new := find(code.co_name, _made_inside(function, code))) is not None:
+        if (new := find(code.co_name, made_inside(function, code))) is not None:
             if code.co_freevars:
                 raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")
             found += getattr(new, "_torch_rope", ())
@@ -117,7 +117,7 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
                     yield i.argval, value, holder
 
 
-def _made_inside(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
+def made_inside(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
     """Returns the function that a function defines by this code, as far as it needs nothing of the function around it."""
     inner = types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
     inner.__module__ = function.__module__
