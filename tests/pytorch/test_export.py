@@ -32,8 +32,8 @@ class Rotating(torch.nn.Module):
         self.op = op
         cos, sin = tables(device)
         self.register_buffer("cos", cos)
-        # On mps torch loads only contiguous tensors.
-        self.register_buffer("sin", sin if device != "mps" else sin.contiguous())
+        # On a GPU torch loads only contiguous tensors.
+        self.register_buffer("sin", sin if device == "cpu" else sin.contiguous())
         self.register_buffer("kv", torch.zeros(2, 6, LENGTH, KV_HEADS, DIM, device=device) if "cache" in op else None)
         self.register_buffer("norm", torch.stack(norm_weights(device)) if "norm" in op else None)
 
