@@ -112,7 +112,11 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
                 home = vars(sys.modules[name]) if name in sys.modules else {}
             elif i.opname in ("LOAD_GLOBAL", "IMPORT_FROM") and i.argval not in seen:
                 holder = home if i.opname == "IMPORT_FROM" else function.__globals__
-                if isinstance(value := holder.get(i.argval), types.FunctionType):
+                value = holder.get(i.argval)
+                # The kernels package makes a module of a function, whose forward has the function in its closure.
+                for cell in getattr(getattr(type(value), "forward", None), "__closure__", None) or ():
+                    value = cell.cell_contents
+                if isinstance(value, types.FunctionType):
                     seen.add(i.argval)
                     yield i.argval, value, holder
 
