@@ -128,7 +128,8 @@ def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callab
     """Returns the forward that a module gets, and a note about it."""
     needed = ("layer_idx", "head_dim", "scaling", "attention_dropout", "config", "o_proj", *PROJECTIONS)
     missing = [name for name in needed if not hasattr(module, name)]
-    rotaries = [call for call in new._torch_rope if isinstance(call, Rotary) and call.convention.tensors == 2]
+    # Of the functions of q, k, cos, sin and the dimension of heads.
+    rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
     if missing:
         return new, f"not fused: it has no {missing[0]}"
     arguments = [*inspect.signature(inspect.unwrap(function)).parameters][1:4]
