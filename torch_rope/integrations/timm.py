@@ -40,9 +40,8 @@ LIBRARY = Library(
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> Patch:
     """Makes a model of timm rotate q and k with torch_rope, for inference and training.
 
-    The change takes effect at once and concerns this model only. The returned handle restores the model, either by its
-    ``undo()`` method or at the end of a ``with`` block. Prefix tokens, such as class tokens and registers, stay as they
-    are, as in timm.
+    Prefix tokens, such as class tokens and registers, stay as they are, as in timm. The rest is as in
+    :func:`torch_rope.integrations.diffusers.patch`: the handle, the copies of a model, and the errors.
 
     Args:
         model: a model of timm, or any module that contains one.
@@ -50,14 +49,5 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
             ``torch.compile``. Tables that are trained (mixed frequencies) then go to timm's own function, because the
             order of their gradients' sums is its own. "once" rounds once, at the end, and rotates by such tables too.
         fuse: changes nothing, because the models of timm 1.0 cut prefix tokens off between a norm and the rotation.
-
-    Returns:
-        A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
-
-    Raises:
-        TypeError: model is not a module.
-        NotImplementedError: the model rotates in a way that torch_rope does not support. The model is unchanged.
-        ValueError: no module of the model rotates, or the model is already patched in another way. The model is
-            unchanged.
     """
     return patch_model(LIBRARY, model, {"rounding": rounding, "fuse": fuse}, None, None)

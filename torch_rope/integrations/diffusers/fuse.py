@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..._ops import ops
 from .._conventions import Sample
-from .._norm import Norm, close, guesses
-from .._rotary import plainly
+from .._fuse import Norm, agree, are_watched, guesses, trained
 
 # The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
 _TABLES = {"rotary_emb": lambda t: t[None, :, None], "image_rotary_emb": lambda t: t}
-# The attributes of a module that are not empty if something sees its calls. Hooks of diffusers replace forward.
-_WATCHED = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 @functools.lru_cache(16)  # torch.compile compiles once for all layers with the same method
@@ -52,11 +48,9 @@ def _fused(own: Callable, norm: Norm) -> Callable:
 
 def _is_plain(attn: nn.Module, x: Tensor) -> bool:
     """Returns whether nothing watches the norms of a layer, or computes in another dtype, or fuses them itself."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
-        return False
     norms = attn.norm_q, attn.norm_k
-    watched = any(vars(m).get(name) for m in norms for name in _WATCHED)
-    return not watched and all(m.weight.dtype == x.dtype for m in norms)
+    fuses_itself = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return not fuses_itself and not are_watched(*norms) and all(m.weight.dtype == x.dtype for m in norms)
 
 
 def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
@@ -68,26 +62,18 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
         return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
     for norm in guesses(*norms):
         call = _fused(new, norm)
-        if _agrees(module, owner, new, call, form):
+        trial = functools.partial(_in_training, module, owner, form)
+        if agree(new, call, [trial]):
             call._torch_rope = new._torch_rope
             return call, "fused: norm_q, norm_k and the rotation"
     return new, "not fused: its norms are not two RMS norms with weights, or the results would differ"
 
 
-def _agrees(attn: nn.Module, processor: Any, own: Callable, fused: Callable, form: Callable) -> bool:
-    """Returns whether a fused method computes what the own one computes, and its gradient."""
-    results = []
-    try:
-        weight = attn.to_q.weight
-        sample = Sample(2, 5, 1, weight.shape[1], weight.shape[0] // attn.heads // 4, weight.dtype, weight.dtype)
-        x, *tables = (t.to(weight.device) for t in (sample.x(2, 5), *sample.angles(5)))
-        # The four channels of two pairs have the same angle, in either pairing.
-        tables = [form(t.repeat_interleave(2, -1).repeat(1, 2)) for t in tables]
-        for method in (own, fused):
-            with plainly(), torch.enable_grad():
-                leaf = x.clone().requires_grad_()
-                out = method(processor, attn, leaf, None, None, tables)
-                results.append([out.detach(), torch.autograd.grad(out.float().square().sum(), leaf)[0]])
-        return all(close(a, e) for a, e in zip(*results, strict=True))
-    except Exception:  # the layer takes something else, or is on the device meta
-        return False
+def _in_training(attn: nn.Module, processor: Any, form: Callable, method: Callable) -> list[Tensor]:
+    """Returns what a method of a processor computes for random numbers, and its gradient."""
+    weight = attn.to_q.weight
+    sample = Sample(2, 5, 1, weight.shape[1], weight.shape[0] // attn.heads // 4, weight.dtype, weight.dtype)
+    x, *tables = (t.to(weight.device) for t in (sample.x(2, 5), *sample.angles(5)))
+    # The four channels of two pairs have the same angle, in either pairing.
+    tables = [form(t.repeat_interleave(2, -1).repeat(1, 2)) for t in tables]
+    return trained(attn, lambda x: method(processor, attn, x, None, None, tables), x)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._ops import ops
 from .._conventions import Sample
-from .._norm import Norm, close, guesses
+from .._fuse import Norm, agree, are_watched, guesses, trained
 from .._rotary import Rotary, plainly
 
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
@@ -35,7 +34,8 @@ def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
         def unfused():
             return own(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
 
-        if position_embeddings is None or _is_watched(self):
+        parts = [self._modules[n] for n in (*PROJECTIONS, *NORMS) if self._modules.get(n) is not None]
+        if position_embeddings is None or are_watched(*parts):
             return unfused()
         # q: [batch, seq, heads, head_dim]; k and v have kv_heads
         q, k, v = (getattr(self, n)(hidden_states).unflatten(-1, (-1, self.head_dim)) for n in PROJECTIONS)
@@ -76,14 +76,6 @@ def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
 
     forward._torch_rope = (rotary,)
     return forward
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Returns whether hooks would see the results of projections and norms, or their calls."""
-    parts = [module._modules[name] for name in (*PROJECTIONS, *NORMS) if module._modules.get(name) is not None]
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    watched = any(getattr(part, name) for part in parts for name in hooks)
-    return watched or (_has_any_global_hook() and not torch.compiler.is_compiling())
 
 
 def _layer_to_write(cache: Any, index: int, k: Tensor, v: Tensor) -> StaticLayer | None:
@@ -139,7 +131,7 @@ def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callab
     agrees = False
     for norm in guesses(*norms) if len(norms) == 2 else [None] * (not norms):
         forward = _forward_of(new, rotaries[0].rounded_once(), norm)
-        if agrees := _agrees(module, new, forward, rotaries[0]):
+        if agrees := agree(new, forward, _trials(module, rotaries[0])):
             parts = f"{'q_norm, k_norm and ' * bool(norms)}the rotation; with the write into a StaticCache"
             return forward, f"fused: {parts}"
     return new, f"not fused: {'it could not be tried' if agrees is None else 'the results would differ'}"
@@ -148,59 +140,29 @@ def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callab
 # ---- the trial ----
 
 
-def _agrees(module: nn.Module, own: Callable, fused: Callable, rotary: Rotary) -> bool | None:
-    """Returns whether a fused forward computes what a module's own does, or None if the own one could not be called."""
-    weight, agrees = next((p for p in module.parameters() if p.is_floating_point()), None), None
+def _trials(module: nn.Module, rotary: Rotary) -> list[Callable]:
+    """Returns functions that call a forward of a module, in training, without a cache and with caches."""
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
     if weight is None or weight.is_meta:
-        return None
+        return []
     sample = Sample(2, 7, 1, module.head_dim, module.head_dim // 2, weight.dtype, weight.dtype)
     _, _, cos, sin, *_ = next(rotary.convention.samples(sample))
     sample.head_dim = module.config.hidden_size
     x, *tables = (t.to(weight.device) for t in (sample.x(2, 7), cos, sin))
-    for results in (_in_training, _without_a_cache, _with(DynamicCache), _with(StaticCache, max_cache_len=7)):
-        try:
-            expected = results(own, module, x, tables)
-        except Exception:  # the module does not support this
-            continue
-        try:
-            actual = results(fused, module, x, tables)
-        except Exception:
-            return False
-        if not all(close(a, e) for a, e in zip(actual, expected, strict=True)):
-            return False
-        agrees = True
-    return agrees
 
-
-def _in_training(forward: Callable, module: nn.Module, x: Tensor, tables: list[Tensor]) -> list[Tensor]:
-    modes = {part: part.training for part in module.modules()}
-    try:
-        with plainly(), torch.enable_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            x = x.detach().requires_grad_()
-            out = forward(module.train(), x, tables, None)[0]
-            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [x])]
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
-def _without_a_cache(forward: Callable, module: nn.Module, x: Tensor, tables: list[Tensor]) -> list[Tensor]:
-    with plainly():
-        return [forward(module, x, tables, None)[0]]
-
-
-def _with(make: type[Cache], **more: int) -> Callable:
-    """Returns a trial of a prompt of five tokens and two single tokens with a cache."""
-
-    def results(forward: Callable, module: nn.Module, x: Tensor, tables: list[Tensor]) -> list[Tensor]:
+    def with_cache(make: Callable[..., Cache], forward: Callable, **more: int) -> list[Tensor]:
+        """Returns the results of a prompt of five tokens and of two single tokens, and what the cache holds."""
         cache, found = make(config=module.config, **more), []
-        with plainly():
-            for begin, end in ((0, 5), (5, 6), (6, 7)):
-                seen = torch.ones(end, more.get("max_cache_len", end), dtype=torch.bool, device=x.device).tril()[begin:]
-                mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)[None, None]
-                found.append(forward(module, x[:, begin:end], [t[:, begin:end] for t in tables], mask, cache)[0])
+        for begin, end in ((0, 5), (5, 6), (6, 7)):
+            seen = torch.ones(end, more.get("max_cache_len", end), dtype=torch.bool, device=x.device).tril()[begin:]
+            mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)[None, None]
+            found.append(forward(module, x[:, begin:end], [t[:, begin:end] for t in tables], mask, cache)[0])
         layer = cache.layers[module.layer_idx]
         return [*found, layer.keys, layer.values]
 
-    return results
+    return [
+        lambda forward: trained(module, lambda x: forward(module, x, tables, None)[0], x),
+        plainly()(lambda forward: [forward(module, x, tables, None)[0]]),
+        plainly()(lambda forward: with_cache(DynamicCache, forward)),
+        plainly()(lambda forward: with_cache(StaticCache, forward, max_cache_len=7)),
+    ]

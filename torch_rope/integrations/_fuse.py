@@ -1,0 +1,89 @@
+"""What fused layers of all libraries have in common: their norms, and the trial that shows whether they are right."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ._rotary import plainly
+
+
+class Norm(NamedTuple):
+    """An RMS norm with a weight."""
+
+    eps: float
+    plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
+
+    def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
+        w = module.weight
+        if self.plus_one:
+            w = 1.0 + w.float()
+        elif w.dtype not in (x.dtype, torch.float32):
+            w = w.float()
+        return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
+
+
+def guesses(*modules: nn.Module) -> list[Norm]:
+    """Returns the RMS norms that modules may all be, as far as their attributes tell."""
+    names, every_eps = ("eps", "variance_epsilon", "norm_eps"), set()
+    for module in modules:
+        every_eps.add(next((v for n in names if isinstance(v := vars(module).get(n), float)), None))
+        if [n for n, p in module.named_parameters() if p.dim() == 1] != ["weight"]:
+            return []
+    return [Norm(eps, plus_one) for eps in every_eps if eps and len(every_eps) == 1 for plus_one in (False, True)]
+
+
+def are_watched(*modules: nn.Module) -> bool:
+    """Returns whether something sees the calls of modules, which a fused layer does not make."""
+    names = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    watched = any(vars(module).get(name) for module in modules for name in names)
+    return watched or (_has_any_global_hook() and not torch.compiler.is_compiling())
+
+
+def agree(own: Callable, fused: Callable, trials: Iterable[Callable]) -> bool | None:
+    """Returns whether a fused method computes what the own method does, but for rounding.
+
+    Returns None if the own method could be called in none of the trials.
+
+    Args:
+        trials: functions that call a method on random numbers, and return its results.
+    """
+    agrees = None
+    for results in trials:
+        try:
+            expected = results(own)
+        except Exception:  # the layer does not support this
+            continue
+        try:
+            agrees = all(map(_close, results(fused), expected))
+        except Exception:
+            return False
+        if not agrees:
+            return False
+    return agrees
+
+
+def trained(layer: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Returns what a layer computes in training, and the gradient of x."""
+    modes = {module: module.training for module in layer.modules()}
+    layer.train()
+    try:
+        with plainly(), torch.enable_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            x = x.detach().requires_grad_()
+            out = forward(x)
+            return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [x])]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    """Returns whether two results differ by no more than rounding to their dtype, as a part of the largest number."""
+    tolerance = 2e-5 if expected.dtype in (torch.float32, torch.float64) else 2**-6
+    if actual.shape != expected.shape or not actual.numel():
+        return actual.shape == expected.shape
+    return bool((actual.double() - expected.double()).abs().max() <= tolerance * expected.double().abs().max())
