@@ -166,10 +166,9 @@ class Rotary:
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
             key = xs[0].dtype, [x.shape for x in xs], versions, [v for v in others if not isinstance(v, Tensor)]
-            if self._last is not None:
-                seen, known, call = self._last
-                if known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True)):
-                    return call
+            seen, known, call = self._last or ((), None, None)  # another thread may change it
+            if known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True)):
+                return call
             others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
         reading = self.convention.read(xs[0], *others)
         placed = reading and _placed(xs, reading)
