@@ -89,7 +89,7 @@ class _Finder:
         library = self.library
         if function in _registered or not library.rotary.search(name):
             return _registered.get(function)
-        key = getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
+        key = name, getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
         try:
             if key not in _found:
                 _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
