@@ -27,7 +27,8 @@ from ._conventions import Convention, Reading, Sample
 from ._names import nested
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TURNS = (-1, -1), (-2, -3), (-1, -2)  # the dimensions that are swapped in gradients
+_WHOLE = (torch.int32, torch.int64)
+_NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
 class _Layout(NamedTuple):
@@ -83,15 +84,10 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _La
 
 
 class Rotary:
-    """A rotary function that follows a convention, and computes with torch_rope.
+    """A rotary function that follows one of the conventions of its library, and computes with torch_rope.
 
-    Args:
-        function, name: the rotary function, and its name for messages.
-        conventions: those of its library.
-        texts: the known texts of functions with branches, see :func:`text_of`.
-        rounding: "eager" or "once", see the functions patch.
-
-    ``str()`` says what was found out.
+    ``str()`` says what was found out. texts has the known texts of functions with branches, see :func:`text_of`; rounding
+    is that of the functions patch.
 
     Raises NotImplementedError if the function follows no convention, or branches in a text that is not known.
     """
@@ -121,7 +117,6 @@ class Rotary:
         return (self,)
 
     def rounded_once(self) -> "Rotary":
-        """Returns the same function with the rounding "once"."""
         return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
 
     def takes(self, tables: tuple[Tensor, ...]) -> bool:
@@ -162,7 +157,9 @@ class Rotary:
         others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
         tables = [t for t in others if isinstance(t, Tensor)]
-        lasting = _are_lasting(tables, others)
+        # The next layer may be called with the same tables, which are then known by their identity.
+        lasting = tables and not is_traced() and all(isinstance(v, Tensor | int | None) for v in others)
+        lasting = lasting and all(type(t) is Tensor and not t.requires_grad and t.dtype not in _WHOLE for t in tables)
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
             key = xs[0].dtype, [x.shape for x in xs], versions, [v for v in others if not isinstance(v, Tensor)]
@@ -212,23 +209,23 @@ class Rotary:
 
     # ---- finding out what it computes ----
 
-    def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8, turns: tuple = TURNS) -> Iterator:
+    def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
         """Yields random arguments of these dtypes that the function takes, and its outcome for them."""
         for size, more in product(sizes, (0, 8)):
             with plainly():
                 samples = [*self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes))]
             for values in samples:
-                if (outcome := self._outcome(self.function, values, turns)) is not None:
+                if (outcome := self._outcome(self.function, values)) is not None:
                     yield values, outcome
 
-    def _outcome(self, function: Callable, values: Sequence[Any], turns: tuple) -> tuple[list, list] | None:
+    def _outcome(self, function: Callable, values: Sequence[Any]) -> tuple[list, list] | None:
         """Returns what a function returns, and the gradients of x, or of q and k, for gradients with several strides.
 
         Returns None if the function does not take these arguments.
         """
         n, gradients = self.convention.tensors, []
-        with plainly(), torch.set_grad_enabled(bool(turns)):
-            leaves = [x.detach().requires_grad_(bool(turns)) for x in values[:n]]
+        with plainly(), torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in values[:n]]
             try:
                 results = function(**dict(zip(self._defaults, [*leaves, *values[n:]], strict=True)))
             except Exception:
@@ -236,26 +233,25 @@ class Rotary:
             results = [results] if isinstance(results, Tensor) else [*filter(torch.is_tensor, results or ())]
             if [r.shape for r in results] != [x.shape for x in leaves]:
                 return None
-            for dims in turns:
+            for dims in ((-1, -1), (-2, -3), (-1, -2)):
                 turned = [r.transpose(*dims).shape for r in results]
                 given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in turned]
                 given = [g.transpose(*dims) for g in given]
                 gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
 
-    def _own_outcome(self, values: Sequence[Any], turns: tuple = ()) -> tuple[list, list] | None:
+    def _own_outcome(self, values: Sequence[Any]) -> tuple[list, list] | None:
         self._last = None
-        return self._outcome(lambda **given: self._rotated([*given.values()]), values, turns)
+        return self._outcome(lambda **given: self._rotated([*given.values()]), values)
 
     def _agreement(self, values: Sequence[Any], expected: tuple[list, list]) -> int:
         """Returns 3 if torch_rope has the bits of an outcome, 2 without strides of gradients, 1 without gradients, or 0."""
         actual = self._own_outcome(values)
         if actual is None or not _same(actual[0], expected[0]):
             return 0
-        gradients = self._own_outcome(values, TURNS)[1]
-        if not _same(gradients, expected[1]):
+        if not _same(actual[1], expected[1]):
             return 1
-        return 3 if [g.stride() for g in gradients] == [g.stride() for g in expected[1]] else 2
+        return 3 if [g.stride() for g in actual[1]] == [g.stride() for g in expected[1]] else 2
 
     def _kind(self, values: Sequence[Any]) -> tuple:
         """Returns what decides how the function rounds."""
@@ -269,8 +265,9 @@ class Rotary:
             if self.convention.tensors + self.convention.others != len(self._defaults):
                 continue
             agreed: dict = {}
-            for values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3)), turns=()):
-                if not _close(self._own_outcome(values), expected):
+            for values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
+                actual = self._own_outcome(values)
+                if actual is None or not _close(actual[0], expected[0]):
                     agreed = {}
                     break
                 agreed.setdefault(self._kind(values)[-1], []).append(values)
@@ -329,29 +326,14 @@ class Rotary:
         return Rounding.once(*kind[:2], result), "" if self._once else "rounded once, without the function's bits,"
 
 
-_NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
-
-
-def _are_lasting(tables: Sequence[Tensor], others: Sequence[Any]) -> bool:
-    """Returns whether the next layer may be called with the same tables, which are then known by their identity."""
-    return (
-        bool(tables)
-        and not is_traced()
-        and all(type(t) is Tensor and not t.requires_grad and t.dtype not in (torch.int32, torch.int64) for t in tables)
-        and all(isinstance(v, Tensor | int | None) for v in others)
-    )
-
-
 def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
     return all(a.dtype == e.dtype and torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def _close(actual: tuple | None, expected: tuple) -> bool:
+def _close(actual: list[Tensor], expected: list[Tensor]) -> bool:
     """Returns whether results have the same numbers up to rounding. A few functions always return bfloat16."""
-    limit = 1e-5 if expected[0][0].dtype == torch.float32 else 2e-2
-    return actual is not None and all(
-        torch.allclose(a.float(), e.float(), limit, limit) for a, e in zip(actual[0], expected[0], strict=True)
-    )
+    limit = 1e-5 if expected[0].dtype == torch.float32 else 2e-2
+    return all(torch.allclose(a.float(), e.float(), limit, limit) for a, e in zip(actual, expected, strict=True))
 
 
 @contextlib.contextmanager
