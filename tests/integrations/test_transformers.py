@@ -4,6 +4,7 @@ model.
 tests/exhaustive/models/test_families.py tests that the results are right for every family.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -131,11 +132,17 @@ class Rotary(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def test_a_model_whose_tables_are_no_rotation_is_refused():
-    model = nn.ModuleDict({"rotary_emb": Rotary(True), "layer": Layer()})
-    with pytest.raises(NotImplementedError, match="rotary_emb has different angles for the two channels of a pair"):
-        patch(model)
-    assert unpatched(model)
+def test_tables_that_are_no_rotation_for_several_axes_are_left_to_the_function(calls):
+    """Also if tables of the same shape were right before, as those of text are in HunYuan-VL."""
+    layer, (q, k) = Layer(), torch.randn(2, 1, 2, 5, 16)
+    tables = [Rotary(wrong)(q, torch.arange(5)[None]) for wrong in (False, True)]
+    expected = [layer(q, k, *t) for t in tables]
+    patch(layer)
+    calls.clear()
+    for t, e in zip(tables, expected, strict=True):
+        with contextlib.nullcontext() if t is tables[0] else pytest.warns(UserWarning, match="is no rotation"):
+            assert all(map(torch.equal, layer(q, k, *t), e))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("printed", [False, True])

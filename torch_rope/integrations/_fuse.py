@@ -44,12 +44,9 @@ def are_watched(*modules: nn.Module) -> bool:
 
 
 def agree(own: Callable, fused: Callable, trials: Iterable[Callable]) -> bool | None:
-    """Returns whether a fused method computes what the own method does, but for rounding.
+    """Returns whether a fused method has the results of the own method in every trial, but for rounding.
 
-    Returns None if the own method could be called in none of the trials.
-
-    Args:
-        trials: functions that call a method on random numbers, and return its results.
+    Returns None if the own method takes part in no trial.
     """
     agrees = None
     for results in trials:

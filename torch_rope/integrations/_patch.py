@@ -35,8 +35,6 @@ class Library:
     texts: Collection[str]  # the known texts of functions with branches
     # Returns whether the classes of a Python module have no methods that rotate.
     is_left_out: Callable[[str], bool] = lambda module: module.split(".")[0] in ("torch", "builtins")
-    # Raises an error if what was found in a model must not be replaced.
-    check: Callable[[nn.Module, list], None] = lambda model, replaced: None
 
 
 # ---- functions ----
@@ -188,15 +186,10 @@ def _processor_class(old: type, methods: dict[str, Callable]) -> type:
 
 
 class _Search:
-    """Finds what must be replaced in a model so that it rotates with torch_rope.
-
-    Args:
-        name: what errors call the model.
-        ours: what is replaced already.
-    """
+    """Finds what must be replaced in a model so that it rotates with torch_rope, besides ours, which is replaced."""
 
     def __init__(self, finder: _Finder, fuse: Fuse | None, name: str, ours: list[Replaced]):
-        self.finder, self.name = finder, name
+        self.finder, self.name = finder, name  # errors name the model
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
         self._methods: dict[type, dict[str, list]] = {}
@@ -220,9 +213,9 @@ class _Search:
                     yield Replaced(path, module, attribute, now, old, tuple(calls))
 
     def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
-        """Returns the methods of a class: for each name the functions, of which overriding ones come first.
+        """Returns the methods of a class by name, but for those of base classes that the library leaves out.
 
-        Methods of torch and of the library's own base classes are left out.
+        Of several methods of a name, overriding ones come first.
         """
         if cls not in self._methods:
             found: dict[str, list] = {}
@@ -234,8 +227,7 @@ class _Search:
         return self._methods[cls]
 
     def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
-        """Yields the methods of a module or a processor that rotate and are not patched: the name, what takes the
-        method's place, and perhaps a note about it."""
+        """Yields the names of methods that rotate and are not patched, what takes their place, and perhaps a note."""
         for name, (function, *inherited) in self._methods_of(type(owner)).items():
             attribute = _attribute_of(owner, name)
             if (owner, attribute) in self.ours:
@@ -267,10 +259,9 @@ class _Search:
                 raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
 
     def _rotates(self, function: types.FunctionType) -> bool:
-        """Returns whether a method calls a rotary function, known or not."""
         try:
             return self.finder.renamed(function) is not function
-        except NotImplementedError:
+        except NotImplementedError:  # it calls a rotary function that is not known
             return True
 
 
@@ -335,13 +326,9 @@ class Patch:
 def patch_model(
     library: Library, model: nn.Module, options: dict, fuse: Fuse | None, angles: Callable | None, holder: Any = None
 ) -> Patch:
-    """Patches a model, and returns the handle.
+    """Patches a model, or the components of a pipeline, which is the holder. options are the arguments of patch.
 
-    Args:
-        options: the arguments of the function patch.
-        angles: angles(model, path) returns a forward for the module of this path that computes exact angles, or None and
-            a note that says why there is none.
-        holder: the pipeline of which model holds the components.
+    angles(model, path) returns a forward for the module of this path that computes exact angles, or None and a reason.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -355,9 +342,7 @@ def patch_model(
         handle = Patch(holder, options)
     search = _Search(_Finder(library, options["rounding"]), fuse, type(holder).__name__, handle.left())
     replaced, notes = [*search.of(model)], []
-    if replaced:
-        library.check(model, replaced)
-    elif not search.ours:
+    if not replaced and not search.ours:
         raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
     for path, module in model.named_modules() if angles else ():
         if (module, _attribute_of(module, "forward")) not in search.ours:

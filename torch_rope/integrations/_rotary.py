@@ -119,15 +119,6 @@ class Rotary:
     def rounded_once(self) -> "Rotary":
         return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
 
-    def takes(self, tables: tuple[Tensor, ...]) -> bool:
-        """Returns whether cos and sin are of a rotation. Tables that it cannot be called with are no evidence."""
-        x = torch.zeros(1, 1, tables[0].shape[-2], 2 * tables[0].shape[-1], device=tables[0].device)
-        others = [*tables, *[1] * (self.convention.others - 2)]
-        try:
-            return all(torch.equal(a, b) for a, b in self.convention.read(x, *others).must_be_equal())
-        except Exception:
-            return True
-
     # ---- computing ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +180,7 @@ class Rotary:
     def _are_of_a_rotation(self, reading: Reading) -> bool:
         """Returns whether the two channels of a pair have the same angle.
 
-        On a GPU, which would have to be waited for, tables are examined when their shape is new.
+        Tables of one token, which tell little, are examined when their shape is new, because a GPU has to be waited for.
         """
         if torch.compiler.is_compiling():
             if False in self._checked.values():
@@ -199,8 +190,10 @@ class Rotary:
                 for a, b in reading.must_be_equal():
                     torch._assert_async((a == b).all(), _NO_ROTATION.format(self.name))
             return True
-        key = reading.form, reading.cos.shape
-        if key not in self._checked or reading.cos.device.type == "cpu":
+        cos = reading.cos
+        key, is_cuda = (reading.form, cos.shape), cos.device.type == "cuda"
+        looks = cos.shape[-3:-1].numel() > 1 and not (is_cuda and torch.cuda.is_current_stream_capturing())
+        if looks or key not in self._checked:
             try:
                 self._checked[key] = all(torch.equal(a, b) for a, b in reading.must_be_equal())
             except RuntimeError:  # tensors on the device meta, fake ones and those of vmap do not show their numbers

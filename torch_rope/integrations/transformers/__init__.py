@@ -6,19 +6,13 @@ model by torch_rope. :func:`kernel_mapping` replaces it through transformers' ow
 rotary module is not changed, so every kind of frequencies and positions that transformers supports still works.
 """
 
-import contextlib
-import copy
-import inspect
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from .._angles import of_transformers
-from .._patch import Library, Patch, Replaced, patch_model, register
-from .._rotary import Rotary
+from .._patch import Library, Patch, patch_model, register
 from .conventions import CONVENTIONS, TEXTS
 from .hub import apply_rotary_transformers, kernel_mapping
 
@@ -30,33 +24,6 @@ def _is_left_out(module: str) -> bool:
     return package[0] in ("torch", "builtins") or (package[0] == "transformers" and package[1] != "models")
 
 
-def _check(model: nn.Module, replaced: list[Replaced]) -> None:
-    """Raises NotImplementedError if the tables of a rotary module are not those of a rotation.
-
-    Even if a function is a rotation, a table for positions along several axes may contain different angles for the two
-    channels of a pair.
-    """
-    calls = {call for r in replaced for call in r.calls}
-    for path, module in model.named_modules() if all(isinstance(call, Rotary) for call in calls) else ():
-        if any(not any(call.takes(tables) for call in calls) for tables in _sample_tables(module)):
-            raise NotImplementedError(
-                f"{type(model).__name__} is not patched: {path} has different angles for the two channels of a pair but "
-                "must have the same angle"
-            )
-
-
-def _sample_tables(module: nn.Module) -> Iterator[tuple]:
-    """Yields what a rotary module returns for positions of several shapes, along one axis or several axes."""
-    if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
-        return
-    module = copy.deepcopy(module)  # the call may change the frequencies, if they depend on the length
-    device = next((t.device for t in module.buffers()), torch.device("cpu"))
-    for shape in ((4, 1, 5), (3, 1, 5), (2, 1, 5), (2, 5), (5, 2), (1, 5)):
-        positions = (3 * torch.arange(math.prod(shape), device=device) % 7).view(shape)
-        with contextlib.suppress(Exception):  # the module does not take positions of this shape
-            yield module(torch.zeros(1, 5, 1, device=device), positions)
-
-
 LIBRARY = Library(
     patch="torch_rope.integrations.transformers.patch",
     example="AutoModelForCausalLM.from_pretrained(...)",
@@ -64,7 +31,6 @@ LIBRARY = Library(
     conventions=CONVENTIONS,
     texts=TEXTS,
     is_left_out=_is_left_out,
-    check=_check,
 )
 
 

@@ -24,11 +24,7 @@ PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 
 
 def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
-    """Returns the fused forward of an attention module.
-
-    own: the module's own forward, which computes in every case that is not fused.
-    norm: that of q, and of k, if there is one.
-    """
+    """Returns the fused forward of an attention module, whose own forward computes in every other case."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         def unfused():
