@@ -190,15 +190,13 @@ class Rotary:
                 for a, b in reading.must_be_equal():
                     torch._assert_async((a == b).all(), _NO_ROTATION.format(self.name))
             return True
-        cos = reading.cos
-        key, is_cuda = (reading.form, cos.shape), cos.device.type == "cuda"
-        looks = cos.shape[-3:-1].numel() > 1 and not (is_cuda and torch.cuda.is_current_stream_capturing())
-        if looks or key not in self._checked:
-            try:
+        key, cos = (reading.form, reading.cos.shape), reading.cos
+        captured = cos.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not captured and (key not in self._checked or cos.shape[-3:-1].numel() > 1):
+            # Tensors on the device meta, fake ones and those of vmap do not show their numbers.
+            with contextlib.suppress(RuntimeError):
                 self._checked[key] = all(torch.equal(a, b) for a, b in reading.must_be_equal())
-            except RuntimeError:  # tensors on the device meta, fake ones and those of vmap do not show their numbers
-                return True
-        return self._checked[key]
+        return self._checked.get(key, True)
 
     # ---- finding out what it computes ----
 
