@@ -73,35 +73,6 @@ def register(function: Callable, replacement: Callable | None) -> None:
     _registered[function] = new
 
 
-class _Finder:
-    """Finds what takes the place of the rotary functions of one library."""
-
-    def __init__(self, library: Library, rounding: str):
-        self.library, self.rounding, self.known = library, rounding, {}
-
-    def renamed(self, function: types.FunctionType) -> types.FunctionType:
-        """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
-        return _registered.get(function) or renamed(function, self, self.known)
-
-    def __call__(self, name: str, function: Callable) -> Callable | None:
-        library = self.library
-        if function in _registered or not library.rotary.search(name):
-            return _registered.get(function)
-        key = name, getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
-        try:
-            if key not in _found:
-                _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
-            return _found[key]
-        except NotImplementedError as error:
-            new = function  # which may call other rotary functions for parts of the channels
-            with contextlib.suppress(NotImplementedError):
-                new = renamed(function, self, self.known)
-            if new is function:
-                raise NotImplementedError(f"calls {name}: {error}") from None
-            new._torch_rope = tuple(map(str, new._torch_rope))  # nobody knows the tables of the parts
-            return new
-
-
 # ---- methods and processors ----
 
 
@@ -188,10 +159,11 @@ def _processor_class(old: type, methods: dict[str, Callable]) -> type:
 class _Search:
     """Finds what must be replaced in a model so that it rotates with torch_rope, besides ours, which is replaced."""
 
-    def __init__(self, finder: _Finder, fuse: Fuse | None, name: str, ours: list[Replaced]):
-        self.finder, self.name = finder, name  # errors name the model
+    def __init__(self, library: Library, rounding: str, fuse: Fuse | None, name: str, ours: list[Replaced]):
+        self.library, self.rounding, self.name = library, rounding, name  # errors name the model
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
+        self._known: dict[Callable, Callable] = {}
         self._methods: dict[type, dict[str, list]] = {}
         self._classes: dict[tuple, type] = {}  # torch.compile compiles once for all processors of one class
 
@@ -220,7 +192,7 @@ class _Search:
         if cls not in self._methods:
             found: dict[str, list] = {}
             for base in cls.__mro__:
-                for name, value in () if self.finder.library.is_left_out(base.__module__) else vars(base).items():
+                for name, value in () if self.library.is_left_out(base.__module__) else vars(base).items():
                     found.setdefault(name, []).append(value)
             functions = {n: fs for n, fs in found.items() if all(isinstance(f, types.FunctionType) for f in fs)}
             self._methods[cls] = functions
@@ -242,7 +214,7 @@ class _Search:
                     f"patched; undo that patch first. What is there: {'; '.join(map(str, function._torch_rope))}"
                 )
             try:
-                new = self.finder.renamed(function)
+                new = self._renamed(function)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{where} {error}") from None
             if new is not function:
@@ -260,9 +232,31 @@ class _Search:
 
     def _rotates(self, function: types.FunctionType) -> bool:
         try:
-            return self.finder.renamed(function) is not function
+            return self._renamed(function) is not function
         except NotImplementedError:  # it calls a rotary function that is not known
             return True
+
+    def _renamed(self, function: types.FunctionType) -> types.FunctionType:
+        """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
+        return _registered.get(function) or renamed(function, self._find, self._known)
+
+    def _find(self, name: str, function: Callable) -> Callable | None:
+        """Returns what takes the place of a function, or None if it is no rotary function by its name."""
+        library = self.library
+        if function in _registered or not library.rotary.search(name):
+            return _registered.get(function)
+        key = name, getattr(function, "__code__", function), function.__module__, library.patch, self.rounding
+        try:
+            if key not in _found:
+                _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
+            return _found[key]
+        except NotImplementedError as error:
+            new = function  # which may call other rotary functions for parts of the channels
+            with contextlib.suppress(NotImplementedError):
+                new = self._renamed(function)
+            if new is function:
+                raise NotImplementedError(f"calls {name}: {error}") from None
+            return new
 
 
 def _is_processor(value: Any) -> bool:
@@ -340,7 +334,7 @@ def patch_model(
     handle = vars(holder).get(HANDLE)
     if handle is None or handle.options != options:
         handle = Patch(holder, options)
-    search = _Search(_Finder(library, options["rounding"]), fuse, type(holder).__name__, handle.left())
+    search = _Search(library, options["rounding"], fuse, type(holder).__name__, handle.left())
     replaced, notes = [*search.of(model)], []
     if not replaced and not search.ours:
         raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
