@@ -43,24 +43,24 @@ def are_watched(*modules: nn.Module) -> bool:
     return watched or (_has_any_global_hook() and not torch.compiler.is_compiling())
 
 
-def agree(own: Callable, fused: Callable, trials: Iterable[Callable]) -> bool | None:
-    """Returns whether a fused method has the results of the own method in every trial, but for rounding.
+def disagreement(own: Callable, fused: Callable, trials: Iterable[Callable]) -> str:
+    """Returns why a fused method must not take the place of a layer's own method, or an empty text.
 
-    Returns None if the own method takes part in no trial.
+    Each trial calls a method on random numbers. The fused one must have the results of the own one, but for rounding.
     """
-    agrees = None
+    why = "it could not be tried"
     for results in trials:
         try:
             expected = results(own)
         except Exception:  # the layer does not support this
             continue
         try:
-            agrees = all(map(_close, results(fused), expected))
-        except Exception:
-            return False
-        if not agrees:
-            return False
-    return agrees
+            why = "" if all(map(_close, results(fused), expected)) else "the results would differ"
+        except Exception as error:
+            why = str(error)
+        if why:
+            return why
+    return why
 
 
 def trained(layer: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:

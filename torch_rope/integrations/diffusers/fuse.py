@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, agree, are_watched, guesses, trained
+from .._fuse import Norm, are_watched, disagreement, guesses, trained
 
 # The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
 _TABLES = {"rotary_emb": lambda t: t[None, :, None], "image_rotary_emb": lambda t: t}
@@ -63,7 +63,7 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
     for norm in guesses(*norms):
         call = _fused(new, norm)
         trial = functools.partial(_in_training, module, owner, form)
-        if agree(new, call, [trial]):
+        if not disagreement(new, call, [trial]):
             call._torch_rope = new._torch_rope
             return call, "fused: norm_q, norm_k and the rotation"
     return new, "not fused: its norms are not two RMS norms with weights, or the results would differ"

@@ -76,12 +76,12 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
             for the two channels of a pair. The function then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
-    fuser = None
+    fuse_layer = None
     if fuse:
-        from .fuse import Fuser  # transformers must be installed for it
+        from .fuse import fuser  # transformers must be installed for it
 
-        fuser = Fuser()
-    return patch_model(LIBRARY, model, options, fuser, _exact_angles if exact_angles else None)
+        fuse_layer = fuser()
+    return patch_model(LIBRARY, model, options, fuse_layer, _exact_angles if exact_angles else None)
 
 
 def _exact_angles(model: nn.Module, path: str) -> tuple[Callable | None, str]:

@@ -17,7 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, agree, are_watched, guesses, trained
+from .._fuse import Norm, are_watched, disagreement, guesses, trained
+from .._patch import Fuse
 from .._rotary import Rotary, plainly
 
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
@@ -93,44 +94,37 @@ def _next_slots(layer: StaticLayer, k: Tensor) -> Tensor:
     return tokens + layer.keys.shape[2] * torch.arange(batch, device=k.device)[:, None]
 
 
-class Fuser:
-    """Finds the forwards of the attention modules of one model. Layers that differ in weights only have one trial."""
+def fuser() -> Fuse:
+    """Returns a function that finds the forwards of one model. Layers that differ in weights only have one trial."""
+    known: dict[tuple, tuple[Callable, str]] = {}
 
-    def __init__(self):
-        self._known: dict[tuple, tuple[Callable, str]] = {}
-
-    def __call__(
-        self, module: nn.Module, owner: Any, name: str, function: Callable, new: Callable
-    ) -> tuple[Callable, str]:
+    def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
         if owner is not module or name != "forward":
             return new, ""
         plain = {n: v for n, v in vars(module).items() if isinstance(v, bool | int | float | str) and n != "layer_idx"}
         tensors = [(n, t.shape, t.dtype, t.device) for n, t in module.named_parameters()]
         key = type(module), function, *plain.items(), *tensors, *map(type, module.children())
-        if key not in self._known:
-            self._known[key] = _fused(module, function, new)
-        return self._known[key]
+        if key not in known:
+            known[key] = _fused(module, function, new)
+        return known[key]
+
+    return fuse
 
 
 def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and a note about it."""
-    needed = ("layer_idx", "head_dim", "scaling", "attention_dropout", "config", "o_proj", *PROJECTIONS)
-    missing = [name for name in needed if not hasattr(module, name)]
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
-    if missing:
-        return new, f"not fused: it has no {missing[0]}"
     arguments = [*inspect.signature(inspect.unwrap(function)).parameters][1:4]
     if len(rotaries) != 1 or arguments != ["hidden_states", "position_embeddings", "attention_mask"]:
         return new, "not fused: its arguments are others"
-    norms = [module._modules[n] for n in NORMS if module._modules.get(n) is not None]
-    agrees = False
+    norms, why = [module._modules[n] for n in NORMS if module._modules.get(n) is not None], "its norms are others"
     for norm in guesses(*norms) if len(norms) == 2 else [None] * (not norms):
         forward = _forward_of(new, rotaries[0].rounded_once(), norm)
-        if agrees := agree(new, forward, _trials(module, rotaries[0])):
-            parts = f"{'q_norm, k_norm and ' * bool(norms)}the rotation; with the write into a StaticCache"
-            return forward, f"fused: {parts}"
-    return new, f"not fused: {'it could not be tried' if agrees is None else 'the results would differ'}"
+        if not (why := disagreement(new, forward, _trials(module, rotaries[0]))):
+            what = f"{'q_norm, k_norm and ' * bool(norms)}the rotation"
+            return forward, f"fused: {what}; with the write into a StaticCache"
+    return new, f"not fused: {why}"
 
 
 # ---- the trial ----
@@ -139,7 +133,7 @@ def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callab
 def _trials(module: nn.Module, rotary: Rotary) -> list[Callable]:
     """Returns functions that call a forward of a module, in training, without a cache and with caches."""
     weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if weight is None or weight.is_meta:
+    if weight is None or weight.is_meta or not hasattr(module, "head_dim"):
         return []
     sample = Sample(2, 7, 1, module.head_dim, module.head_dim // 2, weight.dtype, weight.dtype)
     _, _, cos, sin, *_ = next(rotary.convention.samples(sample))
