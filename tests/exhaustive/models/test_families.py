@@ -245,10 +245,6 @@ def classes_of(file):
 
 # Families that are interleaved, but whose functions torch_rope does not support.
 ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
-# The function is a rotation, but its table has different angles for a pair. See test_transformers.py.
-WRONG_TABLES = {
-    "hunyuan_vl": "not a rotation: in a table for several axes, the two channels of a pair have different angles"
-}
 
 
 def written(served, refused):
@@ -275,7 +271,7 @@ def written(served, refused):
 
 def test_the_documentation_lists_all_modeling_files():
     """Finds out, without building models, which functions are rotations that torch_rope supports."""
-    served, refused, model_types = defaultdict(set), dict(WRONG_TABLES), {}
+    served, refused, model_types = defaultdict(set), {}, {}
     for file in modeling_files():
         family = file.__name__.split(".")[-2]
         configs = "".join(c.read_text() for c in Path(file.__file__).parent.glob("configuration_*.py"))
