@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -32,24 +33,21 @@ class Rounding:
         """Returns how torch_rope rounds x and tables of these dtypes by default."""
         return cls(x, tables if tables in (x, torch.float32) else torch.float32, result or x, False)
 
-
-def _policy(inside: Callable, **more: bool) -> Callable:
-    """Returns a function that returns how a rotary function rounds x and tables of two dtypes to a third one."""
-
-    def rounding(x: torch.dtype, tables: torch.dtype, result: torch.dtype) -> Rounding:
+    @classmethod
+    def each(cls, inside: Callable, x: torch.dtype, tables: torch.dtype, result: torch.dtype, **more) -> "Rounding":
+        """Returns how a function rounds each operation that computes in the dtype inside(x, tables)."""
         to = inside(x, tables)
         # The operators round to this dtype if it is that of x, or float32.
         direct = result == x and torch.promote_types(x, to) == to and to in (x, torch.float32)
-        return Rounding(x if direct else to, to, result, True, **more)
-
-    return rounding
+        return cls(x if direct else to, to, result, True, **more)
 
 
-# The ways in which rotary functions round, of which the usual ones come first.
+# What rotary functions compute in, given the dtypes of x and of the tables. The usual ones come first.
 _INSIDE = (torch.promote_types, lambda x, tables: torch.float32, lambda x, tables: torch.float64, lambda x, tables: x)
 _GRADIENTS = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
-POLICIES = [_policy(inside, **more) for more in _GRADIENTS for inside in _INSIDE]
-TURNED = [_policy(_INSIDE[1], turned=True, **more) for more in _GRADIENTS]
+# The ways in which rotary functions round: they return a Rounding for the dtypes of x, tables and result.
+POLICIES = [partial(Rounding.each, inside, **more) for more in _GRADIENTS for inside in _INSIDE]
+TURNED = [partial(Rounding.each, _INSIDE[1], turned=True, **more) for more in _GRADIENTS]
 
 
 class Operands(NamedTuple):
@@ -96,14 +94,12 @@ def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
 
 
 def _rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
-    r = o.rounding
+    r, cos, sin = o.rounding, o.cos, o.sin
     xs = [x.to(r.x) for x in xs]
     if r.turned:
-        # By an angle that is less by a quarter turn, a pair (a, b) becomes what it must become, (c, d), as (d, -c).
-        ys = [_turn(y, o.flags) for y in _operator(xs, o.sin, -o.cos, o.flags)]
-    else:
-        ys = _operator(xs, o.cos, o.sin, o.flags)
-    return tuple(y.to(r.result) for y in ys)
+        # A pair (a, b) becomes the same as (-b, a) by an angle that is less by a quarter turn.
+        xs, cos, sin = [_turn(x, o.flags) for x in xs], sin, -cos
+    return tuple(y.to(r.result) for y in _operator(xs, cos, sin, o.flags))
 
 
 def _operator(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, flags: dict) -> Sequence[Tensor]:
@@ -111,7 +107,7 @@ def _operator(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, flags: dict) -> Se
 
 
 def _turn(x: Tensor, flags: dict) -> Tensor:
-    """Returns x with its pairs (d, -c) replaced by (c, d), where x: [.., head_dim], all of which rotates."""
+    """Returns x with its pairs (a, b) replaced by (-b, a), where x: [.., head_dim], all of which rotates."""
     if flags.get("interleaved"):
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     first, second = x.chunk(2, -1)
@@ -133,9 +129,7 @@ class _WithItsGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gs: Tensor) -> tuple[Tensor | None, ...]:
         (cos, sin), r, dtype = ctx.saved_tensors, ctx.operands.rounding, ctx.dtype
-        flags = ctx.operands.flags | {"inverse": not ctx.operands.flags.get("inverse", False)}
-        if r.turned:
-            flags["eager_rounding"] = True
+        flags = ctx.operands.flags | {"inverse": not ctx.operands.flags.get("inverse"), "eager_rounding": True}
         # The operator itself rounds the products to the dtype of a gradient that it takes.
         direct = r.converts_each and r.tables in (dtype, torch.float32)
         inside = r.tables if r.converts_each else r.x

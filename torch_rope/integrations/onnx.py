@@ -19,19 +19,16 @@ def _number(value: float, dtype: ir.DataType) -> ir.Value:
     return op.Constant(value=ir.tensor(value, dtype=dtype))
 
 
-def _cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1, axes=0) -> list[ir.Value]:
-    """Translates ``rope.cos_sin``, and ``rope.axial_cos_sin`` if there are axes.
-
-    dtype: a number of ONNX, or -1 for float32.
-    axes: 0, or the number of dimensions of positions, whose first dimension then is one of axes that are summed.
-    """
+def _cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1, axial=False) -> list[ir.Value]:
+    """Translates ``rope.cos_sin``, or ``rope.axial_cos_sin``. dtype: a number of ONNX, or -1 for float32."""
     frequencies = op.Cast(inv_freq, to=DOUBLE)
-    if len(inv_freq.shape) == 2 + bool(axes):  # two float32 parts
+    if len(inv_freq.shape) == 2 + axial:  # two float32 parts
         frequencies = op.ReduceSum(frequencies, [0], keepdims=0)
-    if axes:
-        frequencies = op.Reshape(frequencies, [0, *[1] * (axes - 1), -1])  # [axes, 1, ..., rotary_dim / 2]
+    if axial:
+        ones = [1] * (len(positions.shape) - 1)
+        frequencies = op.Reshape(frequencies, [0, *ones, -1])  # [axes, 1, ..., rotary_dim / 2]
     angle = op.Mul(op.Unsqueeze(op.Cast(positions, to=DOUBLE), [-1]), frequencies)
-    angle = op.ReduceSum(angle, [0], keepdims=0) if axes else angle
+    angle = op.ReduceSum(angle, [0], keepdims=0) if axial else angle
     factor = _number(attention_factor, DOUBLE)
     return [op.Cast(op.Mul(f(angle), factor), to=FLOAT if dtype == -1 else dtype) for f in (op.Cos, op.Sin)]
 
@@ -45,17 +42,15 @@ def _rotated(
     dtype = DOUBLE if x.dtype == DOUBLE else FLOAT  # the dtype of the arithmetic
     if eager_rounding and cos is not None and cos.dtype == x.dtype:
         dtype = x.dtype
-    ids = None  # the rows of tables by position: [seq], [1, seq] or [batch, seq]
-    if inv_freq is not None or len(cos.shape) == 2:
+    table, ids = inv_freq if cos is None else cos, None
+    pairs, by_head = table.shape[-1], len(table.shape) == 4
+    if cos is None or len(cos.shape) == 2:  # the rows of tables by position: [seq], [1, seq] or [batch, seq]
         seq = op.Squeeze(op.Shape(x, start=rank - 3, end=rank - 2))
-        ids = op.Range(_number(0, INT64), seq, _number(1, INT64)) if positions is None else op.Cast(positions, to=INT64)
-        ids = op.Add(ids, offset)
-    pairs, by_head = (cos if inv_freq is None else inv_freq).shape[-1], inv_freq is None and len(cos.shape) == 4
-    if inv_freq is not None:
+        ids = op.Add(op.Range(0, seq, 1) if positions is None else op.Cast(positions, to=INT64), offset)
+    if cos is None:
         (cos, sin), ids = _cos_sin(ids, inv_freq, dtype=dtype), None
-    if not eager_rounding:  # PyTorch multiplies before it converts
-        cos, sin = (op.Cast(t, to=dtype) for t in (cos, sin))
-    if attention_factor != 1:
+    if attention_factor != 1:  # with eager rounding the tables are converted later, as in PyTorch
+        cos, sin = (t if eager_rounding else op.Cast(t, to=dtype) for t in (cos, sin))
         cos, sin = (op.Mul(t, op.CastLike(_number(attention_factor, DOUBLE), t)) for t in (cos, sin))
     cos, sin = (op.Cast(t, to=dtype) for t in (cos, sin))
     sin = op.Neg(sin) if inverse else sin
@@ -82,12 +77,13 @@ def _rotated(
 def _by_node(x, cos, sin, ids, pairs: int, interleaved: bool, heads: int, channels: int) -> ir.Value:
     """Returns x ``[batch, seq, heads, channels]`` rotated by the node. cos and sin are by position if there are ids."""
     # The node wants the tables as [batch, seq, pairs], or the ids as [batch, seq].
-    ones = op.Constant(value_ints=[1, 1] if ids is None else [1])
-    shape = op.Concat(op.Shape(x, start=0, end=1), ones, axis=0)
-    given = [op.Expand(t, shape) for t in ((cos, sin) if ids is None else (ids,))]
+    shape = op.Concat(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1, 1] if ids is None else [1]), axis=0)
+    if ids is None:
+        cos, sin = op.Expand(cos, shape), op.Expand(sin, shape)
+    else:
+        ids = op.Expand(ids, shape)
     y = op.RotaryEmbedding(
-        op.Reshape(x, [0, 0, heads * channels]), *(given if ids is None else [cos, sin, *given]),
-        interleaved=int(interleaved), num_heads=heads,
+        op.Reshape(x, [0, 0, heads * channels]), cos, sin, ids, interleaved=int(interleaved), num_heads=heads,
         rotary_embedding_dim=0 if channels == 2 * pairs else 2 * pairs,  # 0: all channels
     )  # fmt: skip
     return op.Reshape(y, [0, 0, heads, channels])
@@ -97,13 +93,11 @@ def _by_products(x, cos, sin, ids, pairs: int, interleaved: bool, by_head: bool)
     """Returns x ``[batch, seq, heads, 2 * pairs]`` rotated by multiplications and sums in its dtype."""
     if ids is not None:
         cos, sin = op.Gather(cos, ids), op.Gather(sin, ids)
-    if not by_head:
-        cos, sin = op.Unsqueeze(cos, [-2]), op.Unsqueeze(sin, [-2])
-    split = op.Reshape(x, [0, 0, 0, pairs, 2] if interleaved else [0, 0, 0, 2, pairs])
-    axis = -1 if interleaved else -2
-    a, b = (op.Gather(split, _number(i, INT64), axis=axis) for i in (0, 1))
-    y = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))
-    return op.Reshape(op.Concat(*(op.Unsqueeze(t, [axis]) for t in y), axis=axis), [0, 0, 0, 2 * pairs])
+    axis, shape = (-1, [pairs, 2]) if interleaved else (-2, [2, pairs])
+    cos, sin = (op.Unsqueeze(t, [axis] if by_head else [-3, axis]) for t in (cos, sin))
+    a, b = op.Split(op.Reshape(x, [0, 0, 0, *shape]), axis=axis, num_outputs=2)
+    c, d = op.Sub(op.Mul(a, cos), op.Mul(b, sin)), op.Add(op.Mul(b, cos), op.Mul(a, sin))
+    return op.Reshape(op.Concat(c, d, axis=axis), [0, 0, 0, 2 * pairs])
 
 
 def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, eager_rounding=False, **flags):
@@ -126,9 +120,13 @@ TRANSLATIONS = {
     rope.rotate_qk.default: lambda q, k, *angles, **flags: _rotated([q, k], q.dtype, *angles, **flags),
     rope.norm_rotate_qk.default: _norm_rotate_qk,
     rope.cos_sin.default: _cos_sin,
-    rope.axial_cos_sin.default: lambda p, inv_freq, **options: _cos_sin(p, inv_freq, axes=len(p.shape), **options),
+    rope.axial_cos_sin.default: lambda *given, **options: _cos_sin(*given, axial=True, **options),
 }
-IN_PLACE = {rope.rotate_.default: rope.rotate.default, rope.rotate_qk_.default: rope.rotate_qk.default}
+# For each operator that writes, the one that does not, and the arguments that are written.
+IN_PLACE = {
+    rope.rotate_.default: (rope.rotate.default, ["x"]),
+    rope.rotate_qk_.default: (rope.rotate_qk.default, ["q", "k"]),
+}
 
 
 def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -141,22 +139,20 @@ def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
         NotImplementedError: the program calls rotate_into_cache_.
     """
     graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if node.target is rope.rotate_into_cache_.default:
-            raise NotImplementedError(
-                "torch_rope.integrations.onnx.functional: the program calls rope.rotate_into_cache_, which is not exported: "
-                "call rotate_qk or norm_rotate_qk, and write k and v to the cache in the model"
-            )
-        if node.target not in IN_PLACE:
-            continue
+    if graph.find_nodes(op="call_function", target=rope.rotate_into_cache_.default):
+        raise NotImplementedError(
+            "torch_rope.integrations.onnx.functional: the program calls rope.rotate_into_cache_, which is not exported: "
+            "call rotate_qk or norm_rotate_qk, and write k and v to the cache in the model"
+        )
+    for node in [node for target in IN_PLACE for node in graph.find_nodes(op="call_function", target=target)]:
+        function, written = IN_PLACE[node.target]
         names = (argument.name for argument in node.target._schema.arguments)
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        written = [given[name] for name in ("x", "q", "k") if name in given]
         with graph.inserting_before(node):
-            out = graph.call_function(IN_PLACE[node.target], kwargs=given)
-            parts = [out] if len(written) == 1 else [graph.call_function(operator.getitem, (out, i)) for i in (0, 1)]
-            for x, y in zip(written, parts, strict=True):
-                graph.call_function(torch.ops.aten.copy_.default, (x, y))
+            out = graph.call_function(function, kwargs=given)
+            for i, name in enumerate(written):
+                y = graph.call_function(operator.getitem, (out, i)) if len(written) > 1 else out
+                graph.call_function(torch.ops.aten.copy_.default, (given[name], y))
         graph.erase_node(node)
     program.graph_module.recompile()
     return program
