@@ -76,19 +76,15 @@ def is_traced() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     )
 
 
 def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
     """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them."""
     r = o.rounding
-    if (
-        (r.converts_each or r.contiguous or r.turned)
-        and torch.is_grad_enabled()
-        and any(x.requires_grad for x in xs)
-        and not is_traced()
-        and torch.autograd.forward_ad._current_level < 0
-    ):
+    has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if has_gradients and (r.converts_each or r.contiguous or r.turned) and not is_traced():
         return _WithItsGradient.apply(o, *xs)
     return _rotated(xs, o)
 
@@ -108,10 +104,9 @@ def _operator(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, flags: dict) -> Se
 
 def _turn(x: Tensor, flags: dict) -> Tensor:
     """Returns x with its pairs (a, b) replaced by (-b, a), where x: [.., head_dim], all of which rotates."""
-    if flags.get("interleaved"):
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
+    dim, sizes = (-1, (-1, 2)) if flags.get("interleaved") else (-2, (2, -1))
+    a, b = x.unflatten(-1, sizes).unbind(dim)
+    return torch.stack([-b, a], dim).flatten(-2)
 
 
 class _WithItsGradient(torch.autograd.Function):
@@ -124,7 +119,7 @@ class _WithItsGradient(torch.autograd.Function):
     def forward(ctx, o: Operands, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.operands, ctx.dtype = o._replace(cos=None, sin=None), xs[0].dtype
         ctx.save_for_backward(o.cos, o.sin)
-        return tuple(_rotated(xs, o))
+        return _rotated(xs, o)
 
     @staticmethod
     def backward(ctx, *gs: Tensor) -> tuple[Tensor | None, ...]:

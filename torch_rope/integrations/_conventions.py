@@ -50,11 +50,6 @@ class Sample:
         cos, sin = self._randn(2, *shape, self.pairs).to(self.dtypes[1])
         return cos, sin
 
-    @property
-    def has_complex(self) -> bool:
-        """Whether complex numbers of the tables' dtype exist."""
-        return self.dtypes[1].itemsize >= 4
-
 
 class Convention(NamedTuple):
     """A way in which rotary functions take x, or q and k, and the angles."""
@@ -82,29 +77,24 @@ def full_width(cos: Tensor, sin: Tensor, adjacent: bool) -> Reading:
 
     adjacent: whether both stand side by side, as in a, a, b, b, and not as in a, b, a, b. So do the channels of a pair.
     """
-    half = cos.shape[-1] // 2
-    first, second = (slice(None, None, 2), slice(1, None, 2)) if adjacent else (slice(None, half), slice(half, None))
-    pairs = lambda: [(t[..., first], t[..., second]) for t in (cos, sin)]  # noqa: E731
-    return Reading(cos[..., first], sin[..., first], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, pairs)
+    both = [(t[..., ::2], t[..., 1::2]) if adjacent else t.tensor_split(2, -1) for t in (cos, sin)]
+    return Reading(both[0][0], both[1][0], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, lambda: both)
 
 
 def each_twice(cos: Tensor, sin: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
     """Returns tables that have each number twice."""
-    if adjacent:
-        return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-
-
-def _complex_numbers(table: Tensor) -> Reading:
-    # cos and sin are views of the table, so no device needs to compute with complex numbers.
-    cos, sin = torch.view_as_real(table.resolve_conj()).unbind(-1)
-    return Reading(cos, sin, "complex numbers")
+    cos, sin = (t.repeat_interleave(2, -1) if adjacent else torch.cat([t, t], -1) for t in (cos, sin))
+    return cos, sin
 
 
 TWICE = Form(lambda *tables: each_twice(*tables, False), lambda *tables: full_width(*tables, False))
 ADJACENT = Form(lambda *tables: each_twice(*tables, True), lambda *tables: full_width(*tables, True))
 ONCE = Form(lambda *tables: tables, lambda *tables: Reading(*tables, "a, b"))
-COMPLEX = Form(lambda cos, sin: (torch.complex(cos, sin),), _complex_numbers, 1)
+COMPLEX = Form(  # cos and sin are views of the table, so no device needs to compute with complex numbers
+    lambda cos, sin: (torch.complex(cos, sin),),
+    lambda table: Reading(*torch.view_as_real(table.resolve_conj()).unbind(-1), "complex numbers"),
+    1,
+)
 
 
 def sin_first(form: Form) -> Form:
@@ -132,20 +122,21 @@ def follows(
         index: what the tables are indexed with, so that they broadcast over x.
         tensors: 2 for q and k.
         together: whether cos and sin are one argument.
-        changes: what a reading has besides.
+        changes: what a reading has besides. Its member back makes x of a sample too.
     """
+    back = changes.get("back", lambda x, _: x)
 
     def read(x, *tables):
         return form.read(*(t[index] for t in (tables[0] if together else tables)))._replace(**changes)
 
     def samples(s):
-        if form is COMPLEX and not s.has_complex:
-            return
+        if form is COMPLEX and s.dtypes[1].itemsize < 4:
+            return  # complex numbers have parts of 32 bits or more
         sizes = {"batch": s.batch, "seq": s.seq, "heads": s.heads, "1": 1}
         for of_x, of_tables in (shape.split(": ") for shape in shapes):
             tables = form.tables(*s.angles(*(sizes[n] for n in of_tables.split())))
             xs = [s.x(*(sizes[n] + i * (n == "heads") for n in of_x.split())) for i in range(tensors)]
-            yield *xs, *((tables,) if together else tables)
+            yield *(back(x, x) for x in xs), *((tables,) if together else tables)
 
     return Convention(tensors, 1 if together else form.arguments, read, samples, says)
 

@@ -33,10 +33,10 @@ def register() -> None:
         constraints[name] = dataclasses.replace(eager, default_devices=devices, call_rules=rules)
     module = types.SimpleNamespace(**{name: functools.partial(_call, name) for name in FUNCTIONS})
     registry.register(NAME, module, constraints)
-    order = registry._priority
+    order = [*registry._priority]
     if NAME not in order:  # a second call does not change the order
-        place = order.index("eager") if "eager" in order else len(order)
-        registry.set_priority([*order[:place], NAME, *order[place:]])
+        order.insert(order.index("eager") if "eager" in order else len(order), NAME)
+        registry.set_priority(order)
 
 
 def unregister() -> None:
@@ -71,11 +71,12 @@ def _validate(name: str, given: dict) -> ValidationResult:
             return ValidationResult.fail("freqs_cis", "its shape is not one that torch_rope takes with this x")
     table = given["freqs_cis"]
     version = None if table.is_inference() else table._version
-    known = _compared.get(table)
-    if known is None or known[0] != version:
+    known, rotates = _compared.get(table, (-1, False))
+    if known != version:
         (a, b), (c, d) = (row.unbind(-1) for row in table.unbind(-2))
-        known = _compared[table] = version, torch.equal(a, d) and torch.equal(b, -c)
-    return ValidationResult.ok() if known[1] else ValidationResult.fail("freqs_cis", "a matrix is not a rotation")
+        rotates = torch.equal(a, d) and torch.equal(b, -c)
+        _compared[table] = version, rotates
+    return ValidationResult.ok() if rotates else ValidationResult.fail("freqs_cis", "a matrix is not a rotation")
 
 
 def _call(name: str, **given) -> Tensor | tuple[Tensor, Tensor]:
@@ -86,8 +87,7 @@ def _call(name: str, **given) -> Tensor | tuple[Tensor, Tensor]:
     if in_place:
         check_rope_inplace(*xs, readonly=(table, *weights))
     if (xs[0].shape, xs[0].dtype) != (xs[-1].shape, xs[-1].dtype):  # one at a time
-        scales = (weights[0], weights[-1]) if weights else (None, None)
-        each = zip(xs, scales, strict=True)
+        each = itertools.zip_longest(xs, weights)  # without weights the scale is None
         return tuple(_call(name, x=x, scale=scale, freqs_cis=table, epsilon=epsilon) for x, scale in each)
     tokens, tables = zip(*(_as_computed(name, x, table) for x in xs), strict=True)
     # The operators take cos, sin and weights in the dtype of x or in float32.

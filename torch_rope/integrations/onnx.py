@@ -122,11 +122,7 @@ TRANSLATIONS = {
     rope.cos_sin.default: _cos_sin,
     rope.axial_cos_sin.default: lambda *given, **options: _cos_sin(*given, axial=True, **options),
 }
-# For each operator that writes, the one that does not, and the arguments that are written.
-IN_PLACE = {
-    rope.rotate_.default: (rope.rotate.default, ["x"]),
-    rope.rotate_qk_.default: (rope.rotate_qk.default, ["q", "k"]),
-}
+IN_PLACE = {rope.rotate_.default: rope.rotate.default, rope.rotate_qk_.default: rope.rotate_qk.default}
 
 
 def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -145,14 +141,12 @@ def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
             "call rotate_qk or norm_rotate_qk, and write k and v to the cache in the model"
         )
     for node in [node for target in IN_PLACE for node in graph.find_nodes(op="call_function", target=target)]:
-        function, written = IN_PLACE[node.target]
-        names = (argument.name for argument in node.target._schema.arguments)
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
         with graph.inserting_before(node):
-            out = graph.call_function(function, kwargs=given)
-            for i, name in enumerate(written):
-                y = graph.call_function(operator.getitem, (out, i)) if len(written) > 1 else out
-                graph.call_function(torch.ops.aten.copy_.default, (given[name], y))
+            out = graph.call_function(IN_PLACE[node.target], node.args, node.kwargs)
+            one = node.target is rope.rotate_.default
+            for i, x in enumerate(node.args[:1] if one else node.args[:2]):  # programs have x, q and k in args
+                y = out if one else graph.call_function(operator.getitem, (out, i))
+                graph.call_function(torch.ops.aten.copy_.default, (x, y))
         graph.erase_node(node)
     program.graph_module.recompile()
     return program

@@ -37,18 +37,17 @@ TEXTS = {
 # ---- forms of tables ----
 
 
-def _read_angles(angles: Tensor) -> Reading:
-    first, second = angles.chunk(2, -1)
-    return Reading(first.cos(), first.sin(), "angles", False, lambda: [(first, second)])
-
-
 def _read_matrices(table: Tensor) -> Reading:
     (cos, minus_sin), (sin, cos_again) = (t.unbind(-1) for t in table.unbind(-2))
     return Reading(cos, sin, "matrices", True, lambda: [(cos, cos_again), (-minus_sin, sin)])
 
 
 MATRICES = Form(lambda c, s: (torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2)),), _read_matrices, 1)
-ANGLES = Form(lambda angle, _: (torch.cat([angle, angle], -1),), _read_angles, 1)
+ANGLES = Form(
+    lambda angle, _: (torch.cat([angle, angle], -1),),
+    lambda angle: TWICE.read(angle.cos(), angle.sin())._replace(form="angles"),
+    1,
+)
 # The even channels of cos and the odd channels of sin are read. In samples the others hold something else.
 HALF_READ = Form(
     lambda cos, sin: (torch.stack([cos, -sin], -1).flatten(-2), torch.stack([-cos, sin], -1).flatten(-2)),
@@ -59,18 +58,12 @@ HALF_READ = Form(
 # ---- functions with other arguments, or another layout of x ----
 
 
-def _read_transposed(x, table):
-    """x: [batch, heads, head_dim, seq]."""
-    return COMPLEX.read(table)._replace(to=lambda x: x.transpose(2, 3), back=lambda y, x: y.transpose(2, 3))
-
-
-def _transposed(s):
-    if s.has_complex:
-        yield s.x(s.batch, s.heads, s.seq).transpose(2, 3), torch.complex(*s.angles(1, 1, s.seq))
+def _transposed(x, _=None):
+    return x.transpose(2, 3)
 
 
 def _read_last_angles(x, angles):
-    return _read_angles(angles[-x.shape[-3] :, None].float())
+    return ANGLES.read(angles[-x.shape[-3] :, None].float())
 
 
 def _last_angles(s):
@@ -117,7 +110,7 @@ def _read_grid(x, sizes, freqs, stride):
 
 
 def _grid(s):
-    if s.has_complex and s.head_dim == 2 * s.pairs:
+    if s.dtypes[1].itemsize >= 4 and s.head_dim == 2 * s.pairs:  # complex numbers have parts of 32 bits or more
         for stride in (1, 2):
             sizes = torch.tensor([[1, 1, s.seq]] * s.batch if s.seq < 9 else [[5, 2, s.seq // 10]] * s.batch)
             yield s.x(s.batch, s.seq, s.heads), sizes, torch.complex(*s.angles(s.seq + 5)), stride
@@ -143,7 +136,8 @@ CONVENTIONS = (
     }),
     follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN),  # Z-Image, Bria FIBO 2
     follows(COMPLEX, "batch seq heads: 1 seq 1"),  # AnyFlow
-    Convention(1, 1, _read_transposed, _transposed),  # Sana-WM
+    # Sana-WM, whose x is [batch, heads, head_dim, seq]
+    follows(COMPLEX, "batch heads seq: 1 1 seq", to=_transposed, back=_transposed),
     follows(MATRICES, "batch heads seq: batch 1 seq", "batch seq heads: seq 1"),  # PRX, Kandinsky
     follows(MATRICES, "batch seq heads: batch seq 1", tensors=2),  # HiDream
     follows(ANGLES, "batch seq heads: batch seq 1"),  # Ernie

@@ -32,15 +32,14 @@ def kernel_mapping() -> dict:
 
 
 # kernels makes a module of a rotary function, and gives it the forward below. Its class still has the function.
-_kernels: list[tuple[type[nn.Module], Rotary]] = []
+_rotaries: dict[type[nn.Module], Rotary] = {}
 
 
-@torch.compiler.assume_constant_result  # the constant is an index, because a function cannot be a constant
-def _index_of(kernel: type[nn.Module]) -> int:
-    if all(known is not kernel for known, _ in _kernels):
+@torch.compiler.assume_constant_result
+def _try(kernel: type[nn.Module]) -> None:
+    if kernel not in _rotaries:
         function = functools.partial(kernel.forward, None)  # the module has no state, so self may be None
-        _kernels.append((kernel, Rotary(function, kernel.kernel_layer_name, CONVENTIONS, TEXTS)))
-    return [known for known, _ in _kernels].index(kernel)
+        _rotaries[kernel] = Rotary(function, kernel.kernel_layer_name, CONVENTIONS, TEXTS)
 
 
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
@@ -52,4 +51,5 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own map
     can_torch_compile = has_backward = True
 
     def forward(self, q, k, cos, sin, unsqueeze_dim=1):
-        return _kernels[_index_of(type(self))][1](q, k, cos, sin, unsqueeze_dim)
+        _try(type(self))
+        return _rotaries[type(self)](q, k, cos, sin, unsqueeze_dim)
