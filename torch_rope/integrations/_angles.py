@@ -5,7 +5,6 @@ float32, which loses digits at far positions; a few hold tables or frequencies t
 """
 
 import copy
-import functools
 import inspect
 import re
 import weakref
@@ -21,11 +20,8 @@ from .. import frequencies
 
 _CPU = torch.device("cpu")
 _WIDER = dict.fromkeys((torch.half, torch.bfloat16, torch.float), torch.double) | {torch.cfloat: torch.cdouble}
-_CASTS = dict.fromkeys((Tensor.half, Tensor.bfloat16, Tensor.float), torch.double) | {Tensor.cfloat: torch.cdouble}
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN = (int, float, str, list, tuple, dict)
 _NO_ATTRIBUTES = {*vars(nn.Module()), "forward"}
-_FACTORIES = {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
 
 
 class _InFloat64(TorchFunctionMode):
@@ -35,16 +31,16 @@ class _InFloat64(TorchFunctionMode):
         def changed(change: Callable) -> tuple[list, dict]:
             return [change(a) for a in args], {name: change(a) for name, a in (kwargs or {}).items()}
 
-        if function in _CASTS:
-            return args[0].to(_CASTS[function])
+        if function is Tensor.float:
+            return args[0].double()
         args, kwargs = changed(lambda a: _WIDER.get(a, a) if isinstance(a, torch.dtype) else a)
         result = function(*args, **kwargs)
-        if not isinstance(result, Tensor) or result.dtype not in _WIDER or torch.is_tensor(kwargs.get("out")):
+        if not isinstance(result, Tensor) or result.dtype not in _WIDER:
             return result
-        if function in _FACTORIES:
+        # A new tensor has the default dtype, and so has a quotient of whole numbers, say.
+        if not _tensors(args, kwargs):
             return function(*args, **kwargs | {"dtype": _WIDER[result.dtype]})
-        # Whole numbers were divided, say, which gives the default dtype.
-        args, kwargs = changed(lambda a: a.double() if getattr(a, "dtype", None) in _WHOLE else a)
+        args, kwargs = changed(lambda a: a.double() if isinstance(a, Tensor) and not a.is_complex() else a)
         return function(*args, **kwargs)
 
 
@@ -59,12 +55,12 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in both.items() if name not in _NO_ATTRIBUTES and not inspect.ismethod(value)}
 
 
-def _marks(module: nn.Module) -> list:
-    """Returns what is another list after an attribute was changed, as long as the tensors are kept."""
-    marks: list = []
-    for name, value in _attributes(module).items():
+def _marks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns what differs after an attribute was changed, as long as the tensors are kept."""
+    marks: dict[str, Any] = {}
+    for name, value in attributes.items():
         tensors = [(id(t), None if t.is_inference() else t._version) for t in _tensors(value)]
-        marks.append((name, tensors or (repr(value) if isinstance(value, _PLAIN) else id(value))))
+        marks[name] = tensors or (repr(value) if isinstance(value, _PLAIN) else id(value))
     return marks
 
 
@@ -77,29 +73,30 @@ def _is_cast(table: Tensor, new: Tensor) -> bool:
 
 
 class _Twin:
-    """Two modules that compute in the place of a rotary module, for arguments on one device.
+    """A module that computes in the place of a rotary module, for arguments on one device.
 
-    plain has the tables of a new module, exact has them in float64, on the CPU if the device has no float64. All other
-    attributes are those of the rotary module.
+    exact has the tables of a new module in float64, on the CPU if the device has no float64. All other attributes are
+    those of the rotary module.
 
     Raises ValueError, with the reason, if the rotary module has other tables than a new one, but for rounding.
     """
 
     def __init__(self, module: nn.Module, make: Callable[[nn.Module], nn.Module], device: torch.device):
         self.device, self.there = device, device if frequencies.has_float64(device) else _CPU
-        self.dtypes: dict[tuple, list[torch.dtype]] = {}  # of the tables, for the dtypes of the arguments
-        kind, make = type(module).__name__, make if _tensors(_attributes(module)) else copy.deepcopy
+        self.follow(module)
+        kind, make = type(module).__name__, make if _tensors(self.followed) else copy.deepcopy
         with _CPU, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             try:
-                self.plain = make(module)
+                new = _attributes(make(module))
                 with _InFloat64():
                     self.exact = make(module)
             except Exception as error:
                 raise ValueError(f"no {kind} like it can be made: {error}") from None
-        new = _attributes(self.plain)
-        for name, value in _attributes(module).items():
+        for name, value in _attributes(self.exact).items():
+            if _tensors(value):
+                setattr(self.exact, name, tree_map_only(Tensor, lambda t: t.to(self.there), value))
+        for name, value in self.followed.items():
             if not (tables := _tensors(value)):
-                setattr(self.plain, name, value)
                 setattr(self.exact, name, value)
                 continue
             if any(table.is_meta for table in tables):
@@ -109,35 +106,11 @@ class _Twin:
             alike = [all(map(_is_cast, tables, o)) for o in map(_tensors, others) if len(o) == len(tables)]
             if others[0] is not None and not any(alike):
                 raise ValueError(f"{name} of {kind} was changed, and is not that of a new one")
-        for twin, there in ((self.plain, device), (self.exact, self.there)):
-            for name, value in _attributes(twin).items():
-                if _tensors(value):
-                    setattr(twin, name, tree_map_only(Tensor, lambda t, d=there: t.to(d), value))
-        self.follow(module)
 
     def follow(self, module: nn.Module) -> None:
-        """Remembers that the attributes are those that the rotary module has now."""
-        self.marks, self.followed = _marks(module), _attributes(module)
-
-    def tables(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Returns the tables that the module's own forward returns, exactly, and changes the same attributes."""
-        own, given = type(module).forward, tuple(t.dtype for t in _tensors(args, kwargs))
-        known = {} if torch.compiler.is_compiling() else self.dtypes  # compiled code must not change what it depends on
-        if given not in known:
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                known[given] = [t.dtype for t in _tensors(own(self.plain, *args, **kwargs))]
-        args, kwargs = tree_map_only(torch.device, lambda _: self.there, (args, kwargs))
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.there, _WIDER.get(t.dtype, t.dtype)), (args, kwargs))
-        before, wanted = _attributes(self.exact), iter(known[given])
-        with _InFloat64(), torch.autocast(self.there.type, enabled=False):
-            tables = own(self.exact, *args, **kwargs)
-        if _is_dynamic(module):
-            for name, value in _attributes(self.exact).items():
-                old = getattr(module, name, None)
-                if value is not before.get(name) and old is not None:
-                    setattr(module, name, value.to(old) if torch.is_tensor(old) and torch.is_tensor(value) else value)
-            self.follow(module)
-        return tree_map_only(Tensor, lambda t: t.to(self.device, next(wanted)), tables)
+        """Remembers the attributes that the rotary module has now."""
+        self.followed = _attributes(module)
+        self.marks = _marks(self.followed)
 
 
 def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
@@ -148,20 +121,28 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
     def key_of(module: nn.Module, device: torch.device) -> int:
         """Returns the key of the twin of a module as it is now."""
         twin = twins.get(id(module))
-        if twin is None or twin.device != device or twin.marks != _marks(module):
+        if twin is None or twin.device != device or twin.marks != _marks(_attributes(module)):
             twins[id(module)] = _Twin(module, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False
         return id(module)
 
     def forward(self, *args, **kwargs):
-        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.device)]
-        given += [t.device for t in _tensors(args, kwargs)]
-        twin = twins[key_of(self, given[0] if given else _CPU)]
+        own, leaves = type(self).forward, tree_leaves((args, kwargs))
+        devices = [v for v in leaves if isinstance(v, torch.device)] + [t.device for t in _tensors(leaves)]
+        twin = twins[key_of(self, devices[0] if devices else _CPU)]
         if torch.compiler.is_compiling():  # compiled code is used as long as what is compared here is the same
             for name, value in twin.followed.items():
                 value == getattr(self, name) if isinstance(value, _PLAIN) else value is getattr(self, name)
-        return twin.tables(self, args, kwargs)
+        with torch.autocast(twin.device.type, enabled=False):  # for the dtypes, and for what it changes in the module
+            dtypes = iter([t.dtype for t in _tensors(own(self, *args, **kwargs))])
+        args, kwargs = tree_map_only(torch.device, lambda _: twin.there, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to(twin.there, _WIDER.get(t.dtype, t.dtype)), (args, kwargs))
+        with _InFloat64(), torch.autocast(twin.there.type, enabled=False):
+            tables = own(twin.exact, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            twin.follow(self)
+        return tree_map_only(Tensor, lambda t: t.to(twin.device, next(dtypes)), tables)
 
     before = getattr(module, "_old_forward", module.forward)  # the hooks of accelerate set both
     if hasattr(before, "_torch_rope"):
@@ -175,42 +156,28 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
     except ValueError as error:
         return None, f"left as it is, because {error}"
     forward._torch_rope = ("exact angles, by its own formula in float64",)
-    return torch.compiler.disable(forward) if _is_dynamic(module) else forward, ""
+    # Dynamic frequencies change for good in a forward, which cannot be compiled as a whole.
+    return torch.compiler.disable(forward) if "dynamic" in str(getattr(module, "rope_type", "")) else forward, ""
 
 
-# ---- diffusers ----
+def of_diffusers(model: nn.Module, path: str) -> tuple[Callable | None, str]:
+    """Returns a forward for the rotary module at a path that computes exact angles, or None and why there is none.
 
-
-class _Skeleton(TorchFunctionMode):
-    """Makes a model without memory for its weights."""
-
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return function(*args, **(kwargs or {}) | ({"device": "meta"} if function is torch.empty else {}))
-
-
-def of_diffusers(module: nn.Module, owner: nn.Module, path: str) -> tuple[Callable | None, str]:
-    """Returns a forward for a rotary module that computes exact angles, or None and a text that says why there is none.
-
-    owner is the model that made it, as its submodule of this path. The text is empty for what is no rotary module, by its
-    name.
+    The text is empty for what is no rotary module, by its name.
     """
-    name = type(module).__name__
-    if not re.search("rope|rotary|posembed|embednd", name, re.I) or re.search("patch|sinusoidal", name, re.I):
+    module, names = model.get_submodule(path), path.split(".")
+    kind = type(module).__name__
+    if not re.search("rope|rotary|posembed|embednd", kind, re.I) or re.search("patch|sinusoidal", kind, re.I):
         return None, ""
-    arguments = [*inspect.signature(type(module).__init__).parameters][1:]
-    if all(hasattr(module, n) for n in arguments):
-        return _exact(module, lambda m: type(m)(**{n: getattr(m, n) for n in arguments}))
-    owner_class, config = type(owner), dict(getattr(owner, "config", {}))
+    around = [getattr(model.get_submodule(".".join(names[:n])), "config", None) for n in range(len(names))]
+    config = {name: value for c in around if isinstance(c, dict) for name, value in c.items()}
 
-    @functools.cache  # it takes a second for a large model
-    def new(dtype: torch.dtype) -> nn.Module:
-        with _Skeleton():
-            return owner_class.from_config(config).get_submodule(path)
+    def new(module: nn.Module) -> nn.Module:
+        # Some modules do not keep every argument: the config has it, the frequencies tell it, or it is the default.
+        known = config | {"dim": 2 * len(getattr(module, "inv_freq", ()))} | vars(module)
+        return type(module)(**{n: known[n] for n in inspect.signature(type(module)).parameters if n in known})
 
-    return _exact(module, lambda _: copy.deepcopy(new(torch.ones(()).dtype)))
-
-
-# ---- transformers ----
+    return _exact(module, new)
 
 
 def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
@@ -221,11 +188,6 @@ def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
     if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
         return None, ""
     return _exact(module, _new_and_grown)
-
-
-def _is_dynamic(module: nn.Module) -> bool:
-    """Returns whether the forward of a module changes its frequencies for good. Such code cannot be compiled as a whole."""
-    return "dynamic" in str(getattr(module, "rope_type", ""))
 
 
 def _new_and_grown(module: nn.Module) -> nn.Module:

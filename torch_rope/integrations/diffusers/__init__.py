@@ -5,7 +5,6 @@ own. :func:`patch` replaces it in the attention processors and modules of one mo
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -55,21 +54,13 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
             It then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
+    angles = of_diffusers if exact_angles else None
     modules, parts = model, getattr(model, "components", None)
     if not isinstance(model, nn.Module) and isinstance(parts, dict):
         modules = nn.ModuleDict({name: part for name, part in parts.items() if _may_rotate(part)})
-    angles = _exact_angles if exact_angles else None
     return patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
 
 
 def _may_rotate(part: Any) -> bool:
     """Returns whether a component of a pipeline is a module, and not a text encoder of transformers."""
     return isinstance(part, nn.Module) and not any(c.__module__.startswith("transformers.") for c in type(part).__mro__)
-
-
-def _exact_angles(model: nn.Module, path: str) -> tuple[Callable | None, str]:
-    names = path.split(".")
-    for n in range(len(names) - 1, -1, -1):  # the innermost module that can be made from its config, or else the model
-        owner = model.get_submodule(".".join(names[:n]))
-        if n == 0 or hasattr(owner, "from_config"):
-            return of_diffusers(model.get_submodule(path), owner, ".".join(names[n:]))
