@@ -119,7 +119,6 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
 
     @torch.compiler.assume_constant_result  # the constant is a key, because a twin cannot be a constant
     def key_of(module: nn.Module, device: torch.device) -> int:
-        """Returns the key of the twin of a module as it is now."""
         twin = twins.get(id(module))
         if twin is None or twin.device != device or twin.marks != _marks(_attributes(module)):
             twins[id(module)] = _Twin(module, make, device)
@@ -181,10 +180,7 @@ def of_diffusers(model: nn.Module, path: str) -> tuple[Callable | None, str]:
 
 
 def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
-    """Returns a forward for a rotary module of transformers, or None and a text, as of_diffusers does.
-
-    A rotary module takes x, position_ids and perhaps more, and has a config.
-    """
+    """Returns what of_diffusers does, for a rotary module of transformers, which takes x, position_ids and perhaps more."""
     if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
         return None, ""
     return _exact(module, _new_and_grown)

@@ -1,5 +1,4 @@
-"""Lets a loaded model of timm (PyTorch Image Models) rotate with torch_rope: EVA, DINOv3, NaFlexViT, Perception Encoder and
-others.
+"""Lets a loaded model of timm (PyTorch Image Models) rotate with torch_rope: EVA, DINOv3, NaFlexViT and others.
 
 timm's rotary functions take sin and cos with each number twice. Their tables are shared by all tokens of a batch, or
 belong to a head (mixed frequencies) or to an image (NaFlexViT).
@@ -13,7 +12,6 @@ from ._conventions import ADJACENT, TWICE, by_options, follows, side_by_side, si
 from ._patch import Library, Patch, patch_model, register
 
 __all__ = ["Patch", "patch", "register"]
-
 
 SHAPES = "batch heads seq: seq", "batch heads seq: heads seq", "batch heads seq: batch 1 seq"
 SHAPES += "batch heads seq: batch heads seq", "batch seq: seq"
@@ -46,8 +44,8 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
     Args:
         model: a model of timm, or any module that contains one.
         rounding: "eager" keeps the bits of the unpatched model's results and gradients, on a CPU without
-            ``torch.compile``. Tables that are trained (mixed frequencies) then go to timm's own function, because the
-            order of their gradients' sums is its own. "once" rounds once, at the end, and rotates by such tables too.
+            ``torch.compile``. Trained tables (mixed frequencies) then go to timm's own function, because it sums their
+            gradients in its own order. "once" rounds once, at the end, and rotates by such tables too.
         fuse: changes nothing, because the models of timm 1.0 cut prefix tokens off between a norm and the rotation.
     """
     return patch_model(LIBRARY, model, {"rounding": rounding, "fuse": fuse}, None, None)

@@ -1,7 +1,6 @@
 """Lets a loaded model or pipeline of Hugging Face diffusers rotate with torch_rope.
 
-In each attention layer of diffusers, one of some forty functions rotates q and k by tables that it takes in a way of its
-own. :func:`patch` replaces it in the attention processors and modules of one model.
+In each attention layer of diffusers, one of some forty functions rotates q and k. :func:`patch` replaces it in one model.
 """
 
 import re

@@ -7,7 +7,6 @@ rotary module is not changed, so every kind of frequencies and positions that tr
 """
 
 import re
-from collections.abc import Callable
 
 from torch import nn
 
@@ -38,42 +37,32 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
     """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
 
     ``patch`` finds out what a rotary function does by calling it on random numbers. The change takes effect at once and
-    concerns this model only. The returned handle lists what calls torch_rope now, and restores the model, either by its
-    ``undo()`` method or at the end of a ``with`` block::
-
-        handle = patch(model)
-        print(handle)
-        handle.undo()
-
-    Weights, hooks and caches are not touched. A deepcopy of a patched model is patched; a model that was pickled and
-    loaded is not. To patch a model again adds what is new in it.
+    concerns this model only. Weights, hooks and caches are not touched. A deepcopy of a patched model is patched; a model
+    that was pickled and loaded is not. To patch a model again adds what is new in it.
 
     Args:
         model: a model of transformers, or any module that contains one.
         rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
-            ``torch.compile``: torch_rope rounds after each operation, as PyTorch's operators do. The handle lists the
-            functions whose bits cannot be had. "once" rounds once, at the end, which is more accurate; q and k keep their
-            dtype then, also where the tables are wider (autocast).
+            ``torch.compile``. The handle lists the functions whose bits cannot be had. "once" rounds once, at the end,
+            which is more accurate; q and k keep their dtype then, also where the tables are wider (autocast).
         fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, the write
-            into a StaticCache, and the rotation in place if no gradient is needed. Each layer is tried on random
-            numbers, and what would change its results by more than rounding is left as it is; the handle says what and
-            why.
-        exact_angles: also replaces the rotary modules, so that positions times frequencies are computed exactly, for any
-            position and whatever dtype the model has. The handle lists the modules that are left as they are, and why.
+            into a StaticCache, and the rotation in place if no gradient is needed. Results change by rounding. The
+            handle lists the layers that are not fused, and why.
+        exact_angles: also makes the rotary modules compute in float64. The handle lists the modules that do not, and why.
             If a rotary module is changed later, its next forward follows the change, or raises ValueError.
 
     Returns:
-        A :class:`Patch`. For a model that is patched in the same way already, the handle of that patch.
+        A :class:`Patch`, which lists what calls torch_rope now, and whose ``undo()`` or ``with`` block restores the model.
+        For a model that is patched in the same way already, the handle of that patch.
 
     Raises:
         TypeError: model is not a module.
         NotImplementedError: the model rotates in a way that torch_rope does not support; :func:`register` can help.
-        ValueError: no module of the model rotates, or the model is already patched in another way. After an error the
-            model is unchanged.
+        ValueError: nothing in the model rotates, or it is patched in another way. After an error it is unchanged.
 
     Warns:
-        UserWarning: in a forward, if a rotary function is called with tables that are no rotation, with different angles
-            for the two channels of a pair. The function then computes as without torch_rope.
+        UserWarning: in a forward, if a rotary function is called with different angles for the two channels of a pair.
+            It then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
     fuse_layer = None
@@ -81,8 +70,5 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
         from .fuse import fuser  # transformers must be installed for it
 
         fuse_layer = fuser()
-    return patch_model(LIBRARY, model, options, fuse_layer, _exact_angles if exact_angles else None)
-
-
-def _exact_angles(model: nn.Module, path: str) -> tuple[Callable | None, str]:
-    return of_transformers(model.get_submodule(path))
+    angles = (lambda model, path: of_transformers(model.get_submodule(path))) if exact_angles else None
+    return patch_model(LIBRARY, model, options, fuse_layer, angles)
