@@ -522,9 +522,10 @@ def filled(text: str, lines: list[dict]) -> str:
 
 
 def page_of(lines: list[dict]) -> str:
-    """Returns a page of all tables. The reasons and the table of docs/accuracy.md are left out."""
-    left_out = "reasons", "story"
-    blocks = [f"## {name}\n\n{block(lines)}" for name, block in BLOCKS.items() if name not in left_out]
+    """Returns a page of all tables that have rows. Those that only explain or repeat figures are left out."""
+    left_out = "reasons", "story", "wins"
+    found = {name: block(lines).strip() for name, block in BLOCKS.items() if name not in left_out}
+    blocks = [f"## {name}\n\n{text}" for name, text in found.items() if set(text.splitlines()[-1]) - set("| -")]
     return f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
 
 

@@ -31,7 +31,7 @@ def guesses(*modules: nn.Module) -> list[Norm]:
     names, every_eps = ("eps", "variance_epsilon", "norm_eps"), set()
     for module in modules:
         every_eps.add(next((v for n in names if isinstance(v := vars(module).get(n), float)), None))
-        if [n for n, p in module.named_parameters() if p.dim() == 1] != ["weight"]:
+        if [(n, p.dim()) for n, p in module.named_parameters()] != [("weight", 1)]:
             return []
     return [Norm(eps, plus_one) for eps in every_eps if eps and len(every_eps) == 1 for plus_one in (False, True)]
 

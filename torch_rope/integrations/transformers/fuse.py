@@ -29,7 +29,8 @@ def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         def unfused():
-            return own(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+            given = hidden_states, position_embeddings, attention_mask, cache
+            return own(self, *given[: 3 if cache is None else 4], **kwargs)  # the cache may be past_key_values instead
 
         parts = [self._modules[n] for n in (*PROJECTIONS, *NORMS) if self._modules.get(n) is not None]
         if position_embeddings is None or are_watched(*parts):
@@ -119,8 +120,9 @@ def _fused(module: nn.Module, function: Callable, new: Callable) -> tuple[Callab
     if len(rotaries) != 1 or arguments != ["hidden_states", "position_embeddings", "attention_mask"]:
         return new, "not fused: its arguments are others"
     norms, why = [module._modules[n] for n in NORMS if module._modules.get(n) is not None], "its norms are others"
+    once = rotaries[0].rounded_once()
     for norm in guesses(*norms) if len(norms) == 2 else [None] * (not norms):
-        forward = _forward_of(new, rotaries[0].rounded_once(), norm)
+        forward = _forward_of(new, once, norm)
         if not (why := disagreement(new, forward, _trials(module, rotaries[0]))):
             what = f"{'q_norm, k_norm and ' * bool(norms)}the rotation"
             return forward, f"fused: {what}; with the write into a StaticCache"
