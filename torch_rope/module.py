@@ -1,14 +1,13 @@
 """The rotary embedding of a model, as a module."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import frequencies
-from .families import INTERLEAVED, ROPE_INTERLEAVE
 from .functional import rotate_qk
 
 
@@ -153,7 +152,7 @@ class RotaryEmbedding(nn.Module):
             rotary_dim + rotary_dim % 2,
             rotary_dim=rotary_dim,
             kind=kind,
-            interleaved=_is_interleaved(config) if interleaved is None else interleaved,
+            interleaved=frequencies.is_interleaved(config) if interleaved is None else interleaved,
             max_position=max_position,
             device=device,
             **arguments,
@@ -374,15 +373,3 @@ def _distributed_like(q: Tensor, angles: dict[str, Any]) -> dict[str, Any]:
         name: DTensor.from_local(a, mesh, run_check=False) if isinstance(a, Tensor) and _mesh(a) is None else a
         for name, a in angles.items()
     }
-
-
-def _is_interleaved(config: Any) -> bool:
-    """Returns whether the model_type of a config has interleaved pairs."""
-
-    def get(name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-    if get("text_config") is not None:
-        return _is_interleaved(get("text_config"))
-    kind = get("model_type")
-    return kind in INTERLEAVED and not (kind in ROPE_INTERLEAVE and get("rope_interleave") is False)

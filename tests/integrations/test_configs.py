@@ -11,7 +11,7 @@ from test_frequencies import REAL, U32, U64, assert_same, roundings
 
 import torch_rope
 from torch_rope import RotaryEmbedding, frequencies, multimodal
-from torch_rope.families import WHOLE_HEADS
+from torch_rope.frequencies.families import WHOLE_HEADS
 
 transformers = needed("transformers")
 
@@ -102,7 +102,7 @@ def test_a_family_has_the_frequencies_of_transformers(family):
 
 
 @at_night
-@pytest.mark.parametrize("model_type", sorted({*frequencies._DEFAULTS, *WHOLE_HEADS}))
+@pytest.mark.parametrize("model_type", sorted({*frequencies.config._DEFAULTS, *WHOLE_HEADS}))
 def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type):
     """The config.json has only sizes."""
     sizes = {"hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 8192}

@@ -25,7 +25,7 @@ from test_transformers import SMALL as TINY  # noqa: E402
 from test_transformers import calls as calls  # noqa: E402
 from training import cast, close, difference, output, same, train_step  # noqa: E402
 
-from torch_rope.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
+from torch_rope.frequencies.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import _bits, diffusers, timm  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 from torch_rope.integrations._names import nested  # noqa: E402
