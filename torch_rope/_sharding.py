@@ -18,7 +18,9 @@ the result would be lost.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
@@ -257,3 +259,24 @@ for _signature in operators():
         functools.partial(_strategy, _signature, _rule),
         RuntimeSchemaInfo(_keyed_from, ["dtype", "k_scale", "v_scale"]),
     )
+
+
+def distributed_like(q: DTensor, angles: dict[str, Any]) -> dict[str, Any]:
+    """Returns angles in the form that an operator takes together with q.
+
+    An operator takes either plain tensors or DTensors. So each plain tensor in angles, which must be the same on every
+    rank, becomes a replicated DTensor.
+    """
+    positions = angles["positions"]
+    if positions is not None and not isinstance(positions, DTensor) and positions.shape[-1] != q.shape[-3]:
+        raise ValueError(
+            f"torch_rope.RotaryEmbedding: positions is a plain tensor of shape {list(positions.shape)} but must have "
+            f"the positions of all {q.shape[-3]} tokens of the DTensor q; or pass a DTensor, made of the positions "
+            "that each rank has: DTensor.from_local(positions, mesh, [Shard(-1)])"
+        )
+    return {
+        name: DTensor.from_local(a, q.device_mesh, run_check=False)
+        if isinstance(a, torch.Tensor) and not isinstance(a, DTensor)
+        else a
+        for name, a in angles.items()
+    }

@@ -18,40 +18,51 @@ import torch
 from torch import Tensor
 
 from ._ops import ops as _ops
-from .frequencies import on_device
+from .frequencies.kinds import on_device, powers
 
 
-def _check_int64(op: str, **given: int | torch.SymInt) -> None:
+def check_int64(op: str, **given: int | torch.SymInt) -> None:
     """Raises ValueError if an argument is no int64. torch has raised RuntimeError then, whose message is unclear."""
     for name, n in given.items():
         if isinstance(n, int) and not -(2**63) <= n < 2**63:
             raise ValueError(f"rope.{op}: {name} is {n} but must be at least -2**63 and below 2**63") from None
 
 
-def _start_and_rounding(rotary_start: int, eager_rounding: bool) -> dict:
-    """Returns these two keyword arguments, or neither if both have their default values."""
-    if not (rotary_start or eager_rounding):
-        return {}
-    return {"rotary_start": rotary_start, "eager_rounding": eager_rounding}
+def _refuse_tensor(offset: Tensor) -> None:
+    """Raises TypeError. The host would wait for a tensor, and torch.compile does not take one."""
+    raise TypeError(
+        f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which may "
+        "be a tensor: positions=torch.arange(seq, device=q.device) + offset"
+    )
 
 
-def _flags(attention_factor: float, interleaved: bool, inverse: bool, rotary_start: int, eager_rounding: bool) -> dict:
-    """Returns the keyword arguments of a rotation, or none of them if all have their default values: each keyword
-    argument that is passed costs a decode step 0.2 microseconds."""
-    if attention_factor == 1.0 and not (interleaved or inverse or rotary_start or eager_rounding):
-        return {}
-    flags = {"attention_factor": attention_factor, "interleaved": interleaved, "inverse": inverse}
-    return flags | _start_and_rounding(rotary_start, eager_rounding)
-
-
-def _norm_flags(
-    norm_eps: float, attention_factor: float, interleaved: bool, rotary_start: int, eager_rounding: bool
-) -> dict:
-    """Returns the keyword arguments of a rotation with a norm, or none of them if all have their default values."""
-    if norm_eps == 1e-6 and attention_factor == 1.0 and not (interleaved or rotary_start or eager_rounding):
-        return {}
-    flags = {"norm_eps": norm_eps, "attention_factor": attention_factor, "interleaved": interleaved}
-    return flags | _start_and_rounding(rotary_start, eager_rounding)
+def flags_of(
+    offset: int | torch.SymInt,
+    attention_factor: float,
+    interleaved: bool,
+    inverse: bool = False,
+    rotary_start: int = 0,
+    eager_rounding: bool = False,
+    norm_eps: float = 1e-6,
+) -> dict[str, float]:
+    """Returns those keyword arguments of a rotation that do not have their default values, because each one that is
+    passed costs a decode step 0.2 microseconds."""
+    if isinstance(offset, Tensor):
+        _refuse_tensor(offset)
+    flags = {}
+    if attention_factor != 1.0:
+        flags["attention_factor"] = attention_factor
+    if interleaved:
+        flags["interleaved"] = interleaved
+    if inverse:
+        flags["inverse"] = inverse
+    if rotary_start:
+        flags["rotary_start"] = rotary_start
+    if eager_rounding:
+        flags["eager_rounding"] = eager_rounding
+    if norm_eps != 1e-6:
+        flags["norm_eps"] = norm_eps
+    return flags
 
 
 def _cache_flags(k_scale: Tensor | None, v_scale: Tensor | None, norm_v: bool) -> dict:
@@ -100,8 +111,7 @@ def inv_freq(
         )
     if not base > 0:
         raise ValueError(f"torch_rope.inv_freq: base is {base} but must be a positive number")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim, 1)
-    exact, device = float(base) ** -exponents, torch.get_default_device() if device is None else device
+    exact, device = powers(rotary_dim, base), torch.get_default_device() if device is None else device
     return on_device(exact, device) if dtype is None else exact.to(dtype).to(device)
 
 
@@ -219,7 +229,8 @@ def rotate(
             ``positions[..., s] + offset``, or ``s + offset`` if positions is None. With tables by position it must be
             at least 0 and below max_position. With inv_freq it may be negative and has no upper limit; the error bound
             of :func:`cos_sin`, 5e-7, holds below 2^24, and above that the error grows with the position.
-        offset: an integer that is added to all positions, such as the number of tokens in a KV cache. Default: 0.
+        offset: an integer that is added to all positions, such as the number of tokens in a KV cache. Add a tensor to
+            positions instead. Default: 0.
         attention_factor: a factor for the rotated channels (YaRN, LongRoPE). Default: 1.
         interleaved: which channels form a pair. If False, i and i + rotary_dim / 2 (half-split: NeoX, ``rotate_half``).
             If True, 2i and 2i + 1 (GPT-J, GGUF llama). Default: False.
@@ -265,10 +276,10 @@ def rotate(
             inv_freq,
             positions,
             offset,
-            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_int64("rotate", offset=offset, rotary_start=rotary_start)
+        check_int64("rotate", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -375,10 +386,10 @@ def rotate_(
             inv_freq,
             positions,
             offset,
-            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_int64("rotate_", offset=offset, rotary_start=rotary_start)
+        check_int64("rotate_", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -431,10 +442,10 @@ def rotate_qk(
             inv_freq,
             positions,
             offset,
-            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_int64("rotate_qk", offset=offset, rotary_start=rotary_start)
+        check_int64("rotate_qk", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -482,10 +493,10 @@ def rotate_qk_(
             inv_freq,
             positions,
             offset,
-            **_flags(attention_factor, interleaved, inverse, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
         )
     except RuntimeError:
-        _check_int64("rotate_qk_", offset=offset, rotary_start=rotary_start)
+        check_int64("rotate_qk_", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -563,10 +574,10 @@ def norm_rotate_qk(
             inv_freq,
             positions,
             offset,
-            **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, False, rotary_start, eager_rounding, norm_eps),
         )
     except RuntimeError:
-        _check_int64("norm_rotate_qk", offset=offset, rotary_start=rotary_start)
+        check_int64("norm_rotate_qk", offset=offset, rotary_start=rotary_start)
         raise
 
 
@@ -675,9 +686,9 @@ def rotate_into_cache(
             slots,
             q_norm_weight,
             k_norm_weight,
-            **_norm_flags(norm_eps, attention_factor, interleaved, rotary_start, eager_rounding),
+            **flags_of(offset, attention_factor, interleaved, False, rotary_start, eager_rounding, norm_eps),
             **_cache_flags(k_scale, v_scale, norm_v),
         )
     except RuntimeError:
-        _check_int64("rotate_into_cache_", offset=offset, rotary_start=rotary_start)
+        check_int64("rotate_into_cache_", offset=offset, rotary_start=rotary_start)
         raise

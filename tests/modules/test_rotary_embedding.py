@@ -1,16 +1,20 @@
-"""Tests torch_rope.RotaryEmbedding: its angles, its buffers, and frequencies that depend on the sequence's length."""
+"""Tests torch_rope.RotaryEmbedding: its angles, what others do to a module, and what is assigned to it."""
 
+import contextlib
 import copy
+import functools
 import pickle
+import threading
 
 import numpy as np
 import pytest
 import torch
-from cases import Calls, covering, name_of
+from cases import Calls, covering, name_of, needed
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
+import torch_rope
 from torch_rope import RotaryEmbedding, frequencies
 
 pytestmark = pytest.mark.heart
@@ -46,9 +50,9 @@ def exact_frequencies(kind, length):
     return frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **more)
 
 
-def tables_of(rope):
-    """Returns the tensors that the module rotates by."""
-    return {name: t for name, t in rope.angles(1).items() if isinstance(t, torch.Tensor)}
+def tables_of(rope, device):
+    """Returns the tensors that the module rotates by on a device."""
+    return {name: t for name, t in rope.angles(1, device=device).items() if isinstance(t, torch.Tensor)}
 
 
 # ---- angles ----
@@ -120,21 +124,21 @@ def test_the_arguments_of_the_operator_are_passed_on_and_gradients_rotated_back(
         seeds = [torch.randn_like(out) for out in outs]
         expected = torch.ops.rope.rotate_qk(*seeds, **given, inverse=True)
         assert all(map(torch.equal, torch.autograd.grad(outs, (q, k), seeds), expected))
-    with torch.inference_mode():
-        rope = module().to(device)
-    rope(q, k)[0].sum().backward()  # a module that is made in inference mode can train
-    assert q.grad.any()
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize("kind, max_position", [FEW[1], FEW[2], FEW[4]])
-def test_compiles_without_breaks_and_does_not_compile_again_for_a_step(kind, max_position, device):
+@each_of_few
+@pytest.mark.parametrize("born", ["here", "meta"])
+def test_compiles_without_breaks_and_once_for_all_steps(kind, max_position, born, device):
     torch._dynamo.reset()
-    rope = module(kind, max_position).to(device)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(rope, backend=counter, fullgraph=True)
+    rope = module(kind, max_position, device=device)
+    compiled = torch.compile(
+        module(kind, max_position, device=device if born == "here" else "meta"), fullgraph=True, backend=counter
+    )
     q, k = (x[:, :1] for x in some(device))
-    for offset in [*range(20, 23), *range(LONG + 20, LONG + 23)]:
+    for step in range(50):
+        offset = step + LONG - 25
         for given in ({"offset": offset}, {"positions": torch.tensor([offset]).to(device)}):
             assert all(map(torch.equal, compiled(q, k, **given), rope(q, k, **given)))
     # Graphs with an offset: one with a constant, one with a symbol, and one more if the frequencies change, for the
@@ -142,101 +146,193 @@ def test_compiles_without_breaks_and_does_not_compile_again_for_a_step(kind, max
     assert counter.frame_count <= (3 if kind not in ("longrope", "dynamic") else 4)
 
 
-# ---- buffers ----
+@pytest.mark.shared
+@each_of_few
+@pytest.mark.parametrize("positions", ["none", "[S]", "[B,S]"])
+def test_exports_with_a_dynamic_batch_and_sequence(kind, max_position, positions, device):
+    """One program serves short and long sequences. The module keeps no tensor of the export."""
+    rope, free = module(kind, max_position).to(device), torch.export.Dim.DYNAMIC
 
-CASTS = {
-    "to(bfloat16)": lambda m: m.to(torch.bfloat16),
-    "double": lambda m: m.double(),
-    "type": lambda m: m.type(torch.float16),
-    "to(channels_last)": lambda m: m.to(memory_format=torch.channels_last),
-    "in a model": lambda m: torch.nn.ModuleList([m, torch.nn.Linear(2, 2)]).to(torch.bfloat16),
+    def inputs(batch, seq):
+        p = torch.arange(seq) + torch.arange(batch).unsqueeze(-1)
+        given = {"none": (), "[S]": (p[0],), "[B,S]": (p,)}[positions]
+        return *some(device, batch, seq), *(t.to(device) for t in given)
+
+    axes = [{0: free, 1: free}] * 2 + {"none": [], "[S]": [{0: free}], "[B,S]": [{0: free, 1: free}]}[positions]
+    program = torch.export.export(rope, inputs(2, 7), dynamic_shapes=tuple(axes)).module()
+    for given in (inputs(3, 5), inputs(2, LONG + 9)):
+        assert all(map(torch.equal, program(*given), rope(*given)))
+
+
+# ---- frequencies are no state ----
+
+
+def of_a_checkpoint(make, device):
+    """Loads a checkpoint into a model on the meta device, whose parameters become those of the checkpoint."""
+    full = torch.nn.Sequential(torch.nn.Linear(2, 2), make()).to(device)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), make())
+    model.load_state_dict(full.state_dict(), assign=True)
+    return model[1]
+
+
+def in_mode(mode, call=False):
+    """Returns a function that makes a module, and with call calls it, within a context."""
+
+    def made(make, device):
+        with mode():
+            rope = make()
+            if call:
+                torch.func.grad(lambda q: rope(q, q)[0].sum())(next(some(device)))
+        return rope
+
+    return made
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def cast(constructor, *args, **kwargs):
+    t = constructor(*args, **kwargs)
+    return t.bfloat16() if t.is_floating_point() else t
+
+
+@contextlib.contextmanager
+def casting_constructors():
+    """Wraps constructors of torch as ``deepspeed.zero.Init(dtype=torch.bfloat16)`` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
+            patch.setattr(torch, name, functools.partial(cast, getattr(torch, name)))
+        yield
+
+
+# What others do to a module, or around it. Each function gets a function that makes a module, and returns a module.
+FATES = {
+    "to(bfloat16)": lambda make, device: make().to(device).to(torch.bfloat16),
+    "type": lambda make, device: make().to(device).type(torch.float16),
+    "half of a model": lambda make, device: torch.nn.Sequential(make(), torch.nn.Linear(2, 2)).to(device).half()[0],
+    "to and back": lambda make, device: make().to(device).to("cpu"),
+    "to_empty": lambda make, device: make().to_empty(device=device),
+    "deepcopy": lambda make, device: copy.deepcopy(make().to(device)),
+    "pickle": lambda make, device: pickle.loads(pickle.dumps(make().to(device))),
+    "meta": in_mode(lambda: torch.device("meta")),
+    "meta, to": lambda make, device: in_mode(lambda: torch.device("meta"))(make, device).to(device),
+    "meta, to_empty": lambda make, device: make(device="meta").bfloat16().to_empty(device=device),
+    "checkpoint": of_a_checkpoint,
+    "inference": in_mode(torch.inference_mode),
+    "first call in torch.func": in_mode(lambda: torch.device("meta"), call=True),
+    "default dtype": in_mode(default_dtype),
+    "wrapped constructors": in_mode(casting_constructors),
 }
 
 
+@pytest.mark.shared
+@pytest.mark.parametrize("fate", FATES)
 @each_of_few
-def test_buffers_are_never_cast(kind, max_position, device):
-    rope = module(kind, max_position).to(device)
-    before = {name: (t.data_ptr(), t.dtype, t.clone()) for name, t in rope.named_buffers()}
-    for name_of_cast, cast in CASTS.items():
-        cast(rope)
-        assert before.keys() == dict(rope.named_buffers()).keys()
-        for name, t in rope.named_buffers():
-            pointer, dtype, values = before[name]
-            assert t.data_ptr() == pointer and t.dtype == dtype and torch.equal(t, values), name_of_cast
+def test_whatever_is_done_to_a_module_it_rotates_by_its_frequencies(fate, kind, max_position, device):
+    """And it can train, and its tensors keep their address from then on."""
+    rope = FATES[fate](lambda **more: module(kind, max_position, **more), device)
+    exact, (q, k) = module(kind, max_position, device=device), some(device)
+    rope(q.requires_grad_(), k)[0].sum().backward()
+    assert not rope.state_dict() and not [*rope.buffers(), *rope.parameters()] and str(rope) == str(exact)
+    before = {name: t.data_ptr() for name, t in tables_of(rope, q.device).items()}
+    for each in (rope, rope.bfloat16(), copy.deepcopy(rope)):
+        assert all(map(torch.equal, each(q, k, offset=LONG), exact(q, k, offset=LONG)))
+    assert before == {name: t.data_ptr() for name, t in tables_of(rope, q.device).items()}
 
 
-@pytest.mark.usefixtures("_memory_of_others")
+@pytest.mark.cpu
+def test_threads_that_call_a_module_first_share_its_tensors():
+    rope, barrier, found = module("longrope", 200, device="meta"), threading.Barrier(4), []
+
+    def serve():
+        barrier.wait()
+        found.append(tables_of(rope, torch.device("cpu"))["cos"].data_ptr())
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len({*found}) == 1
+
+
+@pytest.mark.cpu
+def test_from_pretrained_of_transformers_keeps_the_frequencies(tmp_path):
+    transformers = needed("transformers")
+
+    class Model(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.linear, self.rope = torch.nn.Linear(2, 2), module(device="cpu")
+            self.table = module("longrope", 200)
+            self.post_init()
+
+    Model(transformers.PretrainedConfig()).save_pretrained(tmp_path)
+    loaded, (q, k) = Model.from_pretrained(tmp_path), some("cpu")
+    for mine, exact in ((loaded.rope, module()), (loaded.table, module("longrope", 200))):
+        assert all(map(torch.equal, mine(q, k, offset=LONG), exact(q, k, offset=LONG)))
+    assert torch.equal(loaded.rope.inv_freq, module().inv_freq)
+
+
+@pytest.mark.cpu
 @each_of_few
-def test_buffers_are_not_saved_and_are_filled_again_after_to_empty(kind, max_position, device):
-    """reset_parameters, which FSDP calls on a module that was on the meta device, fills them in place."""
-    rope, lost = (module(kind, max_position).to(device) for _ in range(2))
-    assert not rope.state_dict()
-    on_meta = module(kind, max_position, device="meta")
-    q, k = some("meta")
-    assert [out.shape for out in on_meta(q, k, torch.zeros(7, device="meta").long())] == [q.shape, k.shape]
-    addresses = [t.fill_(99.0).data_ptr() for t in lost.buffers()]
-    lost.reset_parameters()
-    assert addresses == [t.data_ptr() for t in lost.buffers()]
-    copies = {
-        "reset": lost,
-        "meta": torch.nn.Sequential(on_meta).to_empty(device=device)[0],
-        "emptied": copy.deepcopy(rope).to_empty(device=device),
-        "pickle": pickle.loads(pickle.dumps(rope.cpu())).to(device),
-    }
-    rope.to(device)
-    q, k = some(device)
-    for name, other in copies.items():
-        assert str(other) == str(rope), name
-        for a, b in zip(other.buffers(), rope.buffers(), strict=True):
-            assert torch.equal(a, b) and a.data_ptr() != b.data_ptr() and a.device == b.device, name
-        assert all(map(torch.equal, other(q, k, offset=LONG), rope(q, k, offset=LONG))), name
+def test_a_checkpoint_may_hold_the_own_frequencies(kind, max_position):
+    rope, (q, k) = module(kind, max_position), some("cpu")
+    own, expected = exact_frequencies(kind, 1).inv_freq, rope(q, k)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        rope.load_state_dict({"inv_freq": own.to(dtype)})
+        assert all(map(torch.equal, rope(q, k), expected))
+    for wrong in (own * 1.01, own[:-1], own.int(), own * float("nan")):
+        with pytest.raises(RuntimeError, match=r"inv_freq is \[.*\] but must be \[1.0, .*\], as the"):
+            torch.nn.Sequential(rope).load_state_dict({"0.inv_freq": wrong}, strict=False)
+
+
+# ---- what is assigned ----
 
 
 @pytest.mark.shared
 @each_of_few
-def test_buffers_that_are_cast_through_their_data_keep_their_values_for_rotations(kind, max_position, device):
-    """FSDP1 casts buffers so, and casts them back to evaluate in full precision."""
-    rope, qk = module(kind, max_position).to(device), tuple(some(device))
-    before, expected = tables_of(rope), rope(*qk, offset=LONG)
-    original = {name: t.dtype for name, t in rope.named_buffers()}
-    for dtypes in (dict.fromkeys(original, torch.bfloat16), original):
-        for name, t in rope.named_buffers():
-            t.data = t.to(dtypes[name])
-        assert all(t.data_ptr() == before[name].data_ptr() for name, t in tables_of(rope).items())
-        for each in (rope, copy.deepcopy(rope)):
-            assert all(map(torch.equal, each(*qk, offset=LONG), expected))
-            assert each is rope or {name: t.dtype for name, t in each.named_buffers()} == original
-
-
-def test_buffers_that_are_moved_are_filled_there(device):
-    """FSDP1 moves them through their data. There and back, frequencies keep all bits."""
-    assert module().to(device).inv_freq.dtype == (torch.float32 if device == "mps" else torch.float64)
-    assert torch.equal(module().to(device).to("cpu").inv_freq, exact_frequencies("default", 0).inv_freq)
-    rope, moved = module("longrope", 64).to(device), module("longrope", 64)
-    for t in moved.buffers():
-        t.data = t.to(device)
-    with torch.inference_mode():
-        found = tables_of(moved)
-    assert all(torch.equal(t, found[name]) and not found[name].is_inference() for name, t in tables_of(rope).items())
+@pytest.mark.parametrize("assigned", ["inv_freq", "parameter", "tables"])
+def test_what_is_assigned_is_what_rotates(assigned, kind, max_position, device):
+    """It moves with the module and is not cast; None takes it away. A parameter learns, and is saved."""
+    rope, qk = module(kind, max_position, device=device), tuple(some(device))
+    expected, own = rope(*qk, offset=LONG), exact_frequencies(kind, 1).inv_freq.float().to(device)
+    mine = {"inv_freq": torch.nn.Parameter(own / 3) if assigned == "parameter" else own / 3}
+    if assigned == "tables":
+        mine = dict(zip(("cos", "sin"), torch_rope.cos_sin(torch.arange(200, device=device), own / 3), strict=True))
+    for name, t in mine.items():
+        setattr(rope, name, t)
+    rotated = torch.ops.rope.rotate_qk(*qk, **mine, offset=LONG, attention_factor=rope.attention_factor)
+    for each in (rope, rope.to(device).half(), copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+        assert all(map(torch.equal, each(*qk, offset=LONG), rotated))
+        positions = torch.arange(7, device=device) + LONG
+        assert all(map(torch.equal, each(*qk, positions), rotated))
+    assert rope.state_dict().keys() == (mine.keys() if assigned == "parameter" else set())
+    if assigned == "parameter":
+        rope(*qk)[0].square()[..., 0].sum().backward()
+        assert rope.inv_freq is mine["inv_freq"] and rope.inv_freq.grad.any()
+    for name in mine:
+        setattr(rope, name, None)
+    assert all(map(torch.equal, rope(*qk, offset=LONG), expected))
 
 
 @pytest.mark.shared
-def test_values_that_the_user_assigns_are_used_and_not_cast(device):
-    rope, qk = module().to(device), tuple(some(device))
-    mine = rope.inv_freq.float() / 3
-    called = torch.func.functional_call(rope, {"inv_freq": mine}, qk)
-    assert all(map(torch.equal, called, torch.ops.rope.rotate_qk(*qk, inv_freq=mine)))
-    rope.inv_freq = mine
-    rope = copy.deepcopy(rope.half()).to(device)
-    assert torch.equal(tables_of(rope)["inv_freq"], mine)
-    del rope.inv_freq
-    rope.register_buffer("inv_freq", mine)
-    assert tables_of(rope)["inv_freq"] is mine
-    del rope.inv_freq
-    rope.inv_freq = learned = torch.nn.Parameter(mine)
-    rope.to(device).bfloat16()(*qk)[0].square()[..., 0].sum().backward()
-    assert rope.inv_freq is learned and learned.grad.any()
-    assert learned.dtype == learned.grad.dtype == torch.float32
+def test_both_lists_of_longrope_may_be_assigned(device):
+    rope, qk = module("longrope", device=device), tuple(some(device))
+    lists = rope.inv_freq.float() / 3  # [2, pairs], or [2, 2, pairs] on a device without float64
+    rope.inv_freq = lists
+    for offset, mine in ((0, lists[0]), (LONG, lists[1])):
+        rotated = torch.ops.rope.rotate_qk(*qk, inv_freq=mine, offset=offset, attention_factor=rope.attention_factor)
+        assert all(map(torch.equal, rope(*qk, offset=offset), rotated))
 
 
 class Third(torch.nn.Module):
@@ -245,22 +341,31 @@ class Third(torch.nn.Module):
 
 
 @pytest.mark.shared
-def test_a_parametrization_of_the_frequencies_is_not_cast_and_leaves_its_values(device):
-    """If it is removed, they are in the buffer that was there before, but in other memory."""
-    rope = module().to(device)
-    expected = rope.inv_freq / 3
+def test_functional_call_and_parametrizations_reach_the_frequencies(device):
+    rope, qk = module().to(device), tuple(some(device))
+    third = rope.inv_freq / 3
+    expected = torch.ops.rope.rotate_qk(*qk, inv_freq=third)
+    assert all(map(torch.equal, torch.func.functional_call(rope, {"inv_freq": third}, qk), expected))
     parametrize.register_parametrization(rope, "inv_freq", Third())
-    for cast in CASTS.values():
-        cast(rope)
-        assert torch.equal(tables_of(rope)["inv_freq"], expected)
+    assert all(map(torch.equal, rope.bfloat16()(*qk), expected))
     parametrize.remove_parametrizations(rope, "inv_freq")
-    assert torch.equal(tables_of(rope)["inv_freq"], expected)
+    assert all(map(torch.equal, rope(*qk), expected))
 
 
 @pytest.mark.cpu
-def test_share_memory_shares_the_buffers():
-    rope = torch.nn.Sequential(module("longrope", 64)).share_memory()[0]
-    assert all(t.is_shared() for t in (*rope.buffers(), *tables_of(rope).values()))
+def test_a_fixed_length_fixes_the_frequencies():
+    q, k = some("cpu")
+    for kind, fixed in (
+        ("longrope", {"long": True}),
+        ("longrope", {"long": False}),
+        ("dynamic", {"seq_len": 3 * LONG}),
+    ):
+        inv_freq, factor = frequencies.KINDS[kind](HEAD_DIM, 5000.0, **KINDS[kind], **fixed)
+        for max_position in (None, 200):
+            rope = module(kind, max_position, **fixed)
+            for offset in (0, LONG):
+                x = rotate(q, inv_freq=inv_freq, attention_factor=factor, offset=offset)
+                assert_close(rope(q, k, offset=offset)[0], x, 3, 5e-7)
 
 
 # ---- errors ----
@@ -294,7 +399,6 @@ def test_heads_have_head_dim_channels_unless_rotary_dim_is_given():
 
 
 EVEN = "head_dim is 63 but must be even to rotate all channels; or pass a smaller"
-NEEDS = "factor is missing but must be given, because kind 'yarn' needs factor, original_max_position"
 
 
 @pytest.mark.cpu
@@ -309,10 +413,10 @@ NEEDS = "factor is missing but must be given, because kind 'yarn' needs factor, 
         ({"kind": "dynamic", "max_position": 9} | KINDS["dynamic"], "max_position is 9 but must be None for kind 'dyn"),
         ({"max_position": 0}, "max_position is 0 but must be at least 1"),
         ({"kind": "yarn"} | KINDS["yarn"] | {"factor": 0.5}, "frequencies.yarn: factor is 0.5 but must be a number"),
-        ({"kind": "yarn"}, NEEDS),
-        ({"kind": "linear", "factor": 2.0, "truncate": True}, "truncate is given but must not be, because kind 'lin"),
+        ({"kind": "yarn"}, "yarn.* missing 2 required .* arguments: 'factor' and 'original_max_position'"),
+        ({"kind": "linear", "factor": 2.0, "truncate": True}, "linear.* got an unexpected keyword argument 'truncate'"),
     ],
 )
 def test_wrong_arguments_raise_an_error(arguments, message):
-    with pytest.raises(TypeError if "given" in message else ValueError, match=message):
+    with pytest.raises(TypeError if "argument" in message else ValueError, match=message):
         RotaryEmbedding(**{"head_dim": 64} | arguments)

@@ -148,7 +148,7 @@ def _head_dim(config: Any, layer_type: str | None) -> int:
     return hidden_size // heads
 
 
-def parse(config: Any, layer_type: str | None = None) -> tuple[str, dict]:
+def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
     """Returns the kind of a model's frequencies, a key of :data:`KINDS`, and the keyword arguments of its function.
 
     The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the

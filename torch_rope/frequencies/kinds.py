@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,11 +56,22 @@ def _require_scale(function: str, factor: float) -> None:
     _require(1 <= factor < math.inf, function, "factor", factor, "a number that is at least 1")
 
 
+def from_numbers(numbers: Sequence[float]) -> Tensor:
+    """Returns numbers as a float64 tensor on the CPU, even where torch's own constructors are wrapped to make tensors of
+    another dtype or device, as ``deepspeed.zero.Init`` does."""
+    return torch.from_numpy(np.asarray(numbers, dtype=np.float64))
+
+
+def powers(rotary_dim: int, base: float) -> Tensor:
+    """Returns ``base ** (-2 i / rotary_dim)`` for i = 0, 1, ... while 2 i < rotary_dim, float64 on the CPU."""
+    return float(base) ** -(from_numbers(range(0, rotary_dim, 2)) / max(rotary_dim, 1))
+
+
 def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim") -> Tensor:
     """Returns f, as the docstring of the module defines it."""
     _require(isinstance(rotary_dim, int) and rotary_dim > 0, function, name, rotary_dim, "a positive integer")
     _require_positive(function, base=base)
-    return float(base) ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+    return powers(rotary_dim, base)
 
 
 def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
@@ -210,7 +222,7 @@ def yarn(
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(len(f), dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
+    ramp = ((from_numbers(range(len(f))) - low) / (high - low)).clamp(0, 1)
 
     def m(scale: float) -> float:
         return 1 + 0.1 * scale * math.log(factor)
@@ -266,8 +278,7 @@ def longrope(
     _require(seq_len is None or long is None, "longrope", "seq_len", seq_len, "None if long is given")
     if long is None:
         long = seq_len is not None and seq_len > original_max_position
-    divisors = torch.tensor(list(long_factor if long else short_factor), dtype=torch.float64, device="cpu")
-    return Frequencies(f / divisors, float(attention_factor))
+    return Frequencies(f / from_numbers(long_factor if long else short_factor), float(attention_factor))
 
 
 def llama3(
