@@ -122,33 +122,25 @@ class RotaryEmbedding(nn.Module):
         *,
         layer: int | None = None,
         interleaved: bool | None = None,
-        max_position: int | None = None,
-        device: torch.device | str | None = None,
-        **changes: Any,
+        **arguments: Any,
     ) -> "RotaryEmbedding":
         """Returns the rotary embedding of a model, described by its config.
 
         Args:
             config, layer_type, layer: as in :func:`torch_rope.frequencies.from_config`.
             interleaved: the pairing. Default: the one that belongs to the model_type of the config.
-            max_position, device: as in the constructor.
-            changes: arguments of the kind that are added to those of the config, such as ``long=True``.
+            arguments: other arguments of the constructor, such as max_position, device, or ``long=True``.
 
         The head_dim of the result is the number of rotated channels. The heads of q and k may have more channels.
 
         Raises the errors of :func:`torch_rope.frequencies.from_config` and of the constructor.
         """
-        kind, arguments = frequencies.parse(config, layer_type, layer=layer)
-        rotary_dim = arguments.pop("head_dim" if kind == "proportional" else "rotary_dim")
-        return cls(
-            rotary_dim + rotary_dim % 2,
-            rotary_dim=rotary_dim,
-            kind=kind,
-            interleaved=frequencies.is_interleaved(config) if interleaved is None else interleaved,
-            max_position=max_position,
-            device=device,
-            **arguments | changes,
-        )
+        kind, read = frequencies.parse(config, layer_type, layer=layer)
+        rotary_dim = read.pop("head_dim" if kind == "proportional" else "rotary_dim")
+        if interleaved is None:
+            interleaved = frequencies.is_interleaved(config)
+        read |= {"rotary_dim": rotary_dim, "kind": kind, "interleaved": interleaved}
+        return cls(rotary_dim + rotary_dim % 2, **read | arguments)
 
     def forward(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, offset: int | torch.SymInt = 0
