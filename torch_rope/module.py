@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import frequencies
 from ._ops import ops as _ops
 from .frequencies import lengths
-from .frequencies.kinds import from_numbers, on_device
+from .frequencies.kinds import float64_range, on_device
 from .functional import check_int64, flags_of, rotate_qk
 
 # The names of what a module rotates by, in the order of the operator's arguments.
@@ -222,7 +222,7 @@ class RotaryEmbedding(nn.Module):
     def _make(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.max_position is None:
             return None, None, self._inv_freq_on(device)
-        rows, exact = from_numbers(range(self.max_position)).unsqueeze(-1), self._exact.unsqueeze(-2)
+        rows, exact = float64_range(self.max_position).unsqueeze(-1), self._exact.unsqueeze(-2)
         angle = rows.to(device) * exact.to(device) if device.type == "meta" else rows * exact
         return angle.cos().float().to(device), angle.sin().float().to(device), None
 

@@ -1,10 +1,10 @@
 """The kinds of frequencies: one function for each."""
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,15 +56,18 @@ def _require_scale(function: str, factor: float) -> None:
     _require(1 <= factor < math.inf, function, "factor", factor, "a number that is at least 1")
 
 
-def from_numbers(numbers: Sequence[float]) -> Tensor:
-    """Returns numbers as a float64 tensor on the CPU, even where torch's own constructors are wrapped to make tensors of
-    another dtype or device, as ``deepspeed.zero.Init`` does."""
-    return torch.from_numpy(np.asarray(numbers, dtype=np.float64))
+# The constructors of torch may be wrapped to make floating-point tensors of another dtype, as deepspeed.zero.Init does.
+# So numbers begin as integers, or as the bytes of float64.
+
+
+def float64_range(*bounds: int) -> Tensor:
+    """Returns range(*bounds) as a float64 tensor on the CPU."""
+    return torch.arange(*bounds, device="cpu").double()
 
 
 def powers(rotary_dim: int, base: float) -> Tensor:
     """Returns ``base ** (-2 i / rotary_dim)`` for i = 0, 1, ... while 2 i < rotary_dim, float64 on the CPU."""
-    return float(base) ** -(from_numbers(range(0, rotary_dim, 2)) / max(rotary_dim, 1))
+    return float(base) ** -(float64_range(0, rotary_dim, 2) / max(rotary_dim, 1))
 
 
 def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim") -> Tensor:
@@ -222,7 +225,7 @@ def yarn(
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((from_numbers(range(len(f))) - low) / (high - low)).clamp(0, 1)
+    ramp = ((float64_range(len(f)) - low) / (high - low)).clamp(0, 1)
 
     def m(scale: float) -> float:
         return 1 + 0.1 * scale * math.log(factor)
@@ -278,7 +281,8 @@ def longrope(
     _require(seq_len is None or long is None, "longrope", "seq_len", seq_len, "None if long is given")
     if long is None:
         long = seq_len is not None and seq_len > original_max_position
-    return Frequencies(f / from_numbers(long_factor if long else short_factor), float(attention_factor))
+    divisors = torch.frombuffer(array("d", long_factor if long else short_factor), dtype=torch.float64)
+    return Frequencies(f / divisors, float(attention_factor))
 
 
 def llama3(
