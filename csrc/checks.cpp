@@ -139,7 +139,8 @@ void check_like_q(const RotateCall& call, const Named& k, const char* may_differ
                    ", as q has");
   if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);
   check_same(call, kSeq, k, q, may_differ,
-             "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)");
+             "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)",
+             call.v ? "" : "; if q and k have different lengths, call rotate for each");
 }
 
 // Checks rotary_start, and the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last
@@ -190,7 +191,9 @@ void check_tables(const RotateCall& call) {
   check_batch(call, cos);
   if (cos->dim() == 3) return;
   for (const Named& x : {Named{call.q_name(), call.q}, Named{"k", call.k}}) {
-    if (x.tensor) check_same(call, kHeads, cos, x, ": a 4-D table has a row per token and head");
+    if (x.tensor)
+      check_same(call, kHeads, cos, x,
+                 ": a 4-D table has a row per token and head; pass a table for all heads as cos.squeeze(-2)");
   }
 }
 
@@ -426,9 +429,13 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   ROPE_CHECK_VALUE(positions.defined(), "positions is None but must be a tensor");
   ROPE_CHECK_VALUE(inv_freq.defined(), "inv_freq is None but must be a tensor");
   const at::ScalarType type = positions.scalar_type(), result = dtype.value_or(at::kFloat);
-  ROPE_CHECK_TYPE(is_rotatable(type) || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong),
-                  "positions is ", name_of(type),
-                  " but must be int8, uint8, int16, int32, int64, float16, bfloat16, float32 or float64");
+  const bool is_float = type == at::kFloat || type == at::kDouble;
+  const char* advice = type == at::kHalf       ? ", because float16 has no odd number above 2048"
+                       : type == at::kBFloat16 ? ", because bfloat16 has no odd number above 256"
+                                               : "";
+  ROPE_CHECK_TYPE(is_float || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong), "positions is ",
+                  name_of(type), " but must be int8, uint8, int16, int32, int64, float32 or float64", advice,
+                  *advice ? "; make positions in float32, or pass positions.float() if they may be rounded" : "");
   check_inv_freq(
       call, inv_freq, axes ? 2 : 1,
       axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");

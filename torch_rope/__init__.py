@@ -14,7 +14,7 @@ from .functional import (
     rotate_qk_,
 )
 from .module import RotaryEmbedding
-from .multimodal import positions_from_cu_seqlens
+from .multimodal import positions_from_cu_seqlens, slots_of_window
 
 __all__ = [
     "RotaryEmbedding",
@@ -31,5 +31,6 @@ __all__ = [
     "rotate_into_cache",
     "rotate_qk",
     "rotate_qk_",
+    "slots_of_window",
 ]
 __version__ = "0.2.0"

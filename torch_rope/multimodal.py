@@ -1,4 +1,4 @@
-"""Frequencies and positions for images, video and packed sequences.
+"""Frequencies, positions and slots for images, video, packed sequences and sliding windows.
 
 A token of an image has a position on several axes (time, height, width), and each pair of channels follows one of them.
 The functions below describe this by a matrix, inv_freq ``[axes, rotary_dim / 2]``, which is 0 if a pair does not follow
@@ -20,32 +20,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import frequencies
 
 
-def by_axis(inv_freq: Tensor, axes: Sequence[int]) -> Tensor:
+def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> Tensor:
     """Returns the matrix in which pair j follows axis ``axes[j]``.
 
     Args:
         inv_freq: ``[pairs]``, or ``[2, pairs]``, the sum of two parts.
         axes: the number of an axis for each pair.
+        count: how many axes the positions have. No pair need follow the last ones. Default: ``max(axes) + 1``.
 
     Returns:
-        ``[max(axes) + 1, pairs]``: ``inv_freq[j]`` at ``[axes[j], j]``, and 0 elsewhere. If inv_freq has two parts, so
-        has the result: ``[2, max(axes) + 1, pairs]``.
+        ``[count, pairs]``: ``inv_freq[j]`` at ``[axes[j], j]``, and 0 elsewhere. If inv_freq has two parts, so has the
+        result: ``[2, count, pairs]``.
 
-    Raises ValueError if inv_freq has another shape, or axes does not have one number, 0 or more, for each pair.
+    Raises ValueError if inv_freq has another shape, or axes does not have one number for each pair, from 0 to count - 1.
     """
     _check_parts("by_axis", inv_freq, "pairs")
-    if len(axes) != inv_freq.shape[-1] or min(axes, default=0) < 0:
+    count = max(axes, default=-1) + 1 if count is None else count
+    if len(axes) != inv_freq.shape[-1] or not all(0 <= axis < count for axis in axes):
         raise ValueError(
             f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {inv_freq.shape[-1]} numbers that are at "
-            "least 0, one for each frequency"
+            f"least 0 and below {count}, the number of axes, one for each frequency"
         )
-    numbers = torch.arange(max(axes, default=-1) + 1).unsqueeze(-1)
-    follows = numbers == torch.tensor(axes, dtype=torch.long)  # [max(axes) + 1, pairs]
-    return torch.where(follows.to(inv_freq.device), inv_freq.unsqueeze(-2), 0.0)
+    numbers, axis = (torch.tensor(n, dtype=torch.long, device=inv_freq.device) for n in (range(count), axes))
+    return torch.where(numbers.unsqueeze(-1) == axis, inv_freq.unsqueeze(-2), 0.0)  # [count, pairs]
 
 
 def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:
@@ -82,7 +84,7 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     Raises ValueError if sections does not fit inv_freq.
     """
     _check("sections", inv_freq, sections)
-    return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)])
+    return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)], 3)
 
 
 def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
@@ -92,7 +94,7 @@ def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     section. All other pairs follow time. Arguments, result and errors are those of :func:`sections`.
     """
     _check("interleaved", inv_freq, sections)
-    return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(inv_freq.shape[-1])])
+    return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(inv_freq.shape[-1])], 3)
 
 
 def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
@@ -109,13 +111,17 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
             "height as of width"
         )
     height_and_width = [1, 2] * sections[0]
-    return by_axis(inv_freq, height_and_width + [0] * sections[2])
+    return by_axis(inv_freq, height_and_width + [0] * sections[2], 3)
 
 
 def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     """Returns the frequencies of axial RoPE in vision models: the pairs are cut into one equal part for each axis.
 
-    The vision towers of Qwen2-VL and related models use ``axial(torch_rope.inv_freq(head_dim // 2))``.
+    The vision towers of Qwen2-VL and related models use ``axial(torch_rope.inv_freq(head_dim // 2))``. These are halves
+    of the pairs, not of the channels: with half-split pairing, pair i is channels i and i + rotary_dim / 2, so axis 0 has
+    the first and the third quarter of the channels, and axis 1 the second and the fourth. DUSt3R, MASt3R and Gemma 4's
+    vision tower cut the channels instead: each half of a head is rotated for itself, by one axis, in pairs i and
+    i + head_dim / 4. They take no matrix: docs/guide/several-axes.md shows how to view each half as a head.
 
     Args:
         inv_freq: ``[n]``, the frequencies that every axis has, or ``[2, n]``, the sum of two parts.
@@ -130,7 +136,8 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     _check_parts("axial", inv_freq, "n")
     if axes < 1:
         raise ValueError(f"torch_rope.multimodal.axial: axes is {axes} but must be at least 1")
-    return by_axis(torch.cat([inv_freq] * axes, -1), [axis for axis in range(axes) for _ in range(inv_freq.shape[-1])])
+    n = inv_freq.shape[-1]
+    return by_axis(torch.cat([inv_freq] * axes, -1), [j // n for j in range(axes * n)], axes)
 
 
 # model_type of transformers -> the function for its order of axes, and the sections if its config does not give them
@@ -186,7 +193,9 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         ``[total]``, with the dtype and device of cu_seqlens. The host does not wait for the device.
 
     Raises:
-        ValueError: a shape does not fit, or total is negative.
+        ValueError: a shape does not fit, total is negative, or cu_seqlens on the CPU does not begin with 0, decreases, or
+            goes beyond total. Compiled and exported programs, and other devices, do not check these numbers: there, tokens
+            before the first sequence have positions that count from 0, and so has padding.
         TypeError: cu_seqlens or offsets is not int32 or int64.
 
     Equivalent to (without padding)::
@@ -199,24 +208,84 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         cu_seqlens = torch.tensor([0, 3, 5])
         torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
     """
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(
             f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape "
             "[sequences + 1]"
         )
     for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
-        if t is not None and t.dtype not in (torch.int32, torch.int64):
-            dtype = str(t.dtype).removeprefix("torch.")
-            raise TypeError(f"torch_rope.positions_from_cu_seqlens: {name} is {dtype} but must be int32 or int64")
+        if t is not None:
+            _check_whole("positions_from_cu_seqlens", name, t)
     if total < 0:
         raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total} but must be at least 0")
-    if offsets is not None and offsets.shape != (len(cu_seqlens) - 1,):
+    if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
         raise ValueError(
             f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)} but must have shape "
-            f"[{len(cu_seqlens) - 1}], one offset for each sequence of cu_seqlens"
+            f"[{cu_seqlens.shape[0] - 1}], one offset for each sequence of cu_seqlens"
         )
+    if _shows_its_numbers(cu_seqlens):
+        starts = cu_seqlens.tolist()
+        if starts != sorted(starts) or starts[0] != 0 or starts[-1] > total:
+            raise ValueError(
+                f"torch_rope.positions_from_cu_seqlens: cu_seqlens is {cu_seqlens} but must begin with 0, never decrease, "
+                f"and end at or before {total}, the total; of a slice, subtract the first number"
+            )
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    # The index of the last sequence that begins at or before the token. The padding counts as one more sequence.
-    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    starts = cu_seqlens if offsets is None else cu_seqlens - torch.nn.functional.pad(offsets.to(cu_seqlens), (0, 1))
+    # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+    starts = torch.nn.functional.pad(cu_seqlens, (1, 0))
+    if offsets is not None:
+        starts = starts - torch.nn.functional.pad(offsets.to(cu_seqlens), (1, 1))
     return tokens - starts[sequence]
+
+
+def slots_of_window(positions: Tensor, window: int) -> Tensor:
+    """Returns the slots of tokens in ring caches: position p of sequence b has cell ``p % window`` of block b.
+
+    Of the tokens of a call, the last ``window`` positions of each sequence are kept. Older ones would be overwritten by
+    them, so they get the slot -1, with which :func:`torch_rope.rotate_into_cache` writes no cell.
+
+    Args:
+        positions: ``[seq]`` for one sequence, or ``[batch, seq]``, int32 or int64. Padding has a negative position, and
+            gets the slot -1.
+        window: the number of cells of a ring, which is the block_size of the cache.
+
+    Returns:
+        The slots, with the shape, dtype and device of positions: ``b * window + p % window``, or -1.
+
+    Raises:
+        ValueError: positions has another shape, or window is less than 1.
+        TypeError: positions is not int32 or int64.
+
+    Example::
+
+        torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
+    """
+    if positions.dim() not in (1, 2):
+        raise ValueError(
+            f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
+            "[batch, seq]"
+        )
+    _check_whole("slots_of_window", "positions", positions)
+    if window < 1:
+        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be at least 1")
+    newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
+    slots = positions % window
+    if positions.dim() == 2:
+        blocks = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
+        slots = slots + blocks.unsqueeze(-1) * window
+    return torch.where((positions >= 0) & (positions > newest - window), slots, -1)
+
+
+def _shows_its_numbers(t: Tensor) -> bool:
+    """Returns whether a tensor is a plain one on the CPU, and neither traced nor mapped by vmap."""
+    if torch.compiler.is_compiling() or type(t) is not Tensor:
+        return False
+    return t.device.type == "cpu" and not is_functorch_wrapped_tensor(t)
+
+
+def _check_whole(function: str, name: str, t: Tensor) -> None:
+    """Raises TypeError unless a tensor is int32 or int64."""
+    if t.dtype not in (torch.int32, torch.int64):
+        dtype = str(t.dtype).removeprefix("torch.")
+        raise TypeError(f"torch_rope.{function}: {name} is {dtype} but must be int32 or int64")
