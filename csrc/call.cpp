@@ -76,8 +76,8 @@ void split_factor(double attention_factor, Params& p) {
 
 // The orders are those of DType and PositionType. The checks let no other dtype pass.
 constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
-constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,     at::kShort, at::kInt,   at::kLong,
-                                             at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+constexpr at::ScalarType kPositionTypes[] = {at::kChar, at::kByte,  at::kShort, at::kInt,
+                                             at::kLong, at::kFloat, at::kDouble};
 DType dtype_of(const Tensor& t) {
   return DType(std::find(std::begin(kTypes), std::end(kTypes), t.scalar_type()) - kTypes);
 }

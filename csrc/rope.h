@@ -27,7 +27,7 @@ enum Rounding : int {
 };
 
 // The dtype of the positions that cos_sin takes.
-enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kHalf, kBFloat16, kFloat, kDouble };
+enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kFloat, kDouble };
 
 // The number of heads and the strides of q, k or v. Strides count elements.
 struct Operand {

@@ -20,27 +20,15 @@ inline long whole_number(device const void* positions, ulong i) {
   }
 }
 
-// Returns the position with index i, which has a floating type.
-inline float number(device const void* positions, ulong i) {
-  switch (PositionType(k_position_type)) {
-    case PositionType::kHalf:
-      return static_cast<float>(static_cast<device const half*>(positions)[i]);
-    case PositionType::kBFloat16:
-      return static_cast<float>(static_cast<device const bfloat*>(positions)[i]);
-    default:
-      return static_cast<device const float*>(positions)[i];
-  }
-}
-
 // Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
 inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, thread float& fraction,
                      thread float& rest) {
-  if (PositionType(k_position_type) < PositionType::kHalf) {
+  if (PositionType(k_position_type) < PositionType::kFloat) {
     turns_of_position(whole_number(positions, i), inv_freq, fraction, rest);
   } else {
     float turns_hi, turns_lo;
     turns_per_position(inv_freq.hi, inv_freq.lo, turns_hi, turns_lo);
-    turns_of(number(positions, i), 0.0f, turns_hi, turns_lo, fraction, rest);
+    turns_of(static_cast<device const float*>(positions)[i], 0.0f, turns_hi, turns_lo, fraction, rest);
   }
 }
 

@@ -129,12 +129,6 @@ def _with_switch(config, name, value):
 
 
 @pytest.fixture
-def _races_are_legal(request):
-    """Lets emulated threads write the same element without an error."""
-    yield from _with_switch(request.config, "check_races", False)
-
-
-@pytest.fixture
 def _memory_of_others(request):
     """Lets a test pass memory that the emulator or the simulator does not know.
 

@@ -121,7 +121,7 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     of the pairs, not of the channels: with half-split pairing, pair i is channels i and i + rotary_dim / 2, so axis 0 has
     the first and the third quarter of the channels, and axis 1 the second and the fourth. DUSt3R, MASt3R and Gemma 4's
     vision tower cut the channels instead: each half of a head is rotated for itself, by one axis, in pairs i and
-    i + head_dim / 4. They take no matrix: docs/guide/several-axes.md shows how to view each half as a head.
+    i + head_dim / 4. No matrix says that: docs/guide/several-axes.md shows how to view each half as a token.
 
     Args:
         inv_freq: ``[n]``, the frequencies that every axis has, or ``[2, n]``, the sum of two parts.

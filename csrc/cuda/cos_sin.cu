@@ -26,10 +26,6 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
       return whole_number<int32_t>(c.positions, i);
     case PositionType::kInt64:
       return whole_number<int64_t>(c.positions, i);
-    case PositionType::kHalf:
-      return element<__half>(c.positions, i);
-    case PositionType::kBFloat16:
-      return element<__nv_bfloat16>(c.positions, i);
     case PositionType::kFloat:
       return element<float>(c.positions, i);
     default:

@@ -368,8 +368,8 @@ struct Mps : AnyBackend {
                                 ", ", grid.x, "] but must have at most ", UINT32_MAX,
                                 " positions and as many pairs; the tables are too large for Metal");
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble,
-                                "rope.cos_sin: positions is float64 but must be float16, bfloat16, float32 or an "
-                                "integer type, because Metal has no float64");
+                                "rope.cos_sin: positions is float64 but must be float32 or an integer type, because ",
+                                "Metal has no float64");
     TORCH_CHECK_NOT_IMPLEMENTED(call.inv_freq.scalar_type() != at::kDouble, "rope.cos_sin: inv_freq is ", kNoFloat64);
     Constants constants{};
     constants.scaled = is_scaled(c);

@@ -1,4 +1,4 @@
-"""Tests torch_rope.multimodal, axial_cos_sin with its frequencies, and positions_from_cu_seqlens."""
+"""Tests torch_rope.multimodal, axial_cos_sin with its frequencies, positions_from_cu_seqlens and slots_of_window."""
 
 import itertools
 
@@ -41,6 +41,12 @@ def test_each_pair_follows_its_axis(order, device):
     assert all(map(torch.equal, outs, torch_rope.rotate_qk(q, k, inv_freq=inv_freq)))
 
 
+def test_an_axis_that_no_pair_follows_stays():
+    for order, sections in [*itertools.product(ORDERS, ([4, 4, 0], [0, 0, 8])), ("interleaved", [8, 0, 0])]:
+        assert getattr(multimodal, order)(FREQ, sections).shape == (3, 8)
+    assert multimodal.by_axis(FREQ, [0] * 8, 4).shape == (4, 8) and multimodal.axial(FREQ[:0], 3).shape == (3, 0)
+
+
 def test_axial_has_all_frequencies_on_every_axis(device):
     inv_freq = torch_rope.inv_freq(40, device=device)
     positions = torch.stack([torch.arange(12) // 4, torch.arange(12) % 4]).to(device)  # [2, tokens]
@@ -64,11 +70,25 @@ def test_positions_of_packed_sequences_begin_at_their_offsets(device):
             assert found.dtype == dtype and found.device == cu_seqlens.device
 
 
-def test_positions_from_cu_seqlens_compiles_for_any_total(device):
-    compiled = torch.compile(torch_rope.positions_from_cu_seqlens, backend="aot_eager", fullgraph=True, dynamic=True)
+def test_positions_and_slots_compile_for_any_size(device):
+    functions = torch_rope.positions_from_cu_seqlens, torch_rope.slots_of_window
+    positions, slots = (torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True) for f in functions)
     for cu in ([0, 4, 9], [0, 1, 2, 30]):
-        cu_seqlens = torch.tensor(cu).to(device)
-        assert torch.equal(compiled(cu_seqlens, cu[-1]), torch_rope.positions_from_cu_seqlens(cu_seqlens, cu[-1]))
+        cu_seqlens, rows = torch.tensor(cu).to(device), torch.arange(6 * cu[-1]).view(2, -1).to(device)
+        assert torch.equal(positions(cu_seqlens, cu[-1]), functions[0](cu_seqlens, cu[-1]))
+        assert torch.equal(slots(rows, 4), functions[1](rows, 4))
+    # A compiled program does not look at the numbers. Tokens before the first sequence count from 0.
+    assert positions(torch.tensor([2, 5, 9, 10]).to(device), 11).tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 0, 0]
+    mapped = torch.vmap(lambda cu: functions[0](cu, 9))(torch.tensor([[0, 4, 9]]))  # vmap does not show the numbers
+    assert mapped.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+
+
+def test_slots_of_window_keep_the_last_positions_of_each_sequence(device):
+    positions = torch.tensor([[-1, -1, 0, 1, 2], [4, 5, 6, 7, 8]], dtype=torch.int32).to(device)
+    slots = torch_rope.slots_of_window(positions, 4)
+    assert slots.tolist() == [[-1, -1, 0, 1, 2], [-1, 5, 6, 7, 4]] and slots.dtype == torch.int32
+    assert torch_rope.slots_of_window(positions[1], 4).tolist() == [-1, 1, 2, 3, 0]
+    assert torch_rope.slots_of_window(positions[:, :0], 4).shape == (2, 0)
 
 
 FREQ = torch.ones(8)
@@ -78,6 +98,7 @@ WRONG = [
     *((getattr(multimodal, order), (FREQ, [4, 4, 1]), f"multimodal.{order}: {COUNTS}") for order in ORDERS),
     (multimodal.height_width_time, (FREQ, [3, 4, 1]), "but must have as many pairs of height as of width"),
     (multimodal.by_axis, (FREQ, [0, 1]), "axes is .0, 1. but must have 8 numbers that are at least 0"),
+    (multimodal.by_axis, (FREQ[:2], [0, 1], 1), "axes is .0, 1. but must have 2 numbers .* at least 0 and below 1, "),
     (multimodal.axial, (FREQ, 0), "axes is 0 but must be at least 1"),
     (multimodal.from_config, ({"model_type": "llama", "head_dim": 64},), "is 'llama' but must be one of 'qwen2_vl'"),
     (torch_rope.axial_cos_sin, (torch.zeros(2, 5), FREQ), "inv_freq has shape .8. but must have shape .axes, rotary_d"),
@@ -88,10 +109,20 @@ POSITIONS = [  # wrong arguments of positions_from_cu_seqlens
     ((torch.tensor([0, 3]), 3, torch.zeros(1)), "offsets is float32 but must be int32 or int64"),
     ((torch.tensor([0, 3]), -1), "total is -1 but must be at least 0"),
     ((torch.tensor([0, 3]), 3, torch.zeros(3).long()), "offsets has shape .3. but must have shape .1., one offset for"),
+    *(
+        ((torch.tensor(cu), 9), "cu_seqlens is tensor.* but must begin with 0")
+        for cu in ([2, 9], [0, 5, 3], [0, 5, 10])
+    ),
+]
+WINDOWS = [  # wrong arguments of slots_of_window
+    ((torch.zeros(1, 2, 3).int(), 4), "positions has shape .1, 2, 3. but must have shape .seq. or .batch, seq."),
+    ((torch.zeros(2), 4), "positions is float32 but must be int32 or int64"),
+    ((torch.arange(2), 0), "window is 0 but must be at least 1"),
 ]
 
 
 def test_wrong_arguments_raise_an_error():
-    for function, given, message in WRONG + [(torch_rope.positions_from_cu_seqlens, *wrong) for wrong in POSITIONS]:
+    cases = [(torch_rope.positions_from_cu_seqlens, *wrong) for wrong in POSITIONS]
+    for function, given, message in WRONG + cases + [(torch_rope.slots_of_window, *wrong) for wrong in WINDOWS]:
         with pytest.raises(TypeError if " is float32" in message else ValueError, match=message):
             function(*given)

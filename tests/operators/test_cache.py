@@ -456,18 +456,16 @@ def test_pads_write_nothing_and_may_be_at_any_position(slots, positions, offset,
         check(q, k, v, caches, {"cos": cos[None], "sin": sin[None]}, slots, norm, interleaved=interleaved)
 
 
-@pytest.mark.usefixtures("_races_are_legal")
-def test_one_of_two_tokens_with_equal_slots_is_kept(device):
-    """A cell that two tokens have holds one of the two. On a GPU each channel holds one of the two."""
-    q, k, v, caches, angles = a_call(1, 5, blocks=2, device=device)
-    rotated = rope.rotate(k, **angles)
-    slots = torch.tensor([3, 9, 3, 9, 4], device=device)
-    rope.rotate_into_cache_(q, k, v, caches.k, caches.v, **angles, slots=slots)
-    for cache, x in (caches.k, rotated), (caches.v, v):
-        cells = cache.flatten(0, 1)
-        for cell, tokens in (3, (0, 2)), (9, (1, 3)), (4, (4,)):
-            won = torch.stack([cells[cell] == x[0, token] for token in tokens])
-            assert won.any(0).all() if on_gpu(device) else won.all(-1).any(0).all()
+@pytest.mark.cpu
+@pytest.mark.parametrize("step", [1, 3, 2**20, 2**48 + 2**16])
+def test_two_tokens_with_one_cell_are_found_at_any_distance_of_cells(step):
+    k, cache = torch.zeros(3, 700, 0, 2), torch.zeros(2**40, 2**20, 0, 2)  # without heads, a cache may have any size
+    slots = (torch.randperm(2100) * step).view(3, 700)
+    call = [torch.zeros(3, 700, 1, 2), k, k, cache, cache.clone(), None, None, torch.ones(1), None, 0, slots]
+    rope.rotate_into_cache_(*call)
+    slots[2, 5] = slots[1, 20]
+    with pytest.raises(IndexError, match=f"{slots[2, 5]} for token 20 of sequence 1 and for token 5 of sequence 2 but"):
+        rope.rotate_into_cache_(*call)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ CASES = table("""
 [all: ValueError]
 q=ones(S, D) -> {q} has shape [6, 16] but must have shape [seq, heads, head_dim] or [batch, seq, heads, head_dim];
     if the head axis is missing, pass {q}.unsqueeze(-2)
-q=ones(1, B, S, H, D) -> {q} has shape [1, 2, 6, 3, 16] but must have shape [seq
 cos=None, sin=None -> cos, sin and inv_freq are None but must not all be None; pass one angle source: cos and sin, or
     inv_freq
 inv_freq=ones(4) -> inv_freq is given but must be None, because cos and sin are given; pass one angle source: cos and
@@ -138,7 +137,6 @@ cos=ones(20, 32), sin=ones(20, 32) -> cos has 32 columns but must have at most 8
     rotary_dim 64 is larger than head_dim
 cos=ones(4), sin=ones(4) -> cos has shape [4] but must have shape [max_position, rotary_dim / 2],
     [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, rotary_dim / 2]
-**both(1, B, S, 1, 4) -> cos has shape [1, 2, 6, 1, 4] but must have shape [max_position
 sin=ones(20, 3) -> sin has shape [20, 3] but must have shape [20, 4], the shape of cos
 sin=ones(1, 20, 4) -> sin has shape [1, 20, 4] but must have shape [20, 4], the shape of cos
 **both(1, 5, 4) -> cos has 5 rows per sequence but must have 6, the seq of {q}: such a table has a row per token
@@ -147,7 +145,8 @@ sin=ones(1, 20, 4) -> sin has shape [1, 20, 4] but must have shape [20, 4], the 
     has a row per token; pass a 2-D table to select rows by position
 **both(1, S, 4), offset=3 -> offset is 3 but must be 0, because cos has shape [1, 6, 4]: such a table has a row per
     token; pass a 2-D table to select rows by position
-**both(B, S, 2, 4) -> cos has 2 heads but must have 3, as {q} has: a 4-D table has a row per token and head
+**both(B, S, 1, 4) -> cos has 1 heads but must have 3, as {q} has: a 4-D table
+    has a row per token and head; pass a table for all heads as cos.squeeze(-2)
 rotary_start=-1 -> rotary_start is -1 but must be at least 0
 rotary_start=9 -> rotary_start is 9 but must be at most 8, because {q} has head_dim 16 and 8 channels are rotated
 **freq(1, 4) -> inv_freq has shape [1, 4] but must have shape [rotary_dim / 2] or [2, rotary_dim / 2]
@@ -169,9 +168,12 @@ positions=ones(S) -> positions is float32 but must be int32 or int64
 [qk: ValueError]
 k=ones(S, 1, D) -> k has 3 dimensions but must have 4, as q has
 k=ones(1, S, 1, D) -> k has batch 1 but must have batch 2, as q has; only the heads may differ
-k=ones(B, 5, 1, D) -> k has seq 5 but must have seq 6, as q has; only the heads may differ
 k=ones(B, S, 1, 12) -> k has head_dim 12 but must have head_dim 16, as q has; only the heads may differ
 **both(B, S, 3, 4) -> cos has 3 heads but must have 1, as k has: a 4-D table has a row per token and head
+
+[rotate_qk: ValueError]
+k=ones(B, 5, 1, D) -> k has seq 5 but must have seq 6, as q has; only the heads may differ; pass tensors [batch, heads, seq,
+    head_dim] transposed, as x.transpose(1, 2); if q and k have different lengths, call rotate for each
 
 [qk: TypeError]
 k=k.bfloat16() -> k is bfloat16 but must be float32, the dtype of q
@@ -211,14 +213,11 @@ v_cache=ones(20, 1, D) -> v_cache has shape [20, 1, 16] but must have the blocks
 v_cache=ones(B, 19, 1, D) -> v_cache has shape [2, 19, 1, 16] but must have the blocks and block_size of k_cache
 v_cache=ones(3, 20, 1, D) -> v_cache has shape [3, 20, 1, 16] but must have the blocks and block_size of k_cache
 **both(B, S, 4) -> slots is None but must be given, because cos has shape [2, 6, 4]: such a table has a row per token
-**both(B, S, 3, 4), k=ones(B, S, H, D), k_cache=ones(B, 20, H, D) -> slots is None but must be given, because cos has
 k_cache=ones(1, 20, 1, D), v_cache=ones(1, 20, 1, D) -> k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks,
     the batch of q: without slots, sequence b is written to block b
 slots=ints(1, B, S) -> slots has shape [1, 2, 6] but must have shape [seq] or [batch, seq]
 slots=ints(B, 5) -> slots has shape [2, 5] but must have shape [seq] or [batch, seq] with seq 6, as q has
 slots=ints(S) -> slots has shape [6] but must have shape [batch, seq] with batch 2, as q has: each token needs its own
-slots=ints(3, S) -> slots has shape [3, 6] but must have shape [batch, seq] with batch 2, as q has: each token needs its
-    own slot
 
 [cache: TypeError]
 v=v.bfloat16() -> v is bfloat16 but must be float32, the dtype of q
@@ -232,7 +231,6 @@ q=q.bfloat16() -> q is bfloat16 but must be float32, the dtype of q_out_grad
 [backward: ValueError]
 q=ones(S, H, D) -> q has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q_out_grad
 k=ones(B, S, 2, D) -> k has shape [2, 6, 2, 16] but must have shape [2, 6, 1, 16], the shape of k_out_grad
-cos=None, sin=None -> cos, sin and inv_freq are None but must not all be None
 [_norm_rotate_qk_backward: ValueError]
 k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim]
 [_rotate_table_backward: ValueError]
@@ -241,13 +239,17 @@ k=None -> k is None but must be given together with k_out_grad
 k_out_grad=None -> k_out_grad is None but must be given together with k
 
 [cos_sin: TypeError]
-positions=ints(3).to(torch.uint16) -> positions is uint16 but must be int8, uint8, int16, int32, int64, float16, bfloat16,
-    float32 or float64
+positions=ints(3).to(torch.uint16) -> positions is uint16 but must be int8, uint8, int16, int32, int64, float32 or float64
 positions=ints(3).bool() -> positions is bool but must be int8
+positions=ints(3).char().view(torch.float8_e5m2) -> positions is float8_e5m2 but must be int8
+positions=ones(3).half() -> positions is float16 but must be ... or float64, because float16 has no odd number above 2048;
+    make positions in float32, or pass positions.float() if they may be rounded
 inv_freq=ones(4).half() -> inv_freq is float16 but must be float32 or float64
 dtype=torch.int64 -> dtype is int64 but must be float16, bfloat16, float32 or float64
 [cos_sin: ValueError]
 inv_freq=ones(3, 4) -> inv_freq has shape [3, 4] but must have shape [rotary_dim
+[axial_cos_sin: TypeError]
+positions=ones(2, 3).bfloat16() -> positions is bfloat16 but must be ... because bfloat16 has no odd number above 256; make
 [axial_cos_sin: ValueError]
 positions=values(3) -> positions has shape [] but must have shape [axes, ...]
 positions=ints(3, 5) -> positions has 3 axes but must have 2, as inv_freq has
@@ -304,6 +306,12 @@ q=q[0], k=k[0], v=v[0], k_cache=k_cache[0], v_cache=v_cache[0], slots=values([0,
 positions=values([[-1, 2, 20, 30, 4, 5], [0, 1, 2, 3, 2**62, 5]]), slots=values([[-1, 0, 1, -2, 3, 4],
     [-1, 8, 9, 10, -1, 12]]) -> positions go from 1 to 20 with offset 0 but ... below 20, the number of rows of cos
 offset=16, slots=values([[-1, 0, 1, -1, -1, -1], [-1, -1, -1, -1, 9, -1]]) -> positions go from 1 to 4 with offset 16 but
+slots=values([[0, 1, 2, 9, -1, -1], [-1, -1, 8, 7, 9, 6]]) -> slots is 9 for token 3 of sequence 0 and for token 4 of
+    sequence 1 but must be another cell for each token; pass slots: -1 for padding and for what a ring does not keep
+    (torch_rope.slots_of_window), other cells for the tokens of a tree
+positions=values([5, 0, 1, 2, 1, 3]), offset=4 -> position + offset is 5 for token 2 of sequence 0 and for token 4 of
+    sequence 0 but must be another cell for each token; pass slots
+positions=values([[0, 1, 2, 3, 4, 5], [5, 4, 3, 3, 1, 0]]).int() -> position + offset is 3 for token 2 of sequence 1 and for
 """)
 
 
