@@ -257,6 +257,11 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
         ValueError: positions has another shape, or window is less than 1.
         TypeError: positions is not int32 or int64.
 
+    Equivalent to (for one sequence)::
+
+        kept = (positions >= 0) & (positions > positions.max() - window)
+        torch.where(kept, positions % window, -1)
+
     Example::
 
         torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]

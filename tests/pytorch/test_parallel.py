@@ -63,7 +63,7 @@ def mesh_of(device, dimensions):
 def tensors(device):
     """Returns name -> a plain tensor for each argument, the same on every rank."""
     inv_freq = torch_rope.inv_freq(HEAD_DIM, device=device).float()
-    positions = torch.randint(0, 16, (BATCH, SEQ), device=device)
+    positions = torch.rand(BATCH, 16, device=device).argsort(-1)[:, :SEQ]  # each token has a cell of its own
     cos, sin = torch_rope.cos_sin(torch.arange(16, device=device), inv_freq)
     made = {"inv_freq": inv_freq, "positions": positions, "cos": cos, "sin": sin}
     made |= {"cos.token": cos[positions], "sin.token": sin[positions]}

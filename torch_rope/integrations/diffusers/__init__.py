@@ -54,12 +54,29 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
     angles = of_diffusers if exact_angles else None
-    modules, parts = model, getattr(model, "components", None)
+    modules, parts, encoders = model, getattr(model, "components", None), {}
     if not isinstance(model, nn.Module) and isinstance(parts, dict):
-        modules = nn.ModuleDict({name: part for name, part in parts.items() if _may_rotate(part)})
-    return patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
+        parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+        encoders = {name: part for name, part in parts.items() if _is_of_transformers(part)}
+        modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
+    handle = patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
+    ours = [r.path for r in handle.left()]
+    left = _left_as_they_are(modules, ours, "its formula is written out, in no function that torch_rope could replace")
+    left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")
+    handle.notes += left
+    return handle
 
 
-def _may_rotate(part: Any) -> bool:
-    """Returns whether a component of a pipeline is a module, and not a text encoder of transformers."""
-    return isinstance(part, nn.Module) and not any(c.__module__.startswith("transformers.") for c in type(part).__mro__)
+def _is_of_transformers(part: nn.Module) -> bool:
+    return any(c.__module__.startswith("transformers.") for c in type(part).__mro__)
+
+
+def _left_as_they_are(model: nn.Module, ours: list[str], why: str) -> list[str]:
+    """Returns notes about rotary modules around which nothing is replaced. ours: the paths of what is replaced."""
+    notes = []
+    for path, module in model.named_modules():
+        around, kind = path.rpartition(".")[0], type(module).__name__
+        if re.search("Rope|RoPE|Rotary", kind) and not any(f"{p}.".startswith(f"{around}.".lstrip(".")) for p in ours):
+            where = re.sub(r"\b\d+\b", "*", path)
+            notes.append(f"{where}: {kind} rotates without torch_rope: {why}")
+    return [*dict.fromkeys(notes)]
