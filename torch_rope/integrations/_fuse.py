@@ -1,11 +1,12 @@
 """What fused layers of all libraries have in common: their norms, and the trial that shows whether they are right."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode
 
 from ._rotary import plainly
 
@@ -43,6 +44,20 @@ def are_watched(*modules: nn.Module) -> bool:
     return watched or (_has_any_global_hook() and not torch.compiler.is_compiling())
 
 
+class _WithoutChance(TorchFunctionMode):
+    """Makes dropout multiply by the share that it keeps, so that a trial draws no random numbers of the program."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is nn.functional.dropout:  # torch passes all but the first argument by name
+            return args[0] * (1 - kwargs["p"]) if kwargs["training"] else args[0]
+        kept = 1.0
+        if function is nn.functional.scaled_dot_product_attention:
+            kept -= kwargs.pop("dropout_p", 0.0)
+        result = function(*args, **kwargs)
+        return result if kept == 1 else result * kept
+
+
 def disagreement(own: Callable, fused: Callable, trials: Iterable[Callable]) -> str:
     """Returns why a fused method must not take the place of a layer's own method, or an empty text.
 
@@ -51,11 +66,13 @@ def disagreement(own: Callable, fused: Callable, trials: Iterable[Callable]) -> 
     why = "it could not be tried"
     for results in trials:
         try:
-            expected = results(own)
+            with _WithoutChance():
+                expected = results(own)
         except Exception:  # the layer does not support this
             continue
         try:
-            why = "" if all(map(_close, results(fused), expected)) else "the results would differ"
+            with _WithoutChance():
+                why = "" if all(map(_close, results(fused), expected)) else "the results would differ"
         except Exception as error:
             why = str(error)
         if why:
@@ -68,8 +85,7 @@ def trained(layer: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) ->
     modes = {module: module.training for module in layer.modules()}
     layer.train()
     try:
-        with plainly(), torch.enable_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
+        with plainly(), torch.enable_grad():
             x = x.detach().requires_grad_()
             out = forward(x)
             return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [x])]
