@@ -1,5 +1,6 @@
 """Compares the tables of rotary modules with exact angles, and the logits of a model, with a float64 computation."""
 
+import concurrent.futures
 import copy
 import importlib
 import pickle
@@ -184,6 +185,7 @@ def test_a_cast_module_has_the_frequencies_of_its_config(cast):
 LEFT = [
     ("default", lambda r: r.inv_freq.mul_(1.0001), "inv_freq of LlamaRotaryEmbedding was changed"),
     ("default", lambda r: r.to(torch.bfloat16).inv_freq.mul_(1.02), "inv_freq of LlamaRotaryEmbedding was changed"),
+    ("default", lambda r: setattr(r.inv_freq, "data", 2 * r.inv_freq), "inv_freq of LlamaRotaryEmbedding was changed"),
     ("dynamic", lambda r: r.inv_freq.mul_(2), "inv_freq of LlamaRotaryEmbedding was changed"),
     ("default", lambda r: r.to("meta"), "inv_freq of LlamaRotaryEmbedding is on the meta device"),
     ("default", lambda r: setattr(r, "forward", lambda x, position_ids: None), "its forward was replaced"),
@@ -226,6 +228,15 @@ def test_a_changed_attribute_is_followed(case, change, compiled):
     after, expected = tables(used, position_ids), tables(rotary, position_ids)
     assert not all(map(torch.equal, after, before))
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-4)
+
+
+def test_threads_do_not_disturb_each_other():
+    rotary = exact(rotary_of(CASES["yarn"]))
+    expected = [tables(rotary, torch.tensor([[n]])) for n in range(9)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for n, found in enumerate(pool.map(lambda n: tables(rotary, torch.tensor([[n % 9]])), range(200))):
+            assert all(map(torch.equal, found, expected[n % 9]))
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_the_handle_lists_the_rotary_modules_and_undo_restores_them():

@@ -2,10 +2,11 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
-from cases import Calls
+from cases import ROOT, Calls
 from test_conventions import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
 from test_transformers import make, tokens
 from torch import nn
@@ -108,10 +109,20 @@ def test_patch_again_patches_what_is_new_and_undo_restores_what_is_still_ours():
     assert [line.split()[0] for line in str(handle).splitlines()[1:]] == [
         f"{n}.processor" for n in ("kept", "changed", "new")
     ]
-    model.changed.processor = Processor()
+    model.changed.processor, removed = Processor(), model.pop("new")
+    assert [r.path for r in handle.left()] == ["kept"] and results(removed, args)[0] == 1
     with pytest.warns(UserWarning, match="changed.processor was replaced after it was patched"):
         handle.undo()
-    assert rotations() == [0, 0, 0] and "any more" in str(handle)
+    assert [results(m, args)[0] for m in (*model.values(), removed)] == [0, 0, 0] and "any more" in str(handle)
+
+
+def test_no_code_sets_what_the_whole_process_sees():
+    """The selfcheck is a program of its own, which may."""
+    setters = re.compile(
+        r"set_default_|torch\.manual_seed|fork_rng|_rng_state|set_num_threads|use_determin|(?<!_)setattr\((?!self|new,)"
+    )
+    files = [p for p in (ROOT / "torch_rope").rglob("*.py") if "selfcheck" not in p.parts]
+    assert [p.name for p in files if setters.search(p.read_text())] == [] and len(files) > 20
 
 
 def test_a_handle_that_has_lost_everything_is_replaced():

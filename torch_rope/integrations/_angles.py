@@ -59,7 +59,7 @@ def _marks(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns what differs after an attribute was changed, as long as the tensors are kept."""
     marks: dict[str, Any] = {}
     for name, value in attributes.items():
-        tensors = [(id(t), None if t.is_inference() else t._version) for t in _tensors(value)]
+        tensors = [(id(t), t.data_ptr(), None if t.is_inference() else t._version) for t in _tensors(value)]
         marks[name] = tensors or (repr(value) if isinstance(value, _PLAIN) else id(value))
     return marks
 

@@ -276,13 +276,15 @@ class Patch:
         self._replaced: list[Replaced] = []
 
     def left(self) -> list[Replaced]:
-        """Returns what is still there."""
-        return [r for r in self._replaced if r.holder() is not None]
+        """Returns what is still in the model."""
+        parts = [self._model] if isinstance(self._model, nn.Module) else self._model.components.values()
+        there = {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}
+        return [r for r in self._replaced if r.holder() is not None and r.module in there]
 
     def add(self, replaced: list[Replaced], notes: list[str]) -> None:
         for r in replaced:
             r.place()
-        self._replaced, self.notes = self.left() + replaced, notes
+        self._replaced, self.notes = [r for r in self._replaced if r.holder() is not None] + replaced, notes
         vars(self._model)[HANDLE] = self
 
     def undo(self) -> None:
