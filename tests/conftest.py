@@ -116,18 +116,6 @@ def _seed():
         torch.manual_seed(0)
 
 
-def _with_switch(config, name, value):
-    """Sets a switch of the emulator or of the simulator while a test runs, if there is such a switch."""
-    if config.getoption("--simulate"):
-        import simulator as library
-    else:
-        from torch_rope import _C as library
-    set_switch = getattr(library, name, lambda _: None)
-    set_switch(value)
-    yield
-    set_switch(not value)
-
-
 @pytest.fixture
 def _memory_of_others(request):
     """Lets a test pass memory that the emulator or the simulator does not know.
@@ -135,7 +123,14 @@ def _memory_of_others(request):
     The emulator then accepts tensors whose memory is a file or was allocated by copy.deepcopy. The simulator accepts
     tensors of more than 256 MiB.
     """
-    yield from _with_switch(request.config, "allow_foreign", True)
+    if request.config.getoption("--simulate"):
+        import simulator as library
+    else:
+        from torch_rope import _C as library
+    allow_foreign = getattr(library, "allow_foreign", lambda _: None)
+    allow_foreign(True)
+    yield
+    allow_foreign(False)
 
 
 @pytest.fixture

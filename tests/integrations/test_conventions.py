@@ -172,8 +172,7 @@ class OfTransformers(Attention):
     __module__ = "transformers.models.some"
 
 
-class RotaryPosEmbed(nn.Module):
-    """Rotates by a formula that is written out, as in the VAE of MiniMax-H3."""
+RotaryPosEmbed = type("RotaryPosEmbed", (nn.Module,), {})  # its formula is written out, as in MiniMax-H3's VAE
 
 
 class Pipeline:
@@ -189,11 +188,7 @@ def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformer
     handle = diffusers.patch(pipe)
     assert diffusers.patch(pipe) is handle and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
     assert "torch_rope in Pipeline:\n  transformer.processor of 1 Processor" in str(handle)
-    for name, why in (
-        ("vae.*.*", "its formula is written out"),
-        ("text_encoder.rope", "torch_rope.integrations.transformers"),
-    ):
-        assert f"  {name}: RotaryPosEmbed rotates without torch_rope: {why}" in str(handle)
+    assert [line.split()[0] for line in str(handle).splitlines()[2:]] == ["vae.*.*:", "text_encoder.rope:"]
     with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.* already calls"):
         diffusers.patch(Pipeline(model))
     handle.undo()

@@ -145,8 +145,8 @@ sin=ones(1, 20, 4) -> sin has shape [1, 20, 4] but must have shape [20, 4], the 
     has a row per token; pass a 2-D table to select rows by position
 **both(1, S, 4), offset=3 -> offset is 3 but must be 0, because cos has shape [1, 6, 4]: such a table has a row per
     token; pass a 2-D table to select rows by position
-**both(B, S, 1, 4) -> cos has 1 heads but must have 3, as {q} has: a 4-D table
-    has a row per token and head; pass a table for all heads as cos.squeeze(-2)
+**both(B, S, 1, 4) -> cos has 1 heads but must have 3, as {q} has: a 4-D table has a row per token and head; pass a
+    table for all heads as cos.squeeze(-2)
 rotary_start=-1 -> rotary_start is -1 but must be at least 0
 rotary_start=9 -> rotary_start is 9 but must be at most 8, because {q} has head_dim 16 and 8 channels are rotated
 **freq(1, 4) -> inv_freq has shape [1, 4] but must have shape [rotary_dim / 2] or [2, rotary_dim / 2]
@@ -211,7 +211,6 @@ v=ones(B, S, 1, 12) -> v_cache has head_dim 16 but must have head_dim 12, as v h
 v_cache=ones(20, 1, D) -> v_cache has shape [20, 1, 16] but must have the blocks and block_size of k_cache, which has
     shape [2, 20, 1, 16]
 v_cache=ones(B, 19, 1, D) -> v_cache has shape [2, 19, 1, 16] but must have the blocks and block_size of k_cache
-v_cache=ones(3, 20, 1, D) -> v_cache has shape [3, 20, 1, 16] but must have the blocks and block_size of k_cache
 **both(B, S, 4) -> slots is None but must be given, because cos has shape [2, 6, 4]: such a table has a row per token
 k_cache=ones(1, 20, 1, D), v_cache=ones(1, 20, 1, D) -> k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks,
     the batch of q: without slots, sequence b is written to block b
@@ -308,9 +307,7 @@ positions=values([[-1, 2, 20, 30, 4, 5], [0, 1, 2, 3, 2**62, 5]]), slots=values(
 offset=16, slots=values([[-1, 0, 1, -1, -1, -1], [-1, -1, -1, -1, 9, -1]]) -> positions go from 1 to 4 with offset 16 but
 slots=values([[0, 1, 2, 9, -1, -1], [-1, -1, 8, 7, 9, 6]]) -> slots is 9 for token 3 of sequence 0 and for token 4 of
     sequence 1 but must be another cell for each token; pass slots: -1 for padding and for what a ring does not keep
-    (torch_rope.slots_of_window), other cells for the tokens of a tree
 positions=values([5, 0, 1, 2, 1, 3]), offset=4 -> position + offset is 5 for token 2 of sequence 0 and for token 4 of
-    sequence 0 but must be another cell for each token; pass slots
 positions=values([[0, 1, 2, 3, 4, 5], [5, 4, 3, 3, 1, 0]]).int() -> position + offset is 3 for token 2 of sequence 1 and for
 """)
 
