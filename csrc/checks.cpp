@@ -187,7 +187,8 @@ void check_tables(const RotateCall& call) {
   ROPE_CHECK_VALUE(equal(call.offset, 0), "offset is ", call.offset, " but must be 0, because cos has shape ",
                    cos->sym_sizes(), advice);
   ROPE_CHECK_VALUE(equal(size(*cos, 1), seq), "cos has ", size(*cos, 1), " rows per sequence but must have ", seq,
-                   ", the seq of ", call.q_name(), ": such a table has a row per token");
+                   ", the seq of ", call.q_name(), ": such a table has a row per token",
+                   cos->dim() == 4 ? "; pass a table [batch, 1, seq, rotary_dim / 2] as cos.squeeze(1)" : "");
   check_batch(call, cos);
   if (cos->dim() == 3) return;
   for (const Named& x : {Named{call.q_name(), call.q}, Named{"k", call.k}}) {

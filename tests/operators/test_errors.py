@@ -139,6 +139,7 @@ cos=ones(4), sin=ones(4) -> cos has shape [4] but must have shape [max_position,
     [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, rotary_dim / 2]
 sin=ones(20, 3) -> sin has shape [20, 3] but must have shape [20, 4], the shape of cos
 sin=ones(1, 20, 4) -> sin has shape [1, 20, 4] but must have shape [20, 4], the shape of cos
+**both(B, 1, S, 4) -> cos has 1 rows ... a row per token; pass a table [batch, 1, seq, rotary_dim / 2] as cos.squeeze(1)
 **both(1, 5, 4) -> cos has 5 rows per sequence but must have 6, the seq of {q}: such a table has a row per token
 **both(3, S, 4) -> cos has batch 3 but must have batch 2, as {q} has, or batch 1
 **both(1, S, 4), positions=ints(S) -> positions is given but must be None, because cos has shape [1, 6, 4]: such a table
@@ -243,7 +244,6 @@ positions=ints(3).bool() -> positions is bool but must be int8
 positions=ints(3).char().view(torch.float8_e5m2) -> positions is float8_e5m2 but must be int8
 positions=ones(3).half() -> positions is float16 but must be ... or float64, because float16 has no odd number above 2048;
     make positions in float32, or pass positions.float() if they may be rounded
-inv_freq=ones(4).half() -> inv_freq is float16 but must be float32 or float64
 dtype=torch.int64 -> dtype is int64 but must be float16, bfloat16, float32 or float64
 [cos_sin: ValueError]
 inv_freq=ones(3, 4) -> inv_freq has shape [3, 4] but must have shape [rotary_dim
