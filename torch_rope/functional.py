@@ -121,8 +121,9 @@ def cos_sin(
     """Returns cos and sin of ``positions * inv_freq``, times attention_factor: the tables that :func:`rotate` takes.
 
     Args:
-        positions: a tensor of any shape P, integer or floating-point (pixels, seconds). ``torch.arange(n)`` makes a
-            table by position for the positions below n.
+        positions: a tensor of any shape P, integer, float32 or float64 (pixels, seconds). float16 and bfloat16 are a
+            TypeError, because they hold no large position. ``torch.arange(n)`` makes a table by position for the
+            positions below n.
         inv_freq: ``[rotary_dim / 2]``, float32 or float64, in radians per position, or ``[2, rotary_dim / 2]``, float32,
             which is the sum of two parts.
         attention_factor: a factor for both cos and sin (YaRN, LongRoPE). Default: 1.
@@ -159,7 +160,7 @@ def axial_cos_sin(
     of that axis, so inv_freq says which axes rotate which pairs.
 
     Args:
-        positions: ``[axes, *P]``, integer or floating-point.
+        positions: ``[axes, *P]``, with a dtype as in :func:`cos_sin`.
         inv_freq: ``[axes, rotary_dim / 2]``, float32 or float64, in radians per position, or
             ``[2, axes, rotary_dim / 2]``, float32, which is the sum of two parts.
         attention_factor, dtype: as in :func:`cos_sin`.
@@ -610,9 +611,10 @@ def rotate_into_cache(
     k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
     its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
 
-    Two tokens of a call must not write the same cell: either of them may win, and not always the same one in both
-    caches. Without slots, tokens of one sequence that share a position write the same cell, such as the padding of a
-    left-padded batch and its first real token. Give padding the slot -1.
+    Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU either of them may win, and
+    not always the same one in both caches. Without slots, tokens of one sequence that share a position write the same
+    cell, such as the padding of a left-padded batch and its first real token. Give padding the slot -1.
+    :func:`torch_rope.slots_of_window` makes the slots of a sliding window.
 
     With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
     any number of tokens: one in a decode step, or a whole prompt.
@@ -655,8 +657,8 @@ def rotate_into_cache(
             given; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory with itself or with another argument (between a cache and
             q, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
-        IndexError: a position is outside the table, or a position or a slot is outside the cache. Nothing is written
-            then. On a GPU, positions and slots in tensors are checked in the kernel instead; docs/cuda.md and
+        IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
+            cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead; docs/cuda.md and
             docs/metal.md say what happens there.
         NotImplementedError: a cache on an Apple GPU is float8, which Metal lacks.
         RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
