@@ -49,16 +49,12 @@ def rotate(
     else:
         c, s = (t.to(dtype) * attention_factor for t in (cos, sin))
     s = -s if inverse else s
-    pairs = c.shape[-1]
-    first, second = slice(0, pairs), slice(pairs, 2 * pairs)
-    if interleaved:
-        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-    first, second = (slice(rotary_start + i.start, rotary_start + i.stop, i.step) for i in (first, second))
-    a, b = x[..., first].to(dtype), x[..., second].to(dtype)
-    out = x.clone()  # keeps the other channels
-    out[..., first] = a * c - b * s  # rounded here
-    out[..., second] = b * c + a * s
-    return out
+    axis, shape = (-1, (-1, 2)) if interleaved else (-2, (2, -1))  # of the two channels of a pair
+    end = rotary_start + 2 * c.shape[-1]
+    pairs = x[..., rotary_start:end].to(dtype).unflatten(-1, shape)
+    rotated = pairs * c.unsqueeze(axis) + pairs.flip(axis) * torch.stack([-s, s], axis)
+    parts = x[..., :rotary_start], rotated.flatten(-2).to(x.dtype), x[..., end:]
+    return torch.cat(parts, -1) if parts[1].shape != x.shape else parts[1]  # which keeps the strides of x
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
@@ -166,18 +162,16 @@ def rotate_into_cache(
             for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
         )
     q.copy_(rotated_q)
-    block_size = k_cache.shape[-3]
     if slots is None:  # sequence b writes to block b, each token at its position
         p = (torch.arange(k.shape[-3], device=k.device) if positions is None else positions) + offset
-        slots = p + block_size * torch.arange(k.shape[:-3].numel(), device=k.device).unsqueeze(-1)
-    slots = slots.flatten()
-    written = slots >= 0
-    block, index = slots[written] // block_size, slots[written] % block_size
+        slots = p + k_cache.shape[-3] * torch.arange(len(k) if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
     for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
         if scale is not None:  # as bytes, because PyTorch does not index float8
             cache, new = cache.view(torch.uint8), quantise(new.to(wide), scale, cache.dtype).view(torch.uint8)
-        blocks = cache if cache.dim() == 4 else cache.unsqueeze(0)
-        blocks[block, index] = new.flatten(0, -3)[written]
+        # Pads write to one more cell, the last, so that no shape depends on their number.
+        cells = torch.nn.functional.pad(cache.reshape(-1, *cache.shape[-2:]), (0, 0, 0, 0, 0, 1))
+        cells[slots.flatten().clamp(min=-1)] = new.flatten(0, -3)
+        cache.copy_(cells[:-1].view(cache.shape))
 
 
 def cos_sin(
