@@ -20,20 +20,6 @@ def _rotate_qk_(q: Tensor, k: Tensor, *angles, **flags) -> None:
         x.copy_(rotated)
 
 
-def _rotate_table_backward(q_out_grad, k_out_grad, q, k, cos, sin, *angles, **flags) -> tuple[Tensor, Tensor]:
-    def rotated(cos, sin):
-        return [reference.rotate(x, cos, sin, *angles, **flags) for x in (q, k) if x is not None]
-
-    return torch.func.vjp(rotated, cos, sin)[1]([grad for grad in (q_out_grad, k_out_grad) if grad is not None])
-
-
-def _norm_rotate_qk_backward(q_out_grad, k_out_grad, q, k, q_norm_weight, k_norm_weight, *angles, **flags):
-    def rotated(*tensors):
-        return reference.norm_rotate_qk(*tensors, *angles, **flags)
-
-    return torch.func.vjp(rotated, q, k, q_norm_weight, k_norm_weight)[1]((q_out_grad, k_out_grad))
-
-
 # What the operators in place do, by operators that return their results and copies of these.
 IN_PLACE = {
     rope.rotate_.default: _rotate_,
@@ -45,11 +31,7 @@ IN_PLACE = {
 def decompositions() -> dict[OpOverload, Callable]:
     """Returns ..."""
     names = "rotate", "rotate_qk", "norm_rotate_qk", "cos_sin", "axial_cos_sin"
-    backward = {
-        rope._rotate_table_backward.default: _rotate_table_backward,
-        rope._norm_rotate_qk_backward.default: _norm_rotate_qk_backward,
-    }
-    return {getattr(rope, name).default: getattr(reference, name) for name in names} | IN_PLACE | backward
+    return IN_PLACE | {getattr(rope, name).default: getattr(reference, name) for name in names}
 
 
 # torch writes an operator in place as auto_functionalized before it reads the table, unless the operator decomposes

@@ -49,12 +49,12 @@ def rotate(
     else:
         c, s = (t.to(dtype) * attention_factor for t in (cos, sin))
     s = -s if inverse else s
+    start, end = rotary_start, rotary_start + 2 * c.shape[-1]
     axis, shape = (-1, (-1, 2)) if interleaved else (-2, (2, -1))  # of the two channels of a pair
-    end = rotary_start + 2 * c.shape[-1]
-    pairs = x[..., rotary_start:end].to(dtype).unflatten(-1, shape)
+    pairs = x[..., start:end].to(dtype).unflatten(-1, shape)
     rotated = pairs * c.unsqueeze(axis) + pairs.flip(axis) * torch.stack([-s, s], axis)
-    parts = x[..., :rotary_start], rotated.flatten(-2).to(x.dtype), x[..., end:]
-    return torch.cat(parts, -1) if parts[1].shape != x.shape else parts[1]  # which keeps the strides of x
+    rotated = rotated.reshape(x[..., start:end].shape).to(x.dtype)
+    return rotated if rotated.shape == x.shape else torch.cat([x[..., :start], rotated, x[..., end:]], -1)
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def rotate_into_cache(
         v = normalised if v_scale is not None and not eager_rounding else normalised.to(v.dtype)
     if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
         given = torch.arange(q.shape[-3], device=q.device) if positions is None else positions.long()
-        p, rows = given + offset, len(cos)
+        p, rows = given + offset, cos.shape[0]
         outside = (p < 0) | (p >= rows) | ((p < given) != (offset < 0))  # the last: the sum wrapped around
         positions, offset = torch.where((slots < 0) & outside, rows, p), 0
         cos, sin = (torch.nn.functional.pad(t, (0, 0, 0, 1), value=torch.nan) for t in (cos, sin))
@@ -164,12 +164,12 @@ def rotate_into_cache(
     q.copy_(rotated_q)
     if slots is None:  # sequence b writes to block b, each token at its position
         p = (torch.arange(k.shape[-3], device=k.device) if positions is None else positions) + offset
-        slots = p + k_cache.shape[-3] * torch.arange(len(k) if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
+        slots = p + k_cache.shape[-3] * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)
     for cache, new, scale in ((k_cache, rotated_k, k_scale), (v_cache, v, v_scale)):
         if scale is not None:  # as bytes, because PyTorch does not index float8
             cache, new = cache.view(torch.uint8), quantise(new.to(wide), scale, cache.dtype).view(torch.uint8)
         # Pads write to one more cell, the last, so that no shape depends on their number.
-        cells = torch.nn.functional.pad(cache.reshape(-1, *cache.shape[-2:]), (0, 0, 0, 0, 0, 1))
+        cells = torch.nn.functional.pad(cache.flatten(0, -3), (0, 0, 0, 0, 0, 1))
         cells[slots.flatten().clamp(min=-1)] = new.flatten(0, -3)
         cache.copy_(cells[:-1].view(cache.shape))
 
