@@ -5,11 +5,12 @@ docs/integrations/onnx.md says what each operator and argument becomes. Mostly i
 """
 
 import itertools
-import operator
 
 import torch
-from onnxscript import ir
-from onnxscript import opset23 as op
+from onnxscript import evaluator, ir, opset23
+from onnxscript import opset18 as op
+
+from torch_rope.decompositions import IN_PLACE
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 rope = torch.ops.rope
@@ -19,7 +20,7 @@ def _number(value: float, dtype: ir.DataType) -> ir.Value:
     return op.Constant(value=ir.tensor(value, dtype=dtype))
 
 
-def _cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1, axial=False) -> list[ir.Value]:
+def _cos_sin(positions, inv_freq, *, attention_factor=1.0, dtype=-1, axial=False) -> list:
     """Translates ``rope.cos_sin``, or ``rope.axial_cos_sin``. dtype: a number of ONNX, or -1 for float32."""
     frequencies = op.Cast(inv_freq, to=DOUBLE)
     if len(inv_freq.shape) == 2 + axial:  # two float32 parts
@@ -42,23 +43,24 @@ def _rotated(
     dtype = DOUBLE if x.dtype == DOUBLE else FLOAT  # the dtype of the arithmetic
     if eager_rounding and cos is not None and cos.dtype == x.dtype:
         dtype = x.dtype
-    table, ids = inv_freq if cos is None else cos, None
+    table = inv_freq if cos is None else cos
     pairs, by_head = table.shape[-1], len(table.shape) == 4
-    if cos is None or len(cos.shape) == 2:  # the rows of tables by position: [seq], [1, seq] or [batch, seq]
+    if len(table.shape) == 2 or cos is None:
         seq = op.Squeeze(op.Shape(x, start=rank - 3, end=rank - 2))
-        ids = op.Add(op.Range(0, seq, 1) if positions is None else op.Cast(positions, to=INT64), offset)
-    if cos is None:
-        (cos, sin), ids = _cos_sin(ids, inv_freq, dtype=dtype), None
+        p = op.Add(op.Range(0, seq, 1) if positions is None else op.Cast(positions, to=INT64), offset)
+        # A row for each token. The node could look it up, but onnxruntime refuses tables with fewer rows than tokens.
+        cos, sin = (op.Gather(t, p) for t in (cos, sin)) if inv_freq is None else _cos_sin(p, inv_freq, dtype=dtype)
     if attention_factor != 1:  # with eager rounding the tables are converted later, as in PyTorch
         cos, sin = (t if eager_rounding else op.Cast(t, to=dtype) for t in (cos, sin))
         cos, sin = (op.Mul(t, op.CastLike(_number(attention_factor, DOUBLE), t)) for t in (cos, sin))
     cos, sin = (op.Cast(t, to=dtype) for t in (cos, sin))
     sin = op.Neg(sin) if inverse else sin
 
+    has_node = evaluator.default().opset.version >= 23
     out = []
     for x in xs:
         heads, head_dim = x.shape[-2:]
-        by_node = dtype == FLOAT and not (by_head or eager_rounding) and isinstance(heads, int)
+        by_node = has_node and dtype == FLOAT and not (by_head or eager_rounding) and isinstance(heads, int)
         # The node may pass over the last channels, but it takes no odd number of channels.
         end = head_dim if by_node and (head_dim - rotary_start) % 2 == 0 else rotary_start + 2 * pairs
         tokens = x if rank == 4 else op.Unsqueeze(x, [0])  # [batch, seq, heads, head_dim]
@@ -66,7 +68,7 @@ def _rotated(
         for first, last in itertools.pairwise(sorted({0, rotary_start, end, head_dim})):
             part = tokens if last - first == head_dim else op.Slice(tokens, [first], [last], [-1])
             if first == rotary_start:
-                given = op.Cast(part, to=dtype), cos, sin, ids, pairs, interleaved
+                given = op.Cast(part, to=dtype), cos, sin, pairs, interleaved
                 part = _by_node(*given, heads, last - first) if by_node else _by_products(*given, by_head)
             parts.append(op.Cast(part, to=to))
         y = op.Concat(*parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -74,25 +76,18 @@ def _rotated(
     return out
 
 
-def _by_node(x, cos, sin, ids, pairs: int, interleaved: bool, heads: int, channels: int) -> ir.Value:
-    """Returns x ``[batch, seq, heads, channels]`` rotated by the node. cos and sin are by position if there are ids."""
-    # The node wants the tables as [batch, seq, pairs], or the ids as [batch, seq].
-    shape = op.Concat(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1, 1] if ids is None else [1]), axis=0)
-    if ids is None:
-        cos, sin = op.Expand(cos, shape), op.Expand(sin, shape)
-    else:
-        ids = op.Expand(ids, shape)
-    y = op.RotaryEmbedding(
-        op.Reshape(x, [0, 0, heads * channels]), cos, sin, ids, interleaved=int(interleaved), num_heads=heads,
-        rotary_embedding_dim=0 if channels == 2 * pairs else 2 * pairs,  # 0: all channels
+def _by_node(x, cos, sin, pairs: int, interleaved: bool, heads: int, channels: int) -> ir.Value:
+    """Returns x ``[batch, seq, heads, channels]`` rotated by the node, which wants tables ``[batch, seq, pairs]``."""
+    shape = op.Concat(op.Shape(x, start=0, end=1), op.Constant(value_ints=[1, 1]), axis=0)
+    y = opset23.RotaryEmbedding(
+        op.Reshape(x, [0, 0, heads * channels]), op.Expand(cos, shape), op.Expand(sin, shape), num_heads=heads,
+        interleaved=int(interleaved), rotary_embedding_dim=0 if channels == 2 * pairs else 2 * pairs,  # 0: all channels
     )  # fmt: skip
     return op.Reshape(y, [0, 0, heads, channels])
 
 
-def _by_products(x, cos, sin, ids, pairs: int, interleaved: bool, by_head: bool) -> ir.Value:
+def _by_products(x, cos, sin, pairs: int, interleaved: bool, by_head: bool) -> ir.Value:
     """Returns x ``[batch, seq, heads, 2 * pairs]`` rotated by multiplications and sums in its dtype."""
-    if ids is not None:
-        cos, sin = op.Gather(cos, ids), op.Gather(sin, ids)
     axis, shape = (-1, [pairs, 2]) if interleaved else (-2, [2, pairs])
     cos, sin = (op.Unsqueeze(t, [axis] if by_head else [-3, axis]) for t in (cos, sin))
     a, b = op.Split(op.Reshape(x, [0, 0, 0, *shape]), axis=axis, num_outputs=2)
@@ -115,38 +110,31 @@ def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, 
     return _rotated(out, q.dtype, *angles, eager_rounding=eager_rounding, **flags)
 
 
+def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
+    """Translates ``aten.searchsorted``, which positions_from_cu_seqlens calls, and which torch does not translate."""
+    if sorter is not None:
+        raise NotImplementedError("torch_rope.integrations.onnx: searchsorted has a sorter, which is not exported")
+    if len(sequence.shape) > 1:
+        sequence = op.Unsqueeze(sequence, [-2])
+    before = op.LessOrEqual if right or side == "right" else op.Less
+    found = op.Cast(before(sequence, op.Unsqueeze(values, [-1])), to=INT64)
+    return op.Cast(op.ReduceSum(found, [-1], keepdims=0), to=ir.DataType.INT32 if out_int32 else INT64)
+
+
 TRANSLATIONS = {
     rope.rotate.default: lambda x, *angles, **flags: _rotated([x], x.dtype, *angles, **flags)[0],
     rope.rotate_qk.default: lambda q, k, *angles, **flags: _rotated([q, k], q.dtype, *angles, **flags),
     rope.norm_rotate_qk.default: _norm_rotate_qk,
     rope.cos_sin.default: _cos_sin,
     rope.axial_cos_sin.default: lambda *given, **options: _cos_sin(*given, axial=True, **options),
+    torch.ops.aten.searchsorted.Tensor: _searchsorted,
 }
-IN_PLACE = {rope.rotate_.default: rope.rotate.default, rope.rotate_qk_.default: rope.rotate_qk.default}
 
 
 def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replaces rotate_ and rotate_qk_ in a program by rotate and rotate_qk, and by copies of their results.
+    """Returns a program in which functional operators and copies of their results replace the operators in place.
 
     Args:
-        program: what ``torch.export.export`` returns. It is changed, and is what ``torch.onnx.export`` takes then.
-
-    Raises:
-        NotImplementedError: the program calls rotate_into_cache_.
+        program: what ``torch.export.export`` returns. ``torch.onnx.export`` takes the result.
     """
-    graph = program.graph_module.graph
-    if graph.find_nodes(op="call_function", target=rope.rotate_into_cache_.default):
-        raise NotImplementedError(
-            "torch_rope.integrations.onnx.functional: the program calls rope.rotate_into_cache_, which is not exported: "
-            "call rotate_qk or norm_rotate_qk, and write k and v to the cache in the model"
-        )
-    for node in [node for target in IN_PLACE for node in graph.find_nodes(op="call_function", target=target)]:
-        with graph.inserting_before(node):
-            out = graph.call_function(IN_PLACE[node.target], node.args, node.kwargs)
-            one = node.target is rope.rotate_.default
-            for i, x in enumerate(node.args[:1] if one else node.args[:2]):  # programs have x, q and k in args
-                y = out if one else graph.call_function(operator.getitem, (out, i))
-                graph.call_function(torch.ops.aten.copy_.default, (x, y))
-        graph.erase_node(node)
-    program.graph_module.recompile()
-    return program
+    return program.run_decompositions(IN_PLACE)
