@@ -1,6 +1,7 @@
 """Rotary position embedding for PyTorch: the operators ``torch.ops.rope.*``, and functions that call them."""
 
 from . import _register, frequencies, multimodal  # noqa: F401
+from ._decompositions import decompositions
 from .functional import (
     axial_cos_sin,
     cos_sin,
@@ -20,6 +21,7 @@ __all__ = [
     "RotaryEmbedding",
     "axial_cos_sin",
     "cos_sin",
+    "decompositions",
     "frequencies",
     "inv_freq",
     "multimodal",

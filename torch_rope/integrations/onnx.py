@@ -1,7 +1,8 @@
 """Exports models that call torch_rope to ONNX: ``torch.onnx.export`` takes ``TRANSLATIONS`` as custom_translation_table.
 
-docs/integrations/onnx.md says what each operator and argument becomes. Mostly it is the node ``RotaryEmbedding`` of opset
-23, in float32, which takes x as ``[batch, seq, heads * head_dim]``, a view of what the operators take.
+docs/integrations/onnx.md says what each operator and argument becomes. From opset 23 on it is mostly the node
+``RotaryEmbedding``, in float32, which takes x as ``[batch, seq, heads * head_dim]``, a view of what the operators take.
+All other nodes are of opset 18, like those that torch writes, and torch converts them to newer ones.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import torch
 from onnxscript import evaluator, ir, opset23
 from onnxscript import opset18 as op
 
-from torch_rope.decompositions import IN_PLACE
+from .._decompositions import IN_PLACE
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 rope = torch.ops.rope
@@ -113,14 +114,14 @@ def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, 
 def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
     """Translates ``aten.searchsorted``, which positions_from_cu_seqlens calls, and which torch does not translate."""
     if sorter is not None:
-        raise NotImplementedError("torch_rope.integrations.onnx: searchsorted has a sorter, which is not exported")
-    if len(sequence.shape) > 1:
-        sequence = op.Unsqueeze(sequence, [-2])
+        sequence = op.GatherElements(sequence, sorter, axis=-1)
+    sequence = op.Unsqueeze(sequence, [-2]) if len(sequence.shape) > 1 else sequence
     before = op.LessOrEqual if right or side == "right" else op.Less
     found = op.Cast(before(sequence, op.Unsqueeze(values, [-1])), to=INT64)
     return op.Cast(op.ReduceSum(found, [-1], keepdims=0), to=ir.DataType.INT32 if out_int32 else INT64)
 
 
+# torch reads the annotations of these functions, and warns of a return type ir.Value.
 TRANSLATIONS = {
     rope.rotate.default: lambda x, *angles, **flags: _rotated([x], x.dtype, *angles, **flags)[0],
     rope.rotate_qk.default: lambda q, k, *angles, **flags: _rotated([q, k], q.dtype, *angles, **flags),
@@ -136,5 +137,15 @@ def functional(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
 
     Args:
         program: what ``torch.export.export`` returns. ``torch.onnx.export`` takes the result.
+
+    Raises:
+        NotImplementedError: rotate_into_cache_ writes to a buffer.
     """
-    return program.run_decompositions(IN_PLACE)
+    writes = program.graph_module.graph.find_nodes(op="call_function", target=rope.rotate_into_cache_.default)
+    program = program.run_decompositions(IN_PLACE)
+    if writes and (buffers := program.graph_signature.buffers_to_mutate.values()):
+        raise NotImplementedError(
+            f"torch_rope.integrations.onnx.functional: the cache is a buffer, {', '.join(buffers)}, but must be an "
+            "argument and a result of the model, because torch.onnx.export leaves out what is written to buffers"
+        )
+    return program

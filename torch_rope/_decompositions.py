@@ -1,0 +1,64 @@
+"""The operators as operators of PyTorch, for compilers of exported programs that know no others."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._ops import ops as rope
+
+
+def _rotate_(x: Tensor, *angles, **flags) -> None:
+    x.copy_(rope.rotate(x, *angles, **flags))
+
+
+def _rotate_qk_(q: Tensor, k: Tensor, *angles, **flags) -> None:
+    for x, rotated in zip((q, k), rope.rotate_qk(q, k, *angles, **flags), strict=True):
+        x.copy_(rotated)
+
+
+IN_PLACE = {
+    rope.rotate_.default: _rotate_,
+    rope.rotate_qk_.default: _rotate_qk_,
+    rope.rotate_into_cache_.default: reference.rotate_into_cache,
+}
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+    """Returns a table for ``ExportedProgram.run_decompositions``, which makes operators of PyTorch of torch_rope's.
+
+    ::
+
+        program = torch.export.export(model, args)
+        table = {**torch.export.default_decompositions(), **torch_rope.decompositions()}
+        program = program.run_decompositions(table)  # has aten operators only
+
+    The values are functions of torch_rope.reference, and the table has every operator that a model can call. Batch, seq
+    and offset may be dynamic. Operators that write in place become copies.
+
+    Equivalent to::
+
+        {torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}
+    """
+    names = "rotate", "rotate_qk", "norm_rotate_qk", "cos_sin", "axial_cos_sin"
+    return IN_PLACE | {getattr(rope, name).default: getattr(reference, name) for name in names}
+
+
+def _decompose_by_table(op: torch._ops.OpOverload) -> None:
+    """Lets a table decompose an operator that writes in place.
+
+    PyTorch looks into the table only after it has made auto_functionalized, a node without decomposition, of such an
+    operator. But before that it asks whether the operator decomposes itself, as this one does if the table has it.
+    """
+
+    @op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)
+    def decompose(*args, **kwargs):
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+
+        table = getattr(get_proxy_mode(), "decomposition_table", {})
+        return table[op](*args, **kwargs) if op in table else NotImplemented
+
+
+for _op in IN_PLACE:
+    _decompose_by_table(_op)
