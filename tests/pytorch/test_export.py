@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from cases import EXHAUSTIVE, SOURCES
 from programs import (
     COMPILING,
     DIM,
@@ -20,6 +21,9 @@ from programs import (
     tables,
 )
 from torch.export import Dim
+from torch.utils._pytree import tree_map
+
+import torch_rope
 
 pytestmark = [*COMPILING, pytest.mark.shared]
 
@@ -93,6 +97,42 @@ def test_an_exported_program_survives_saving_decomposing_and_copying(device):
         qkv = packed_qkv(device, seq, batch)
         for program in programs:
             assert_same_layers(program.module()(qkv, offset), module(qkv, offset))
+
+
+class Everything(torch.nn.Module):
+    """Calls every operator with the same angles, and with several flags. Some slots are of pads."""
+
+    def forward(self, q, slots, angles):
+        one, two, three, four = q * 1, q * 2, q * 3, q * 4
+        rope.rotate_(one, **angles, rotary_start=3)
+        rope.rotate_qk_(two, three, **angles, interleaved=True, attention_factor=1.3)
+        cache = torch.zeros(4, LENGTH, *q.shape[2:]), torch.zeros(4, LENGTH, *q.shape[2:], dtype=torch.int8)
+        scale = torch.tensor(0.02)
+        rope.rotate_into_cache_(four, q, q, *cache, **angles, slots=slots, v_scale=scale, norm_v=True)
+        weight = torch.arange(DIM) + 0.5
+        normed = rope.norm_rotate_qk(q, -q, *[weight.expand(HEADS, -1)] * 2, **angles)
+        tables = rope.cos_sin(slots, weight), rope.axial_cos_sin(torch.stack([slots, slots]), weight.view(2, -1))
+        rotated = rope.rotate(q, **angles, eager_rounding=True), *rope.rotate_qk(q, -q, **angles, inverse=True)
+        return one, two, three, four, *cache, *normed, *rotated, tables
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("source", SOURCES if EXHAUSTIVE else SOURCES[2:3], ids=str)
+def test_decompositions_leave_only_operators_of_pytorch(source, device):
+    def arguments(batch, seq):
+        slots = torch.randperm(4 * LENGTH)[: batch * seq].view(batch, seq) - 3
+        q = torch.randn(batch, HEADS, seq, DIM).transpose(1, 2)
+        angles = source.arguments(batch, seq, DIM - 4, torch.float32, device, HEADS)
+        return copy.deepcopy((q, slots, angles))  # torch.export fails if an input is a view
+
+    axes = tree_map(lambda t: [Dim.AUTO] * t.dim() if isinstance(t, torch.Tensor) else Dim.AUTO, arguments(2, 6))
+    program = torch.export.export(Everything(), arguments(2, 6), dynamic_shapes=axes)
+    for default in ({}, torch.export.default_decompositions()):
+        decomposed = program.run_decompositions({**default, **torch_rope.decompositions()})
+        targets = " ".join(str(node.target) for node in decomposed.graph.nodes)
+        assert "rope" not in targets and "functionalized" not in targets
+        given = arguments(3, 9)
+        torch.testing.assert_close(decomposed.module()(*given), Everything()(*given), rtol=1e-5, atol=1e-5)
 
 
 # torch's backends decompose the program that they get, so one that is decomposed already must work too.

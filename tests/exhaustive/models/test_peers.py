@@ -12,7 +12,6 @@ The largest allowed difference of two results is derived, not tuned. u is the un
 """
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -70,31 +69,6 @@ def assert_agree(ours, theirs, x, rotary_dim, interleaved, *, roundings=4, angle
     angle = angle.unsqueeze(-2) if torch.is_tensor(angle) else angle
     difference = torch.stack(pairs_of(ours.double() - theirs.double())).abs()
     assert (difference / ((roundings * info.eps / 2 + angle) * magnitude)).max() <= 1
-
-
-def onnx_reference(*tensors, **attributes):
-    arrays = [t if t is None else t.numpy() for t in tensors]
-    module = needed("onnx.reference.ops.op_rotary_embedding")
-    return torch.from_numpy(module.rotary_embedding(*arrays, **attributes))
-
-
-@every([(dtype, by_position) for dtype in (torch.float32, torch.float16) for by_position in (False, True)])
-def test_rotate_agrees_with_onnx(size, interleaved, of, device):
-    """numpy has no bfloat16."""
-    dtype, by_position = of
-    batch, seq, heads, head_dim, rotary_dim = size
-    x, packed = heads_of(size, dtype), by_position and heads > 1
-    given = x.flatten(2) if packed else x.transpose(1, 2)  # [batch, seq, channels] or [batch, heads, seq, head_dim]
-    positions = torch.randint(0, 100, (batch, seq)) if by_position else None
-    angle = torch.rand(*((100,) if by_position else (batch, seq)), rotary_dim // 2, dtype=torch.float64) * 2 * math.pi
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    attributes = {"rotary_embedding_dim": rotary_dim % head_dim}  # 0 means head_dim
-    attributes |= {"num_heads": heads if packed else 0, "interleaved": int(interleaved)}
-    theirs = onnx_reference(given, cos, sin, positions, **attributes)
-    theirs = theirs.unflatten(-1, (heads, head_dim)) if packed else theirs.transpose(1, 2)
-    positions = positions.to(device) if by_position else None
-    ours = rotate(x.to(device), cos.to(device), sin.to(device), positions=positions, interleaved=interleaved)
-    assert_agree(ours, theirs, x, rotary_dim, interleaved)
 
 
 def assert_agrees_with_mlx(x, rotary_dim, interleaved, ours, angle, roundings, **options):
