@@ -26,20 +26,19 @@ IN_PLACE = {
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
-    """Returns a table for ``ExportedProgram.run_decompositions``, which makes operators of PyTorch of torch_rope's.
+    """Returns a table for ``ExportedProgram.run_decompositions``, which leaves only operators of PyTorch.
 
-    ::
-
-        program = torch.export.export(model, args)
-        table = {**torch.export.default_decompositions(), **torch_rope.decompositions()}
-        program = program.run_decompositions(table)  # has aten operators only
-
-    The values are functions of torch_rope.reference, and the table has every operator that a model can call. Batch, seq
-    and offset may be dynamic. Operators that write in place become copies.
+    The values are functions of torch_rope.reference. Batch, seq and offset may be dynamic, and what an operator writes in
+    place becomes a copy. The helper operators of the backward have no entry: a program of torch.export has none of them.
 
     Equivalent to::
 
-        {torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}
+        {torch.ops.rope.rotate.default: torch_rope.reference.rotate, ...}  # and so on for each operator
+
+    Example::
+
+        table = {**torch.export.default_decompositions(), **torch_rope.decompositions()}
+        program = torch.export.export(model, args).run_decompositions(table)
     """
     names = "rotate", "rotate_qk", "norm_rotate_qk", "cos_sin", "axial_cos_sin"
     return IN_PLACE | {getattr(rope, name).default: getattr(reference, name) for name in names}
