@@ -54,7 +54,10 @@ def rotate(
     pairs = x[..., start:end].to(dtype).unflatten(-1, shape)
     rotated = pairs * c.unsqueeze(axis) + pairs.flip(axis) * torch.stack([-s, s], axis)
     rotated = rotated.reshape(x[..., start:end].shape).to(x.dtype)
-    return rotated if rotated.shape == x.shape else torch.cat([x[..., :start], rotated, x[..., end:]], -1)
+    if rotated.shape == x.shape:
+        return rotated
+    parts = x[..., :start], rotated, x[..., end:]
+    return torch.cat([part for part in parts if part.shape[-1]], -1)  # some compilers take no empty part
 
 
 def rotate_qk(q: Tensor, k: Tensor, *angles, **flags) -> tuple[Tensor, Tensor]:
