@@ -160,6 +160,8 @@ def test_a_real_model_has_its_frozen_frequencies(config, layer_type, seq_len, co
     assert type(ours.attention_factor) is float and ours.attention_factor == pytest.approx(factor, rel=4 * U64, abs=0)
 
 
+PARAMS = {"rope_theta": 1e6, "dim": 4096, "n_heads": 32}  # of Mistral
+BETAS = {"factor": 32.0, "beta": 32, "alpha": 1, TRAINED: 4096, "apply_scale": False}
 # Pairs of configs that mean the same.
 SAME = {
     "type of Phi-3": (PHI_3_5, rescaled(PHI_3_5, type="su")),
@@ -168,11 +170,16 @@ SAME = {
     "sections": (LLAMA_2, LLAMA_2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}),
     "null": (LLAMA_2, LLAMA_2 | dict.fromkeys(("rope_scaling", "head_dim", "rope_theta", "text_config"))),
     "rotary_dim": (PYTHIA, {"rotary_dim": 24, "n_embd": 768, "n_head": 8}),
-    "one factor for both lengths": (
-        rescaled(PHI_3_5, attention_factor=1.25),
-        rescaled(PHI_3_5, short_mscale=1.25, long_mscale=1.25),
+    "mscale": (rescaled(PHI_3_5, attention_factor=1.25), rescaled(PHI_3_5, short_mscale=1.25, long_mscale=1.25)),
+    "xdrope": (HUNYUAN, rescaled(HUNYUAN, type="xdrope", beta_fast=32, beta_slow=1, mscale=1.0, xdrope_section=[])),
+    "of no matter": (LLAMA_2, LLAMA_2 | {"rope_full_precision": True, "rotary": True, "rope_interleave": False}),
+    # transformers looks for truncate next to the layer types, does not find it, and rounds.
+    "by layer type": (GPT_OSS, GPT_OSS | {"rope_scaling": None, "rope_parameters": {"a": GPT_OSS["rope_scaling"]}}),
+    "Sarvam": (DEEPSEEK_V3, rescaled(DEEPSEEK_V3, type="deepseek_yarn")),
+    "params.json": (
+        PARAMS | {"rope_scaling": YARN | {"truncate": True, "attention_factor": 1.0}},
+        PARAMS | {"yarn": BETAS},
     ),
-    "xdrope": (HUNYUAN, rescaled(HUNYUAN, type="xdrope")),
 }
 
 
@@ -181,31 +188,65 @@ def test_configs_that_mean_the_same_give_the_same_frequencies(one, other):
     assert_same(frequencies.from_config(one), frequencies.from_config(other))
 
 
-@pytest.mark.parametrize(
-    "old, layer_type, kind, base",
-    [
-        ({"rope_local_base_freq": 5.0, "rope_theta": 50.0}, "sliding_attention", "default", 5.0),
-        ({"rope_local_base_freq": 5.0, "rope_theta": 50.0}, "full_attention", "linear", 50.0),
-        ({"local_rope_theta": 5.0, "global_rope_theta": 50.0}, "sliding_attention", "linear", 5.0),
-        ({"local_rope_theta": 5.0, "global_rope_theta": 50.0}, "full_attention", "linear", 50.0),
-        ({"model_type": "olmo3", "rope_theta": 50.0}, "sliding_attention", "default", 50.0),
-        ({"model_type": "olmo3", "rope_theta": 50.0}, "full_attention", "linear", 50.0),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_an_old_config_with_two_bases_gives_each_layer_type_its_own(old, layer_type, kind, base):
-    """Gemma 3 and OLMo 3 scale only full attention, ModernBERT scales both layer types. transformers 5.23 gives the
-    sliding layers of OLMo 3 its default base of 500000 instead of the rope_theta of the config."""
-    config = {"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 8.0}, **old}
-    expected = {"rotary_dim": 64, "base": base} | ({"factor": 8.0} if kind == "linear" else {})
-    assert frequencies.parse(config, layer_type) == (kind, expected)
+V4 = {"model_type": "deepseek_v4", "compress_ratios": [0, 4, 128], "rope_scaling": YARN | {"factor": 16}}
+SIZE = {"head_dim": 64, "num_hidden_layers": 4}
+LIST = {"head_dim": 64, "rope_theta": [5.0, 50.0, 0]}
+TYPES = {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}
+SCALED = TYPES | {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+OWN = GEMMA_4["text_config"] | {"per_layer_config": {"05": {"head_dim": 128}}}  # as transformers writes it
+STEP = TYPES | {"model_type": "step3p5", "rope_theta": [1e4, 5e6], "partial_rotary_factors": [1.0, 0.5]}
+STEP |= {"use_rope_layers": [1, 1], "rope_scaling": LLAMA_3}
+LAYERS = [
+    (LIST, [5.0, 50.0, None]),
+    (LIST | {"layer_rope_theta": [7.0, 0, 8.0], "num_hidden_layers": 3}, [7.0, None, 8.0]),
+    (SIZE | {"model_type": "cohere2"}, [1e4, 1e4, 1e4, None]),
+    (SIZE | {"model_type": "exaone4", "sliding_window": None}, [1e4] * 4),
+    (SIZE | {"model_type": "exaone4", "sliding_window_pattern": "LG"}, [1e4, None] * 2),
+    (SIZE | {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1]}, [None, 2e6, 2e6, 2e6]),
+    (SIZE | {"model_type": "modernbert"}, [160000.0, 1e4, 1e4, 160000.0]),
+    (SIZE | {"rope_theta": 1e4, "full_attention_interval": 2}, [None, 1e4] * 2),
+    (SIZE | {"rope_theta": 1e4, "use_mem_rope": False}, [None] * 4),
+    ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1]}, [("default", 64, 5e6), ("default", 64, 1e4)]),
+    (V4, [("default", 64, 1e4), ("yarn", 64, 160000.0), ("yarn", 64, 160000.0)]),
+    (STEP | {"use_rope_layers": [0, 1]}, [None, 5e6]),
+    (STEP, [("default", 64, 1e4), ("llama3", 32, 5e6)]),
+    (OWN, [("default", 256, 1e4)] * 5 + [("proportional", 128, 1e6)]),
+    # transformers 5.23 gives the sliding layers of OLMo 3 its default base of 500000.
+    (SCALED | {"rope_local_base_freq": 5.0}, [("default", 64, 5.0), ("linear", 64, 50.0)]),
+    (SCALED | {"model_type": "olmo3"}, [("default", 64, 50.0), ("linear", 64, 50.0)]),
+    (SCALED | {"local_rope_theta": 5.0, "global_rope_theta": 50.0}, [("linear", 64, 5.0), ("linear", 64, 50.0)]),
+]
 
 
-def test_truncate_of_a_layer_type_is_read():
-    """transformers looks for truncate next to the layer types, does not find it, and rounds."""
-    layers = {"full_attention": GPT_OSS["rope_scaling"] | {"rope_theta": 150000}}
-    config = {"head_dim": 64, "max_position_embeddings": 131072, "rope_parameters": layers}
-    assert_same(frequencies.from_config(config, "full_attention"), frequencies.from_config(GPT_OSS))
+@pytest.mark.parametrize("config, layers", LAYERS, ids=str)
+def test_a_layer_has_its_own_frequencies_or_does_not_rotate(config, layers):
+    """Each layer is the kind, the number of channels and the base, or the base alone, or None if it does not rotate."""
+    for layer, expected in enumerate(layers):
+        assert frequencies.rotates(config, layer) == (expected is not None)
+        if expected is None:
+            with pytest.raises(ValueError, match="rotat"):
+                frequencies.from_config(config, layer=layer)
+            continue
+        found = frequencies.parse(config, layer=layer)
+        dim, base = list(found[1].values())[:2]
+        assert expected in (base, (found[0], dim, base))
+        if name := config.get("layer_types", {layer: None})[layer]:
+            assert found == frequencies.parse(config, name, layer=layer) == frequencies.parse(config, name)
+    for layer in (-1, len(layers), True):
+        with pytest.raises(ValueError, match=f"layer is {layer} but must be the index of a layer"):
+            frequencies.rotates(config, layer)
+    assert frequencies.from_config(V4, layer=1).attention_factor == 1
+
+
+def test_pairing_follows_from_model_type_or_architectures():
+    names = ("DeepseekV3ForCausalLM", "Glm4vForConditionalGeneration", "Qwen2VLModel", "KimiModel")
+    kimi, glm, qwen, other = ({"model_type": "unheard_of", "architectures": [name]} for name in names)
+    half_split = [LLAMA_2, PYTHIA, GEMMA_4, qwen, kimi | {"rope_interleave": False}]
+    interleaved = [DEEPSEEK_V3, kimi, {"text_config": kimi}, glm]
+    assert [*map(frequencies.is_interleaved, half_split + interleaved)] == [False] * 5 + [True] * 4
+    for config in (other, {"rope_theta": 1e4}, LLAMA_2 | {"rope_interleave": True}):
+        with pytest.raises(ValueError, match="pass interleaved= to RotaryEmbedding.from_config$"):
+            frequencies.is_interleaved(config)
 
 
 def test_parse_returns_the_kind_and_the_arguments_of_its_function():
@@ -213,13 +254,6 @@ def test_parse_returns_the_kind_and_the_arguments_of_its_function():
     # transformers scales by max_position_embeddings, even if there is an original_max_position_embeddings.
     for config in (DYNAMIC, DYNAMIC | {TRAINED: 4096}):
         assert frequencies.parse(config) == ("dynamic", expected)
-
-
-def test_a_layer_may_have_a_head_dim_of_its_own():
-    """per_layer_config gives it by the index of the layer, as transformers writes the config of such a model."""
-    config = GEMMA_4["text_config"] | {"per_layer_config": {"5": {"head_dim": 128}}}
-    sizes = {kind: len(frequencies.from_config(config, kind).inv_freq) for kind in {*config["layer_types"]}}
-    assert sizes == {"sliding_attention": 128, "full_attention": 64}
 
 
 def test_longrope_chooses_its_list_by_seq_len_or_by_long():
@@ -317,33 +351,44 @@ def test_arguments_that_do_not_go_together_raise_an_error():
 
 
 UNLESS = "is None but must be a number unless head_dim is given"
-UNHEARD_OF = model("unheard_of", 256, 4, rope_theta=None)
-PHI_OF_TWO_FACTORS = rescaled(PHI_3_5, short_mscale=1.0, long_mscale=1.25)
+ABSENT = "but must be absent"
+ERRORS = [
+    (rescaled(QWEN_2_5, type="alibi"), "rope_type is 'alibi' but must be one of 'default', 'linear', 'n"),
+    (rescaled(QWEN_2_5, rope_type="linear"), "rope_type is 'linear' but must be equal to type, which is 'yarn'"),
+    (rescaled(QWEN_2_5, gamma=1), f"gamma is 1 {ABSENT}, because rope_type 'yarn' does not have it"),
+    (rescaled(QWEN_2_5, factor="4"), "factor is '4' but must be a number"),
+    (rescaled(PHI_3_5, short_factor="1"), "short_factor is '1' but must be a list of numbers"),
+    (rescaled(DYNAMIC, type="linear", factor=None), "factor is None but must be given for rope_type 'linear'"),
+    (DYNAMIC | {LONGEST: None}, f"{LONGEST} is None but must be given for rope_type 'dynamic'"),
+    (rescaled(PHI_3_5, short_mscale=1, long_mscale=2), "short_mscale is 1 but must be equal to long_mscale, w"),
+    (LLAMA_2 | {"rope_scaling": {"factor": 8.0}}, f"factor is 8.0 {ABSENT}, because rope_type 'default'"),
+    (LLAMA_2 | {"yarn": {"gamma": 1}}, f"yarn.gamma is 1 {ABSENT}: the section has factor"),
+    (LLAMA_2 | {"model_type": "falcon", "alibi": True}, "alibi is True but must be that of a model that rotates"),
+    (LLAMA_2 | {"model_type": "chatglm", "rope_ratio": 500}, f"rope_ratio is 500 {ABSENT}"),
+    (LLAMA_2 | {"model_type": "kimi_linear"}, "model_type is 'kimi_linear' but must be that of a model that rotates"),
+    (model("dinov3_vit", 256, 4, rope_theta=100.0, patch_size=16), f"patch_size is 16 {ABSENT}: images have"),
+    (
+        model("unheard_of", 256, 4),
+        "model_type is 'unheard_of' but must be that of a model that rotates: the config has none",
+    ),
+    ("config.json", "config is 'config.json' but must be a dict, or a config object of transformers"),
+    ({"text_config": LLAMA_2, "rope_theta": 5.0}, f"rope_theta is 5.0 {ABSENT}, or that of text_config"),
+    ({"model_type": "llama", "num_attention_heads": 4}, f"hidden_size {UNLESS}"),
+    ({"hidden_size": 256, "rope_theta": 1e4}, f"num_attention_heads {UNLESS}"),
+    (GEMMA_3, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
+    (LLAMA_2, "layer_type is 'full_attention' but must be one of None", "full_attention"),
+    (SIZE | {"model_type": "cohere2"}, "layer_type is 'full_attention' but must be that of a layer", "full_attention"),
+    (LIST, "layer is None but must be the index of a layer, because layers differ"),
+    (LIST | {"num_hidden_layers": 4}, "rope_theta is [5.0, 50.0, 0] but must be a list of 4 or more values"),
+]
+UNKNOWN, NO_THETAS = ("rotary_base", "rope_theta_local", "yarn_factor", "mscale"), ("10000", math.nan, -1, 0, True, [])
+ERRORS += [(LLAMA_2 | {name: 8}, f"{name} is 8 {ABSENT}, because its meaning is not known") for name in UNKNOWN]
+ERRORS += [(LLAMA_2 | {"rope_theta": v}, f"rope_theta is {v!r} but must be a positive number") for v in NO_THETAS]
 
 
-@pytest.mark.parametrize(
-    "config, layer_type, message",
-    [
-        (rescaled(QWEN_2_5, type="alibi"), None, "rope_type is 'alibi' but must be one of 'default', 'linear', 'n"),
-        (LLAMA_2 | {"model_type": "falcon", "alibi": True}, None, "alibi is True but must be absent"),
-        (LLAMA_2 | {"model_type": "chatglm", "rope_ratio": 500}, None, "rope_ratio is 500 but must be absent"),
-        (GEMMA_3, None, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
-        (LLAMA_2, "full_attention", "layer_type is 'full_attention' but must be one of None"),
-        ("config.json", None, "config is 'config.json' but must be a dict, or a config object of transformers"),
-        ({"model_type": "llama", "num_attention_heads": 4}, None, f"hidden_size {UNLESS}"),
-        ({"hidden_size": 256, "rope_theta": 1e4}, None, f"num_attention_heads {UNLESS}"),
-        (UNHEARD_OF, None, "model_type is 'unheard_of' but must be that of a model that rotates: the config has none"),
-        (
-            rescaled(DYNAMIC, type="linear", factor=None),
-            None,
-            "factor is None but must be given for rope_type 'linear'",
-        ),
-        (DYNAMIC | {LONGEST: None}, None, f"{LONGEST} is None but must be given for rope_type 'dynamic'"),
-        (PHI_OF_TWO_FACTORS, None, "short_mscale is 1.0 but must be equal to long_mscale, which is 1.25"),
-    ],
-    ids=str,
-)
-def test_a_wrong_config_raises_an_error(config, layer_type, message):
+@pytest.mark.parametrize("case", ERRORS, ids=str)
+def test_a_wrong_config_raises_an_error(case):
+    config, message, *layer_type = case
     with pytest.raises(ValueError) as error:
-        frequencies.from_config(config, layer_type)
+        frequencies.from_config(config, *layer_type)
     assert str(error.value).startswith("torch_rope.frequencies.from_config: " + message)

@@ -21,7 +21,7 @@ The parameters of other engines translate like this:
   longrope in this way.
 """
 
-from .config import from_config, is_interleaved, parse
+from .config import from_config, is_interleaved, parse, rotates
 from .kinds import (
     KINDS,
     Frequencies,
@@ -56,5 +56,6 @@ __all__ = [
     "parse",
     "partial_rotary_dim",
     "proportional",
+    "rotates",
     "yarn",
 ]

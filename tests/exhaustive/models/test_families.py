@@ -25,7 +25,7 @@ from test_transformers import SMALL as TINY  # noqa: E402
 from test_transformers import calls as calls  # noqa: E402
 from training import cast, close, difference, output, same, train_step  # noqa: E402
 
-from torch_rope.frequencies.families import INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
+from torch_rope.frequencies.families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import _bits, diffusers, timm  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
 from torch_rope.integrations._names import nested  # noqa: E402
@@ -243,8 +243,9 @@ def classes_of(file):
             yield module
 
 
-# Families that are interleaved, but whose functions torch_rope does not support.
+# Families whose functions torch_rope does not support, or which have the modeling file of another family.
 ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
+ELSEWHERE |= {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe"}
 
 
 def written(served, refused):
@@ -290,6 +291,9 @@ def test_the_documentation_lists_all_modeling_files():
     assert all(model_types[family] & INTERLEAVED for family in interleaved)
     assert (INTERLEAVED - ELSEWHERE).issubset(set().union(*(model_types[family] for family in interleaved)))
     assert ROPE_INTERLEAVE <= INTERLEAVED
+    half = set().union(*(served[call] for call in served if "interleaved" not in call)) & model_types.keys()
+    half = {name.removesuffix("_text") for family in half for name in model_types[family] - INTERLEAVED}
+    assert (HALF_SPLIT - ELSEWHERE).issubset(half) and not HALF_SPLIT & INTERLEAVED
     page = written(served, refused)
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "families.md").write_text(page)
