@@ -129,7 +129,7 @@ def one_rounding(scaling, dtype):
 
 
 def ours(scaling, dtype):
-    module = torch_rope.RotaryEmbedding.from_config(scaling.config)
+    module = torch_rope.RotaryEmbedding.from_config(scaling.config, interleaved=False)
     return lambda x, p: module.to(x.device)(x, x, p)[0]
 
 

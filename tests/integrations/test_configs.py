@@ -10,7 +10,7 @@ from cases import needed
 from test_frequencies import REAL, U32, U64, assert_same, roundings
 
 import torch_rope
-from torch_rope import RotaryEmbedding, frequencies, multimodal
+from torch_rope import frequencies, multimodal
 from torch_rope.frequencies.families import DEFAULTS, WHOLE_HEADS
 
 transformers = needed("transformers")
@@ -162,27 +162,6 @@ def test_random_parameters_give_the_frequencies_of_transformers(kind):
         assert_same(frequencies.from_config({**family, **outer, "rope_scaling": scaling}, seq_len=seq_len), ours)
         layers = {"a": rope, "b": {"rope_type": "default", "rope_theta": 7.0}}
         assert_same(frequencies.from_config({**family, "rope_parameters": layers}, "a", seq_len), ours)
-
-
-@pytest.mark.parametrize("max_position", [None, 50])
-def test_from_pretrained_restores_the_buffers_of_a_module(max_position, tmp_path):
-    """transformers gives buffers that are not saved uninitialised memory."""
-
-    class Model(transformers.PreTrainedModel):
-        config_class = transformers.PretrainedConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            longrope = REAL["Phi-3.5-mini, short"][0]
-            self.linear = torch.nn.Linear(2, 2)
-            self.rope = RotaryEmbedding.from_config(longrope, max_position=max_position)
-            self.post_init()
-
-    model = Model(transformers.PretrainedConfig())
-    model.save_pretrained(tmp_path)
-    loaded = Model.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for a, b in zip(loaded.rope.buffers(), model.rope.buffers(), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "glm_ocr", "qwen3_5"])
