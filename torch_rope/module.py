@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import frequencies
 from ._ops import ops as _ops
 from .frequencies import lengths
-from .frequencies.kinds import float64_range, on_device
+from .frequencies.kinds import is_rounded, lists_on_device, tables_on_device
 from .functional import check_int64, flags_of, rotate_qk
 
 # The names of what a module rotates by, in the order of the operator's arguments.
@@ -46,10 +46,9 @@ class RotaryEmbedding(nn.Module):
     them, ``[rotary_dim / 2]``, float64 (two float32 parts on a device without float64), and ``rope.cos`` and
     ``rope.sin`` the tables, ``[max_position, rotary_dim / 2]``.
 
-    To rotate by other values, or to learn them, assign a tensor or a parameter: ``rope.inv_freq = mine``, or cos and
-    sin. It is used as it is, for every kind; it moves with the module, but is not cast. To go back, assign None. A
-    state_dict holds a parameter that is assigned, and nothing else. A checkpoint may hold the module's own inv_freq, as
-    older models save it.
+    To rotate by other values, or to learn them, assign a tensor or a parameter to inv_freq, or to cos and sin. It is used
+    as it is, for every kind; it moves with the module, but is not cast. To go back, assign None. A state_dict holds a
+    parameter that is assigned, and nothing else. A checkpoint may hold the module's own inv_freq, as older models do.
 
     The frequencies of LongRoPE and dynamic NTK depend on the length of the sequence, which is the highest position of
     the call plus one. If positions are in a tensor, it is found on their device, and the host does not wait. Keys that
@@ -62,8 +61,8 @@ class RotaryEmbedding(nn.Module):
         TypeError: a keyword argument is none of this kind, or one that the kind needs is missing.
         RuntimeError: a checkpoint that is loaded holds another inv_freq.
 
-    A call raises the errors of :func:`torch_rope.rotate_qk`, and ValueError if q does not have head_dim channels. With
-    rotary_dim, its heads may have any number of channels that is at least rotary_dim.
+    A call raises the errors of :func:`torch_rope.rotate_qk`, and ValueError if q does not have head_dim channels; with
+    rotary_dim, it may have any number that is at least rotary_dim.
     """
 
     @torch.inference_mode(False)  # training may follow
@@ -80,8 +79,7 @@ class RotaryEmbedding(nn.Module):
         **arguments: Any,
     ):
         super().__init__()
-        known = ", ".join(map(repr, frequencies.KINDS))
-        _require(kind in frequencies.KINDS, "kind", kind, f"one of {known}")
+        _require(kind in frequencies.KINDS, "kind", kind, f"one of {', '.join(map(repr, frequencies.KINDS))}")
         _require(max_position is None or max_position >= 1, "max_position", max_position, "at least 1")
         _require(isinstance(head_dim, int) and head_dim >= 1, "head_dim", head_dim, "a positive integer")
         self._rotates_all = rotary_dim is None
@@ -96,13 +94,12 @@ class RotaryEmbedding(nn.Module):
         # Chooses the frequencies for the length of the sequence; None if they are the same for all lengths.
         self._by_length: lengths.Dynamic | lengths.LongRope | None = None
         trained = arguments.get("original_max_position")
-        if arguments.get("long") is not None or arguments.get("seq_len") is not None:
-            pass
-        elif kind == "dynamic":
+        is_fixed = arguments.get("long") is not None or arguments.get("seq_len") is not None
+        if kind == "dynamic" and not is_fixed:
             must_be = "None for kind 'dynamic', whose angles change with the length of the sequence; or pass seq_len"
             _require(max_position is None, "max_position", max_position, must_be)
             self._by_length = lengths.Dynamic(arguments["factor"], trained, -2 / (rotary_dim - 2), inv_freq)
-        elif kind == "longrope" and (max_position is None or max_position > trained):
+        elif kind == "longrope" and not is_fixed and (max_position is None or max_position > trained):
             inv_freq = torch.stack([inv_freq, function(rotary_dim, base, **arguments | {"long": True}).inv_freq])
             self._by_length = lengths.LongRope(trained)
         # Float64 on the CPU: [rotary_dim / 2], or [2, rotary_dim / 2] for short and long sequences.
@@ -167,13 +164,12 @@ class RotaryEmbedding(nn.Module):
             except RuntimeError:
                 check_int64("rotate_qk", offset=offset)
                 raise
-        shape = q.shape
-        if self._rotates_all and len(shape) > 2 and shape[-1] != self.head_dim:
+        if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             raise ValueError(
-                f"torch_rope.RotaryEmbedding: q has head_dim {shape[-1]} but must have head_dim {self.head_dim}, as "
+                f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
                 f"the module has; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
             )
-        angles = self.angles(shape[-3] if len(shape) > 2 else 0, positions, offset, q.device)
+        angles = self.angles(q.shape[-3] if q.dim() > 2 else 0, positions, offset, q.device)
         if hasattr(q, "device_mesh"):
             from ._sharding import distributed_like
 
@@ -203,8 +199,8 @@ class RotaryEmbedding(nn.Module):
                 positions = torch.arange(seq, device=device)
             length = lengths.length_of(seq, positions, offset)
             sources, positions = self._by_length(sources, length, positions, offset)
-        flags = {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
-        return {"positions": positions, "offset": offset, **flags, **sources}
+        sources |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
+        return {"positions": positions, "offset": offset, **sources}
 
     # -- what is made on a device, and what is assigned --
 
@@ -221,14 +217,8 @@ class RotaryEmbedding(nn.Module):
 
     def _make(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.max_position is None:
-            return None, None, self._inv_freq_on(device)
-        rows, exact = float64_range(self.max_position).unsqueeze(-1), self._exact.unsqueeze(-2)
-        angle = rows.to(device) * exact.to(device) if device.type == "meta" else rows * exact
-        return angle.cos().float().to(device), angle.sin().float().to(device), None
-
-    def _inv_freq_on(self, device: torch.device) -> Tensor:
-        rows = [on_device(row, device) for row in self._exact.view(-1, self._exact.shape[-1])]
-        return torch.stack(rows) if self._exact.dim() == 2 else rows[0]
+            return None, None, lists_on_device(self._exact, device)
+        return *tables_on_device(self._exact, self.max_position, device), None
 
     def __getattr__(self, name: str) -> Any:
         """Returns cos, sin or inv_freq as the module makes it, if no tensor is assigned."""
@@ -236,11 +226,11 @@ class RotaryEmbedding(nn.Module):
         if value is not None or name not in _SOURCES:
             return value
         made = self._on(self._home.device)
-        if name in made:
-            return made[name]
-        if name == "inv_freq":
-            return self._inv_freq_on(self._home.device)
-        raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
+        if name == "inv_freq" and name not in made:  # there are tables
+            return lists_on_device(self._exact, self._home.device)
+        if name not in made:
+            raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
+        return made[name]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """Moves the module. PyTorch calls this in ``to``, ``half``, ``cuda``, ``to_empty`` and so on, with a function fn
@@ -272,14 +262,13 @@ class RotaryEmbedding(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Accepts the inv_freq of a checkpoint if it is the module's own, up to the rounding of its dtype."""
         name, errors, ours = prefix + "inv_freq", others[-1], self._exact.view(-1, self._exact.shape[-1])
-        if self._buffers.get("inv_freq", 0) is None and name in state_dict:
-            theirs = state_dict.pop(name)
-            if not any(_is_rounded(theirs, row) for row in ours):
-                errors.append(
-                    f"torch_rope.RotaryEmbedding: {name} is {theirs.tolist()} but must be {ours[0].tolist()}, as the "
-                    "arguments of the module say; to load other frequencies, first assign a parameter of their shape to "
-                    "rope.inv_freq"
-                )
+        assigned = self._buffers.get("inv_freq", 0) is not None
+        theirs = None if assigned else state_dict.pop(name, None)
+        if theirs is not None and not any(is_rounded(theirs, row) for row in ours):
+            errors.append(
+                f"torch_rope.RotaryEmbedding: {name} is {theirs.tolist()} but must be {ours[0].tolist()}, as the arguments "
+                "of the module say; to load other frequencies, first assign a parameter of their shape to rope.inv_freq"
+            )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def reset_parameters(self) -> None:
@@ -296,11 +285,3 @@ class RotaryEmbedding(nn.Module):
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:
     if not good:
         raise ValueError(f"torch_rope.RotaryEmbedding: {name} is {value!r} but must be {must_be}")
-
-
-def _is_rounded(theirs: Tensor, ours: Tensor) -> bool:
-    """Returns whether theirs are these frequencies, computed in float32 or better and rounded to another dtype."""
-    if theirs.shape != ours.shape or not theirs.is_floating_point():
-        return False
-    dtype = torch.finfo(theirs.dtype)
-    return torch.allclose(theirs.cpu().double(), ours, rtol=dtype.eps + 2**-19, atol=dtype.tiny * dtype.eps)

@@ -41,6 +41,30 @@ def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
     return inv_freq.to(device) if has_float64(device) else in_two_parts(inv_freq).to(device)
 
 
+def lists_on_device(inv_freq: Tensor, device: torch.device) -> Tensor:
+    """Returns float64 frequencies ``[pairs]`` or ``[2, pairs]``, two lists of LongRoPE, on a device. If the device has no
+    float64, each list becomes two parts, ``[..., 2, pairs]``."""
+    return on_device(inv_freq, device) if inv_freq.dim() == 1 else torch.stack([on_device(f, device) for f in inv_freq])
+
+
+def tables_on_device(inv_freq: Tensor, max_position: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of float64 frequencies ``[..., pairs]`` for the positions below max_position:
+    ``[..., max_position, pairs]``, float32, made of float64 angles on the CPU."""
+    positions = float64_range(max_position).unsqueeze(-1)
+    if device.type == "meta":
+        inv_freq, positions = inv_freq.to(device), positions.to(device)
+    angle = positions * inv_freq.unsqueeze(-2)
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def is_rounded(theirs: Tensor, ours: Tensor) -> bool:
+    """Returns whether theirs are these frequencies, computed in float32 or better and rounded to another dtype."""
+    if theirs.shape != ours.shape or not theirs.is_floating_point():
+        return False
+    dtype = torch.finfo(theirs.dtype)
+    return torch.allclose(theirs.cpu().double(), ours, rtol=dtype.eps + 2**-19, atol=dtype.tiny * dtype.eps)
+
+
 def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> None:
     """Raises ValueError about the argument `name` of `function` unless its value is good."""
     if not good:
