@@ -81,6 +81,7 @@ EMULATOR, SIMULATOR = "tests/backends/cuda/emulator/emulator.py", "tests/backend
 # ---- the written mistakes ----
 
 WRITTEN_CPU = [
+    ("two tokens may have one cell", "csrc/cpu/cpu.cpp", "tokens[place] = «b * p.seq + s»;", "-1"),
     ("a call of pads alone is out of range", "csrc/cpu/cpu.cpp", "limited && «position.low <= position.high»", "true"),
     ("strided frequencies are read as if adjacent", "csrc/cpu/cpu.cpp", "wide.sum(0) : «wide.contiguous()»;", "wide"),
     ("strided frequencies are read as if adjacent", "csrc/cpu/kernels.inc", "const int64_t at = «i * p.inv_freq[1]»;", "i"),
@@ -218,6 +219,10 @@ PYTHON = [
     ("interleaved M-RoPE: the first section decides the length of all sections", "multimodal.py", "if j < 3 * sections[j % 3]", "if j < 3 * sections[0]", "modules/test_multimodal"),
     ("cu_seqlens: the first token of a sequence belongs to the sequence before", "multimodal.py", "right=True", "right=False", "modules/test_multimodal"),
     ("RotaryEmbedding: the length is the highest position, without adding one", "frequencies/lengths.py", "positions.amax() + (offset + 1)", "positions.amax() + offset", "modules/test_rotary_embedding"),
+    ("RotaryEmbedding: frequencies are made in the mode of the caller", "module.py", "thread.submit(self._make, device).result()", "self._make(device)", "modules/test_rotary_embedding"),
+    ("RotaryEmbedding: what is assigned is cast", "module.py", "return moved if moved.dtype == t.dtype else t.to(moved.device)", "return moved", "modules/test_rotary_embedding"),
+    ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(name in _READ, name", "_need(True, name", "modules/test_frequencies"),
+    ("slots_of_window: older tokens are written", "multimodal.py", "(positions > newest - window)", "(positions >= newest - window)", "modules/test_multimodal"),
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "trained, -2 / (rotary_dim - 2), inv_freq", "trained, -2 / rotary_dim, inv_freq", "modules/test_rotary_embedding"),
     ("functions: inverse is not passed", "functional.py", "flags[\"inverse\"] = inverse", "flags[\"inverse\"] = False", "operators/test_reference"),
     ("reference: inverse is ignored", "reference.py", "s = -s if inverse else s", "s = s", "operators/test_values"),

@@ -1,10 +1,11 @@
-"""Tests that patch works with older releases of transformers than the one that is installed, and with the newest one."""
+"""Tests that patch and from_pretrained work with older releases of transformers than the installed one, and the newest."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from cases import ROOT
 
 pytestmark = pytest.mark.cpu
 RELEASES = ["==5.20.*", "==5.21.*", "==5.22.*", "==5.23.*", ""]  # "" is the newest
@@ -38,7 +39,8 @@ def test_patch_works_with_other_releases_of_transformers(release, tmp_path):
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(tmp_path)]
     subprocess.run([*install, f"transformers{release}"], check=True)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    loads = ["-m", "pytest", "-q", "tests/modules/test_rotary_embedding.py", "-k", "from_pretrained"]
+    for what in (["-c", PROGRAM], loads):
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run([sys.executable, *what], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
