@@ -193,16 +193,19 @@ def outs_of(result):
 
 
 @pytest.mark.parametrize(
-    "op, source", [("rotate", "table"), ("norm_rotate_qk", "table"), ("norm_rotate_qk", "inv_freq")]
+    "op, source, learned",
+    [*(("rotate", "table", n) for n in (False, True)), *(("norm_rotate_qk", s, False) for s in ("table", "inv_freq"))],
 )
-def test_backward_raises_if_a_saved_tensor_was_overwritten(op, source, device):
+def test_backward_raises_if_a_saved_tensor_was_overwritten(op, source, learned, device):
+    """A rotation saves x only if a table requires grad."""
     angles = {"cos", "sin", "inv_freq"}
-    for name in (call := call_of(op, device, source)).keys() - {"x"}:
-        leaves = {n: t.clone().requires_grad_(n not in angles) for n, t in call.items()}
+    for name in (call := call_of(op, device, source)):
+        leaves = {n: t.clone().requires_grad_(learned or n not in angles) for n, t in call.items()}
         out = outs_of(getattr(rope, op)(**leaves))
         with torch.no_grad():
             leaves[name].mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        is_saved = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with is_saved if learned or name != "x" else contextlib.nullcontext():
             sum(o.sum() for o in out).backward()
 
 
@@ -320,20 +323,6 @@ def test_gradients_of_cos_sin_are_computed_in_float32_if_the_tables_have_16_bits
     for dtype in (torch.bfloat16, torch.float32):
         found.append(torch.autograd.grad(rope.cos_sin(*inputs, dtype=dtype), inputs, [*given.to(dtype)]))
     assert all(map(torch.equal, *found))
-
-
-def test_x_is_saved_only_if_a_table_requires_grad(device):
-    x = torch.randn(4, 3, 8, device=device)
-    scale = torch.ones(3, 8, device=device, requires_grad=True)
-    for needed in (False, True):
-        cos, sin = (torch.randn(4, 4, device=device, requires_grad=needed) for _ in "cs")
-        rotated = x * scale
-        out = rope.rotate(rotated, cos, sin)
-        with torch.no_grad():
-            rotated.zero_()
-        is_saved = pytest.raises(RuntimeError, match="modified by an inplace operation")
-        with is_saved if needed else contextlib.nullcontext():
-            out.sum().backward()
 
 
 def test_inv_freq_that_requires_grad_gives_the_same_bits(device):
