@@ -204,13 +204,6 @@ def apply_rotary_scaled(x, cos, sin):
     return 2 * rotated(x, cos, sin)
 
 
-def apply_rotary_that_raises(x, cos, sin):
-    """A branch that is never taken is a branch."""
-    if x.dim() > 9:
-        raise ValueError
-    return rotated(x, cos, sin)
-
-
 def apply_rotary_that_loops(x, cos, sin):
     for _ in range(len(x) // 99):
         sin = -sin
@@ -218,6 +211,7 @@ def apply_rotary_that_loops(x, cos, sin):
 
 
 def of_length(x, sin):
+    """A branch that is never taken is a branch."""
     return -sin if x.shape[1] == 99 else sin
 
 
@@ -228,7 +222,6 @@ def apply_rotary_whose_helper_branches(x, cos, sin):
 BRANCHES = r"the function branches, and its text \(.*\) is not one that torch_rope knows, .*; see register"
 UNKNOWN = {
     apply_rotary_scaled: "computes something else",
-    apply_rotary_that_raises: BRANCHES,
     apply_rotary_that_loops: BRANCHES,
     apply_rotary_whose_helper_branches: BRANCHES,
 }
