@@ -120,22 +120,11 @@ class Layer(nn.Module):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-class Rotary(nn.Module):
-    """Makes tables for half-split pairs. If they are wrong, the two channels of a pair have different angles."""
-
-    def __init__(self, wrong=False):
-        super().__init__()
-        self.divisors = torch.arange(1, 9).repeat(2) + torch.arange(16) * wrong
-
-    def forward(self, x, position_ids):
-        angle = position_ids[:1, :, None] / self.divisors
-        return angle.cos(), angle.sin()
-
-
 def test_tables_that_are_no_rotation_for_several_axes_are_left_to_the_function(calls):
     """Also if tables of the same shape were right before, as those of text are in HunYuan-VL."""
-    layer, (q, k) = Layer(), torch.randn(2, 1, 2, 5, 16)
-    tables = [Rotary(wrong)(q, torch.arange(5)[None]) for wrong in (False, True)]
+    layer, (q, k), divisors = Layer(), torch.randn(2, 1, 2, 5, 16), torch.arange(1, 9).repeat(2)
+    angles = [torch.arange(5)[None, :, None] / d for d in (divisors, divisors + torch.arange(16))]
+    tables = [(angle.cos(), angle.sin()) for angle in angles]
     expected = [layer(q, k, *t) for t in tables]
     patch(layer)
     calls.clear()
