@@ -74,14 +74,6 @@ def test_the_number_of_threads_does_not_change_a_bit(layouts, tokens):
         assert torch.equal(torch_rope.rotate(q, *by_head), torch_rope.rotate(q.contiguous(), *by_head))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_table_of_cos_sin_and_inv_freq_give_the_same_bits(dtype, device):
-    q, k, angles = make_qk(device, (2, 33, 3, 1, 64, 64), Source("inv_freq", offset=5), dtype=dtype)
-    cos, sin = torch_rope.cos_sin(torch.arange(60, device=device), angles["inv_freq"])
-    for a, b in zip(torch_rope.rotate_qk(q, k, **angles), torch_rope.rotate_qk(q, k, cos, sin, offset=5), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_inputs_may_be_expanded(device):
     """A tensor that is only read may have stride 0, such as one head seen as four, or one table row for all tokens."""
     x, freq = torch.randn(2, 5, 1, 16, device=device), torch_rope.inv_freq(16, device=device)
