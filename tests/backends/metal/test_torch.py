@@ -1,4 +1,4 @@
-"""Tests of what PyTorch does with the operators on Metal: compiled programs, autocast, and memory.
+"""Tests of what PyTorch does with the operators on Metal: compiled programs, and memory.
 
 On a Mac these tests run on the GPU.
 """
@@ -77,22 +77,6 @@ def test_aot_inductor_calls_the_operators_through_the_proxy_executor(layer, tmp_
     operators = [node["node"]["target"] for node in json.loads(read("wrapper.json"))["nodes"]]
     assert operators == ["rope::rotate_into_cache_", "rope::rotate_qk"]
     assert read("wrapper.cpp").count("aoti_torch_proxy_executor_call_function(proxy_executor,") == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_autocast_casts_nothing(dtype, device):
-    q, k = torch.randn(2, 5, 4, 16, device="mps").to(dtype), torch.randn(2, 5, 2, 16, device="mps").to(dtype)
-    cos, sin, weight = torch.rand(9, 8, device="mps"), torch.rand(9, 8, device="mps"), torch.rand(16, device="mps")
-    for function in (
-        lambda: rope.rotate_qk(q, k, cos, sin),
-        lambda: rope.norm_rotate_qk(q, k, weight, weight, cos, sin),
-        lambda: rope.cos_sin(torch.arange(9, device="mps"), cos[0]),
-    ):
-        expected = function()
-        with torch.autocast("mps", torch.float16):
-            assert torch.ones(2, 2, device="mps").mm(torch.ones(2, 2, device="mps")).dtype == torch.float16
-            outs = function()
-        assert all(out.dtype == e.dtype and torch.equal(out, e) for out, e in zip(outs, expected, strict=True))
 
 
 def allocated(function):
