@@ -76,6 +76,7 @@ def into_layers(angles, q, k, v, layers):
 
 
 def attention_over_the_cache(angles, x, w, k_cache, v_cache):
+    """The caches have their heads first, as StaticCache in transformers."""
     q, k, v = split(x @ w)
     into(angles, q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     return scaled_dot_product_attention(q[:, :, :KV_HEADS].transpose(1, 2), k_cache, v_cache)
@@ -92,10 +93,6 @@ PROGRAMS = {
     "the second of an intermediate": ([STACKED, (DIM, DIM)], the_second_of_an_intermediate, 1),
     "the later half of the tokens": ([STACKED], lambda a, x: rope.rotate_(x[0][:, x.shape[2] // 2 :], *a)),
     # Caches.
-    "caches of heads first": (  # the layout of StaticCache in transformers
-        [*QKV, HEADS_FIRST, HEADS_FIRST],
-        lambda a, q, k, v, c, d: into(a, q, k, v, c.transpose(1, 2), d.transpose(1, 2)),
-    ),
     "caches from a split input": ([PACKED, BLOCKS, BLOCKS], lambda a, x, c, d: into(a, *split(x), c, d)),
     "halves by index": ([*QKV, (2, *BLOCKS)], lambda a, q, k, v, kv: into(a, q, k, v, kv[0], kv[1])),  # vLLM's
     "halves of blocks, heads first": (  # FlashInfer's HND
