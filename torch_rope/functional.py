@@ -47,7 +47,7 @@ def flags_of(
 ) -> dict[str, float]:
     """Returns those keyword arguments of a rotation that do not have their default values, because each one that is
     passed costs a decode step 0.2 microseconds."""
-    if isinstance(offset, Tensor):
+    if type(offset) is not int and isinstance(offset, Tensor):  # the first question is the quicker one
         _refuse_tensor(offset)
     flags = {}
     if attention_factor != 1.0:

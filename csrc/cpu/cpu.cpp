@@ -81,29 +81,39 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
 void check_cells(const RotateCall& call, const RopeParams& p) {
   if (!p.has_cache || !(call.slots ? p.batch * p.seq > 1 : call.positions && p.seq > 1)) return;
   const Integers given(call.slots ? call.slots : &*call.positions, call.slots ? p.slots : p.positions);
-  const bool shared = !call.slots && given.strides[0] == 0;  // all sequences have the positions of the first one
-  // Without slots, the cell is counted from that of position 0 in the first block.
-  const auto cell_of = [&](int64_t b, int64_t s) { return given.at(b, s) + (call.slots ? 0 : b * p.block_size); };
-  const int64_t sequences = shared ? 1 : p.batch;
-  int bits = 2;  // of a place in the hash table, of which at most half is taken
-  while ((int64_t(1) << bits) < 2 * sequences * p.seq) bits++;
-  c10::SmallVector<int64_t, 64> tokens(size_t(1) << bits, -1);  // the token at each place
-  for (int64_t b = 0; b < sequences; b++) {
-    for (int64_t s = 0; s < p.seq; s++) {
-      const int64_t cell = cell_of(b, s);
-      if (call.slots && cell < 0) continue;
-      // The golden ratio spreads cells with any distance from each other.
-      uint64_t place = uint64_t(cell) * 0x9E3779B97F4A7C15 >> (64 - bits);
-      for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
-        const int64_t other_b = tokens[place] / p.seq, other_s = tokens[place] % p.seq;
-        TORCH_CHECK_INDEX(cell_of(other_b, other_s) != cell, call.op, ": ", call.slots ? "slots" : "position + offset",
-                          " is ", call.slots ? cell : given.at(b, s) + p.offset, " for token ", other_s,
-                          " of sequence ", other_b, " and for token ", s, " of sequence ", b,
-                          " but must be another cell for each token; pass slots: -1 for padding and for what a ring "
-                          "does not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
-      }
-      tokens[place] = b * p.seq + s;
+  // Without slots, all sequences may share the positions of the first one; each has a block of its own.
+  const int64_t sequences = !call.slots && given.strides[0] == 0 ? 1 : p.batch;
+  const auto is_written = [&](int64_t cell) { return !call.slots || cell >= 0; };
+  c10::SmallVector<int64_t, 64> cells(sequences * p.seq);
+  int64_t last = INT64_MIN;
+  bool rise = true;
+  for (int64_t b = 0, i = 0; b < sequences; b++) {
+    for (int64_t t = 0; t < p.seq; t++, i++) {
+      // Without slots, the cell is counted from that of position 0 in the first block.
+      cells[i] = given.at(b, t) + (call.slots ? 0 : b * p.block_size);
+      if (!is_written(cells[i])) continue;
+      rise = rise && cells[i] > last;
+      last = cells[i];
     }
+  }
+  if (rise) return;  // as in most prompts: no two are equal
+
+  int bits = 2;  // of a place in the hash table, of which at most half is taken
+  while ((size_t(1) << bits) < 2 * cells.size()) bits++;
+  c10::SmallVector<int64_t, 64> tokens(size_t(1) << bits, -1);  // the token at each place
+  for (int64_t i = 0; i < int64_t(cells.size()); i++) {
+    if (!is_written(cells[i])) continue;
+    // The golden ratio spreads cells with any distance from each other.
+    uint64_t place = uint64_t(cells[i]) * 0x9E3779B97F4A7C15 >> (64 - bits);
+    for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
+      const int64_t other = tokens[place];
+      TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
+                        call.slots ? cells[i] : given.at(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
+                        " of sequence ", other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
+                        " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
+                        "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
+    }
+    tokens[place] = i;
   }
 }
 

@@ -81,7 +81,7 @@ EMULATOR, SIMULATOR = "tests/backends/cuda/emulator/emulator.py", "tests/backend
 # ---- the written mistakes ----
 
 WRITTEN_CPU = [
-    ("two tokens may have one cell", "csrc/cpu/cpu.cpp", "tokens[place] = «b * p.seq + s»;", "-1"),
+    ("two tokens may have one cell", "csrc/cpu/cpu.cpp", "tokens[place] = «i»;", "-1"),
     ("a call of pads alone is out of range", "csrc/cpu/cpu.cpp", "limited && «position.low <= position.high»", "true"),
     ("strided frequencies are read as if adjacent", "csrc/cpu/cpu.cpp", "wide.sum(0) : «wide.contiguous()»;", "wide"),
     ("strided frequencies are read as if adjacent", "csrc/cpu/kernels.inc", "const int64_t at = «i * p.inv_freq[1]»;", "i"),
