@@ -160,8 +160,11 @@ def test_exports_with_a_dynamic_batch_and_sequence(kind, max_position, positions
 
     axes = [{0: free, 1: free}] * 2 + {"none": [], "[S]": [{0: free}], "[B,S]": [{0: free, 1: free}]}[positions]
     program = torch.export.export(rope, inputs(2, 7), dynamic_shapes=tuple(axes)).module()
+    # Without float64, dynamic's power is float32 in a program, and made on the host in a call with an offset.
+    exact = (kind, device) != ("dynamic", "mps")
+    same = torch.equal if exact else functools.partial(torch.allclose, atol=1e-4)
     for given in (inputs(3, 5), inputs(2, LONG + 9)):
-        assert all(map(torch.equal, program(*given), rope(*given)))
+        assert all(map(same, program(*given), rope(*given)))
 
 
 # ---- frequencies are no state ----
