@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "shaders"))
 import embed  # noqa: E402
 
-PACKAGE = ["*.py", "integrations/__init__.py", "integrations/_*.py", "integrations/transformers/*.py"]
+PACKAGE = [
+    "*.py",
+    "frequencies/*.py",
+    "integrations/__init__.py",
+    "integrations/_*.py",
+    "integrations/transformers/*.py",
+]
 NAMESPACE = """// A namespace that no other version of this kernel has: kernel-builder names the extension after the back end and a hash.
 #pragma once
 
