@@ -53,9 +53,10 @@ def _decompose_by_table(op: torch._ops.OpOverload) -> None:
 
     @op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)
     def decompose(*args, **kwargs):
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+        from torch.fx.experimental import proxy_tensor  # takes long to import
 
-        table = getattr(get_proxy_mode(), "decomposition_table", {})
+        of_older_torch = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})  # 2.11
+        table = getattr(proxy_tensor.get_proxy_mode(), "decomposition_table", of_older_torch)
         return table[op](*args, **kwargs) if op in table else NotImplemented
 
 
