@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import frequencies
 from ._ops import ops as _ops
 from .frequencies import lengths
-from .frequencies.kinds import is_rounded, lists_on_device, tables_on_device
+from .frequencies.kinds import is_rounded, lists_on_device, sources_on_device
 from .functional import check_int64, flags_of, rotate_qk
 
 # The names of what a module rotates by, in the order of the operator's arguments.
@@ -134,9 +134,8 @@ class RotaryEmbedding(nn.Module):
         """
         kind, read = frequencies.parse(config, layer_type, layer=layer)
         rotary_dim = read.pop("head_dim" if kind == "proportional" else "rotary_dim")
-        if interleaved is None:
-            interleaved = frequencies.is_interleaved(config)
-        read |= {"rotary_dim": rotary_dim, "kind": kind, "interleaved": interleaved}
+        read |= {"rotary_dim": rotary_dim, "kind": kind}
+        read["interleaved"] = frequencies.is_interleaved(config) if interleaved is None else interleaved
         return cls(rotary_dim + rotary_dim % 2, **read | arguments)
 
     def forward(
@@ -202,23 +201,17 @@ class RotaryEmbedding(nn.Module):
         sources |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
         return {"positions": positions, "offset": offset, **sources}
 
-    # -- what is made on a device, and what is assigned --
-
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         """Returns the tables or the frequencies on a device, by name. They are made there once."""
         if device not in self._made:
+            of_it = self._exact, self.max_position, device
             if torch.compiler.is_dynamo_compiling():
-                made = self._make(device)
+                made = sources_on_device(*of_it)
             else:  # in a thread of its own, which no mode of the caller (inference, fake tensors, torch.func) reaches
                 with ThreadPoolExecutor(1) as thread:
-                    made = thread.submit(self._make, device).result()
+                    made = thread.submit(sources_on_device, *of_it).result()
             self._made.setdefault(device, made)
         return {name: t for name, t in zip(_SOURCES, self._made[device], strict=True) if t is not None}
-
-    def _make(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if self.max_position is None:
-            return None, None, lists_on_device(self._exact, device)
-        return *tables_on_device(self._exact, self.max_position, device), None
 
     def __getattr__(self, name: str) -> Any:
         """Returns cos, sin or inv_freq as the module makes it, if no tensor is assigned."""

@@ -43,14 +43,21 @@ def lists_on_device(inv_freq: Tensor, device: torch.device) -> Tensor:
     return on_device(inv_freq, device) if inv_freq.dim() == 1 else torch.stack([on_device(f, device) for f in inv_freq])
 
 
-def tables_on_device(inv_freq: Tensor, max_position: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of float64 frequencies ``[..., pairs]`` for the positions below max_position:
-    ``[..., max_position, pairs]``, float32, made of float64 angles on the CPU."""
+def sources_on_device(
+    inv_freq: Tensor, max_position: int | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns cos, sin and inv_freq, as the operators take them, for float64 frequencies ``[..., pairs]``.
+
+    Without max_position cos and sin are None. Otherwise inv_freq is None, and the tables are
+    ``[..., max_position, pairs]``, float32, made of float64 angles on the CPU.
+    """
+    if max_position is None:
+        return None, None, lists_on_device(inv_freq, device)
     positions = float64_range(max_position).unsqueeze(-1)
     if device.type == "meta":
         inv_freq, positions = inv_freq.to(device), positions.to(device)
     angle = positions * inv_freq.unsqueeze(-2)
-    return angle.cos().float().to(device), angle.sin().float().to(device)
+    return angle.cos().float().to(device), angle.sin().float().to(device), None
 
 
 def is_rounded(theirs: Tensor, ours: Tensor) -> bool:
