@@ -611,8 +611,8 @@ def rotate_into_cache(
     k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
     its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
 
-    Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU either of them may win, and
-    not always the same one in both caches. Without slots, tokens of one sequence that share a position write the same
+    Two tokens of a call must not write the same cell. On a CPU that is an IndexError; on a GPU either of them may win,
+    and not always the same one in both caches. Without slots, tokens of one sequence that share a position write the same
     cell, such as the padding of a left-padded batch and its first real token. Give padding the slot -1.
     :func:`torch_rope.slots_of_window` makes the slots of a sliding window.
 
@@ -658,8 +658,8 @@ def rotate_into_cache(
             q, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
-            cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead; docs/cuda.md and
-            docs/metal.md say what happens there.
+            cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead;
+            docs/cuda.md and docs/metal.md say what happens there.
         NotImplementedError: a cache on an Apple GPU is float8, which Metal lacks.
         RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 

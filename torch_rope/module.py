@@ -39,22 +39,20 @@ class RotaryEmbedding(nn.Module):
         max_position: if given, cos and sin are looked up in tables that have a row for each position below
             max_position. The tables are float32 and made from float64 angles. If None, the kernel computes the angles,
             and positions have no upper limit.
-        device: where the frequencies are made at once. Default: PyTorch's default device.
+        device: the device on which the frequencies are made first. Default: PyTorch's default device.
 
-    The frequencies follow from these arguments, so they are no state: nothing loads, saves, casts or shards them. They
-    are made where the module is, or where q is, and keep their address there (for CUDA graphs). ``rope.inv_freq`` reads
-    them, ``[rotary_dim / 2]``, float64 (two float32 parts on a device without float64), and ``rope.cos`` and
-    ``rope.sin`` the tables, ``[max_position, rotary_dim / 2]``.
+    The frequencies follow from these arguments, so nothing loads, saves, casts or shards them. They are made where the
+    module or q is, and keep their address (for CUDA graphs). ``rope.inv_freq`` reads them, ``[rotary_dim / 2]``, float64
+    (or in two float32 parts); ``rope.cos`` and ``rope.sin`` read the tables, ``[max_position, rotary_dim / 2]``.
 
     To rotate by other values, or to learn them, assign a tensor or a parameter to inv_freq, or to cos and sin. It is used
     as it is, for every kind; it moves with the module, but is not cast. To go back, assign None. A state_dict holds a
     parameter that is assigned, and nothing else. A checkpoint may hold the module's own inv_freq, as older models do.
 
     The frequencies of LongRoPE and dynamic NTK depend on the length of the sequence, which is the highest position of
-    the call plus one. If positions are in a tensor, it is found on their device, and the host does not wait. Keys that
-    are in a cache keep the rotation that they were written with, so a server should fix the length: pass ``long=True``,
-    ``long=False`` (LongRoPE) or ``seq_len``. Unless it is fixed, inv_freq, cos and sin of LongRoPE are ``[2, ...]``,
-    those of short and of long sequences.
+    the call plus one. If positions are in a tensor, it is found on their device, and the host does not wait. Keys in a
+    cache keep the rotation that they were written with, so a server should fix the length: pass ``long`` (LongRoPE) or
+    ``seq_len``. Unless it is fixed, inv_freq, cos and sin of LongRoPE are ``[2, ...]``, of short and of long sequences.
 
     Raises:
         ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it.
@@ -189,9 +187,7 @@ class RotaryEmbedding(nn.Module):
         """
         if device is None:
             device = self._home.device if positions is None else positions.device
-        sources = self._on(device)
-        places = self._buffers | self._parameters  # a parametrization has taken its name out of both
-        assigned = {name: getattr(self, name) for name in _SOURCES if places.get(name, 0) is not None}
+        sources, assigned = self._on(device), self._assigned()
         sources = sources | assigned if sources.keys() & assigned.keys() else assigned or sources
         if self._by_length is not None and not (assigned and self.kind == "dynamic"):
             if positions is None and torch.compiler.is_exporting():  # one program for all lengths must not branch
@@ -201,15 +197,20 @@ class RotaryEmbedding(nn.Module):
         sources |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
         return {"positions": positions, "offset": offset, **sources}
 
+    def _assigned(self) -> dict[str, Tensor]:
+        """Returns the tensors that are assigned, by name."""
+        places = self._buffers | self._parameters  # a parametrization has taken its name out of both
+        return {name: getattr(self, name) for name in _SOURCES if places.get(name, 0) is not None}
+
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         """Returns the tables or the frequencies on a device, by name. They are made there once."""
         if device not in self._made:
-            of_it = self._exact, self.max_position, device
+            wanted = self._exact, self.max_position, device
             if torch.compiler.is_dynamo_compiling():
-                made = sources_on_device(*of_it)
+                made = sources_on_device(*wanted)
             else:  # in a thread of its own, which no mode of the caller (inference, fake tensors, torch.func) reaches
                 with ThreadPoolExecutor(1) as thread:
-                    made = thread.submit(sources_on_device, *of_it).result()
+                    made = thread.submit(sources_on_device, *wanted).result()
             self._made.setdefault(device, made)
         return {name: t for name, t in zip(_SOURCES, self._made[device], strict=True) if t is not None}
 
@@ -219,11 +220,11 @@ class RotaryEmbedding(nn.Module):
         if value is not None or name not in _SOURCES:
             return value
         made = self._on(self._home.device)
-        if name == "inv_freq" and name not in made:  # there are tables
+        if name in made:
+            return made[name]
+        if name == "inv_freq":
             return lists_on_device(self._exact, self._home.device)
-        if name not in made:
-            raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
-        return made[name]
+        raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """Moves the module. PyTorch calls this in ``to``, ``half``, ``cuda``, ``to_empty`` and so on, with a function fn
@@ -255,8 +256,7 @@ class RotaryEmbedding(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Accepts the inv_freq of a checkpoint if it is the module's own, up to the rounding of its dtype."""
         name, errors, ours = prefix + "inv_freq", others[-1], self._exact.view(-1, self._exact.shape[-1])
-        assigned = self._buffers.get("inv_freq", 0) is not None
-        theirs = None if assigned else state_dict.pop(name, None)
+        theirs = None if "inv_freq" in self._assigned() else state_dict.pop(name, None)
         if theirs is not None and not any(is_rounded(theirs, row) for row in ours):
             errors.append(
                 f"torch_rope.RotaryEmbedding: {name} is {theirs.tolist()} but must be {ours[0].tolist()}, as the arguments "

@@ -175,7 +175,7 @@ def from_config(config: Any) -> frequencies.Frequencies:
         )
     order, usual = _MODELS[name.removesuffix("_text")]
     rope = get(text, "rope_scaling") or get(text, "rope_parameters") or {}
-    kind, arguments = frequencies.config._parse(frequencies.config._understood(text), None, None)
+    kind, arguments = frequencies.config.read(text)
     inv_freq, attention_factor = frequencies.KINDS[kind](**arguments)
     return frequencies.Frequencies(order(inv_freq, rope.get("mrope_section") or usual), attention_factor)
 

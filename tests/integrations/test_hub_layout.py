@@ -67,9 +67,7 @@ def test_the_package_imports_only_itself_torch_and_python(tree):
         nodes = ast.parse(path.read_text())
         for node in ast.walk(nodes):
             assert not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops.rope"), path
-            if (
-                isinstance(node, ast.ImportFrom) and node.level and node.module not in (None, "_ops")
-            ):  # the build adds _ops
+            if isinstance(node, ast.ImportFrom) and node.level and node.module not in (None, "_ops"):  # which is built
                 module = path.parents[node.level - 1] / node.module.replace(".", "/")
                 assert module.is_dir() or module.with_suffix(".py").is_file(), f"{path} imports {module}"
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

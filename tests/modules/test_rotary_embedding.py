@@ -325,6 +325,7 @@ def test_what_is_assigned_is_what_rotates(assigned, kind, max_position, device):
         assert rope.inv_freq is mine["inv_freq"] and rope.inv_freq.grad.any()
     for name in mine:
         setattr(rope, name, None)
+    rope.load_state_dict({"inv_freq": own})  # a checkpoint that holds the module's own
     assert all(map(torch.equal, rope(*qk, offset=LONG), expected))
 
 
@@ -336,6 +337,18 @@ def test_both_lists_of_longrope_may_be_assigned(device):
     for offset, mine in ((0, lists[0]), (LONG, lists[1])):
         rotated = torch.ops.rope.rotate_qk(*qk, inv_freq=mine, offset=offset, attention_factor=rope.attention_factor)
         assert all(map(torch.equal, rope(*qk, offset=offset), rotated))
+
+
+@pytest.mark.cpu
+def test_a_compiled_module_follows_what_is_assigned():
+    rope, qk = module(), tuple(some("cpu"))
+    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
+    expected = compiled(*qk)
+    for mine in (rope.inv_freq / 3, torch.nn.Parameter(rope.inv_freq / 5)):
+        rope.inv_freq = mine
+        assert all(map(torch.equal, compiled(*qk), torch.ops.rope.rotate_qk(*qk, inv_freq=mine)))
+    rope.inv_freq = None
+    assert all(map(torch.equal, compiled(*qk), expected))
 
 
 class Third(torch.nn.Module):

@@ -424,15 +424,15 @@ def parse(config: Any, layer_type: str | None = None, *, layer: int | None = Non
     The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the
     length of the sequence yourself: the keyword arguments do not include seq_len and long.
     """
+    model_type = _get(_get(config, "text_config") or config, "model_type")
+    must_be = families.NOT_BY_CONFIG.get(model_type, "")
+    _need(not must_be, "model_type", model_type, must_be)
+    return read(config, layer_type, layer)
+
+
+def read(config: Any, layer_type: str | None = None, layer: int | None = None) -> tuple[str, dict]:
+    """Returns what :func:`parse` does, and of the families whose frequencies need more than a config, too."""
     config = _understood(config)
-    model_type = _get(config, "model_type")
-    _need(
-        model_type not in families.NOT_BY_CONFIG, "model_type", model_type, families.NOT_BY_CONFIG.get(model_type, "")
-    )
-    return _parse(config, layer_type, layer)
-
-
-def _parse(config: Any, layer_type: str | None, layer: int | None) -> tuple[str, dict]:
     if against := _against_rotation(config):
         _need(False, *against[:2], f"that of a model that rotates{against[2]}")
     layers = _layers(config, layer_type, layer)
