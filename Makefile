@@ -44,7 +44,7 @@ denoise: .venv/models
 	$(BIN)/python examples/denoise.py
 
 check: lint .venv/built
-	$(PYTEST) -m heart tests/operators tests/modules tests/pytorch tests/backends/cpu
+	$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu
 
 # One processor compiles the kernels for the emulator while another installs torch.
 test: clock

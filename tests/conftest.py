@@ -38,7 +38,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "heart: also runs in make check, the short loop")
+    config.addinivalue_line("markers", "core: also runs in make check, the short loop")
     config.addinivalue_line("markers", "exhaustive: runs in make exhaustive only: takes long, or says little more")
     config.addinivalue_line(
         "markers",

@@ -7,15 +7,16 @@ from .functional import (
     cos_sin,
     inv_freq,
     norm_rotate_qk,
+    positions_from_cu_seqlens,
     rotary_embedding,
     rotate,
     rotate_,
-    rotate_into_cache,
+    rotate_into_cache_,
     rotate_qk,
     rotate_qk_,
+    slots_of_window,
 )
 from .module import RotaryEmbedding
-from .multimodal import positions_from_cu_seqlens, slots_of_window
 
 __all__ = [
     "RotaryEmbedding",
@@ -30,7 +31,7 @@ __all__ = [
     "rotary_embedding",
     "rotate",
     "rotate_",
-    "rotate_into_cache",
+    "rotate_into_cache_",
     "rotate_qk",
     "rotate_qk_",
     "slots_of_window",

@@ -21,7 +21,7 @@ def _rotate_qk_(q: Tensor, k: Tensor, *angles, **flags) -> None:
 IN_PLACE = {
     rope.rotate_.default: _rotate_,
     rope.rotate_qk_.default: _rotate_qk_,
-    rope.rotate_into_cache_.default: reference.rotate_into_cache,
+    rope.rotate_into_cache_.default: reference.rotate_into_cache_,
 }
 
 

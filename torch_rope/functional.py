@@ -1,5 +1,5 @@
-"""The functions of torch_rope. Each one is a single call of an operator in ``torch.ops.rope``, so a docstring here also
-describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/guide/index.md
+"""The functions of torch_rope. Each one that rotates is a single call of an operator in ``torch.ops.rope``, so a docstring
+here also describes the operator. :mod:`torch_rope.reference` has the same functions in plain PyTorch, and docs/guide/index.md
 lists them by job.
 
 The docstrings use these words:
@@ -14,42 +14,40 @@ The docstrings use these words:
   et al., RoFormer, arXiv:2104.09864, equation 34).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ._ops import ops as _ops
 from .frequencies.kinds import on_device, powers
 
 
-def check_int64(op: str, **given: int | torch.SymInt) -> None:
-    """Raises ValueError if an argument is no int64. torch has raised RuntimeError then, whose message is unclear."""
-    for name, n in given.items():
-        if isinstance(n, int) and not -(2**63) <= n < 2**63:
-            raise ValueError(f"rope.{op}: {name} is {n} but must be at least -2**63 and below 2**63") from None
-
-
-def _refuse_tensor(offset: Tensor) -> None:
-    """Raises TypeError. The host would wait for a tensor, and torch.compile does not take one."""
-    raise TypeError(
-        f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which may "
-        "be a tensor: positions=torch.arange(seq, device=q.device) + offset"
-    )
-
-
-def flags_of(
+def call(
+    op: torch._ops.OpOverload,
+    tensors: tuple,
     offset: int | torch.SymInt,
-    attention_factor: float,
-    interleaved: bool,
+    attention_factor: float = 1.0,
+    interleaved: bool = False,
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
     norm_eps: float = 1e-6,
-) -> dict[str, float]:
-    """Returns those keyword arguments of a rotation that do not have their default values, because each one that is
-    passed costs a decode step 0.2 microseconds."""
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    norm_v: bool = False,
+) -> Any:
+    """Calls an operator with its positional arguments, one of which is offset, and its keyword arguments.
+
+    A keyword argument with its default value is left out, because each one costs a decode step 0.2 microseconds.
+    """
     if type(offset) is not int and isinstance(offset, Tensor):  # the first question is the quicker one
-        _refuse_tensor(offset)
-    flags = {}
+        raise TypeError(
+            f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which "
+            "may be a tensor: positions=torch.arange(seq, device=q.device) + offset"
+        )
+    flags: dict[str, Any] = {}
     if attention_factor != 1.0:
         flags["attention_factor"] = attention_factor
     if interleaved:
@@ -62,14 +60,20 @@ def flags_of(
         flags["eager_rounding"] = eager_rounding
     if norm_eps != 1e-6:
         flags["norm_eps"] = norm_eps
-    return flags
-
-
-def _cache_flags(k_scale: Tensor | None, v_scale: Tensor | None, norm_v: bool) -> dict:
-    """Returns the keyword arguments of a cache alone, or none of them if all have their default values."""
-    if k_scale is None and v_scale is None and not norm_v:
-        return {}
-    return {"k_scale": k_scale, "v_scale": v_scale, "norm_v": norm_v}
+    if k_scale is not None:
+        flags["k_scale"] = k_scale
+    if v_scale is not None:
+        flags["v_scale"] = v_scale
+    if norm_v:
+        flags["norm_v"] = norm_v
+    try:
+        return op(*tensors, **flags)
+    except RuntimeError:  # torch's message about an integer of more than 64 bits does not name the argument
+        for name, n in (("offset", offset), ("rotary_start", rotary_start)):
+            if isinstance(n, int) and not -(2**63) <= n < 2**63:
+                op_name = op._schema.name.replace("::", ".")
+                raise ValueError(f"{op_name}: {name} is {n} but must be at least -2**63 and below 2**63") from None
+        raise
 
 
 def inv_freq(
@@ -145,7 +149,7 @@ def cos_sin(
 
     Example::
 
-        inv_freq = torch_rope.inv_freq(128)  # [64]
+        inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
         cos, sin = torch_rope.cos_sin(torch.arange(8192), inv_freq)  # [8192, 64] each: a table by position
     """
     return _ops.cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
@@ -190,7 +194,8 @@ def axial_cos_sin(
 
     Example::
 
-        inv_freq = torch_rope.multimodal.sections(torch_rope.inv_freq(128, 1e6), [16, 24, 24])  # [3, 64]
+        of_text, _ = torch_rope.frequencies.default(128, 1e6)  # [64]
+        inv_freq = torch_rope.multimodal.sections(of_text, [16, 24, 24])  # [3, 64]
         cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
         q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
@@ -263,25 +268,16 @@ def rotate(
     Example::
 
         x = torch.randn(2, 5, 8, 128)  # [batch, seq, heads, head_dim]
-        inv_freq = torch_rope.inv_freq(128)  # [64]
+        inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
         y = torch_rope.rotate(x, inv_freq=inv_freq)  # token s has position s
         y = torch_rope.rotate(x, inv_freq=inv_freq, offset=100)  # token s has position 100 + s
         cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
         y = torch_rope.rotate(x, cos, sin, positions=torch.tensor([0, 1, 2, 0, 1]))  # two packed sequences
     """
-    try:
-        return _ops.rotate.default(
-            x,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
-        )
-    except RuntimeError:
-        check_int64("rotate", offset=offset, rotary_start=rotary_start)
-        raise
+    tensors = x, cos, sin, inv_freq, positions, offset
+    return call(
+        _ops.rotate.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding
+    )
 
 
 def rotary_embedding(
@@ -317,7 +313,8 @@ def rotary_embedding(
     Example::
 
         x = torch.randn(2, 8, 5, 128)  # [batch, heads, seq, head_dim]
-        cos, sin = torch_rope.cos_sin(torch.arange(4096), torch_rope.inv_freq(128))  # [4096, 64] each
+        inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
+        cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
         y = torch_rope.rotary_embedding(x, cos[:5], sin[:5])  # token s has position s
         y = torch_rope.rotary_embedding(x, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1]))
     """
@@ -379,19 +376,8 @@ def rotate_(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
         torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
-    try:
-        _ops.rotate_.default(
-            x,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
-        )
-    except RuntimeError:
-        check_int64("rotate_", offset=offset, rotary_start=rotary_start)
-        raise
+    tensors = x, cos, sin, inv_freq, positions, offset
+    call(_ops.rotate_.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding)
 
 
 def rotate_qk(
@@ -434,20 +420,10 @@ def rotate_qk(
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq)  # a prompt
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, offset=cache_length)  # a decode step
     """
-    try:
-        return _ops.rotate_qk.default(
-            q,
-            k,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
-        )
-    except RuntimeError:
-        check_int64("rotate_qk", offset=offset, rotary_start=rotary_start)
-        raise
+    tensors = q, k, cos, sin, inv_freq, positions, offset
+    return call(
+        _ops.rotate_qk.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding
+    )
 
 
 def rotate_qk_(
@@ -485,20 +461,8 @@ def rotate_qk_(
         q, k, v = qkv.split([32, 8, 8], dim=-2)  # qkv [batch, seq, 48, 128]
         torch_rope.rotate_qk_(q, k, inv_freq=inv_freq)  # changes qkv
     """
-    try:
-        _ops.rotate_qk_.default(
-            q,
-            k,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            **flags_of(offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding),
-        )
-    except RuntimeError:
-        check_int64("rotate_qk_", offset=offset, rotary_start=rotary_start)
-        raise
+    tensors = q, k, cos, sin, inv_freq, positions, offset
+    call(_ops.rotate_qk_.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding)
 
 
 def norm_rotate_qk(
@@ -551,7 +515,7 @@ def norm_rotate_qk(
     order that does not depend on the number of threads.
 
     There is no v here. A model that normalises v without a weight (Gemma 4) does so in training with
-    ``torch.nn.functional.rms_norm(v, (v_dim,), eps=norm_eps)``, which has gradients; :func:`rotate_into_cache` does it
+    ``torch.nn.functional.rms_norm(v, (v_dim,), eps=norm_eps)``, which has gradients; :func:`rotate_into_cache_` does it
     with norm_v.
 
     Equivalent to :func:`torch_rope.reference.norm_rotate_qk`.
@@ -564,25 +528,21 @@ def norm_rotate_qk(
         q_weight, k_weight = q_norm.weight.view(32, 128), k_norm.weight.view(8, 128)  # OLMo-2
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
-    try:
-        return _ops.norm_rotate_qk.default(
-            q,
-            k,
-            q_norm_weight,
-            k_norm_weight,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            **flags_of(offset, attention_factor, interleaved, False, rotary_start, eager_rounding, norm_eps),
-        )
-    except RuntimeError:
-        check_int64("norm_rotate_qk", offset=offset, rotary_start=rotary_start)
-        raise
+    tensors = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
+    return call(
+        _ops.norm_rotate_qk.default,
+        tensors,
+        offset,
+        attention_factor,
+        interleaved,
+        False,
+        rotary_start,
+        eager_rounding,
+        norm_eps,
+    )
 
 
-def rotate_into_cache(
+def rotate_into_cache_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -633,10 +593,10 @@ def rotate_into_cache(
             may be slices of one packed tensor.
         k_cache, v_cache: ``[blocks, block_size, kv_heads, head_dim]``, or ``[max_seq, kv_heads, head_dim]`` for a cache
             of one block. Both have the same blocks and block_size, the heads and head_dim of k and of v, the dtype of q
-            or each one of a quantised cache, and any strides; they may be slices of one tensor. Pass a head-major cache transposed:
-            a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads, max_seq,
-            head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache (vLLM) as
-            it is.
+            or each one of a quantised cache, and any strides; they may be slices of one tensor. Pass a head-major cache
+            transposed: a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads,
+            max_seq, head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache
+            (vLLM) as it is.
         cos, sin, inv_freq: as in :func:`rotate`. Tables by token and tables by head require slots.
         positions, offset: as in :func:`rotate`.
         slots: ``[batch, seq]``, or ``[seq]`` if batch is 1, int32 or int64: the cell of the cache that each token is
@@ -644,8 +604,8 @@ def rotate_into_cache(
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
             of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
-        k_scale, v_scale: float32 tensors, one element or ``[heads]`` of that cache. Pass one for each quantised cache, and for no
-            other.
+        k_scale, v_scale: float32 tensors, one element or ``[heads]`` of that cache. Pass one for each quantised cache,
+            and for no other.
         norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
         attention_factor, interleaved, rotary_start, eager_rounding: as in :func:`rotate`.
 
@@ -654,8 +614,9 @@ def rotate_into_cache(
 
     Raises:
         ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
-            given; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory with itself or with another argument (between a cache and
-            q, k or v it is enough that their address ranges overlap).
+            given; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory
+            with itself or with another argument (between a cache and q, k or v it is enough that their address ranges
+            overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
             cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead;
@@ -663,34 +624,145 @@ def rotate_into_cache(
         NotImplementedError: a cache on an Apple GPU is float8, which Metal lacks.
         RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
-    Equivalent to :func:`torch_rope.reference.rotate_into_cache`.
+    Equivalent to :func:`torch_rope.reference.rotate_into_cache_`.
 
     Example::
 
         # One decode step with a cache of transformers. q [batch, 1, 32, 128], k and v [batch, 1, 8, 128],
         # k_cache and v_cache [batch, 8, max_seq, 128].
-        torch_rope.rotate_into_cache(
+        torch_rope.rotate_into_cache_(
             q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), inv_freq=inv_freq, offset=cache_length
         )
     """
-    try:
-        _ops.rotate_into_cache_.default(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            cos,
-            sin,
-            inv_freq,
-            positions,
-            offset,
-            slots,
-            q_norm_weight,
-            k_norm_weight,
-            **flags_of(offset, attention_factor, interleaved, False, rotary_start, eager_rounding, norm_eps),
-            **_cache_flags(k_scale, v_scale, norm_v),
+    tensors = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight
+    call(
+        _ops.rotate_into_cache_.default,
+        tensors,
+        offset,
+        attention_factor,
+        interleaved,
+        False,
+        rotary_start,
+        eager_rounding,
+        norm_eps,
+        k_scale,
+        v_scale,
+        norm_v,
+    )
+
+
+def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | None = None) -> Tensor:
+    """Returns the positions of the tokens of packed sequences: those of each sequence begin at 0, or at its own offset.
+
+    Args:
+        cu_seqlens: ``[sequences + 1]``, int32 or int64: the index of the first token of each sequence, and the end of
+            the last sequence, as in FlashAttention. Sequences may be empty.
+        total: the number of tokens. Tokens past ``cu_seqlens[-1]`` are padding, and their positions count from 0.
+        offsets: ``[sequences]``, int32 or int64: a number that is added to the positions of each sequence, such as the
+            length of its KV cache. Default: 0 for each.
+
+    Returns:
+        ``[total]``, with the dtype and device of cu_seqlens. The host does not wait for the device.
+
+    Raises:
+        ValueError: a shape does not fit, total is negative, or cu_seqlens on the CPU does not begin with 0, decreases, or
+            goes beyond total. Compiled and exported programs, and other devices, do not check these numbers: there, tokens
+            before the first sequence have positions that count from 0, and so has padding.
+        TypeError: cu_seqlens or offsets is not int32 or int64.
+
+    Equivalent to (without padding)::
+
+        lengths = cu_seqlens.diff().tolist()
+        torch.cat([torch.arange(n) + o for n, o in zip(lengths, offsets)])
+
+    Example::
+
+        cu_seqlens = torch.tensor([0, 3, 5])
+        torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape "
+            "[sequences + 1]"
         )
-    except RuntimeError:
-        check_int64("rotate_into_cache_", offset=offset, rotary_start=rotary_start)
-        raise
+    for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
+        if t is not None:
+            _check_whole("positions_from_cu_seqlens", name, t)
+    if total < 0:
+        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total} but must be at least 0")
+    if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
+        raise ValueError(
+            f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)} but must have shape "
+            f"[{cu_seqlens.shape[0] - 1}], one offset for each sequence of cu_seqlens"
+        )
+    if _shows_its_numbers(cu_seqlens):
+        starts = cu_seqlens.tolist()
+        if starts != sorted(starts) or starts[0] != 0 or starts[-1] > total:
+            raise ValueError(
+                f"torch_rope.positions_from_cu_seqlens: cu_seqlens is {cu_seqlens} but must begin with 0, never decrease, "
+                f"and end at or before {total}, the total; of a slice, subtract the first number"
+            )
+    tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
+    starts = torch.nn.functional.pad(cu_seqlens, (1, 0))
+    if offsets is not None:
+        starts = starts - torch.nn.functional.pad(offsets.to(cu_seqlens), (1, 1))
+    return tokens - starts[sequence]
+
+
+def slots_of_window(positions: Tensor, window: int) -> Tensor:
+    """Returns the slots of tokens in ring caches: position p of sequence b has cell ``p % window`` of block b.
+
+    Of the tokens of a call, the last ``window`` positions of each sequence are kept. Older ones would be overwritten by
+    them, so they get the slot -1, with which :func:`rotate_into_cache_` writes no cell.
+
+    Args:
+        positions: ``[seq]`` for one sequence, or ``[batch, seq]``, int32 or int64. Padding has a negative position, and
+            gets the slot -1.
+        window: the number of cells of a ring, which is the block_size of the cache.
+
+    Returns:
+        The slots, with the shape, dtype and device of positions: ``b * window + p % window``, or -1.
+
+    Raises:
+        ValueError: positions has another shape, or window is less than 1.
+        TypeError: positions is not int32 or int64.
+
+    Equivalent to (for one sequence)::
+
+        kept = (positions >= 0) & (positions > positions.max() - window)
+        torch.where(kept, positions % window, -1)
+
+    Example::
+
+        torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
+    """
+    if positions.dim() not in (1, 2):
+        raise ValueError(
+            f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
+            "[batch, seq]"
+        )
+    _check_whole("slots_of_window", "positions", positions)
+    if window < 1:
+        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be at least 1")
+    newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
+    slots = positions % window
+    if positions.dim() == 2:
+        blocks = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
+        slots = slots + blocks.unsqueeze(-1) * window
+    return torch.where((positions >= 0) & (positions > newest - window), slots, -1)
+
+
+def _shows_its_numbers(t: Tensor) -> bool:
+    """Returns whether a tensor is a plain one on the CPU, and neither traced nor mapped by vmap."""
+    if torch.compiler.is_compiling() or type(t) is not Tensor:
+        return False
+    return t.device.type == "cpu" and not is_functorch_wrapped_tensor(t)
+
+
+def _check_whole(function: str, name: str, t: Tensor) -> None:
+    """Raises TypeError unless a tensor is int32 or int64."""
+    if t.dtype not in (torch.int32, torch.int64):
+        dtype = str(t.dtype).removeprefix("torch.")
+        raise TypeError(f"torch_rope.{function}: {name} is {dtype} but must be int32 or int64")

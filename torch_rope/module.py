@@ -11,7 +11,7 @@ from . import frequencies
 from ._ops import ops as _ops
 from .frequencies import lengths
 from .frequencies.kinds import is_rounded, lists_on_device, sources_on_device
-from .functional import check_int64, flags_of, rotate_qk
+from .functional import call, rotate_qk
 
 # The names of what a module rotates by, in the order of the operator's arguments.
 _SOURCES = ("cos", "sin", "inv_freq")
@@ -155,12 +155,8 @@ class RotaryEmbedding(nn.Module):
             and places.get("cos", 0) is places.get("sin", 0) is places.get("inv_freq", 0) is None  # none is assigned
         ):  # the usual case is written out, because a decode step is as long as this method
             cos, sin, inv_freq = made
-            flags = flags_of(offset, self.attention_factor, self.interleaved)
-            try:
-                return _ops.rotate_qk.default(q, k, cos, sin, inv_freq, positions, offset, **flags)
-            except RuntimeError:
-                check_int64("rotate_qk", offset=offset)
-                raise
+            tensors = q, k, cos, sin, inv_freq, positions, offset
+            return call(_ops.rotate_qk.default, tensors, offset, self.attention_factor, self.interleaved)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             raise ValueError(
                 f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
@@ -268,11 +264,11 @@ class RotaryEmbedding(nn.Module):
         """Does nothing: FSDP calls it for the values of a module that was on the meta device, and this one lost none."""
 
     def extra_repr(self) -> str:
-        shown = {"base": self.base, "rotary_dim": self.rotary_dim, "kind": self.kind, **self.arguments}
-        shown |= {"interleaved": self.interleaved, "max_position": self.max_position}
+        arguments = {"base": self.base, "rotary_dim": self.rotary_dim, "kind": self.kind, **self.arguments}
+        arguments |= {"interleaved": self.interleaved, "max_position": self.max_position}
         # The lists of LongRoPE are too long to show.
-        shown = {name: value for name, value in shown.items() if not isinstance(value, list | tuple)}
-        return ", ".join([str(self.head_dim), *(f"{name}={value!r}" for name, value in shown.items())])
+        short = [f"{name}={value!r}" for name, value in arguments.items() if not isinstance(value, list | tuple)]
+        return ", ".join([str(self.head_dim), *short])
 
 
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:

@@ -1,11 +1,12 @@
-"""Frequencies, positions and slots for images, video, packed sequences and sliding windows.
+"""Frequencies for tokens that have a position on several axes: images and video.
 
 A token of an image has a position on several axes (time, height, width), and each pair of channels follows one of them.
 The functions below describe this by a matrix, inv_freq ``[axes, rotary_dim / 2]``, which is 0 if a pair does not follow
 an axis. The angle of a pair is then the sum over all axes of position times frequency. :func:`torch_rope.axial_cos_sin`
 makes the tables in one launch::
 
-    inv_freq = torch_rope.multimodal.sections(torch_rope.inv_freq(128, 1e6), [16, 24, 24])  # Qwen2-VL
+    of_text, _ = torch_rope.frequencies.default(128, 1e6)  # [64]
+    inv_freq = torch_rope.multimodal.sections(of_text, [16, 24, 24])  # Qwen2-VL: [3, 64]
     inv_freq, attention_factor = torch_rope.multimodal.from_config(config)  # or the same from a config
     # positions [3, batch, seq] -> cos and sin [batch, seq, 64]
     cos, sin = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=attention_factor)
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import frequencies
 
@@ -117,8 +117,8 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
 def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     """Returns the frequencies of axial RoPE in vision models: the pairs are cut into one equal part for each axis.
 
-    The vision towers of Qwen2-VL and related models use ``axial(torch_rope.inv_freq(head_dim // 2))``. These are halves
-    of the pairs, not of the channels: with half-split pairing, pair i is channels i and i + rotary_dim / 2, so axis 0 has
+    The vision towers of Qwen2-VL and related models use ``axial(frequencies.default(head_dim // 2).inv_freq)``. These are
+    halves of the pairs, not of the channels: with half-split pairing, pair i is channels i and i + rotary_dim / 2, so axis 0 has
     the first and the third quarter of the channels, and axis 1 the second and the fourth. DUSt3R, MASt3R and Gemma 4's
     vision tower cut the channels instead: each half of a head is rotated for itself, by one axis, in pairs i and
     i + head_dim / 4. No matrix says that: docs/guide/several-axes.md shows how to view each half as a token.
@@ -178,120 +178,3 @@ def from_config(config: Any) -> frequencies.Frequencies:
     kind, arguments = frequencies.config.read(text)
     inv_freq, attention_factor = frequencies.KINDS[kind](**arguments)
     return frequencies.Frequencies(order(inv_freq, rope.get("mrope_section") or usual), attention_factor)
-
-
-def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | None = None) -> Tensor:
-    """Returns the positions of the tokens of packed sequences: those of each sequence begin at 0, or at its own offset.
-
-    Args:
-        cu_seqlens: ``[sequences + 1]``, int32 or int64: the index of the first token of each sequence, and the end of
-            the last sequence, as in FlashAttention. Sequences may be empty.
-        total: the number of tokens. Tokens past ``cu_seqlens[-1]`` are padding, and their positions count from 0.
-        offsets: ``[sequences]``, int32 or int64: a number that is added to the positions of each sequence, such as the
-            length of its KV cache. Default: 0 for each.
-
-    Returns:
-        ``[total]``, with the dtype and device of cu_seqlens. The host does not wait for the device.
-
-    Raises:
-        ValueError: a shape does not fit, total is negative, or cu_seqlens on the CPU does not begin with 0, decreases, or
-            goes beyond total. Compiled and exported programs, and other devices, do not check these numbers: there, tokens
-            before the first sequence have positions that count from 0, and so has padding.
-        TypeError: cu_seqlens or offsets is not int32 or int64.
-
-    Equivalent to (without padding)::
-
-        lengths = cu_seqlens.diff().tolist()
-        torch.cat([torch.arange(n) + o for n, o in zip(lengths, offsets)])
-
-    Example::
-
-        cu_seqlens = torch.tensor([0, 3, 5])
-        torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
-    """
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape "
-            "[sequences + 1]"
-        )
-    for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
-        if t is not None:
-            _check_whole("positions_from_cu_seqlens", name, t)
-    if total < 0:
-        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total} but must be at least 0")
-    if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
-        raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)} but must have shape "
-            f"[{cu_seqlens.shape[0] - 1}], one offset for each sequence of cu_seqlens"
-        )
-    if _shows_its_numbers(cu_seqlens):
-        starts = cu_seqlens.tolist()
-        if starts != sorted(starts) or starts[0] != 0 or starts[-1] > total:
-            raise ValueError(
-                f"torch_rope.positions_from_cu_seqlens: cu_seqlens is {cu_seqlens} but must begin with 0, never decrease, "
-                f"and end at or before {total}, the total; of a slice, subtract the first number"
-            )
-    tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
-    sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
-    starts = torch.nn.functional.pad(cu_seqlens, (1, 0))
-    if offsets is not None:
-        starts = starts - torch.nn.functional.pad(offsets.to(cu_seqlens), (1, 1))
-    return tokens - starts[sequence]
-
-
-def slots_of_window(positions: Tensor, window: int) -> Tensor:
-    """Returns the slots of tokens in ring caches: position p of sequence b has cell ``p % window`` of block b.
-
-    Of the tokens of a call, the last ``window`` positions of each sequence are kept. Older ones would be overwritten by
-    them, so they get the slot -1, with which :func:`torch_rope.rotate_into_cache` writes no cell.
-
-    Args:
-        positions: ``[seq]`` for one sequence, or ``[batch, seq]``, int32 or int64. Padding has a negative position, and
-            gets the slot -1.
-        window: the number of cells of a ring, which is the block_size of the cache.
-
-    Returns:
-        The slots, with the shape, dtype and device of positions: ``b * window + p % window``, or -1.
-
-    Raises:
-        ValueError: positions has another shape, or window is less than 1.
-        TypeError: positions is not int32 or int64.
-
-    Equivalent to (for one sequence)::
-
-        kept = (positions >= 0) & (positions > positions.max() - window)
-        torch.where(kept, positions % window, -1)
-
-    Example::
-
-        torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
-    """
-    if positions.dim() not in (1, 2):
-        raise ValueError(
-            f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
-            "[batch, seq]"
-        )
-    _check_whole("slots_of_window", "positions", positions)
-    if window < 1:
-        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be at least 1")
-    newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
-    slots = positions % window
-    if positions.dim() == 2:
-        blocks = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
-        slots = slots + blocks.unsqueeze(-1) * window
-    return torch.where((positions >= 0) & (positions > newest - window), slots, -1)
-
-
-def _shows_its_numbers(t: Tensor) -> bool:
-    """Returns whether a tensor is a plain one on the CPU, and neither traced nor mapped by vmap."""
-    if torch.compiler.is_compiling() or type(t) is not Tensor:
-        return False
-    return t.device.type == "cpu" and not is_functorch_wrapped_tensor(t)
-
-
-def _check_whole(function: str, name: str, t: Tensor) -> None:
-    """Raises TypeError unless a tensor is int32 or int64."""
-    if t.dtype not in (torch.int32, torch.int64):
-        dtype = str(t.dtype).removeprefix("torch.")
-        raise TypeError(f"torch_rope.{function}: {name} is {dtype} but must be int32 or int64")

@@ -120,7 +120,7 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return quotient.nan_to_num(0.0).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).round().to(dtype)
 
 
-def rotate_into_cache(
+def rotate_into_cache_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,7 +142,7 @@ def rotate_into_cache(
     eager_rounding: bool = False,
     **flags,
 ) -> None:
-    """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache` does."""
+    """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache_` does."""
     wide = torch.promote_types(q.dtype, torch.float32)
     flags["eager_rounding"] = eager_rounding
     # Numbers for a quantised cache are not rounded to the dtype of q first, unless PyTorch's operators would do so.

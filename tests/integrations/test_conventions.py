@@ -293,7 +293,7 @@ def test_tables_that_are_no_rotation_are_left_to_the_function_with_one_warning(a
     assert rotations == [False] * 4
     messages = [str(w.message) for w in warned if "torch_rope" in str(w.message)]
     assert len(messages) == 2 and messages[0] == (
-        "torch_rope: apply_rot_embed was called with different angles for the two channels of a pair, which is no "
+        "torch_rope: apply_rot_embed was called with different angles for the two channels of a pair, which is not a "
         "rotation, so it computes as without torch_rope"
     )
     layer(q, k, sin, cos, True)

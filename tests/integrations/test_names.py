@@ -57,9 +57,9 @@ def calls_a_helper(x):
 
 
 def calls_what_it_imports(x):
-    from test_names import turn as turned
+    from test_names import turn as renamed
 
-    return turned(x)
+    return renamed(x)
 
 
 def calls_unless_a_package_is_missing(x):

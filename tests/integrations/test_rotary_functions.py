@@ -49,7 +49,7 @@ def inputs():
 # ---- What a rotary function may do ----
 
 
-def turned(x, cos, sin):
+def rotate_half_split(x, cos, sin):
     return x * cos + half_turn(x) * sin
 
 
@@ -112,7 +112,7 @@ def test_every_form_has_the_bits_and_the_gradients_of_the_function(form):
 def apply_rotary_of_one(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
     """Qwen4's indexer rotates only q."""
     cos, sin = (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return tuple(None if x is None else turned(x, cos, sin) for x in (q, k))
+    return tuple(None if x is None else rotate_half_split(x, cos, sin) for x in (q, k))
 
 
 def test_k_may_be_none_if_the_function_accepts_none():
@@ -122,12 +122,12 @@ def test_k_may_be_none_if_the_function_accepts_none():
     assert none is None and torch.equal(actual, expected)
 
 
-BITS = "interleaved, with other bits of complex numbers if rotary_dim is no multiple of 16 (tried)"
+BITS = "interleaved, with other bits of complex numbers if rotary_dim is not a multiple of 16 (tried)"
 
 
 def by_length(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    return turned(q, cos, sin), turned(k, cos, -sin if len(k) > 99 else sin)
+    return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, -sin if len(k) > 99 else sin)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_tables_that_are_remembered_are_those_of_the_call_and_are_forgotten_with
 def apply_rotary_at_positions(q, k, v, cos, sin, position_ids):
     """CLVP does this."""
     cos, sin = (t[position_ids].unsqueeze(1) for t in (cos, sin))
-    return turned(q, cos, sin), turned(k, cos, sin), v
+    return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin), v
 
 
 def test_a_function_is_refused_by_its_own_name():
@@ -188,7 +188,7 @@ def test_a_text_is_that_of_the_function_and_its_helpers(monkeypatch):
     text = text_of(by_length)
     decorated = functools.wraps(by_length)(lambda *args: by_length(*args))
     assert text_of(decorated) == text and text_of(by_tangents) != text
-    monkeypatch.setitem(globals(), "turned", converts_each_after)
+    monkeypatch.setitem(globals(), "rotate_half_split", converts_each_after)
     assert text_of(by_length) != text
 
 

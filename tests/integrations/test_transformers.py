@@ -129,7 +129,7 @@ def test_tables_that_are_no_rotation_for_several_axes_are_left_to_the_function(c
     patch(layer)
     calls.clear()
     for t, e in zip(tables, expected, strict=True):
-        with contextlib.nullcontext() if t is tables[0] else pytest.warns(UserWarning, match="is no rotation"):
+        with contextlib.nullcontext() if t is tables[0] else pytest.warns(UserWarning, match="is not a rotation"):
             assert all(map(torch.equal, layer(q, k, *t), e))
     assert len(calls) == 1
 

@@ -15,7 +15,7 @@ import torch
 
 from torch_rope import frequencies
 
-pytestmark = [pytest.mark.cpu, pytest.mark.heart]
+pytestmark = [pytest.mark.cpu, pytest.mark.core]
 
 U32, U64 = 2.0**-24, 2.0**-53  # unit roundoffs
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import torch_rope
 from torch_rope import RotaryEmbedding, frequencies
 
-pytestmark = pytest.mark.heart
+pytestmark = pytest.mark.core
 
 HEAD_DIM, LONG = 32, 50  # LONG: the length above which the frequencies of longrope and dynamic change
 KINDS = {

@@ -78,7 +78,7 @@ def possible(source, dims, norm, learned, with_k, **_):
     return (dims == 4 or not has_batch) and (norm == "none" or (with_k and not learned and source in OF_NORMS))
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(FACTORS, possible), ids=name_of)
 def test_gradients_pass_gradcheck(case, device):
     """The angles are constant in some cases and learned in others."""
@@ -153,7 +153,7 @@ def decision(op, name):
     return "none" if op == "_rotate_table_backward" and name in ("cos", "sin") else "given"
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize(
     "op, source",
     [
@@ -435,7 +435,7 @@ def test_an_in_place_operator_bumps_the_version_of_what_it_writes(op, device):
 # ---- forward mode and torch.func ----
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize(
     "source, norm",
     [

@@ -43,7 +43,7 @@ def tables_of(angles, x):
     return angles | {"cos": cos, "sin": sin}
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS, exhaustive=NIGHT), ids=name_of)
 def test_results_and_gradients_have_the_bits_of_plain_operators(case, device):
     """The second derivative too: the gradient of the gradient with respect to the gradient that comes in."""
@@ -89,7 +89,7 @@ NORM_FACTORS = {name: values for name, values in FACTORS.items() if name != "inv
 }
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(NORM_FACTORS, interacting=LOOPS, exhaustive=NIGHT), ids=name_of)
 def test_a_norm_has_the_bits_of_plain_operators_but_for_the_order_of_its_sums(case, device):
     """Few elements of a 16-bit gradient have other bits, and these are neighbours."""

@@ -125,7 +125,7 @@ def assert_accurate(gradients, tensors, out_gradients, angles, **options):
 # ---- against the oracle ----
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
 def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
     """A gradient has the dtype and shape of its input. Results, and gradients of q and k, have the strides of

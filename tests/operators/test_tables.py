@@ -57,7 +57,7 @@ FACTORS = CALLS | {
 LOOPS = [("size", "dtype", "interleaved"), ("q", "q_grad", "interleaved")]
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=LOOPS, exhaustive=ALL_CALLS), ids=name_of)
 def test_gradients_of_tables_agree_with_the_oracle(case, device):
     size, dtype = case["size"], case["dtype"]

@@ -29,7 +29,7 @@ FACTORS = CALLS | {
 }
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.parametrize("case", covering(FACTORS, interacting=KERNELS, exhaustive=ALL_CALLS), ids=name_of)
 def test_every_operator_is_within_ulps_of_the_oracle(case, device):
     q, k, angles = make_qk(device, **case, table_dtype=case["dtype"] if "x" in case["tables"] else torch.float32)

@@ -35,7 +35,7 @@ pytestmark = COMPILING
 # ---- values and gradients ----
 
 
-@pytest.mark.heart
+@pytest.mark.core
 def test_compiled_values_are_eager_values(device):
     """The operators keep every bit, because the compiled program calls the same kernels."""
     cos, sin = tables(device, rotary_dim=4)
@@ -64,7 +64,7 @@ def test_compiled_values_are_eager_values(device):
     assert_same_bits(tuple(a), tuple(b), "in place")
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.shared
 def test_the_compiled_norm_is_one_call_forward_and_one_backward(device):
     """This holds at every length and offset. q, k and their weights have the gradients of eager, bit for bit."""
@@ -112,7 +112,7 @@ def of_a_layer(device, seq=1, batch=2):
     return {op: operands(op, device, seq, batch) for op in OF_A_LAYER}
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.shared
 def test_a_decode_loop_does_not_recompile_for_each_offset(device):
     """It compiles once for the first offset, and once for all others, which Dynamo makes symbolic by itself."""
@@ -128,7 +128,7 @@ def test_a_decode_loop_does_not_recompile_for_each_offset(device):
     assert counter.frame_count == 2
 
 
-@pytest.mark.heart
+@pytest.mark.core
 @pytest.mark.shared
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_lengths_positions_slots_and_an_offset_in_a_tensor_never_recompile(device):

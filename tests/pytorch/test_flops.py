@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torch_rope
 
-pytestmark = [pytest.mark.heart, pytest.mark.cpu]
+pytestmark = [pytest.mark.core, pytest.mark.cpu]
 TOKENS, ROTARY = 2 * 6, 4
 # A rotation takes three operations for each rotated channel: four multiplications and two additions for a pair.
 # A norm takes four for each channel: square, sum, scale and weight. Its backward takes eleven: these four, two for the

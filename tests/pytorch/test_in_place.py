@@ -104,7 +104,7 @@ PROGRAMS = {
     "attention over the cache": ([X, W, *[(2, *HEADS_FIRST[1:])] * 2], attention_over_the_cache, 1),
 }
 # The others differ in the strides and the number of views only.
-HEART = ["an unbound input", "the second of an intermediate", "paged blocks"]
+CORE = ["an unbound input", "the second of an intermediate", "paged blocks"]
 
 
 def assert_no_copy(code, operators, buffers=0, kernels=0):
@@ -118,7 +118,7 @@ def assert_no_copy(code, operators, buffers=0, kernels=0):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(p, marks=pytest.mark.heart if p in HEART else pytest.mark.exhaustive) for p in PROGRAMS]
+    "name", [pytest.param(p, marks=pytest.mark.core if p in CORE else pytest.mark.exhaustive) for p in PROGRAMS]
 )
 def test_a_compiled_program_writes_without_a_copy(name, device):
     """The first program is for the first lengths, the second for all others, which are symbols.

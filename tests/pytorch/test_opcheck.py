@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_rope
 
-pytestmark = [pytest.mark.heart, pytest.mark.usefixtures("_memory_of_others")]
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("_memory_of_others")]
 
 
 @pytest.mark.parametrize("op", OPERATORS)

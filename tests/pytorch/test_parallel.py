@@ -455,7 +455,7 @@ def check_modules(device):
         torch.testing.assert_close(mine.grad.full_tensor() * dist.get_world_size(), theirs.grad)
 
 
-@pytest.mark.heart
+@pytest.mark.core
 def test_rotary_embedding_with_dtensors_and_fsdp(ranks):
     ranks(check_modules)
 

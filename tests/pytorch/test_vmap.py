@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 import torch_rope
 
 pytestmark = [
-    pytest.mark.heart,
+    pytest.mark.core,
     pytest.mark.shared,
     pytest.mark.usefixtures("no_vmap_fallback"),
 ]

@@ -99,8 +99,6 @@ def test_schemas_and_public_names_do_not_change():
     }
     for name, schema in schemas.items():
         assert str(getattr(torch.ops.rope, name).default._schema) == f"rope::{name}{schema}"
-    # A function has the name of its operator, except rotate_into_cache: no functional operator has that name, so the
-    # function needs no underscore.
     others = "RotaryEmbedding decompositions frequencies inv_freq multimodal positions_from_cu_seqlens "
-    others += "rotary_embedding rotate_into_cache slots_of_window"
-    assert {*schemas, *others.split()} - {"rotate_into_cache_"} == {*torch_rope.__all__}
+    others += "rotary_embedding slots_of_window"
+    assert {*schemas, *others.split()} == {*torch_rope.__all__}

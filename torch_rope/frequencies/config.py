@@ -106,7 +106,7 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def _entries(config: Any) -> Mapping[str, Any]:
-    """Returns the entries of a config. Raises ValueError if it is no config."""
+    """Returns the entries of a config. Raises ValueError if it is not a config."""
     advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(isinstance(config, Mapping) or hasattr(config, "__dict__"), "config", config, advice)
     return config if isinstance(config, Mapping) else vars(config)
@@ -494,7 +494,7 @@ def from_config(
     :mod:`torch_rope.multimodal`).
 
     Raises ValueError if the model or the layer does not rotate (:func:`rotates` tells), the positions have several axes
-    (vision), an entry is not known or is no number where it must be one, the rope_type is unknown, layer_type or layer
+    (vision), an entry is not known or is not a number where it must be one, the rope_type is unknown, layer_type or layer
     is missing or unknown or they do not agree, a list has fewer values than the model has layers, the config lacks a
     parameter that the rope_type needs, or the function of the kind raises it.
 

@@ -162,7 +162,7 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
 def of_diffusers(model: nn.Module, path: str) -> tuple[Callable | None, str]:
     """Returns a forward for the rotary module at a path that computes exact angles, or None and why there is none.
 
-    The text is empty for what is no rotary module, by its name.
+    The text is empty if the name is not that of a rotary module.
     """
     module, names = model.get_submodule(path), path.split(".")
     kind = type(module).__name__

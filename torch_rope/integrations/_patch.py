@@ -241,7 +241,7 @@ class _Search:
         return _registered.get(function) or renamed(function, self._find, self._known)
 
     def _find(self, name: str, function: Callable) -> Callable | None:
-        """Returns what takes the place of a function, or None if it is no rotary function by its name."""
+        """Returns what takes the place of a function, or None if its name is not that of a rotary function."""
         library = self.library
         if function in _registered or not library.rotary.search(name):
             return _registered.get(function)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._bits import POLICIES, TURNED, Operands, Rounding, is_traced, operands, rotated
+from ._bits import FIRST_PRODUCT, POLICIES, Operands, Rounding, is_traced, operands, rotated
 from ._conventions import Convention, Reading, Sample
 from ._names import nested
 
@@ -129,7 +129,7 @@ class Rotary:
             return tuple(ys) if len(ys) > 1 else ys[0]
         if False in self._checked.values() and not self._has_warned:
             self._has_warned = True
-            message = _NO_ROTATION + ", which is no rotation, so it computes as without torch_rope"
+            message = _NO_ROTATION + ", which is not a rotation, so it computes as without torch_rope"
             warnings.warn(message.format(self.name), stacklevel=2)
         return self.function(*args, **kwargs)
 
@@ -225,8 +225,8 @@ class Rotary:
             if [r.shape for r in results] != [x.shape for x in leaves]:
                 return None
             for dims in ((-1, -1), (-2, -3), (-1, -2)):
-                turned = [r.transpose(*dims).shape for r in results]
-                given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in turned]
+                shapes = [r.transpose(*dims).shape for r in results]
+                given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in shapes]
                 given = [g.transpose(*dims) for g in given]
                 gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
@@ -283,7 +283,9 @@ class Rotary:
         for kind, samples in groups.items():
             # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
             wide = found.get((torch.float32, *kind[1:]))
-            policies = TURNED if wide and wide.turned else [] if self._once else [*POLICIES, *TURNED]
+            policies = (
+                FIRST_PRODUCT if wide and wide.first_product else [] if self._once else [*POLICIES, *FIRST_PRODUCT]
+            )
             found[kind], remark = self._rounding_of(samples, policies)
             if remark:
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
@@ -294,7 +296,9 @@ class Rotary:
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
         forms = [self._kind(values)[2] for values, expected in few if not self._agreement(values, expected)]
         if forms:
-            parts.append(f"with other bits of {' and '.join(dict.fromkeys(forms))} if rotary_dim is no multiple of 16")
+            parts.append(
+                f"with other bits of {' and '.join(dict.fromkeys(forms))} if rotary_dim is not a multiple of 16"
+            )
         return ", ".join(parts)
 
     def _rounding_of(self, samples: list, policies: list) -> tuple[Rounding, str]:

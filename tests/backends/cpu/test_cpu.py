@@ -33,7 +33,7 @@ def results(case):
         options["eager_rounding"] = eager
         yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
         rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=dtype)
-        torch_rope.rotate_into_cache(rotated, k, -k, *cache, slots=slots, **norm, **options)
+        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options)
         yield from (rotated, cache)
     if "cos" in angles:
         yield from torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
@@ -105,13 +105,13 @@ def test_heads_in_every_order_in_memory_have_the_same_bits(dtype, interleaved):
     slots[1, 33:37] = slots[0, 0] = -1
     rotated, normed = torch_rope.rotate_qk(q, k, **angles), torch_rope.norm_rotate_qk(q, k, *weights, **angles)
     caches = torch.zeros(2, 1, 200, heads, head_dim, dtype=dtype)
-    torch_rope.rotate_into_cache(q.clone(), k, v, *caches, slots=slots, **angles)
+    torch_rope.rotate_into_cache_(q.clone(), k, v, *caches, slots=slots, **angles)
     for order, gap in itertools.product(itertools.permutations(range(4)), (False, True)):
         x, y, z = (in_order(order, gap, t) for t in (q, k, v))
         assert all(map(torch.equal, torch_rope.rotate_qk(x, y, **angles), rotated))
         assert all(map(torch.equal, torch_rope.norm_rotate_qk(x, y, *weights, **angles), normed))
         for some in [[in_order(o, gap, torch.zeros_like(c)) for c in caches] for o in (order, (0, 1, 2, 3))]:
-            torch_rope.rotate_into_cache(x.clone(), y, z, *some, slots=slots, **angles)
+            torch_rope.rotate_into_cache_(x.clone(), y, z, *some, slots=slots, **angles)
             assert all(map(torch.equal, some, caches))
         torch_rope.rotate_qk_(x, y, **angles)
         assert all(map(torch.equal, (x, y), rotated))

@@ -34,7 +34,7 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
     Args:
         model: a model of diffusers, any module that contains one, or a pipeline with all its models.
         rounding: "eager" keeps the bits of the unpatched model's results and gradients, on a CPU without
-            ``torch.compile``. The handle lists the functions whose bits cannot be had. "once" rounds once, at the end.
+            ``torch.compile``. The handle lists the functions whose bits differ. "once" rounds once, at the end.
         fuse: also computes the RMS norms of q and k in the operator that rotates them, where a layer allows it. Results
             change by rounding.
         exact_angles: also makes the rotary modules compute in float64. The handle lists the modules that do not.

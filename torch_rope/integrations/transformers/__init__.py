@@ -43,7 +43,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
     Args:
         model: a model of transformers, or any module that contains one.
         rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
-            ``torch.compile``. The handle lists the functions whose bits cannot be had. "once" rounds once, at the end,
+            ``torch.compile``. The handle lists the functions whose bits differ. "once" rounds once, at the end,
             which is more accurate; q and k keep their dtype then, also where the tables are wider (autocast).
         fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, the write
             into a StaticCache, and the rotation in place if no gradient is needed. Results change by rounding. The

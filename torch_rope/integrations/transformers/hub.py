@@ -45,7 +45,7 @@ def _try(kernel: type[nn.Module]) -> None:
 class apply_rotary_transformers(nn.Module):  # noqa: N801  transformers' own mapping has this name
     """The layer that the kernels package puts in the place of a rotary function, with gradients.
 
-    Raises NotImplementedError if the function is no rotation that torch_rope supports.
+    Raises NotImplementedError if the function is not a rotation that torch_rope supports.
     """
 
     can_torch_compile = has_backward = True
