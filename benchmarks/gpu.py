@@ -1,16 +1,12 @@
-"""Runs everything that needs a GPU, on a machine that may be lent for minutes and lost at any time.
+"""Runs everything that needs an NVIDIA GPU, step by step, on a machine that may be lent for minutes.
 
-The steps below run one after another until the time is over. A folder keeps what they have found out, so that another
-call goes on from there, also on another machine to which the folder was copied. A step that fails does not stop the
-others. The folder has few small files:
-
-journal.jsonl           what every test and every step has come to; the first line says for what source and machine
-log.txt                 the output of all commands
-_C*.so                  the library, which is built once
-results.jsonl, .journal the measurements, and those of a run that is not complete yet
-results.md, pictures.zip  tables and pictures of the measurements
+A folder keeps for each step a file NAME.log, which is the output of its command, and NAME.done, which says how it ended.
+A step that has ended is not repeated when this program runs again with the folder, unless it is named; if the source, torch
+or the kind of GPU has changed, all steps are repeated. A step that fails does not stop the others, unless it is the build.
+The folder also has the library that was built, and results.jsonl with the measurements.
 """
 
+import argparse
 import contextlib
 import hashlib
 import importlib.util
@@ -21,300 +17,134 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import jsonl
-
 ROOT = Path(__file__).resolve().parent.parent
-PASSED, FAILED, LEFT = "passed", "failed", "left"
-GRACE = 20  # seconds after the deadline, in which a command may end by itself
-LARGEST = 16 * 2**20  # bytes; a larger library is not kept
-ERRORS = 86  # the exit status of compute-sanitizer if it has found an error
-
-Outcome = tuple[str, str]  # PASSED, FAILED or LEFT, and a text
+PASSED, FAILED, LEFT = "passed", "FAILED", "left to do"
+SHORTEST = 20.0  # seconds; with less time no step begins
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
+# The groups of cases.cases("cuda"), and the accuracy. That module cannot be imported before the build.
+GROUPS = ("decode", "cache", "norm", "sweep", "shapes", "training", "quantised", "norm-over-heads", "accuracy")
 
 
 @dataclass
-class Gpu:
-    """A call of this program: the commands, where they run and how long. The tests replace those that need a GPU."""
+class Step:
+    name: str
+    command: list[str]
+    limit: float  # seconds
+    environment: dict[str, str] = field(default_factory=dict)
 
-    out: Path
-    seconds: float
-    device: str = "cuda"
-    tests: list[str] = field(default_factory=lambda: ["-k", "cuda"])
-    cases: list[str] = field(default_factory=list)  # arguments of `benchmarks run`
-    checks: list[str] = field(default_factory=list)  # arguments of torch_rope.selfcheck
-    build: list[str] = field(default_factory=lambda: [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
-    sanitizer: list[str] = field(default_factory=lambda: ["compute-sanitizer"])
-    package: Path = ROOT / "torch_rope"
 
-    def __post_init__(self):
-        self.out, self.deadline = self.out.resolve(), time.time() + self.seconds
-        self.journal, self.log = self.out / "journal.jsonl", self.out / "log.txt"
-        self.results = self.out / "results.jsonl"
+def steps_of(out: Path, capability: str) -> list[Step]:
+    """Returns all steps. They need nvcc, torch, pytest and numpy, and use pytest-xdist and other packages if they exist."""
+    build = {"TORCH_ROPE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, "MAX_JOBS": str(os.cpu_count())}
+    parallel = ["-n", str(min(8, os.cpu_count())), "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
+    steps = [
+        Step("build", [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], 1200, build),
+        Step("tests", [*PYTEST, *parallel, "-m", "not cpu"], 300, {"OMP_NUM_THREADS": "1"}),
+    ]
+    # The tool racecheck is not used, because it sees only shared memory, of which the kernels use little.
+    for tool in ("memcheck", "initcheck", "synccheck"):
+        # CUDA's own errors are left out, because torch asks for some in its search for symbols.
+        options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "86", *PYTEST, "-m", "sanitizer"]
+        # Memory that torch keeps for later tensors would hide accesses outside of a tensor.
+        steps.append(Step(tool, command, 300, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
+    steps.append(Step("selfcheck", [sys.executable, "-m", "torch_rope.selfcheck"], 300))
+    measure = [sys.executable, "-m", "benchmarks", "run", "--device=cuda", "--passes=1", f"--out={out}/results.jsonl"]
+    return steps + [Step(group, [*measure, group], 400) for group in GROUPS]
 
-    @property
-    def left(self) -> float:
-        return self.deadline - time.time()
 
-    def begin(self) -> None:
-        """Begins anew if the source or the machine has changed."""
-        import torch
+def identity() -> tuple[str, str]:
+    """Returns a text that changes with the source, torch and the kind of GPU, and the GPU's compute capability."""
+    import torch
 
-        if self.device == "cuda" and not torch.cuda.is_available():
-            sys.exit(f"torch {torch.__version__} finds no NVIDIA GPU; without one, only the step figures runs")
-        capability = "{}.{}".format(*torch.cuda.get_device_capability()) if self.device == "cuda" else ""
-        known = {"source": digest_of_sources(), "torch": torch.__version__, "capability": capability}
-        known |= {"library": "_C" + sysconfig.get_config_var("EXT_SUFFIX")}
-        self.machine = known
-        lines = jsonl.read(self.journal)
-        if lines[:1] != [known]:
-            lines = [known]
-            for path in (self.out / known["library"], self.results, self.results.with_suffix(".journal")):
-                path.unlink(missing_ok=True)
-        jsonl.write(self.journal, lines)
+    if not torch.cuda.is_available():
+        sys.exit(f"torch {torch.__version__} finds no NVIDIA GPU, which make gpu needs")
+    digest, folders = hashlib.sha256(), ("csrc", "shaders", "torch_rope", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    for path in sorted([*files, ROOT / "setup.py"]):
+        if path.suffix in (".py", ".h", ".cuh", ".cu", ".cpp", ".inc"):
+            digest.update(path.read_bytes())
+    capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    known = digest.hexdigest()[:16], torch.__version__, sys.version[:4], torch.cuda.get_device_name()
+    return ", ".join(known), capability
 
-    def start(self, command: list, **environment: str) -> subprocess.Popen:
-        """Starts a command, whose output goes to the log."""
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": paths} | environment
-        with self.log.open("a") as log:
-            log.write(f"\n$ {shlex.join(map(str, command))}\n")
-            log.flush()
-            # One group for all processes that the command starts, so that stop() ends them too.
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=os.setpgrp)
 
-    def run(self, command: list, **environment: str) -> int | None:
-        """Runs a command. Returns its exit status, or None if the time was over."""
-        process = self.start(command, **environment)
+def run(step: Step, log: Path, seconds: float) -> int | None:
+    """Runs the command of a step. Returns its exit status, or None if it took too long and was ended."""
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    settings |= step.environment
+    command = ["env", *(f"{name}={value}" for name, value in settings.items()), *step.command]
+    with log.open("w") as file:
+        file.write(f"$ {shlex.join(command)}\n")
+        file.flush()
+        # A session of its own, so that all processes which the command starts are ended with it.
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
         try:
-            return process.wait(self.left + GRACE)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            stop(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def stop(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def copy_library(source: Path, target: Path) -> None:
+    for path in (*source.glob("_C*.so"), *source.glob("built_for_torch.txt")):
+        shutil.copy2(path, target / path.name)
 
 
-def digest_of_sources() -> str:
-    digest = hashlib.sha256((ROOT / "setup.py").read_bytes())
-    for folder in ("csrc", "shaders", "torch_rope", "tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".h", ".cuh", ".cu", ".cpp", ".inc"):
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-# ---- The steps ----
-
-
-def build(gpu: Gpu) -> Outcome:
-    """Builds for the GPU that is there, or takes the library that the folder keeps."""
-    library = gpu.machine["library"]
-    built, kept = gpu.package / library, gpu.out / library
-    if kept.exists():
-        temporary = built.with_suffix(".tmp")
-        shutil.copy(kept, temporary)
-        temporary.replace(built)
-        (gpu.package / "built_for_torch.txt").write_text(gpu.machine["torch"] + "\n")
-        return PASSED, "kept from an earlier call"
-    jobs, cuda = str(os.cpu_count()), str(int(gpu.device == "cuda"))
-    arch = {"TORCH_CUDA_ARCH_LIST": gpu.machine["capability"]} if gpu.device == "cuda" else {}
-    status = gpu.run(gpu.build, MAX_JOBS=jobs, TORCH_ROPE_CUDA=cuda, **arch)
-    if status != 0:
-        return (LEFT if status is None else FAILED), f"exit status {status}"
-    if built.stat().st_size < LARGEST:
-        shutil.copy(built, kept.with_suffix(".tmp"))
-        kept.with_suffix(".tmp").replace(kept)
-    return PASSED, ""
-
-
-def tests(gpu: Gpu) -> Outcome:
-    """Runs the tests in a process for each core. pytest-xdist is not used, because it hangs after a crash."""
-    return pytest(gpu, "tests", [], ["-m", "not cpu"], limit=120, shares=min(16, os.cpu_count()))
-
-
-def sanitizer(tool: str) -> Callable[[Gpu], Outcome]:
-    """Makes a step that runs the tests with the mark sanitizer in compute-sanitizer.
-
-    Its tool racecheck is not used, because it sees only shared memory, of which the kernels use little. The emulator
-    finds races on tensors too.
-    """
-
-    def step(gpu: Gpu) -> Outcome:
-        # CUDA's own errors are left out, because torch asks for some in its search for symbols.
-        options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-        command = [*gpu.sanitizer, "--tool", tool, *options, "--error-exitcode", str(ERRORS)]
-        # Memory that torch keeps for later tensors would hide accesses outside of a tensor.
-        return pytest(gpu, tool, command, ["-m", "sanitizer"], limit=300, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-
-    return step
-
-
-def pytest(
-    gpu: Gpu, step: str, tool: list[str], options: list[str], limit: int, shares: int = 1, **environment: str
-) -> Outcome:
-    """Runs those tests that have no outcome yet, each share of them in a process.
-
-    A test that ends its process fails, and another process runs the rest of its share.
-    """
-    command = [
-        *tool,
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "benchmarks.once",
-    ]
-    settings = {"journal": str(gpu.journal), "step": step, "deadline": gpu.deadline, "limit": limit}
-
-    def start(share: int) -> tuple[subprocess.Popen, dict]:
-        of_share = settings | {"share": [share, shares], "run": f"{share}-{len(jsonl.read(gpu.journal))}"}
-        once = {"ROPE_ONCE": json.dumps(of_share), "OMP_NUM_THREADS": "1"}
-        return gpu.start([*command, *gpu.tests, *options], **environment, **once), of_share
-
-    running = {share: start(share) for share in range(shares)}
-    left, problems = False, []
-    try:
-        while running and gpu.left > -GRACE:
-            time.sleep(0.1)
-            for share, (process, of_share) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[share]
-                lines = [line for line in jsonl.read(gpu.journal) if line.get("run") == of_share["run"]]
-                ends = [line["exitstatus"] for line in lines if "exitstatus" in line]
-                if process.returncode == ERRORS:
-                    jsonl.append(gpu.journal, {"step": step, "errors": "compute-sanitizer found errors"})
-                for test, outcome in outcomes(lines, step).items():
-                    if outcome == "started":
-                        reason = {"reason": "it ended its process, or took too long"}
-                        jsonl.append(gpu.journal, {"step": step, "test": test, "outcome": FAILED} | reason)
-                if ends in ([0], [1], [5]):  # all tests passed, some failed, or no test was left
-                    problems += ["pytest failed"] * (ends == [1])
-                elif gpu.left < 0:
-                    left = True
-                elif lines and not ends:
-                    running[share] = start(share)
-                else:
-                    problems.append(f"pytest ended with exit status {process.returncode}")
-    finally:
-        for process, _ in running.values():
-            stop(process)
-    lines = jsonl.read(gpu.journal)
-    found = outcomes(lines, step).values()
-    if left or running:
-        return LEFT, counts(gpu, step)
-    problems += [line["errors"] for line in lines if line.get("step") == step and "errors" in line]
-    failed = problems or FAILED in found or not found
-    return (FAILED if failed else PASSED), "; ".join(dict.fromkeys([counts(gpu, step), *problems]))
-
-
-def outcomes(lines: list[dict], step: str) -> dict[str, str]:
-    """Returns the last outcome of each test of a step. A test that has begun and not ended is "started"."""
-    return {line["test"]: line["outcome"] for line in lines if line.get("step") == step and "test" in line}
-
-
-def counts(gpu: Gpu, step: str) -> str:
-    found = list(outcomes(jsonl.read(gpu.journal), step).values())
-    return ", ".join(f"{found.count(x)} {x}" for x in (PASSED, FAILED, "skipped"))
-
-
-def selfcheck(gpu: Gpu) -> Outcome:
-    if gpu.left < 150:
-        return LEFT, ""
-    command = [sys.executable, "-m", "torch_rope.selfcheck", "--json", str(gpu.out / "selfcheck.json")]
-    status = gpu.run([*command, "--device", gpu.device, *gpu.checks])
-    return (PASSED if status == 0 else LEFT if status is None else FAILED), ""
-
-
-def benchmarks(gpu: Gpu) -> Outcome:
-    """Measures all cases once, then again. A failure of torch_rope is a failure of the step, that of a peer is a result."""
-    if gpu.left < 60:
-        return LEFT, ""
-    seconds = ["--seconds", str(gpu.left - 30)]
-    command = [sys.executable, "-m", "benchmarks", "run", "--device", gpu.device, "--out", str(gpu.results)]
-    status = gpu.run([*command, *seconds, *gpu.cases])
-    lines = [x for x in jsonl.read(gpu.results) if x["kind"] == "sample"]
-    wrong = [x for x in lines if x["implementation"].startswith("torch_rope") and x["status"] in ("failed", "wrong")]
-    text = f"{len({x['case'] for x in lines})} cases"
-    if wrong:
-        text += "; " + "; ".join(f"{x['case']}: {x['implementation']} is {x['status']}" for x in wrong[:5])
-    if status in (None, 3):
-        return LEFT, text
-    return (FAILED if status or wrong else PASSED), text
-
-
-def figures(gpu: Gpu) -> Outcome:
-    """Makes the tables and the pictures of what is measured so far. It needs no GPU."""
-    if not gpu.results.exists():
-        return LEFT, "nothing is measured yet"
-    from . import report
-
-    lines = jsonl.read(gpu.results)
-    (gpu.out / "results.md").write_text(report.page_of(lines))
-    if not importlib.util.find_spec("matplotlib"):
-        return PASSED, "without pictures, because matplotlib is not installed"
-    from . import plots
-
-    with tempfile.TemporaryDirectory() as folder:
-        plots.plot(lines, Path(folder))
-        shutil.make_archive(str(gpu.out / "pictures"), "zip", folder)
-    return PASSED, ""
-
-
-STEPS: dict[str, Callable[[Gpu], Outcome]] = {"build": build, "tests": tests}
-STEPS |= {tool: sanitizer(tool) for tool in ("memcheck", "initcheck", "synccheck")}
-STEPS |= {"selfcheck": selfcheck, "benchmarks": benchmarks, "figures": figures}
-
-
-def main(gpu: Gpu, steps: list[str]) -> int:
-    """Runs steps, or all. Returns 1 if one has failed, 3 if something is left to do, and otherwise 0."""
-    if unknown := [name for name in steps if name not in STEPS]:
-        sys.exit(f"{unknown[0]} must be one of the steps {', '.join(STEPS)}")
-    gpu.out.mkdir(parents=True, exist_ok=True)
-    if steps != ["figures"]:
-        gpu.begin()
-    summary = {}
-    for name in steps or STEPS:
-        ended = [line for line in jsonl.read(gpu.journal) if line.get("ended") == name]
-        if ended and name != "build":
-            summary[name] = ended[-1]["outcome"], ended[-1]["text"]
+def main(out: Path, seconds: float, steps: list[Step], known: str, named=(), package=ROOT / "torch_rope") -> int:
+    """Runs the steps, or those that are named. Returns 1 if one has failed, 3 if some are left to do, and otherwise 0."""
+    deadline, outcomes = time.monotonic() + seconds, {}
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "known.txt").exists() or (out / "known.txt").read_text() != known:
+        for path in (*out.glob("*.done"), *out.glob("results.jsonl")):
+            path.unlink()
+        (out / "known.txt").write_text(known)
+    for step in steps:
+        log, done = out / f"{step.name}.log", out / f"{step.name}.done"
+        if done.exists() and step.name not in named:
+            outcomes[step.name] = tuple(json.loads(done.read_text()))
+            if step.name == "build":  # this may be another machine of the same kind
+                copy_library(out, package)
+        elif named and step.name not in named:
             continue
-        started = time.time()
-        try:
-            if name != "figures" and gpu.left < 0:
-                summary[name] = LEFT, ""
+        elif deadline - time.monotonic() < SHORTEST or outcomes.get("build", (PASSED,))[0] != PASSED:
+            outcomes[step.name] = LEFT, ""
+        else:
+            start, limit = time.monotonic(), min(step.limit, deadline - time.monotonic())
+            print(f"{step.name}: runs for at most {limit:.0f} s, log in {log}", flush=True)
+            status = run(step, log, limit)
+            took = f"{time.monotonic() - start:.0f} s"
+            if status is None and limit < step.limit:  # the time of this call is over, not that of the step
+                outcomes[step.name] = LEFT, f"ended after {took}"
                 continue
-            outcome, text = summary[name] = STEPS[name](gpu)
-        except Exception as error:
-            outcome, text = summary[name] = FAILED, f"{type(error).__name__}: {error}"
-        if outcome != LEFT and name not in ("build", "figures"):
-            jsonl.append(gpu.journal, {"ended": name, "outcome": outcome, "text": text})
-        print(f"{name}: {outcome}, {time.time() - started:.0f} s", flush=True)
-        if name == "build" and outcome == FAILED:
-            break
-    print(f"\nEverything is in {gpu.out}:")
-    for name, (outcome, text) in summary.items():
-        print(f"{name:10}  {outcome:6}  {text}")
-    failures = [line for line in jsonl.read(gpu.journal) if line.get("outcome") == FAILED and "test" in line]
-    for line in failures[:20]:
-        print(f"\n{line['step']}: {line['test']}\n{line['reason'][-600:]}")
-    found = [outcome for outcome, _ in summary.values()]
-    if LEFT in found:
-        print("\nRun this again to continue.")
+            text = f"{took}, exit status {status}" if status is not None else f"ended after {took}, its limit"
+            outcomes[step.name] = (PASSED if status == 0 else FAILED), text
+            if step.name == "build":
+                copy_library(package, out)
+            done.write_text(json.dumps(outcomes[step.name]))
+    for name, (outcome, text) in outcomes.items():
+        print(f"{name:16} {outcome:10} {text}")
+    found = {outcome for outcome, _ in outcomes.values()}
+    print(f"Everything is in {out}." + " Run this again to go on." * (LEFT in found))
     return 1 if FAILED in found else 3 if LEFT in found else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("steps", nargs="*", metavar="step", help="run only these steps, also if they have ended")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu", metavar="FOLDER")
+    parser.add_argument("--seconds", type=float, default=480, help="the time of this call; the next one goes on")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no command goes on alone
+    known, capability = identity()
+    every = steps_of(args.out.resolve(), capability)
+    if unknown := set(args.steps) - {step.name for step in every}:
+        sys.exit(f"{min(unknown)} is no step; the steps are {', '.join(step.name for step in every)}")
+    sys.exit(main(args.out.resolve(), args.seconds, every, known, args.steps))

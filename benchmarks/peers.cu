@@ -13,12 +13,12 @@ namespace {
 
 constexpr int kThreads = 128;  // of a thread block
 
-struct Call {
+struct Call {  // implementations.py packs it
   void *q, *k;
   const float* cos_sin;
   const int64_t* positions;
   int64_t q_stride, k_stride;  // elements between two tokens
-  int tokens, q_heads, k_heads, head_dim;
+  int tokens, q_heads, k_heads, head_dim, rotary_dim;
 };
 
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -49,19 +49,6 @@ __device__ void rotate_pair(T& a, T& b, float cos, float sin) {
   convert(y * cos + x * sin, b);
 }
 
-// On sm_90 and later a kernel may begin before the one ahead of it has ended. It waits here, before its first load.
-__device__ void wait_for_last_kernel() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
-__device__ void let_next_kernel_begin() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
 // ---- SGLang: a team of rotary_dim / 8 threads rotates one head of one token, then the next ----
 
 // Each thread owns four whole pairs, so it loads nothing that another thread stores. As many thread blocks run as are
@@ -71,7 +58,9 @@ __global__ void __launch_bounds__(kThreads) heads_kernel(const __grid_constant__
   constexpr int kTeam = kRotaryDim / 8, kHalf = kRotaryDim / 2;
   const int lane = threadIdx.x % kTeam, heads = call.q_heads + call.k_heads;
   const int teams = gridDim.x * (kThreads / kTeam);
-  wait_for_last_kernel();
+#if __CUDA_ARCH__ >= 900  // the kernel may have begun before the one ahead of it has ended
+  cudaGridDependencySynchronize();
+#endif
   for (int i = blockIdx.x * (kThreads / kTeam) + threadIdx.x / kTeam; i < call.tokens * heads; i += teams) {
     const int token = i / heads, head = i - token * heads;
     const bool is_q = head < call.q_heads;
@@ -91,7 +80,9 @@ __global__ void __launch_bounds__(kThreads) heads_kernel(const __grid_constant__
       store(first + kHalf, b);
     }
   }
-  let_next_kernel_begin();
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
 }
 
 // ---- FlashInfer: head_dim / 8 threads hold cos and sin of a token, and rotate one head or all heads ----
@@ -99,9 +90,9 @@ __global__ void __launch_bounds__(kThreads) heads_kernel(const __grid_constant__
 // Each thread loads 8 channels, and the 8 channels of their partners. blockIdx.y selects the head; if gridDim.y is 1,
 // the threads rotate all heads of their token, one after another.
 template <typename T, int kHeadDim, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads) tokens_kernel(const __grid_constant__ Call call, int rotary_dim) {
+__global__ void __launch_bounds__(kThreads) tokens_kernel(const __grid_constant__ Call call) {
   constexpr int kTeam = kHeadDim / 8;
-  const int channel = threadIdx.x % kTeam * 8, half = rotary_dim / 2;
+  const int channel = threadIdx.x % kTeam * 8, rotary_dim = call.rotary_dim, half = rotary_dim / 2;
   const int token = blockIdx.x * (kThreads / kTeam) + threadIdx.x / kTeam;
   const bool rotates = token < call.tokens && channel < rotary_dim;
   float cos[8], sin[8];
@@ -157,8 +148,7 @@ int resident(Kernel* kernel) {
 #endif
 }
 
-template <typename... Arguments>
-cudaError_t launch(void (*kernel)(Arguments...), dim3 blocks, bool dependent, void* stream, Arguments... arguments) {
+cudaError_t launch(void (*kernel)(Call), dim3 blocks, bool dependent, void* stream, const Call& call) {
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = dim3(kThreads);
@@ -168,48 +158,42 @@ cudaError_t launch(void (*kernel)(Arguments...), dim3 blocks, bool dependent, vo
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = dependent;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  return cudaLaunchKernelEx(&config, kernel, call);
 }
 
-template <typename T, int kRotaryDim, bool kInterleaved>
+template <typename T, bool kInterleaved, int kRotaryDim>
 cudaError_t launch_heads(const Call& call, bool dependent, void* stream) {
   const auto kernel = heads_kernel<T, kRotaryDim, kInterleaved>;
-  const int teams = kThreads / (kRotaryDim / 8),
-            needed = (call.tokens * (call.q_heads + call.k_heads) + teams - 1) / teams;
-  const int fitting = resident(kernel);
+  const int teams = kThreads / (kRotaryDim / 8), fitting = resident(kernel);
+  const int needed = (call.tokens * (call.q_heads + call.k_heads) + teams - 1) / teams;
   return launch(kernel, dim3(needed < fitting ? needed : fitting), dependent, stream, call);
 }
 
-template <typename T, int kHeadDim, bool kInterleaved>
-cudaError_t launch_tokens(const Call& call, int rotary_dim, void* stream) {
+template <typename T, bool kInterleaved, int kHeadDim>
+cudaError_t launch_tokens(const Call& call, void* stream) {
   const auto kernel = tokens_kernel<T, kHeadDim, kInterleaved>;
   const int teams = kThreads / (kHeadDim / 8), blocks = (call.tokens + teams - 1) / teams;
   const bool fills = blocks >= resident(kernel);
-  return launch(kernel, dim3(blocks, fills ? 1 : call.q_heads + call.k_heads), false, stream, call, rotary_dim);
+  return launch(kernel, dim3(blocks, fills ? 1 : call.q_heads + call.k_heads), false, stream, call);
+}
+
+template <typename T, bool kInterleaved, int kSize>
+cudaError_t launch_way(bool flashinfer, const Call& call, bool dependent, void* stream) {
+  return flashinfer ? launch_tokens<T, kInterleaved, kSize>(call, stream)
+                    : launch_heads<T, kInterleaved, kSize>(call, dependent, stream);
 }
 
 template <typename T, bool kInterleaved>
-cudaError_t of_size(bool flashinfer, const Call& call, int rotary_dim, bool dependent, void* stream) {
-  if (flashinfer) {
-    switch (call.head_dim) {
-      case 64:
-        return launch_tokens<T, 64, kInterleaved>(call, rotary_dim, stream);
-      case 128:
-        return launch_tokens<T, 128, kInterleaved>(call, rotary_dim, stream);
-      case 256:
-        return launch_tokens<T, 256, kInterleaved>(call, rotary_dim, stream);
-    }
-  } else {
-    switch (rotary_dim) {
-      case 32:
-        return launch_heads<T, 32, kInterleaved>(call, dependent, stream);
-      case 64:
-        return launch_heads<T, 64, kInterleaved>(call, dependent, stream);
-      case 128:
-        return launch_heads<T, 128, kInterleaved>(call, dependent, stream);
-      case 256:
-        return launch_heads<T, 256, kInterleaved>(call, dependent, stream);
-    }
+cudaError_t of_size(bool flashinfer, const Call& call, bool dependent, void* stream) {
+  switch (flashinfer ? call.head_dim : call.rotary_dim) {
+    case 32:
+      return launch_way<T, kInterleaved, 32>(flashinfer, call, dependent, stream);
+    case 64:
+      return launch_way<T, kInterleaved, 64>(flashinfer, call, dependent, stream);
+    case 128:
+      return launch_way<T, kInterleaved, 128>(flashinfer, call, dependent, stream);
+    case 256:
+      return launch_way<T, kInterleaved, 256>(flashinfer, call, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -218,23 +202,9 @@ cudaError_t of_size(bool flashinfer, const Call& call, int rotary_dim, bool depe
 
 // Rotates q and k in place and returns CUDA's error code. dependent: the kernel may begin before the one ahead of it in
 // the stream has ended; only SGLang's way has this.
-extern "C" __attribute__((visibility("default"))) int rope_peer(int flashinfer, int bfloat16, int interleaved,
-                                                                int dependent, void* q, void* k, const void* cos_sin,
-                                                                const void* positions, long long q_stride,
-                                                                long long k_stride, int tokens, int q_heads,
-                                                                int k_heads, int head_dim, int rotary_dim,
-                                                                void* stream) {
-  const Call call{q,
-                  k,
-                  static_cast<const float*>(cos_sin),
-                  static_cast<const int64_t*>(positions),
-                  q_stride,
-                  k_stride,
-                  tokens,
-                  q_heads,
-                  k_heads,
-                  head_dim};
+extern "C" __attribute__((visibility("default"))) int rope_peer(const Call* call, int flashinfer, int bfloat16,
+                                                                int interleaved, int dependent, void* stream) {
   const auto run = bfloat16 ? (interleaved ? of_size<__nv_bfloat16, true> : of_size<__nv_bfloat16, false>)
                             : (interleaved ? of_size<__half, true> : of_size<__half, false>);
-  return run(flashinfer, call, rotary_dim, dependent, stream);
+  return run(flashinfer, *call, dependent, stream);
 }

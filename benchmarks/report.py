@@ -1,12 +1,12 @@
-"""Makes the tables of README.md and of pages in docs/ from the result files, so that no figure is typed by hand.
+"""Makes the tables of README.md and of pages in docs/ from the files of results, so that no figure is typed by hand.
 
-The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. The result file of
-each other machine gets a page of its own in the same folder.
+The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. Each file of results also
+has a page of its own in the same folder, with all rows and columns.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from .implementations import ADAPTERS
@@ -15,13 +15,68 @@ from .results import FOLDER, read
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
-OURS = ["torch_rope", "torch_rope inv_freq", "torch_rope in place"]
-PEER = "transformers"
-PATCHED = "torch_rope", "torch_rope fused"  # whole models, and blocks
-DIFFUSION = "diffusers", "comfy-kitchen"
+OURS, MODULE, IN_PLACE, FUSED = "torch_rope", "torch_rope module", "torch_rope in place", "torch_rope fused"
+APART, PEER, COMPILED = "torch_rope, then index_copy_", "transformers", "transformers compiled"
+LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
+# What has a time in the tables. All others have the ratio of their time to that of torch_rope.
+TIMED = ["copy", *LEAST, OURS, f"{OURS} inv_freq", IN_PLACE, MODULE, FUSED]
+ORDER = [*dict.fromkeys([*TIMED, *(name for _, name in ADAPTERS)])]  # of columns
+LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what differs from bfloat16, half-split pairs and memory
+in the order `[batch, seq, heads, head_dim]` (`bshd`). The copy, torch_rope and its other forms have times. All others have a
+ratio: their time divided by that of `torch_rope`. A ratio below 1 in bold means that the other is faster; noise means that
+the quartiles overlap. Memory is what a call allocates, in sizes of q and k together. A cell is empty where an
+implementation cannot do the case, or was not measured."""
 
-# Why a peer is faster, as far as it is understood: (a part of the case's name, the peer's name) -> reason.
-REASONS: dict[tuple[str, str], str] = {}
+# The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
+SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
+ROWS = {
+    "sweep": ("1 x 1,", "1 x 256,", "1 x 4k,", "1 x 64k,"),
+    "decode": ("1 x 1, 32/8 of 128, bf16, int64", "64 x 1,"),
+    "cache": ("1 x 1, 32/8 of 128, bf16", "64 x 1, 32/8 of 128, bf16, cache"),
+    "quantised": ("1 x 1, 32/8 of 128, bf16, quantised", "1 x 2k, 32/8 of 128, bf16, quantised"),
+    "shapes": tuple(f"1 x 2k, 32/8 of {x}" for x in ("80, bf16", "128, bf16 ", "128, rotary_dim 32", "128, float32 ")),
+    "training": ("1 x 2k, 32/8 of 128, bf16, training", "1 x 2k, 32/8 of 128, float32, training"),
+    "norm": ("1 x 1, 32/8 of 128, bf16", "1 x 2k, 32/8 of 128, bf16"),
+    "norm-over-heads": ("1 x 4k, 12/12",),
+    "models": ("SmolLM2-135M, decoding after 128, bf16", "Qwen3-0.6B, decoding", "Qwen3-0.6B, training"),
+    "diffusion": ("Wan, 1 x 4k, 12/12 of 128, bf16", "Flux, 1 x 4k, 24/24 of 128, bf16", "rms_rope, 1 x 4k"),
+}
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
+def grid(corner: str, cells: dict[tuple[str, str], str], rows: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
+    """Returns a table from cells (row, column) -> text. Rows and columns are in this order, or as they come in cells."""
+    rows, columns = (order or dict.fromkeys(key[i] for key in cells) for i, order in enumerate((rows, columns)))
+    return markdown([corner, *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows])
+
+
+def time(x: dict | None) -> str:
+    if x is None:
+        return ""
+    us = x["median_us"]
+    return f"{us:.3g} µs" if us < 999.5 else f"{us / 1e3:.3g} ms" if us < 999.5e3 else f"{us / 1e6:.3g} s"
+
+
+def ratio(x: float) -> str:
+    return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 1.95 else f"{x:.2f}"
+
+
+def number(x: float) -> str:
+    return f"{x:.2f}" if 0.1 <= x < 100 else f"{x:.0f}" if 100 <= x < 1e4 else f"{x:.1e}"
+
+
+def label(x: dict) -> str:
+    return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16")
+
+
+def one(lines: list[dict], case: str, implementation: str) -> dict | None:
+    found = (x for x in lines if x.get("case") == case and x["implementation"] == implementation)
+    return next((x for x in found if x["status"] == "timed"), None)
 
 
 def cpu_results() -> list[dict]:
@@ -35,432 +90,73 @@ def cpu_results() -> list[dict]:
     return lines
 
 
-def timed(lines: list[dict], **fields) -> list[dict]:
-    return [
-        x for x in lines if x.get("status") == "timed" and all(x.get(name) == value for name, value in fields.items())
-    ]
+# ---- A table of a group of cases, with a row for each case and a column for each implementation ----
 
 
-def one(lines: list[dict], implementation: str, **fields) -> dict | None:
-    """Returns the line of an implementation for a case, or None. Fields that are not given have their usual values."""
-    usual = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotary_dim": 128, "layout": "bshd", "interleaved": False}
-    usual |= {"batch": 1, "mode": "inference", "op": "rotate"}
-    found = timed(lines, implementation=implementation, **(usual | fields))
-    return found[0] if found else None
+def in_time(x: dict, ours: dict | None) -> tuple[str, str]:
+    """Returns the column and the text of a cell of times and ratios."""
+    name, status = x["implementation"], x["status"]
+    if name in TIMED or status != "timed":
+        return name if name in TIMED else f"{name}, ratio", time(x) if status == "timed" else status
+    if ours is None:  # the results of torch_rope do not fit the memory of the machine
+        return f"{name}, ratio", time(x)
+    text = ratio(x["median_us"] / ours["median_us"])
+    overlap = x["q1_us"] <= ours["q3_us"] and ours["q1_us"] <= x["q3_us"]
+    return f"{name}, ratio", f"{text} (noise)" if overlap else f"**{text}**" if x["q3_us"] < ours["q1_us"] else text
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
-
-
-def time(us: float | None) -> str:
-    if us is None:
-        return ""
-    return f"{us:.3g} µs" if us < 999.5 else f"{us / 1e3:.3g} ms" if us < 999.5e3 else f"{us / 1e6:.3g} s"
-
-
-def ratio(x: float | None) -> str:
-    return "" if x is None else f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 1.95 else f"{x:.2f}"
-
-
-def over(a: dict | None, b: dict | None) -> float | None:
-    return a["median_us"] / b["median_us"] if a and b else None
-
-
-def qk_bytes(x: dict) -> int:
+def in_memory(x: dict, ours: dict | None) -> tuple[str, str]:
     size = {"float64": 8, "float32": 4}.get(x["dtype"], 2)
-    return x["batch"] * x["seq"] * (x["heads"] + x["kv_heads"]) * x["head_dim"] * size
+    q_and_k = x["batch"] * x["seq"] * (x["heads"] + x["kv_heads"]) * x["head_dim"] * size
+    return x["implementation"], ratio(x["peak_bytes"] / q_and_k) if "peak_bytes" in x else ""
 
 
-def implementations(lines: list[dict]) -> list[str]:
-    """Returns the names of the implementations in lines, in the order of ADAPTERS: the copy, torch_rope, the peers."""
-    found = {x["implementation"] for x in lines if x["kind"] == "sample"}
-    return [name for name in dict.fromkeys(name for _, name in ADAPTERS) if name in found]
+def in_operators(x: dict, ours: dict | None) -> tuple[str, str]:
+    return x["implementation"], str(x.get("launches", ""))
 
 
-def label(x: dict) -> str:
-    return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16") or x["case"]
+def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), columns=ORDER) -> str:
+    """Returns the rows whose labels begin with one of rows, and those columns that have text."""
+    found = [x for x in lines if x.get("group") == group and (label(x) + " ").startswith(rows)]
+    found = [x for x in found if x["implementation"] in columns]
+    cells = {}
+    for x in sorted(found, key=lambda x: columns.index(x["implementation"])):
+        column, text = cell(x, one(lines, x["case"], OURS))
+        cells |= {(label(x), column): text} if text else {}
+    return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells))
 
 
-SHOWN = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
-
-# ---- The blocks. Each function returns the text of a block from the lines of a result file. ----
+# ---- Accuracy ----
 
 
-def machine(lines: list[dict]) -> str:
-    """Returns a sentence about the machine, the date and the versions."""
-    found = lines[0]
-    versions = [f"{k} {v}" for k, v in found.items() if k in SHOWN]
-    threads = (
-        f"{found['threads']} threads, kernels {found['cpu_kernels']}" if found["device"] == "cpu" else "CUDA graphs"
-    )
-    return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
+def errors(lines: list[dict], **fields) -> list[dict]:
+    found = [x for x in lines if fields.items() <= x.items()]
+    return [x for x in found if x.get("status", "wrong") == "wrong"]
 
 
-def elsewhere(lines: list[dict]) -> str:
-    """Returns a paragraph about the machine of lines that are not from the machine of the page, or nothing."""
-    found = next((x["machine"] for x in lines if "machine" in x), None)
-    return f"\n\n{machine([found])}" if found else ""
-
-
-def group(name: str) -> Callable[[list[dict]], str]:
-    """Makes a block of the times of the copy and of torch_rope, and the ratios of the peers' times to torch_rope's."""
-
-    def block(lines: list[dict]) -> str:
-        of_group = [x for x in lines if x.get("group") == name]
-        shown = {x["implementation"] for x in of_group if x["status"] in ("timed", "wrong")}
-        names = [n for n in implementations(lines) if n in shown]
-        first = [n for n in ("copy", *OURS) if n in names]
-        peers = [n for n in names if n not in first]
-        header = [""] + first + [f"{n}, ratio" for n in peers]
-        rows = []
-        for case in dict.fromkeys(x["case"] for x in of_group):
-            by_name = {x["implementation"]: x for x in of_group if x["case"] == case}
-            times = {n: x["median_us"] for n, x in by_name.items() if x["status"] == "timed"}
-            cells = [time(times.get(n)) for n in first]
-            for n in peers:
-                status = by_name.get(n, {}).get("status")
-                cell = status if status in ("wrong", "failed") else ""
-                if n in times:  # torch_rope has no time if its results do not fit the memory of the machine
-                    cell = ratio(times[n] / times[OURS[0]]) if OURS[0] in times else time(times[n])
-                    cell = f"**{cell}**" if OURS[0] in times and faster(by_name[n], by_name[OURS[0]]) else cell
-                cells.append(cell)
-            rows.append([label(next(iter(by_name.values()))), *cells])
-        return markdown(header, rows) + elsewhere(of_group)
-
-    return block
-
-
-def details(**fields) -> Callable[[list[dict]], str]:
-    """Makes a block with all figures of one case."""
-
-    def block(lines: list[dict]) -> str:
-        rows = []
-        for name in implementations(lines):
-            if not (x := one(lines, name, **fields)):
-                continue
-            tokens, size = x["batch"] * x["seq"], qk_bytes(x)
-            us, moved, flops = x["median_us"], x.get("moved_bytes"), x.get("flops")
-            rows.append(
-                [
-                    name,
-                    f"{time(us)} ({time(x['q1_us'])} to {time(x['q3_us'])})",
-                    ratio(x.get("to_copy")),
-                    f"{x['needed_bytes'] / us / 1e3:.3g}",
-                    f"{tokens / us:.3g}",
-                    ratio(x["peak_bytes"] / size) if "peak_bytes" in x else "",
-                    str(x.get("launches", "")),
-                    ratio(moved / size) if moved else "",
-                    f"{flops / moved:.2f}" if flops and moved else "",
-                ]
+def ulps(lines: list[dict], dtypes: tuple[str, ...], octaves: tuple[int, ...]) -> str:
+    """Returns the largest errors in ulps, for frequencies of the kind default."""
+    found = errors(lines, kind="accuracy")
+    cells = {}
+    for dtype, octave in ((dtype, octave) for dtype in dtypes for octave in octaves):
+        for x in errors(found, dtype=dtype, octave=octave):
+            cells[x["implementation"], f"{dtype}, {2**octave:,}"] = (
+                number(x["max_ulp"]) if "max_ulp" in x else "not finite"
             )
-        header = ["", "median (quartiles)", "time / copy", "GB/s", "million tokens/s", "peak memory", "launches"]
-        return markdown([*header, "bytes moved", "FLOPs per byte"], rows)
-
-    return block
-
-
-def speed(lines: list[dict]) -> str:
-    """Returns a summary: ratios of times, in float32 and bfloat16."""
-
-    def row(text: str, a: str, b: str, **fields) -> list[str]:
-        kinds = ("float32", "bfloat16")
-        return [text, *(ratio(over(one(lines, a, dtype=t, **fields), one(lines, b, dtype=t, **fields))) for t in kinds)]
-
-    prefill = {"group": "shapes", "seq": 2048}
-    other = {**prefill, "interleaved": True}
-    training = {"group": "training", "mode": "training"}
-    norm, learned = {**training, "group": "norm", "op": "norm"}, {**training, "op": "learned"}
-    cache = {"group": "cache", "op": "cache", "seq": 2048}
-    normed = {**cache, "op": "norm cache"}
-    rows = [
-        row("`rotate_qk_` / a copy of q and k", OURS[2], "copy", **prefill),
-        row("`rotate_qk` / a copy of q and k", OURS[0], "copy", **prefill),
-        row("`rotate_qk`, interleaved / a copy of q and k", OURS[0], "copy", **other),
-        row("`rotate_qk` with `inv_freq` / a copy of q and k", OURS[1], "copy", **prefill),
-        row("`rotate_into_cache` / copies of q, and of k and v into the cache", OURS[0], "copy", **cache),
-        row("`rotate_into_cache` with QK-norm / copies of q, and of k and v into the cache", OURS[0], "copy", **normed),
-        row("transformers / `rotate_qk`", "transformers", OURS[0], **prefill),
-        row("transformers, compiled / `rotate_qk`", "transformers compiled", OURS[0], **prefill),
-        row("MLX's `mx.fast.rope` / `rotate_qk`", "mlx", OURS[0], **prefill),
-        row("ONNX Runtime / `rotate_qk`", "onnxruntime", OURS[0], **prefill),
-        row("torchtune's formula / `rotate_qk`, interleaved", "torchtune", OURS[0], **other),
-        row("forward and backward: transformers, compiled / `rotate_qk`", "transformers compiled", OURS[0], **training),
-        row(
-            "forward and backward with learned cos and sin: transformers, compiled / `rotate_qk`",
-            "transformers compiled",
-            OURS[0],
-            **learned,
-        ),
-        row(
-            "forward and backward with QK-norm: transformers' Qwen3, compiled / `norm_rotate_qk`",
-            "transformers compiled",
-            OURS[0],
-            **norm,
-        ),
-    ]
-    return markdown(["time / time", "float32", "bfloat16"], rows)
-
-
-def front(lines: list[dict]) -> str:
-    """Returns the README's table of times, in float32 and bfloat16, and the machine."""
-
-    def row(what: str, call: str, name: str, **fields) -> list[str]:
-        found = (one(lines, name, dtype=t, **fields) for t in ("float32", "bfloat16"))
-        return [what, call, *(time(x and x["median_us"]) for x in found)]
-
-    prompt, token, cache = {"group": "shapes", "seq": 2048}, {"group": "decode", "seq": 1}, {"group": "cache", "seq": 1}
-    rows = [
-        row("2,048 tokens", "**`rotate_qk`**", OURS[0], **prompt),
-        row("", "**`rotate_qk_`**, in place", OURS[2], **prompt),
-        row("", "a copy of q and k", "copy", **prompt),
-        row("", "transformers", PEER, **prompt),
-        row("", "transformers, compiled", f"{PEER} compiled", **prompt),
-        row("1 token", "**`rotate_qk`**", OURS[0], **token),
-        row("", "transformers", PEER, **token),
-        row("", "transformers, compiled", f"{PEER} compiled", **token),
-        row("1 token, with QK-norm and cache", "**`rotate_into_cache`**", OURS[0], op="norm cache", **cache),
-        row("", "transformers", PEER, op="norm cache", **cache),
-    ]
-    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
-
-
-def reasons(lines: list[dict]) -> str:
-    """Returns the three reasons of README.md and docs/index.md, each with its figures."""
-
-    def error(name: str, dtype: str) -> float:
-        fields = {"kind": "accuracy", "implementation": name, "dtype": dtype, "scaling": "default", "octave": 17}
-        (found,) = [x for x in lines if fields.items() <= x.items()]
-        return found["max_ulp"]
-
-    def times(name: str, **fields) -> str:
-        """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
-        both = [over(*(one(lines, n, dtype=t, **fields) for n in (name, OURS[0]))) for t in ("float32", "bfloat16")]
-        return " to ".join(dict.fromkeys(map(ratio, sorted(both))))
-
-    prompt, cache = {"group": "shapes", "seq": 2048}, {"group": "cache", "op": "norm cache", "seq": 1}
-    return "\n".join(
-        [
-            "1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes "
-            f"{times(PEER, **prompt)} times as long, and {times(PEER + ' compiled', **prompt)} times when compiled.",
-            "2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is "
-            f"{number(error('torch_rope', 'float32'))} ulps (units in the last place) in float32, and "
-            f"{number(error('torch_rope', 'bfloat16'))} in bfloat16. Implementations that multiply position and frequency in "
-            f"float32 reach {error(PEER, 'float32'):,.0f} and {number(error(PEER, 'bfloat16'))}.",
-            "3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. "
-            "`rotate_into_cache` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions "
-            f"take {times(PEER, **cache)} times as long, torch_rope's separate functions {times('torch_rope, then index_copy_', **cache)}.",
-        ]
-    )
-
-
-def whole_models(lines: list[dict]) -> str:
-    """Returns the times of whole models and the number of operators that compute: unpatched, patched and fused."""
-    rows = []
-    for case in dict.fromkeys(x["case"] for x in timed(lines, group="models")):
-        known = {x["implementation"]: x for x in timed(lines, case=case)}
-        for compiled in ("", " compiled"):
-            found = [known.get(name + compiled) for name in (PEER, *PATCHED)]
-            if all(found):
-                stock, *others = found
-                ratios = [gain(stock, x) for x in others]
-                operators = " / ".join(str(x.get("launches", "")) for x in found) if not compiled else ""
-                what = f"{case.removeprefix('models: ')}{compiled and ', compiled'}"
-                rows.append([what, *(time(x["median_us"]) for x in found), *ratios, operators])
-    header = ["", "transformers", "patched", "fused", "transformers / patched", "transformers / fused", "operators"]
-    return markdown(header, rows) + elsewhere(timed(lines, group="models"))
-
-
-def rotary_functions(lines: list[dict]) -> str:
-    """Returns the times and the memory of rotary functions of other libraries, and of torch_rope in their place."""
-    found = [x for x in timed(lines, group="diffusion") if x["op"] != "block"]
-    rows = []
-    for case in dict.fromkeys(x["case"] for x in found):
-        known = {x["implementation"]: x for x in found if x["case"] == case}
-        ours = known.get(OURS[0])
-        for name in DIFFUSION:
-            if ours and (theirs := known.get(name)):
-                shape = f"{ours['seq']:,} x {ours['heads']} of {ours['head_dim']}, {ours['dtype']}"
-                step = "forward and backward" if ours["mode"] == "training" else "forward"
-                times = [time(x and x["median_us"]) for x in (known.get("copy"), theirs, ours)]
-                memory = [ratio(x["peak_bytes"] / qk_bytes(x)) for x in (theirs, ours)]
-                what = f"{name}, {ours['model']}"
-                rows.append([what, shape, step, *times, ratio(over(theirs, ours)), " / ".join(memory)])
-    header = ["", "tokens x heads", "", "copy", "library", "torch_rope", "library / torch_rope", "peak memory"]
-    return markdown(header, rows) + elsewhere(found)
-
-
-def diffusion_blocks(lines: list[dict]) -> str:
-    """Returns the times and the memory of a block of a diffusion model: unpatched, patched and fused."""
-    found = timed(lines, group="diffusion", op="block")
-    rows = []
-    for case in dict.fromkeys(x["case"] for x in found):
-        known = {x["implementation"]: x for x in found if x["case"] == case}
-        three = [known.get(name) for name in (DIFFUSION[0], *PATCHED)]
-        if all(three):
-            stock, *others = three
-            what = f"{stock['model']}, {'training step with LoRA' if stock['mode'] == 'training' else 'forward'}"
-            memory = " / ".join(f"{x['peak_bytes'] / 1e6:,.0f}" for x in three)
-            times = [time(x["median_us"]) for x in three]
-            rows.append([what, *times, *(gain(stock, x) for x in others), memory])
-    header = ["", "diffusers", "patched", "fused", "diffusers / patched", "diffusers / fused", "peak memory, MB"]
-    return markdown(header, rows) + elsewhere(found)
-
-
-def gain(stock: dict, ours: dict) -> str:
-    """Returns how many times as fast as the unpatched model a patched model is, and whether this is noise."""
-    return f"{over(stock, ours):.2f}" + ("" if faster(stock, ours) or faster(ours, stock) else " (noise)")
-
-
-def faster(peer: dict, ours: dict) -> bool:
-    """Returns whether a peer is faster by more than noise: its upper quartile is below the lower quartile of ours."""
-    return peer["q3_us"] < ours["q1_us"]
-
-
-def wins(lines: list[dict]) -> str:
-    """Returns the cases in which a peer is faster than an operator of torch_rope for the same task, and the reasons."""
-    rows = []
-    for peer in timed(lines):
-        if (
-            peer["implementation"] in ("copy", *OURS)
-            or peer["implementation"] in LEAST
-            or peer.get("op") in ("model", "block")
-        ):
-            continue
-        for name in OURS:
-            for ours in timed(lines, case=peer["case"], implementation=name):
-                if faster(peer, ours):
-                    known = [
-                        r for (case, p), r in REASONS.items() if case in peer["case"] and p == peer["implementation"]
-                    ]
-                    reason = known[0] if known else "not understood yet"
-                    rows.append([peer["case"], peer["implementation"], name, ratio(over(peer, ours)), reason])
-    if not rows:
-        cases = len({x["case"] for x in timed(lines)})
-        return f"None, in {cases} cases."
-    return markdown(["case", "faster implementation", "slower operator", "time / time", "reason"], rows)
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A requirement: in all cases of a group that fit, `ours` takes at most `most` times as long as any of `others`."""
-
-    device: str
-    group: str
-    ours: str
-    others: tuple[str, ...]
-    most: float
-    fit: Callable[[dict], bool] = lambda x: True
-
-
-def usual(x: dict) -> bool:
-    return x["head_dim"] == x["rotary_dim"] == 128 and x["dtype"] in ("float32", "bfloat16")
-
-
-LEAST = tuple(f"least, blocks of {n}" for n in (64, 128, 256))
-PEERS = "transformers compiled", "liger", "flash-attn", "flashinfer", "xformers", "transformers"
-WAYS = "SGLang's way", "FlashInfer's way"
-LIMITS = [
-    Limit("cpu", "shapes", OURS[2], ("copy",), 1.25, usual),
-    Limit("cpu", "shapes", OURS[0], ("copy",), 1.25, usual),
-    Limit("cpu", "shapes", OURS[1], (OURS[0],), 1.5, usual),
-    Limit("cpu", "shapes", OURS[0], ("transformers compiled",), 0.35, usual),
-    Limit("cpu", "cache", OURS[0], ("copy",), 1.3, lambda x: x["seq"] == 2048),
-    Limit("cpu", "cache", OURS[0], ("torch_rope, then index_copy_",), 0.6, lambda x: x["seq"] * x["batch"] == 1),
-    Limit("cpu", "tables", OURS[0], ("torch",), 1.0),
-    Limit("cuda", "sweep", OURS[0], ("copy",), 1.05, lambda x: x["batch"] * x["seq"] >= 2**14),
-    Limit("cuda", "sweep", OURS[2], ("copy",), 1.05, lambda x: x["batch"] * x["seq"] >= 2**14),
-    Limit("cuda", "decode", OURS[2], LEAST, 1.15),
-    Limit("cuda", "cache", OURS[0], LEAST, 1.3, lambda x: x["seq"] == 1),
-    Limit("cuda", "cache", OURS[0], PEERS, 0.67, lambda x: x["seq"] == 1),
-    *(Limit("cuda", group, OURS[0], PEERS, 1.0) for group in ("sweep", "decode", "shapes", "training", "norm")),
-    *(Limit("cuda", group, OURS[2], WAYS, 1.0) for group in ("sweep", "decode", "shapes")),
-]
-
-
-def limits(lines: list[dict]) -> str:
-    """Returns the limits that torch_rope must keep, and the worst case of each limit."""
-    rows = []
-    for limit in LIMITS:
-        if limit.device != lines[0]["device"]:
-            continue
-        found = []
-        for ours in timed(lines, group=limit.group, implementation=limit.ours):
-            others = [x for x in timed(lines, case=ours["case"]) if x["implementation"] in limit.others]
-            if others and limit.fit(ours):
-                found.append((max(over(ours, x) for x in others), ours))
-        if found:
-            worst, where = max(found, key=lambda pair: pair[0])
-            holds = "" if worst <= limit.most else " **exceeded**"
-            name = limit.others[0] if len(limit.others) == 1 else "the fastest of " + ", ".join(limit.others)
-            rows.append(
-                [f"{limit.group}: {limit.ours} / {name}", f"{limit.most:g}", ratio(worst) + holds, label(where)]
-            )
-    return markdown(["time / time", "limit", "worst", "worst case"], rows)
-
-
-def not_timed(lines: list[dict]) -> str:
-    """Returns the reasons why implementations were not timed, and the number of cases for each reason."""
-    counts: dict[tuple, list] = {}
-    for x in lines:
-        if x["kind"] == "sample" and x["status"] != "timed":
-            reason = "the error is larger than rounding explains" if x["status"] == "wrong" else x["reason"]
-            counts.setdefault((x["implementation"], x["status"], reason), []).append(x)
-    order = implementations(lines)
-    rows = [
-        [name, status, reason, str(len(found))]
-        for (name, status, reason), found in sorted(counts.items(), key=lambda item: order.index(item[0][0]))
-    ]
-    absent = dict.fromkeys(name for name, _, reason, _ in rows if reason.startswith("not installed"))
-    named = f"Not installed: {', '.join(absent)}.\n\n" if absent else ""
-    return named + markdown(["implementation", "status", "reason", "cases"], rows)
-
-
-def accuracy(dtype: str, figure: str) -> Callable[[list[dict]], str]:
-    """Makes a block with one figure, in some octaves of positions, for frequencies of the kind default."""
-    octaves = (0, 10, 14, 17, 20, 24)
-
-    def block(lines: list[dict]) -> str:
-        fields = {"kind": "accuracy", "dtype": dtype, "scaling": "default"}
-        measured = [x for x in lines if fields.items() <= x.items() and figure in x]
-        rows = []
-        for name in dict.fromkeys(x["implementation"] for x in measured):
-            found = {x["octave"]: x[figure] for x in measured if x["implementation"] == name}
-            rows.append([name, *(number(found[o]) if o in found else "not finite" for o in octaves)])
-        return markdown([f"{dtype}, positions from"] + [f"{2**o}" for o in octaves], rows)
-
-    return block
-
-
-def number(x: float) -> str:
-    return f"{x:.2f}" if 0.1 <= x < 100 else f"{x:.0f}" if 100 <= x < 1e4 else f"{x:.1e}"
-
-
-def scalings(lines: list[dict]) -> str:
-    """Returns the largest float32 errors, in ulps, at positions from 131072 to 262143, for each kind of frequencies."""
-    lines = [x for x in lines if x["kind"] == "accuracy" and x.get("dtype") == "float32" and x.get("octave") == 17]
-    kinds = [*dict.fromkeys(x["scaling"] for x in lines)]
-    rows = []
-    for name in dict.fromkeys(x["implementation"] for x in lines):
-        found = {x["scaling"]: x["max_ulp"] for x in lines if x["implementation"] == name and "max_ulp" in x}
-        rows.append([name, *(number(found[k]) if k in found else "" for k in kinds)])
-    return markdown(["", *kinds], rows)
+    return grid("positions from", cells)
 
 
 def scores(lines: list[dict]) -> str:
     """Returns the effect on attention: the mean error of a score, and the weight that moves to other keys."""
-    lines = [x for x in lines if x["kind"] == "scores" and x.get("scaling") == "default" and "mean_error" in x]
-    columns = [(t, n) for t in ("float32", "bfloat16") for n in (131072, 1048576)]
-    rows = []
-    for name in dict.fromkeys(x["implementation"] for x in lines):
-        found = {(x["dtype"], x["tokens"]): x for x in lines if x["implementation"] == name}
-        cells = [f"{c['mean_error']:.1e}, {c['moved_weight']:.2%}" if (c := found.get(key)) else "" for key in columns]
-        rows.append([name, *cells])
-    names = [f"{t}, {n >> 10}k" if n < 2**20 else f"{t}, {n >> 20}M" for t, n in columns]
-    return markdown(["mean error of a score, moved weight", *names], rows)
+    cells = {}
+    for x in (x for dtype in FLOATS[:2] for x in errors(lines, kind="scores", dtype=dtype)):
+        if "mean_error" in x:
+            column = f"{x['dtype']}, {x['tokens']:,} tokens"
+            cells[x["implementation"], column] = f"{x['mean_error']:.1e}, {x['moved_weight']:.2%}"
+    return grid("mean error of a score, moved weight", cells)
 
 
+FLOATS = "float32", "bfloat16", "float16"
 # The steps of docs/accuracy.md, each with an implementation that makes it.
 STEPS = {
     "one rounding": "everything is exact, and rounded once",
@@ -474,67 +170,116 @@ STEPS = {
 
 def story(lines: list[dict]) -> str:
     """Returns the errors near position 131,072 and the weight that they move, for implementations that make a step."""
+    cells = {}
+    for x in (x for dtype in FLOATS[:2] for x in errors(lines, dtype=dtype) if x["implementation"] in STEPS):
+        row = f"{STEPS[x['implementation']]} (`{x['implementation']}`)"
+        if x.get("octave") == 17:
+            cells[row, f"largest error, {x['dtype']}"] = number(x["max_ulp"])
+        if x.get("tokens") == 131072:
+            cells[row, f"moved weight, {x['dtype']}"] = f"{x['moved_weight']:.2%}"
+    return grid("", cells)
+
+
+# ---- The pages ----
+
+
+def machine(lines: list[dict]) -> str:
+    """Returns a sentence about the machine, the date and the versions, and one about each other machine."""
+    groups: dict[str, list[str]] = {}
+    for x in lines[1:]:
+        if "machine" in x:
+            groups.setdefault(measured_on(x["machine"]), []).append(x["group"])
+    others = (f"The groups {', '.join(dict.fromkeys(names))} were {text}." for text, names in groups.items())
+    return " ".join([f"M{measured_on(lines[0])[1:]}.", *others])
+
+
+def measured_on(found: dict) -> str:
+    shown = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
+    versions = [f"{k} {found[k]}" for k in shown if found.get(k, "not installed") != "not installed"]
+    threads = f"{found['threads']} threads, kernels {found['cpu_kernels']}"
+    threads = threads if found["device"] == "cpu" else "CUDA graphs"
+    return f"measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}"
+
+
+# The README's table of times: the tokens, the name of a case without its dtype, and implementations; and their calls.
+PROMPT = "shapes: 1 x 2k, 32/8 of 128, {}"
+CACHE = "cache: 1 x 1, 32/8 of 128, {}, norm cache, int64 positions"
+FRONT = (
+    ("2,048 tokens", PROMPT, (OURS, IN_PLACE, MODULE, "copy", PEER, COMPILED)),
+    ("1 token", "decode: 1 x 1, 32/8 of 128, {}, int64 positions", (OURS, MODULE, PEER, COMPILED)),
+    ("1 token, with QK-norm and cache", CACHE, (OURS, PEER)),
+)
+CALLS = {OURS: "**`rotate_qk`**", IN_PLACE: "**`rotate_qk_`**, in place", MODULE: "**`rope(q, k)`**, the module"}
+CALLS |= {"copy": "`copy_` of q and k", COMPILED: "transformers, compiled"}
+
+
+def front(lines: list[dict]) -> str:
+    """Returns the README's table of times, in float32 and bfloat16, and the machine. What was not measured has no row."""
     rows = []
-    for name, what in STEPS.items():
-        cells = []
-        for fields, figure, form in (
-            ({"kind": "accuracy", "octave": 17}, "max_ulp", number),
-            ({"kind": "scores", "tokens": 131072}, "moved_weight", "{:.2%}".format),
-        ):
-            for dtype in ("float32", "bfloat16"):
-                wanted = fields | {"scaling": "default", "implementation": name, "dtype": dtype}
-                (found,) = [x for x in lines if wanted.items() <= x.items()]
-                cells.append(form(found[figure]))
-        rows.append([what, name, *cells])
-    header = ["", "implementation", "largest error, float32", "largest error, bfloat16"]
-    return markdown([*header, "moved weight, float32", "moved weight, bfloat16"], rows)
+    for tokens, case, names in FRONT:
+        for name in names:
+            call = "**`rotate_into_cache_`**" if (case, name) == (CACHE, OURS) else CALLS.get(name, name)
+            times = [time(one(lines, case.format(dtype), name)) for dtype in FLOATS[:2]]
+            rows += [[tokens if name == names[0] else "", call, *times]] if any(times) else []
+    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines[:1])}"
+
+
+def reasons(lines: list[dict]) -> str:
+    """Returns the three reasons of README.md and docs/index.md, each with its figures."""
+
+    def error(name: str, dtype: str) -> float:
+        return errors(lines, kind="accuracy", implementation=name, dtype=dtype, octave=17)[0]["max_ulp"]
+
+    def times(name: str, case: str) -> str:
+        """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
+        both = [[one(lines, case.format(t), n)["median_us"] for n in (name, OURS)] for t in FLOATS[:2]]
+        return " to ".join(dict.fromkeys(map(ratio, sorted(theirs / ours for theirs, ours in both))))
+
+    return f"""\
+1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes {times(PEER, PROMPT)} \
+times as long, and {times(COMPILED, PROMPT)} times when compiled.
+2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is \
+{number(error(OURS, "float32"))} ulps (units in the last place) in float32, and {number(error(OURS, "bfloat16"))} in \
+bfloat16. Implementations that multiply position and frequency in float32 reach {error(PEER, "float32"):,.0f} and \
+{number(error(PEER, "bfloat16"))}.
+3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
+`rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions take \
+{times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
 
 
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "machine": machine,
-    "speed": speed,
     "front": front,
     "reasons": reasons,
-    "whole models": whole_models,
-    "rotary functions": rotary_functions,
-    "diffusion blocks": diffusion_blocks,
-    "details": details(group="sweep", seq=4096),
-    "mini-vllm": details(group="mini-vllm"),
-    **{name: group(name) for name in ("sweep", "decode", "shapes", "training", "norm", "norm-over-heads")},
-    **{name: group(name) for name in ("cache", "quantised", "host", "tables")},
-    "wins": wins,
-    "limits": limits,
-    "not timed": not_timed,
-    "ulps float32": accuracy("float32", "max_ulp"),
-    "ulps bfloat16": accuracy("bfloat16", "max_ulp"),
-    "ulps float16": accuracy("float16", "max_ulp"),
-    "mean ulps float32": accuracy("float32", "mean_ulp"),
-    "scalings": scalings,
-    "scores": scores,
     "story": story,
+    **{group: partial(table, group=group, rows=rows, columns=SHORT) for group, rows in ROWS.items()},
+    "models, operators": partial(table, group="models", cell=in_operators, rows=ROWS["models"], columns=SHORT),
+    "diffusion, memory": partial(table, group="diffusion", cell=in_memory, rows=ROWS["diffusion"], columns=SHORT),
+    "ulps": partial(ulps, dtypes=FLOATS[:2], octaves=(0, 17, 20)),
+    "scores": scores,
 }
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
-def filled(text: str, lines: list[dict]) -> str:
-    """Returns the text of a page with its blocks made from lines."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}", text)
-
-
 def page_of(lines: list[dict]) -> str:
-    """Returns a page of all tables that have rows. Those that only explain or repeat figures are left out."""
-    left_out = "reasons", "story", "wins"
-    found = {name: block(lines).strip() for name, block in BLOCKS.items() if name not in left_out}
-    blocks = [f"## {name}\n\n{text}" for name, text in found.items() if set(text.splitlines()[-1]) - set("| -")]
-    return f"# {lines[0]['name']}\n\n" + "\n\n".join(blocks) + "\n"
+    """Returns the page of a file of results: a table of each group, and of its memory and operators if they are known."""
+    parts = {"": f"{machine(lines)}\n\n{LEGEND}"}
+    for group in dict.fromkeys(x["group"] for x in lines if x["kind"] == "sample"):
+        parts[group] = table(lines, group)
+        parts[f"{group}, memory"] = table(lines, group, in_memory)
+        parts[f"{group}, operators"] = table(lines, group, in_operators)
+    parts |= {f"largest errors in ulps, {t}": ulps(lines, (t,), (0, 10, 14, 17, 20, 24)) for t in FLOATS}
+    parts["effect on attention"] = scores(lines)
+    texts = [f"## {title}\n\n{text}" if title else text for title, text in parts.items() if "\n" in text.strip("-| \n")]
+    return f"# {lines[0]['name']}\n\n" + "\n\n".join(texts) + "\n"
 
 
 def write_all(check: bool) -> list[Path]:
     """Returns the pages whose tables do not show the current results. Writes these pages, unless check is True."""
-    wanted = {page: filled(page.read_text(), cpu_results()) for page in PAGES}
-    for path in sorted(FOLDER.glob("*.jsonl")):
-        if path != REFERENCE:
-            wanted[path.with_suffix(".md")] = page_of(read(path))
+    lines = cpu_results()
+    fill = partial(BLOCK.sub, lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}")
+    wanted = {page: fill(page.read_text()) for page in PAGES}
+    wanted |= {path.with_suffix(".md"): page_of(read(path)) for path in sorted(FOLDER.glob("*.jsonl"))}
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text() != text]
     for page in stale if not check else []:
         page.write_text(wanted[page])
