@@ -21,11 +21,11 @@ LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
 # What has a time in the tables. All others have the ratio of their time to that of torch_rope.
 TIMED = ["copy", *LEAST, OURS, f"{OURS} inv_freq", IN_PLACE, MODULE]
 ORDER = [*dict.fromkeys([*TIMED, FUSED, *(name for _, name in ADAPTERS)])]  # of columns
-LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what differs from bfloat16, half-split pairs and memory
-in the order `[batch, seq, heads, head_dim]` (`bshd`). The copy, torch_rope and its other forms have times. All others have a
-ratio: their time divided by that of `torch_rope`. A ratio below 1 in bold means that the other is faster; noise means that
-the quartiles overlap. Memory is what a call allocates, in sizes of q and k together. A cell is empty where an
-implementation cannot do the case, or was not measured."""
+LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what differs from half-split pairs and memory in the order
+`[batch, seq, heads, head_dim]`. The copy, torch_rope and its other forms have times. All others have a ratio: their time
+divided by that of `torch_rope`. A ratio in bold means that the other is faster; noise means that the quartiles overlap.
+Memory is what a call allocates, in sizes of q and k together. A cell is empty where an implementation cannot do the case,
+or was not measured."""
 
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
@@ -52,7 +52,8 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def grid(corner: str, cells: dict[tuple[str, str], str], rows: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
     """Returns a table from cells (row, column) -> text. Rows and columns are in this order, or as they come in cells."""
     rows, columns = (order or dict.fromkeys(key[i] for key in cells) for i, order in enumerate((rows, columns)))
-    return markdown([corner, *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows])
+    lines = [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
+    return markdown([corner, *columns], lines) if cells else ""
 
 
 def time(x: dict | None) -> str:
@@ -270,7 +271,7 @@ def page_of(lines: list[dict]) -> str:
         parts[f"{group}, operators"] = table(lines, group, in_operators)
     parts |= {f"largest errors in ulps, {t}": ulps(lines, (t,), (0, 10, 14, 17, 20, 24)) for t in FLOATS}
     parts["effect on attention"] = scores(lines)
-    texts = [f"## {title}\n\n{text}" if title else text for title, text in parts.items() if "\n" in text.strip("-| \n")]
+    texts = (f"## {title}\n\n{text}" if title else text for title, text in parts.items() if text)
     return f"# {lines[0]['name']}\n\n" + "\n\n".join(texts) + "\n"
 
 
