@@ -4,8 +4,8 @@
 #   make exhaustive  runs all the rest, in a night; PART chooses from its parts: cpu cuda metal models package
 # The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel |
 # lint | clean.
-# make gpu runs what needs an NVIDIA GPU, for BUDGET seconds, and keeps in the folder OUT how far it has come, so that it
-# goes on there if it runs again. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
+# make gpu runs what needs an NVIDIA GPU, step by step for BUDGET seconds, and goes on with the folder OUT if it runs again.
+# STEP chooses steps. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
@@ -107,12 +107,12 @@ exhaustive-package: lint .venv/package wheel
 mutate: .venv/built
 	$(BIN)/python tests/mutants $(ONLY)
 
-# Measures torch_rope and every other implementation on this machine, in an hour, and writes
-# benchmarks/results/.
+# Measures torch_rope and every other implementation on this machine, in an hour, and writes benchmarks/results/.
+# ARGS chooses groups and a time: make bench ARGS="decode norm --seconds 300 --out build/bench.jsonl".
 bench: .venv/bench
-	$(BIN)/python -m benchmarks run
+	$(BIN)/python -m benchmarks run $(ARGS)
 
-# Makes the tables of README.md and in docs/, and the pictures in docs/, from benchmarks/results/.
+# Makes the tables of README.md, in docs/ and in benchmarks/results/, and the pictures in docs/, from the results.
 figures: .venv/bench
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
@@ -124,7 +124,7 @@ docs: .venv/docs
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
 gpu:
-	$(PYTHON) -m benchmarks gpu --out $(OUT) --seconds $(BUDGET) $(STEP)
+	$(PYTHON) -m benchmarks.gpu --out $(OUT) --seconds $(BUDGET) $(STEP)
 
 # Makes dist/, with a source distribution and the wheel for this Python and this torch, and tries the wheel in a new
 # environment whose PATH has no compiler. auditwheel finds the oldest Linux that the wheel can run on; it leaves out

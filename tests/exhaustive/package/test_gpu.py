@@ -1,9 +1,5 @@
-"""Tests of `make gpu` without a GPU: its steps run with a few small tests and cases on the CPU, and a faked sanitizer."""
+"""Tests of `make gpu` without a GPU: its program runs other commands in place of the steps."""
 
-import dataclasses
-import itertools
-import os
-import signal
 import sys
 import time
 
@@ -11,127 +7,72 @@ import pytest
 from cases import ROOT, python
 
 sys.path.insert(0, str(ROOT))
-from benchmarks import cases, gpu, implementations, jsonl, results  # noqa: E402
+from benchmarks import cases, gpu  # noqa: E402
 
 pytestmark = pytest.mark.cpu
-# These tests note that they run. One loses the machine, but only once.
-TESTS = """
-import os, signal
-from pathlib import Path
-import pytest
-
-RAN = Path(__file__).with_name("ran")
-
-@pytest.fixture(autouse=True)
-def note(request):
-    with RAN.open("a") as file:
-        file.write(request.function.__name__.removeprefix("test_") + " ")
-
-def test_passes(): pass
-def test_fails(): assert False, "the reason"
-def test_kills(): os.kill(os.getpid(), signal.SIGKILL)
-def test_skipped(): pytest.skip()
-def test_loses():
-    if RAN.read_text().count("loses") == 1 and "PROGRAM" in os.environ:
-        os.kill(int(os.environ["PROGRAM"]), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-@pytest.mark.sanitizer
-def test_sanitizer(): pass
-"""
-# It runs the program that follows its options, and finds an error if its tool is initcheck.
-SANITIZER = """
-import subprocess, sys
-at = sys.argv.index("--error-exitcode")
-status = subprocess.run(sys.argv[at + 2 :]).returncode
-sys.exit(int(sys.argv[at + 1]) if "initcheck" in sys.argv else status)
-"""
+HANG = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    (tmp_path / "test_few.py").write_text(TESTS)
-    (tmp_path / "sanitizer.py").write_text(SANITIZER)
-    (tmp_path / "package").mkdir()
-    write = f"import sys; open(sys.argv[1] + '/_C{gpu.sysconfig.get_config_var('EXT_SUFFIX')}', 'w').write('built')"
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 2)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # so that pytest starts faster
-    return gpu.Gpu(
-        seconds=1000.0,
-        out=tmp_path / "out",
-        device="cpu",
-        tests=[str(tmp_path / "test_few.py")],
-        cases=["mini-vllm", "--only", "torch_rope", "--only", "copy", "--passes", "2", "--rounds", "2"],
-        checks=["--help"],
-        build=[sys.executable, "-c", write, str(tmp_path / "package")],
-        sanitizer=[sys.executable, str(tmp_path / "sanitizer.py")],
-        package=tmp_path / "package",
-    )
+def run(tmp_path, capsys):
+    """A function that runs steps, which are given by their Python code, and returns the exit status, what each step came
+    to, and the names of the steps that ran."""
+    package, ran = tmp_path / "package", tmp_path / "ran"
+    package.mkdir()
+
+    def call(steps: dict[str, str], seconds=1000.0, limit=100.0, known="source 1", named=()):
+        note = f"import os, pathlib\nos.chdir({str(package)!r})\nopen({str(ran)!r}, 'a').write('%s ')\n"
+        made = [gpu.Step(name, [sys.executable, "-c", note % name + code], limit) for name, code in steps.items()]
+        ran.write_text("")
+        status = gpu.main(tmp_path / "out", seconds, made, known, named, package)
+        lines = capsys.readouterr().out.splitlines()
+        return (
+            status,
+            {line[:16].strip(): line[17:27].strip() for line in lines if line[:16].strip() in steps},
+            ran.read_text(),
+        )
+
+    return call
 
 
-def test_all_steps_run_and_go_on_where_the_machine_was_lost(machine, tmp_path, capsys):
-    given = {x.name: getattr(machine, x.name) for x in dataclasses.fields(machine)}
-    program = "import os\nfrom pathlib import PosixPath\nfrom benchmarks import gpu\n"
-    program += "os.environ['PROGRAM'] = str(os.getpid())\n"
-    program += f"gpu.main(gpu.Gpu(**{given!r}), ['build', 'tests'])"
-    assert python(program).returncode == -signal.SIGKILL
-    with (tmp_path / "out/journal.jsonl").open("a") as journal:
-        journal.write('{"step":"tests","test":"half a li')
-
-    assert gpu.main(dataclasses.replace(machine, seconds=-1), []) == 3  # no time: everything is left
-    assert gpu.main(dataclasses.replace(machine, build=["false"]), []) == 1
-    summary = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if "  " in line)
-    assert summary["build"] == "passed  kept from an earlier call"
-    assert summary["tests"] == "failed  3 passed, 2 failed, 1 skipped"
-    assert summary["memcheck"].startswith("passed  1 passed") and summary["synccheck"] == summary["memcheck"]
-    assert summary["initcheck"].startswith("failed") and "compute-sanitizer found errors" in summary["initcheck"]
-    assert summary["selfcheck"].startswith("passed") and summary["figures"].startswith("passed")
-    assert summary["benchmarks"] == "passed  1 cases" and "| torch_rope" in (tmp_path / "out/results.md").read_text()
-    # The test that lost the machine ran again; those that had ended did not.
-    ran = sorted((tmp_path / "ran").read_text().split())
-    assert ran == ["fails", "kills", "loses", "loses", "passes", *["sanitizer"] * 4, "skipped"]
-
-    # Steps that have ended are not repeated, and a change of the source repeats everything.
-    assert gpu.main(machine, []) == 1 and len((tmp_path / "ran").read_text().split()) == len(ran)
-    lines = jsonl.read(tmp_path / "out/journal.jsonl")
-    jsonl.write(tmp_path / "out/journal.jsonl", [lines[0] | {"source": "another"}, *lines[1:]])
-    assert gpu.main(machine, ["build"]) == 0
-    assert not (tmp_path / "out/results.jsonl").exists() and len(jsonl.read(tmp_path / "out/journal.jsonl")) == 1
-
-
-def test_a_step_ends_within_its_time(machine):
-    file = machine.out.parent / "test_few.py"
-    file.write_text("import time\n" + "".join(f"def test_{i}(): time.sleep(0.2)\n" for i in range(40)))
-    some, start = dataclasses.replace(machine, seconds=2.0), time.time()
-    assert gpu.main(some, ["tests"]) == 3
-    assert time.time() - start < 2 + gpu.GRACE
-    outcomes = gpu.outcomes(jsonl.read(some.journal), "tests")
-    assert 0 < len(outcomes) < 40 and set(outcomes.values()) == {"passed"}
-
-
-class Fragile(cases.Case):
-    """A case whose implementations break. The process that measures it finds them by importing this file."""
-
-
-@implementations.adapter("sound", "fragile", error=None, calls=10**9)
-@implementations.adapter("crashing", "fragile", error=lambda: os.kill(os.getpid(), signal.SIGSEGV))
-@implementations.adapter("hanging", "fragile", error=lambda: time.sleep(1e6))
-@implementations.adapter("raising when timed", "fragile", error=lambda: 1 / 0, calls=3)
-def breaking(case, data, error, calls=0):
-    """Returns a sound implementation that breaks after so many calls, or breaks at once."""
-    run = implementations.ADAPTERS["rotate", "torch_rope"](case, data)
-    sound = itertools.repeat(run.call, calls)
-    return dataclasses.replace(run, call=lambda: next(sound, error)()) if calls else error()
-
-
-def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_measured(monkeypatch):
-    monkeypatch.setattr(results, "SILENCE", 5)
-    monkeypatch.setattr(results, "PRELOAD", [])
-    case = Fragile("x", 2, op="fragile")
-    results.in_process(case, "cpu", ["sound"], 1)  # the first process takes longer to start
-    found = {x["implementation"]: x.get("reason") for x in results.in_process(case, "cpu", None, 1)}
-    assert found == {
-        "sound": None,
-        "crashing": "the process ended with exit code -11",
-        "hanging": "nothing happened for 5 seconds",
-        "raising when timed": "ZeroDivisionError: division by zero",
+def test_a_step_that_has_ended_is_not_repeated_unless_it_is_named_or_the_source_has_changed(run, tmp_path):
+    steps = {
+        "build": "pathlib.Path('_C.so').write_text('built')",
+        "tests": "exit(1)",
+        "memcheck": "print('found nothing')",
     }
+    outcomes = {"build": "passed", "tests": "FAILED", "memcheck": "passed"}
+    assert run(steps) == (1, outcomes, "build tests memcheck ")
+    assert (tmp_path / "out/memcheck.log").read_text().endswith("found nothing\n")
+    (tmp_path / "package/_C.so").unlink()  # the folder was copied to another machine
+    (tmp_path / "out/results.jsonl").write_text("")
+    assert run(steps) == (1, outcomes, "") and (tmp_path / "package/_C.so").read_text() == "built"
+    assert run(steps | {"tests": ""}, named=["tests"]) == (0, outcomes | {"tests": "passed"}, "tests ")
+    assert run(steps, known="source 2")[2] == "build tests memcheck " and not (tmp_path / "out/results.jsonl").exists()
+
+
+def test_a_step_that_hangs_is_ended_at_its_limit_and_the_others_run(run):
+    start = time.monotonic()
+    assert run({"hangs": HANG, "next": ""}, limit=2) == (1, {"hangs": "FAILED", "next": "passed"}, "hangs next ")
+    assert time.monotonic() - start < 30
+
+
+def test_what_the_budget_does_not_allow_is_left_for_the_next_call(run, monkeypatch):
+    monkeypatch.setattr(gpu, "SHORTEST", 1)
+    steps = {"first": "", "long": HANG, "last": ""}
+    assert run(steps, seconds=3) == (3, {"first": "passed", "long": "left to do", "last": "left to do"}, "first long ")
+    assert run(steps | {"long": ""}) == (0, dict.fromkeys(steps, "passed"), "long last ")
+
+
+def test_nothing_runs_after_a_build_that_fails(run):
+    assert run({"build": "exit(1)", "tests": ""}) == (1, {"build": "FAILED", "tests": "left to do"}, "build ")
+
+
+def test_the_steps_are_those_of_the_page_and_measure_every_group(tmp_path):
+    names = [step.name for step in gpu.steps_of(tmp_path, "9.0")]
+    assert names[:6] == ["build", "tests", "memcheck", "initcheck", "synccheck", "selfcheck"]
+    assert set(names[6:]) == {case.group for case in cases.cases("cuda")} | {"accuracy"}
+    assert all(f"`{name}`" in (ROOT / "docs/cuda.md").read_text() for name in names[:6])
+    assert (
+        "finds no NVIDIA GPU" in python("import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')").stderr
+    )
