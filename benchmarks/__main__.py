@@ -38,7 +38,7 @@ def run(args) -> int:
         sys.exit(f"{unknown[0]} must be a group or a part of a case's name; the groups are {', '.join(groups)}")
     found = machine(args.device)
     out = args.out or file_of(found["name"])
-    old, passes, studied, broken, left = read(out), {}, [], [], 0
+    old, passes, studied, broken, left = read(out), {}, [], False, 0
     # The first pass over all cases comes first, so that a run that is ended early has figures for all of them.
     todo = [*((number, case) for number in range(args.passes) for case in chosen)]
     todo[len(chosen) : len(chosen)] = [(0, None)] * ("accuracy" in wanted)
@@ -49,9 +49,8 @@ def run(args) -> int:
         if case:
             lines = in_process(case, args.device, args.only, args.rounds, number == 0)
             passes.setdefault(case, []).append(lines)
-            broken += [
-                x for x in lines if x["implementation"][:10] == "torch_rope" and x["status"] in ("failed", "wrong")
-            ]
+            bad = [x["implementation"] for x in lines if x["status"] in ("failed", "wrong")]
+            broken |= any(name.startswith("torch_rope") for name in bad)
             shown = [summary(x) for x in lines if x["status"] != "skipped"] if number == 0 else [f"pass {number + 1}"]
             text = f"{case.name}: {'; '.join(shown)}"
         else:

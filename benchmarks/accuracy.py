@@ -1,18 +1,18 @@
 """Measures the error of each implementation from position 1 to 2^24, and its effect on attention.
 
-Every implementation is used end to end: its own code makes the angles from positions, and rotates. Peers that take tables
-made by their users are left out, because their error is that of the tables. The exact result is computed in float64.
+Every implementation is used end to end: its own code makes the angles from positions, and rotates. Peers that take
+tables made by their users are left out: their error is that of the tables. The exact result is computed in float64.
 
 A line of kind "accuracy" has the errors for one octave of positions, from 2^octave to 2^(octave + 1) - 1 (octave 24 is
-only position 2^24). max_ulp is the largest error in ulps: an ulp is the distance between neighbouring numbers of the dtype
-at the magnitude of the rotated pair. max_relative is the largest error as a part of that magnitude. The implementation
-"one rounding" rounds the exact result once, so that an element is off by at most half an ulp; no other can be better.
+only position 2^24). max_ulp is the largest error in ulps: an ulp is the distance between neighbouring numbers of the
+dtype at the magnitude of the rotated pair. max_relative is the largest error as a part of that magnitude. "one
+rounding" rounds the exact result once, so that an element is off by at most half an ulp; no other can be better.
 
 A line of kind "scores" has the errors for one number of tokens. q is at the last position and keys are at random
-positions; both have normally distributed elements. mean_error is that of the scores q.k / sqrt(head_dim), whose standard
-deviation is 1. moved_weight is the part of a softmax that moves to other keys: half of the sum of all differences. The
-softmax is that of the scores times SHARPNESS, because the softmax of random q and k is flat and trained heads attend to
-few keys: the 4096 keys then count as 5 to 60 keys of equal weight.
+positions; both have normally distributed elements. mean_error is that of the scores q.k / sqrt(head_dim), whose
+standard deviation is 1. moved_weight is the part of a softmax that moves to other keys: half of the sum of all
+differences. The softmax is that of the scores times SHARPNESS, because the softmax of random q and k is flat and
+trained heads attend to few keys: the 4096 keys then count as 5 to 60 keys of equal weight.
 
 Frequencies that are rounded to float32 still make a rotary embedding, in which a score depends only on the distance. So
 the error of "torch_rope float32 inv_freq" is a distance from the formula.
@@ -48,8 +48,8 @@ def rotated(x: Tensor, positions: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ---- The implementations ----
-# Each function returns, for a dtype and a device, a function of x [tokens, heads, HEAD_DIM] and positions, which returns x
-# rotated. The pairs of x are half-split.
+# Each function returns, for a dtype and a device, a function of x [tokens, heads, HEAD_DIM] and positions, which
+# returns x rotated. The pairs of x are half-split.
 
 
 def one_rounding(dtype, device):

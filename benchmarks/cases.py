@@ -31,9 +31,9 @@ class Case:
     dtype: str = "bfloat16"
     layout: str = "bshd"  # the order in memory: "bshd", "bhsd", or "packed": q, k (and v) of a token together
     interleaved: bool = False
-    # "rotate", "norm" (QK-norm and rotation), "norm over heads" (the same, with all heads of a token normalised together),
-    # "cache" (rotation and the write to a KV cache), "norm cache", "quantised cache", "model" (a whole model), or a rotary
-    # function of another library: "function of diffusers", "function of comfy-kitchen" or "norm of comfy-kitchen"
+    # "rotate", "norm" (QK-norm and rotation), "norm over heads" (the same, with all heads of a token normalised
+    # together), "cache" (rotation and the write to a KV cache), "norm cache", "quantised cache", "model" (a whole one),
+    # or a rotary function: "function of diffusers", "function of comfy-kitchen" or "norm of comfy-kitchen"
     op: str = "rotate"
     mode: str = "inference"  # "inference", or "training" (forward and backward); of a whole model, what it does
     positions: str = ""  # the dtype of given positions, one for each token; if it is "", positions are 0, 1, 2 ...
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Returns the bytes that a rotation must read and write: q and k, the table rows that are used, and positions."""
+        """Returns the bytes that a rotation must read and write: q and k, the table rows it uses, and positions."""
         rows = self.tokens if self.positions else self.seq
         numbers = self.tokens * (self.heads + self.kv_heads) * self.head_dim
         moved = 2 * numbers * getattr(torch, self.dtype).itemsize + rows * self.rotary_dim * 4

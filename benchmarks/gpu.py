@@ -1,8 +1,8 @@
 """Runs everything that needs an NVIDIA GPU, step by step, on a machine that may be lent for minutes.
 
-A folder keeps for each step a file NAME.log, which is the output of its command, and NAME.done, which says how it ended.
-A step that has ended is not repeated when this program runs again with the folder, unless it is named; if the source, torch
-or the kind of GPU has changed, all steps are repeated. A step that fails does not stop the others, unless it is the build.
+A folder keeps for each step a file NAME.log, the output of its command, and NAME.done, which says how it ended. A step
+that has ended is not repeated when this program runs again with the folder, unless it is named; if the source, torch or
+the kind of GPU has changed, all steps are repeated. A step that fails does not stop the others, unless it is the build.
 The folder also has the library that was built, and results.jsonl with the measurements.
 """
 
@@ -38,7 +38,7 @@ class Step:
 
 
 def steps_of(out: Path, capability: str) -> list[Step]:
-    """Returns all steps. They need nvcc, torch, pytest and numpy, and use pytest-xdist and other packages if they exist."""
+    """Returns all steps. They need nvcc, torch, pytest and numpy, and use pytest-xdist and other packages if there."""
     build = {"TORCH_ROPE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability, "MAX_JOBS": str(os.cpu_count())}
     parallel = ["-n", str(min(8, os.cpu_count())), "--dist", "loadgroup"] if importlib.util.find_spec("xdist") else []
     steps = [
@@ -99,7 +99,7 @@ def copy_library(source: Path, target: Path) -> None:
 
 
 def main(out: Path, seconds: float, steps: list[Step], known: str, named=(), package=ROOT / "torch_rope") -> int:
-    """Runs the steps, or those that are named. Returns 1 if one has failed, 3 if some are left to do, and otherwise 0."""
+    """Runs the steps, or those that are named. Returns 1 if one has failed, 3 if some are left to do, otherwise 0."""
     deadline, outcomes = time.monotonic() + seconds, {}
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "known.txt").exists() or (out / "known.txt").read_text() != known:

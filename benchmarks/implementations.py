@@ -108,7 +108,7 @@ def check_cuda(data: Data, module: str) -> None:
 
 @adapter("copy", "rotate", *EVERY_NORM, *EVERY_CACHE, *FUNCTIONS)
 def copy(case: Case, data: Data) -> Run:
-    """The limit: reads and writes q and k, and v if there is a cache, once (in training twice), into existing memory."""
+    """For comparison: reads q and k (v too, if there is a cache) and writes them to other memory, in training twice."""
     pairs = [(torch.empty_like(x), x) for x in (data.q, data.k)] * (2 if case.mode == "training" else 1)
     if "cache" in case.op:
         cells = [
@@ -326,19 +326,15 @@ def library_of(name: str) -> ctypes.CDLL:
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+        flags = "-O3", "-std=c++20", "-lineinfo", "-shared", "-Xcompiler=-fPIC", f"-arch={arch}"
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            subprocess.run([nvcc, *NVCC_FLAGS, f"-arch={arch}", source, "-o", made], check=True)
+            subprocess.run([nvcc, *flags, source, "-o", made], check=True)
             made.replace(library)
     return ctypes.CDLL(str(library))
 
 
-NVCC_FLAGS = "-O3", "-std=c++20", "-lineinfo", "-shared", "-Xcompiler=-fPIC"
-
-
-def rotate_as_peer(
-    function, way, q, k, cos_sin, positions, rotary_dim, interleaved, dependent=True, stream=None
-) -> None:
+def rotate_as_peer(function, way, q, k, cos_sin, positions, rotary_dim, interleaved, dependent=True, stream=None):
     """Rotates q and k [tokens, heads, head_dim] in place by a kernel of peers.cu."""
     tensors = (x.data_ptr() for x in (q, k, cos_sin, positions))
     sizes = q.stride(0), k.stride(0), len(q), q.shape[1], k.shape[1], q.shape[2], rotary_dim

@@ -24,9 +24,7 @@ LAUNCHES = 50  # the largest number of calls in a CUDA graph, and the largest nu
 Starting = Callable[[str], None]  # is called with the name of an implementation before it runs
 
 
-def measure(
-    case: Case, device: str, names=None, rounds=ROUNDS, with_facts=True, starting: Starting = lambda name: None
-):
+def measure(case: Case, device: str, names=None, rounds=ROUNDS, with_facts=True, starting: Starting = lambda _: None):
     """Yields a dict for each implementation, with its status and its samples in microseconds.
 
     names selects implementations; None means all. If an implementation makes CUDA unusable or fails while it is timed,

@@ -16,8 +16,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
 DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
 
-# The colour and the marker of each implementation that is drawn. An earlier curve covers a later one. Two implementations
-# may have the same colour if they are never in the same picture.
+# The colour and the marker of each implementation that is drawn. An earlier curve covers a later one. Two may have the
+# same colour if they are never in the same picture.
 STYLES = {
     "torch_rope": ("#e03131", "o"),
     "torch_rope in place": ("#c2255c", "s"),

@@ -1,7 +1,7 @@
 """Makes the tables of README.md and of pages in docs/ from the files of results, so that no figure is typed by hand.
 
-The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. Each file of results also
-has a page of its own in the same folder, with all rows and columns.
+The text between <!-- table: NAME --> and <!-- end --> is what the function BLOCKS[NAME] returns. Each file of results
+also has a page of its own in the same folder, with all rows and columns.
 """
 
 import re
@@ -21,11 +21,11 @@ LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
 # What has a time in the tables. All others have the ratio of their time to that of torch_rope.
 TIMED = ["copy", *LEAST, OURS, f"{OURS} inv_freq", IN_PLACE, MODULE]
 ORDER = [*dict.fromkeys([*TIMED, FUSED, *(name for _, name in ADAPTERS)])]  # of columns
-LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what differs from half-split pairs and memory in the order
-`[batch, seq, heads, head_dim]`. The copy, torch_rope and its other forms have times. All others have a ratio: their time
-divided by that of `torch_rope`. A ratio in bold means that the other is faster; noise means that the quartiles overlap.
-Memory is what a call allocates, in sizes of q and k together. A cell is empty where an implementation cannot do the case,
-or was not measured."""
+LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what differs from half-split pairs and memory in
+the order `[batch, seq, heads, head_dim]`. The copy, torch_rope and its other forms have times. All others have a ratio:
+their time divided by that of `torch_rope`. A ratio in bold means that the other is faster; noise means that the
+quartiles overlap. Memory is what a call allocates, in sizes of q and k together. A cell is empty where an
+implementation cannot do the case, or was not measured."""
 
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
@@ -50,7 +50,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def grid(corner: str, cells: dict[tuple[str, str], str], rows: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
-    """Returns a table from cells (row, column) -> text. Rows and columns are in this order, or as they come in cells."""
+    """Returns a table from cells (row, column) -> text. Rows and columns come in this order, or as in cells."""
     rows, columns = (order or dict.fromkeys(key[i] for key in cells) for i, order in enumerate((rows, columns)))
     lines = [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
     return markdown([corner, *columns], lines) if cells else ""
@@ -81,7 +81,7 @@ def one(lines: list[dict], case: str, implementation: str) -> dict | None:
 
 
 def cpu_results() -> list[dict]:
-    """Returns the reference's lines, and those of groups that it lacks from the results of other machines with a CPU."""
+    """Returns the reference's lines, and those of groups that it lacks from the results of other CPUs."""
     lines = read(REFERENCE)
     for path in sorted(FOLDER.glob("*.jsonl")):
         groups = {x.get("group") for x in lines}
@@ -215,7 +215,7 @@ CALLS |= {"copy": "`copy_` of q and k", COMPILED: "transformers, compiled"}
 
 
 def front(lines: list[dict]) -> str:
-    """Returns the README's table of times, in float32 and bfloat16, and the machine. What was not measured has no row."""
+    """Returns the README's table of times, and the machine. What was not measured has no row."""
     rows = []
     for tokens, case, names in FRONT:
         for name in names:
@@ -237,15 +237,15 @@ def reasons(lines: list[dict]) -> str:
         return " to ".join(dict.fromkeys(map(ratio, sorted(theirs / ours for theirs, ours in both))))
 
     return f"""\
-1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes {times(PEER, PROMPT)} \
-times as long, and {times(COMPILED, PROMPT)} times when compiled.
+1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes \
+{times(PEER, PROMPT)} times as long, and {times(COMPILED, PROMPT)} times when compiled.
 2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is \
 {number(error(OURS, "float32"))} ulps (units in the last place) in float32, and {number(error(OURS, "bfloat16"))} in \
 bfloat16. Implementations that multiply position and frequency in float32 reach {error(PEER, "float32"):,.0f} and \
 {number(error(PEER, "bfloat16"))}.
 3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
-`rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions take \
-{times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
+`rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions \
+take {times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
 
 
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
@@ -263,7 +263,7 @@ BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def page_of(lines: list[dict]) -> str:
-    """Returns the page of a file of results: a table of each group, and of its memory and operators if they are known."""
+    """Returns the page of a file of results: tables of times of each group, of its memory and of its operators."""
     parts = {"": f"{machine(lines)}\n\n{LEGEND}"}
     for group in dict.fromkeys(x["group"] for x in lines if x["kind"] == "sample"):
         parts[group] = table(lines, group)

@@ -1,5 +1,5 @@
-"""Measures cases in new processes, and reads and writes files of results. Such a file has JSON lines: one that describes
-the machine, one for every implementation of every case, and those of accuracy.py."""
+"""Measures cases in new processes, and reads and writes files of results. Such a file has JSON lines: one that
+describes the machine, one for every implementation of every case, and those of accuracy.py."""
 
 import datetime
 import importlib.metadata
@@ -53,9 +53,10 @@ def merged(machine: dict, old: list[dict], passes: dict[Case, list], accuracy: l
 
 
 def pooled(case: Case, passes: list[list[dict]]) -> Iterator[dict]:
-    """Yields the lines of a case, with the median and the quartiles of the samples of all passes."""
-    for name in dict.fromkeys(x["implementation"] for lines in passes for x in lines):
-        found = [x for lines in passes for x in lines if x["implementation"] == name]
+    """Yields the lines of a case, but for what was skipped, with the quartiles of the samples of all passes."""
+    every = [x for lines in passes for x in lines if x["status"] != "skipped"]
+    for name in dict.fromkeys(x["implementation"] for x in every):
+        found = [x for x in every if x["implementation"] == name]
         timed = [x for x in found if x["status"] == "timed"]
         result = {"kind": "sample", "case": case.name} | asdict(case) | (timed or found)[0]
         if timed:

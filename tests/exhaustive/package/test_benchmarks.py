@@ -1,5 +1,5 @@
-"""Tests of the program benchmarks/: every implementation on small cases, the accuracy study, and the tables and pictures
-in the pages."""
+"""Tests of the program benchmarks/: every implementation on small cases, the accuracy study, and the tables and
+pictures in the pages."""
 
 import dataclasses
 import itertools

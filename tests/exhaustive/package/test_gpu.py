@@ -15,8 +15,8 @@ HANG = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import ti
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """A function that runs steps, which are given by their Python code, and returns the exit status, what each step came
-    to, and the names of the steps that ran."""
+    """A function that runs steps, given by their Python code, and returns the exit status, what each step came to, and
+    the names of the steps that ran."""
     package, ran = tmp_path / "package", tmp_path / "ran"
     package.mkdir()
 
