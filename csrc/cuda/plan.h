@@ -30,7 +30,7 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 // The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
 // limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
 // leave 128. A cache and element offsets of 64 bits need more registers. With these bounds no kernel without a norm
-// spills (benchmarks/results/kernels.md).
+// spills (tests/exhaustive/cuda/test_build.py).
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
