@@ -257,7 +257,6 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "models, operators": partial(table, group="models", cell=in_operators, rows=ROWS["models"][1:2], columns=SHORT),
     "diffusion, memory": partial(table, group="diffusion", cell=in_memory, rows=ROWS["diffusion"], columns=SHORT[1:]),
     "ulps": partial(ulps, dtypes=FLOATS[:2], octaves=(0, 17)),
-    "scores": scores,
 }
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 
