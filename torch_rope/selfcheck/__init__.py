@@ -1,22 +1,15 @@
 """Checks the values, the gradients and the speed of the operators on this machine.
 
-    python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT] [--json FILE]
+    python -m torch_rope.selfcheck [--device mps] [--quick] [--only TEXT]
 
-It takes about two minutes, and needs only torch. It prints one block, which is short enough to be pasted into an issue,
-and writes the same and more to a JSON file. The exit status is 0 if no check fails, 1 if one fails, and 2 if the device
-cannot be used.
+It takes about a minute, and needs only torch. It prints one block, which is short enough to be pasted into an issue. The
+exit status is 0 if no check fails, 1 if one fails, and 2 if the device cannot be used.
 
-The checks run in processes of their own, so a check that crashes or hangs loses only itself. The files are:
+Each group of checks runs in a process of its own, so a check that crashes or hangs loses only its group:
 
-    run.py      starts the processes, and collects what they report
-    report.py   makes the block from the report
-    worker.py   runs checks in such a process, and finds out which kernels took part in a failure
-    checks.py   checks values and gradients
-    kernels.py  reaches every Metal kernel
-    programs.py checks that need a process of their own: compilers, graph capture, threads, the exit
-    speed.py    measures
+    run.py     starts the processes, and prints what they found
+    worker.py  runs a group in such a process
+    checks.py  checks values and gradients
+    metal.py   checks each Metal kernel
+    speed.py   measures
 """
-
-from torch_rope.selfcheck.run import main
-
-__all__ = ["main"]

@@ -1,8 +1,5 @@
 import sys
 
-from torch_rope.selfcheck import run, worker
+from torch_rope.selfcheck.run import main
 
-if sys.argv[1:2] == ["--worker"]:
-    worker.main(sys.argv[2])
-else:
-    sys.exit(run.main())
+sys.exit(main())
