@@ -68,9 +68,8 @@ def describe_call(op: str, args: tuple, options: dict) -> str:
     def text(value):
         if not isinstance(value, Tensor):
             return repr(value)
-        kind = f"{str(value.dtype)[6:]}{list(value.shape)}"
-        dense = value.is_contiguous() and not value.storage_offset()
-        return kind if dense else f"{kind} with storage offset {value.storage_offset()}, strides {value.stride()}"
+        layout = "" if value.is_contiguous() else f" with strides {value.stride()}"
+        return f"{str(value.dtype)[6:]}{list(value.shape)}{layout}"
 
     return f"rope.{op}({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in options.items())])})"
 
@@ -271,11 +270,8 @@ class Check:
         far = far / 1024 if position_dtype.is_floating_point else far
         f, axes = default(64, base).inv_freq.float(), torch.randint(1000, (3, 2, 30))
         for op, p, inv_freq in (("cos_sin", far, f), ("axial_cos_sin", axes, torch.stack([f, f / 3, f * 0]))):
-            args = {
-                "positions": p.to(position_dtype).to(self.device),
-                "inv_freq": inv_freq.to(self.device),
-                "dtype": dtype,
-            }
+            p = p.to(position_dtype).to(self.device)
+            args = {"positions": p, "inv_freq": inv_freq.to(self.device), "dtype": dtype}
             self.gradients(op, [], args, of=("inv_freq",))
             outs = self.call(op, **args, attention_factor=1.7)
             args = {name: exact(value) for name, value in args.items()}
@@ -286,15 +282,14 @@ class Check:
 
     def eager_rounding(self, dtype: torch.dtype, interleaved: bool) -> None:
         """Checks that eager rounding gives the bits of torch's operators."""
-        xs = [self.make(2, 9, heads, 72, dtype=dtype) for heads in (5, 2)]
-        tables = [t.to(dtype) for t in self.tables(9, 48).values()]
+        tensors = [self.make(2, 9, 5, 72, dtype=dtype), *(t.to(dtype) for t in self.tables(9, 48).values())]
         options = {"interleaved": interleaved, "attention_factor": 1.7, "rotary_start": 8, "eager_rounding": True}
         found = []
-        for function, device in ((partial(self.call, "rotate_qk"), self.device), (reference.rotate_qk, "cpu")):
-            leaves = [x.detach().to(device).requires_grad_() for x in xs]
-            outs = function(*leaves, *(t.to(device) for t in tables), **options)
-            found.append([*outs, *torch.autograd.grad(outs, leaves, [-x.detach() for x in leaves])])
-        for name, actual, expected in zip(("q", "k", "the gradient of q", "the gradient of k"), *found, strict=True):
+        for function, device in ((partial(self.call, "rotate"), self.device), (reference.rotate, "cpu")):
+            x, cos, sin = (t.detach().to(device) for t in tensors)
+            out = function(x.requires_grad_(), cos, sin, **options)
+            found.append([out, *torch.autograd.grad(out, x, -x)])
+        for name, actual, expected in zip(("the result", "the gradient"), *found, strict=True):
             self.same(name, actual, expected)
 
     def threads(self) -> None:
@@ -313,17 +308,15 @@ class Check:
             every = itertools.product(range(6 if quick else 60), self.dtypes, ops)
             return {f"{op} {str(dtype)[6:]} {n}": partial(case, check, op, dtype, n) for n, dtype, op in every}
 
-        angles = itertools.product((1e4, 5e5, 1.0000001), (torch.int64, torch.int32, torch.float32), self.dtypes)
+        angles = itertools.product(self.dtypes, (torch.int64, torch.int32, torch.float32), (1e4, 5e5, 1.0000001))
         eager = itertools.product(self.dtypes, (False, True))
         return {
             "values: cos_sin, axial_cos_sin": {
-                f"{str(dtype)[6:]}, {str(of)[6:]} positions, base {base}": partial(
-                    self.tables_of_angles, dtype, of, base
-                )
-                for base, of, dtype in angles
+                f"{dtype}, {of} positions, base {base}": partial(self.tables_of_angles, dtype, of, base)
+                for dtype, of, base in angles
             },
             "values: rotate, rotate_qk": cases(self.values, "rotate", "rotate_", "rotate_qk", "rotate_qk_")
-            | {f"eager rounding {str(d)[6:]}, interleaved={i}": partial(self.eager_rounding, d, i) for d, i in eager}
+            | {f"eager rounding {d}, interleaved={i}": partial(self.eager_rounding, d, i) for d, i in eager}
             | {"four threads at once": self.threads},
             "values: norm_rotate_qk": cases(self.values, "norm_rotate_qk"),
             "values: rotate_into_cache_": cases(self.values, "rotate_into_cache_"),

@@ -61,10 +61,8 @@ def check_kernel(check: Check, family: str, kind: str, variant: str) -> None:
         tables = {name: t[:1].expand(20, -1) for name, t in tables.items()}
         options = {name: t[:1].expand(2**31 + 8, -1) for name, t in tables.items()}
         options["positions"] = (torch.arange(20) * 113025455 + 3).to(check.device)  # the last is 2^31
-    names = "q_norm_weight", "k_norm_weight"
-    weights = {
-        name: check.make(*x.shape[-2 if "over_heads" in family else -1 :]) for name, x in zip(names, xs, strict=True)
-    }
+    names, axes = ("q_norm_weight", "k_norm_weight"), 2 if "over_heads" in family else 1
+    weights = {name: check.make(*x.shape[-axes:]) for name, x in zip(names, xs, strict=True)}
     if family == "cos_sin":
         check.tables_of_angles(dtype, torch.int64, 10000.0)
     elif family == "rotate":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -52,17 +53,18 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
     entries: the report of its process; see worker.py. death: how the process ended, if not as it should. output: what
     it printed.
     """
-    found = {
-        kind: [rest for k, *rest in entries if k == kind]
-        for kind in ("case", "call", "passed", "failed", "note", "end")
-    }
-    lines = [text for (text,) in found["note"]]
-    errors: dict[str, list] = {}  # the failed cases with the same error
+    found = defaultdict(list)
+    for kind, *rest in entries:
+        found[kind].append(rest)
+    errors = defaultdict(list)  # the failed cases of each error
     for name, error, details in found["failed"]:
-        errors.setdefault(error, []).append((name, details))
-    for number, (error, cases) in enumerate(errors.items()):
-        names = ", ".join(name for name, _ in cases)[:1000]
-        lines += [f"{names}: {error}", *cases[0][1]] if number < MOST_ERRORS else [f"{names} failed too"]
+        errors[error].append((name, details))
+    names = [", ".join(name for name, _ in cases)[:1000] for cases in errors.values()]
+    lines = [text for (text,) in found["note"]]
+    for named, (error, cases) in list(zip(names, errors.items(), strict=True))[:MOST_ERRORS]:
+        lines += [f"{named}: {error}", *cases[0][1]]
+    if others := ", ".join(names[MOST_ERRORS:])[:1000]:
+        lines.append(f"also failed: {others}")
     if not found["end"]:
         death = death or "the process ended before its checks"
         lines += [f"the last {kind}: {found[kind][-1][0]}" for kind in ("case", "call") if found[kind]]

@@ -66,11 +66,11 @@ def run(check: Check, cases: dict[str, Callable], record: Callable) -> None:
 def main(device: str, group: str, file: str, *options: str) -> None:
     check = Check(torch.device(device))
     with open(file, "wb", buffering=0) as report:  # nothing of it may be lost in a crash
-        run(
-            check,
-            groups(check, "--quick" in options)[group],
-            lambda *entry: report.write(json.dumps(entry).encode() + b"\n"),
-        )
+
+        def record(*entry) -> None:
+            report.write(json.dumps(entry).encode() + b"\n")
+
+        run(check, groups(check, "--quick" in options)[group], record)
     # torch's autograd threads release Python objects a moment after a backward. torch aborts if Python ends before that.
     time.sleep(0.2)
 
