@@ -64,14 +64,21 @@ def magnitude(result: Tensor, options: dict) -> Tensor:
     return size
 
 
-def describe_call(op: str, args: tuple, options: dict) -> str:
-    def text(value):
-        if not isinstance(value, Tensor):
-            return repr(value)
-        layout = "" if value.is_contiguous() else f" with strides {value.stride()}"
-        return f"{str(value.dtype)[6:]}{list(value.shape)}{layout}"
+def bound_of(dtype: torch.dtype, options: dict) -> tuple[float, float]:
+    """Returns how large an error may be: a number of ulps, and a part of the magnitude."""
+    if dtype in HALF:
+        return 1, 0.0
+    has_norm = "q_norm_weight" in options or options.get("norm_v")
+    ulps = 6 if has_norm else 2 if options.get("attention_factor", 1.0) == 1.0 else 3
+    # In float64 the expected result has an error of its own.
+    return (ulps + 2, 0.0) if dtype == torch.float64 else (ulps, ANGLE_ERROR * ("inv_freq" in options))
 
-    return f"rope.{op}({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in options.items())])})"
+
+def describe_call(op: str, args: tuple, options: dict) -> str:
+    kinds = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else x for x in (*args, *options.values())]
+    texts = [str(kind) for kind in kinds[: len(args)]]
+    texts += [f"{name}={kind}" for name, kind in zip(options, kinds[len(args) :], strict=True)]
+    return f"rope.{op}({', '.join(texts)})"
 
 
 def require(condition: bool, otherwise: str) -> None:
@@ -87,10 +94,12 @@ class Check:
         self.device, self.before_call = device, before_call
         self.dtypes = [torch.float32, *HALF] + [torch.float64] * has_float64(device)
         self.cache_dtypes = list(QUANTISED) if device.type != "mps" else [torch.int8]  # Metal has no float8
+        self.last_call = ""
         self.largest = 0.0  # the largest error so far, as a part of the allowed error
 
     def call(self, op: str, *args, **options):
-        self.before_call(describe_call(op, args, options))
+        self.last_call = describe_call(op, args, options)
+        self.before_call(self.last_call)
         return getattr(rope, op)(*args, **options)
 
     def synchronize(self) -> None:
@@ -100,23 +109,22 @@ class Check:
     # ---- comparisons ----
 
     def compare(self, name: str, actual: Tensor, expected: Tensor, allowed: Tensor, step: Tensor) -> None:
-        """Raises AssertionError unless abs(actual - expected) <= allowed * step for all elements."""
+        """Raises AssertionError unless abs(actual - expected) <= allowed. The message gives errors as multiples of step."""
         require(actual.shape == expected.shape, f"{name} has shape {list(actual.shape)}, not {list(expected.shape)}")
         actual, expected = exact(actual).double(), expected.detach()
-        error = ((actual - expected).abs() / step).nan_to_num(nan=torch.inf).flatten()
-        part, at = (error / allowed.flatten()).max(0)
+        part, at = ((actual - expected).abs() / allowed).nan_to_num(nan=torch.inf).flatten().max(0)
         self.largest = max(self.largest, part.item())
-        index = [int(i) for i in torch.unravel_index(at, expected.shape)]
+        limit = (allowed / step).flatten()[at]
         require(
             part <= 1,
-            f"{name}{index} is {actual.flatten()[at]:.9g}, expected {expected.flatten()[at]:.9g}: the error is "
-            f"{error[at]:.3g} ulp but must be at most {allowed.flatten()[at]:.3g}",
+            f"{name}{[int(i) for i in torch.unravel_index(at, expected.shape)]} is {actual.flatten()[at]:.9g}, expected "
+            f"{expected.flatten()[at]:.9g}: the error is {part * limit:.3g} ulp but must be at most {limit:.3g}",
         )
 
     def near(self, name: str, actual: Tensor, expected: Tensor, size: Tensor, ulps: float, part: float = 0.0) -> None:
         """Raises AssertionError unless the error is at most this many ulps at the given size, plus part * size."""
         step = ulp(actual.dtype, size)
-        self.compare(name, actual, expected, ulps + part * size / step, step)
+        self.compare(name, actual, expected, ulps * step + part * size, step)
 
     def same(self, name: str, actual: Tensor, expected: Tensor) -> None:
         require(torch.equal(actual.detach().cpu(), expected.detach().cpu()), f"{name} has other bits than expected")
@@ -134,23 +142,20 @@ class Check:
     def angles(self, pick: random.Random, source: str, b: int, s: int, heads: int, pairs: int, dtype) -> dict:
         """Returns the arguments that give the angles."""
         # No two positions of a sequence are equal, because each token needs its own cell in a cache.
-        near, positions, found = torch.stack([torch.randperm(s + 30)[:s] for _ in range(b)]), None, {}
+        near, positions = torch.stack([torch.randperm(s + 30)[:s] for _ in range(b)]), None
         if source.startswith("inv_freq"):
             parts = in_two_parts(default(2 * pairs).inv_freq)
             if dtype == torch.float64:  # the reference would round the products of positions and frequencies
                 parts[1] = 0.0
-            found["inv_freq"] = parts if source == "inv_freq in two parts" else parts[0]
+            found = {"inv_freq": parts if source == "inv_freq in two parts" else parts[0]}
             positions = pick.choice((near.int(), torch.randint(2**24 - 9, (b, s))))
         else:
             shape = {"position": (s + 40,), "token": (pick.choice((1, b)), s), "head": (b, s, heads)}[source]
             angle = torch.rand(*shape, pairs, dtype=torch.float64) * 2 * torch.pi
             of = pick.choice((dtype, torch.float32))
-            found |= {"cos": angle.cos().to(of), "sin": angle.sin().to(of)}
+            found = {"cos": angle.cos().to(of), "sin": angle.sin().to(of)}
             positions = pick.choice((None, near, near[0].int())) if source == "position" else None
-        if positions is not None:
-            found["positions"] = positions
-        if source not in ("token", "head"):
-            found["offset"] = pick.choice((0, 5))
+        found |= {"positions": positions, "offset": 0 if source in ("token", "head") else pick.choice((0, 5))}
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in found.items()}
 
     def arguments(self, op: str, dtype: torch.dtype, number: int) -> tuple[list[Tensor], dict]:
@@ -167,14 +172,14 @@ class Check:
         options = self.angles(pick, source, b, s, heads, rotary_dim // 2, dtype)
         options |= {"interleaved": pick.random() < 0.5, "rotary_start": start}
         options["attention_factor"] = pick.choice((1.0, 1.7))
-        if op == "norm_rotate_qk" or (op == "rotate_into_cache_" and pick.random() < 0.5):
+        is_cache = op == "rotate_into_cache_"
+        if op == "norm_rotate_qk" or (is_cache and pick.random() < 0.5):
             of, axes = pick.choice((dtype, torch.float32)), pick.choice((1, 2))  # 2: the norm is over all heads
             for name, x in zip("qk", xs, strict=False):
                 options[f"{name}_norm_weight"] = self.make(*x.shape[-axes:], dtype=of)
             options["norm_eps"] = pick.choice((1e-6, 0.01))
-        elif op != "rotate_into_cache_":
-            options["inverse"] = pick.random() < 0.5
-        if op != "rotate_into_cache_":
+        if not is_cache:
+            options |= {} if "norm" in op else {"inverse": pick.random() < 0.5}
             return xs[: 2 if "qk" in op else 1], options
         if pick.random() < 0.5:  # v has a shape of its own
             xs[2] = make(b, s, 3, head_dim // 2 + 9)
@@ -203,11 +208,7 @@ class Check:
         exact_xs, before = list(map(exact, xs)), list(map(torch.clone, xs))
         exact_options = {name: exact(value) for name, value in (reference_options or options).items()}
         outs = self.call(op, *xs, **options)
-        has_norm = "q_norm_weight" in options or options.get("norm_v")
-        ulps = 6 if has_norm else 3 if options.get("attention_factor", 1.0) != 1.0 else 2
-        # In float64 the expected result has an error of its own.
-        bound = {torch.float32: (ulps, ANGLE_ERROR * ("inv_freq" in options)), torch.float64: (ulps + 2,)}
-        bound = bound.get(xs[0].dtype, (1,))
+        bound = bound_of(xs[0].dtype, options)
         if op == "rotate_into_cache_":
             unchanged = 1, 2
             self.near_caches(xs, exact_xs, exact_options, bound)
@@ -240,7 +241,7 @@ class Check:
                 self.near(name, cache, expected, size, *bound)
             else:  # the nearest number of the cache's dtype is stored
                 step = ulp(cache.dtype, expected.abs())
-                allowed = 0.5 + QUOTIENT_ERROR * size.maximum(expected.abs()) / step
+                allowed = 0.5 * step + QUOTIENT_ERROR * size.maximum(expected.abs())
                 self.compare(name, cache, expected, allowed, step)
 
     def gradients(self, op: str, xs: list[Tensor], options: dict, of: tuple[str, ...] = ()) -> None:
@@ -258,11 +259,13 @@ class Check:
             given = given or [self.make(*out.shape, dtype=out.dtype) for out in outs]
             found.append(torch.autograd.grad(outs, list(leaves.values()), list(map(copy, given))))
         for name, actual, expected in zip(of, *found, strict=True):
-            size = expected.abs().max().expand(expected.shape)
-            # In float64 the expected gradient has an error of its own.
-            ulps = 1 if actual.dtype in HALF else 24 if actual.dtype == torch.float64 else 12
-            part = ANGLE_ERROR * ("inv_freq" in args and actual.dtype == torch.float32)
-            self.near(f"the gradient of {name}", actual, expected, size, ulps, part)
+            # The arithmetic has an error that is relative to the largest gradient; a 16-bit result is also rounded.
+            largest, is_half = expected.abs().max().expand(expected.shape), actual.dtype in HALF
+            error = ulp(torch.float32 if is_half else actual.dtype, largest)
+            error *= 24 if actual.dtype == torch.float64 else 12  # in float64 the expected gradient has an error too
+            error += ANGLE_ERROR * largest * ("inv_freq" in args and actual.dtype != torch.float64)
+            step = ulp(actual.dtype, expected.abs() if is_half else largest)
+            self.compare(f"the gradient of {name}", actual, expected, error + step * is_half, step)
 
     def tables_of_angles(self, dtype: torch.dtype, position_dtype: torch.dtype, base: float) -> None:
         """Checks cos_sin at positions below 2^24, axial_cos_sin of three axes, and the gradients of inv_freq."""

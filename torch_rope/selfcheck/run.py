@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -59,12 +60,11 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
     errors = defaultdict(list)  # the failed cases of each error
     for name, error, details in found["failed"]:
         errors[error].append((name, details))
-    names = [", ".join(name for name, _ in cases)[:1000] for cases in errors.values()]
     lines = [text for (text,) in found["note"]]
-    for named, (error, cases) in list(zip(names, errors.items(), strict=True))[:MOST_ERRORS]:
-        lines += [f"{named}: {error}", *cases[0][1]]
-    if others := ", ".join(names[MOST_ERRORS:])[:1000]:
-        lines.append(f"also failed: {others}")
+    for error, cases in list(errors.items())[:MOST_ERRORS]:
+        lines += [f"{names(cases)}: {error}", *(f"  {text}" for text in cases[0][1])]
+    if others := [case for cases in list(errors.values())[MOST_ERRORS:] for case in cases]:
+        lines.append(f"also failed: {names(others)}")
     if not found["end"]:
         death = death or "the process ended before its checks"
         lines += [f"the last {kind}: {found[kind][-1][0]}" for kind in ("case", "call") if found[kind]]
@@ -75,6 +75,10 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
     if death:
         lines += [death, *[line[:300] for line in output.splitlines() if line.strip()][-4:]]
     return False, [f"FAILED: {len(found['failed']) + bool(death)}, {passed}", *lines]
+
+
+def names(cases: list[tuple]) -> str:
+    return textwrap.shorten(", ".join(name for name, _ in cases), 600)
 
 
 def environment(device: str) -> list[str]:

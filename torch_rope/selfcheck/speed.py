@@ -10,13 +10,8 @@ import torch
 from torch_rope.selfcheck.checks import Check, rope
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-CALLS = [
-    ("rotate_qk_", 1),
-    ("rotate_into_cache_", 1),
-    ("rotate_qk_", 4096),
-    ("norm_rotate_qk", 4096),
-    ("_norm_rotate_qk_backward", 4096),
-]
+CALLS = [(op, 1) for op in ("rotate_qk_", "rotate_into_cache_")]
+CALLS += [(op, 4096) for op in ("rotate_qk_", "norm_rotate_qk", "_norm_rotate_qk_backward")]
 NAME = f"speed: bfloat16, {HEADS} + {KV_HEADS} heads"
 
 

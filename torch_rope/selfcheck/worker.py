@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -34,29 +35,21 @@ def groups(check: Check, quick: bool) -> dict[str, dict[str, Callable]]:
 
 def run(check: Check, cases: dict[str, Callable], record: Callable) -> None:
     """Runs cases. A case raises an error if it fails, and may return a line for the block."""
-    call = ""
-
-    def before_call(text: str) -> None:
-        nonlocal call
-        call = text
-        record("call", text)
-
-    check.before_call, end = before_call, time.monotonic() + SECONDS
+    check.before_call, end = partial(record, "call"), time.monotonic() + SECONDS
     for number, (name, case) in enumerate(cases.items()):
         if time.monotonic() > end:
             record("note", f"{len(cases) - number} cases did not run, because {SECONDS:.0f} s were over")
             break
         record("case", name)
         torch.manual_seed(0)
-        before = metal.launches()
+        check.last_call, before = "", metal.launches()
         try:
             if note := case():
                 record("note", note)
-            check.synchronize()
             record("passed", name)
         except Exception as e:
             text = " ".join(str(e).split())[:600]
-            details = [f"call: {call}"] if call else []
+            details = [f"call: {check.last_call}"] if check.last_call else []
             if launched := metal.launches() - before:
                 details.append(f"Metal kernels: {', '.join(sorted(launched))}")
             record("failed", name, text if isinstance(e, AssertionError) else f"{type(e).__name__}: {text}", details)
