@@ -1,11 +1,9 @@
 """Tests of python -m torch_rope.selfcheck: a correct build passes, and what is broken is named, and loses nothing else."""
 
-import os
 import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -17,85 +15,97 @@ from torch_rope.selfcheck.checks import Check
 pytestmark = pytest.mark.skipif(EMULATED, reason="users have no emulated device")
 
 # A Python without numpy and pytest.
-PROGRAM = """
+PYTHON = """
 import runpy, sys
 sys.modules["numpy"] = sys.modules["pytest"] = None
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-# Stands for the process of a group: it writes the report of one case, and does what the test says.
+# Stands for the process of a group. It makes a call, and ends as the test wants.
 STAND_IN = """
 import json, os, sys, time
-*_, group, file = [a for a in sys.argv if a != "--quick"]
-with open(file, "w") as report:
-    def record(*entry):
-        print(json.dumps(entry), file=report, flush=True)
-    record("case", "case 1")
-    record("call", f"rope.call_of({group!r})")
-    {program}
+device, group, file = sys.argv[3:6]
+record = lambda *entry: print(json.dumps(entry), file=open(file, "a"))
+record("case", "case 1"), record("call", "rope.rotate(x)")
+exec(BROKEN if group == "values: rotate, rotate_qk" else GOOD)
 """
-END = 'record("passed", "case 1"); record("end", 0.5)'
+GOOD = "record('passed', 'case 1'), record('end', 0.5)"
 BROKEN = {
-    'record("failed", "case 1", "wrong", ["its call"]); record("end", 0.5)': ["case 1: wrong", "its call"],
-    "os.abort()": ["the last call: rope.call_of('values: rotate", "the process ended with the signal SIGABRT"],
-    "time.sleep(60)": ["the last call: rope.call_of('values: rotate", "the process still ran after 1 s, and was stopped"],
-    "sys.exit('no memory')": ["the last case: case 1", "the process ended with status 1", "no memory"],
-    "pass": ["the process ended before its checks"],
-    f"{END}; report.close(); os.abort()": ["the process ended with the signal SIGABRT"],  # at the exit
+    "record('failed', 'case 1', 'wrong', ['its call']), record('end', 0.5)": "case 1: wrong|its call",
+    "os.abort()": "the last call: rope.rotate(x)|the process ended with the signal SIGABRT",
+    "time.sleep(60)": "the last call: rope.rotate(x)|the process still ran after 1 s, and was stopped",
+    "sys.exit('no memory')": "the last case: case 1|the process ended with status 1|no memory",
+    "sys.exit(0)": "the last call: rope.rotate(x)|the process ended before its checks",
+    f"{GOOD}, os.abort()": "the process ended with the signal SIGABRT",  # at the exit
 }
 
 
-def start_python_by(program: str, tmp_path, monkeypatch) -> None:
-    """Makes the self-check start this program in place of Python."""
-    (tmp_path / "program.py").write_text(program)
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Makes the self-check start a program in place of Python."""
     monkeypatch.setenv("TORCH_ROPE_PYTHON", shlex.join([sys.executable, str(tmp_path / "program.py")]))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(ROOT), *filter(None, sys.path)]))
+    return (tmp_path / "program.py").write_text
+
+
+def entries_of(check, cases):
+    """Runs cases, and returns what the process of a group would write to its file."""
+    entries = []
+    worker.run(check, cases, lambda *entry: entries.append(entry))
+    return entries
 
 
 # The last run is the whole self-check, with the speeds.
 @pytest.mark.parametrize("options", ["--quick --only=cos_sin", pytest.param("", marks=pytest.mark.exhaustive)])
-def test_a_correct_build_passes_without_numpy_and_pytest(options, device, tmp_path, monkeypatch, capsys):
-    if device != "mps" or sys.platform == "darwin":  # the simulated device starts Python itself
-        start_python_by(PROGRAM, tmp_path, monkeypatch)
+def test_a_correct_build_passes_without_numpy_and_pytest(options, device, start, capsys):
+    start("import simulator\nsimulator.load()" * (device == "mps" and sys.platform == "linux") + PYTHON)
     assert run.main(["--device", device, *options.split()]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and f"device {device}" in out
-    assert re.search(r"values: cos_sin, axial_cos_sin +passed: \d\d, largest error \d\d%", out)
-    assert re.search(r"\n\d+ groups? passed, 0 failed, in \d+ s\n$", out)
-    assert options or re.search(r"rotate_qk_, 4096 tokens: .* us, .* GB/s; a copy: .* us", out)
+    assert re.search(r"\nvalues: cos_sin, axial_cos_sin +passed: \d\d, largest error \d\d% of the allowed\n", out)
+    assert options or re.search(r"\n    rotate_qk_, 4096 tokens: .* us, .* GB/s; a copy: .* us, .* GB/s\n", out)
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize("program", BROKEN)
-def test_a_group_that_fails_is_described_and_loses_nothing_else(program, tmp_path, monkeypatch, capsys):
-    fails = f"exec({program!r} if group == 'values: rotate, rotate_qk' else {END!r})"
-    start_python_by(STAND_IN.replace("{program}", fails), tmp_path, monkeypatch)
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_group_that_fails_is_described_and_loses_nothing_else(broken, start, monkeypatch, capsys):
+    start(f"BROKEN, GOOD = {broken!r}, {GOOD!r}\n{STAND_IN}")
     monkeypatch.setattr(run, "LIMIT", 1.0)
     assert run.main(["--device", "cpu", "--quick", "--only", "values"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    (failed,) = [i for i, line in enumerate(lines) if "FAILED: 1, passed: " in line]
-    assert lines[failed].startswith("values: rotate, rotate_qk")
-    assert all(any(text in line for line in lines[failed:]) for text in BROKEN[program])
-    assert lines[-2] == "to repeat a group: python -m torch_rope.selfcheck --device cpu --only 'values: rotate, rotate_qk'"
-    assert sum("passed: 1, largest error 50%" in line for line in lines) == 3
-    assert lines[-1].startswith("3 groups passed, 1 failed, in ")
+    out = capsys.readouterr().out
+    described = out.partition("\nvalues: rotate, rotate_qk      FAILED: 1, passed: ")[2].splitlines()
+    assert set(BROKEN[broken].split("|")) <= {line.strip() for line in described}
+    assert out.count("passed: 1, largest error 50% of the allowed\n") == 3 and "\n3 groups passed, 1 failed, in " in out
+    assert " -m torch_rope.selfcheck --device cpu --only 'values: rotate, rotate_qk'\n" in out
 
 
-def changed(call, wrong, *args, **options):
-    """Calls an operator and changes its results by `wrong`. What it writes in place is changed too."""
-    written = [t for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    outs = call(*args, **options)
-    if outs is None:
-        return [t.mul_(1.01) for t in written[:1]] and None
-    return tuple(map(wrong, outs)) if isinstance(outs, tuple) else wrong(outs)
+def test_operators_whose_results_and_gradients_are_one_percent_wrong_fail_every_case():
+    def wrong(op, *args, **options):
+        outs = correct(op, *args, **options)
+        if outs is None:
+            return args[0].mul_(1.01) and None
+        return tuple(1.01 * out for out in outs) if isinstance(outs, tuple) else 1.01 * outs
+
+    check = Check(torch.device("cpu"))
+    correct, check.call = check.call, wrong
+    for cases in check.groups(quick=True).values():
+        assert [entry[1] for entry in entries_of(check, cases) if entry[0] == "failed"] == list(cases)
 
 
-# The second has the right values, and gradients that are 1% wrong.
-@pytest.mark.cpu
-@pytest.mark.parametrize("wrong", [lambda out: out * 1.01, lambda out: out + 0.01 * (out - out.detach())], ids=["values", "gradients"])
-def test_an_operator_that_is_one_percent_wrong_fails(wrong, request, monkeypatch):
-    kind = request.node.callspec.id
-    for group, cases in Check(torch.device("cpu")).groups(quick=True).items():
-        if not group.startswith(kind):
-            continue
-        ...
+def test_each_metal_kernel_has_a_check_which_fails_if_it_is_not_launched():
+    include, kernels = ROOT / "tests/backends/metal/simulator/metal", set()
+    for shader in (ROOT / "shaders").glob("*.metal"):
+        command = "c++", "-E", "-x", "c++", "-nostdinc", "-D__METAL_VERSION__=310", "-isystem", include, shader
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        kernels |= {re.sub(r'[" ]', "", name) for name in re.findall(r'host_name\(((?:\s*"\w*")+)\)', text)}
+    large = {name for name in kernels if re.match("table_backward_.*_u64", name)}  # for more than 2^32 elements
+    groups = metal.groups(check := Check(torch.device("cpu")))
+    assert {name for cases in groups.values() for name in cases} == kernels - large
+    entries = entries_of(check, groups["Metal kernels: cos_sin"])
+    assert ("failed", "cos_sin_half", "the kernel was not launched") in [entry[:3] for entry in entries]
+
+
+@pytest.mark.parametrize("name", ["meta", "nonsense:3"])
+def test_a_missing_device_is_reported_in_one_line(name, capsys):
+    assert run.main(["--device", name]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"torch_rope.selfcheck: device {name} cannot be used: ") and err.count("\n") == 1
