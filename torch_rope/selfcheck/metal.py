@@ -13,7 +13,7 @@ from torch_rope.selfcheck.checks import Check, require
 TYPES = {"float": torch.float32, "half": torch.float16, "bfloat": torch.bfloat16}
 VECTORS = "_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"
 # The files of shaders, the families of their kernels, and what follows the type in the name of a kernel. The kernels
-# table_backward_*_u64 are missing here, because only tensors of more than 2^32 elements need them.
+# table_backward_*_u64 are missing here, because only tensors of more than 2^32 elements launch them.
 FILES = {
     "rotate": {"rotate": VECTORS},
     "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("",), "norm_rotate_over_heads": ("_v4", "_v1")},
@@ -30,7 +30,7 @@ FILES = {
 
 def launches() -> Counter[str]:
     """Returns how often this process has launched each Metal kernel. It is empty on other devices."""
-    return sum((Counter({name: calls}) for name, _, calls in getattr(_C, "metal_pipelines", list)()), Counter())
+    return Counter(name for name, _, calls in getattr(_C, "metal_pipelines", list)() for _ in range(calls))
 
 
 def groups(check: Check) -> dict[str, dict[str, Callable[[], None]]]:

@@ -77,7 +77,7 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
     return False, [f"FAILED: {len(found['failed']) + bool(death)}, {passed}", *lines]
 
 
-def names(cases: list[tuple]) -> str:
+def names(cases: list[tuple[str, list]]) -> str:
     return textwrap.shorten(", ".join(name for name, _ in cases), 600)
 
 

@@ -2,14 +2,14 @@
 
     python -m torch_rope.selfcheck.worker DEVICE GROUP FILE [--quick]
 
-It writes to FILE what it is about to do, so that the file says where the process was if it crashes or hangs. A line is
-JSON, one of
+It writes to FILE what it does next, so that the file says where the process was if it crashes or hangs. Each line is a
+list in JSON, one of
 
     ["case", name]                     a case begins
     ["call", text]                     a call of an operator begins
     ["passed", name]                   the case has passed
     ["failed", name, error, details]   the case has failed
-    ["note", text]                     a line for the block
+    ["note", text]                     a line to print
     ["end", error]                     all cases have run; the largest error, as a part of the allowed one
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch_rope.selfcheck import metal, speed
 from torch_rope.selfcheck.checks import Check
 
-SECONDS = 20.0  # after this time no other case begins, so a slow device runs fewer cases
+SECONDS = 60.0  # after this time no other case of a group begins, so a slow device runs fewer cases
 
 
 def groups(check: Check, quick: bool) -> dict[str, dict[str, Callable]]:
@@ -34,11 +34,11 @@ def groups(check: Check, quick: bool) -> dict[str, dict[str, Callable]]:
 
 
 def run(check: Check, cases: dict[str, Callable], record: Callable) -> None:
-    """Runs cases. A case raises an error if it fails, and may return a line for the block."""
+    """Runs cases. A case raises an error if it fails, and may return a line to print."""
     check.before_call, end = partial(record, "call"), time.monotonic() + SECONDS
     for number, (name, case) in enumerate(cases.items()):
         if time.monotonic() > end:
-            record("note", f"{len(cases) - number} cases did not run, because {SECONDS:.0f} s were over")
+            record("note", f"{len(cases) - number} cases did not run, because the others took {SECONDS:.0f} s")
             break
         record("case", name)
         torch.manual_seed(0)
