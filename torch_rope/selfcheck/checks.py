@@ -308,7 +308,7 @@ class Check:
             check(op, *self.arguments(op, dtype, number))
 
         def cases(check: Callable, *ops: str) -> dict[str, Callable[[], None]]:
-            every = itertools.product(range(6 if quick else 60), self.dtypes, ops)
+            every = itertools.product(range(6 if quick else 40), self.dtypes, ops)
             return {f"{op} {str(dtype)[6:]} {n}": partial(case, check, op, dtype, n) for n, dtype, op in every}
 
         angles = itertools.product(self.dtypes, (torch.int64, torch.int32, torch.float32), (1e4, 5e5, 1.0000001))
