@@ -92,7 +92,8 @@ exhaustive-cuda: .venv/cuda
 
 exhaustive-metal: .venv/metal
 	$(PYTEST) tests/exhaustive/metal
-	$(PYTEST) --simulate tests/operators tests/modules tests/pytorch tests/backends/metal tests/exhaustive/metal
+	$(PYTEST) --simulate tests/operators tests/modules tests/pytorch tests/backends/metal tests/exhaustive/metal \
+	  tests/tools/test_selfcheck.py
 	for order in backward scrambled; do \
 	  ROPE_EXHAUSTIVE= $(PYTEST) --simulate --thread-order=$$order tests/operators tests/backends/metal || exit; done
 

@@ -227,7 +227,7 @@ class Check:
         """Checks q and both caches after a call of rotate_into_cache_."""
         scales = [options.pop(name, None) for name in ("k_scale", "v_scale")]
         caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in xs[3:]]
-        reference.rotate_into_cache(*exact_xs[:3], *caches, **options)
+        reference.rotate_into_cache_(*exact_xs[:3], *caches, **options)
         self.near("q", xs[0], exact_xs[0], magnitude(exact_xs[0], options), *bound)
         sizes = magnitude(caches[0], options), caches[1].abs() * options["norm_v"]  # v is copied if it has no norm
         names = "k_cache", "v_cache"
