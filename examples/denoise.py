@@ -1,20 +1,18 @@
-"""Denoises a small video with and without torch_rope, and compares the frames and the time of a step.
+"""Denoises a small video with and without torch_rope, and shows where the time of a step goes.
 
     pip install diffusers matplotlib
-    python examples/denoise.py --steps 8
+    python examples/denoise.py
 
 The model is diffusers' WanTransformer3DModel with the proportions of Wan 2.1 1.3B, but with fewer layers and heads. Its
 weights are random, so the video shows only clouds of colour, and this program downloads nothing. Two copies of the
-model, one of them patched by torch_rope, take turns in denoising the same latents. Each step is made twice: once to
-measure its time, and once with the profiler of torch, which measures its parts. The frames of both copies, the bits
-that differ and the parts of a step are drawn into a picture. The exit status is 1 if one bit of a frame differs.
+model, one of them patched by torch_rope, take turns in denoising the same latents, while the profiler of torch measures
+the parts of each step. Frames and times are drawn into a picture. The exit status is 1 if a bit of a frame differs.
 """
 
 import argparse
 import copy
 import os
 import sys
-import time
 from pathlib import Path
 from statistics import median
 
@@ -46,17 +44,6 @@ PARTS = {
 }
 
 
-def build(layers: int, heads: int, dtype: torch.dtype) -> WanTransformer3DModel:
-    ffn_dim = 8960 * heads // 12  # Wan 2.1 1.3B has 12 heads and 8960 channels in its feed-forward network
-    model = WanTransformer3DModel(
-        num_layers=layers, num_attention_heads=heads, attention_head_dim=HEAD_DIM, ffn_dim=ffn_dim, text_dim=TEXT[1]
-    )
-    for name, weight in model.named_parameters():
-        if not any(part in name for part in model._keep_in_fp32_modules):  # from_pretrained keeps them too
-            weight.data = weight.data.to(dtype)
-    return model.eval()
-
-
 @torch.no_grad()
 def denoise(model: WanTransformer3DModel, latents: Tensor, text: Tensor, noise: float, less: float) -> Tensor:
     """Makes one step of Euler's method, from one share of noise to a smaller one."""
@@ -64,14 +51,14 @@ def denoise(model: WanTransformer3DModel, latents: Tensor, text: Tensor, noise: 
     return latents + (less - noise) * velocity.float()
 
 
-def profile(*step) -> dict[str, float]:
-    """Returns the milliseconds of each part of a step. What an operator calls belongs to the part of that operator.
+def profile(*step) -> tuple[Tensor, dict[str, float]]:
+    """Makes a step. Returns the latents and the milliseconds of each part, including what its operators call.
 
     Without torch_rope the rotation is many operators. They are those on tensors of [batch, tokens, heads, 64], because
     nothing else takes half of the channels of a head.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
-        denoise(*step)
+        latents = denoise(*step)
     parts = dict.fromkeys(PARTS, 0.0)
     for event in profiler.events():
         if event.cpu_parent is None:
@@ -79,98 +66,79 @@ def profile(*step) -> dict[str, float]:
             half = len(shape) == 4 and shape[-1] == HEAD_DIM // 2
             found = [part for part, (operators, _) in PARTS.items() if event.name.startswith(operators)]
             parts["rotation" if half else (found or ["other"])[0]] += event.cpu_time_total / 1000
-    return parts
-
-
-def colours(latents: Tensor) -> Tensor:
-    """Shows latents [1, channels, frames, height, width] as [frames, height, width, RGB], by a fixed linear map."""
-    weight = torch.randn(3, CHANNELS, generator=torch.Generator().manual_seed(1))
-    rgb = torch.einsum("rc,cfhw->fhwr", weight, latents[0])
-    return torch.sigmoid((rgb - rgb.mean((0, 1, 2))) / rgb.std((0, 1, 2)))
+    return latents, parts
 
 
 def draw(videos: dict[str, Tensor], parts: dict[str, dict[str, float]], title: str, file: Path) -> None:
-    """Draws some frames of both videos, where they differ, and the times of the parts of a step."""
-    stock, ours = (latents.view(torch.int32) for latents in videos.values())
-    rows = {name: colours(F.avg_pool3d(latents, (1, 2, 2))) for name, latents in videos.items()}
-    rows["bits that differ"] = (stock != ours)[0].any(0)[..., None] * torch.tensor([0.9, 0.3, 0.2])  # black if equal
-    shown = torch.linspace(0, stock.shape[2] - 1, min(stock.shape[2], 5)).round().long()
-    figure = pyplot.figure(figsize=(10, 6.2), layout="constrained")
+    """Draws the frames of both videos, with colours from a fixed linear map of the channels, and the parts of a step."""
+    frames = videos["diffusers"].shape[2]
+    figure = pyplot.figure(figsize=(10, 6), layout="constrained")
     figure.suptitle(title)
-    above, below = figure.subfigures(2, 1, height_ratios=[5, 4])
-    for axes_of_row, (name, frames) in zip(above.subplots(3, len(shown), squeeze=False), rows.items(), strict=True):
-        axes_of_row[0].set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
-        for axes, frame in zip(axes_of_row, frames[shown], strict=True):
-            axes.imshow(frame, interpolation="bicubic" if name in videos else "nearest")
+    above, below = figure.subfigures(2, 1, height_ratios=[4, 3])
+    to_rgb = torch.randn(3, CHANNELS, generator=torch.Generator().manual_seed(1))
+    for row, (name, latents) in zip(above.subplots(2, frames, squeeze=False), videos.items(), strict=True):
+        rgb = torch.einsum("rc,cfhw->fhwr", to_rgb, F.avg_pool3d(latents, (1, 2, 2))[0])
+        rgb = torch.sigmoid((rgb - rgb.mean((0, 1, 2))) / rgb.std((0, 1, 2)))
+        row[0].set_ylabel(name)
+        for axes, frame in zip(row, rgb, strict=True):
+            axes.imshow(frame, interpolation="bicubic")
             axes.set(xticks=[], yticks=[])
-            axes.spines[:].set_visible(False)
-
-    whole, rotation = below.subplots(1, 2, width_ratios=[3, 1])
-    left = dict.fromkeys(parts, 0.0)
+    axes, left = below.subplots(), dict.fromkeys(parts, 0.0)
     for part, (_, colour) in PARTS.items():
-        times = [parts[name][part] for name in parts]
-        whole.barh(list(parts), times, left=list(left.values()), color=colour, label=part)
+        axes.barh(list(parts), [p[part] for p in parts.values()], left=list(left.values()), color=colour, label=part)
         left = {name: left[name] + parts[name][part] for name in parts}
-    bars = rotation.barh(list(parts), [parts[name]["rotation"] for name in parts], color=PARTS["rotation"][1])
-    rotation.bar_label(bars, [f"{parts[name]['rotation']:.3g} ms" for name in parts], padding=4)
-    rotation.set(title="The rotation alone", xlabel="milliseconds", yticks=[])
-    rotation.margins(x=0.35)
-    whole.set(title="Where the time of a step goes", xlabel="milliseconds")
-    below.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS), frameon=False)
-    for axes in (whole, rotation):
-        axes.invert_yaxis()
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
+    axes.set(title="Where the time of a step goes", xlabel="milliseconds")
+    axes.invert_yaxis()
+    below.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = {"layers": 4, "heads": 6, "frames": 5, "height": 30, "width": 52, "steps": 8}
-    for name, default in sizes.items():
+    for name, default in {"layers": 4, "heads": 6, "frames": 5, "height": 30, "width": 52, "steps": 8}.items():
         of = "of the latents " if name in ("frames", "height", "width") else ""
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{of}(default: %(default)s)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="(default: %(default)s)")
     picture = ROOT / "build" / "denoise.png"
     parser.add_argument("--picture", type=Path, default=picture, help="file of the picture (default: %(default)s)")
     options = parser.parse_args()
-    if min(vars(options)[name] for name in sizes) < 1 or options.height % 2 or options.width % 2:
-        parser.error("sizes must be at least 1, and --height and --width must be even")
 
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
-    model = build(options.layers, options.heads, dtype)
+    ffn_dim = 8960 * options.heads // 12  # Wan 2.1 1.3B has 12 heads and 8960 channels in its feed-forward network
+    shape = {"num_layers": options.layers, "num_attention_heads": options.heads, "attention_head_dim": HEAD_DIM}
+    model = WanTransformer3DModel(**shape, ffn_dim=ffn_dim, text_dim=TEXT[1]).eval()
+    for name, weight in model.named_parameters():
+        if not any(part in name for part in model._keep_in_fp32_modules):  # from_pretrained keeps them too
+            weight.data = weight.data.to(dtype)
     models = {"diffusers": model, "with torch_rope": copy.deepcopy(model)}
     print(patch(models["with torch_rope"]))
     text = torch.randn(1, *TEXT).to(dtype)
     # Smooth noise that changes slowly becomes a video that the eye can compare.
     coarse = torch.randn(CHANNELS, options.frames + 3, 5, 8).unfold(1, 4, 1).mean(-1) * 2
     smooth = F.interpolate(coarse, (options.height, options.width), mode="bicubic")[None]
-    videos, seconds, profiles = dict.fromkeys(models, smooth), {}, {}
-    shares = torch.linspace(1, 0, options.steps + 1)
-    shares = (3 * shares / (1 + 2 * shares)).tolist()  # Wan's pipelines shift the shares of noise by 3
-    for noise, less in zip(shares, shares[1:], strict=False):
-        for name, model in models.items():
-            step, start = (model, videos[name], text, noise, less), time.perf_counter()
-            videos[name] = denoise(*step)
-            seconds.setdefault(name, []).append(time.perf_counter() - start)
-            profiles.setdefault(name, []).append(profile(*step))
-    parts = {name: {part: median(p[part] for p in runs) for part in PARTS} for name, runs in profiles.items()}
+    videos, profiles = dict.fromkeys(models, smooth), {name: [] for name in models}
 
     tokens = options.frames * options.height * options.width // 4
     title = f"A Wan of {options.layers} layers and {options.heads} heads denoises {tokens} tokens in {options.dtype}"
+    print(f"\n{title}, with {torch.get_num_threads()} threads", flush=True)
+    shares = torch.linspace(1, 0, options.steps + 1)
+    shares = (3 * shares / (1 + 2 * shares)).tolist()  # Wan's pipelines shift the shares of noise by 3
+    for step in range(options.steps):
+        for name, model in models.items():
+            videos[name], parts = profile(model, videos[name], text, *shares[step : step + 2])
+            profiles[name].append(parts)
+        seconds = ", ".join(f"{name} {sum(profiles[name][-1].values()) / 1000:.2f} s" for name in models)
+        print(f"  step {step + 1} of {options.steps}: {seconds}", flush=True)
+    parts = {name: {part: median(p[part] for p in steps) for part in PARTS} for name, steps in profiles.items()}
     draw(videos, parts, title, options.picture)
-    print(f"\n{title}, in {options.steps} steps with {torch.get_num_threads()} threads.")
-    print(f"{'':20} {'step':>12} {'rotation':>12} {'share':>9}")
-    for name in models:
-        rotation, whole = parts[name]["rotation"], sum(parts[name].values())
-        print(f"{name:20} {1000 * median(seconds[name]):9.4g} ms {rotation:9.3g} ms {100 * rotation / whole:7.2f} %")
-    print("Times are medians of the steps. The rotation and its share in all operators are from the profiler of torch.")
-    stock, ours = videos.values()
-    print(f"Largest difference of the frames: {float((stock - ours).abs().max()):.1e}")
+    for name, times in parts.items():
+        share = 100 * times["rotation"] / sum(times.values())
+        print(f"{name:15} rotates in {times['rotation']:.3g} ms of a step, {share:.2g} % of it (medians)")
     print(f"Picture: {options.picture}")
-    if not torch.equal(stock.view(torch.int32), ours.view(torch.int32)):
+    stock, ours = (latents.view(torch.int32) for latents in videos.values())
+    if not torch.equal(stock, ours):
         sys.exit("The bits of the frames differ.")
     print(f"All {stock.numel()} numbers of the frames have the same bits.")
 

@@ -1,4 +1,4 @@
-"""Trains a small Llama on several processes with torch_rope, by tensor parallel, FSDP and context parallel.
+"""Trains a small decoder on several processes with torch_rope, by tensor parallel, FSDP and context parallel.
 
     torchrun --nproc-per-node 2 examples/parallel.py    # or 1, 4 or 8 processes
 
@@ -7,9 +7,9 @@ several ways: in one process, by tensor parallel x data parallel for every way t
 parallel over all processes. The exit status is 1 if a loss differs from the loss in one process by more than float32
 rounding explains, or if the loss does not fall. PyTorch does all communication; a rotation needs none.
 
-For your own model, copy `TENSOR_PARALLEL` or `CONTEXT_PARALLEL` and the functions below it. In both, the linear layers
-for q, k and v return DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are on
-this process, and raises an error if the tokens are split but the positions are not.
+For your own model, copy `apply_tensor_parallel` or `apply_context_parallel` and what they use. In both, the linear
+layers for q, k and v return DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are
+on this process, and raises an error if the tokens are split but the positions are not.
 """
 
 import argparse
@@ -45,10 +45,7 @@ TOLERANCE = 1e-5
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """Returns causal attention. q, k, v and the result are [batch, seq, heads, head_dim].
-
-    The mask is computed from the positions, because the tokens may be in any order.
-    """
+    """Returns causal attention of [batch, seq, heads, head_dim], for tokens in any order."""
     mask = q_positions[:, None] >= k_positions
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
@@ -59,8 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = DIM // HEADS
         self.wq = nn.Linear(DIM, HEADS * self.head_dim, bias=False)
-        self.wk = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
-        self.wv = nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False)
+        self.wk, self.wv = (nn.Linear(DIM, KV_HEADS * self.head_dim, bias=False) for _ in "kv")
         self.wo = nn.Linear(HEADS * self.head_dim, DIM, bias=False)
         self.rope = RotaryEmbedding(self.head_dim)
         self.attend = attend
@@ -71,22 +67,12 @@ class Attention(nn.Module):
         return self.wo(self.attend(q, k, v, positions, positions).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(DIM, 3 * DIM, bias=False)
-        self.up = nn.Linear(DIM, 3 * DIM, bias=False)
-        self.down = nn.Linear(3 * DIM, DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(DIM), Attention()
-        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(DIM), FeedForward()
+        self.feed_forward_norm = nn.RMSNorm(DIM)
+        self.feed_forward = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.SiLU(), nn.Linear(4 * DIM, DIM, bias=False))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions)
@@ -111,27 +97,23 @@ class Model(nn.Module):
 
 def apply_fsdp(model: Model, mesh: DeviceMesh) -> None:
     """Applies FSDP. mesh is the mesh over which the tokens are split, by batch or by seq."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
 
 
 # ---- Tensor parallel x data parallel: a process has some heads of some sequences ----
 
+# Between attention and feed-forward the tokens are split ("sequence parallel"), so each norm computes only some tokens.
 TENSOR_PARALLEL = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    # Between attention and feed-forward the tokens are split, so each norm computes only some tokens ("sequence
-    # parallel").
     "layers.*.attention_norm": SequenceParallel(),
     "layers.*.attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
     # q and k are DTensors that are split by heads. positions remains a plain tensor, the same in all processes.
     "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
     "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
     "layers.*.feed_forward_norm": SequenceParallel(),
-    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "layers.*.feed_forward.gate": ColwiseParallel(),
-    "layers.*.feed_forward.up": ColwiseParallel(),
-    "layers.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.feed_forward.0": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.feed_forward.2": RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel(),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
@@ -164,8 +146,7 @@ def split_tokens(mesh: DeviceMesh, tokens: Tensor, labels: Tensor, positions: Te
     """Returns the tokens, labels and positions of this process.
 
     With a causal mask, later tokens need more work. So each process gets a piece from the beginning and a piece from
-    the end: of 8 tokens, one process gets 0, 1, 6, 7 and the other gets 2, 3, 4, 5. The tokens of a process are
-    therefore not neighbours, and their positions must be split with them.
+    the end: of 8 tokens, one process gets 0, 1, 6, 7 and the other 2, 3, 4, 5. Their positions are split with them.
     """
     buffers = [tokens.clone(), labels.clone(), positions.clone()]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)):
@@ -195,33 +176,29 @@ def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
 # ---- Training and comparison ----
 
 
-def train(
-    model: Model, tokens: Tensor, labels: Tensor, positions: Tensor, steps: int, mesh: DeviceMesh | None = None
-) -> list[float]:
-    """Trains the model and returns the loss of each step.
+def train(model: Model, data: tuple[Tensor, Tensor, Tensor], steps: int, mesh: DeviceMesh | None = None) -> Tensor:
+    """Trains the model and returns the loss of each step. mesh is the mesh over which the tokens are split evenly.
 
-    mesh is the mesh over which the tokens are split evenly. Because the split is even, the loss of all tokens is the
-    mean of the losses of the processes. Its gradient is the mean of their gradients, which fully_shard computes.
+    As they are split evenly, loss and gradient are the means of those of the processes; fully_shard averages gradients.
     """
-    # SGD, because the steps of AdamW do not show a wrong scale of the gradients.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # AdamW would not show a wrong scale of the gradients
     losses = []
     for _ in range(steps):
-        loss = model(tokens, labels, positions)
+        loss = model(*data)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
-        losses.append(float(DTensor.from_local(loss, mesh, [Partial("avg")]).full_tensor() if mesh else loss))
-    return losses
+        losses.append(DTensor.from_local(loss, mesh, [Partial("avg")]).full_tensor() if mesh else loss)
+    return torch.stack(losses).double().cpu()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--steps", type=int, default=8, help="steps of the optimizer, at least 2 (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of the optimizer (default: %(default)s)")
     steps = parser.parse_args().steps
+    if steps < 2:
+        parser.error("--steps must be at least 2")
 
     gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
@@ -232,8 +209,6 @@ def main() -> int:
     world, first = dist.get_world_size(), dist.get_rank() == 0
     if BATCH % world:
         sys.exit(f"The number of processes is {world} but must be 1, 2, 4 or 8.")
-    if steps < 2:
-        sys.exit(f"--steps is {steps} but must be at least 2.")
 
     def new_model() -> Model:
         torch.manual_seed(0)
@@ -241,24 +216,19 @@ def main() -> int:
 
     text = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0)).to(device)
     tokens, labels, positions = text[:, :-1], text[:, 1:], torch.arange(SEQ, device=device)
-
-    losses = {"one process": train(new_model(), tokens, labels, positions, steps)}
+    losses = {"one process": train(new_model(), (tokens, labels, positions), steps)}
     for tp in (n for n in (1, 2, 4) if world % n == 0):
         mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        model = new_model()
-        apply_tensor_parallel(model, mesh)
+        apply_tensor_parallel(model := new_model(), mesh)
         own = (distribute_tensor(t, mesh["dp"], [Shard(0)], src_data_rank=None).to_local() for t in (tokens, labels))
-        losses[f"dp {world // tp} x tp {tp}"] = train(model, *own, positions, steps, mesh["dp"])
+        losses[f"dp {world // tp} x tp {tp}"] = train(model, (*own, positions), steps, mesh["dp"])
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
-    model = new_model()
-    apply_context_parallel(model, mesh)
-    losses[f"cp {world}"] = train(model, *split_tokens(mesh, tokens, labels, positions), steps, mesh)
+    apply_context_parallel(model := new_model(), mesh)
+    losses[f"cp {world}"] = train(model, split_tokens(mesh, tokens, labels, positions), steps, mesh)
     dist.destroy_process_group()
 
-    expected = torch.tensor(losses["one process"], dtype=torch.float64)
-    differences = {
-        way: float((torch.tensor(got, dtype=torch.float64) / expected - 1).abs().max()) for way, got in losses.items()
-    }
+    expected = losses["one process"]
+    differences = {way: float((got / expected - 1).abs().max()) for way, got in losses.items()}
     equal = all(difference <= TOLERANCE for difference in differences.values())  # False for NaN
     falls = bool(expected[-1] < expected[0])
     if first:
