@@ -2,19 +2,20 @@
 
     torchrun --nproc-per-node 2 examples/parallel.py    # or 1, 4 or 8 processes
 
-It runs on GPUs if there is one for each process, and on the CPU otherwise. The same model learns the same tokens in
-several ways: in one process, by tensor parallel x data parallel for every way to split the processes, and by context
-parallel over all processes. The exit status is 1 if a loss differs from the loss in one process by more than float32
-rounding explains, or if the loss does not fall. PyTorch does all communication; a rotation needs none.
+It runs on GPUs if there is one for each process, and on the CPU otherwise. The same model learns the same tokens in one
+process, by tensor parallel x data parallel for every way to split the processes, and by context parallel over all
+processes. The exit status is 1 if a loss differs from that in one process by more than float32 rounding explains, or if
+the loss does not fall. PyTorch does all communication; a rotation needs none.
 
-For your own model, copy `apply_tensor_parallel` or `apply_context_parallel` and what they use. In both, the linear
-layers for q, k and v return DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are
-on this process, and raises an error if the tokens are split but the positions are not.
+For your own model, copy `apply_tensor_parallel` or `apply_context_parallel`. In both, the linear layers for q, k and v return
+DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are on this process, and raises
+an error if the tokens are split but the positions are not.
 """
 
 import argparse
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,26 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor.experimental import context_parallel, local_map
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn import functional as F
 
 from torch_rope import RotaryEmbedding
 
 VOCABULARY, DIM, HEADS, KV_HEADS, LAYERS = 256, 128, 8, 4, 2
 BATCH, SEQ = 8, 64
-# The largest relative difference of losses. float32 sums in another order differ by 2e-7 on CPUs. If the positions are
-# not permuted as the tokens are, losses differ by 3e-4.
+# float32 sums in another order change losses by 2e-7 on CPUs. Positions that are not split as the tokens are change
+# them by 3e-4.
 TOLERANCE = 1e-5
-
-# ---- The model, which does not depend on the number of processes ----
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -95,92 +87,64 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def apply_fsdp(model: Model, mesh: DeviceMesh) -> None:
-    """Applies FSDP. mesh is the mesh over which the tokens are split, by batch or by seq."""
-    for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh)
-
-
-# ---- Tensor parallel x data parallel: a process has some heads of some sequences ----
-
-# Between attention and feed-forward the tokens are split ("sequence parallel"), so each norm computes only some tokens.
-TENSOR_PARALLEL = {
-    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "layers.*.attention_norm": SequenceParallel(),
-    "layers.*.attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
-    # q and k are DTensors that are split by heads. positions remains a plain tensor, the same in all processes.
-    "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
-    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "layers.*.feed_forward_norm": SequenceParallel(),
-    "layers.*.feed_forward.0": ColwiseParallel(input_layouts=Shard(1)),
-    "layers.*.feed_forward.2": RowwiseParallel(output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-}
-
-
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """Applies tensor parallel and FSDP. mesh has the dimensions "dp" and "tp"."""
-    parallelize_module(model, mesh["tp"], TENSOR_PARALLEL)
+    """Gives each process of the mesh some heads."""
+    # Outside attention and feed-forward the tokens are split, so that each norm computes only some tokens.
+    split, whole = Shard(1), Replicate()
+    plan = {
+        "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=split),
+        "layers.*.attention_norm": tp.SequenceParallel(),
+        "layers.*.attention": tp.PrepareModuleInput(input_layouts=(split, None), desired_input_layouts=(whole, None)),
+        # q and k are DTensors that are split by heads. positions remains a plain tensor, the same in all processes.
+        "layers.*.attention.w[qkv]": tp.ColwiseParallel(use_local_output=False),
+        "layers.*.attention.wo": tp.RowwiseParallel(output_layouts=split),
+        "layers.*.feed_forward_norm": tp.SequenceParallel(),
+        "layers.*.feed_forward.0": tp.ColwiseParallel(input_layouts=split),
+        "layers.*.feed_forward.2": tp.RowwiseParallel(output_layouts=split),
+        "norm": tp.SequenceParallel(),
+        "head": tp.ColwiseParallel(input_layouts=split, output_layouts=whole),
+    }
+    tp.parallelize_module(model, mesh, plan)
     heads = [Shard(2)]  # splits the heads of [batch, seq, heads, head_dim]
     for layer in model.layers:  # local_map, because on CPUs DTensor has no rule for attention with split heads
         layer.attention.attend = local_map(attend, heads, in_placements=(heads, heads, heads, None, None))
-    apply_fsdp(model, mesh["dp"])
-
-
-# ---- Context parallel: a process has some tokens of all sequences ----
-
-TOKENS = Shard(1)  # splits the tokens of [batch, seq, ...]; Shard(0) splits the positions
-CONTEXT_PARALLEL = {
-    # q and k are DTensors that are split by tokens. positions must be split in the same way.
-    "layers.*.attention.w[qkv]": PrepareModuleOutput(
-        output_layouts=TOKENS, desired_output_layouts=TOKENS, use_local_output=False
-    ),
-    "layers.*.attention.wo": PrepareModuleInput(
-        input_layouts=TOKENS, desired_input_layouts=TOKENS, use_local_output=True
-    ),
-}
-
-
-def split_tokens(mesh: DeviceMesh, tokens: Tensor, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tokens, labels and positions of this process.
-
-    With a causal mask, later tokens need more work. So each process gets a piece from the beginning and a piece from
-    the end: of 8 tokens, one process gets 0, 1, 6, 7 and the other 2, 3, 4, 5. Their positions are split with them.
-    """
-    buffers = [tokens.clone(), labels.clone(), positions.clone()]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)):
-        tokens, labels, positions = buffers  # context_parallel changed them in place, and does not restore them
-    return tokens, labels, DTensor.from_local(positions, mesh, [Shard(0)])
 
 
 def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """Applies context parallel and FSDP. mesh has one dimension.
+    """Gives each process of the mesh some tokens of all sequences.
 
-    Each process gathers all k and v, and computes attention of its own q. Llama 3 was trained in this way
-    (arXiv:2407.21783, section 3.3.2). It works on CPUs too, unlike the ring attention of context_parallel.
+    It gathers all k and v, and computes attention of its own q, as for Llama 3 (arXiv:2407.21783, section 3.3.2).
     """
-    parallelize_module(model, mesh, CONTEXT_PARALLEL)
+    tokens, positions, whole = Shard(1), Shard(0), Replicate()  # of [batch, seq, ...] and of [seq]
+    to_dtensor = {"output_layouts": tokens, "desired_output_layouts": tokens, "use_local_output": False}
+    to_local = {"input_layouts": tokens, "desired_input_layouts": tokens, "use_local_output": True}
+    plan = {
+        "layers.*.attention.w[qkv]": tp.PrepareModuleOutput(**to_dtensor),
+        "layers.*.attention.wo": tp.PrepareModuleInput(**to_local),
+    }
+    tp.parallelize_module(model, mesh, plan)
     for layer in model.layers:
         layer.attention.attend = local_map(
             attend,
-            out_placements=[TOKENS],
-            in_placements=([TOKENS], [Replicate()], [Replicate()], [Shard(0)], [Replicate()]),
+            out_placements=[tokens],
+            in_placements=([tokens], [whole], [whole], [positions], [whole]),
             # Each process has gradients of all k and v, but only the part from its own q. Partial() adds these parts.
-            in_grad_placements=([TOKENS], [Partial()], [Partial()], [Shard(0)], [Replicate()]),
+            in_grad_placements=([tokens], [Partial()], [Partial()], [positions], [whole]),
             redistribute_inputs=True,
         )
-    apply_fsdp(model, mesh)
 
 
-# ---- Training and comparison ----
+def train(data: tuple[Tensor, Tensor, Tensor], steps: int, apply=None, mesh: DeviceMesh | None = None) -> Tensor:
+    """Trains a new model after apply(model), and returns the losses. mesh is that over which the tokens are split.
 
-
-def train(model: Model, data: tuple[Tensor, Tensor, Tensor], steps: int, mesh: DeviceMesh | None = None) -> Tensor:
-    """Trains the model and returns the loss of each step. mesh is the mesh over which the tokens are split evenly.
-
-    As they are split evenly, loss and gradient are the means of those of the processes; fully_shard averages gradients.
+    All processes have equally many tokens. So the loss is the mean of theirs, and the gradient too, as FSDP computes it.
     """
+    torch.manual_seed(0)
+    model = Model().to(data[0].device)
+    if apply is not None:
+        apply(model)
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # AdamW would not show a wrong scale of the gradients
     losses = []
     for _ in range(steps):
@@ -190,51 +154,46 @@ def train(model: Model, data: tuple[Tensor, Tensor, Tensor], steps: int, mesh: D
         optimizer.zero_grad()
         loss = loss.detach()
         losses.append(DTensor.from_local(loss, mesh, [Partial("avg")]).full_tensor() if mesh else loss)
-    return torch.stack(losses).double().cpu()
+    return torch.stack(losses).double()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="steps of the optimizer (default: %(default)s)")
     steps = parser.parse_args().steps
-    if steps < 2:
-        parser.error("--steps must be at least 2")
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it by: torchrun --nproc-per-node 2 examples/parallel.py")
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if BATCH % world or steps < 2:
+        parser.error("the number of processes must be 1, 2, 4 or 8, and --steps at least 2")
+    kind = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    cp = init_device_mesh(kind, (world,), mesh_dim_names=("cp",))  # also connects the processes, and sets their GPUs
 
-    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if gpu else "gloo", **alone)
-    world, first = dist.get_world_size(), dist.get_rank() == 0
-    if BATCH % world:
-        sys.exit(f"The number of processes is {world} but must be 1, 2, 4 or 8.")
-
-    def new_model() -> Model:
-        torch.manual_seed(0)
-        return Model().to(device)
-
-    text = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0)).to(device)
-    tokens, labels, positions = text[:, :-1], text[:, 1:], torch.arange(SEQ, device=device)
-    losses = {"one process": train(new_model(), (tokens, labels, positions), steps)}
-    for tp in (n for n in (1, 2, 4) if world % n == 0):
-        mesh = init_device_mesh(device.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        apply_tensor_parallel(model := new_model(), mesh)
+    text = torch.randint(VOCABULARY, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0)).to(kind)
+    tokens, labels, positions = text[:, :-1], text[:, 1:], torch.arange(SEQ, device=kind)
+    losses = {"one process": train((tokens, labels, positions), steps)}
+    for n in (n for n in (1, 2, 4) if world % n == 0):
+        mesh = init_device_mesh(kind, (world // n, n), mesh_dim_names=("dp", "tp"))
         own = (distribute_tensor(t, mesh["dp"], [Shard(0)], src_data_rank=None).to_local() for t in (tokens, labels))
-        losses[f"dp {world // tp} x tp {tp}"] = train(model, (*own, positions), steps, mesh["dp"])
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("cp",))
-    apply_context_parallel(model := new_model(), mesh)
-    losses[f"cp {world}"] = train(model, split_tokens(mesh, tokens, labels, positions), steps, mesh)
+        apply = partial(apply_tensor_parallel, mesh=mesh["tp"])
+        losses[f"dp {world // n} x tp {n}"] = train((*own, positions), steps, apply, mesh["dp"])
+    # With a causal mask later tokens are more work. So each process gets a piece from the beginning and one from the
+    # end: of 8 tokens, one process gets 0, 1, 6, 7 and the other 2, 3, 4, 5.
+    own = positions.clone()
+    with context_parallel(cp, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}):
+        data = tokens[:, own], labels[:, own], DTensor.from_local(own, cp, [Shard(0)])
+    losses[f"cp {world}"] = train(data, steps, partial(apply_context_parallel, mesh=cp), cp)
     dist.destroy_process_group()
 
-    expected = losses["one process"]
-    differences = {way: float((got / expected - 1).abs().max()) for way, got in losses.items()}
-    equal = all(difference <= TOLERANCE for difference in differences.values())  # False for NaN
+    expected, equal = losses["one process"], True
+    for way, got in losses.items():
+        difference = float((got / expected - 1).abs().max())
+        equal &= difference <= TOLERANCE  # False for NaN
+        if rank == 0:
+            print(f"{way:12}", *(f"{loss:.6f}" for loss in got), f" {difference:.1e}")
     falls = bool(expected[-1] < expected[0])
-    if first:
-        print(f"Losses of each step, and the largest relative difference from one process ({world} x {device.type}):")
-        for way, got in losses.items():
-            print(f"{way:12}", *(f"{loss:.6f}" for loss in got), f" {differences[way]:.1e}")
+    if rank == 0:
+        print("These are the losses of each step, and the largest relative difference from one process.")
         print(f"The losses are equal (relative tolerance {TOLERANCE:.0e}): {equal}. The losses fall: {falls}.")
     return 0 if equal and falls else 1
 
