@@ -19,18 +19,10 @@ from statistics import median
 os.environ["KINETO_LOG_LEVEL"] = "6"  # hides messages of torch's profiler, which reads it at import
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-try:
-    import matplotlib
-    from diffusers import WanTransformer3DModel
-except ImportError as error:
-    sys.exit(f"{error}. This example needs: pip install diffusers matplotlib")
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-
-from torch_rope.integrations.diffusers import patch  # noqa: E402
+from torch_rope.integrations.diffusers import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD_DIM, CHANNELS, TEXT = 128, 16, (512, 4096)  # of Wan: channels of a head and of a latent, shape of the prompt
@@ -45,10 +37,9 @@ PARTS = {
 
 
 @torch.no_grad()
-def denoise(model: WanTransformer3DModel, latents: Tensor, text: Tensor, noise: float, less: float) -> Tensor:
+def denoise(model: nn.Module, latents: Tensor, text: Tensor, noise: float, less: float) -> Tensor:
     """Makes one step of Euler's method, from one share of noise to a smaller one."""
-    velocity = model(latents.to(text.dtype), torch.tensor([1000 * noise]), text, return_dict=False)[0]
-    return latents + (less - noise) * velocity.float()
+    return latents + (less - noise) * model(latents, torch.tensor([1000 * noise]), text, return_dict=False)[0]
 
 
 def profile(*step) -> tuple[Tensor, dict[str, float]]:
@@ -71,22 +62,24 @@ def profile(*step) -> tuple[Tensor, dict[str, float]]:
 
 def draw(videos: dict[str, Tensor], parts: dict[str, dict[str, float]], title: str, file: Path) -> None:
     """Draws the frames of both videos, with colours from a fixed linear map of the channels, and the parts of a step."""
-    frames = videos["diffusers"].shape[2]
-    figure = pyplot.figure(figsize=(10, 6), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
     figure.suptitle(title)
     above, below = figure.subfigures(2, 1, height_ratios=[4, 3])
     to_rgb = torch.randn(3, CHANNELS, generator=torch.Generator().manual_seed(1))
-    for row, (name, latents) in zip(above.subplots(2, frames, squeeze=False), videos.items(), strict=True):
+    rows = above.subplots(2, videos["diffusers"].shape[2], squeeze=False)
+    for row, (name, latents) in zip(rows, videos.items(), strict=True):
         rgb = torch.einsum("rc,cfhw->fhwr", to_rgb, F.avg_pool3d(latents, (1, 2, 2))[0])
-        rgb = torch.sigmoid((rgb - rgb.mean((0, 1, 2))) / rgb.std((0, 1, 2)))
         row[0].set_ylabel(name)
-        for axes, frame in zip(row, rgb, strict=True):
+        for axes, frame in zip(row, torch.sigmoid((rgb - rgb.mean((0, 1, 2))) / rgb.std((0, 1, 2))), strict=True):
             axes.imshow(frame, interpolation="bicubic")
             axes.set(xticks=[], yticks=[])
-    axes, left = below.subplots(), dict.fromkeys(parts, 0.0)
+    axes, left = below.subplots(), torch.zeros(2)
     for part, (_, colour) in PARTS.items():
-        axes.barh(list(parts), [p[part] for p in parts.values()], left=list(left.values()), color=colour, label=part)
-        left = {name: left[name] + parts[name][part] for name in parts}
+        times = torch.tensor([parts[name][part] for name in parts])
+        axes.barh(list(parts), times, left=left, color=colour, label=part)
+        left = left + times
     axes.set(title="Where the time of a step goes", xlabel="milliseconds")
     axes.invert_yaxis()
     below.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
@@ -97,31 +90,31 @@ def draw(videos: dict[str, Tensor], parts: dict[str, dict[str, float]], title: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {"layers": 4, "heads": 6, "frames": 5, "height": 30, "width": 52, "steps": 8}.items():
-        of = "of the latents " if name in ("frames", "height", "width") else ""
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{of}(default: %(default)s)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32", help="(default: %(default)s)")
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     picture = ROOT / "build" / "denoise.png"
     parser.add_argument("--picture", type=Path, default=picture, help="file of the picture (default: %(default)s)")
     options = parser.parse_args()
 
+    print("Importing diffusers and making the models, some 15 seconds ...", flush=True)
+    try:
+        import matplotlib  # noqa: F401
+        from diffusers import WanTransformer3DModel
+    except ImportError as error:
+        sys.exit(f"{error}. This example needs: pip install diffusers matplotlib")
     torch.manual_seed(0)
-    dtype = getattr(torch, options.dtype)
     ffn_dim = 8960 * options.heads // 12  # Wan 2.1 1.3B has 12 heads and 8960 channels in its feed-forward network
     shape = {"num_layers": options.layers, "num_attention_heads": options.heads, "attention_head_dim": HEAD_DIM}
     model = WanTransformer3DModel(**shape, ffn_dim=ffn_dim, text_dim=TEXT[1]).eval()
-    for name, weight in model.named_parameters():
-        if not any(part in name for part in model._keep_in_fp32_modules):  # from_pretrained keeps them too
-            weight.data = weight.data.to(dtype)
     models = {"diffusers": model, "with torch_rope": copy.deepcopy(model)}
     print(patch(models["with torch_rope"]))
-    text = torch.randn(1, *TEXT).to(dtype)
+    text = torch.randn(1, *TEXT)
     # Smooth noise that changes slowly becomes a video that the eye can compare.
     coarse = torch.randn(CHANNELS, options.frames + 3, 5, 8).unfold(1, 4, 1).mean(-1) * 2
     smooth = F.interpolate(coarse, (options.height, options.width), mode="bicubic")[None]
     videos, profiles = dict.fromkeys(models, smooth), {name: [] for name in models}
 
     tokens = options.frames * options.height * options.width // 4
-    title = f"A Wan of {options.layers} layers and {options.heads} heads denoises {tokens} tokens in {options.dtype}"
+    title = f"A Wan of {options.layers} layers and {options.heads} heads denoises {tokens} tokens in float32"
     print(f"\n{title}, with {torch.get_num_threads()} threads", flush=True)
     shares = torch.linspace(1, 0, options.steps + 1)
     shares = (3 * shares / (1 + 2 * shares)).tolist()  # Wan's pipelines shift the shares of noise by 3

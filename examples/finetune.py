@@ -19,14 +19,12 @@ import smollm2
 import torch
 from torch import Tensor, nn
 
+from torch_rope.integrations.transformers import patch
+
 try:
-    import matplotlib
+    from matplotlib.figure import Figure
 except ImportError as error:
     sys.exit(f"{error}. This example needs: pip install matplotlib")
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-
-from torch_rope.integrations.transformers import patch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,7 +70,8 @@ def errors(model: nn.Module, tokens: Tensor, starts: list[int]) -> list[float]:
 
 
 def draw(losses: list[float], starts: list[int], found: dict[str, list[float]], file: Path) -> None:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot(range(1, len(losses) + 1), losses, color="tab:gray", linewidth=6, alpha=0.5, label="transformers")
     left.plot(range(1, len(losses) + 1), losses, color="tab:blue", marker=".", label="with torch_rope: equal")
     left.set(title="SmolLM2-135M learns a README", xlabel="step", ylabel="loss")

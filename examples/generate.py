@@ -147,22 +147,22 @@ def compare(decoder: Decoder, step: Model, stock, tokenizer, prompt: Tensor, mos
     cache = transformers.DynamicCache(config=stock.config)
     theirs = generate(lambda tokens, _: stock(tokens, None, None, cache, logits_to_keep=1).logits, prompt)
     ours, streamer = generate(decoder, prompt, step), transformers.TextStreamer(tokenizer, skip_special_tokens=True)
-    steps = []
-    for _ in range(most):  # in turns, so that other work of the machine slows both equally
-        begin, token, middle = time.perf_counter(), int(next(ours)), time.perf_counter()
+    equal, our_seconds, their_seconds = [], [], []
+    while len(equal) < most:  # in turns, so that other work of the machine slows both equally
+        begin, token, end = time.perf_counter(), int(next(ours)), time.perf_counter()
         streamer.put(torch.tensor([token]))
-        start, their_token, end = time.perf_counter(), int(next(theirs)), time.perf_counter()
-        steps.append((token == their_token, middle - begin, end - start))
+        our_seconds.append(end - begin)
+        begin, their_token, end = time.perf_counter(), int(next(theirs)), time.perf_counter()
+        their_seconds.append(end - begin)
+        equal.append(token == their_token)
         if token == tokenizer.eos_token_id:
             break
     streamer.end()
-    equal, *seconds = zip(*steps, strict=True)
     which = f"All {len(equal)}" if all(equal) else f"The first {equal.index(False)} of {len(equal)}"
-    our_speed, their_speed = (1 / statistics.median(times[1:] or times) for times in seconds)  # without the prompt
-    print(
-        f"{which} tokens equal those of transformers {transformers.__version__}; ours {our_speed:.1f} tokens/s, "
-        f"transformers {their_speed:.1f}."
-    )
+    # The first step processes the prompt.
+    ours, theirs = (1 / statistics.median(seconds[1:] or seconds) for seconds in (our_seconds, their_seconds))
+    print(f"{which} tokens equal those of transformers {transformers.__version__};", end=" ")
+    print(f"ours {ours:.1f} tokens/s, transformers {theirs:.1f}.")
     return all(equal)
 
 
@@ -171,26 +171,24 @@ def main() -> None:
     parser.add_argument("--prompt", default="Why is the sky blue?", help="the message (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="how many tokens at most (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the step of a single token by torch.compile")
-    dtypes = ["float8_e4m3fn", "float8_e5m2", "int8"]
-    parser.add_argument(
-        "--cache", nargs="+", choices=dtypes, default=[], help="write again with quantised caches; tokens may differ"
-    )
+    dtypes, then = ["float8_e4m3fn", "float8_e5m2", "int8"], "then write with quantised caches; tokens may differ"
+    parser.add_argument("--cache", nargs="+", choices=dtypes, default=[], help=then)
     parser.add_argument("--qwen3", action="store_true", help="use a Qwen3 of random weights, which writes nonsense")
     options = parser.parse_args()
 
     stock, tokenizer = smollm2.load()
     if options.qwen3:
-        stock = smollm2.random_qwen3(stock.config)
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        stock = Qwen3ForCausalLM(Qwen3Config(**smollm2.SIZES, head_dim=64, initializer_range=0.2)).eval()
     chat = [{"role": "user", "content": options.prompt}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    max_seq, limit = prompt.shape[1] + options.tokens, stock.config.max_position_embeddings
-    if options.tokens < 1 or max_seq > limit:
-        parser.error(
-            f"--tokens must be from 1 to {limit - prompt.shape[1]}, the context of the model without the prompt"
-        )
+    room = stock.config.max_position_embeddings - prompt.shape[1]
+    if not 1 <= options.tokens <= room:
+        parser.error(f"--tokens must be from 1 to {room}, the context of the model without the prompt")
 
     for dtype in (None, *options.cache):
-        decoder = Decoder.from_transformers(stock, 1, max_seq)
+        decoder = Decoder.from_transformers(stock, 1, prompt.shape[1] + options.tokens)
         if dtype:
             next(generate(decoder, prompt))  # its k and v give the scales
             for layer in decoder.layers:
