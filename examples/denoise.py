@@ -88,8 +88,7 @@ def main() -> None:
     videos = dict.fromkeys(models, torch.randn(1, CHANNELS, o.frames, o.height, o.width))
     profiles = {name: [] for name in models}
 
-    tokens = o.frames * o.height * o.width // 4
-    title = f"A Wan of {o.layers} layers and {o.heads} heads denoises {tokens} tokens in float32"
+    title = f"A Wan of {o.layers} layers and {o.heads} heads, {o.frames * o.height * o.width // 4} tokens, float32"
     print(f"\n{title}, with {torch.get_num_threads()} threads", flush=True)
     shares = torch.linspace(1, 0, o.steps + 1)
     shares = (3 * shares / (1 + 2 * shares)).tolist()  # Wan's pipelines shift the shares of noise by 3

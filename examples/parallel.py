@@ -3,13 +3,12 @@
     torchrun --nproc-per-node 2 examples/parallel.py    # or 1, 4 or 8 processes
 
 It runs on GPUs if there is one for each process, and on the CPU otherwise. The same model learns the same tokens in one
-process, by tensor parallel x data parallel for every way to split the processes, and by context parallel over all
-processes. The exit status is 1 if a loss differs from that in one process by more than float32 rounding explains, or if
-the loss does not fall. PyTorch does all communication; a rotation needs none.
+process, by tensor parallel x data parallel for every way to split the processes, and by context parallel. The exit
+status is 1 if a loss differs from that in one process by more than rounding explains, or if the loss does not fall.
 
-For your own model, copy `apply_tensor_parallel` or `apply_context_parallel`. In both, the linear layers for q, k and v return
-DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens that are on this process, and raises
-an error if the tokens are split but the positions are not.
+For your own model, copy `apply_tensor_parallel` or `apply_context_parallel`. In both, the linear layers of q, k and v
+return DTensors, which know what is split. So RotaryEmbedding rotates the heads or tokens of this process, without any
+communication, and raises an error if the tokens are split but the positions are not.
 """
 
 import argparse
@@ -30,9 +29,7 @@ from torch.nn import functional as F
 from torch_rope import RotaryEmbedding
 
 VOCABULARY, DIM, HEADS, KV_HEADS, LAYERS, BATCH, SEQ = 256, 128, 8, 4, 2, 8, 64
-# float32 sums in another order change losses by 2e-7 on CPUs. Positions that are not split as the tokens are change
-# them by 3e-4.
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # float32 sums in another order change losses by 2e-7 on CPUs, positions of other tokens by 3e-4
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -52,61 +49,47 @@ class Attention(nn.Module):
         self.rope = RotaryEmbedding(self.head_dim)
         self.attend = attend
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+    def forward(self, x: Tensor, normed: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (w(normed).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = self.rope(q, k, positions)
-        return self.wo(self.attend(q, k, v, positions, positions).flatten(-2))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(DIM), Attention()
-        self.feed_forward_norm = nn.RMSNorm(DIM)
-        self.feed_forward = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.SiLU(), nn.Linear(4 * DIM, DIM, bias=False))
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.wo(self.attend(q, k, v, positions, positions).flatten(-2))
 
 
 class Model(nn.Module):
+    """A decoder without feed-forward networks, which have no part in rotation."""
+
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(DIM)
+        self.layers = nn.ModuleList(Attention() for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(LAYERS + 1))
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """Returns the mean loss. tokens and labels are [batch, seq], positions is [seq]."""
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, positions)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        for layer, norm in zip(self.layers, self.norms[:-1], strict=True):
+            x = layer(x, norm(x), positions)
+        return F.cross_entropy(self.head(self.norms[-1](x)).flatten(0, 1), labels.flatten())
 
 
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
     """Gives each process of the mesh some heads."""
-    # Outside attention and feed-forward the tokens are split, so that each norm computes only some tokens.
+    # Outside attention the tokens are split, so that each norm computes only some tokens.
     split, whole = Shard(1), Replicate()
     plan = {
         "embedding": tp.RowwiseParallel(input_layouts=whole, output_layouts=split),
-        "layers.*.attention_norm": tp.SequenceParallel(),
-        "layers.*.attention": tp.PrepareModuleInput(input_layouts=(split, None), desired_input_layouts=(whole, None)),
+        "norms.*": tp.SequenceParallel(),
+        "layers.*": tp.PrepareModuleInput(input_layouts=(None, split, None), desired_input_layouts=(None, whole, None)),
         # q and k are DTensors that are split by heads. positions remains a plain tensor, the same in all processes.
-        "layers.*.attention.w[qkv]": tp.ColwiseParallel(use_local_output=False),
-        "layers.*.attention.wo": tp.RowwiseParallel(output_layouts=split),
-        "layers.*.feed_forward_norm": tp.SequenceParallel(),
-        "layers.*.feed_forward.0": tp.ColwiseParallel(input_layouts=split),
-        "layers.*.feed_forward.2": tp.RowwiseParallel(output_layouts=split),
-        "norm": tp.SequenceParallel(),
+        "layers.*.w[qkv]": tp.ColwiseParallel(use_local_output=False),
+        "layers.*.wo": tp.RowwiseParallel(output_layouts=split),
         "head": tp.ColwiseParallel(input_layouts=split, output_layouts=whole),
     }
     tp.parallelize_module(model, mesh, plan)
     heads = [Shard(2)]  # splits the heads of [batch, seq, heads, head_dim]
     for layer in model.layers:  # local_map, because on CPUs DTensor has no rule for attention with split heads
-        layer.attention.attend = local_map(attend, heads, in_placements=(heads, heads, heads, None, None))
+        layer.attend = local_map(attend, heads, in_placements=(heads, heads, heads, None, None))
 
 
 def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
@@ -118,15 +101,15 @@ def apply_context_parallel(model: Model, mesh: DeviceMesh) -> None:
     to_dtensor = {"output_layouts": tokens, "desired_output_layouts": tokens, "use_local_output": False}
     to_local = {"input_layouts": tokens, "desired_input_layouts": tokens, "use_local_output": True}
     plan = {
-        "layers.*.attention.w[qkv]": tp.PrepareModuleOutput(**to_dtensor),
-        "layers.*.attention.wo": tp.PrepareModuleInput(**to_local),
+        "layers.*.w[qkv]": tp.PrepareModuleOutput(**to_dtensor),
+        "layers.*.wo": tp.PrepareModuleInput(**to_local),
     }
     tp.parallelize_module(model, mesh, plan)
     placements = [tokens], [whole], [whole], [positions], [whole]
     # Each process has gradients of all k and v, but only the part from its own q. Partial() adds these parts.
     gradients = [tokens], [Partial()], [Partial()], [positions], [whole]
     for layer in model.layers:
-        layer.attention.attend = local_map(attend, [tokens], placements, gradients, redistribute_inputs=True)
+        layer.attend = local_map(attend, [tokens], placements, gradients, redistribute_inputs=True)
 
 
 def train(data: tuple[Tensor, Tensor, Tensor], steps: int, apply=None, mesh: DeviceMesh | None = None) -> Tensor:
