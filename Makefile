@@ -32,16 +32,17 @@ EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
 .PHONY: check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE) demo finetune denoise mutate bench figures docs wheel gpu lint clean
 
+# Writes text with SmolLM2, and compares each token with transformers. make demo ARGS=--help lists the options.
 demo: .venv/built
-	$(BIN)/python examples/generate.py --prompt="$$PROMPT"
+	@$(BIN)/python examples/demo.py --prompt="$$PROMPT" $(ARGS)
 
-# Trains a language model on the README by transformers alone and with torch_rope, and draws build/finetune.png.
-finetune: .venv/models
-	$(BIN)/python examples/finetune.py
+# Trains SmolLM2 with and without torch_rope in 3 minutes, and draws build/finetune.png.
+finetune: .venv/examples
+	@$(BIN)/python examples/finetune.py $(ARGS)
 
-# Denoises a small video by diffusers alone and with torch_rope, and draws build/denoise.png.
-denoise: .venv/models
-	$(BIN)/python examples/denoise.py
+# Denoises a small video by diffusers with and without torch_rope in 3 minutes, and draws build/denoise.png.
+denoise: .venv/examples
+	@$(BIN)/python examples/denoise.py $(ARGS)
 
 check: lint .venv/built
 	$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu

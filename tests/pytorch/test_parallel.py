@@ -6,13 +6,11 @@ import contextlib
 import functools
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXHAUSTIVE, OPERATORS, ROOT, python, schema_of
+from cases import EXHAUSTIVE, OPERATORS, python, schema_of
 from ranks import Ranks
 
 import torch_rope
@@ -475,14 +473,3 @@ def check_mixed_precision_of_fsdp1(device):
 
 def test_fsdp1_does_not_cast_the_frequencies(ranks):
     ranks(check_mixed_precision_of_fsdp1)
-
-
-@night
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_example_has_the_losses_of_one_process(world):
-    """The example trains with tensor parallel, FSDP and context parallel, and uses nccl if there are as many GPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += [str(ROOT / "examples" / "parallel.py"), "--steps", "2"]
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "The losses are equal" in result.stdout and ": True. The losses fall: True." in result.stdout

@@ -1,32 +1,65 @@
-"""The demo, with a small random Llama in place of SmolLM2. test_examples.py runs it with SmolLM2."""
+"""The decoder of the examples, as a small Llama and Qwen3 of random weights. test_examples.py runs it with SmolLM2."""
 
 import types
 
 import pytest
 import torch
-from cases import ROOT, needed
+from cases import ROOT, Calls, needed
+from torch._dynamo.testing import CompileCounter
 
 pytestmark = pytest.mark.cpu
+transformers = needed("transformers")
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3, "initializer_range": 0.2}
+SIZES |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+PROMPT, LENGTH = 20, 32
+# Less than twice the mean difference of logits that a cache of this dtype causes, as a part of the largest logit.
+BOUNDS = {"float8_e4m3fn": 0.04, "float8_e5m2": 0.08, "int8": 0.018}
 
 
-def test_the_demo_generates_the_tokens_of_transformers(monkeypatch, capsys):
-    needed("gguf")
-    transformers = needed("transformers")
-    for name in ("HF_HUB_OFFLINE", "TQDM_DISABLE", "KINETO_LOG_LEVEL"):
-        monkeypatch.setenv(name, "1")  # the import of the example sets them
+@pytest.fixture(params=["Llama", "Qwen3"])
+def stock(request, monkeypatch):
+    """A model of transformers. The weights of its norms are not 1."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import generate
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{request.param}Config")(**SIZES)
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 2.0)
+    return model
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.2))
-    config = generate.Config(**sizes, inv_freq=generate.torch_rope.inv_freq(32, 500.0), max_seq=48, interleaved=True)
+
+def all_logits(decoder, tokens):
+    """Returns the logits after the prompt, and after each later token."""
+    pieces = torch.arange(LENGTH).split([PROMPT] + [1] * (LENGTH - PROMPT))
+    return torch.cat([decoder(tokens[:, piece], piece) for piece in pieces], dim=1)
+
+
+@torch.inference_mode()
+def test_the_decoder_computes_the_logits_of_transformers_by_one_call_in_a_layer(stock):
+    from generate import Decoder
+
+    decoder, tokens = Decoder.from_transformers(stock, 2, LENGTH), torch.randint(64, (2, LENGTH))
+    with Calls() as calls:
+        logits = all_logits(decoder, tokens)
+    assert [name for name in calls.names if "rope::" in name] == ["rope::rotate_into_cache_"] * 2 * 13
+    torch.testing.assert_close(logits, stock(tokens).logits[:, PROMPT - 1 :], atol=1e-4, rtol=1e-4)
+    for dtype, bound in BOUNDS.items():
+        decoder = Decoder.from_transformers(stock, 2, LENGTH)
+        all_logits(decoder, tokens)
+        for layer in decoder.layers:
+            layer.self_attn.quantise(getattr(torch, dtype))
+        assert bound / 10 < (all_logits(decoder, tokens) - logits).abs().mean() / logits.abs().max() < bound
+
+
+def test_the_demo_compares_its_tokens_with_transformers_and_compiles_one_graph(stock, capsys):
+    from demo import Decoder, compare
+
     tokenizer = types.SimpleNamespace(eos_token_id=None, decode=lambda tokens, **_: "".join(f"{t} " for t in tokens))
-    loaded = config, generate.from_transformers("llama", model), 500.0, tokenizer, torch.randint(64, (1, 20))
-    monkeypatch.setattr(generate, "load", lambda *_: loaded)
-    with torch.inference_mode():
-        try:
-            generate.generate("?", 12, half_split=False, compiled=False)
-        finally:
-            torch.compiler.set_stance("default")
-    assert "All 12 tokens are equal." in capsys.readouterr().out
+    decoder, counter = Decoder.from_transformers(stock, 1, LENGTH), CompileCounter()
+    rest = stock, tokenizer, torch.randint(64, (1, PROMPT)), LENGTH - PROMPT
+    assert compare(decoder, torch.compile(decoder, fullgraph=True, backend=counter), *rest)
+    assert "All 12 tokens equal those of transformers" in capsys.readouterr().out and counter.frame_count == 1
+    stock.lm_head.weight.data = -stock.lm_head.weight
+    assert not compare(decoder, decoder, *rest)
