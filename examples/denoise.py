@@ -3,10 +3,9 @@
     pip install diffusers matplotlib
     python examples/denoise.py
 
-The model is diffusers' WanTransformer3DModel with the proportions of Wan 2.1 1.3B, but with fewer layers and heads. Its
-weights are random, and this program downloads nothing. Two copies of the model, one of them patched by torch_rope, take
-turns in denoising the same latents, while the profiler of torch measures the parts of each step. These are drawn into a
-picture. The exit status is 1 if a bit of a frame differs.
+The model is diffusers' WanTransformer3DModel with the proportions of Wan 2.1 1.3B, fewer layers and heads, and random
+weights. Two copies, one of them patched by torch_rope, take turns in denoising the same latents, while the profiler of
+torch measures the parts of each step. The exit status is 1 if a bit of a frame differs.
 """
 
 import argparse

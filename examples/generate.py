@@ -1,5 +1,8 @@
 """A decoder to copy: Llama or Qwen3 with a static KV cache, which torch_rope writes. demo.py writes text with it.
 
+    decoder = Decoder.from_transformers(model, batch=1, max_seq=4096)
+    for token in generate(decoder, prompt, step=torch.compile(decoder)): ...
+
 The names of the parameters and the members of config are those of transformers.
 """
 

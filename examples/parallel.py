@@ -43,8 +43,7 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.head_dim = DIM // HEADS
-        heads = HEADS, KV_HEADS, KV_HEADS
-        self.wq, self.wk, self.wv = (nn.Linear(DIM, n * self.head_dim, bias=False) for n in heads)
+        self.wq, self.wk, self.wv = (nn.Linear(DIM, n * self.head_dim, bias=False) for n in (HEADS, KV_HEADS, KV_HEADS))
         self.wo = nn.Linear(HEADS * self.head_dim, DIM, bias=False)
         self.rope = RotaryEmbedding(self.head_dim)
         self.attend = attend
