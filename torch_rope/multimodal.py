@@ -101,7 +101,7 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     """Returns the frequencies of Ernie 4.5 VL (as in its technical report).
 
     The pairs follow height, width, height, width and so on, and the last sections[2] pairs follow time. The order of
-    sections is [height, width, time], and the first two must be equal. In all else arguments, result and errors are
+    sections is [height, width, time], and the first two must be equal. Otherwise arguments, result and errors are
     those of :func:`sections`.
     """
     _check("height_width_time", inv_freq, sections)

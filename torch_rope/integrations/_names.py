@@ -1,7 +1,7 @@
 """Lets a function call something else by a name: a copy of its code names another global.
 
 A code object knows the globals that it loads by their names. So a copy of the code that has another name in the same
-place calls what the module holds under that name, and all else stays: globals, closure, ``super()``, lines and
+place calls what the module holds under that name, and everything else is kept: globals, closure, ``super()``, lines and
 breakpoints. No source is needed.
 """
 
