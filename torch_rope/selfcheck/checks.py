@@ -75,10 +75,11 @@ def bound_of(dtype: torch.dtype, options: dict) -> tuple[float, float]:
 
 
 def describe_call(op: str, args: tuple, options: dict) -> str:
-    kinds = [f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else x for x in (*args, *options.values())]
-    texts = [str(kind) for kind in kinds[: len(args)]]
-    texts += [f"{name}={kind}" for name, kind in zip(options, kinds[len(args) :], strict=True)]
-    return f"rope.{op}({', '.join(texts)})"
+    def text(x) -> str:
+        return f"{str(x.dtype)[6:]}{list(x.shape)}" if isinstance(x, Tensor) else str(x)
+
+    named = [f"{name}={text(value)}" for name, value in options.items()]
+    return f"rope.{op}({', '.join([*map(text, args), *named])})"
 
 
 def require(condition: bool, otherwise: str) -> None:
@@ -88,10 +89,11 @@ def require(condition: bool, otherwise: str) -> None:
 
 
 class Check:
-    """Has the checks of one device. before_call takes the text of each call of an operator before the call is made."""
+    """Has the checks of one device."""
 
-    def __init__(self, device: torch.device, before_call: Callable[[str], None] = lambda text: None):
-        self.device, self.before_call = device, before_call
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.before_call = lambda text: None  # takes the text of each call before the call is made
         self.dtypes = [torch.float32, *HALF] + [torch.float64] * has_float64(device)
         self.cache_dtypes = list(QUANTISED) if device.type != "mps" else [torch.int8]  # Metal has no float8
         self.last_call = ""
@@ -315,11 +317,11 @@ class Check:
         eager = itertools.product(self.dtypes, (False, True))
         return {
             "values: cos_sin, axial_cos_sin": {
-                f"{dtype}, {of} positions, base {base}": partial(self.tables_of_angles, dtype, of, base)
-                for dtype, of, base in angles
+                f"{str(t)[6:]} of {str(p)[6:]} positions, base {base}": partial(self.tables_of_angles, t, p, base)
+                for t, p, base in angles
             },
             "values: rotate, rotate_qk": cases(self.values, "rotate", "rotate_", "rotate_qk", "rotate_qk_")
-            | {f"eager rounding {d}, interleaved={i}": partial(self.eager_rounding, d, i) for d, i in eager}
+            | {f"eager rounding {str(d)[6:]}, interleaved={i}": partial(self.eager_rounding, d, i) for d, i in eager}
             | {"four threads at once": self.threads},
             "values: norm_rotate_qk": cases(self.values, "norm_rotate_qk"),
             "values: rotate_into_cache_": cases(self.values, "rotate_into_cache_"),

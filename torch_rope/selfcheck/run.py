@@ -25,8 +25,8 @@ LIMIT = 120.0  # seconds that the process of a group may take
 MOST_ERRORS = 3  # how many different errors of a group are printed with their details
 
 
-def run_group(device: str, group: str, *options: str) -> tuple[bool, list[str]]:
-    """Runs a group in a process of its own. Returns whether it passed, and lines that say what was found."""
+def run_group(device: str, group: str, cases: int, *options: str) -> tuple[bool, list[str]]:
+    """Runs a group of so many cases in a process of its own. Returns what summary returns."""
     # The simulated device needs a command of its own to start Python.
     python = shlex.split(os.environ.get("TORCH_ROPE_PYTHON", "")) or [sys.executable]
     with tempfile.TemporaryDirectory() as folder:
@@ -45,14 +45,14 @@ def run_group(device: str, group: str, *options: str) -> tuple[bool, list[str]]:
             finally:
                 process.kill()
         entries = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-        return summary(entries, death, output.read_text(encoding="utf-8", errors="replace"))
+        return summary(entries, cases, death, output.read_text(encoding="utf-8", errors="replace"))
 
 
-def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[str]]:
+def summary(entries: list[list], cases: int, death: str, output: str) -> tuple[bool, list[str]]:
     """Returns whether a group passed, and lines that say what was found.
 
-    entries: the report of its process; see worker.py. death: how the process ended, if not as it should. output: what
-    it printed.
+    entries: the report of its process; see worker.py. cases: how many there are. death: how the process ended, if not as
+    it should. output: what it printed.
     """
     found = defaultdict(list)
     for kind, *rest in entries:
@@ -61,14 +61,14 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
     for name, error, details in found["failed"]:
         errors[error].append((name, details))
     lines = [text for (text,) in found["note"]]
-    for error, cases in list(errors.items())[:MOST_ERRORS]:
-        lines += [f"{names(cases)}: {error}", *(f"  {text}" for text in cases[0][1])]
-    if others := [case for cases in list(errors.values())[MOST_ERRORS:] for case in cases]:
+    for error, failed in list(errors.items())[:MOST_ERRORS]:
+        lines += [f"{names(failed)}: {error}", *(f"  {text}" for text in failed[0][1])]
+    if others := [case for failed in list(errors.values())[MOST_ERRORS:] for case in failed]:
         lines.append(f"also failed: {names(others)}")
     if not found["end"]:
         death = death or "the process ended before its checks"
         lines += [f"the last {kind}: {found[kind][-1][0]}" for kind in ("case", "call") if found[kind]]
-    passed = f"passed: {len(found['passed'])}"
+    passed = f"passed: {len(found['passed'])} of {cases}"
     if not death and not errors:
         largest = found["end"][0][0]
         return True, [passed + (f", largest error {largest:.0%} of the allowed" if largest else ""), *lines]
@@ -78,7 +78,7 @@ def summary(entries: list[list], death: str, output: str) -> tuple[bool, list[st
 
 
 def names(cases: list[tuple[str, list]]) -> str:
-    return textwrap.shorten(", ".join(name for name, _ in cases), 600)
+    return textwrap.shorten("; ".join(name for name, _ in cases), 600)
 
 
 def environment(device: str) -> list[str]:
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     if problem := problem_with(device):
         print(f"torch_rope.selfcheck: device {device} cannot be used: {problem}", file=sys.stderr)
         return 2
-    all_groups = list(worker.groups(Check(torch.device(device)), options.quick))
+    all_groups = worker.groups(Check(torch.device(device)), options.quick)
     chosen = [group for group in all_groups if options.only in group]
     if not chosen:
         parser.error(f"no group's name contains {options.only}; the groups are {'; '.join(all_groups)}")
@@ -130,11 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for group in chosen:
         print(f"{group:<30} ", end="", flush=True)  # shows what runs now
-        passed, lines = run_group(device, group, *["--quick"] * options.quick)
+        passed, lines = run_group(device, group, len(all_groups[group]), *["--quick"] * options.quick)
         print("\n    ".join(lines), flush=True)
         failed += [] if passed else [group]
     if failed:
         print(f"to repeat a group: python -m torch_rope.selfcheck --device {device} --only '{failed[0]}'")
-    seconds = time.monotonic() - start
-    print(f"{len(chosen) - len(failed)} groups passed, {len(failed)} failed, in {seconds:.0f} s")
+    print(f"{len(chosen) - len(failed)} groups passed, {len(failed)} failed, in {time.monotonic() - start:.0f} s")
     return int(bool(failed))
