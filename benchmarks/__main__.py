@@ -49,13 +49,14 @@ def run(args) -> int:
         if case:
             lines = in_process(case, args.device, args.only, args.rounds, number == 0)
             passes.setdefault(case, []).append(lines)
-            bad = [x["implementation"] for x in lines if x["status"] in ("failed", "wrong")]
-            broken |= any(name.startswith("torch_rope") for name in bad)
             shown = [summary(x) for x in lines if x["status"] != "skipped"] if number == 0 else [f"pass {number + 1}"]
             text = f"{case.name}: {'; '.join(shown)}"
         else:
-            studied, end = sent_by(args.device, accuracy.study, args.device)
-            text = f"accuracy: {len(studied)} lines; {end}"
+            lines, end = sent_by(args.device, accuracy.study, args.device)
+            studied, text = lines, f"accuracy: {len(lines)} lines; {end}"
+            broken |= not end.endswith("code 0")
+        bad = [x["implementation"] for x in lines if x.get("status") in ("failed", "wrong")]
+        broken |= any(name.startswith("torch_rope") for name in bad)
         write(out, merged(found, old, passes, studied))
         print(f"[{i}/{len(todo)}, {time.monotonic() - start:.0f} s] {text}", file=sys.stderr, flush=True)
     print(f"The results are in {out}." + f" {left} of {len(todo)} measurements were left out." * bool(left))

@@ -175,7 +175,7 @@ class Cpu:
         gc.collect()
         gc.disable()
         order, shuffle = list(calls), random.Random(0).shuffle
-        for _ in range(max(3, min(self.rounds, round(seconds / max(round_seconds, REST))))):
+        for _ in range(min(self.rounds, max(3, round(seconds / max(round_seconds, REST))))):
             shuffle(order)  # so that no implementation always follows the same one
             for name in order:
                 (repeat, once), run = calls[name], runs[name][0]
