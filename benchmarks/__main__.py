@@ -42,6 +42,7 @@ def run(args) -> int:
     # The first pass over all cases comes first, so that a run that is ended early has figures for all of them.
     todo = [*((number, case) for number in range(args.passes) for case in chosen)]
     todo[len(chosen) : len(chosen)] = [(0, None)] * ("accuracy" in wanted)
+    print("Importing the other implementations, some 20 seconds ...", file=sys.stderr, flush=True)
     for i, (number, case) in enumerate(todo, start=1):
         if time.monotonic() - start > args.seconds:
             left = len(todo) - i + 1

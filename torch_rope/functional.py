@@ -42,7 +42,7 @@ def call(
 
     A keyword argument with its default value is left out, because each one costs a decode step 0.2 microseconds.
     """
-    if type(offset) is not int and isinstance(offset, Tensor):  # the first question is the quicker one
+    if type(offset) is not int and isinstance(offset, Tensor):  # type() is quicker than isinstance()
         raise TypeError(
             f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which "
             "may be a tensor: positions=torch.arange(seq, device=q.device) + offset"
