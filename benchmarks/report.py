@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from .implementations import ADAPTERS
+from .implementations import ADAPTERS, OURS
 from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
 REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
-OURS, MODULE, IN_PLACE, FUSED = "torch_rope", "torch_rope module", "torch_rope in place", "torch_rope fused"
+MODULE, IN_PLACE, FUSED = "torch_rope module", "torch_rope in place", "torch_rope fused"
 APART, PEER, COMPILED = "torch_rope, then index_copy_", "transformers", "transformers compiled"
 LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
 # What has a time in the tables. All others have the ratio of their time to that of torch_rope.

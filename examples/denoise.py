@@ -74,9 +74,10 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=ROOT / "build" / "denoise.png", help="(default: %(default)s)")
     o = parser.parse_args()
 
-    print("Importing diffusers and making the models, some 15 seconds ...", flush=True)
+    print("Importing diffusers, some 10 seconds ...", flush=True)
     from diffusers import WanTransformer3DModel
 
+    print("Making and patching the models ...", flush=True)
     torch.manual_seed(0)
     ffn_dim = 8960 * o.heads // 12  # Wan 2.1 1.3B has 12 heads and 8960 channels in its feed-forward network
     shape = {"num_layers": o.layers, "num_attention_heads": o.heads, "attention_head_dim": HEAD_DIM}

@@ -166,9 +166,7 @@ def main() -> int:
     if rank == 0:
         for way, got in losses.items():
             print(f"{way:12}", *(f"{loss:.6f}" for loss in got))
-        print(
-            f"The losses are equal (largest relative difference: {difference:.1e}): {equal}. The losses fall: {falls}."
-        )
+        print(f"Largest relative difference: {difference:.1e}. Equal losses: {equal}. The losses fall: {falls}.")
     return 0 if equal and falls else 1
 
 

@@ -104,10 +104,6 @@ class Check:
         self.before_call(self.last_call)
         return getattr(rope, op)(*args, **options)
 
-    def synchronize(self) -> None:
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
-
     # ---- comparisons ----
 
     def compare(self, name: str, actual: Tensor, expected: Tensor, allowed: Tensor, step: Tensor) -> None:
