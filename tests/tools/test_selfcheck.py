@@ -62,7 +62,7 @@ def test_a_correct_build_passes_without_numpy_and_pytest(options, device, start,
     assert run.main(["--device", device, *options.split()]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}" in out and f"device {device}" in out
-    assert re.search(r" axial_cos_sin +passed: (\d\d) of \1, largest error \d\d% of the allowed\n", out)
+    assert re.search(r" axial_cos_sin +passed: (\d\d) of \1, largest error \d\d% of the limit\n", out)
     assert options or re.search(r"\n    rotate_qk_, 4096 tokens: .* us, .* GB/s; a copy: .* us, .* GB/s\n", out)
 
 
@@ -74,7 +74,7 @@ def test_a_group_that_fails_is_described_and_loses_nothing_else(broken, start, m
     out = capsys.readouterr().out
     described = out.partition("\nvalues: rotate, rotate_qk      FAILED: 1, passed: ")[2].splitlines()
     assert set(BROKEN[broken].split("|")) <= {line.strip() for line in described}
-    assert out.count(", largest error 50% of the allowed\n") == 3 and "\n3 groups passed, 1 failed, in " in out
+    assert out.count(", largest error 50% of the limit\n") == 3 and "\n3 groups passed, 1 failed, in " in out
     assert " -m torch_rope.selfcheck --device cpu --only 'values: rotate, rotate_qk'\n" in out
 
 

@@ -71,7 +71,7 @@ def summary(entries: list[list], cases: int, death: str, output: str) -> tuple[b
     passed = f"passed: {len(found['passed'])} of {cases}"
     if not death and not errors:
         largest = found["end"][0][0]
-        return True, [passed + (f", largest error {largest:.0%} of the allowed" if largest else ""), *lines]
+        return True, [passed + (f", largest error {largest:.0%} of the limit" if largest else ""), *lines]
     if death:
         lines += [death, *[line[:300] for line in output.splitlines() if line.strip()][-4:]]
     return False, [f"FAILED: {len(found['failed']) + bool(death)}, {passed}", *lines]
