@@ -2,8 +2,7 @@
 #   make check       runs lint and the core tests of the operators on the CPU, in a minute
 #   make test        runs what protects a user, with emulated CUDA and simulated Metal, in minutes
 #   make exhaustive  runs all the rest, in a night; PART chooses from its parts: cpu cuda metal models package
-# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel |
-# lint | clean.
+# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel | lint | clean.
 # make gpu runs what needs an NVIDIA GPU, step by step for BUDGET seconds, and goes on with the folder OUT if it runs again.
 # STEP chooses steps. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
 PYTHON ?= python3

@@ -146,5 +146,5 @@ if __name__ == "__main__":
     known, capability = identity()
     every = steps_of(args.out.resolve(), capability)
     if unknown := set(args.steps) - {step.name for step in every}:
-        sys.exit(f"{min(unknown)} is no step; the steps are {', '.join(step.name for step in every)}")
+        sys.exit(f"{min(unknown)} is not a step; the steps are {', '.join(step.name for step in every)}")
     sys.exit(main(args.out.resolve(), args.seconds, every, known, args.steps))

@@ -90,7 +90,7 @@ def inv_freq(
     Args:
         rotary_dim: how many channels of a head are rotated. It must be even.
         base: the base of the powers, often called ``rope_theta``. Default: 10000.
-        dtype: the dtype of the result. float32 costs accuracy at long positions: an angle is off by up to 0.002 radians
+        dtype: the dtype of the result. float32 costs accuracy at far positions: an angle is off by up to 0.002 radians
             at position 131,072, and by 0.02 at a million. Default: float64, or two float32 parts on a device without
             float64.
         device: the device of the result. Default: PyTorch's default device.

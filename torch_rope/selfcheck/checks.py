@@ -121,8 +121,8 @@ class Check:
 
     def near(self, name: str, actual: Tensor, expected: Tensor, size: Tensor, ulps: float, part: float = 0.0) -> None:
         """Raises AssertionError unless the error is at most this many ulps at the given size, plus part * size."""
-        step = ulp(actual.dtype, size)
-        self.compare(name, actual, expected, ulps * step + part * size, step)
+        allowed = ulps * ulp(actual.dtype, size) + part * size
+        self.compare(name, actual, expected, allowed, ulp(actual.dtype, size.maximum(expected.abs())))
 
     def same(self, name: str, actual: Tensor, expected: Tensor) -> None:
         require(torch.equal(actual.detach().cpu(), expected.detach().cpu()), f"{name} has other bits than expected")

@@ -39,7 +39,7 @@ def run_group(device: str, group: str, cases: int, *options: str) -> tuple[bool,
                 status = process.wait(LIMIT)
                 death = f"the process ended with status {status}" if status else ""
                 if status < 0:
-                    death = f"the process ended with the signal {signal.Signals(-status).name}"
+                    death = f"the process ended with signal {-status} ({signal.strsignal(-status)})"
             except subprocess.TimeoutExpired:
                 death = f"the process still ran after {LIMIT:.0f} s, and was stopped"
             finally:

@@ -16,7 +16,7 @@ NAME = f"speed: bfloat16, {HEADS} + {KV_HEADS} heads"
 
 
 def groups(check: Check) -> dict[str, dict[str, Callable[[], str]]]:
-    return {NAME: {f"{op}, {tokens} tokens": partial(measure, check, op, tokens) for op, tokens in CALLS}}
+    return {NAME: {f"{op}, seq {tokens}": partial(measure, check, op, tokens) for op, tokens in CALLS}}
 
 
 def measure(check: Check, op: str, tokens: int) -> str:
@@ -37,7 +37,7 @@ def measure(check: Check, op: str, tokens: int) -> str:
     with torch.no_grad():
         ours, copy = median_times(check.device, [call, lambda: target.copy_(source)])
     ours, copy = (f"{1e6 * t:.1f} us, {size / t / 1e9:.1f} GB/s" for t in (ours, copy))
-    return f"{op}, {tokens} tokens: {ours}; a copy: {copy}"
+    return f"{op}, seq {tokens}: {ours}; a copy: {copy}"
 
 
 def median_times(device: torch.device, calls: list[Callable]) -> list[float]:
