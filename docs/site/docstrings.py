@@ -27,7 +27,8 @@ def markdown(text: str, obj: griffe.Object) -> str:
             if name.split(".")[0] in scope.members:
                 name = f"{scope.path}.{name}"
             scope = scope.parent
-        is_module = (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+        path = ROOT / name.replace(".", "/")
+        is_module = path.with_suffix(".py").exists() or path.is_dir()
         if is_module or not name.startswith("torch_rope."):  # a module has no heading to link to
             return f"`{found[1]}`"
         return f"[`{found[1]}`][{name}]"

@@ -22,7 +22,7 @@ def site(request, tmp_path_factory):
     """The folder of the built site, and the text of its pages."""
     folder = tmp_path_factory.mktemp("site")
     environment = os.environ | {"REPOSITORY": request.param, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]  # --quiet hides warnings
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.html")}
