@@ -421,8 +421,9 @@ def _arguments(config: Any, layer: _Layer) -> tuple[str, dict]:
 def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
     """Returns the kind of a model's frequencies, and the keyword arguments of its function.
 
-    The kind is a key of :data:`torch_rope.frequencies.KINDS`. The arguments and errors are those of :func:`from_config`, which calls this function. Call it directly to follow the
-    length of the sequence yourself: the keyword arguments do not include seq_len and long.
+    The kind is a key of :data:`torch_rope.frequencies.KINDS`. The arguments and errors are those of :func:`from_config`,
+    which calls this function. Call it directly to follow the length of the sequence yourself: the keyword arguments do
+    not include seq_len and long.
     """
     model_type = _get(_get(config, "text_config") or config, "model_type")
     must_be = families.NOT_BY_CONFIG.get(model_type, "")
