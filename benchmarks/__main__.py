@@ -50,8 +50,8 @@ def run(args) -> int:
         if case:
             lines = in_process(case, args.device, args.only, args.rounds, number == 0)
             passes.setdefault(case, []).append(lines)
-            shown = [summary(x) for x in lines if x["status"] != "skipped"] if number == 0 else [f"pass {number + 1}"]
-            text = f"{case.name}: {'; '.join(shown)}"
+            texts = [summary(x) for x in lines if x["status"] != "skipped"] if number == 0 else [f"pass {number + 1}"]
+            text = f"{case.name}: {'; '.join(texts)}"
         else:
             lines, end = sent_by(args.device, accuracy.study, args.device)
             studied, text = lines, f"accuracy: {len(lines)} lines; {end}"

@@ -162,8 +162,8 @@ def _beside(figure: Figure, points: list[tuple], **labels) -> Figure:
 
 
 def _legend(of: Figure | Axes, drawn: dict[str, Line2D], names: Iterable[str], **options) -> None:
-    shown = {DASHED.get(name, name): drawn[name] for name in names if name in drawn}
-    legend = of.legend(shown.values(), shown.keys(), **options)
+    labels = {DASHED.get(name, name): drawn[name] for name in names if name in drawn}
+    legend = of.legend(labels.values(), labels.keys(), **options)
     for text in legend.get_texts():
         text.set_fontweight("bold" if text.get_text().startswith("torch_rope") else "normal")
 

@@ -195,8 +195,8 @@ def machine(lines: list[dict]) -> str:
 
 
 def measured_on(found: dict) -> str:
-    shown = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
-    versions = [f"{k} {found[k]}" for k in shown if found.get(k, "not installed") != "not installed"]
+    packages = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
+    versions = [f"{k} {found[k]}" for k in packages if found.get(k, "not installed") != "not installed"]
     threads = f"{found['threads']} threads, kernels {found['cpu_kernels']}"
     threads = threads if found["device"] == "cpu" else "CUDA graphs"
     return f"measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}"

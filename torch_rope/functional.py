@@ -30,13 +30,13 @@ def call(
     offset: int | torch.SymInt,
     attention_factor: float = 1.0,
     interleaved: bool = False,
-    inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
     norm_eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     norm_v: bool = False,
+    inverse: bool = False,
 ) -> Any:
     """Calls an operator with its positional arguments, one of which is offset, and its keyword arguments.
 
@@ -274,10 +274,8 @@ def rotate(
         cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
         y = torch_rope.rotate(x, cos, sin, positions=torch.tensor([0, 1, 2, 0, 1]))  # two packed sequences
     """
-    tensors = x, cos, sin, inv_freq, positions, offset
-    return call(
-        _ops.rotate.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding
-    )
+    op, tensors = _ops.rotate.default, (x, cos, sin, inv_freq, positions, offset)
+    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotary_embedding(
@@ -376,8 +374,8 @@ def rotate_(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
         torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
-    tensors = x, cos, sin, inv_freq, positions, offset
-    call(_ops.rotate_.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding)
+    op, tensors = _ops.rotate_.default, (x, cos, sin, inv_freq, positions, offset)
+    call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotate_qk(
@@ -420,10 +418,8 @@ def rotate_qk(
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq)  # a prompt
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, offset=cache_length)  # a decode step
     """
-    tensors = q, k, cos, sin, inv_freq, positions, offset
-    return call(
-        _ops.rotate_qk.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding
-    )
+    op, tensors = _ops.rotate_qk.default, (q, k, cos, sin, inv_freq, positions, offset)
+    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotate_qk_(
@@ -461,8 +457,8 @@ def rotate_qk_(
         q, k, v = qkv.split([32, 8, 8], dim=-2)  # qkv [batch, seq, 48, 128]
         torch_rope.rotate_qk_(q, k, inv_freq=inv_freq)  # changes qkv
     """
-    tensors = q, k, cos, sin, inv_freq, positions, offset
-    call(_ops.rotate_qk_.default, tensors, offset, attention_factor, interleaved, inverse, rotary_start, eager_rounding)
+    op, tensors = _ops.rotate_qk_.default, (q, k, cos, sin, inv_freq, positions, offset)
+    call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def norm_rotate_qk(
@@ -529,17 +525,8 @@ def norm_rotate_qk(
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
     tensors = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
-    return call(
-        _ops.norm_rotate_qk.default,
-        tensors,
-        offset,
-        attention_factor,
-        interleaved,
-        False,
-        rotary_start,
-        eager_rounding,
-        norm_eps,
-    )
+    op = _ops.norm_rotate_qk.default
+    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, norm_eps)
 
 
 def rotate_into_cache_(
@@ -641,7 +628,6 @@ def rotate_into_cache_(
         offset,
         attention_factor,
         interleaved,
-        False,
         rotary_start,
         eager_rounding,
         norm_eps,

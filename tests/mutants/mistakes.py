@@ -235,7 +235,7 @@ PYTHON = [
     ("patch: a loop is no branch", "integrations/_rotary.py", " or name == \"FOR_ITER\"", "", "integrations/test_conventions"),
     ("patch: the text of a function is known without its helpers", "integrations/_rotary.py", "for f in _with_helpers(inspect.unwrap(function))]", "for f in [inspect.unwrap(function)]]", "integrations/test_rotary_functions"),
     ("patch: gradients of two products are added before they are rounded", "integrations/_bits.py", "if not r.converts_each:\n", "if True:\n", "integrations/test_rotary_functions"),
-    ("patch: q is rounded for the wrong product", "integrations/_bits.py", "flags = flags | {\"eager_rounding\": not rounding.first_product}", "flags = flags | {\"eager_rounding\": True}", "integrations/test_conventions"),
+    ("patch: q is rounded for the wrong product", "integrations/_bits.py", "flags = flags | {\"eager_rounding\": not rounding.rounds_first_product}", "flags = flags | {\"eager_rounding\": True}", "integrations/test_conventions"),
     ("patch: what a method imports is not found", "integrations/_names.py", "elif i.opname in (\"LOAD_GLOBAL\", \"IMPORT_FROM\") and", "elif i.opname == \"LOAD_GLOBAL\" and", "integrations/test_names"),
     ("patch: a decorator keeps the old method", "integrations/_names.py", "types.CellType(new) if c.cell_contents is inner", "types.CellType(inner) if c.cell_contents is inner", "integrations/test_names"),
     ("patch: attributes get another name too", "integrations/_names.py", "if i.argval in names and i.opname not in", "if False and i.opname not in", "integrations/test_names"),

@@ -33,7 +33,7 @@ GOOD = "record('passed', 'case 1'), record('end', 0.5)"
 BROKEN = {
     "record('failed', 'case 1', 'wrong', ['its call']), record('end', 0.5)": "case 1: wrong|its call",
     "os.abort()": "the last call: rope.rotate(x)|the process ended with signal 6 (Aborted)",
-    "time.sleep(60)": "the last call: rope.rotate(x)|the process still ran after 1 s, and was stopped",
+    "time.sleep(60)": "the last call: rope.rotate(x)|the process still ran after 3 s, and was stopped",
     "sys.exit('no memory')": "the last case: case 1|the process ended with status 1|no memory",
     "sys.exit(0)": "the last call: rope.rotate(x)|the process ended before its checks",
     f"{GOOD}, os.abort()": "the process ended with signal 6 (Aborted)",  # at the exit
@@ -69,7 +69,7 @@ def test_a_correct_build_passes_without_numpy_and_pytest(options, device, start,
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_group_that_fails_is_described_and_loses_nothing_else(broken, start, monkeypatch, capsys):
     start(f"BROKEN, GOOD = {broken!r}, {GOOD!r}\n{STAND_IN}")
-    monkeypatch.setattr(run, "LIMIT", 1.0)
+    monkeypatch.setattr(run, "LIMIT", 3.0)
     assert run.main(["--device", "cpu", "--quick", "--only", "values"]) == 1
     out = capsys.readouterr().out
     described = out.partition("\nvalues: rotate, rotate_qk      FAILED: 1, passed: ")[2].splitlines()

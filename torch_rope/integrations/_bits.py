@@ -25,7 +25,7 @@ class Rounding:
     eager: bool  # True if each operation rounds, and False if torch_rope rounds once, at the end
     converts_each: bool = False  # True if x is converted for each product, so that gradients are rounded for each
     # True if x * cos is rounded before the sum, and the other product is not. torch_rope rounds the other product.
-    first_product: bool = False
+    rounds_first_product: bool = False
     contiguous: bool = False  # True if the gradient of x is contiguous, whatever the strides of its result's gradient
 
     @classmethod
@@ -47,7 +47,7 @@ _INSIDE = (torch.promote_types, lambda x, tables: torch.float32, lambda x, table
 _GRADIENTS = [{"contiguous": c, "converts_each": e} for c, e in product((False, True), repeat=2)]
 # The ways in which rotary functions round: they return a Rounding for the dtypes of x, tables and result.
 POLICIES = [partial(Rounding.each, inside, **more) for more in _GRADIENTS for inside in _INSIDE]
-FIRST_PRODUCT = [partial(Rounding.each, _INSIDE[1], first_product=True, **more) for more in _GRADIENTS]
+FIRST_PRODUCT = [partial(Rounding.each, _INSIDE[1], rounds_first_product=True, **more) for more in _GRADIENTS]
 
 
 class Operands(NamedTuple):
@@ -65,7 +65,7 @@ def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_fi
     if rounding.tables == torch.float64 and not has_float64(cos.device):
         rounding = Rounding.once(rounding.x, cos.dtype, rounding.result)
     if rounding.eager:
-        flags = flags | {"eager_rounding": not rounding.first_product}
+        flags = flags | {"eager_rounding": not rounding.rounds_first_product}
     return Operands(cos.to(rounding.tables), sin.to(rounding.tables), rounding, flags, heads_first)
 
 
@@ -84,7 +84,7 @@ def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
     """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them."""
     r = o.rounding
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if has_gradients and (r.converts_each or r.contiguous or r.first_product) and not is_traced():
+    if has_gradients and (r.converts_each or r.contiguous or r.rounds_first_product) and not is_traced():
         return _WithItsGradient.apply(o, *xs)
     return _rotated(xs, o)
 
@@ -92,7 +92,7 @@ def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
 def _rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
     r, cos, sin = o.rounding, o.cos, o.sin
     xs = [x.to(r.x) for x in xs]
-    if r.first_product:
+    if r.rounds_first_product:
         # A pair (a, b) becomes the same as (-b, a) by an angle that is less by a quarter turn.
         xs, cos, sin = [_turn(x, o.flags) for x in xs], sin, -cos
     return tuple(y.to(r.result) for y in _operator(xs, cos, sin, o.flags))

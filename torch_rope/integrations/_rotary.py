@@ -283,9 +283,9 @@ class Rotary:
         for kind, samples in groups.items():
             # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
             wide = found.get((torch.float32, *kind[1:]))
-            policies = (
-                FIRST_PRODUCT if wide and wide.first_product else [] if self._once else [*POLICIES, *FIRST_PRODUCT]
-            )
+            policies = [] if self._once else [*POLICIES, *FIRST_PRODUCT]
+            if wide and wide.rounds_first_product:
+                policies = FIRST_PRODUCT
             found[kind], remark = self._rounding_of(samples, policies)
             if remark:
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])

@@ -260,7 +260,8 @@ class Check:
             # The arithmetic has an error that is relative to the largest gradient; a 16-bit result is also rounded.
             largest, is_half = expected.abs().max().expand(expected.shape), actual.dtype in HALF
             error = ulp(torch.float32 if is_half else actual.dtype, largest)
-            error *= 24 if actual.dtype == torch.float64 else 12  # in float64 the expected gradient has an error too
+            # In float64 the expected sums over heads and tokens have an error too.
+            error *= 24 if actual.dtype == torch.float64 and name in ("cos", "sin", "inv_freq") else 12
             error += ANGLE_ERROR * largest * ("inv_freq" in args and actual.dtype != torch.float64)
             step = ulp(actual.dtype, expected.abs() if is_half else largest)
             self.compare(f"the gradient of {name}", actual, expected, error + step * is_half, step)
@@ -277,7 +278,7 @@ class Check:
             outs = self.call(op, **args, attention_factor=1.7)
             args = {name: exact(value) for name, value in args.items()}
             expected = getattr(reference, op)(**args, attention_factor=1.7)
-            bound = (2,) if dtype == torch.float64 else (0.51, ANGLE_ERROR * (3 if "axial" in op else 1))
+            bound = (2,) if dtype == torch.float64 else (0.51, ANGLE_ERROR)
             for name, out, e in zip(("cos", "sin"), outs, expected, strict=True):
                 self.near(f"{name} of {op}", out, e, torch.full(e.shape, 1.7).double(), *bound)
 
