@@ -165,6 +165,11 @@ void check_batch(const RotateCall& call, const Named& t) {
                    ", as ", call.q_name(), " has, or batch 1");
 }
 
+// Ends the message for complex tables.
+const char* of_complex(const std::optional<Tensor>& t) {
+  return t && t->is_complex() ? "; torch.view_as_real(table).unbind(-1) makes cos and sin of a complex table" : "";
+}
+
 // Ends the message for a table or weight that is neither float32 nor of the dtype of q.
 const char* or_float32(at::ScalarType x_type) { return x_type == at::kFloat ? "" : ", or float32"; }
 
@@ -173,7 +178,7 @@ void check_tables(const RotateCall& call) {
   const at::ScalarType x_type = call.q->scalar_type(), type = cos->scalar_type();
   check_same_type(call, sin, cos);
   ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, "cos and sin are ", name_of(type), " but must be ",
-                  name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type));
+                  name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type), of_complex(call.cos));
   check_dims(call, cos, 2, 4,
              "[max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, "
              "rotary_dim / 2]");
@@ -386,7 +391,7 @@ void check(const RotateCall& call, bool in_place) {
   ROPE_CHECK_VALUE(
       call.cos.has_value() == call.sin.has_value(),
       call.cos ? "sin is None but must be given together with cos" : "cos is None but must be given together with sin",
-      advice);
+      advice, of_complex(call.cos));
   ROPE_CHECK_VALUE(call.cos.has_value() || call.inv_freq.has_value(),
                    "cos, sin and inv_freq are None but must not all be None", advice);
   ROPE_CHECK_VALUE(!(call.cos.has_value() && call.inv_freq.has_value()),

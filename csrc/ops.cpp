@@ -12,6 +12,15 @@ struct Meta : AnyBackend {
   static void cos_sin(const CosSinCall&) {}
 };
 
+// Ends the message for a tensor on a device that this build has no kernels for.
+const char* remedy(const at::Device& device) {
+  if (device.is_cuda()) {
+    return "; to build them, install nvcc, set TORCH_ROPE_CUDA=1, and run in the source folder of torch_rope: "
+           "pip install -v --no-build-isolation --no-deps --force-reinstall .";
+  }
+  return device.is_mps() ? "; a build on macOS 14 or later has them" : "";
+}
+
 // The kernel of every operator for tensors that no back end takes, and for None. It raises the error.
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string name = python_name(op);
@@ -31,7 +40,8 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                                 " is a ", t.toString(), " but must be dense and not quantized");
     TORCH_CHECK_NOT_IMPLEMENTED(op.hasKernelForDispatchKey(c10::highestPriorityBackendTypeId(t.key_set())), name, ": ",
                                 arguments[i].name(), " is on ", t.device(),
-                                " but must be on a device for which this build of torch_rope has kernels");
+                                " but must be on cpu, or on a device for which this build of torch_rope has kernels",
+                                remedy(t.device()));
   }
 }
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ._mistakes import mistake_in, wrong_type
 from ._ops import ops as _ops
-from .frequencies.kinds import on_device, powers
+from .frequencies.kinds import is_number, on_device, powers
 
 
 def call(
@@ -37,8 +38,9 @@ def call(
     v_scale: Tensor | None = None,
     norm_v: bool = False,
     inverse: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Calls an operator with its positional arguments, one of which is offset, and its keyword arguments.
+    """Calls an operator with its positional arguments, one of which may be offset, and its keyword arguments.
 
     A keyword argument with its default value is left out, because each one costs a decode step 0.2 microseconds.
     """
@@ -66,13 +68,13 @@ def call(
         flags["v_scale"] = v_scale
     if norm_v:
         flags["norm_v"] = norm_v
+    if dtype is not None:
+        flags["dtype"] = dtype
     try:
         return op(*tensors, **flags)
-    except RuntimeError:  # torch's message about an integer of more than 64 bits does not name the argument
-        for name, n in (("offset", offset), ("rotary_start", rotary_start)):
-            if isinstance(n, int) and not -(2**63) <= n < 2**63:
-                op_name = op._schema.name.replace("::", ".")
-                raise ValueError(f"{op_name}: {name} is {n} but must be at least -2**63 and below 2**63") from None
+    except RuntimeError:
+        if (mistake := mistake_in(op, tensors, flags)) is not None:
+            raise mistake from None
         raise
 
 
@@ -109,12 +111,12 @@ def inv_freq(
 
         inv_freq = torch_rope.inv_freq(128, base=500000.0)  # [64]
     """
-    if rotary_dim < 0 or rotary_dim % 2:
+    if not isinstance(rotary_dim, int | torch.SymInt) or rotary_dim < 0 or rotary_dim % 2:
         raise ValueError(
-            f"torch_rope.inv_freq: rotary_dim is {rotary_dim} but must be an even number that is at least 0"
+            f"torch_rope.inv_freq: rotary_dim is {rotary_dim!r} but must be an even number that is at least 0"
         )
-    if not base > 0:
-        raise ValueError(f"torch_rope.inv_freq: base is {base} but must be a positive number")
+    if not is_number(base) or not base > 0:
+        raise ValueError(f"torch_rope.inv_freq: base is {base!r} but must be a positive number")
     exact, device = powers(rotary_dim, base), torch.get_default_device() if device is None else device
     return on_device(exact, device) if dtype is None else exact.to(dtype).to(device)
 
@@ -152,7 +154,7 @@ def cos_sin(
         inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
         cos, sin = torch_rope.cos_sin(torch.arange(8192), inv_freq)  # [8192, 64] each: a table by position
     """
-    return _ops.cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
+    return call(_ops.cos_sin.default, (positions, inv_freq), 0, attention_factor, dtype=dtype)
 
 
 def axial_cos_sin(
@@ -199,7 +201,7 @@ def axial_cos_sin(
         cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
         q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
-    return _ops.axial_cos_sin.default(positions, inv_freq, attention_factor=attention_factor, dtype=dtype)
+    return call(_ops.axial_cos_sin.default, (positions, inv_freq), 0, attention_factor, dtype=dtype)
 
 
 def rotate(
@@ -316,6 +318,9 @@ def rotary_embedding(
         y = torch_rope.rotary_embedding(x, cos[:5], sin[:5])  # token s has position s
         y = torch_rope.rotary_embedding(x, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1]))
     """
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(t, Tensor):
+            raise wrong_type("torch_rope.rotary_embedding", name, t)
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(
             f"torch_rope.rotary_embedding: x has shape {list(x.shape)} but must be [batch, heads, seq, head_dim], with an "
@@ -336,8 +341,8 @@ def rotary_embedding(
         )  # [batch or 1, heads or 1, seq, head_dim / 2]
         by_head = cos.shape[1] != 1
         cos, sin = (t.transpose(1, 2) if by_head else t.squeeze(1) for t in (cos, sin))
-    out = _ops.rotate.default(x.transpose(1, 2), cos, sin, None, position_ids, interleaved=interleaved)
-    return out.transpose(1, 2)
+    tensors = x.transpose(1, 2), cos, sin, None, position_ids
+    return call(_ops.rotate.default, tensors, 0, interleaved=interleaved).transpose(1, 2)
 
 
 def rotate_(
@@ -666,27 +671,31 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         cu_seqlens = torch.tensor([0, 3, 5])
         torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
     """
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape "
-            "[sequences + 1]"
-        )
+    function = "torch_rope.positions_from_cu_seqlens"
     for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
         if t is not None:
-            _check_whole("positions_from_cu_seqlens", name, t)
+            _check_whole(function, name, t)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{function}: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape [sequences + 1]"
+        )
     if total < 0:
-        raise ValueError(f"torch_rope.positions_from_cu_seqlens: total is {total} but must be at least 0")
+        raise ValueError(f"{function}: total is {total} but must be at least 0")
     if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
         raise ValueError(
-            f"torch_rope.positions_from_cu_seqlens: offsets has shape {list(offsets.shape)} but must have shape "
-            f"[{cu_seqlens.shape[0] - 1}], one offset for each sequence of cu_seqlens"
+            f"{function}: offsets has shape {list(offsets.shape)} but must have shape [{cu_seqlens.shape[0] - 1}], one "
+            "offset for each sequence of cu_seqlens"
         )
     if _shows_its_numbers(cu_seqlens):
         starts = cu_seqlens.tolist()
-        if starts != sorted(starts) or starts[0] != 0 or starts[-1] > total:
+        if starts[0] != 0 or starts != sorted(starts):
             raise ValueError(
-                f"torch_rope.positions_from_cu_seqlens: cu_seqlens is {cu_seqlens} but must begin with 0, never decrease, "
-                f"and end at or before {total}, the total; of a slice, subtract the first number"
+                f"{function}: cu_seqlens is {starts} but must begin with 0 and never decrease; pass lengths as "
+                "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), and a slice of cu_seqlens without its first number"
+            )
+        if starts[-1] > total:
+            raise ValueError(
+                f"{function}: total is {total} but must be at least {starts[-1]}, the last number of cu_seqlens"
             )
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
@@ -724,12 +733,12 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
 
         torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
     """
+    _check_whole("torch_rope.slots_of_window", "positions", positions)
     if positions.dim() not in (1, 2):
         raise ValueError(
             f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
             "[batch, seq]"
         )
-    _check_whole("slots_of_window", "positions", positions)
     if window < 1:
         raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be at least 1")
     newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
@@ -748,7 +757,9 @@ def _shows_its_numbers(t: Tensor) -> bool:
 
 
 def _check_whole(function: str, name: str, t: Tensor) -> None:
-    """Raises TypeError unless a tensor is int32 or int64."""
+    """Raises TypeError unless t is a tensor that is int32 or int64."""
+    if not isinstance(t, Tensor):
+        raise wrong_type(function, name, t)
     if t.dtype not in (torch.int32, torch.int64):
         dtype = str(t.dtype).removeprefix("torch.")
-        raise TypeError(f"torch_rope.{function}: {name} is {dtype} but must be int32 or int64")
+        raise TypeError(f"{function}: {name} is {dtype} but must be int32 or int64")

@@ -1,13 +1,15 @@
 """The rotary embedding of a model, as a module."""
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from . import frequencies
+from ._mistakes import shown, unknown_argument, wrong_positions, wrong_type
 from ._ops import ops as _ops
 from .frequencies import lengths
 from .frequencies.kinds import is_rounded, lists_on_device, sources_on_device
@@ -78,11 +80,18 @@ class RotaryEmbedding(nn.Module):
     ):
         super().__init__()
         _require(kind in frequencies.KINDS, "kind", kind, f"one of {', '.join(map(repr, frequencies.KINDS))}")
-        _require(max_position is None or max_position >= 1, "max_position", max_position, "at least 1")
-        _require(isinstance(head_dim, int) and head_dim >= 1, "head_dim", head_dim, "a positive integer")
+        good = max_position is None or (isinstance(max_position, int) and max_position >= 1)
+        _require(good, "max_position", max_position, "a positive integer")
+        _require(interleaved in (True, False), "interleaved", interleaved, "True (GPT-J) or False (NeoX, half-split)")
+        advice = "" if isinstance(head_dim, int | float | str) else "; RotaryEmbedding.from_config takes a config"
+        _require(isinstance(head_dim, int) and head_dim >= 1, "head_dim", head_dim, "a positive integer" + advice)
         self._rotates_all = rotary_dim is None
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         function = frequencies.KINDS[kind]
+        known = {*inspect.signature(function).parameters} - {"rotary_dim"}
+        if unknown := [name for name in arguments if name not in known]:
+            known = [*inspect.signature(RotaryEmbedding).parameters][:-1] + sorted(known - {"base"})
+            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, known)
         inv_freq, self.attention_factor = function(rotary_dim, base, **arguments)
         if 2 * len(inv_freq) > head_dim:
             _require(rotary_dim == head_dim, "rotary_dim", rotary_dim, f"at most head_dim, which is {head_dim}")
@@ -137,7 +146,12 @@ class RotaryEmbedding(nn.Module):
         return cls(rotary_dim + rotary_dim % 2, **read | arguments)
 
     def forward(
-        self, q: Tensor, k: Tensor, positions: Tensor | None = None, offset: int | torch.SymInt = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None = None,
+        offset: int | torch.SymInt = 0,
+        **unknown: NoReturn,
     ) -> tuple[Tensor, Tensor]:
         """Returns q and k, rotated.
 
@@ -146,7 +160,9 @@ class RotaryEmbedding(nn.Module):
             positions, offset: as in :func:`torch_rope.rotate_qk`. If q and k are DTensors and positions is a plain
                 tensor, it must hold the positions of all ranks.
         """
-        made, places = self._made.get(q.device), self._buffers
+        if unknown:
+            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ("q", "k", "positions", "offset"))
+        made, places = self._made.get(getattr(q, "device", None)), self._buffers
         if (
             made is not None
             and self._by_length is None
@@ -157,6 +173,8 @@ class RotaryEmbedding(nn.Module):
             cos, sin, inv_freq = made
             tensors = q, k, cos, sin, inv_freq, positions, offset
             return call(_ops.rotate_qk.default, tensors, offset, self.attention_factor, self.interleaved)
+        if not isinstance(q, Tensor):
+            raise wrong_type("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             raise ValueError(
                 f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
@@ -181,6 +199,8 @@ class RotaryEmbedding(nn.Module):
         rotate_qk with these arguments does what calling the module does. The other operators take them as well.
         device is that of q. Default: the device of positions, or of the module.
         """
+        if positions is not None and not isinstance(positions, Tensor):
+            raise wrong_positions("torch_rope.RotaryEmbedding", positions)
         if device is None:
             device = self._home.device if positions is None else positions.device
         sources, assigned = self._on(device), self._assigned()
@@ -273,4 +293,4 @@ class RotaryEmbedding(nn.Module):
 
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:
     if not good:
-        raise ValueError(f"torch_rope.RotaryEmbedding: {name} is {value!r} but must be {must_be}")
+        raise ValueError(f"torch_rope.RotaryEmbedding: {name} is {shown(value)} but must be {must_be}")

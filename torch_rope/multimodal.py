@@ -166,6 +166,7 @@ def from_config(config: Any) -> frequencies.Frequencies:
     def get(of: Any, name: str) -> Any:
         return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
 
+    frequencies.config.entries(config)  # raises an error unless it is a config
     text = get(config, "text_config") or config
     name = get(text, "model_type") or get(config, "model_type") or ""
     if name.removesuffix("_text") not in _MODELS:

@@ -412,27 +412,3 @@ def test_heads_have_head_dim_channels_unless_rotary_dim_is_given():
     ):
         with pytest.raises(ValueError, match=message):
             RotaryEmbedding(HEAD_DIM, **more)(*given)
-
-
-EVEN = "head_dim is 63 but must be even to rotate all channels; or pass a smaller"
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"kind": "yarns"}, "kind is 'yarns' but must be one of 'default'"),
-        ({"rotary_dim": 66}, "rotary_dim is 66 but must be at most head_dim, which is 64"),
-        ({"head_dim": 63}, EVEN),
-        ({"head_dim": 63, "rotary_dim": 63}, EVEN),
-        *(({"head_dim": wrong}, f"head_dim is {wrong!r} but must be a positive integer") for wrong in (0, 64.0, "64")),
-        ({"kind": "dynamic", "max_position": 9} | KINDS["dynamic"], "max_position is 9 but must be None for kind 'dyn"),
-        ({"max_position": 0}, "max_position is 0 but must be at least 1"),
-        ({"kind": "yarn"} | KINDS["yarn"] | {"factor": 0.5}, "frequencies.yarn: factor is 0.5 but must be a number"),
-        ({"kind": "yarn"}, "yarn.* missing 2 required .* arguments: 'factor' and 'original_max_position'"),
-        ({"kind": "linear", "factor": 2.0, "truncate": True}, "linear.* got an unexpected keyword argument 'truncate'"),
-    ],
-)
-def test_wrong_arguments_raise_an_error(arguments, message):
-    with pytest.raises(TypeError if "argument" in message else ValueError, match=message):
-        RotaryEmbedding(**{"head_dim": 64} | arguments)

@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from . import families
 from .families import DEFAULTS, HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE, WHOLE_HEADS
-from .kinds import KINDS, Frequencies, _require, partial_rotary_dim
+from .kinds import KINDS, Frequencies, _require, is_number, partial_rotary_dim
 
 # Name of an entry of a config -> names that older families use for it, or the params.json of Mistral.
 _OLD_NAMES = {
@@ -94,27 +96,24 @@ def _get(config: Any, name: str) -> Any:
     return None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _size(config: Any, name: str) -> int | None:
     """Returns an entry that is a positive number, or None."""
     value = _get(config, name)
-    _need(value is None or (_is_number(value) and value > 0), name, value, "a positive number")
+    _need(value is None or (is_number(value) and value > 0), name, value, "a positive number")
     return value
 
 
-def _entries(config: Any) -> Mapping[str, Any]:
+def entries(config: Any) -> Mapping[str, Any]:
     """Returns the entries of a config. Raises ValueError if it is not a config."""
     advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
+    _need(not isinstance(config, nn.Module), "config", type(config), "the config of a model; pass model.config")
     _need(isinstance(config, Mapping) or hasattr(config, "__dict__"), "config", config, advice)
     return config if isinstance(config, Mapping) else vars(config)
 
 
 def _about_rotation(config: Any) -> dict[str, Any]:
     """Returns the entries of a config whose names are about a rotation, without those that do not matter."""
-    named = {name: value for name, value in _entries(config).items() if _ABOUT_ROTATION.search(str(name))}
+    named = {name: value for name, value in entries(config).items() if _ABOUT_ROTATION.search(str(name))}
     return {n: value for n, value in named.items() if value is not None and n not in _NO_MATTER and str(n)[0] != "_"}
 
 
@@ -310,8 +309,8 @@ def _layer(config: Any, layers: Mapping, by_layer: Mapping, i: int | None, layer
         every = _get(config, "no_rope_layer_interval")
         flags = by_layer.get("no_rope_layers") or by_layer.get("use_rope_layers")
         rotates &= bool(flags[i] if flags else not every or (i + 1) % every)
-    entries, model_type = _entries(config), _get(config, "model_type")
-    no_window = model_type in families.ALL_WITHOUT_WINDOW and entries.get("sliding_window", 0) is None
+    given, model_type = entries(config), _get(config, "model_type")
+    no_window = model_type in families.ALL_WITHOUT_WINDOW and given.get("sliding_window", 0) is None
     if model_type in families.ONLY_WITH_WINDOW and not no_window and layer_type is not None:
         prefix = _get(config, "prefix_dense_sliding_window_pattern") == 1 and _get(config, "mlp_layer_types")
         dense = bool(prefix) and i is not None and prefix[i] == "dense"  # Cohere 2 MoE
@@ -369,8 +368,8 @@ def _arguments(config: Any, layer: _Layer) -> tuple[str, dict]:
     config, (kind, rope) = _own_config(config, layer.own), _kind(layer.rope or {})
     theta, model_type = layer.theta, _get(config, "model_type")
     for name, value, good in (
-        ("rope_theta", theta, _is_number(theta) and 0 < theta < math.inf),
-        ("partial_rotary_factor", layer.part, layer.part is None or _is_number(layer.part)),
+        ("rope_theta", theta, is_number(theta) and 0 < theta < math.inf),
+        ("partial_rotary_factor", layer.part, layer.part is None or is_number(layer.part)),
     ):
         _need(good, name, value, "a positive number" + ("; pass layer" if isinstance(value, list | tuple) else ""))
     part = 1.0 if layer.part is None or (kind == "default" and model_type in WHOLE_HEADS) else layer.part
@@ -411,10 +410,10 @@ def _arguments(config: Any, layer: _Layer) -> tuple[str, dict]:
         if name == "truncate":
             _need(isinstance(value, bool), name, value, "True or False")
         elif name in ("short_factor", "long_factor"):
-            good = isinstance(value, list | tuple) and all(map(_is_number, value))
+            good = isinstance(value, list | tuple) and all(map(is_number, value))
             _need(good, name, value, "a list of numbers")
         else:
-            _need(_is_number(value), name, value, "a number")
+            _need(is_number(value), name, value, "a number")
     return kind, arguments
 
 
@@ -524,6 +523,7 @@ def is_interleaved(config: Any) -> bool:
     Raises ValueError if neither is known and the config has no rope_interleave. Mistral's params.json is such a config:
     the weights next to it are interleaved, and those next to config.json half-split.
     """
+    entries(config)  # raises an error unless it is a config
     config = _get(config, "text_config") or config
     named = [_get(config, "model_type"), *(_get(config, "architectures") or ())]
     plain = [_plain(name) for name in named if isinstance(name, str)]

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +75,18 @@ def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> 
         raise ValueError(f"torch_rope.frequencies.{function}: {name} is {value!r} but must be {must_be}")
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a real number, or a tensor of one, and not a truth value or a text."""
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+
+
 def _require_positive(function: str, **arguments: float) -> None:
     for name, value in arguments.items():
-        _require(0 < value < math.inf, function, name, value, "a positive number")
+        _require(is_number(value) and 0 < value < math.inf, function, name, value, "a positive number")
 
 
 def _require_scale(function: str, factor: float) -> None:
-    _require(1 <= factor < math.inf, function, "factor", factor, "a number that is at least 1")
+    _require(is_number(factor) and 1 <= factor < math.inf, function, "factor", factor, "a number that is at least 1")
 
 
 # The constructors of torch may be wrapped to make floating-point tensors of another dtype, as deepspeed.zero.Init does.

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from .._mistakes import wrong_type
 from ._conventions import Convention
 from ._names import copy_of, renamed
 from ._rotary import Rotary
@@ -319,6 +320,13 @@ class Patch:
         return "\n  ".join([f"torch_rope in {name}:", *(k % n for k, n in lines.items()), *self.notes])
 
 
+def _other_library(library: Library, model: nn.Module) -> str | None:
+    """Returns the name of another library than this one that the class of a model comes from, or None."""
+    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
+    known = packages & {"transformers", "diffusers", "timm"}
+    return None if library.patch.split(".")[2] in known else next(iter(known), None)
+
+
 def patch_model(
     library: Library, model: nn.Module, options: dict, fuse: Fuse | None, angles: Callable | None, holder: Any = None
 ) -> Patch:
@@ -327,9 +335,8 @@ def patch_model(
     angles(model, path) returns a forward for the module of this path that computes exact angles, or None and a reason.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{library.patch}: model is {model!r} but must be a loaded model, such as {library.example} returns"
-        )
+        must_be = f"a loaded model, such as {library.example} returns"
+        raise wrong_type(library.patch, "model", model, must_be)
     if options["rounding"] not in ("eager", "once"):
         raise ValueError(f'{library.patch}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
     holder = model if holder is None else holder
@@ -337,9 +344,15 @@ def patch_model(
     if handle is None or handle.options != options:
         handle = Patch(holder, options)
     search = _Search(library, options["rounding"], fuse, type(holder).__name__, handle.left())
-    replaced, notes = [*search.of(model)], []
-    if not replaced and not search.ours:
-        raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
+    try:
+        replaced, notes = [*search.of(model)], []
+        if not replaced and not search.ours:
+            raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
+    except (NotImplementedError, ValueError) as error:
+        if other := _other_library(library, model):
+            advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
+            raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
+        raise
     for path, module in model.named_modules() if angles else ():
         if (module, _attribute_of(module, "forward")) not in search.ours:
             forward, note = angles(model, path)

@@ -1,0 +1,88 @@
+"""Says in plain words what torch and Python report in words of their own: a value of the wrong type, and an argument by
+its name in another library. Only calls that fail come here."""
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The names of arguments in transformers, vLLM, MLX and other libraries -> their names here, and what differs.
+NAMES = {
+    **dict.fromkeys(("theta", "rope_theta", "rotary_base", "freq_base"), "base"),
+    **dict.fromkeys(("dim", "dims", "head_size", "d_head"), "head_dim"),
+    **dict.fromkeys(("rope_type", "rope_scaling", "scaling_type", "type"), "kind"),
+    **dict.fromkeys(("position_ids", "pos_ids", "input_pos", "input_positions", "pos", "position"), "positions"),
+    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "max_seq_length", "max_len"), "max_position"),
+    **dict.fromkeys(("original_max_position_embeddings", "original_max_seq_len"), "original_max_position"),
+    **dict.fromkeys(
+        ("partial_rotary_factor", "rotary_percent", "rotary_pct"), "rotary_dim, head_dim times that factor"
+    ),
+    **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved, which has the opposite value"),
+    **dict.fromkeys(("traditional", "rope_interleave"), "interleaved"),
+    **dict.fromkeys(("seq_offset", "position_offset", "past_length", "start_pos", "seqlen_offset"), "offset"),
+    **dict.fromkeys(("scaling_factor", "scale_factor"), "factor"),
+}
+
+# The types of a schema, in words.
+_WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
+_TYPES = {"Tensor": Tensor, "int": (Integral, torch.SymInt), "float": (Real, torch.SymFloat), "bool": Integral}
+_ADVICE = {
+    "cos": "torch_rope.cos_sin makes cos and sin",
+    "sin": "torch_rope.cos_sin makes cos and sin",
+    "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it",
+    "k_scale": "the kernel reads it from a tensor on the device of q",
+    "v_scale": "the kernel reads it from a tensor on the device of q",
+    "interleaved": "True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)",
+}
+
+
+def unknown_argument(function: str, names: Iterable[str], known: Iterable[str]) -> TypeError:
+    """Returns the error of arguments that a function does not have. known: the arguments that it has."""
+    names, known = list(names), list(known)
+    for name in names:
+        if name in NAMES and NAMES[name].split(",")[0] in known:
+            return TypeError(f"{function}: {name} is not an argument; its name here is {NAMES[name]}")
+    return TypeError(f"{function}: {names[0]} is not an argument; the arguments are {', '.join(known)}")
+
+
+def shown(value: Any) -> str:
+    """Returns a value as it stands in a message, or its type if it may be long."""
+    return repr(value) if isinstance(value, int | float | str | type | None) else f"of type {type(value).__name__}"
+
+
+def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", advice: str = "") -> TypeError:
+    """Returns the error of an argument with a value of a wrong type."""
+    if not advice and must_be == "a tensor" and not isinstance(value, int | float | str):
+        advice = "torch.as_tensor makes one of a list or an array"
+    return TypeError(f"{function}: {name} is {shown(value)} but must be {must_be}" + (f"; {advice}" if advice else ""))
+
+
+def wrong_positions(function: str, positions: Any, takes_offset: bool = True) -> TypeError:
+    """Returns the error of positions that are no tensor."""
+    advice = ""
+    if isinstance(positions, int):
+        advice = f"torch.arange({positions}) has the positions below {positions}"
+        if takes_offset:
+            advice = f"pass offset={positions} if the first token is at position {positions}"
+    return wrong_type(function, "positions", positions, advice=advice)
+
+
+def mistake_in(op: torch._ops.OpOverload, tensors: tuple, flags: dict[str, Any]) -> Exception | None:
+    """Returns the error of a call of an operator whose arguments do not have the types of its schema, or else None."""
+    function, arguments = op._schema.name.replace("::", "."), op._schema.arguments
+    given = dict(zip((a.name for a in arguments), tensors, strict=False)) | flags
+    for argument in arguments:
+        name, value = argument.name, given.get(argument.name)
+        kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+        if name == "dtype":  # the schema says that it is an integer
+            if value is not None and not isinstance(value, torch.dtype):
+                return wrong_type(function, name, value, "a dtype, such as torch.float32")
+        elif value is not None and not isinstance(value, _TYPES[kind]):
+            if name == "positions":
+                return wrong_positions(function, value, "offset" in given)
+            return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))
+        elif kind == "int" and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return ValueError(f"{function}: {name} is {value} but must be at least -2**63 and below 2**63")
+    return None
