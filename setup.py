@@ -1,7 +1,7 @@
 """Builds torch_rope._C against the installed torch. The other metadata of the package is in pyproject.toml.
 
-The build includes CUDA if torch has CUDA and nvcc is found. TORCH_ROPE_CUDA=0 leaves CUDA out, and TORCH_ROPE_CUDA=1
-stops the build if CUDA cannot be built. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on macOS;
+The build includes CUDA if torch has CUDA. It stops if CUDA cannot be built, unless TORCH_ROPE_CUDA=0 leaves CUDA out.
+TORCH_ROPE_CUDA=1 stops it also if torch has no CUDA. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on macOS;
 shaders/embed.py describes how the shaders get into the library.
 """
 
@@ -78,14 +78,14 @@ def without_cuda() -> str | None:
     return None
 
 
-reason = without_cuda()
-if reason and os.environ.get("TORCH_ROPE_CUDA") == "1":
-    sys.exit(f"torch_rope: TORCH_ROPE_CUDA is 1, but {reason}")
-if reason:
-    print(f"torch_rope: built without CUDA: {reason}", file=sys.stderr)
-else:
+reason, wanted = without_cuda(), os.environ.get("TORCH_ROPE_CUDA")
+if not reason:
     old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_CUDA_12_8 if old else ARCHITECTURES)
+elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wanted != "0")):
+    advice = f"Install the CUDA toolkit {torch.version.cuda}, or set TORCH_ROPE_CUDA=0 to build for the CPU only."
+    advice = advice if torch.version.cuda else "Unset TORCH_ROPE_CUDA to build for the CPU only."
+    sys.exit(f"torch_rope cannot be built for CUDA: {reason}. {advice}")
 
 
 class Build(BuildExtension):

@@ -312,19 +312,14 @@ POSITIVE = "a positive number"
     [
         ("partial_rotary_dim", "head_dim", 64.0, "a positive integer"),
         ("partial_rotary_dim", "partial_rotary_factor", 1.5, "a number in (0, 1]"),
-        ("default", "rotary_dim", 0, "a positive integer"),
         ("default", "base", math.nan, POSITIVE),
         ("ntk", "factor", 0.5, "at least 1"),
         ("ntk", "rotary_dim", 2, "an integer above 2"),
-        ("yarn", "factor", 0.5, "a number that is at least 1"),
         ("yarn", "base", 1, "more than 1"),
-        ("yarn", "beta_fast", 0, POSITIVE),
         ("yarn", "beta_slow", 33.0, "at most beta_fast, which is 32.0"),
-        ("yarn", "attention_factor", -1.0, POSITIVE),
         ("longrope", "original_max_position", 1, "more than 1"),
         ("longrope", "factor", None, "a number unless attention_factor is given"),
         ("llama3", "high_freq_factor", 0.5, "at least low_freq_factor, which is 1.0"),
-        ("llama3", "low_freq_factor", 0, POSITIVE),
         ("proportional", "head_dim", 63, "an even number"),
         ("proportional", "partial_rotary_factor", -0.5, "a number in [0, 1]"),
     ],
@@ -332,10 +327,8 @@ POSITIVE = "a positive number"
 def test_a_wrong_argument_raises_an_error(kind, name, value, message):
     with pytest.raises(ValueError) as error:
         getattr(frequencies, kind)(**GOOD[kind] | {name: value})
-    text = str(error.value)
-    assert text.startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r} but must be ") and text.endswith(
-        message
-    )
+    assert str(error.value).startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r} but must be ")
+    assert str(error.value).endswith(message)
 
 
 def test_arguments_that_do_not_go_together_raise_an_error():

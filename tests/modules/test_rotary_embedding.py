@@ -388,16 +388,6 @@ def test_a_fixed_length_fixes_the_frequencies():
 
 
 @pytest.mark.cpu
-def test_positions_outside_the_tables_raise_an_error():
-    q, k = some("cpu")
-    for kind in ("default", "longrope"):
-        rope = module(kind, 100)
-        for wrong in ({"offset": 94}, {"positions": torch.arange(7) + 94}, {"positions": torch.arange(-1, 98, 15)[:7]}):
-            with pytest.raises(IndexError):
-                rope(q, k, **wrong)
-
-
-@pytest.mark.cpu
 def test_heads_have_head_dim_channels_unless_rotary_dim_is_given():
     qk, wider = list(some("cpu")), list(some("cpu", head_dim=2 * HEAD_DIM))
     only_first, config = {"rotary_dim": HEAD_DIM}, {"model_type": "llama", "head_dim": HEAD_DIM}

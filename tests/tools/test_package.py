@@ -4,6 +4,7 @@ import inspect
 import re
 from importlib import resources
 
+import errors
 import pytest
 import torch
 from cases import ROOT, python
@@ -31,7 +32,8 @@ REFUSED = {
     "sysconfig.get_path = lambda name: '/nowhere'": "torch_rope needs Python.h: install Python's headers",
     "os.environ['PATH'] = '/nowhere'": r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+",
     "os.environ['CXX'] = 'no-such-c++ -m64'": r"needs a C\+\+ compiler, and found no no-such-c\+\+",
-    "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "TORCH_ROPE_CUDA is 1, but torch .* no CUDA",
+    "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "for CUDA: torch .* has no CUDA. Unset TORCH_ROPE_CUDA",
+    "torch.version.cuda = '13.0'; torch.utils.cpp_extension.CUDA_HOME = None": "for CUDA: nvcc was not .* set TORCH_ROPE_CUDA=0",
 }
 
 
@@ -45,7 +47,7 @@ def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_e
     done = python(f"""
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
 import os, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
-os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); sys.argv = ["setup.py", "--version"]
+os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); os.environ.pop("TORCH_ROPE_CUDA", None); sys.argv = ["setup.py", "--version"]
 for i, program in enumerate({programs}):
     if not os.fork():  # because the import of torch takes seconds
         os.dup2(os.open(f"{tmp_path}/{{i}}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
@@ -67,6 +69,13 @@ for i, program in enumerate({programs}):
     files = {str(p.relative_to(ROOT)) for p in folders if p.is_file() and p.suffix not in (".so", ".pyc")}
     files |= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
     assert not files - packed - {"torch_rope/built_for_torch.txt"} and "torch_rope/built_for_torch.txt" not in packed
+
+
+@pytest.mark.parametrize("usage, error, message", errors.CASES)
+def test_a_wrong_usage_prints_what_a_user_needs(usage, error, message):
+    with pytest.raises({"TypeError": TypeError, "ValueError": ValueError}[error]) as raised:
+        errors.run(usage)
+    assert re.match(re.escape(message).replace(r"\.\.\.", ".*"), str(raised.value))
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():
