@@ -9,11 +9,12 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 
 # pyproject.toml does not ask for torch: pip would then build in an environment of its own, with the newest torch instead
 # of the one that is installed.
@@ -88,6 +89,30 @@ elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wante
     sys.exit(f"torch_rope cannot be built for CUDA: {reason}. {advice}")
 
 
+ADDRESS = "https://github.com/OWNER/torch_rope"  # README.md and pyproject.toml have this placeholder
+
+
+class Metadata(Distribution):
+    """Puts the address of the repository that was cloned in the place of the placeholder, and in front of README's links."""
+
+    def parse_config_files(self, *args, **kwargs):
+        super().parse_config_files(*args, **kwargs)
+        host = None
+        if (ROOT / ".git").exists() and shutil.which("git"):
+            git = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+            # A name or a token before an @ is left out.
+            form = r"(?:https://|ssh://|(?=\w+@))(?:[^@/]+@)?([\w.-]+)[:/]([\w./~-]+?)(?:\.git)?/?"
+            host = re.fullmatch(form, git.stdout.strip())
+        if not host:
+            self.metadata.project_urls = {}  # a placeholder leads nowhere
+            return
+        address = f"https://{host[1]}/{host[2]}"
+        urls, text = self.metadata.project_urls, self.metadata.long_description.replace(ADDRESS, address)
+        self.metadata.project_urls = {name: url.replace(ADDRESS, address) for name, url in urls.items()}
+        text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{address}/raw/HEAD/", text)
+        self.metadata.long_description = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{address}/blob/HEAD/", text)
+
+
 class Build(BuildExtension):
     def finalize_options(self):
         super().finalize_options()
@@ -147,4 +172,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": Build},
+    distclass=Metadata,
 )
