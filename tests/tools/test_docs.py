@@ -225,6 +225,7 @@ def test_every_command_of_the_pages_runs(command):
     commands = {
         "pip": [*python, "-m", "pip", "install", "--dry-run", "--no-deps", *arguments[1:]],
         "make": ["make", "--dry-run", *arguments],
+        "git": ["git", "version"],  # the address is a placeholder
         "python": [*python, *arguments, "--help"],
         "torchrun": [*python, arguments[-1], "--help"],
     }
