@@ -1,4 +1,4 @@
-"""Replaces what rotates in a model. The handle lists what is replaced now, and restores the model."""
+"""Replaces what rotates in a model. The Patch lists what is replaced now, and restores the model."""
 
 import collections
 import contextlib
@@ -19,7 +19,7 @@ from ._conventions import Convention
 from ._names import copy_of, renamed
 from ._rotary import Rotary
 
-HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds the handle
+HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds its Patch
 # fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and a note about it.
 # owner is the module, or its processor. new is what takes the place if nothing is fused.
 Fuse = Callable[[nn.Module, Any, str, Callable, Callable], tuple[Callable, str]]
@@ -266,11 +266,11 @@ def _is_processor(value: Any) -> bool:
     return isinstance(call, types.FunctionType) and call is not nn.Module.__call__ and hasattr(value, "__dict__")
 
 
-# ---- the handle ----
+# ---- what patch returns ----
 
 
 class Patch:
-    """The handle that patch returns. ``str()`` of it lists what is replaced now."""
+    """What patch returns. ``str()`` of it lists what is replaced now."""
 
     def __init__(self, model: Any, options: dict[str, Any]):
         self._model, self.options, self.notes = model, options, []
@@ -305,7 +305,7 @@ class Patch:
             warnings.warn(message.format(", ".join(gone)), stacklevel=2)
 
     def __reduce__(self):
-        return type(None), ()  # a copy of the model has no handle
+        return type(None), ()  # a copy of the model has no Patch
 
     def __enter__(self) -> "Patch":
         return self

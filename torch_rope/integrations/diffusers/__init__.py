@@ -34,14 +34,14 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
     Args:
         model: a model of diffusers, any module that contains one, or a pipeline with all its models.
         rounding: "eager" keeps the bits of the unpatched model's results and gradients, on a CPU without
-            ``torch.compile``. The handle lists the functions whose bits differ. "once" rounds once, at the end.
+            ``torch.compile``. The Patch lists the functions whose bits differ. "once" rounds once, at the end.
         fuse: also computes the RMS norms of q and k in the operator that rotates them, where a layer allows it. Results
-            change by rounding.
-        exact_angles: also makes the rotary modules compute in float64. The handle lists the modules that do not.
+            differ in their last bits.
+        exact_angles: also makes the rotary modules compute in float64. The Patch lists the modules that do not.
 
     Returns:
         A :class:`Patch`, which lists what calls torch_rope now, and whose ``undo()`` or ``with`` block restores the model.
-        For a model that is patched in the same way already, the handle of that patch.
+        For a model that is patched in the same way already, the Patch that it has.
 
     Raises:
         TypeError: model is neither a module nor a pipeline.

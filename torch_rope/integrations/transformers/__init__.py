@@ -43,17 +43,17 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
     Args:
         model: a model of transformers, or any module that contains one.
         rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
-            ``torch.compile``. The handle lists the functions whose bits differ. "once" rounds once, at the end,
+            ``torch.compile``. The Patch lists the functions whose bits differ. "once" rounds once, at the end,
             which is more accurate; q and k keep their dtype then, also where the tables are wider (autocast).
         fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, the write
-            into a StaticCache, and the rotation in place if no gradient is needed. Results change by rounding. The
-            handle lists the layers that are not fused, and why.
-        exact_angles: also makes the rotary modules compute in float64. The handle lists the modules that do not, and why.
+            into a StaticCache, and the rotation in place if no gradient is needed. Results differ in their last
+            bits. The Patch lists the layers that are not fused, and why.
+        exact_angles: also makes the rotary modules compute in float64. The Patch lists the modules that do not, and why.
             If a rotary module is changed later, its next forward follows the change, or raises ValueError.
 
     Returns:
         A :class:`Patch`, which lists what calls torch_rope now, and whose ``undo()`` or ``with`` block restores the model.
-        For a model that is patched in the same way already, the handle of that patch.
+        For a model that is patched in the same way already, the Patch that it has.
 
     Raises:
         TypeError: model is not a module.
