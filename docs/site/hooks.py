@@ -12,7 +12,11 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of the site that are files outside of docs/.
-PAGES = {"changes.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"} | {
+PAGES = {
+    "changes.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+} | {
     f"results/{path.name}": f"benchmarks/results/{path.name}"
     for path in (ROOT / "benchmarks/results").glob("[A-Z]*.md")
 }
