@@ -147,7 +147,7 @@ if sys.platform == "darwin":
 for folder in folders:
     sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in (".cpp", ".cu", ".mm"))
 
-# A source distribution serves every torch. A build serves one, and requires it. A wheel made here also says so in its
+# A source distribution works with every torch, and a build only with the release that it was made for. A wheel made here also says so in its
 # version, so that an index may hold the wheels of all releases; pip wants a build of a source distribution, which has
 # the file PKG-INFO, to keep the version of that.
 requirement, label = f"torch=={TORCH}.*", ""

@@ -194,12 +194,13 @@ elif torch.distributed.is_available():
 # ---- torch.compile of in-place operators ----
 #
 # Functionalization writes the operand of an in-place operator as a view of its base. torch gets three of these wrong, and
-# the operator then silently writes to another place in memory. So torch is mended before it writes such a graph.
+# the operator then silently writes to another place in memory. So parts of torch are replaced before it writes such a
+# graph. docs/inductor-slices.md has a program that shows the fault.
 
 
 @functools.cache
-def _mend_storage_offsets() -> None:
-    """Mends what torch does with views whose storage offsets are not 0, in functionalization and in Inductor."""
+def _replace_lowering_of_slices() -> None:
+    """Replaces what torch does with views whose storage offsets are not 0, in functionalization and in Inductor."""
     from torch._higher_order_ops import auto_functionalize
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings, register_lowering
@@ -245,13 +246,13 @@ def _mend_storage_offsets() -> None:
 
 
 def _watch_functionalization(op: torch._ops.OpOverload) -> None:
-    """Mends torch when `op` is functionalized with a tensor that does not begin where its storage begins."""
+    """Replaces how slices are lowered when `op` is functionalized with a tensor that does not begin where its storage begins."""
 
     @op.py_impl(FunctionalTensorMode)
     def functionalize(mode, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if any(not isinstance(offset, int) or offset for offset in map(Tensor.storage_offset, tensors)):
-            _mend_storage_offsets()
+            _replace_lowering_of_slices()
         with mode:  # continues as if this function were not registered
             return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 

@@ -198,7 +198,8 @@ def axial_cos_sin(
 
         of_text, _ = torch_rope.frequencies.default(128, 1e6)  # [64]
         inv_freq = torch_rope.multimodal.sections(of_text, [16, 24, 24])  # [3, 64]
-        cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)  # positions [3, batch, seq] -> [batch, seq, 64]
+        # positions [3, batch, seq] -> tables [batch, seq, 64]
+        cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)
         q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
     return call(_ops.axial_cos_sin.default, (positions, inv_freq), 0, attention_factor, dtype=dtype)
@@ -525,7 +526,8 @@ def norm_rotate_qk(
 
         # q [batch, seq, 32, 128], k [batch, seq, 8, 128], norm weights [128]
         q, k = torch_rope.norm_rotate_qk(q, k, q_norm.weight, k_norm.weight, inv_freq=inv_freq)  # Qwen3
-        q, k = torch_rope.norm_rotate_qk(q, k, 1 + q_norm.weight, 1 + k_norm.weight, inv_freq=inv_freq)  # Gemma 3
+        q_weight, k_weight = 1 + q_norm.weight, 1 + k_norm.weight  # Gemma 3
+        q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
         q_weight, k_weight = q_norm.weight.view(32, 128), k_norm.weight.view(8, 128)  # OLMo-2
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
@@ -623,7 +625,8 @@ def rotate_into_cache_(
         # One decode step with a cache of transformers. q [batch, 1, 32, 128], k and v [batch, 1, 8, 128],
         # k_cache and v_cache [batch, 8, max_seq, 128].
         torch_rope.rotate_into_cache_(
-            q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), inv_freq=inv_freq, offset=cache_length
+            q, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2),
+            inv_freq=inv_freq, offset=cache_length,
         )
     """
     tensors = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight

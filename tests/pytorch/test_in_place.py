@@ -178,7 +178,7 @@ def test_an_input_that_starts_inside_its_storage_is_written_correctly(device):
 @pytest.mark.cpu
 @pytest.mark.exhaustive
 def test_the_first_compilation_of_a_process_writes_a_slice_correctly():
-    """torch is mended for a storage offset that is a number too."""
+    """The lowering of slices is replaced for a storage offset that is a number too."""
     program = """
 import torch, torch_rope
 x, inv_freq = torch.ones(2, 3, 1, 2, 2), torch.ones(1)

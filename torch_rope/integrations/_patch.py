@@ -19,7 +19,7 @@ from ._conventions import Convention
 from ._names import copy_of, renamed
 from ._rotary import Rotary
 
-HANDLE = "_torch_rope_patch"  # the attribute of a patched model that holds its Patch
+ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch
 # fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and a note about it.
 # owner is the module, or its processor. new is what takes the place if nothing is fused.
 Fuse = Callable[[nn.Module, Any, str, Callable, Callable], tuple[Callable, str]]
@@ -286,7 +286,7 @@ class Patch:
         for r in replaced:
             r.place()
         self._replaced, self.notes = [r for r in self._replaced if r.holder() is not None] + replaced, notes
-        vars(self._model)[HANDLE] = self
+        vars(self._model)[ATTRIBUTE] = self
 
     def undo(self) -> None:
         """Restores the model. If the model is restored already, this does nothing.
@@ -296,8 +296,8 @@ class Patch:
         """
         gone = [f"{r.path}.{r.attribute}" for r in self._replaced if not r.undo()]
         self._replaced = []
-        if vars(self._model).get(HANDLE) is self:
-            del vars(self._model)[HANDLE]
+        if vars(self._model).get(ATTRIBUTE) is self:
+            del vars(self._model)[ATTRIBUTE]
         if gone:
             message = (
                 "torch_rope: {} was replaced after it was patched, and stays as it is; it may still call torch_rope"
@@ -340,10 +340,10 @@ def patch_model(
     if options["rounding"] not in ("eager", "once"):
         raise ValueError(f'{library.patch}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
     holder = model if holder is None else holder
-    handle = vars(holder).get(HANDLE)
-    if handle is None or handle.options != options:
-        handle = Patch(holder, options)
-    search = _Search(library, options["rounding"], fuse, type(holder).__name__, handle.left())
+    patched = vars(holder).get(ATTRIBUTE)
+    if patched is None or patched.options != options:
+        patched = Patch(holder, options)
+    search = _Search(library, options["rounding"], fuse, type(holder).__name__, patched.left())
     try:
         replaced, notes = [*search.of(model)], []
         if not replaced and not search.ours:
@@ -358,5 +358,5 @@ def patch_model(
             forward, note = angles(model, path)
             replaced += [Replaced.method(path, module, "forward", forward)] if forward else []
             notes += [f"{path}: {note}"] if note else []
-    handle.add(replaced, notes)
-    return handle
+    patched.add(replaced, notes)
+    return patched

@@ -59,12 +59,12 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
         parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         encoders = {name: part for name, part in parts.items() if _is_of_transformers(part)}
         modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
-    handle = patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
-    ours = [r.path for r in handle.left()]
+    patched = patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
+    ours = [r.path for r in patched.left()]
     left = _left_as_they_are(modules, ours, "its formula is written out, in no function that torch_rope could replace")
     left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")
-    handle.notes += left
-    return handle
+    patched.notes += left
+    return patched
 
 
 def _is_of_transformers(part: nn.Module) -> bool:
