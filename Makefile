@@ -117,7 +117,7 @@ figures: .venv/bench ## makes the tables and pictures of all pages from these re
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
 
-docs: .venv/docs ## builds the site of docs/ and the docstrings in build/site (1 minute)
+docs: .venv/docs ## builds the site of docs/ and the docstrings in build/site (10 s)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)

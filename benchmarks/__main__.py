@@ -84,8 +84,7 @@ def table(args) -> int:
 def plot(args) -> int:
     from . import plots, report
 
-    for picture in plots.plot(report.cpu_results(), args.out):
-        print(picture)
+    print(*plots.plot(report.cpu_results(), args.out), sep="\n")
     return 0
 
 

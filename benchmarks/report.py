@@ -25,7 +25,8 @@ LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what dif
 the order `[batch, seq, heads, head_dim]`. The copy, torch_rope and its other forms have times. All others have a ratio:
 their time divided by that of `torch_rope`. A ratio in bold means that the other is faster; noise means that the
 quartiles overlap. Memory is what a call allocates, in sizes of q and k together. A cell is empty where an
-implementation cannot do the case, or was not measured."""
+implementation cannot do the case, or was not measured. On a CPU two rivals are weak: MLX is made for GPUs, and
+onnxruntime runs a whole session for this one operator."""
 
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
@@ -137,13 +138,12 @@ def errors(lines: list[dict], **fields) -> list[dict]:
 
 def ulps(lines: list[dict], dtypes: tuple[str, ...], octaves: tuple[int, ...]) -> str:
     """Returns the largest errors in ulps, for frequencies of the kind default."""
-    found = errors(lines, kind="accuracy")
-    cells = {}
-    for dtype, octave in ((dtype, octave) for dtype in dtypes for octave in octaves):
-        for x in errors(found, dtype=dtype, octave=octave):
-            cells[x["implementation"], f"{dtype}, {2**octave:,}"] = (
-                number(x["max_ulp"]) if "max_ulp" in x else "not finite"
-            )
+    cells = {
+        (x["implementation"], f"{t}, {2**octave:,}"): number(x["max_ulp"]) if "max_ulp" in x else "not finite"
+        for t in dtypes
+        for octave in octaves
+        for x in errors(lines, dtype=t, octave=octave)
+    }
     return grid("positions from", cells)
 
 
@@ -228,8 +228,8 @@ def front(lines: list[dict]) -> str:
 def reasons(lines: list[dict]) -> str:
     """Returns the three reasons of README.md and docs/index.md, each with its figures."""
 
-    def error(name: str, dtype: str) -> float:
-        return errors(lines, kind="accuracy", implementation=name, dtype=dtype, octave=17)[0]["max_ulp"]
+    def figure(name: str, dtype: str, which: str = "max_ulp", **where) -> float:
+        return errors(lines, implementation=name, dtype=dtype, **(where or {"octave": 17}))[0][which]
 
     def times(name: str, case: str) -> str:
         """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
@@ -240,9 +240,10 @@ def reasons(lines: list[dict]) -> str:
 1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes \
 {times(PEER, PROMPT)} times as long, and {times(COMPILED, PROMPT)} times when compiled.
 2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is \
-{number(error(OURS, "float32"))} ulps (units in the last place) in float32, and {number(error(OURS, "bfloat16"))} in \
-bfloat16. Implementations that multiply position and frequency in float32 reach {error(PEER, "float32"):,.0f} and \
-{number(error(PEER, "bfloat16"))}.
+{number(figure(OURS, "float32"))} ulps (units in the last place) in float32, and {number(figure(OURS, "bfloat16"))} in \
+bfloat16. Implementations that multiply position and frequency in float32 reach {figure(PEER, "float32"):,.0f} and \
+{number(figure(PEER, "bfloat16"))}. In float32 that moves {figure(PEER, "float32", "moved_weight", tokens=131072):.2%} \
+of the weights of attention over 131,072 tokens.
 3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
 `rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions \
 take {times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
