@@ -33,7 +33,8 @@ OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o
 
 EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
-.PHONY: help demo finetune denoise check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE) mutate bench figures docs gpu wheel lint clean
+.PHONY: help demo finetune denoise check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE)
+.PHONY: mutate bench figures docs gpu wheel lint clean
 
 help: ## prints this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -58,12 +59,13 @@ test: clock ## tests what protects a user, with emulated CUDA and simulated Meta
 	@$(call timed,tests on the CPU,75 s,$(PYTEST))
 	@echo "Seconds: $$(paste -s -d, build/seconds | sed 's/,/, /g')"
 
-# $(call timed,PART,TIME,COMMAND) says what runs and about how long, and runs it. make test ends with the seconds of each.
-timed = echo "$(1), about $(2) ..."; begin=$$(date +%s); $(3) && mkdir -p build && echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
+# $(call timed,PART,TIME,COMMAND) says about how long a command takes, and runs it. make test ends with the seconds.
+timed = echo "$(1), about $(2) ..."; begin=$$(date +%s); $(3) && mkdir -p build && \
+  echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
 clock:
 	@rm -f build/seconds
 kernels:
-	@$(call timed,kernels,15 s,$(PYTHON) $(EMULATOR) --kernels)
+	@$(call timed,kernels of the emulator,15 s,$(PYTHON) $(EMULATOR) --kernels)
 
 emulate: .venv/built ## tests the CUDA kernels on the CPU, with a check of every access and every race (1 minute)
 	@$(call timed,build of the emulator,15 s,$(BIN)/python $(EMULATOR))
@@ -107,7 +109,8 @@ exhaustive-package: lint .venv/package wheel
 	$(PYTEST) tests/tools tests/exhaustive/package
 
 mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
-	$(BIN)/python tests/mutants $(ONLY)
+	@echo "Each of the builds takes minutes. Then each of its mistakes has a line ..."
+	@$(BIN)/python tests/mutants $(ONLY)
 
 # ARGS chooses groups and a time: make bench ARGS="decode norm --seconds 300 --out build/bench.jsonl".
 bench: .venv/bench ## measures torch_rope and all other implementations, into benchmarks/results/ (an hour)
