@@ -60,7 +60,7 @@ test: clock ## tests what protects a user, with emulated CUDA and simulated Meta
 	@echo "Seconds: $$(paste -s -d, build/seconds | sed 's/,/, /g')"
 
 # $(call timed,PART,TIME,COMMAND) says about how long a command takes, and runs it. make test ends with the seconds.
-timed = echo "$(1), about $(2) ..."; begin=$$(date +%s); $(3) && mkdir -p build && \
+timed = echo "$(1), about $(2) ..." && begin=$$(date +%s) && $(3) && mkdir -p build && \
   echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
 clock:
 	@rm -f build/seconds
