@@ -1,4 +1,4 @@
-"""Draws the pictures of one result file as SVG: bandwidth, latency of a decode step, and accuracy.
+"""Draws the pictures of one result file as SVG: bandwidth and accuracy.
 
 Each picture has its own background. If the reader's system is dark, the background and the ink change together. The
 colours of the implementations have a contrast of at least 3:1 with both. The same lines give the same bytes.
@@ -60,34 +60,32 @@ WIDTH, HEIGHT = 622.5, 345  # points; 830 and 460 pixels
 
 
 def plot(lines: list[dict], folder: Path) -> list[Path]:
-    """Draws bandwidth.svg, decode.svg and accuracy.svg from the lines of one result file, and returns their paths."""
+    """Draws bandwidth.svg and accuracy.svg from the lines of one result file, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with matplotlib.rc_context(SETTINGS):
-        for draw in (bandwidth, decode, accuracy):
+        for draw in (bandwidth, accuracy):
             files.append(folder / f"{draw.__name__}.svg")
             _save(draw(lines), files[-1])
     return files
 
 
 def bandwidth(lines: list[dict]) -> Figure:
-    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles."""
+    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles.
+
+    The legend is at the right, in the order of the curves' ends.
+    """
     points = [
         (x["implementation"], x["seq"], *(x["needed_bytes"] / x[us] / 1e3 for us in ("median_us", "q3_us", "q1_us")))
         for x in lines
         if x.get("group") == "sweep" and x["status"] == "timed"
     ]
     figure = _figure(lines, "Bandwidth against tokens", "32/8 heads of 128 (4/1 from 256k tokens on), bfloat16")
-    return _beside(figure, points, xlabel="tokens", ylabel="needed bytes / time, GB/s")
-
-
-def decode(lines: list[dict]) -> Figure:
-    """Draws the time of a decode step against the batch, with a band between the quartiles."""
-    form = {"group": "decode", "status": "timed", "dtype": "bfloat16", "interleaved": False}
-    found = [x for x in lines if form.items() <= x.items()]
-    points = [(x["implementation"], x["batch"], x["median_us"], x["q1_us"], x["q3_us"]) for x in found]
-    figure = _figure(lines, "Latency of a decode step against batch", "32/8 heads of 128, bfloat16")
-    return _beside(figure, points, xlabel="sequences, one token each", ylabel="latency, µs")
+    axes = _axes(figure, 50, 415, xlabel="tokens", ylabel="needed bytes / time, GB/s")
+    drawn = _draw(axes, points)
+    labels = {name: LABELS.get(name, name) for name in sorted(drawn, key=lambda name: -drawn[name].get_ydata()[-1])}
+    _legend(axes, drawn, labels, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def accuracy(lines: list[dict]) -> Figure:
@@ -155,15 +153,6 @@ def _draw(axes: Axes, points: list[tuple]) -> dict[str, Line2D]:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     return lines
-
-
-def _beside(figure: Figure, points: list[tuple], **labels) -> Figure:
-    """Draws curves and a legend at their right, in the order of their ends."""
-    axes = _axes(figure, 50, 415, **labels)
-    drawn = _draw(axes, points)
-    labels = {name: LABELS.get(name, name) for name in sorted(drawn, key=lambda name: -drawn[name].get_ydata()[-1])}
-    _legend(axes, drawn, labels, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
 
 
 def _legend(axes: Axes, drawn: dict[str, Line2D], labels: dict[str, str], **options) -> None:
