@@ -82,9 +82,9 @@ def table(args) -> int:
 
 
 def plot(args) -> int:
-    from . import plots, report
+    from . import plots, report, results
 
-    print(*plots.plot(report.cpu_results(), args.out), sep="\n")
+    print(*plots.plot(results.read(report.REFERENCE), args.out), sep="\n")
     return 0
 
 

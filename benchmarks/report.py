@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from .cases import count
 from .implementations import ADAPTERS, OURS
 from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
-REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
+REFERENCE = FOLDER / "AMD_EPYC_family_25_2_cores.jsonl"  # the newest results of all cases, for pages and pictures
 MODULE, IN_PLACE, FUSED = "torch_rope module", "torch_rope in place", "torch_rope fused"
 APART, PEER, COMPILED = "torch_rope, then index_copy_", "transformers", "transformers compiled"
 LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
@@ -81,17 +82,6 @@ def one(lines: list[dict], case: str, implementation: str) -> dict | None:
     return next((x for x in found if x["status"] == "timed"), None)
 
 
-def cpu_results() -> list[dict]:
-    """Returns the reference's lines, and those of groups that it lacks from the results of other CPUs."""
-    lines = read(REFERENCE)
-    for path in sorted(FOLDER.glob("*.jsonl")):
-        groups = {x.get("group") for x in lines}
-        found, *others = read(path)
-        if found["device"] == "cpu":
-            lines += [x | {"machine": found} for x in others if x.get("group") not in groups]
-    return lines
-
-
 # ---- A table of a group of cases, with a row for each case and a column for each implementation ----
 
 
@@ -126,6 +116,14 @@ def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), c
         column, text = cell(x, one(lines, x["case"], OURS))
         cells |= {(label(x), column): text} if text else {}
     return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells))
+
+
+def beside_copy(lines: list[dict]) -> str:
+    """Returns a sentence about the numbers of tokens with which torch_rope takes less time than a copy."""
+    sweep = [x for x in lines if x.get("group") == "sweep" and x["status"] == "timed"]
+    us = {(x["implementation"], x["seq"]): x["median_us"] for x in sweep}
+    less = [count(seq) for name, seq in us if name == OURS and us[name, seq] < us["copy", seq]]
+    return f"torch_rope takes less time than `copy_` with {', '.join(less)} tokens, and more with all other numbers."
 
 
 # ---- Accuracy ----
@@ -185,21 +183,13 @@ def story(lines: list[dict]) -> str:
 
 
 def machine(lines: list[dict]) -> str:
-    """Returns a sentence about the machine, the date and the versions, and one about each other machine."""
-    groups: dict[str, list[str]] = {}
-    for x in lines[1:]:
-        if "machine" in x:
-            groups.setdefault(measured_on(x["machine"]), []).append(x["group"])
-    others = (f"The groups {', '.join(dict.fromkeys(names))} were {text}." for text, names in groups.items())
-    return " ".join([f"M{measured_on(lines[0])[1:]}.", *others])
-
-
-def measured_on(found: dict) -> str:
+    """Returns a sentence about the machine, the date and the versions."""
+    found = lines[0]
     packages = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
     versions = [f"{k} {found[k]}" for k in packages if found.get(k, "not installed") != "not installed"]
     threads = f"{found['threads']} threads, kernels {found['cpu_kernels']}"
     threads = threads if found["device"] == "cpu" else "CUDA graphs"
-    return f"measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}"
+    return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
 
 
 # The README's table of times: the tokens, the name of a case without its dtype, and implementations; and their calls.
@@ -215,14 +205,14 @@ CALLS |= {"copy": "`copy_` of q and k", COMPILED: "transformers, compiled"}
 
 
 def front(lines: list[dict]) -> str:
-    """Returns the README's table of times, and the machine. What was not measured has no row."""
+    """Returns the README's table of times, and the machine."""
     rows = []
     for tokens, case, names in FRONT:
         for name in names:
             call = "**`rotate_into_cache_`**" if (case, name) == (CACHE, OURS) else CALLS.get(name, name)
             times = [time(one(lines, case.format(dtype), name)) for dtype in FLOATS[:2]]
-            rows += [[tokens if name == names[0] else "", call, *times]] if any(times) else []
-    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines[:1])}"
+            rows.append([tokens if name == names[0] else "", call, *times])
+    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
 
 
 def reasons(lines: list[dict]) -> str:
@@ -254,6 +244,7 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "front": front,
     "reasons": reasons,
     "story": story,
+    "beside copy": beside_copy,
     **{group: partial(table, group=group, rows=rows, columns=SHORT) for group, rows in ROWS.items()},
     "models, operators": partial(table, group="models", cell=in_operators, rows=ROWS["models"][1:2], columns=SHORT),
     "diffusion, memory": partial(table, group="diffusion", cell=in_memory, rows=ROWS["diffusion"], columns=SHORT[1:]),
@@ -277,7 +268,7 @@ def page_of(lines: list[dict]) -> str:
 
 def write_all(check: bool) -> list[Path]:
     """Returns the pages whose tables do not show the current results. Writes these pages, unless check is True."""
-    lines = cpu_results()
+    lines = read(REFERENCE)
     fill = partial(BLOCK.sub, lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}")
     wanted = {page: fill(page.read_text()) for page in PAGES}
     wanted |= {path.with_suffix(".md"): page_of(read(path)) for path in sorted(FOLDER.glob("*.jsonl"))}
