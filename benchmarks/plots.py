@@ -1,10 +1,9 @@
-"""Draws the pictures of one result file as SVG: bandwidth, latency of a decode step, and accuracy.
+"""Draws the pictures of one result file as SVG: bandwidth and accuracy.
 
 Each picture has its own background. If the reader's system is dark, the background and the ink change together. The
 colours of the implementations have a contrast of at least 3:1 with both. The same lines give the same bytes.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
@@ -12,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
+
+from .cases import count
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#dfe3e8"
 DARK = {PAPER: "#0d1117", INK: "#f0f6fc", MUTED: "#9198a1", GRID: "#2a313a"}
@@ -32,7 +33,7 @@ STYLES = {
     "one rounding": (MUTED, ""),
     "copy": (MUTED, ""),
 }
-DASHED = {"one rounding": "one rounding: the limit", "copy": "copy_, for comparison"}  # curves, and their labels
+LABELS = {"copy": "copy_, for comparison", "mlx": "mlx, made for GPUs"}
 
 SETTINGS = {
     "svg.fonttype": "none",  # text remains text and does not become outlines
@@ -59,51 +60,58 @@ WIDTH, HEIGHT = 622.5, 345  # points; 830 and 460 pixels
 
 
 def plot(lines: list[dict], folder: Path) -> list[Path]:
-    """Draws bandwidth.svg, decode.svg and accuracy.svg from the lines of one result file, and returns their paths."""
+    """Draws bandwidth.svg and accuracy.svg from the lines of one result file, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with matplotlib.rc_context(SETTINGS):
-        for draw in (bandwidth, decode, accuracy):
+        for draw in (bandwidth, accuracy):
             files.append(folder / f"{draw.__name__}.svg")
             _save(draw(lines), files[-1])
     return files
 
 
 def bandwidth(lines: list[dict]) -> Figure:
-    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles."""
+    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles.
+
+    The legend is at the right, in the order of the curves' ends.
+    """
     points = [
         (x["implementation"], x["seq"], *(x["needed_bytes"] / x[us] / 1e3 for us in ("median_us", "q3_us", "q1_us")))
         for x in lines
         if x.get("group") == "sweep" and x["status"] == "timed"
     ]
     figure = _figure(lines, "Bandwidth against tokens", "32/8 heads of 128 (4/1 from 256k tokens on), bfloat16")
-    return _beside(figure, points, xlabel="tokens", ylabel="needed bytes / time, GB/s")
-
-
-def decode(lines: list[dict]) -> Figure:
-    """Draws the time of a decode step against the batch, with a band between the quartiles."""
-    form = {"group": "decode", "status": "timed", "dtype": "bfloat16", "interleaved": False}
-    found = [x for x in lines if form.items() <= x.items()]
-    points = [(x["implementation"], x["batch"], x["median_us"], x["q1_us"], x["q3_us"]) for x in found]
-    figure = _figure(lines, "Latency of a decode step against batch", "32/8 heads of 128, bfloat16")
-    return _beside(figure, points, xlabel="sequences, one token each", ylabel="latency, µs")
+    axes = _axes(figure, 50, 415, xlabel="tokens", ylabel="needed bytes / time, GB/s")
+    drawn = _draw(axes, points)
+    labels = {name: LABELS.get(name, name) for name in sorted(drawn, key=lambda name: -drawn[name].get_ydata()[-1])}
+    _legend(axes, drawn, labels, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def accuracy(lines: list[dict]) -> Figure:
     """Draws the largest error of a pair, relative to its magnitude, against the position, in a panel for each dtype."""
-    measured = [x for x in lines if x["kind"] == "accuracy" and x.get("max_relative")]
-    figure, axes, drawn = _figure(lines, "Error against position", "largest of an octave", HEIGHT + 25), None, {}
+    figure, axes = _figure(lines, "Error against position", "largest of an octave", HEIGHT + 75), None
     for i, dtype in enumerate(("float32", "bfloat16")):
-        axes = _axes(figure, 50 + 285 * i, 270, 65, sharey=axes, xlabel="position")
+        axes = _axes(figure, 50 + 285 * i, 270, 115, sharey=axes, xlabel="position")
         axes.set_title(dtype, fontsize=9, loc="left", pad=4)
         axes.tick_params(labelleft=i == 0)
-        of_dtype = [x for x in measured if x["dtype"] == dtype]
-        drawn |= _draw(axes, [(x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in of_dtype])
-        for j, line in enumerate(axes.lines):
-            line.set_markevery((j % 5, 5))  # many curves coincide, so each has its markers elsewhere
+        of_dtype = [x for x in lines if x.get("max_relative") and x["dtype"] == dtype]
+        points = [(x["implementation"], 2 ** x["octave"], x["max_relative"]) for x in of_dtype]
+        labels = _distinct(points)
+        drawn = _draw(axes, [point for point in points if point[0] in labels])
+        _legend(axes, drawn, labels, loc="upper left", bbox_to_anchor=(-0.02, -0.12))
     figure.axes[0].set_ylabel("error / magnitude of the pair")
-    _legend(figure, drawn, STYLES, ncols=4, loc="lower left")
     return figure
+
+
+def _distinct(points: list[tuple]) -> dict[str, str]:
+    """Returns labels of curves. One curve stands for all that differ from it by less than half."""
+    curves = {name: {x: y for n, x, y in points if n == name} for name in STYLES}
+    groups = {}
+    for name, curve in ((name, curve) for name, curve in curves.items() if curve):
+        near = (first for first in groups if all(2 / 3 < y / curves[first][x] < 3 / 2 for x, y in curve.items()))
+        groups.setdefault(next(near, name), []).append(name)
+    return {n: ", ".join(same) if len(same) < 3 else f"{n} and {len(same) - 1} others" for n, same in groups.items()}
 
 
 def _figure(lines: list[dict], title: str, subtitle: str, height: float = HEIGHT) -> Figure:
@@ -132,13 +140,13 @@ def _draw(axes: Axes, points: list[tuple]) -> dict[str, Line2D]:
         x, y, *band = zip(*of_name, strict=True)
         width, size = (2.4, 5) if name.startswith("torch_rope") else (1.3, 4)
         style = {"color": colour, "marker": marker, "linewidth": width, "markersize": size, "markeredgewidth": 0}
-        dashes, height = ("--", 3) if name in DASHED else ("-", 2)
+        dashes, height = ("-", 2) if marker else ("--", 3)
         (lines[name],) = axes.plot(x, y, dashes, zorder=height, **style)
         if band:
             axes.fill_between(x, *band, color=colour, alpha=0.2, linewidth=0)
     powers = max(point[1] for point in points).bit_length()
     axes.set_xticks([2**i for i in range(0, powers, max(1, round(powers * 35 / axes.bbox.width)))])
-    axes.xaxis.set_major_formatter(lambda x, _: _binary(x))
+    axes.xaxis.set_major_formatter(lambda x, _: count(int(x)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,), numticks=12))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y >= 0.01 else f"{y:.0e}".replace("e-0", "e-"))
@@ -147,23 +155,8 @@ def _draw(axes: Axes, points: list[tuple]) -> dict[str, Line2D]:
     return lines
 
 
-def _binary(x: float) -> str:
-    """Returns a number as text in units of 1024, such as 64k for 65536."""
-    return next((f"{x / size:g}{unit}" for size, unit in ((2**20, "M"), (2**10, "k")) if x >= size), f"{x:g}")
-
-
-def _beside(figure: Figure, points: list[tuple], **labels) -> Figure:
-    """Draws curves and a legend at their right, in the order of their ends."""
-    axes = _axes(figure, 50, 415, **labels)
-    drawn = _draw(axes, points)
-    names = sorted(drawn, key=lambda name: -drawn[name].get_ydata()[-1])
-    _legend(axes, drawn, names, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
-
-
-def _legend(of: Figure | Axes, drawn: dict[str, Line2D], names: Iterable[str], **options) -> None:
-    labels = {DASHED.get(name, name): drawn[name] for name in names if name in drawn}
-    legend = of.legend(labels.values(), labels.keys(), **options)
+def _legend(axes: Axes, drawn: dict[str, Line2D], labels: dict[str, str], **options) -> None:
+    legend = axes.legend([drawn[name] for name in labels], labels.values(), **options)
     for text in legend.get_texts():
         text.set_fontweight("bold" if text.get_text().startswith("torch_rope") else "normal")
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from .cases import count
 from .implementations import ADAPTERS, OURS
 from .results import FOLDER, read
 
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
-REFERENCE = FOLDER / "AMD_EPYC_family_26_2_cores.jsonl"  # the results in the pages and pictures
+REFERENCE = FOLDER / "AMD_EPYC_family_25_2_cores.jsonl"  # the newest results of all cases, for pages and pictures
 MODULE, IN_PLACE, FUSED = "torch_rope module", "torch_rope in place", "torch_rope fused"
 APART, PEER, COMPILED = "torch_rope, then index_copy_", "transformers", "transformers compiled"
 LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
@@ -25,7 +26,8 @@ LEGEND = """A label says `batch x seq, heads/kv_heads of head_dim`, and what dif
 the order `[batch, seq, heads, head_dim]`. The copy, torch_rope and its other forms have times. All others have a ratio:
 their time divided by that of `torch_rope`. A ratio in bold means that the other is faster; noise means that the
 quartiles overlap. Memory is what a call allocates, in sizes of q and k together. A cell is empty where an
-implementation cannot do the case, or was not measured."""
+implementation cannot do the case, or was not measured. On a CPU two rivals are weak: MLX is made for GPUs, and
+onnxruntime runs a whole session for this one operator."""
 
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
@@ -80,17 +82,6 @@ def one(lines: list[dict], case: str, implementation: str) -> dict | None:
     return next((x for x in found if x["status"] == "timed"), None)
 
 
-def cpu_results() -> list[dict]:
-    """Returns the reference's lines, and those of groups that it lacks from the results of other CPUs."""
-    lines = read(REFERENCE)
-    for path in sorted(FOLDER.glob("*.jsonl")):
-        groups = {x.get("group") for x in lines}
-        found, *others = read(path)
-        if found["device"] == "cpu":
-            lines += [x | {"machine": found} for x in others if x.get("group") not in groups]
-    return lines
-
-
 # ---- A table of a group of cases, with a row for each case and a column for each implementation ----
 
 
@@ -127,6 +118,14 @@ def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), c
     return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells))
 
 
+def beside_copy(lines: list[dict]) -> str:
+    """Returns a sentence about the numbers of tokens with which torch_rope takes less time than a copy."""
+    sweep = [x for x in lines if x.get("group") == "sweep" and x["status"] == "timed"]
+    us = {(x["implementation"], x["seq"]): x["median_us"] for x in sweep}
+    less = [count(seq) for name, seq in us if name == OURS and us[name, seq] < us["copy", seq]]
+    return f"torch_rope takes less time than `copy_` with {', '.join(less)} tokens, and more with all other numbers."
+
+
 # ---- Accuracy ----
 
 
@@ -137,13 +136,12 @@ def errors(lines: list[dict], **fields) -> list[dict]:
 
 def ulps(lines: list[dict], dtypes: tuple[str, ...], octaves: tuple[int, ...]) -> str:
     """Returns the largest errors in ulps, for frequencies of the kind default."""
-    found = errors(lines, kind="accuracy")
-    cells = {}
-    for dtype, octave in ((dtype, octave) for dtype in dtypes for octave in octaves):
-        for x in errors(found, dtype=dtype, octave=octave):
-            cells[x["implementation"], f"{dtype}, {2**octave:,}"] = (
-                number(x["max_ulp"]) if "max_ulp" in x else "not finite"
-            )
+    cells = {
+        (x["implementation"], f"{t}, {2**octave:,}"): number(x["max_ulp"]) if "max_ulp" in x else "not finite"
+        for t in dtypes
+        for octave in octaves
+        for x in errors(lines, dtype=t, octave=octave)
+    }
     return grid("positions from", cells)
 
 
@@ -185,21 +183,13 @@ def story(lines: list[dict]) -> str:
 
 
 def machine(lines: list[dict]) -> str:
-    """Returns a sentence about the machine, the date and the versions, and one about each other machine."""
-    groups: dict[str, list[str]] = {}
-    for x in lines[1:]:
-        if "machine" in x:
-            groups.setdefault(measured_on(x["machine"]), []).append(x["group"])
-    others = (f"The groups {', '.join(dict.fromkeys(names))} were {text}." for text, names in groups.items())
-    return " ".join([f"M{measured_on(lines[0])[1:]}.", *others])
-
-
-def measured_on(found: dict) -> str:
+    """Returns a sentence about the machine, the date and the versions."""
+    found = lines[0]
     packages = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
     versions = [f"{k} {found[k]}" for k in packages if found.get(k, "not installed") != "not installed"]
     threads = f"{found['threads']} threads, kernels {found['cpu_kernels']}"
     threads = threads if found["device"] == "cpu" else "CUDA graphs"
-    return f"measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}"
+    return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
 
 
 # The README's table of times: the tokens, the name of a case without its dtype, and implementations; and their calls.
@@ -215,21 +205,21 @@ CALLS |= {"copy": "`copy_` of q and k", COMPILED: "transformers, compiled"}
 
 
 def front(lines: list[dict]) -> str:
-    """Returns the README's table of times, and the machine. What was not measured has no row."""
+    """Returns the README's table of times, and the machine."""
     rows = []
     for tokens, case, names in FRONT:
         for name in names:
             call = "**`rotate_into_cache_`**" if (case, name) == (CACHE, OURS) else CALLS.get(name, name)
             times = [time(one(lines, case.format(dtype), name)) for dtype in FLOATS[:2]]
-            rows += [[tokens if name == names[0] else "", call, *times]] if any(times) else []
-    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines[:1])}"
+            rows.append([tokens if name == names[0] else "", call, *times])
+    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
 
 
 def reasons(lines: list[dict]) -> str:
     """Returns the three reasons of README.md and docs/index.md, each with its figures."""
 
-    def error(name: str, dtype: str) -> float:
-        return errors(lines, kind="accuracy", implementation=name, dtype=dtype, octave=17)[0]["max_ulp"]
+    def figure(name: str, dtype: str, which: str = "max_ulp", **where) -> float:
+        return errors(lines, implementation=name, dtype=dtype, **(where or {"octave": 17}))[0][which]
 
     def times(name: str, case: str) -> str:
         """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
@@ -240,9 +230,10 @@ def reasons(lines: list[dict]) -> str:
 1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes \
 {times(PEER, PROMPT)} times as long, and {times(COMPILED, PROMPT)} times when compiled.
 2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is \
-{number(error(OURS, "float32"))} ulps (units in the last place) in float32, and {number(error(OURS, "bfloat16"))} in \
-bfloat16. Implementations that multiply position and frequency in float32 reach {error(PEER, "float32"):,.0f} and \
-{number(error(PEER, "bfloat16"))}.
+{number(figure(OURS, "float32"))} ulps (units in the last place) in float32, and {number(figure(OURS, "bfloat16"))} in \
+bfloat16. Implementations that multiply position and frequency in float32 reach {figure(PEER, "float32"):,.0f} and \
+{number(figure(PEER, "bfloat16"))}. In float32 that moves {figure(PEER, "float32", "moved_weight", tokens=131072):.2%} \
+of the weights of attention over 131,072 tokens.
 3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
 `rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions \
 take {times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
@@ -253,6 +244,7 @@ BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "front": front,
     "reasons": reasons,
     "story": story,
+    "beside copy": beside_copy,
     **{group: partial(table, group=group, rows=rows, columns=SHORT) for group, rows in ROWS.items()},
     "models, operators": partial(table, group="models", cell=in_operators, rows=ROWS["models"][1:2], columns=SHORT),
     "diffusion, memory": partial(table, group="diffusion", cell=in_memory, rows=ROWS["diffusion"], columns=SHORT[1:]),
@@ -276,7 +268,7 @@ def page_of(lines: list[dict]) -> str:
 
 def write_all(check: bool) -> list[Path]:
     """Returns the pages whose tables do not show the current results. Writes these pages, unless check is True."""
-    lines = cpu_results()
+    lines = read(REFERENCE)
     fill = partial(BLOCK.sub, lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}")
     wanted = {page: fill(page.read_text()) for page in PAGES}
     wanted |= {path.with_suffix(".md"): page_of(read(path)) for path in sorted(FOLDER.glob("*.jsonl"))}

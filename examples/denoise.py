@@ -60,7 +60,7 @@ def draw(parts: dict[str, dict[str, float]], title: str, file: Path) -> None:
         times = torch.tensor([parts[name][part] for name in parts])
         axes.barh(list(parts), times, left=left, color=colour, label=part)
         left = left + times
-    axes.set(title=title, xlabel="milliseconds of a step")
+    axes.set(title=title, xlabel="milliseconds of a step; all but the rotation differs by noise only")
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +96,8 @@ def main() -> None:
         for name, model in models.items():
             videos[name], parts = step(model, videos[name], text, *shares[i : i + 2])
             profiles[name].append(parts)
-        seconds = ", ".join(f"{name} {sum(profiles[name][-1].values()) / 1000:.2f} s" for name in models)
-        print(f"  step {i + 1} of {o.steps}: {seconds}", flush=True)
+        seconds = sum(sum(found[-1].values()) for found in profiles.values()) / 1000
+        print(f"  step {i + 1} of {o.steps}, in both models: {seconds:.1f} s", flush=True)
     parts = {name: {part: median(p[part] for p in steps) for part in PARTS} for name, steps in profiles.items()}
     for name, times in parts.items():
         share = 100 * times["rotation"] / sum(times.values())

@@ -45,7 +45,7 @@ def new_cache(kind, model):
 def logits(model, text, cache, *lengths):
     """Returns the logits of a text, of which a model gets parts of these lengths."""
     with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in text.split(lengths, 1)], 1)
+        return torch.cat([model(part, cache=cache).logits for part in text.split(lengths, 1)], 1)
 
 
 # ---- what is fused ----
@@ -79,7 +79,7 @@ def test_each_layer_computes_by_one_operator(model_type, alone):
             (new_cache("static", model), "rope::rotate_into_cache_"),
         ):
             for seq in (5, 1, 1):
-                assert operators(tokens(1, seq), past_key_values=cache) == ([operator] * of_layers, others)
+                assert operators(tokens(1, seq), cache=cache) == ([operator] * of_layers, others)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_fused_model_trains_as_the_unpatched_one(model_type):
     stock, fused = pair(model_type)
     loss, gradients = train(stock, enabled=False)
     if model_type in ("llama", "qwen3"):
-        fused.gradient_checkpointing_enable({"use_reentrant": False})
+        fused.activation_checkpointing_enable({"use_reentrant": False})
     actual, actual_gradients = train(fused, enabled=False)
     assert difference(actual, loss) < LOGITS and difference(actual_gradients, gradients) < GRADIENTS
 

@@ -245,8 +245,8 @@ def test_the_cache_under_autocast(rounding):
     for m in pair({"rounding": rounding}):
         cache = transformers.DynamicCache(config=m.config)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            m(tokens(), past_key_values=cache)
-            m(tokens(2, 1), past_key_values=cache)
+            m(tokens(), cache=cache)
+            m(tokens(2, 1), cache=cache)
         keys.append(cache.layers[0].keys)
     expected, actual = keys
     assert actual.shape == expected.shape == (2, 2, 13, 16) and expected.dtype == torch.float32

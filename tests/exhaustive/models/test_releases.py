@@ -26,11 +26,11 @@ for kind in ("llama", "qwen3", "olmo2", "gemma3_text", "cohere", "glm", "gpt_oss
         assert "; fused: " in str(handle)
         for make in (transformers.DynamicCache, lambda **more: transformers.StaticCache(max_cache_len=12, **more)):
             cache = make(config=config)
-            parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 6), (6, 7), (7, 9))]
+            parts = [model(ids[:, a:b], None, None, cache).logits for a, b in ((0, 6), (6, 7), (7, 9))]
             assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-4), kind
     with patch(model, fuse=True), torch.no_grad():  # the own forward of a layer with hooks computes
         model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
-        assert torch.allclose(model(ids, past_key_values=make(config=config)).logits, expected, atol=1e-4), kind
+        assert torch.allclose(model(ids, None, None, make(config=config)).logits, expected, atol=1e-4), kind
 """
 
 

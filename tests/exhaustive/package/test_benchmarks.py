@@ -98,13 +98,13 @@ def test_a_run_keeps_the_lines_of_the_cases_that_it_does_not_measure():
 
 def test_the_tables_and_pictures_in_the_pages_are_those_of_complete_results(tmp_path):
     assert report.write_all(check=True) == [], "run: make figures"
-    lines = [x for x in report.cpu_results() if x["kind"] == "sample"]
+    lines = [x for x in results.read(report.REFERENCE) if x["kind"] == "sample"]
     assert {x["status"] for x in lines} <= {"timed", "wrong"}
     assert {x["case"] for x in lines} == {case.name for case in cases.cases("cpu")}
     version = re.search(r"matplotlib ([\d.]+)", (ROOT / "docs" / "bandwidth.svg").read_text())[1]
     if version != matplotlib.__version__:
         pytest.skip(f"matplotlib {version} drew the pictures, and {matplotlib.__version__} may draw them differently")
-    for file in plots.plot(report.cpu_results(), tmp_path):
+    for file in plots.plot(results.read(report.REFERENCE), tmp_path):
         assert file.read_bytes() == (ROOT / "docs" / file.name).read_bytes(), "run: make figures"
 
 
