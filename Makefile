@@ -12,6 +12,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
+# setup.py stops if torch has CUDA and nvcc is missing, unless this is 0.
+export TORCH_ROPE_CUDA ?= $(if $(CUDA_HOME)$(shell command -v nvcc)$(wildcard /usr/local/cuda/bin/nvcc),,0)
 PART ?= cpu cuda metal models package
 OUT ?= build/gpu
 BUDGET ?= 480

@@ -14,7 +14,7 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "operators")]
 
 import torch_rope  # noqa: E402
-from torch_rope import RotaryEmbedding, frequencies, multimodal  # noqa: E402, F401  the table uses them
+from torch_rope import RotaryEmbedding, multimodal  # noqa: E402, F401  the table uses them
 from torch_rope.integrations import diffusers, transformers  # noqa: E402, F401
 
 # Usage -> type of the error: the message, in which "..." stands for anything.
@@ -25,25 +25,20 @@ rope(q, k, offset=4096.0) -> TypeError: rope.rotate_qk: offset is 4096.0 but mus
 rope(q, k, offset=torch.tensor(3)) -> TypeError: torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
 rope([1.0], k) -> TypeError: torch_rope.RotaryEmbedding: q is of type list but must be a tensor
 rope(q, k, position_ids=ints) -> TypeError: torch_rope.RotaryEmbedding: position_ids is not an argument; its name here is positions
-rope.angles(3, 4) -> TypeError: torch_rope.RotaryEmbedding: positions is 4 but must be a tensor; pass offset=4 if the first token
 torch_rope.rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> TypeError: rope.rotate_qk: interleaved is 'gptj' but must be True or
     False; True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)
 torch_rope.rotate(q, (cos, sin)) -> TypeError: rope.rotate: cos is of type tuple but must be a tensor; torch_rope.cos_sin makes cos
 torch_rope.rotate(q, torch.complex(cos, sin)) -> ValueError: rope.rotate: sin is None but must be given together with cos; ... inv_freq;
     torch.view_as_real(table).unbind(-1) makes cos and sin of a complex table
 torch_rope.rotate(q, cos, sin, offset=2**63) -> ValueError: rope.rotate: offset is 9223372036854775808 but must be at least -2**63 and
-rope(q, k, offset=-2**63 - 1) -> ValueError: rope.rotate_qk: offset is -9223372036854775809 but must be at least -2**63 and
 torch_rope.cos_sin(32, freq) -> TypeError: rope.cos_sin: positions is 32 but must be a tensor; torch.arange(32) has the positions below
 torch_rope.cos_sin(ints, freq, dtype="float32") -> TypeError: rope.cos_sin: dtype is 'float32' but must be a dtype, such as torch.float32
-torch_rope.norm_rotate_qk(q, k, 64, 64, cos, sin) -> TypeError: rope.norm_rotate_qk: q_norm_weight is 64 but must be a tensor
 torch_rope.rotate_into_cache_(q, k, k, k, k, cos, sin, k_scale=0.1) -> TypeError: rope.rotate_into_cache_: k_scale is 0.1 but must be a
-torch_rope.rotary_embedding(q, 1, 2) -> TypeError: torch_rope.rotary_embedding: cos is 1 but must be a tensor
 torch_rope.inv_freq(64, "10000") -> ValueError: torch_rope.inv_freq: base is '10000' but must be a positive number
 positions_of([3, 5, 2]) -> ValueError: torch_rope.positions_from_cu_seqlens: cu_seqlens is [3, 5, 2] but must begin with 0 and never
     decrease; pass lengths as torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 positions_of([0, 5, 10]) -> ValueError: ...: total is 9 but must be at least 10, the last number of cu_seqlens
 positions_of([[0, 5]]) -> ValueError: ...: cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
-positions_of([0, 3], -1) -> ValueError: ...: total is -1 but must be at least 0
 positions_of([0, 3], 3, torch.zeros(3).long()) -> ValueError: ...: offsets has shape [3] but must have shape [1], one offset for
 torch_rope.positions_from_cu_seqlens([0, 5], 5) -> TypeError: ...: cu_seqlens is of type list but must be a tensor; torch.as_tensor
 torch_rope.slots_of_window([1, 2], 4) -> TypeError: torch_rope.slots_of_window: positions is of type list but must be a tensor
@@ -68,12 +63,10 @@ RotaryEmbedding(63) -> ValueError: ...: head_dim is 63 but must be even to rotat
 RotaryEmbedding({"head_dim": 64}) -> ValueError: ...: head_dim is of type dict but must be ... RotaryEmbedding.from_config takes a config
 RotaryEmbedding.from_config(nn.Linear(2, 2)) -> ValueError: ...: config is <class '...Linear'> but must be the config of a model; pass
     model.config
-frequencies.is_interleaved(nn.Linear(2, 2)) -> ValueError: ... but must be the config of a model; pass model.config
 multimodal.from_config(nn.Linear(2, 2)) -> ValueError: ... but must be the config of a model; pass model.config
 multimodal.from_config({"model_type": "llama"}) -> ValueError: ...: model_type is 'llama' but must be one of 'qwen2_vl'
 multimodal.sections(freq, [4, 4]) -> ValueError: ...: sections is [4, 4] but must be three counts of pairs with the sum 8
 multimodal.interleaved(freq, [9, -1, 0]) -> ValueError: torch_rope.multimodal.interleaved: sections is [9, -1, 0] but must be three
-multimodal.height_width_time(freq, [3, 4, 1]) -> ValueError: ... but must have as many pairs of height as of width
 multimodal.by_axis(freq, [0, 1]) -> ValueError: ...: axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
 multimodal.axial(freq, 0) -> ValueError: ...: axes is 0 but must be at least 1
 transformers.patch({"model_type": "llama"}) -> TypeError: torch_rope.integrations.transformers.patch: model is of type dict but must be a
