@@ -12,17 +12,27 @@ from torch import Tensor
 NAMES = {
     **dict.fromkeys(("theta", "rope_theta", "rotary_base", "freq_base"), "base"),
     **dict.fromkeys(("dim", "dims", "head_size", "d_head"), "head_dim"),
-    **dict.fromkeys(("rope_type", "rope_scaling", "scaling_type", "type"), "kind"),
+    **dict.fromkeys(("rope_type", "scaling_type", "type"), "kind"),
+    "rope_scaling": "kind, whose parameters are arguments of their own; from_config takes a config",
     **dict.fromkeys(("position_ids", "pos_ids", "input_pos", "input_positions", "pos", "position"), "positions"),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "max_seq_length", "max_len"), "max_position"),
     **dict.fromkeys(("original_max_position_embeddings", "original_max_seq_len"), "original_max_position"),
     **dict.fromkeys(
-        ("partial_rotary_factor", "rotary_percent", "rotary_pct"), "rotary_dim, head_dim times that factor"
+        ("partial_rotary_factor", "rotary_percent", "rotary_pct"), "rotary_dim, an integer: head_dim times that factor"
     ),
     **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved, which has the opposite value"),
     **dict.fromkeys(("traditional", "rope_interleave"), "interleaved"),
     **dict.fromkeys(("seq_offset", "position_offset", "past_length", "start_pos", "seqlen_offset"), "offset"),
-    **dict.fromkeys(("scaling_factor", "scale_factor"), "factor"),
+    **dict.fromkeys(("scaling_factor", "scale_factor", "interpolation_factor"), "factor"),
+    **dict.fromkeys(("eps", "epsilon", "variance_epsilon"), "norm_eps"),
+    **{
+        "query": "q",
+        "key": "k",
+        "value": "v",
+        "slot_mapping": "slots",
+        "key_cache": "k_cache",
+        "value_cache": "v_cache",
+    },
 }
 
 # The types of a schema, in words.
@@ -31,7 +41,9 @@ _TYPES = {"Tensor": Tensor, "int": (Integral, torch.SymInt), "float": (Real, tor
 _ADVICE = {
     "cos": "torch_rope.cos_sin makes cos and sin",
     "sin": "torch_rope.cos_sin makes cos and sin",
-    "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it",
+    "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it, and Frequencies have it as their inv_freq",
+    "q_norm_weight": "pass the weight of a norm",
+    "k_norm_weight": "pass the weight of a norm",
     "k_scale": "the kernel reads it from a tensor on the device of q",
     "v_scale": "the kernel reads it from a tensor on the device of q",
     "interleaved": "True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)",
@@ -69,17 +81,17 @@ def wrong_positions(function: str, positions: Any, takes_offset: bool = True) ->
     return wrong_type(function, "positions", positions, advice=advice)
 
 
-def mistake_in(op: torch._ops.OpOverload, tensors: tuple, flags: dict[str, Any]) -> Exception | None:
+def mistake_in(op: torch._ops.OpOverload, args: tuple, flags: dict[str, Any]) -> Exception | None:
     """Returns the error of a call of an operator whose arguments do not have the types of its schema, or else None."""
     function, arguments = op._schema.name.replace("::", "."), op._schema.arguments
-    given = dict(zip((a.name for a in arguments), tensors, strict=False)) | flags
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | flags
     for argument in arguments:
         name, value = argument.name, given.get(argument.name)
         kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
         if name == "dtype":  # the schema says that it is an integer
             if value is not None and not isinstance(value, torch.dtype):
                 return wrong_type(function, name, value, "a dtype, such as torch.float32")
-        elif value is not None and not isinstance(value, _TYPES[kind]):
+        elif name in given and not isinstance(value, _TYPES[kind]) and not (value is None and kind == "Tensor"):
             if name == "positions":
                 return wrong_positions(function, value, "offset" in given)
             return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))

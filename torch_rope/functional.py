@@ -14,20 +14,21 @@ The docstrings use these words:
   et al., RoFormer, arXiv:2104.09864, equation 34).
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ._mistakes import mistake_in, wrong_type
+from ._mistakes import mistake_in, unknown_argument, wrong_type
 from ._ops import ops as _ops
 from .frequencies.kinds import is_number, on_device, powers
 
 
 def call(
     op: torch._ops.OpOverload,
-    tensors: tuple,
+    args: tuple,
+    unknown: dict[str, Any] | None,
     offset: int | torch.SymInt,
     attention_factor: float = 1.0,
     interleaved: bool = False,
@@ -43,7 +44,10 @@ def call(
     """Calls an operator with its positional arguments, one of which may be offset, and its keyword arguments.
 
     A keyword argument with its default value is left out, because each one costs a decode step 0.2 microseconds.
+    unknown: the arguments of the caller that the operator does not have, which are an error.
     """
+    if unknown:
+        raise unknown_argument(op._schema.name.replace("::", "."), unknown, [a.name for a in op._schema.arguments])
     if type(offset) is not int and isinstance(offset, Tensor):  # type() is quicker than isinstance()
         raise TypeError(
             f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which "
@@ -71,9 +75,9 @@ def call(
     if dtype is not None:
         flags["dtype"] = dtype
     try:
-        return op(*tensors, **flags)
+        return op(*args, **flags)
     except RuntimeError:
-        if (mistake := mistake_in(op, tensors, flags)) is not None:
+        if (mistake := mistake_in(op, args, flags)) is not None:
             raise mistake from None
         raise
 
@@ -154,7 +158,7 @@ def cos_sin(
         inv_freq = torch_rope.frequencies.default(128).inv_freq  # [64]
         cos, sin = torch_rope.cos_sin(torch.arange(8192), inv_freq)  # [8192, 64] each: a table by position
     """
-    return call(_ops.cos_sin.default, (positions, inv_freq), 0, attention_factor, dtype=dtype)
+    return call(_ops.cos_sin.default, (positions, inv_freq), None, 0, attention_factor, dtype=dtype)
 
 
 def axial_cos_sin(
@@ -202,7 +206,7 @@ def axial_cos_sin(
         cos, sin = torch_rope.axial_cos_sin(positions, inv_freq)
         q, k = torch_rope.rotate_qk(q, k, cos, sin)
     """
-    return call(_ops.axial_cos_sin.default, (positions, inv_freq), 0, attention_factor, dtype=dtype)
+    return call(_ops.axial_cos_sin.default, (positions, inv_freq), None, 0, attention_factor, dtype=dtype)
 
 
 def rotate(
@@ -218,6 +222,7 @@ def rotate(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Rotates rotary_dim channels of each head, by default the first ones, by the angles of its token.
 
@@ -277,8 +282,8 @@ def rotate(
         cos, sin = torch_rope.cos_sin(torch.arange(4096), inv_freq)  # [4096, 64] each
         y = torch_rope.rotate(x, cos, sin, positions=torch.tensor([0, 1, 2, 0, 1]))  # two packed sequences
     """
-    op, tensors = _ops.rotate.default, (x, cos, sin, inv_freq, positions, offset)
-    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
+    op, args = _ops.rotate.default, (x, cos, sin, inv_freq, positions, offset)
+    return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotary_embedding(
@@ -342,8 +347,8 @@ def rotary_embedding(
         )  # [batch or 1, heads or 1, seq, head_dim / 2]
         by_head = cos.shape[1] != 1
         cos, sin = (t.transpose(1, 2) if by_head else t.squeeze(1) for t in (cos, sin))
-    tensors = x.transpose(1, 2), cos, sin, None, position_ids
-    return call(_ops.rotate.default, tensors, 0, interleaved=interleaved).transpose(1, 2)
+    args = x.transpose(1, 2), cos, sin, None, position_ids
+    return call(_ops.rotate.default, args, None, 0, interleaved=interleaved).transpose(1, 2)
 
 
 def rotate_(
@@ -359,6 +364,7 @@ def rotate_(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> None:
     """Rotates x in place: writes to x what :func:`rotate` returns.
 
@@ -380,8 +386,8 @@ def rotate_(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)  # of one packed tensor
         torch_rope.rotate_(q, inv_freq=inv_freq)  # changes qkv
     """
-    op, tensors = _ops.rotate_.default, (x, cos, sin, inv_freq, positions, offset)
-    call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
+    op, args = _ops.rotate_.default, (x, cos, sin, inv_freq, positions, offset)
+    call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotate_qk(
@@ -398,6 +404,7 @@ def rotate_qk(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """Rotates q and k of an attention layer in one launch.
 
@@ -424,8 +431,8 @@ def rotate_qk(
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq)  # a prompt
         q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, offset=cache_length)  # a decode step
     """
-    op, tensors = _ops.rotate_qk.default, (q, k, cos, sin, inv_freq, positions, offset)
-    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
+    op, args = _ops.rotate_qk.default, (q, k, cos, sin, inv_freq, positions, offset)
+    return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def rotate_qk_(
@@ -442,6 +449,7 @@ def rotate_qk_(
     inverse: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> None:
     """Rotates q and k in place: writes to them what :func:`rotate_qk` returns.
 
@@ -463,8 +471,8 @@ def rotate_qk_(
         q, k, v = qkv.split([32, 8, 8], dim=-2)  # qkv [batch, seq, 48, 128]
         torch_rope.rotate_qk_(q, k, inv_freq=inv_freq)  # changes qkv
     """
-    op, tensors = _ops.rotate_qk_.default, (q, k, cos, sin, inv_freq, positions, offset)
-    call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
+    op, args = _ops.rotate_qk_.default, (q, k, cos, sin, inv_freq, positions, offset)
+    call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
 def norm_rotate_qk(
@@ -483,6 +491,7 @@ def norm_rotate_qk(
     interleaved: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and then rotates them, in one pass: the QK-norm of Qwen3, Gemma, OLMo-2 and Wan.
 
@@ -531,9 +540,9 @@ def norm_rotate_qk(
         q_weight, k_weight = q_norm.weight.view(32, 128), k_norm.weight.view(8, 128)  # OLMo-2
         q, k = torch_rope.norm_rotate_qk(q, k, q_weight, k_weight, inv_freq=inv_freq)
     """
-    tensors = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
+    args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
     op = _ops.norm_rotate_qk.default
-    return call(op, tensors, offset, attention_factor, interleaved, rotary_start, eager_rounding, norm_eps)
+    return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, norm_eps)
 
 
 def rotate_into_cache_(
@@ -559,6 +568,7 @@ def rotate_into_cache_(
     norm_v: bool = False,
     rotary_start: int = 0,
     eager_rounding: bool = False,
+    **unknown: NoReturn,
 ) -> None:
     """Rotates q in place and writes rotated k, and v, to a KV cache, in one launch.
 
@@ -629,10 +639,11 @@ def rotate_into_cache_(
             inv_freq=inv_freq, offset=cache_length,
         )
     """
-    tensors = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight
+    args = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight
     call(
         _ops.rotate_into_cache_.default,
-        tensors,
+        args,
+        unknown,
         offset,
         attention_factor,
         interleaved,

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -83,7 +84,7 @@ class RotaryEmbedding(nn.Module):
         good = max_position is None or (isinstance(max_position, int) and max_position >= 1)
         _require(good, "max_position", max_position, "a positive integer")
         _require(interleaved in (True, False), "interleaved", interleaved, "True (GPT-J) or False (NeoX, half-split)")
-        advice = "" if isinstance(head_dim, int | float | str) else "; RotaryEmbedding.from_config takes a config"
+        advice = "" if isinstance(head_dim, (Real, str)) else "; RotaryEmbedding.from_config takes a config"
         _require(isinstance(head_dim, int) and head_dim >= 1, "head_dim", head_dim, "a positive integer" + advice)
         self._rotates_all = rotary_dim is None
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -160,8 +161,6 @@ class RotaryEmbedding(nn.Module):
             positions, offset: as in :func:`torch_rope.rotate_qk`. If q and k are DTensors and positions is a plain
                 tensor, it must hold the positions of all ranks.
         """
-        if unknown:
-            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ("q", "k", "positions", "offset"))
         made, places = self._made.get(getattr(q, "device", None)), self._buffers
         if (
             made is not None
@@ -171,21 +170,22 @@ class RotaryEmbedding(nn.Module):
             and places.get("cos", 0) is places.get("sin", 0) is places.get("inv_freq", 0) is None  # none is assigned
         ):  # the usual case is written out, because a decode step is as long as this method
             cos, sin, inv_freq = made
-            tensors = q, k, cos, sin, inv_freq, positions, offset
-            return call(_ops.rotate_qk.default, tensors, offset, self.attention_factor, self.interleaved)
+            args = q, k, cos, sin, inv_freq, positions, offset
+            return call(_ops.rotate_qk.default, args, unknown, offset, self.attention_factor, self.interleaved)
         if not isinstance(q, Tensor):
             raise wrong_type("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
+            advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
             raise ValueError(
                 f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
-                f"the module has; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
+                "the module has" + (advice if q.shape[-1] > self.head_dim else "")
             )
         angles = self.angles(q.shape[-3] if q.dim() > 2 else 0, positions, offset, q.device)
         if hasattr(q, "device_mesh"):
             from ._sharding import distributed_like
 
             angles = distributed_like(q, angles)
-        return rotate_qk(q, k, **angles)
+        return rotate_qk(q, k, **angles, **unknown)
 
     def angles(
         self,
@@ -199,6 +199,8 @@ class RotaryEmbedding(nn.Module):
         rotate_qk with these arguments does what calling the module does. The other operators take them as well.
         device is that of q. Default: the device of positions, or of the module.
         """
+        if not isinstance(seq, int | torch.SymInt):
+            raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", "call angles(seq, positions)")
         if positions is not None and not isinstance(positions, Tensor):
             raise wrong_positions("torch_rope.RotaryEmbedding", positions)
         if device is None:
@@ -274,9 +276,13 @@ class RotaryEmbedding(nn.Module):
         name, errors, ours = prefix + "inv_freq", others[-1], self._exact.view(-1, self._exact.shape[-1])
         theirs = None if "inv_freq" in self._assigned() else state_dict.pop(name, None)
         if theirs is not None and not any(is_rounded(theirs, row) for row in ours):
+            what, must_be = list(theirs.shape), list(ours[0].shape)
+            if what == must_be:
+                i = int((theirs.cpu() / ours[0] - 1).abs().argmax())  # differs most
+                what, must_be = f"{theirs[i].item():.6g} for pair {i}", f"{ours[0, i].item():.6g}"
             errors.append(
-                f"torch_rope.RotaryEmbedding: {name} is {theirs.tolist()} but must be {ours[0].tolist()}, as the arguments "
-                "of the module say; to load other frequencies, first assign a parameter of their shape to rope.inv_freq"
+                f"torch_rope.RotaryEmbedding: {name} is {what} but must be {must_be}, as the arguments of the module say; "
+                "to load other frequencies, first assign a parameter of their shape to rope.inv_freq"
             )
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -288,7 +294,7 @@ class RotaryEmbedding(nn.Module):
         arguments |= {"interleaved": self.interleaved, "max_position": self.max_position}
         # The lists of LongRoPE are too long to show.
         short = [f"{name}={value!r}" for name, value in arguments.items() if not isinstance(value, list | tuple)]
-        return ", ".join([str(self.head_dim), *short])
+        return ", ".join([str(self.head_dim), *short, *(f"{name} assigned" for name in self._assigned())])
 
 
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:

@@ -24,7 +24,10 @@ rope(q, k, [0, 1, 2]) -> TypeError: rope.rotate_qk: positions is of type list bu
 rope(q, k, offset=4096.0) -> TypeError: rope.rotate_qk: offset is 4096.0 but must be an integer
 rope(q, k, offset=torch.tensor(3)) -> TypeError: torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
 rope([1.0], k) -> TypeError: torch_rope.RotaryEmbedding: q is of type list but must be a tensor
-rope(q, k, position_ids=ints) -> TypeError: torch_rope.RotaryEmbedding: position_ids is not an argument; its name here is positions
+rope(q, k, position_ids=ints) -> TypeError: rope.rotate_qk: position_ids is not an argument; its name here is positions
+rope.angles(ints) -> TypeError: torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq, positions)
+torch_rope.norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> TypeError: rope.norm_rotate_qk: eps is not ... here is norm_eps
+torch_rope.norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> TypeError: ...: norm_eps is None but must be a number
 torch_rope.rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> TypeError: rope.rotate_qk: interleaved is 'gptj' but must be True or
     False; True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)
 torch_rope.rotate(q, (cos, sin)) -> TypeError: rope.rotate: cos is of type tuple but must be a tensor; torch_rope.cos_sin makes cos
