@@ -203,7 +203,7 @@ def _replace_lowering_of_slices() -> None:
     """Replaces what torch does with views whose storage offsets are not 0, in functionalization and in Inductor."""
     from torch._higher_order_ops import auto_functionalize
     from torch._inductor import ir
-    from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.lowering import fallbacks, lowerings, register_lowering
     from torch._inductor.virtualized import V
 
     # A slice of a base that does not begin where its storage begins gets a start that counts from there: no elements of
@@ -220,9 +220,9 @@ def _replace_lowering_of_slices() -> None:
         return offset.node.expr if isinstance(offset, torch.SymInt) else int(offset)
 
     # Inductor has no lowering for a storage offset that is a symbol, and continues with 0: an operator on x[1], of a
-    # tensor with a dynamic size, writes to x[0].
+    # tensor with a dynamic size, writes to x[0]. If that has happened, a fallback has taken the place of a lowering.
     storage_offset = torch.ops.aten.sym_storage_offset.default
-    if storage_offset not in lowerings:
+    if storage_offset not in lowerings or storage_offset in fallbacks:
 
         @register_lowering(storage_offset, type_promotion_kind=None)
         def lowering(x):

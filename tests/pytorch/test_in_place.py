@@ -177,16 +177,27 @@ def test_an_input_that_starts_inside_its_storage_is_written_correctly(device):
 
 @pytest.mark.cpu
 @pytest.mark.exhaustive
-def test_the_first_compilation_of_a_process_writes_a_slice_correctly():
-    """The lowering of slices is replaced for a storage offset that is a number too."""
+def test_a_slice_is_written_correctly_by_the_first_compilation_and_after_that_of_another_library():
+    """The lowering of slices is replaced for a storage offset that is a number, and if Inductor has a fallback."""
     program = """
 import torch, torch_rope
 x, inv_freq = torch.ones(2, 3, 1, 2, 2), torch.ones(1)
 torch.compile(lambda x: torch_rope.rotate_(x[1:], inv_freq=inv_freq, offset=1), backend="aot_eager")(x[1])
 print((x != 1).nonzero()[:, :2].unique(dim=0).tolist())
 """
-    done = python(program)
-    assert done.stdout.strip() == "[[1, 1], [1, 2]]", done.stdout + done.stderr
+    after_another = """
+import torch, torch_rope, torch._inductor.config
+torch._inductor.config.force_disable_caches = True
+clear_ = torch.library.custom_op("other::clear_", lambda x: [x.zero_()] and None, mutates_args=["x"], schema="(Tensor(a!) x) -> ()")
+for clear in (clear_, lambda x: torch_rope.rotate_(x, inv_freq=torch.ones(1), offset=1)):
+    compiled = torch.compile(lambda x: clear(x[1]))
+    for seq in (2, 3, 4):
+        compiled(x := torch.ones(2, seq, 1, 2))
+print((x != 1).nonzero()[:, 0].unique().tolist())
+"""
+    for text, expected in ((program, "[[1, 1], [1, 2]]"), (after_another, "[1]")):
+        done = python(text)
+        assert done.stdout.strip() == expected, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
