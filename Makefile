@@ -5,7 +5,7 @@
 ##   TORCH     what pip installs, such as torch==2.11.0
 ##   MAX_JOBS  how many compilers or tests run at a time
 ##   PART      of make exhaustive: some of cpu cuda metal models package
-##   ONLY      of make mutate: some of cpu shared cuda metal python, or numbers of mistakes
+##   ONLY      of make mutate: some of cpu cuda metal python, and numbers of mistakes
 ##   ARGS      options of make demo, finetune, denoise and bench; ARGS=--help lists them
 ##   PROMPT    the message of make demo
 ##   STEP, BUDGET, OUT  of make gpu: steps, seconds and a folder, with which a later call goes on

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from setuptools import Distribution, setup
 
@@ -73,13 +74,15 @@ def without_cuda() -> str | None:
     if not torch.version.cuda:
         return f"torch {torch.__version__} has no CUDA"
     if not (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")):
-        return "nvcc was not found (set CUDA_HOME to the folder of the CUDA toolkit)"
+        return f"nvcc was not found in CUDA_HOME, the folder of the CUDA toolkit, which is {CUDA_HOME}"
     if not Path(CUDA_HOME, "include/cuda_runtime.h").exists():
         return f"CUDA_HOME is {CUDA_HOME}, which has no include/cuda_runtime.h"
     return None
 
 
-reason, wanted = without_cuda(), os.environ.get("TORCH_ROPE_CUDA")
+reason, wanted = without_cuda(), os.environ.get("TORCH_ROPE_CUDA", "")
+if wanted not in ("", "0", "1"):
+    sys.exit(f"torch_rope: TORCH_ROPE_CUDA is {wanted!r} but must be 0, 1 or unset.")
 if not reason:
     old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_CUDA_12_8 if old else ARCHITECTURES)
@@ -92,25 +95,30 @@ elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wante
 ADDRESS = "https://github.com/OWNER/torch_rope"  # README.md and pyproject.toml have this placeholder
 
 
+def address() -> str | None:
+    """Returns the address of the repository that was cloned, without a name or a token, or None if it is not known."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return None
+    git = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    url = urlsplit(re.sub(r"^\w+@([\w.-]+):/?", r"ssh://\1/", git.stdout.strip()))  # git@host:path means SSH
+    if url.scheme not in ("https", "ssh") or "." not in (url.hostname or ""):
+        return None
+    port = f":{url.port}" if url.port and url.scheme == "https" else ""
+    return f"https://{url.hostname}{port}{url.path.rstrip('/').removesuffix('.git')}"
+
+
 class Metadata(Distribution):
-    """Puts the address of the repository that was cloned in the place of the placeholder, and in front of README's links."""
+    """Puts the address of the repository in the place of the placeholder, and in front of README's links."""
 
     def parse_config_files(self, *args, **kwargs):
         super().parse_config_files(*args, **kwargs)
-        host = None
-        if (ROOT / ".git").exists() and shutil.which("git"):
-            git = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
-            # A name or a token before an @ is left out.
-            form = r"(?:https://|ssh://|(?=\w+@))(?:[^@/]+@)?([\w.-]+)[:/]([\w./~-]+?)(?:\.git)?/?"
-            host = re.fullmatch(form, git.stdout.strip())
-        if not host:
-            self.metadata.project_urls = {}  # a placeholder leads nowhere
-            return
-        address = f"https://{host[1]}/{host[2]}"
-        urls, text = self.metadata.project_urls, self.metadata.long_description.replace(ADDRESS, address)
-        self.metadata.project_urls = {name: url.replace(ADDRESS, address) for name, url in urls.items()}
-        text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{address}/raw/HEAD/", text)
-        self.metadata.long_description = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{address}/blob/HEAD/", text)
+        own, metadata = address(), self.metadata
+        urls = metadata.project_urls.items() if own else ()  # a placeholder leads nowhere
+        metadata.project_urls = {name: url.replace(ADDRESS, own) for name, url in urls}
+        if own:
+            text = metadata.long_description.replace(ADDRESS, own)
+            text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{own}/raw/HEAD/", text)
+            metadata.long_description = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{own}/blob/HEAD/", text)
 
 
 class Build(BuildExtension):

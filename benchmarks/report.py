@@ -123,7 +123,9 @@ def beside_copy(lines: list[dict]) -> str:
     sweep = [x for x in lines if x.get("group") == "sweep" and x["status"] == "timed"]
     us = {(x["implementation"], x["seq"]): x["median_us"] for x in sweep}
     less = [count(seq) for name, seq in us if name == OURS and us[name, seq] < us["copy", seq]]
-    return f"torch_rope takes less time than `copy_` with {', '.join(less)} tokens, and more with all other numbers."
+    return (
+        f"In these sweeps torch_rope takes less time than `copy_` with {', '.join(less)} tokens, and more with others."
+    )
 
 
 # ---- Accuracy ----

@@ -245,7 +245,8 @@ void check_norm(const RotateCall& call) {
 void check_scale(const RotateCall& call, const Named& cache, const Named& scale, const Named& x) {
   const at::ScalarType type = cache->scalar_type(), x_type = x->scalar_type();
   ROPE_CHECK_TYPE(type == x_type || is_quantised(type), cache.name, " is ", name_of(type), " but must be ",
-                  name_of(x_type), ", the dtype of ", x.name, ", or float8_e4m3fn, float8_e5m2 or int8");
+                  name_of(x_type), ", the dtype of ", x.name, ", or float8_e4m3fn, float8_e5m2 or int8",
+                  type == at::kByte ? "; pass float8 numbers as cache.view(torch.float8_e4m3fn)" : "");
   ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", cache.name,
                    " is ", name_of(type));
   if (!scale.tensor) return;

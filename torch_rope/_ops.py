@@ -2,6 +2,7 @@
 another namespace, and a file of its own in place of this one.
 """
 
+import sys
 from pathlib import Path
 
 import torch
@@ -27,7 +28,11 @@ def _require_matching_torch() -> None:
 
 _require_matching_torch()
 
-from . import _C  # noqa: E402, F401  its import registers the operators
+try:
+    from . import _C  # noqa: F401  its import registers the operators
+except ImportError as error:
+    this = f"{sys.implementation.cache_tag} and torch {torch.__version__}"
+    raise ImportError(f"torch_rope has no library that {this} can load; build it again ({error})") from error
 
 ops = torch.ops.rope
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mkdocs.structure.files import File
 
+ADDRESS = "https://github.com/OWNER/torch_rope"  # a placeholder
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of the site that are files outside of docs/.
 PAGES = {
@@ -56,7 +57,8 @@ def on_page_markdown(markdown, page, config, files):
             return f"[{text}]({repository}/blob/HEAD/{target}{anchor})"
         return f"`{text}`" if text.rstrip("/") in target else text  # a path is set as code
 
-    parts = CODE.split(markdown)
+    markdown = re.sub(r"<!-- on GitHub -->\n.*\n", "", markdown)
+    parts = CODE.split(markdown.replace(ADDRESS, config.extra["repository"] or ADDRESS))
     markdown = "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
     # The output of a block is labelled for the tests; for the highlighter it is text.
     return re.sub(r"^```output$", "``` { .text .output }", markdown, flags=re.M)

@@ -500,8 +500,9 @@ def from_config(
 
     Example::
 
-        inv_freq, attention_factor = torch_rope.frequencies.from_config(AutoConfig.from_pretrained(name))
-        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq.to(q.device), attention_factor=attention_factor)
+        config = AutoConfig.from_pretrained(name)
+        inv_freq, attention_factor = torch_rope.frequencies.from_config(config).to(q.device)
+        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, attention_factor=attention_factor)
     """
     kind, arguments = parse(config, layer_type, layer=layer)
     if kind in ("dynamic", "longrope"):
