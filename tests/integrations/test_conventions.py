@@ -160,11 +160,11 @@ def test_processors_of_one_class_keep_one_class_and_their_state():
     other = Attention(first.processor)  # two models may share their processors
     model = nn.ModuleDict({"first": first, "second": second})
     before = first.processor
-    handle = diffusers.patch(model)
+    patched = diffusers.patch(model)
     assert unpatched(other) and other.processor is before
     assert type(first.processor) is type(second.processor)  # torch.compile compiles once for both
     first.processor.scale = 3  # set_attention_backend of diffusers changes processors
-    handle.undo()
+    patched.undo()
     assert first.processor is before and before.scale == 3
 
 
@@ -185,13 +185,13 @@ class Pipeline:
 def test_a_pipeline_is_patched_with_its_models_but_not_with_those_of_transformers():
     model = Attention(Processor())
     pipe = Pipeline(model)
-    handle = diffusers.patch(pipe)
-    assert diffusers.patch(pipe) is handle and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
-    assert "torch_rope in Pipeline:\n  transformer.processor of 1 Processor" in str(handle)
-    assert [line.split()[0] for line in str(handle).splitlines()[2:]] == ["vae.*.*:", "text_encoder.rope:"]
+    patched = diffusers.patch(pipe)
+    assert diffusers.patch(pipe) is patched and unpatched(pipe.components["text_encoder"]) and not unpatched(model)
+    assert "torch_rope in Pipeline:\n  transformer.processor of 1 Processor" in str(patched)
+    assert [line.split()[0] for line in str(patched).splitlines()[2:]] == ["vae.*.*:", "text_encoder.rope:"]
     with pytest.raises(ValueError, match="Pipeline is not patched: .* of transformer.* already calls"):
         diffusers.patch(Pipeline(model))
-    handle.undo()
+    patched.undo()
     assert unpatched(model)
     with pytest.raises(ValueError, match="Pipeline is not patched: no module of it calls a rotary function"):
         diffusers.patch(Pipeline(None))
@@ -267,10 +267,10 @@ def test_a_processor_of_ones_own_may_rotate(body, rotations):
     """By a function that it defines, or by one that calls a rotary function."""
     model, args = Attention(written(body)), attention_inputs()
     expected = model(*args)
-    with diffusers.patch(model) as handle:
+    with diffusers.patch(model) as patched:
         rotations.clear()
         assert torch.equal(model(*args), expected) and rotations == [True]
-        assert "processor of 1 Written: apply_rotary" in str(handle)
+        assert "processor of 1 Written: apply_rotary" in str(patched)
 
 
 # ---- what falls back to the function ----

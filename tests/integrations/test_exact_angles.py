@@ -243,15 +243,15 @@ def test_the_handle_lists_the_rotary_modules_and_undo_restores_them():
     model, hooked = make(rope_parameters={"rope_theta": 10000.0, **DYNAMIC}), []
     expected, buffers = model(tokens()).logits, set(model.model.rotary_emb._buffers)
     add_hook(model.model.rotary_emb, hooked)
-    handle = patch(model, exact_angles=True)
+    patched = patch(model, exact_angles=True)
     lists = "model.rotary_emb.forward of 1 LlamaRotaryEmbedding: exact angles, by its own formula in float64"
-    assert lists in str(handle)
+    assert lists in str(patched)
     assert not torch.equal(model(tokens(), position_ids=tokens() + 2**17).logits, expected) and hooked
-    handle.undo()
+    patched.undo()
     remove_hook(model.model.rotary_emb)
     assert torch.equal(model(tokens()).logits, expected)
     assert set(model.model.rotary_emb._buffers) == buffers
 
     model.model.rotary_emb.inv_freq.mul_(2)
-    handle = patch(model, exact_angles=True)
-    assert "model.rotary_emb: left as it is, because inv_freq of LlamaRotaryEmbedding was changed" in str(handle)
+    patched = patch(model, exact_angles=True)
+    assert "model.rotary_emb: left as it is, because inv_freq of LlamaRotaryEmbedding was changed" in str(patched)

@@ -10,6 +10,7 @@ from cases import Calls, needed
 from test_conventions import counting
 from test_transformers import GRADIENTS, LOGITS, difference, make, tokens, train
 from torch import nn
+from torch.export import Dim
 
 transformers = needed("transformers")
 
@@ -29,7 +30,7 @@ def _pair(model_type, layers):
         if "norm" in name:
             nn.init.uniform_(p, 0.5, 1.5)
     fused = copy.deepcopy(stock)
-    fused.handle = str(patch(fused, fuse=True))
+    fused.patched = str(patch(fused, fuse=True))
     return stock, fused
 
 
@@ -91,7 +92,7 @@ def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
     """A prompt, single tokens, and several tokens that follow, until the window is full and after."""
     stock, fused = pair(model_type)
     norms = "" if model_type == "llama" else "q_norm, k_norm and "
-    assert f"; fused: {norms}the rotation" in fused.handle and "not fused" not in fused.handle
+    assert f"; fused: {norms}the rotation" in fused.patched and "not fused" not in fused.patched
     caches = [new_cache(kind, model) for model in (stock, fused)]
     expected, actual = (
         logits(model, tokens(2, 13), cache, 4, 1, 1, 1, 1, 3, 1, 1)
@@ -145,16 +146,30 @@ def test_a_patched_model_compiles_to_one_graph(model_type, kind, fuse):
     """Without fuse, the logits have the bits of the unpatched model when it is compiled."""
     stock, _ = pair(model_type, layers=1)
     model, graphs, text, results = copy.deepcopy(stock), [], tokens(2, 7), []
-    for patched in (False, True):
-        cache, handle = new_cache(kind, stock), patch(model, fuse=fuse) if patched else None
+    for is_patched in (False, True):
+        cache, patched = new_cache(kind, stock), patch(model, fuse=fuse) if is_patched else None
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend=counting(graphs), dynamic=False)
         results.append(
             torch.cat([logits(stock, text[:, :4], cache, 4), logits(compiled, text[:, 4:], cache, 1, 1, 1)], 1)
         )
-    handle.undo()
+    patched.undo()
     assert difference(results[1], results[0]) <= (LOGITS if fuse else 0)
     assert {0, 1} == set(graphs) and graphs == sorted(graphs)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"exact_angles": True}])
+def test_a_patched_model_has_one_program_for_all_lengths(options):
+    model, graphs, sizes = pair("qwen3", layers=1)[0].eval(), [], {0: Dim.AUTO, 1: Dim.AUTO}
+    model.config.use_cache = False
+    with patch(model, **options), torch.no_grad():
+        program = torch.export.export(model, (tokens(2, 5),), dynamic_shapes={"input_ids": sizes}).module()
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend=counting(graphs))
+        for batch, seq in ((2, 5), (2, 6), (2, 7), (2, 9)):
+            compiled(text := tokens(batch, seq))
+            assert difference(program(text).logits, model(text).logits) == 0
+    assert graphs == [1, 1]
 
 
 # ---- what a layer does otherwise ----

@@ -15,7 +15,7 @@ from torch_rope.integrations import diffusers, timm, transformers
 
 pytestmark = [pytest.mark.cpu]
 EITHER = "is torch.ops.rope.rotate, interleaved or half-split (tried)"
-# The integration, functions that return a model and the arguments of its forward, how often it rotates, what the handle
+# The integration, functions that return a model and the arguments of its forward, how often it rotates, what the patched
 # lists, and what errors give as an example.
 LIBRARIES = {
     "transformers": (
@@ -60,13 +60,13 @@ def test_patch_and_undo_change_only_this_model(library, make, arguments, rotatio
         calls, outputs = results(model, args)
         assert calls == rotations and all(map(torch.equal, outputs, expected))
 
-    with patch(model) as handle:
-        assert str(handle).splitlines() == lists
+    with patch(model) as patched:
+        assert str(patched).splitlines() == lists
         check(model, rotations)
         check(other, 0)
         assert unpatched(other) and not unpatched(model)
         assert list(model.state_dict()) == state and torch.equal(torch.get_rng_state(), generator)
-        assert patch(model) is handle
+        assert patch(model) is patched
         for options in ({"rounding": "once"}, {"fuse": True}):
             with pytest.raises(ValueError, match="already calls torch_rope.* patch first. What is there: apply_rot"):
                 patch(model, **options)
@@ -76,13 +76,13 @@ def test_patch_and_undo_change_only_this_model(library, make, arguments, rotatio
         check(loaded, 0)
         with patch(loaded):
             check(loaded, rotations)
-    assert str(handle) == f"torch_rope is not in {type(model).__name__} any more" and unpatched(model)
+    assert str(patched) == f"torch_rope is not in {type(model).__name__} any more" and unpatched(model)
     check(model, 0)
     check(copied, rotations)
     with pytest.raises(ValueError, match="the model that it was copied from"):
         patch(copied)
-    handle.undo()  # does nothing more
-    assert patch(model) is not handle
+    patched.undo()  # does nothing more
+    assert patch(model) is not patched
 
 
 @of_each_library
@@ -98,22 +98,22 @@ def test_what_is_no_model_and_what_does_not_rotate_is_refused(library, make, arg
 
 def test_patch_again_patches_what_is_new_and_undo_restores_what_is_still_ours():
     model, args = nn.ModuleDict({"kept": Attention(Processor()), "changed": Attention(Processor())}), attention_inputs()
-    handle = diffusers.patch(model)
+    patched = diffusers.patch(model)
     model.changed.processor, model.new = Processor(), Attention(Processor())
 
     def rotations():
         return [results(model[name], args)[0] for name in ("kept", "changed", "new")]
 
-    assert rotations() == [1, 0, 0] and str(handle).splitlines()[1].startswith("  kept.processor of 1 Processor: ")
-    assert diffusers.patch(model) is handle and rotations() == [1, 1, 1]
-    assert [line.split()[0] for line in str(handle).splitlines()[1:]] == [
+    assert rotations() == [1, 0, 0] and str(patched).splitlines()[1].startswith("  kept.processor of 1 Processor: ")
+    assert diffusers.patch(model) is patched and rotations() == [1, 1, 1]
+    assert [line.split()[0] for line in str(patched).splitlines()[1:]] == [
         f"{n}.processor" for n in ("kept", "changed", "new")
     ]
     model.changed.processor, removed = Processor(), model.pop("new")
-    assert [r.path for r in handle.left()] == ["kept"] and results(removed, args)[0] == 1
+    assert [r.path for r in patched.left()] == ["kept"] and results(removed, args)[0] == 1
     with pytest.warns(UserWarning, match="changed.processor was replaced after it was patched"):
-        handle.undo()
-    assert [results(m, args)[0] for m in (*model.values(), removed)] == [0, 0, 0] and "any more" in str(handle)
+        patched.undo()
+    assert [results(m, args)[0] for m in (*model.values(), removed)] == [0, 0, 0] and "any more" in str(patched)
 
 
 def test_no_code_sets_what_the_whole_process_sees():
@@ -126,10 +126,10 @@ def test_no_code_sets_what_the_whole_process_sees():
 def test_a_handle_that_has_lost_everything_is_replaced():
     """As Flux's with an IP-Adapter, which replaces all processors."""
     model = Attention(Processor())
-    handle, model.processor = diffusers.patch(model), Processor()
-    assert str(handle) == "torch_rope is not in Attention any more"
+    patched, model.processor = diffusers.patch(model), Processor()
+    assert str(patched) == "torch_rope is not in Attention any more"
     again = diffusers.patch(model, rounding="once")
-    assert again is not handle and "rounded once" in str(again)
+    assert again is not patched and "rounded once" in str(again)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -239,8 +239,8 @@ def test_what_is_refused_can_be_registered(model, function, replacement, refused
         patch(model)
     register(function, replacement)
     for fuse in (False, True):
-        with patch(model, fuse=fuse) as handle:
-            assert f"{function.__name__} is {replacement.__name__}, which was registered" in str(handle)
+        with patch(model, fuse=fuse) as patched:
+            assert f"{function.__name__} is {replacement.__name__}, which was registered" in str(patched)
             assert all(map(torch.equal, model(*args), expected))
     register(function, None)
     with pytest.raises(NotImplementedError, match=refused):

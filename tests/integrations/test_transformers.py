@@ -137,13 +137,13 @@ def test_tables_that_are_no_rotation_for_several_axes_are_left_to_the_function(c
 @pytest.mark.parametrize("printed", [False, True])
 def test_undo_warns_of_the_method_that_was_replaced_since(printed, calls):
     model = make()
-    expected, handle = model(tokens()).logits, patch(model)
+    expected, patched = model(tokens()).logits, patch(model)
     attention = model.model.layers[1].self_attn
     ours, attention.forward = attention.forward, lambda *args, **kwargs: ours(*args, **kwargs)
     if printed:
-        assert "forward of 1 LlamaAttention" in str(handle)  # that of the other layer
+        assert "forward of 1 LlamaAttention" in str(patched)  # that of the other layer
     with pytest.warns(UserWarning, match="model.layers.1.self_attn.forward was replaced after .* stays as it is"):
-        handle.undo()
+        patched.undo()
     calls.clear()
     assert torch.equal(model(tokens()).logits, expected) and len(calls) == 1
 
@@ -170,21 +170,21 @@ def test_hooks_of_accelerate_may_be_added_before_or_after(patch_first, calls):
     model = make()
     expected, layers = model(tokens()).logits, [layer.self_attn for layer in model.model.layers]
     for undo_first in (True, False):
-        handle = patch(model) if patch_first else None
+        patched = patch(model) if patch_first else None
         for layer in layers:
             add_hook(layer, calls)
-        handle = handle or patch(model)
+        patched = patched or patch(model)
         calls.clear()
         assert torch.equal(model(tokens()).logits, expected)
         assert calls == [torch.ops.rope.rotate_qk.default, "hook"] * 2
         if undo_first:
-            handle.undo()
+            patched.undo()
             calls.clear()
             model(tokens())
             assert calls == ["hook"] * 2
         for layer in layers:
             remove_hook(layer)
-        handle.undo()
+        patched.undo()
         calls.clear()
         assert torch.equal(model(tokens()).logits, expected) and calls == []
 

@@ -369,7 +369,7 @@ ERRORS = [
     ({"model_type": "llama", "num_attention_heads": 4}, f"hidden_size {UNLESS}"),
     ({"hidden_size": 256, "rope_theta": 1e4}, f"num_attention_heads {UNLESS}"),
     (GEMMA_3, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
-    (LLAMA_2, "layer_type is 'full_attention' but must be one of None", "full_attention"),
+    (LLAMA_2, "layer_type is 'full_attention' but must be None, because all layers are of one type", "full_attention"),
     (SIZE | {"model_type": "cohere2"}, "layer_type is 'full_attention' but must be that of a layer", "full_attention"),
     (LIST, "layer is None but must be the index of a layer, because layers differ"),
     (LIST | {"num_hidden_layers": 4}, "rope_theta is [5.0, 50.0, 0] but must be a list of 4 or more values"),

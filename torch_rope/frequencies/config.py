@@ -127,6 +127,8 @@ def _understood(config: Any) -> Any:
         same = text is config or _get(text, name) == value
         _need(same, name, value, "absent, or that of text_config; pass the text_config alone to rotate text")
     for name, value in _about_rotation(text).items():
+        if name == "rope_type":
+            _need(False, name, value, "in the rope_parameters of a config; pass the whole config")
         _need(name in _READ, name, value, "absent, because its meaning is not known; remove it if it means nothing")
     if isinstance(text, Mapping):
         defaults = DEFAULTS.get(text.get("model_type"), {})
@@ -259,8 +261,9 @@ def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[_Lay
         _need(len(value) >= count, name, value, f"a list of {count} or more values, one for each layer")
     types = _layer_types(config, count)
     layers = _by_type(config, rope, types or [])
-    choices = ", ".join(sorted(map(repr, layers)))
-    _need(layer_type is None or layer_type in layers, "layer_type", layer_type, f"one of {choices}")
+    names = ", ".join(sorted(map(repr, layers.keys() - {None})))
+    choices = f"one of {names}" if names else "None, because all layers are of one type"
+    _need(layer_type is None or layer_type in layers, "layer_type", layer_type, choices)
 
     indices = range(count or 0) if types or None in layers else []
     if layer is not None:

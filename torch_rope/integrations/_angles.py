@@ -120,7 +120,9 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
     @torch.compiler.assume_constant_result  # the constant is a key, because a twin cannot be a constant
     def key_of(module: nn.Module, device: torch.device) -> int:
         twin = twins.get(id(module))
-        if twin is None or twin.device != device or twin.marks != _marks(_attributes(module)):
+        same = twin is not None and twin.device == device
+        # torch.export replaces all tensors by fake ones.
+        if not same or not (torch.compiler.is_exporting() or twin.marks == _marks(_attributes(module))):
             twins[id(module)] = _Twin(module, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False
@@ -182,7 +184,8 @@ def of_diffusers(model: nn.Module, path: str) -> tuple[Callable | None, str]:
 def of_transformers(module: nn.Module) -> tuple[Callable | None, str]:
     """Returns what of_diffusers does, for a rotary module of transformers, which takes x, position_ids and perhaps more."""
     if [*inspect.signature(type(module).forward).parameters][1:3] != ["x", "position_ids"]:
-        return None, ""
+        is_rotary = re.search("rope|rotary", type(module).__name__, re.I)
+        return None, "left as it is, because it does not take x and position_ids" if is_rotary else ""
     return _exact(module, _new_and_grown)
 
 

@@ -337,6 +337,9 @@ def patch_model(
     if not isinstance(model, nn.Module):
         must_be = f"a loaded model, such as {library.example} returns"
         raise wrong_type(library.patch, "model", model, must_be)
+    for name in options.keys() - {"rounding"}:
+        if not isinstance(options[name], bool):
+            raise wrong_type(library.patch, name, options[name], "True or False")
     if options["rounding"] not in ("eager", "once"):
         raise ValueError(f'{library.patch}: rounding is {options["rounding"]!r} but must be "eager" or "once"')
     holder = model if holder is None else holder

@@ -75,7 +75,8 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _La
         heads_first = heads > 1 or (seq == 1 and shapes[0][2] == 1)
         cos, sin = (t[:, 0] if heads_first else t[:, :, 0].expand(-1, shapes[0][1], -1) for t in (cos, sin))
         cos, sin = (t[0] if batch == 1 else t for t in (cos, sin))
-    if len({(s[0], s[2 if heads_first else 1]) for s in shapes}) > 1:
+    tokens = [(s[0], s[2 if heads_first else 1]) for s in shapes]  # not in a set: a symbol for a size has no hash
+    if any(other != tokens[0] for other in tokens[1:]):
         return None
     return cos, sin, _Layout(reading.to, reading.back, missing, heads_first)
 
@@ -98,7 +99,7 @@ class Rotary:
         self._defaults = {p.name: p.default for p in parameters if p.kind != p.VAR_KEYWORD}
         self._last: tuple | None = None  # the tables of the last call, and what was made of them
         self._roundings: dict[tuple, Rounding] = {}
-        self._checked: dict[tuple, bool] = {}  # whether tables of a form and shape are those of a rotation
+        self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = False  # that tables are those of no rotation
         how = _recognised(function, texts)
         pairings, remarks = self._find(conventions), self._find_roundings()
@@ -180,19 +181,21 @@ class Rotary:
     def _are_of_a_rotation(self, reading: Reading) -> bool:
         """Returns whether the two channels of a pair have the same angle.
 
-        Tables of one token, which tell little, are examined when their shape is new, because a GPU has to be waited for.
+        Tables of one token, which tell little, are examined only the first time, because a GPU has to be waited for.
         """
         if torch.compiler.is_compiling():
-            if False in self._checked.values():
+            if self._has_warned or False in self._checked.values():
                 return False
             # Dynamo of torch 2.11 takes is_exporting() for True, but reads the flag.
             if reading.cos.device.type in ("cpu", "cuda") and not torch.compiler._is_exporting_flag:
                 for a, b in reading.must_be_equal():
                     torch._assert_async((a == b).all(), _NO_ROTATION.format(self.name))
             return True
-        key, cos = (reading.form, reading.cos.shape), reading.cos
+        cos = reading.cos
+        several = cos.shape[-3:-1].numel() > 1
+        key = reading.form, several, cos.shape[-1]  # no number of tokens, for which compiled code would have a guard
         captured = cos.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captured and (key not in self._checked or cos.shape[-3:-1].numel() > 1):
+        if not captured and (key not in self._checked or several):
             # Tensors on the device meta, fake ones and those of vmap do not show their numbers.
             with contextlib.suppress(RuntimeError):
                 self._checked[key] = all(torch.equal(a, b) for a, b in reading.must_be_equal())

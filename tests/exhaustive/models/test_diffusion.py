@@ -88,14 +88,14 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(name, rotation
     model, inputs = MODELS[name]()
     expected = step(model, inputs)
     for options in ({"fuse": True}, {"rounding": "once"}):
-        with patch(model, **options) as handle:
+        with patch(model, **options) as patched:
             rotations.clear()
             assert close(step(model, inputs), expected, OUTPUTS, GRADIENTS)
             fused = name in FUSED and "fuse" in options
             if name not in NOT_TRAINED:
                 assert set(rotations) - {fused} == {name not in NO_ROTATION} - {fused}  # all or some layers are fused
-            assert ("rounded once (" in str(handle)) == ("rounding" in options)
-            assert ("; fused: " in str(handle)) == fused
+            assert ("rounded once (" in str(patched)) == ("rounding" in options)
+            assert ("; fused: " in str(patched)) == fused
             if "rounding" in options and name not in NO_ROTATION:
                 monkeypatch.setattr(_bits, "_rotate", lambda x, *args, **kwargs: x)
                 monkeypatch.setattr(_bits, "_rotate_qk", lambda q, k, *args, **kwargs: (q, k))
@@ -172,9 +172,9 @@ def test_a_pipeline_is_patched_with_all_its_models():
     vae = diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
     pipe = diffusers.WanPipeline(tokenizer=None, text_encoder=None, vae=vae, transformer=wan()[0],
         transformer_2=wan()[0], scheduler=diffusers.FlowMatchEulerDiscreteScheduler())  # fmt: skip
-    with patch(pipe) as handle:
+    with patch(pipe) as patched:
         for name in ("transformer", "transformer_2"):
-            assert f"  {name}.blocks.*.attn1.processor of 2 WanAttnProcessor" in str(handle)
+            assert f"  {name}.blocks.*.attn1.processor of 2 WanAttnProcessor" in str(patched)
     assert unpatched(pipe.transformer) and unpatched(pipe.transformer_2)
 
 

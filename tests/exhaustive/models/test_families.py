@@ -182,11 +182,11 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, calls):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             expected = train_step(model, inputs)
             assert expected[0][0].isfinite().all()
-            with integration.patch(model) as handle:
+            with integration.patch(model) as patched:
                 calls.clear()  # patch itself calls the operators too
                 assert same(train_step(model, inputs), expected), (dtype, autocast)
                 assert {str(operator).split(".")[1] for operator in calls} == {call}
-                assert f", {pairing}" in str(handle) and "rounded" not in str(handle)
+                assert f", {pairing}" in str(patched) and "rounded" not in str(patched)
             assert same(train_step(model, inputs), expected)
     assert ("interleaved" in pairing) == (family in INTERLEAVED)
 
@@ -197,12 +197,12 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(family, monkey
     model.eval()
     expected = train_step(model, inputs)
     for options in ({"fuse": True}, {"rounding": "once"}):
-        with integration.patch(model, **options) as handle:
+        with integration.patch(model, **options) as patched:
             with torch.no_grad():
                 assert difference(output(model, inputs), expected[0]) < LOGITS
             assert close(train_step(model, inputs), expected, LOGITS, GRADIENTS)
-            assert "rounding" not in options or "rounded once" in str(handle)
-            assert ("fused" in str(handle)) == ("fuse" in options)
+            assert "rounding" not in options or "rounded once" in str(patched)
+            assert ("fused" in str(patched)) == ("fuse" in options)
             if "rounding" in options:
                 with monkeypatch.context() as broken:
                     broken.setattr(_bits, "_rotate", lambda x, *args, **kwargs: x)
@@ -223,9 +223,9 @@ sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_attention_
 model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=30, **sizes))
 for _ in range(2):
     begin = time.process_time()
-    handle = patch(model)
+    patched = patch(model)
     print(time.process_time() - begin)
-    handle.undo()
+    patched.undo()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, next_one = map(float, done.stdout.split())
@@ -287,13 +287,13 @@ def test_the_documentation_lists_all_modeling_files():
         model_types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         for module in classes_of(file):
             try:
-                handle = str(integration.patch(module))
+                patched = str(integration.patch(module))
             except ValueError:  # it does not rotate
                 continue
             except NotImplementedError as error:
                 refused.setdefault(family, str(error).partition(": ")[2])
                 continue
-            for call in re.findall(r"torch\.ops\.rope\.(.*?) \((?:tried|known by its text)\)", handle):
+            for call in re.findall(r"torch\.ops\.rope\.(.*?) \((?:tried|known by its text)\)", patched):
                 served[call].add(family)
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call)) & model_types.keys()
     assert all(model_types[family] & INTERLEAVED for family in interleaved)
