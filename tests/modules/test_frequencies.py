@@ -8,7 +8,6 @@ torch_rope.
 """
 
 import math
-import re
 
 import pytest
 import torch
@@ -329,18 +328,6 @@ def test_a_wrong_argument_raises_an_error(kind, name, value, message):
         getattr(frequencies, kind)(**GOOD[kind] | {name: value})
     assert str(error.value).startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r} but must be ")
     assert str(error.value).endswith(message)
-
-
-def test_arguments_that_do_not_go_together_raise_an_error():
-    with pytest.raises(ValueError, match="head_dim is 65 but must be an even number to rotate all$"):
-        frequencies.partial_rotary_dim(65, 1.0)
-    for wrong, message in (
-        ({"seq_len": 5, "long": True}, "seq_len is 5 but must be None if long is given"),
-        ({"long_factor": [1.0] * 3}, "len(long_factor) is 3 but must be rotary_dim / 2, which is 2"),
-        ({"short_factor": [1.0, 0]}, "short_factor[1] is 0 but must be a positive number"),
-    ):
-        with pytest.raises(ValueError, match=re.escape("longrope: " + message) + "$"):
-            frequencies.longrope(**GOOD["longrope"] | wrong)
 
 
 UNLESS = "is None but must be a number unless head_dim is given"
