@@ -1,5 +1,5 @@
 # make help prints what stands behind ##.
-## The first one that runs sets up .venv, in 3 minutes; each repeats no finished step. Times are those of 2 cores.
+## The first one that runs sets up .venv, in 2 to 3 minutes; each repeats no finished step. Times are those of 2 cores.
 ## Variables, as in: make exhaustive PART=cpu MAX_JOBS=8
 ##   PYTHON    the Python that makes .venv, and that make gpu uses
 ##   TORCH     what pip installs, such as torch==2.11.0
@@ -42,13 +42,13 @@ help: ## prints this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 	@sed -n 's/^## //p' Makefile
 
-demo: .venv/built ## writes text with SmolLM2, and compares each token with transformers (40 s)
+demo: .venv/built ## writes text with SmolLM2, and compares each token with transformers (25 s)
 	@$(BIN)/python examples/demo.py --prompt="$$PROMPT" $(ARGS)
 
-finetune: .venv/examples ## trains SmolLM2 with and without torch_rope, and draws build/finetune.png (3 minutes)
+finetune: .venv/examples ## trains SmolLM2 with and without torch_rope, and draws build/finetune.png (2 minutes)
 	@$(BIN)/python examples/finetune.py $(ARGS)
 
-denoise: .venv/examples ## denoises a video with and without torch_rope, and draws build/denoise.png (3 minutes)
+denoise: .venv/examples ## denoises a video with and without torch_rope, and draws build/denoise.png (40 s)
 	@$(BIN)/python examples/denoise.py $(ARGS)
 
 check: lint .venv/built ## runs lint and the core tests of the operators on the CPU (1 minute)
