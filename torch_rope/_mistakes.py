@@ -8,32 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The names of arguments in transformers, vLLM, MLX and other libraries -> their names here, and what differs.
-NAMES = {
-    **dict.fromkeys(("theta", "rope_theta", "rotary_base", "freq_base"), "base"),
-    **dict.fromkeys(("dim", "dims", "head_size", "d_head"), "head_dim"),
-    **dict.fromkeys(("rope_type", "scaling_type", "type"), "kind"),
-    "rope_scaling": "kind, whose parameters are arguments of their own; from_config takes a config",
-    **dict.fromkeys(("position_ids", "pos_ids", "input_pos", "input_positions", "pos", "position"), "positions"),
-    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "max_seq_length", "max_len"), "max_position"),
-    **dict.fromkeys(("original_max_position_embeddings", "original_max_seq_len"), "original_max_position"),
-    **dict.fromkeys(
-        ("partial_rotary_factor", "rotary_percent", "rotary_pct"), "rotary_dim, an integer: head_dim times that factor"
-    ),
-    **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved, which has the opposite value"),
-    **dict.fromkeys(("traditional", "rope_interleave"), "interleaved"),
-    **dict.fromkeys(("seq_offset", "position_offset", "past_length", "start_pos", "seqlen_offset"), "offset"),
-    **dict.fromkeys(("scaling_factor", "scale_factor", "interpolation_factor"), "factor"),
-    **dict.fromkeys(("eps", "epsilon", "variance_epsilon"), "norm_eps"),
-    **{
-        "query": "q",
-        "key": "k",
-        "value": "v",
-        "slot_mapping": "slots",
-        "key_cache": "k_cache",
-        "value_cache": "v_cache",
-    },
+# The name of an argument here, and what differs -> its names in transformers, vLLM, MLX and other libraries.
+_OTHER_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_cache": "key_cache",
+    "v_cache": "value_cache",
+    "slots": "slot_mapping",
+    "positions": "position_ids pos_ids input_pos input_positions pos position",
+    "offset": "seq_offset position_offset past_length start_pos seqlen_offset",
+    "norm_eps": "eps epsilon variance_epsilon",
+    "base": "theta rope_theta rotary_base freq_base",
+    "head_dim": "dim dims head_size d_head",
+    "rotary_dim, an integer: head_dim times that factor": "partial_rotary_factor rotary_percent rotary_pct",
+    "interleaved": "traditional rope_interleave",
+    "interleaved, which has the opposite value": "is_neox_style is_neox",
+    "max_position": "max_position_embeddings max_seq_len max_seq_length max_len",
+    "kind": "rope_type scaling_type type",
+    "kind, whose parameters are arguments of their own; from_config takes a config": "rope_scaling",
+    "factor": "scaling_factor scale_factor interpolation_factor",
+    "original_max_position": "original_max_position_embeddings original_max_seq_len",
 }
+NAMES = {other: ours for ours, others in _OTHER_NAMES.items() for other in others.split()}
 
 # The types of a schema, in words.
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}

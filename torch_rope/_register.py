@@ -246,7 +246,7 @@ def _replace_lowering_of_slices() -> None:
 
 
 def _watch_functionalization(op: torch._ops.OpOverload) -> None:
-    """Replaces how slices are lowered when `op` is functionalized with a tensor that does not begin where its storage begins."""
+    """Replaces how slices are lowered when `op` is functionalized with a tensor that begins inside its storage."""
 
     @op.py_impl(FunctionalTensorMode)
     def functionalize(mode, *args, **kwargs):

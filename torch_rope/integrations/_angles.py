@@ -121,7 +121,7 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
     def key_of(module: nn.Module, device: torch.device) -> int:
         twin = twins.get(id(module))
         same = twin is not None and twin.device == device
-        # torch.export replaces all tensors by fake ones.
+        # torch.export replaces all tensors by fake ones, which cannot be compared with the twin's.
         if not same or not (torch.compiler.is_exporting() or twin.marks == _marks(_attributes(module))):
             twins[id(module)] = _Twin(module, make, device)
         if twin is None:
