@@ -24,6 +24,11 @@ from .._rotary import Rotary, plainly
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 
 
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """Returns the projections and the norms of an attention layer."""
+    return [layer._modules[name] for name in (*PROJECTIONS, *NORMS) if layer._modules.get(name) is not None]
+
+
 def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
     """Returns the fused forward of an attention module, whose own forward computes in every other case."""
 
@@ -32,8 +37,7 @@ def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
             given = hidden_states, position_embeddings, attention_mask, cache
             return own(self, *given[: 3 if cache is None else 4], **kwargs)  # the cache may be past_key_values instead
 
-        parts = [self._modules[n] for n in (*PROJECTIONS, *NORMS) if self._modules.get(n) is not None]
-        if position_embeddings is None or are_watched(*parts):
+        if position_embeddings is None or are_watched(*_parts(self)):
             return unfused()
         # q: [batch, seq, heads, head_dim]; k and v have kv_heads
         q, k, v = (getattr(self, n)(hidden_states).unflatten(-1, (-1, self.head_dim)) for n in PROJECTIONS)
@@ -104,9 +108,11 @@ def fuser() -> Fuse:
             return new, ""
         plain = {n: v for n, v in vars(module).items() if isinstance(v, bool | int | float | str) and n != "layer_idx"}
         tensors = [(n, t.shape, t.dtype, t.device) for n, t in module.named_parameters()]
-        key = type(module), function, *plain.items(), *tensors, *map(type, module.children())
+        watched = bool(are_watched(*_parts(module)))  # a trial would call the hooks
+        key = type(module), function, watched, *plain.items(), *tensors, *map(type, module.children())
         if key not in known:
-            known[key] = _fused(module, function, new)
+            hooks = new, "not fused: a projection or a norm has hooks"
+            known[key] = hooks if watched else _fused(module, function, new)
         return known[key]
 
     return fuse
