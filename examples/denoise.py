@@ -73,6 +73,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=ROOT / "build" / "denoise.png", help="(default: %(default)s)")
     o = parser.parse_args()
+    if o.height % 2 or o.width % 2 or min(o.layers, o.heads, o.frames, o.height, o.width, o.steps) < 1:
+        parser.error("all numbers must be positive, and height and width even")
 
     print("Importing diffusers, some 10 seconds ...", flush=True)
     from diffusers import WanTransformer3DModel
@@ -84,14 +86,12 @@ def main() -> None:
     model = WanTransformer3DModel(**shape, ffn_dim=ffn_dim, text_dim=TEXT[1]).eval()
     models = {"diffusers": model, "with torch_rope": copy.deepcopy(model)}
     print(patch(models["with torch_rope"]))
-    text = torch.randn(1, *TEXT)
-    videos = dict.fromkeys(models, torch.randn(1, CHANNELS, o.frames, o.height, o.width))
-    profiles = {name: [] for name in models}
+    text, noise = torch.randn(1, *TEXT), torch.randn(1, CHANNELS, o.frames, o.height, o.width)
+    videos, profiles = dict.fromkeys(models, noise), {name: [] for name in models}
 
     title = f"A Wan of {o.layers} layers and {o.heads} heads, {o.frames * o.height * o.width // 4} tokens, float32"
     print(f"\n{title}, with {torch.get_num_threads()} threads", flush=True)
-    shares = torch.linspace(1, 0, o.steps + 1)
-    shares = (3 * shares / (1 + 2 * shares)).tolist()  # Wan's pipelines shift the shares of noise by 3
+    shares = [3 * t / (1 + 2 * t) for t in torch.linspace(1, 0, o.steps + 1).tolist()]  # of noise, shifted as in Wan
     for i in range(o.steps):
         for name, model in models.items():
             videos[name], parts = step(model, videos[name], text, *shares[i : i + 2])

@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=192, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=ROOT / "build" / "finetune.png", help="(default: %(default)s)")
     options = parser.parse_args()
+    if options.steps < 1 or options.seq < 2:
+        parser.error("--steps must be at least 1, and --seq at least 2")
 
     model, tokenizer = demo.load()
     tokens = tokenizer((ROOT / "README.md").read_text(), return_tensors="pt")["input_ids"][:, : options.seq]

@@ -152,8 +152,7 @@ def main() -> int:
         own = (distribute_tensor(t, mesh["dp"], [Shard(0)], src_data_rank=None).to_local() for t in (tokens, labels))
         apply = partial(apply_tensor_parallel, mesh=mesh["tp"])
         losses[f"dp {world // n} x tp {n}"] = train((*own, positions), steps, apply, mesh["dp"])
-    # With a causal mask later tokens are more work. So each process gets a piece from the beginning and one from the
-    # end: of 8 tokens, one process gets 0, 1, 6, 7 and the other 2, 3, 4, 5.
+    # A causal mask makes later tokens more work, so a process gets a piece of each end: of 8 tokens 0, 1, 6, 7 or 2 to 5.
     own = positions.clone()
     with context_parallel(cp, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}):
         data = tokens[:, own], labels[:, own], DTensor.from_local(own, cp, [Shard(0)])
