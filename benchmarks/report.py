@@ -235,7 +235,7 @@ def reasons(lines: list[dict]) -> str:
 {number(figure(OURS, "float32"))} ulps (units in the last place) in float32, and {number(figure(OURS, "bfloat16"))} in \
 bfloat16. Implementations that multiply position and frequency in float32 reach {figure(PEER, "float32"):,.0f} and \
 {number(figure(PEER, "bfloat16"))}. In float32 that moves {figure(PEER, "float32", "moved_weight", tokens=131072):.2%} \
-of the weights of attention over 131,072 tokens.
+of the weight of attention over 131,072 tokens.
 3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
 `rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions \
 take {times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
