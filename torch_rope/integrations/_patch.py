@@ -212,7 +212,7 @@ class _Search:
             if hasattr(function, "_torch_rope"):
                 raise ValueError(
                     f"{where} already calls torch_rope, because this model, or the model that it was copied from, is "
-                    f"patched; undo that patch first. What is there: {'; '.join(map(str, function._torch_rope))}"
+                    f"patched; undo that patch first (patch with its options returns it). What is there: {'; '.join(map(str, function._torch_rope))}"
                 )
             try:
                 new = self._renamed(function)

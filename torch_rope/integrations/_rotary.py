@@ -270,7 +270,8 @@ class Rotary:
                 best, found = agreed, self.convention
         if not best:
             raise NotImplementedError(
-                "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
+                "the function must rotate pairs of channels by the angles of cos and sin but computes something else; if it "
+                "is only a helper, register the function or method that calls it"
             )
         self.convention = found
         return " or ".join("interleaved" if interleaved else "half-split" for interleaved in best)
