@@ -1,8 +1,8 @@
 """Builds torch_rope._C against the installed torch. The other metadata of the package is in pyproject.toml.
 
 The build includes CUDA if torch has CUDA. It stops if CUDA cannot be built, unless TORCH_ROPE_CUDA=0 leaves CUDA out.
-TORCH_ROPE_CUDA=1 stops it also if torch has no CUDA. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on macOS;
-shaders/embed.py describes how the shaders get into the library.
+TORCH_ROPE_CUDA=1 stops it also if torch has no CUDA. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on
+macOS; shaders/embed.py describes how the shaders get into the library.
 """
 
 import os

@@ -15,8 +15,7 @@ from torch_rope.integrations import diffusers, timm, transformers
 
 pytestmark = [pytest.mark.cpu]
 EITHER = "is torch.ops.rope.rotate, interleaved or half-split (tried)"
-# The integration, functions that return a model and the arguments of its forward, how often it rotates, and what the
-# Patch lists.
+# The integration, makers of a model and of the arguments of its forward, how often it rotates, and what the Patch lists.
 LIBRARIES = {
     "transformers": (
         transformers, make, lambda: (tokens(),), 2,

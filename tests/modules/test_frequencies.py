@@ -294,42 +294,6 @@ def test_default_device_and_dtype_of_torch_do_not_matter():
 
 # ---- errors ----
 
-# Arguments of each kind that are right.
-GOOD = {
-    "partial_rotary_dim": {"head_dim": 64, "partial_rotary_factor": 0.5},
-    "default": {"rotary_dim": 64, "base": 1e4},
-}
-GOOD["linear"] = GOOD["ntk"] = GOOD["default"] | {"factor": 2.0}
-GOOD["dynamic"] = GOOD["yarn"] = GOOD["llama3"] = GOOD["linear"] | {"original_max_position": 4096}
-GOOD["longrope"] = GOOD["yarn"] | {"rotary_dim": 4, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
-GOOD["proportional"] = {"head_dim": 64, "base": 1e4}
-POSITIVE = "a positive number"
-
-
-@pytest.mark.parametrize(
-    "kind, name, value, message",
-    [
-        ("partial_rotary_dim", "head_dim", 64.0, "a positive integer"),
-        ("partial_rotary_dim", "partial_rotary_factor", 1.5, "a number in (0, 1]"),
-        ("default", "base", math.nan, POSITIVE),
-        ("ntk", "factor", 0.5, "at least 1"),
-        ("ntk", "rotary_dim", 2, "an integer above 2"),
-        ("yarn", "base", 1, "more than 1"),
-        ("yarn", "beta_slow", 33.0, "at most beta_fast, which is 32.0"),
-        ("longrope", "original_max_position", 1, "more than 1"),
-        ("longrope", "factor", None, "a number unless attention_factor is given"),
-        ("llama3", "high_freq_factor", 0.5, "at least low_freq_factor, which is 1.0"),
-        ("proportional", "head_dim", 63, "an even number"),
-        ("proportional", "partial_rotary_factor", -0.5, "a number in [0, 1]"),
-    ],
-)
-def test_a_wrong_argument_raises_an_error(kind, name, value, message):
-    with pytest.raises(ValueError) as error:
-        getattr(frequencies, kind)(**GOOD[kind] | {name: value})
-    assert str(error.value).startswith(f"torch_rope.frequencies.{kind}: {name} is {value!r} but must be ")
-    assert str(error.value).endswith(message)
-
-
 UNLESS = "is None but must be a number unless head_dim is given"
 ABSENT = "but must be absent"
 ERRORS = [

@@ -11,7 +11,7 @@ from torch_rope import multimodal
 
 pytestmark = [pytest.mark.core, pytest.mark.shared]
 
-PAIRS = 64
+PAIRS, FREQ = 64, torch.ones(8)
 # name of the function -> (sections, the axis that pair j follows, the dtype of positions)
 ORDERS = {
     "sections": ([16, 24, 24], lambda j: 0 if j < 16 else 1 if j < 40 else 2, torch.int64),
@@ -35,7 +35,7 @@ def test_each_pair_follows_its_axis(order, device):
     for out, exact in ((cos, angle.cos()), (sin, angle.sin())):
         assert out.shape == (2, 9, PAIRS) and (out.cpu() - 1.2 * exact).abs().max() <= 1.2 * 5e-7 + 1e-7
     for some in [4, 4, 0], [0, 0, 8]:  # an axis that no pair follows stays
-        assert getattr(multimodal, order)(torch.ones(8), some).shape == (3, 8)
+        assert getattr(multimodal, order)(FREQ, some).shape == (3, 8)
     # The tables have a row for each token, as every layer takes them. The positions of text are the same on all axes.
     q, k = torch.randn(2, 9, 4, 128).to(device), torch.randn(2, 9, 1, 128).to(device)
     text = torch.arange(9).to(dtype).to(device).expand(3, 2, 9)
@@ -49,9 +49,7 @@ def test_axial_has_all_frequencies_on_every_axis(device):
     found = torch_rope.axial_cos_sin(positions, multimodal.axial(inv_freq))
     for out, one in zip(found, torch_rope.cos_sin(positions, inv_freq), strict=True):
         assert torch.equal(out, torch.cat([one[0], one[1]], -1))
-    assert multimodal.by_axis(torch.ones(8), [0] * 8, 4).shape == (4, 8) and multimodal.axial(
-        torch.ones(0), 3
-    ).shape == (3, 0)
+    assert multimodal.by_axis(FREQ, [0] * 8, 4).shape == (4, 8) and multimodal.axial(FREQ[:0], 3).shape == (3, 0)
 
 
 def test_positions_of_packed_sequences_begin_at_their_offsets(device):

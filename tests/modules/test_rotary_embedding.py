@@ -295,7 +295,7 @@ def test_a_checkpoint_may_hold_the_own_frequencies(kind, max_position):
         rope.load_state_dict({"inv_freq": own.to(dtype)})
         assert all(map(torch.equal, rope(q, k), expected))
     for wrong in (own * 1.01, own[:-1], own.int(), own * float("nan")):
-        with pytest.raises(RuntimeError, match=r"inv_freq is .* but must be [\d.e-]+|\[\d+\], as the"):
+        with pytest.raises(RuntimeError, match=r"inv_freq is .* but must be ([\d.e-]+|\[\d+\]), as the"):
             torch.nn.Sequential(rope).load_state_dict({"0.inv_freq": wrong}, strict=False)
 
 
@@ -385,6 +385,14 @@ def test_a_fixed_length_fixes_the_frequencies():
 
 
 # ---- errors ----
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", ["default", "longrope"])
+def test_positions_outside_the_tables_raise_an_error(kind):
+    for wrong in ({"offset": 94}, {"positions": torch.arange(7) + 94}, {"positions": torch.arange(-1, 98, 15)[:7]}):
+        with pytest.raises(IndexError):
+            module(kind, 100)(*some("cpu"), **wrong)
 
 
 @pytest.mark.cpu

@@ -1,10 +1,10 @@
-"""Wrong usages, and what each of them raises. Prints all errors: python tests/tools/errors.py
+"""Wrong usages of functions and modules, and what they raise; tests/operators/test_errors.py has those of the operators.
 
-The first table has mistakes that torch and Python would report in words of their own. tests/operators/test_errors.py has
-the errors of the operators.
+`python tests/tools/errors.py` prints the messages of both.
 """
 
-import re
+import inspect
+import math  # noqa: F401
 import sys
 from pathlib import Path
 
@@ -14,83 +14,128 @@ from torch import nn
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("", "operators")]
 
 import torch_rope  # noqa: E402
-from torch_rope import RotaryEmbedding, frequencies, multimodal  # noqa: E402, F401  the table uses them
-from torch_rope.integrations import diffusers, transformers  # noqa: E402, F401
+from torch_rope import *  # noqa: E402, F403  the tables use these names
+from torch_rope.integrations import diffusers, timm, transformers  # noqa: E402, F401
 
-# Usage -> type of the error: the message, in which "..." stands for anything.
-TABLE = """
-rope(q, k, 4096) -> TypeError: rope.rotate_qk: positions is 4096 but must be a tensor; pass offset=4096 if the first token is
-rope(q, k, [0, 1, 2]) -> TypeError: rope.rotate_qk: positions is of type list but must be a tensor; torch.as_tensor makes one
-rope(q, k, offset=4096.0) -> TypeError: rope.rotate_qk: offset is 4096.0 but must be an integer
-rope(q, k, offset=torch.tensor(3)) -> TypeError: torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
-rope(q, k, position_ids=ints) -> TypeError: rope.rotate_qk: position_ids is not an argument; its name here is positions
-rope.angles(ints) -> TypeError: torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq, positions)
-torch_rope.norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> TypeError: rope.norm_rotate_qk: eps is not ... here is norm_eps
-torch_rope.norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> TypeError: ...: norm_eps is None but must be a number
-torch_rope.rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> TypeError: rope.rotate_qk: interleaved is 'gptj' but must be True or
-    False; True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)
-torch_rope.rotate(q, torch.complex(cos, sin)) -> ValueError: rope.rotate: sin is None but must be given together with cos; ... inv_freq;
-    torch.view_as_real(table).unbind(-1) makes cos and sin of a complex table
-torch_rope.rotate(q, cos, sin, offset=2**63) -> ValueError: rope.rotate: offset is 9223372036854775808 but must be at least -2**63 and
-torch_rope.cos_sin(32, freq) -> TypeError: rope.cos_sin: positions is 32 but must be a tensor; torch.arange(32) has the positions below
-torch_rope.inv_freq(64, "10000") -> ValueError: torch_rope.inv_freq: base is '10000' but must be a positive number
-positions_of([3, 5, 2]) -> ValueError: torch_rope.positions_from_cu_seqlens: cu_seqlens is [3, 5, 2] but must begin with 0 and never
-    decrease; pass lengths as torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-positions_of([0, 5, 10]) -> ValueError: ...: total is 9 but must be at least 10, the last number of cu_seqlens
-positions_of([[0, 5]]) -> ValueError: ...: cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
-positions_of([0, 3], 3, torch.zeros(3).long()) -> ValueError: ...: offsets has shape [3] but must have shape [1], one offset for
-torch_rope.positions_from_cu_seqlens([0, 5], 5) -> TypeError: ...: cu_seqlens is of type list but must be a tensor; torch.as_tensor
-torch_rope.slots_of_window([1, 2], 4) -> TypeError: torch_rope.slots_of_window: positions is of type list but must be a tensor
-torch_rope.slots_of_window(ints.view(1, 1, 3), 4) -> ValueError: ...: positions has shape [1, 1, 3] but must have shape [seq] or
-torch_rope.slots_of_window(ints / 1, 4) -> TypeError: ...: positions is float32 but must be int32 or int64
-torch_rope.slots_of_window(ints, 0) -> ValueError: ...: window is 0 but must be at least 1
-RotaryEmbedding(64, theta=1e4) -> TypeError: torch_rope.RotaryEmbedding: theta is not an argument; its name here is base
-RotaryEmbedding(64, factor=4.0, rope_type="yarn") -> TypeError: ...: rope_type is not an argument; its name here is kind
-RotaryEmbedding(64, dim=32) -> TypeError: ...: dim is not an argument; its name here is head_dim
-RotaryEmbedding(64, max_position_embeddings=4096) -> TypeError: ...: max_position_embeddings is not ... here is max_position
-RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True) -> TypeError: ...: truncate is not an argument; the arguments are head_
-RotaryEmbedding(64, kind="yarn") -> TypeError: yarn() missing 2 required keyword-only arguments: 'factor' and 'original_max_position'
-RotaryEmbedding(64, kind="yarns") -> ValueError: ...: kind is 'yarns' but must be one of 'default'
-RotaryEmbedding(64, base="10000") -> ValueError: torch_rope.frequencies.default: base is '10000' but must be a positive number
-RotaryEmbedding(64, interleaved="gptj") -> ValueError: ...: interleaved is 'gptj' but must be True (GPT-J) or False (NeoX
-RotaryEmbedding(64, max_position=0) -> ValueError: ...: max_position is 0 but must be a positive integer
-RotaryEmbedding(64, kind="dynamic", factor=2.0, original_max_position=9, max_position=9) -> ValueError: ...: max_position is 9 but must
-    be None for kind 'dynamic', whose angles change with the length
-RotaryEmbedding(64, rotary_dim=66) -> ValueError: ...: rotary_dim is 66 but must be at most head_dim, which is 64
-RotaryEmbedding(63) -> ValueError: ...: head_dim is 63 but must be even to rotate all channels; or pass a smaller
-RotaryEmbedding.from_config(nn.Linear(2, 2)) -> ValueError: ...: config is <class '...Linear'> but must be the config of a model; pass
-    model.config
-frequencies.partial_rotary_dim(65, 1.0) -> ValueError: ...: head_dim is 65 but must be an even number to rotate all
-frequencies.longrope(2, 1e4, short_factor=[1.0], long_factor=[1.0] * 3, original_max_position=9, factor=2.0) -> ValueError:
-    torch_rope.frequencies.longrope: len(long_factor) is 3 but must be rotary_dim / 2, which is 1
-frequencies.longrope(2, 1e4, short_factor=[0], long_factor=[1.0], original_max_position=9, factor=2.0) -> ValueError:
-    torch_rope.frequencies.longrope: short_factor[0] is 0 but must be a positive number
-multimodal.from_config(nn.Linear(2, 2)) -> ValueError: ... but must be the config of a model; pass model.config
-multimodal.from_config({"model_type": "llama"}) -> ValueError: ...: model_type is 'llama' but must be one of 'qwen2_vl'
-multimodal.sections(freq, [4, 4]) -> ValueError: ...: sections is [4, 4] but must be three counts of pairs with the sum 8
-multimodal.by_axis(freq, [0, 1]) -> ValueError: ...: axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
-multimodal.axial(freq, 0) -> ValueError: ...: axes is 0 but must be at least 1
-transformers.patch({"model_type": "llama"}) -> TypeError: torch_rope.integrations.transformers.patch: model is of type dict but must be a
-    loaded model, such as AutoModelForCausalLM.from_pretrained(...) returns
-transformers.patch(nn.Linear(2, 2)) -> ValueError: Linear is not patched: no module of it calls a rotary function
-diffusers.patch(nn.Linear(2, 2), rounding="exact") -> ValueError: ...: rounding is 'exact' but must be "eager" or "once"
-diffusers.patch(nn.Linear(2, 2), fuse="yes") -> TypeError: ...: fuse is 'yes' but must be True or False
-transformers.patch(of("diffusers")) -> ValueError: ...: model is of type Model, a model of diffusers; pass it to
-    torch_rope.integrations.diffusers.patch
-diffusers.patch(of("transformers")) -> ValueError: ...: model is of type Model, a model of transformers; pass it to
-    torch_rope.integrations.transformers.patch
-"""
-CASES = re.findall(r"(.+) -> (TypeError|ValueError): (.+)", re.sub(r"\n +", " ", TABLE))
+# Usage -> a part of the message, in which "..." stands for anything.
+TABLES = {
+    TypeError: """
+rope(q, k, 4096) -> rope.rotate_qk: positions is 4096 but must be a tensor; pass offset=4096 if the first token is
+rope(q, k, [0, 1, 2]) -> rope.rotate_qk: positions is of type list but must be a tensor; torch.as_tensor makes one
+rope(q, k, offset=torch.tensor(3)) -> torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
+rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
+rope.angles(ints) -> torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq,
+norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> rope.norm_rotate_qk: eps is not ... here is norm_eps
+norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> norm_eps is None but must be a number
+rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> interleaved is 'gptj' but must be True or False; True pairs
+cos_sin(32, freq) -> rope.cos_sin: positions is 32 but must be a tensor; torch.arange(32) has the positions below
+positions_of([0.0, 5.0]) -> cu_seqlens is float32 but must be int32 or int64
+positions_of([0, 3], 3, torch.zeros(1)) -> offsets is float32 but must be int32 or int64
+slots_of_window([1, 2], 4) -> torch_rope.slots_of_window: positions is of type list but must be a tensor
+slots_of_window(ints / 1, 4) -> positions is float32 but must be int32 or int64
+RotaryEmbedding(64, theta=1e4) -> torch_rope.RotaryEmbedding: theta is not an argument; its name here is base
+RotaryEmbedding(64, factor=4.0, rope_type="yarn") -> rope_type is not an argument; its name here is kind
+RotaryEmbedding(64, dim=32) -> dim is not an argument; its name here is head_dim
+RotaryEmbedding(64, max_position_embeddings=4096) -> max_position_embeddings is not ... here is max_position
+RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True) -> truncate is not an argument; the arguments are head_
+RotaryEmbedding(64, kind="yarn") -> yarn() missing 2 required keyword-only arguments: 'factor' and
+transformers.patch({"model_type": "llama"}) -> model is of type dict but must be a loaded model, such as
+diffusers.patch("name") -> model is 'name' but must be a loaded model, such as FluxTransformer2DModel
+rotary_embedding(heads_first, *tables(5, 4).bfloat16()) -> cos and sin are bfloat16 but must be float32
+timm.patch(None) -> model is None but must be a loaded model, such as timm.create_model
+diffusers.patch(nn.Linear(2, 2), fuse="yes") -> fuse is 'yes' but must be True or False
+""",
+    ValueError: """
+rotate_qk_(q, k, cos, sin, rotary_start=-(2**63) - 1) -> rope.rotate_qk_: rotary_start is -9223372036854775809 but must
+rotate(q, torch.complex(cos, sin)) -> sin is None but must be ... torch.view_as_real(table).unbind(-1) makes cos
+rotate(q, cos, sin, offset=2**63) -> rope.rotate: offset is 9223372036854775808 but must be at least -2**63 and
+inv_freq(64, "10000") -> torch_rope.inv_freq: base is '10000' but must be a positive number
+positions_of([3, 5, 2]) -> cu_seqlens is [3, 5, 2] but must begin with 0 ... pass lengths as
+positions_of([0, 5, 3]) -> cu_seqlens is [0, 5, 3] but must begin with 0 and never decrease
+positions_of([0, 3], -1) -> total is -1 but must be at least 0
+positions_of([0, 5, 10]) -> total is 9 but must be at least 10, the last number of cu_seqlens
+positions_of([[0, 5]]) -> cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
+positions_of([0, 3], 3, torch.zeros(3).long()) -> offsets has shape [3] but must have shape [1], one offset for
+slots_of_window(ints.view(1, 1, 3), 4) -> positions has shape [1, 1, 3] but must have shape [seq] or
+rotary_embedding(heads_first[0], *tables(5, 4)) -> x has shape [3, 5, 8] but must be [batch, heads, seq, head_dim]
+rotary_embedding(heads_first[..., :7], *tables(5, 3)) -> x has shape [2, 3, 5, 7] but must be ... even head_dim
+rotary_embedding(heads_first, *tables(6, 4)) -> cos has shape [6, 4] but must broadcast to ... [2, 3, 5, 4]
+rotary_embedding(heads_first, *tables(2, 5, 4)) -> cos has shape [2, 5, 4] but must broadcast
+rotary_embedding(heads_first, *tables(1, 1, 1, 5, 4)) -> cos has shape [1, 1, 1, 5, 4] but must broadcast
+rotary_embedding(heads_first, tables(5, 4)[0], tables(5, 3)[0]) -> sin has shape [5, 3] but must broadcast
+rotary_embedding(heads_first, *tables(1, 9, 4), ints) -> cos has shape [1, 9, 4] but must be [max_position, 4]
+rotary_embedding(heads_first, *tables(9, 3), ints) -> cos has shape [9, 3] but must be [max_position, 4]
+slots_of_window(ints, 0) -> window is 0 but must be at least 1
+RotaryEmbedding(64, kind="yarns") -> kind is 'yarns' but must be one of 'default'
+RotaryEmbedding(64, base="10000") -> torch_rope.frequencies.default: base is '10000' but must be a positive number
+RotaryEmbedding(64, interleaved="gptj") -> interleaved is 'gptj' but must be True (GPT-J) or False (NeoX
+RotaryEmbedding(64, max_position=0) -> max_position is 0 but must be a positive integer
+RotaryEmbedding(64, kind="dynamic", factor=2.0, original_max_position=9, max_position=9) -> max_position is 9 but must
+RotaryEmbedding("64") -> head_dim is '64' but must be a positive integer
+RotaryEmbedding(64.0) -> head_dim is 64.0 but must be a positive integer
+RotaryEmbedding(0) -> head_dim is 0 but must be a positive integer
+RotaryEmbedding(63, rotary_dim=63) -> head_dim is 63 but must be even to rotate all channels; or pass a smaller
+RotaryEmbedding(64, rotary_dim=66) -> rotary_dim is 66 but must be at most head_dim, which is 64
+RotaryEmbedding(63) -> head_dim is 63 but must be even to rotate all channels; or pass a smaller
+RotaryEmbedding.from_config(nn.Linear(2, 2)) -> config is <class '...Linear'> but must be the config of a model; pass
+kind("default", rotary_dim=0) -> torch_rope.frequencies.default: rotary_dim is 0 but must be a positive integer
+kind("default", base=math.nan) -> torch_rope.frequencies.default: base is nan but must be a positive number
+kind("ntk", factor=0.5) -> torch_rope.frequencies.ntk: factor is 0.5 but must be a number that is at least 1
+kind("ntk", rotary_dim=2) -> torch_rope.frequencies.ntk: rotary_dim is 2 but must be an integer above 2
+kind("yarn", factor=0.5) -> torch_rope.frequencies.yarn: factor is 0.5 but must be a number that is at least 1
+kind("yarn", base=1) -> torch_rope.frequencies.yarn: base is 1 but must be more than 1
+kind("yarn", beta_fast=0) -> torch_rope.frequencies.yarn: beta_fast is 0 but must be a positive number
+kind("yarn", beta_slow=33.0) -> torch_rope.frequencies.yarn: beta_slow is 33.0 but must be at most beta_fast, which is 32.0
+kind("yarn", attention_factor=-1.0) -> torch_rope.frequencies.yarn: attention_factor is -1.0 but must be a positive number
+kind("longrope", original_max_position=1) -> longrope: original_max_position is 1 but must be more than 1
+kind("longrope", factor=None) -> longrope: factor is None but must be a number unless attention_factor is given
+kind("longrope", long_factor=[1.0] * 3) -> longrope: len(long_factor) is 3 but must be rotary_dim / 2, which is 2
+kind("longrope", short_factor=[1.0, 0]) -> longrope: short_factor[1] is 0 but must be a positive number
+kind("longrope", seq_len=5, long=True) -> longrope: seq_len is 5 but must be None if long is given
+kind("llama3", high_freq_factor=0.5) -> high_freq_factor is 0.5 but must be at least low_freq_factor, which is 1.0
+kind("llama3", low_freq_factor=0) -> torch_rope.frequencies.llama3: low_freq_factor is 0 but must be a positive number
+kind("proportional", head_dim=63) -> torch_rope.frequencies.proportional: head_dim is 63 but must be an even number
+kind("proportional", partial_rotary_factor=-0.5) -> partial_rotary_factor is -0.5 but must be a number in [0, 1]
+kind("partial_rotary_dim", head_dim=64.0) -> partial_rotary_dim: head_dim is 64.0 but must be a positive integer
+kind("partial_rotary_dim", partial_rotary_factor=1.5) -> partial_rotary_factor is 1.5 but must be a number in (0, 1]
+kind("partial_rotary_dim", head_dim=65, partial_rotary_factor=1.0) -> head_dim is 65 but must be an even number to rotate
+multimodal.from_config(nn.Linear(2, 2)) -> but must be the config of a model; pass model.config
+multimodal.from_config({"model_type": "llama"}) -> model_type is 'llama' but must be one of 'qwen2_vl'
+multimodal.sections(freq, [4, 4]) -> sections is [4, 4] but must be three counts of pairs with the sum 8
+multimodal.sections(freq, [9, -1, 0]) -> sections is [9, -1, 0] but must be three counts of pairs
+multimodal.sections(freq, [1, 2, 5, 0]) -> sections is [1, 2, 5, 0] but must be three counts of pairs
+multimodal.interleaved(freq, [4, 4, 1]) -> torch_rope.multimodal.interleaved: sections is [4, 4, 1] but must be three
+multimodal.height_width_time(freq, [4, 4, 1]) -> torch_rope.multimodal.height_width_time: sections is [4, 4, 1] but
+multimodal.height_width_time(freq, [3, 4, 1]) -> but must have as many pairs of height as of width
+multimodal.by_axis(freq, [0, 1] * 4, 1) -> axes is [0, 1, ... but must have 8 numbers that are at least 0 and below 1,
+axial_cos_sin(torch.zeros(2, 5), freq) -> inv_freq has shape [8] but must have shape [axes, rotary_dim
+multimodal.by_axis(freq, [0, 1]) -> axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
+multimodal.axial(freq, 0) -> axes is 0 but must be at least 1
+transformers.patch(nn.Linear(2, 2)) -> Linear is not patched: no module of it calls a rotary function
+diffusers.patch(nn.Linear(2, 2), rounding="exact") -> rounding is 'exact' but must be "eager" or "once"
+transformers.patch(of("diffusers")) -> a model of diffusers; pass it to torch_rope.integrations.diffusers.patch
+diffusers.patch(of("transformers")) -> a model of transformers; pass it to torch_rope.integrations.transformers.patch
+""",
+}
+CASES = [(*line.split(" -> "), error) for error, table in TABLES.items() for line in table.strip().split("\n")]
+# Arguments that are right for each kind of frequencies.
+GOOD = {"rotary_dim": 4, "base": 1e4, "factor": 2.0, "original_max_position": 4096, "head_dim": 64}
+GOOD |= {"partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 
 
 def run(usage: str):
     """Runs a usage. It may use the names below, and those of this module."""
-    rope, freq, ints = RotaryEmbedding(16), torch.ones(8), torch.arange(3)
+    rope, freq, ints = torch_rope.RotaryEmbedding(16), torch.ones(8), torch.arange(3)
     cos, sin = torch_rope.cos_sin(ints, freq)
-    q, k = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16)
+    q, k, heads_first = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), torch.zeros(2, 3, 5, 8)
+    tables = lambda *shape: torch.ones(2, *shape)  # noqa: E731
 
     def positions_of(cu_seqlens, total=9, *offsets):
         return torch_rope.positions_from_cu_seqlens(torch.tensor(cu_seqlens), total, *offsets)
+
+    def kind(name, **changes):
+        function = getattr(torch_rope.frequencies, name)
+        return function(**{n: v for n, v in (GOOD | changes).items() if n in inspect.signature(function).parameters})
 
     def of(library):
         return type("Model", (nn.Linear,), {"__module__": f"{library}.models"})(2, 2)

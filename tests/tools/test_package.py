@@ -71,11 +71,10 @@ for i, program in enumerate({programs}):
     assert not files - packed - {"torch_rope/built_for_torch.txt"} and "torch_rope/built_for_torch.txt" not in packed
 
 
-@pytest.mark.parametrize("usage, error, message", errors.CASES)
-def test_a_wrong_usage_prints_what_a_user_needs(usage, error, message):
-    with pytest.raises({"TypeError": TypeError, "ValueError": ValueError}[error]) as raised:
+@pytest.mark.parametrize("usage, message, error", errors.CASES)
+def test_a_wrong_usage_prints_what_a_user_needs(usage, message, error):
+    with pytest.raises(error, match=re.escape(message).replace(r"\.\.\.", ".*")):
         errors.run(usage)
-    assert re.match(re.escape(message).replace(r"\.\.\.", ".*"), str(raised.value))
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():

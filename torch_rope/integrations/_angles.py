@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -120,9 +121,10 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
     @torch.compiler.assume_constant_result  # the constant is a key, because a twin cannot be a constant
     def key_of(module: nn.Module, device: torch.device) -> int:
         twin = twins.get(id(module))
-        same = twin is not None and twin.device == device
-        # torch.export replaces all tensors by fake ones, which cannot be compared with the twin's.
-        if not same or not (torch.compiler.is_exporting() or twin.marks == _marks(_attributes(module))):
+        attributes = _attributes(module)
+        # torch.export may have replaced the tensors by fake ones, which cannot be compared with the twin's.
+        fake = torch.compiler.is_exporting() and any(isinstance(t, FakeTensor) for t in _tensors(attributes))
+        if twin is None or twin.device != device or not (fake or twin.marks == _marks(attributes)):
             twins[id(module)] = _Twin(module, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False

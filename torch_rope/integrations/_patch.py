@@ -210,9 +210,10 @@ class _Search:
             bound = getattr(current, "__self__", None) is owner
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
+                there = "; ".join(map(str, function._torch_rope))
                 raise ValueError(
                     f"{where} already calls torch_rope, because this model, or the model that it was copied from, is "
-                    f"patched; undo that patch first (patch with its options returns it). What is there: {'; '.join(map(str, function._torch_rope))}"
+                    f"patched; undo that patch first (patch with its options returns it). What is there: {there}"
                 )
             try:
                 new = self._renamed(function)
@@ -335,8 +336,7 @@ def patch_model(
     angles(model, path) returns a forward for the module of this path that computes exact angles, or None and a reason.
     """
     if not isinstance(model, nn.Module):
-        must_be = f"a loaded model, such as {library.example} returns"
-        raise wrong_type(library.patch, "model", model, must_be)
+        raise wrong_type(library.patch, "model", model, f"a loaded model, such as {library.example} returns")
     for name in options.keys() - {"rounding"}:
         if not isinstance(options[name], bool):
             raise wrong_type(library.patch, name, options[name], "True or False")
