@@ -67,6 +67,13 @@ class Draw(random.Random):
     def float_type(self) -> torch.dtype:
         return self.choice(FLOATS[: 3 if self.device == "mps" else 4])
 
+    def wide_type(self) -> torch.dtype:
+        return self.one(torch.float32, torch.float32 if self.device == "mps" else torch.float64)
+
+    def frequencies(self, *shape: int) -> torch.Tensor:
+        parts = self.one(0, 0, 0, 2)
+        return self.normal(parts, *shape, dtype=torch.float32) if parts else self.normal(*shape, dtype=self.wide_type())
+
 
 def arguments_of_tables(draw: Draw, op) -> dict:
     """Returns random arguments of an operator that makes tables."""
@@ -74,10 +81,9 @@ def arguments_of_tables(draw: Draw, op) -> dict:
     axes = [draw.randint(1, 3)] if "axial" in op._schema.name else []
     integers = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
     positions = torch.randn((*axes, *shape)) * draw.one(1, 50)
-    frequency = draw.one(torch.float32, torch.float32, draw.float_type())
     return {
-        "positions": draw.lay_out(positions.abs().to(draw.one(*integers, *[draw.float_type() for _ in integers]))),
-        "inv_freq": draw.normal(*axes, pairs, dtype=frequency if frequency.itemsize > 2 else torch.float32),
+        "positions": draw.lay_out(positions.abs().to(draw.one(*integers, *[draw.wide_type() for _ in integers]))),
+        "inv_freq": draw.frequencies(*axes, pairs),
         "attention_factor": draw.one(1.0, 1.2079441541679836, -0.37),
         "dtype": draw.one(None, draw.float_type()),
     }
@@ -87,40 +93,49 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     """Returns random arguments of an operator that rotates, or of its backward."""
     names = [a.name for a in op._schema.arguments]
     cache, backward, dtype = "k_cache" in names, "q_out_grad" in names, draw.float_type()
+    has_norm = "q_norm_weight" in names and not (cache and draw.maybe())
     batch, seq = draw.one(0, 1, 1, 2, 3), draw.one(0, 1, 1, 2, 5, 9, 40)
     q_heads, k_heads = draw.one(0, 1, 2, 3, 8, 9), draw.one(0, 1, 2, 3)
-    pairs = draw.one(0, 1, 2, 3, 4, 8, 8, 16, 32, 33, 64)
+    pairs = draw.one(0, 1, 2, 3, 4, 8, 8, 16, 32, 33, 64, 128, 300)
     head_dim = 2 * pairs + draw.one(0, 0, 0, 1, 2, 8, 16)
     dims = draw.one(3, 4) if batch == 1 else 4
+    kind = draw.one("position", "position", "token", "head", *([] if backward and not has_norm else ["inv_freq"]))
+    by_token = kind in ("token", "head")
+    k_heads = q_heads if kind == "head" else k_heads
+    v_heads, v_dim = k_heads, head_dim
 
-    def heads(n: int) -> torch.Tensor:
-        return draw.normal(batch, seq, n, head_dim, dtype=dtype)
+    def heads(n: int, channels: int = head_dim) -> torch.Tensor:
+        return draw.normal(batch, seq, n, channels, dtype=dtype)
 
     q, k, v = heads(q_heads), heads(k_heads), heads(k_heads)
     if draw.maybe(0.25):
         q, k, v = heads(q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
+    elif draw.maybe(0.4):
+        v_heads, v_dim = draw.one(0, 1, 2, 5), draw.one(0, 1, 8, 13, 64, 512, 2 * head_dim, head_dim // 2)
+        v = heads(v_heads, v_dim)
     call = {"q": q, "x": q, "k": k, "v": v, "q_out_grad": heads(q_heads), "k_out_grad": heads(k_heads)}
     call |= {name: t if dims == 4 else t[0] for name, t in call.items()}
     if backward and "q_norm_weight" not in names and draw.maybe(0.3):
         call["k"] = call["k_out_grad"] = None
-    if "q_norm_weight" in names and not (cache and draw.maybe()):
-        for name in ("q_norm_weight", "k_norm_weight"):
-            call[name] = draw.normal(head_dim, dtype=draw.one(dtype, torch.float32))
+    over_heads = head_dim and draw.maybe(0.3)
+    for name, n in {"q_norm_weight": q_heads, "k_norm_weight": k_heads}.items() if has_norm else ():
+        shape = (n, head_dim) if over_heads else (head_dim,)
+        call[name] = draw.normal(*shape, dtype=draw.one(dtype, torch.float32))
+    call["norm_v"] = draw.maybe(0.3)
+    call["rotary_start"] = draw.one(0, draw.randint(0, head_dim - 2 * pairs))
+    call["eager_rounding"] = draw.maybe(0.3) and not (has_norm or cache and call["norm_v"])
 
-    tables_alone = backward and "q_norm_weight" not in names
-    kind = draw.one("position", "position", "token", *([] if tables_alone else ["inv_freq"]))
-    call["offset"] = 0 if kind == "token" else draw.one(0, 0, 1, 7)
-    slots = kind == "token" or draw.maybe()
+    call["offset"] = 0 if by_token else draw.one(0, 0, 1, 7)
+    slots = by_token or draw.maybe()
     rows = seq + 20  # the number of rows of a table by position, and the number of cells of a block
 
     if kind == "inv_freq":
-        frequency = draw.one(torch.float32, torch.float32 if draw.device == "mps" else torch.float64)
-        call["inv_freq"] = draw.normal(pairs, dtype=frequency)
+        call["inv_freq"] = draw.frequencies(pairs)
     else:
-        shape = (rows,) if kind == "position" else (draw.one(1, batch), seq)
+        shape = (draw.one(1, batch), seq, *[q_heads] * (kind == "head")) if by_token else (rows,)
         type_of_tables = draw.one(dtype, torch.float32)
         call["cos"], call["sin"] = (draw.normal(*shape, pairs, dtype=type_of_tables) for _ in "cs")
-    if kind != "token" and draw.maybe():
+    if not by_token and draw.maybe():
         low = -call["offset"]
         if kind == "inv_freq" and (slots or not cache):
             low = draw.one(-100, low, 10**5)
@@ -130,10 +145,17 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
 
     if cache:
         blocks, block_size = batch + draw.randint(0, 2), rows
-        shape = (blocks, block_size, k_heads, head_dim)
-        both = draw.normal(*shape, 2, dtype=dtype).unbind(-1)
-        caches = both if draw.maybe(0.3) else [draw.normal(*shape, dtype=dtype) for _ in "kv"]
-        call["k_cache"], call["v_cache"] = (c[0] if blocks == 1 and dims == 3 else c for c in caches)
+        for name, *shape in ("k", k_heads, head_dim), ("v", v_heads, v_dim):
+            quantised = draw.one(torch.int8, *[torch.float8_e4m3fn, torch.float8_e5m2] * (draw.device != "mps"))
+            quantised = quantised if draw.maybe(0.4) else dtype
+            call[f"{name}_cache"] = draw.normal(blocks, block_size, *shape, dtype=quantised)
+            if quantised != dtype:
+                call[f"{name}_scale"] = draw.normal(draw.one(1, shape[0]), dtype=torch.float32).abs().add(0.01)
+        if call["k_cache"].shape == call["v_cache"].shape and "k_scale" not in call and "v_scale" not in call:
+            if draw.maybe(0.3):  # neighbours in memory
+                call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), -1).unbind(-1)
+        if blocks == 1 and dims == 3:
+            call |= {name: call[name][0] for name in ("k_cache", "v_cache")}
         if slots:
             cells = torch.randperm(blocks * block_size)[: batch * seq].view(batch, seq)
             cells = draw.integers(torch.where(torch.rand(batch, seq) < 0.2, -1, cells))
