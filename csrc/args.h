@@ -11,16 +11,28 @@ enum class DType : int { kHalf, kBFloat16, kFloat, kDouble };
 
 static inline int size_of(DType t) { return t == DType::kDouble ? 8 : t == DType::kFloat ? 4 : 2; }
 
+// The memory of q, k or v, with the sizes and strides of the Side in RopeParams. What a call lacks is null.
+struct SideData {
+  const void* in;
+  void* out;
+  const void* weight;
+  const float* scale;
+  DType weight_dtype;
+};
+
 struct RotateArgs {
   RopeParams params;
   double attention_factor, norm_eps;           // for float64 arithmetic; params has them for float32
   DType x_dtype, table_dtype, inv_freq_dtype;  // table_dtype: of cos and sin, x_dtype or float32
-  DType q_norm_dtype, k_norm_dtype;
-  bool wide_positions, wide_slots;  // true: int64, false: int32
-  const void *q_in, *k_in, *v_in;   // [batch, seq, heads, head_dim], with the strides in params
-  void *q_out, *k_out, *v_out;
-  const void *cos, *sin, *inv_freq, *positions, *slots, *q_norm_weight, *k_norm_weight;
-  const float *k_scale, *v_scale;  // null unless the cache is quantised
+  bool wide_positions, wide_slots;             // true: int64, false: int32
+  SideData sides[kSides];
+  const void *cos, *sin, *inv_freq, *positions, *slots;
+};
+
+// What a backward reads besides the gradients: q or k before the norm or the rotation.
+struct Before {
+  const void* data;
+  rope_int strides[4];  // [batch, seq, heads, head_dim]
 };
 
 // The arguments of the backward of norm and rotation. Let x be what is normalised together, a head or all heads of a
@@ -30,9 +42,8 @@ struct RotateArgs {
 //   gradient of x = scale * (g w + common x), where common = -scale^2 * mean(g w x)
 //   gradient of w = sum of scale g x over all tokens, and over all heads that have the weight w
 struct NormBackwardArgs {
-  RotateArgs rotate;        // rotates the gradients of the results back: they are its q_in and k_in
-  const void *q_in, *k_in;  // the tensors that the forward call normalised
-  rope_int q[4], k[4];      // their strides
+  RotateArgs rotate;  // rotates the gradients of the results, its q and k, back
+  Before x[2];        // q and k, which the forward call normalised
 };
 
 // The arguments for the gradients of cos and sin. Let (a, b) be a pair of x before the rotation, and (g, h) the
@@ -41,9 +52,8 @@ struct NormBackwardArgs {
 //   gradient of cos = factor * sum of (g a + h b)
 //   gradient of sin = factor * sum of (h a - g b), with the opposite sign if the rotation is inverse
 struct TableBackwardArgs {
-  RotateArgs rotate;        // q_in and k_in are the gradients of the results; q_out and k_out are not written
-  const void *q_in, *k_in;  // the tensors that the forward call rotated
-  rope_int q[4], k[4];      // their strides
+  RotateArgs rotate;  // its q and k are the gradients of the results; it writes nothing
+  Before x[2];        // q and k, which the forward call rotated
   TokensOfRows tokens;
   const rope_int *order, *starts;  // [tokens or seq], [rows + 1]; null unless listed
   void *cos_grad, *sin_grad;       // [rows, rotary_dim / 2], contiguous, of table_dtype; zeros for a row without tokens

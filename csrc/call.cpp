@@ -1,6 +1,5 @@
 // Converts checked calls to the structs that the back ends take.
 #include "call.h"
-#include "quantise.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/searchsorted.h>
@@ -17,14 +16,6 @@ void strides_of(const Tensor& t, rope_int* strides) {
 }
 
 namespace {
-
-Operand operand_of(const Tensor& in, const Tensor& out) {
-  Operand o{in.size(-2), {}, {}};
-  if (o.heads == 0) return o;  // strides to no element may be too large for a back end's element offsets
-  strides_of(in, o.in);
-  strides_of(out, o.out);
-  return o;
-}
 
 // Writes the strides of a table as [batch, row, head, column]. If there is one batch or head, its stride is 0, so that
 // all sequences or heads share it.
@@ -58,13 +49,34 @@ void weight_strides(const Tensor& weight, rope_int* strides) {
   strides[1] = weight.stride(-1);
 }
 
-CacheFormat format_of(const Tensor& cache, const Tensor* scale) {
-  if (!scale) return {};
-  CacheFormat f = cache.scalar_type() == at::kFloat8_e4m3fn ? kFloat8E4M3
-                  : cache.scalar_type() == at::kFloat8_e5m2 ? kFloat8E5M2
-                                                            : kInt8;
-  f.scale = scale->numel() == 1 ? 0 : scale->stride(0);
-  return f;
+Format format_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat8_e4m3fn:
+      return kFloat8E4M3;
+    case at::kFloat8_e5m2:
+      return kFloat8E5M2;
+    case at::kChar:
+      return kInt8;
+    default:
+      return kUnquantised;
+  }
+}
+
+Side side_of(const SideTensors& t) {
+  Side side{};
+  if (!t.in) return side;
+  side.heads = t.in->size(-2);
+  side.head_dim = t.in->size(-1);
+  side.format = format_of(t.out->scalar_type());
+  if (t.scale) side.scale = t.scale->numel() == 1 ? 0 : t.scale->stride(0);
+  if (t.weight) {
+    side.norm = t.weight->dim() == 2 ? kAllHeads : kEachHead;
+    weight_strides(*t.weight, side.weight);
+  }
+  if (side.heads == 0) return side;  // strides to no element may be too large for a back end's element offsets
+  strides_of(*t.in, side.in);
+  strides_of(*t.out, side.out);
+  return side;
 }
 
 // Splits attention_factor into a sum of two floats, for float32 arithmetic.
@@ -88,16 +100,23 @@ PositionType position_type(const Tensor& t) {
 
 const void* address(const Tensor& t) { return t.const_data_ptr(); }
 
+Before before(const Tensor* x) {
+  Before b{};
+  if (!x) return b;
+  b.data = address(*x);
+  strides_of(*x, b.strides);
+  return b;
+}
+
 }  // namespace
 
 RopeParams RotateCall::params() const {
   RopeParams p{};
-  p.batch = q->dim() == 4 ? q->size(0) : 1;
-  p.seq = q->size(-3);
-  p.head_dim = q->size(-1);
+  p.batch = q().dim() == 4 ? q().size(0) : 1;
+  p.seq = q().size(-3);
   p.rotary_start = rotary_start;
-  p.q = operand_of(*q, *q_out);
-  if (k) p.k = operand_of(*k, *k_out);
+  for (int i = 0; i < kSides; i++) p.sides[i] = side_of(sides[i]);
+  if (norm_v) p.sides[kV].norm = kEachHead;
   if (inv_freq) {
     p.source = kInvFreq;
     p.rotary_dim = 2 * inv_freq->size(-1);
@@ -113,25 +132,15 @@ RopeParams RotateCall::params() const {
     p.has_positions = 1;
     token_strides(*positions, p.positions);
   }
-  if (v) {
+  if (has_cache()) {
+    const Tensor& cache = *sides[kK].out;
     p.has_cache = 1;
-    p.v = operand_of(*v, *v_out);
-    p.v_dim = v->size(-1);
-    p.norm_v = norm_v;
-    p.k_cache = format_of(*k_out, k_scale);
-    p.v_cache = format_of(*v_out, v_scale);
-    p.blocks = k_out->dim() == 4 ? k_out->size(0) : 1;
-    p.block_size = k_out->size(-3);
+    p.blocks = cache.dim() == 4 ? cache.size(0) : 1;
+    p.block_size = cache.size(-3);
   }
   if (slots) {
     p.has_slots = 1;
     token_strides(*slots, p.slots);
-  }
-  if (q_norm_weight) {
-    p.has_norm = 1;
-    p.norm_over_heads = norm_over_heads();
-    weight_strides(*q_norm_weight, p.q_norm_weight);
-    weight_strides(*k_norm_weight, p.k_norm_weight);
   }
   p.norm_eps = float(norm_eps);
   p.offset = offset.guard_int(__FILE__, __LINE__);
@@ -139,7 +148,7 @@ RopeParams RotateCall::params() const {
   p.interleaved = interleaved;
   p.inverse = inverse;
   if (eager_rounding) {
-    p.rounding = cos && cos->scalar_type() == q->scalar_type() ? kEachNarrow : kEachWide;
+    p.rounding = cos && cos->scalar_type() == q().scalar_type() ? kEachNarrow : kEachWide;
     p.factor_lo = 0.0f;  // torch multiplies a table by the nearest float
   }
   return p;
@@ -149,19 +158,17 @@ RotateArgs RotateCall::args() const {
   RotateArgs a{params()};
   a.attention_factor = attention_factor;
   a.norm_eps = norm_eps;
-  a.x_dtype = dtype_of(*q);
-  a.q_in = address(*q);
-  a.q_out = q_out->mutable_data_ptr();
-  if (k) {
-    a.k_in = address(*k);
-    a.k_out = k_out->mutable_data_ptr();
+  a.x_dtype = dtype_of(q());
+  for (int i = 0; i < kSides; i++) {
+    const SideTensors& t = sides[i];
+    SideData& side = a.sides[i];
+    if (t.in) side.in = address(*t.in);
+    if (t.out) side.out = t.out->mutable_data_ptr();
+    if (t.scale) side.scale = static_cast<const float*>(address(*t.scale));
+    if (!t.weight) continue;
+    side.weight = address(*t.weight);
+    side.weight_dtype = dtype_of(*t.weight);
   }
-  if (v) {
-    a.v_in = address(*v);
-    a.v_out = v_out->mutable_data_ptr();
-  }
-  if (k_scale) a.k_scale = static_cast<const float*>(address(*k_scale));
-  if (v_scale) a.v_scale = static_cast<const float*>(address(*v_scale));
   if (inv_freq) {
     a.inv_freq = address(*inv_freq);
     a.inv_freq_dtype = dtype_of(*inv_freq);
@@ -178,21 +185,10 @@ RotateArgs RotateCall::args() const {
     a.slots = address(*slots);
     a.wide_slots = slots->scalar_type() == at::kLong;
   }
-  if (q_norm_weight) {
-    a.q_norm_weight = address(*q_norm_weight);
-    a.k_norm_weight = address(*k_norm_weight);
-    a.q_norm_dtype = dtype_of(*q_norm_weight);
-    a.k_norm_dtype = dtype_of(*k_norm_weight);
-  }
   return a;
 }
 
-NormBackwardArgs NormBackwardCall::args() const {
-  NormBackwardArgs a{rotate.args(), address(q), address(k), {}, {}};
-  strides_of(q, a.q);
-  strides_of(k, a.k);
-  return a;
-}
+NormBackwardArgs NormBackwardCall::args() const { return {rotate.args(), {before(x[kQ]), before(x[kK])}}; }
 
 TokensOfRows TableBackwardCall::tokens() const {
   const RopeParams p = rotate.params();
@@ -222,14 +218,7 @@ std::pair<Tensor, Tensor> TableBackwardCall::order_and_starts() const {
 }
 
 TableBackwardArgs TableBackwardCall::args(const Tensor& order, const Tensor& starts) const {
-  TableBackwardArgs a{rotate.args()};
-  a.q_in = address(q);
-  strides_of(q, a.q);
-  if (k) {
-    a.k_in = address(*k);
-    strides_of(*k, a.k);
-  }
-  a.tokens = tokens();
+  TableBackwardArgs a{rotate.args(), {before(x[kQ]), before(x[kK])}, tokens()};
   if (a.tokens.listed) {
     a.order = static_cast<const rope_int*>(order.const_data_ptr());
     a.starts = static_cast<const rope_int*>(starts.const_data_ptr());

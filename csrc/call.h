@@ -37,57 +37,50 @@ struct Angles {
   }
 };
 
-// The arguments that the operators with a norm share, in the order of their schemas. They have no argument `inverse`.
+// The arguments that the operators with a norm share, in the order of their schemas. They have no arguments `inverse`
+// and `eager_rounding`.
 struct NormAngles : Angles {
   double norm_eps;
 
   NormAngles(const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq, const OptTensor& positions,
              const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved,
-             int64_t rotary_start, bool eager_rounding)
-      : Angles{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
-               interleaved, false, rotary_start, eager_rounding},
+             int64_t rotary_start)
+      : Angles{cos,         sin,   inv_freq,     positions, offset, attention_factor,
+               interleaved, false, rotary_start, false},
         norm_eps(norm_eps) {}
 
   template <typename F>
   auto pass(F&& f) const {
-    return f(cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved, rotary_start,
-             eager_rounding);
+    return f(cos, sin, inv_freq, positions, offset, norm_eps, attention_factor, interleaved, rotary_start);
   }
 };
 
-// One call of a rotating operator. It rotates in place unless q_out and k_out are set.
+// The tensors of q, k or v. What a call lacks is null.
+struct SideTensors {
+  const Tensor* in = nullptr;      // [seq, heads, head_dim] or [batch, seq, heads, head_dim]
+  const Tensor* out = nullptr;     // `in` itself, or a new tensor of its shape, or a cache
+  const Tensor* weight = nullptr;  // [head_dim] to normalise each head, [heads, head_dim] to normalise all together
+  const Tensor* scale = nullptr;   // of a quantised cache: one element, or [heads]
+};
+
+// One call of a rotating operator.
 struct RotateCall : Angles {
-  const char* op;   // the name for messages, such as "rope.rotate"
-  const Tensor* q;  // [seq, heads, head_dim] or [batch, seq, heads, head_dim]; the x of rotate
-  const Tensor* k;  // like q, but the number of heads may differ; or null
-  const Tensor* q_out = q;
-  const Tensor* k_out = k;
-
-  // The weights of the RMS norm before the rotation: [head_dim] to normalise each head, or [heads, head_dim] to
-  // normalise all heads of a token together. Both are null if there is no norm.
-  const Tensor* q_norm_weight = nullptr;
-  const Tensor* k_norm_weight = nullptr;
+  const char* op;  // the name for messages, such as "rope.rotate"
+  // q, which may be the only one and is then called x; k, whose number of heads may differ; and v. If there is a v,
+  // rotated k and a copy of v are written to caches, which are [blocks, block_size, heads, head_dim], or
+  // [block_size, heads, head_dim] if there is one block. v and its cache have heads and a head_dim of their own.
+  SideTensors sides[kSides];
   double norm_eps = 0;
-
-  // If v is set, rotated k and a copy of v are written to the caches k_out and v_out, which are
-  // [blocks, block_size, heads, head_dim], or [block_size, heads, head_dim] if there is one block. v and its cache have
-  // heads and a head_dim of their own.
-  const Tensor* v = nullptr;  // [seq, v_heads, v_dim] or [batch, seq, v_heads, v_dim]
-  const Tensor* v_out = nullptr;
+  bool norm_v = false;            // each head of v is normalised, without a weight
   const Tensor* slots = nullptr;  // [seq] or [batch, seq]; null: sequence b writes to block b, at its positions
-  // The numbers of a quantised cache are divided by its scale: one element, or [heads] of that cache. Null for a cache
-  // of the dtype of q.
-  const Tensor* k_scale = nullptr;
-  const Tensor* v_scale = nullptr;
-  bool norm_v = false;  // each head of v is normalised, without a weight
 
-  void set_norm(const Tensor* q_weight, const Tensor* k_weight, double eps) {
-    q_norm_weight = q_weight;
-    k_norm_weight = k_weight;
-    norm_eps = eps;
-  }
-  const char* q_name() const { return k ? "q" : "x"; }
-  bool norm_over_heads() const { return q_norm_weight && q_norm_weight->dim() == 2; }
+  // Rotates in place, unless the caller sets other results.
+  RotateCall(const Angles& angles, const char* op, const Tensor* q, const Tensor* k)
+      : Angles(angles), op(op), sides{{q, q}, {k, k}, {}} {}
+
+  const Tensor& q() const { return *sides[kQ].in; }
+  const char* q_name() const { return sides[kK].in ? "q" : "x"; }
+  bool has_cache() const { return sides[kV].in != nullptr; }
 
   // These need real tensors and a call that passed check().
   RopeParams params() const;
@@ -96,20 +89,17 @@ struct RotateCall : Angles {
 
 // One call of norm_rotate_qk's backward.
 struct NormBackwardCall {
-  RotateCall rotate;  // rotates the gradients of the results back
-  const Tensor& q;    // the tensors that the forward call normalised
-  const Tensor& k;
-  const Tensor& q_norm_weight_grad;  // the shape of the weight, contiguous
-  const Tensor& k_norm_weight_grad;
+  RotateCall rotate;             // rotates the gradients of the results back
+  const Tensor* x[2];            // q and k, which the forward call normalised
+  const Tensor* weight_grad[2];  // those of the weights of q and k: their shapes, contiguous
 
   NormBackwardArgs args() const;  // needs real tensors and a call that passed the checks
 };
 
 // One call that computes the gradients of cos and sin.
 struct TableBackwardCall {
-  RotateCall rotate;       // its q and k are the gradients of the results; its q_out and k_out are not written
-  const Tensor& q;         // the tensors that the forward call rotated
-  const Tensor* k;         // null if there is no k
+  RotateCall rotate;       // its q and k are the gradients of the results; it writes nothing
+  const Tensor* x[2];      // q and k, or null, which the forward call rotated
   const Tensor& cos_grad;  // the shape of cos, contiguous
   const Tensor& sin_grad;
 
@@ -144,7 +134,7 @@ void strides_of(const Tensor& t, rope_int* strides);
 // no value in a tensor is read.
 void check(const RotateCall& call, bool in_place);
 // Checks that q and k (or null) match their gradients, which are the q and k of the call.
-void check_gradients(const RotateCall& gradients, const Tensor& q, const Tensor* k);
+void check_gradients(const RotateCall& gradients, const Tensor* const (&x)[2]);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);

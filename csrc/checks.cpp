@@ -77,6 +77,21 @@ void check_dims(const Call& call, const Named& t, int64_t least, int64_t most, c
                    " but must have shape ", shapes, advice...);
 }
 
+// These return tensors of q, k or v by the names of their arguments.
+Named in(const RotateCall& call, int side) {
+  constexpr const char* names[] = {"q", "k", "v"};
+  return {side == kQ ? call.q_name() : names[side], call.sides[side].in};
+}
+Named weight(const RotateCall& call, int side) {
+  return {side == kQ ? "q_norm_weight" : "k_norm_weight", call.sides[side].weight};
+}
+Named cache(const RotateCall& call, int side) {
+  return {side == kK ? "k_cache" : "v_cache", call.has_cache() ? call.sides[side].out : nullptr};
+}
+Named scale(const RotateCall& call, int side) {
+  return {side == kK ? "k_scale" : "v_scale", call.sides[side].scale};
+}
+
 // Checks that a has the dtype of b.
 void check_same_type(const RotateCall& call, const Named& a, const Named& b) {
   ROPE_CHECK_TYPE(a->scalar_type() == b->scalar_type(), a.name, " is ", name_of(a->scalar_type()), " but must be ",
@@ -132,7 +147,7 @@ void check_x(const RotateCall& call, const Named& x) {
 
 // Checks k or v, which must have the tokens and the dtype of q. may_differ: says in a message what may differ.
 void check_like_q(const RotateCall& call, const Named& k, const char* may_differ) {
-  const Named q{"q", call.q};
+  const Named q = in(call, kQ);
   check_x(call, k);
   check_same_type(call, k, q);
   ROPE_CHECK_VALUE(k->dim() == q->dim(), k.name, " has ", k->dim(), " dimensions but must have ", q->dim(),
@@ -140,14 +155,14 @@ void check_like_q(const RotateCall& call, const Named& k, const char* may_differ
   if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);
   check_same(call, kSeq, k, q, may_differ,
              "; pass tensors [batch, heads, seq, head_dim] transposed, as x.transpose(1, 2)",
-             call.v ? "" : "; if q and k have different lengths, call rotate for each");
+             call.has_cache() ? "" : "; if q and k have different lengths, call rotate for each");
 }
 
 // Checks rotary_start, and the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last
 // dimension counts. advice: ends the message.
 void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit,
                       const char* advice = "") {
-  const c10::SymInt &half = size(source, -1), &head_dim = size(*call.q, -1);
+  const c10::SymInt &half = size(source, -1), &head_dim = size(call.q(), -1);
   ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), name, " has ", half, " ", unit, " but must have at most ", head_dim / 2,
                    ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
                    " is larger than head_dim", advice);
@@ -160,7 +175,7 @@ void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& so
 
 // Checks the batch of a table or of positions.
 void check_batch(const RotateCall& call, const Named& t) {
-  const c10::SymInt &own = size(*t, 0), &batch = batch_of(*call.q);
+  const c10::SymInt &own = size(*t, 0), &batch = batch_of(call.q());
   ROPE_CHECK_VALUE(own.sym_eq(1).sym_or(own.sym_eq(batch)), t.name, " has batch ", own, " but must have batch ", batch,
                    ", as ", call.q_name(), " has, or batch 1");
 }
@@ -175,7 +190,7 @@ const char* or_float32(at::ScalarType x_type) { return x_type == at::kFloat ? ""
 
 void check_tables(const RotateCall& call) {
   const Named cos{"cos", &*call.cos}, sin{"sin", &*call.sin};
-  const at::ScalarType x_type = call.q->scalar_type(), type = cos->scalar_type();
+  const at::ScalarType x_type = call.q().scalar_type(), type = cos->scalar_type();
   check_same_type(call, sin, cos);
   ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, "cos and sin are ", name_of(type), " but must be ",
                   name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type), of_complex(call.cos));
@@ -185,7 +200,7 @@ void check_tables(const RotateCall& call) {
   check_same_shape(call, sin, cos);
   check_rotary_dim(call, "cos", *cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
   if (cos->dim() == 2) return;
-  const c10::SymInt& seq = size(*call.q, -3);
+  const c10::SymInt& seq = size(call.q(), -3);
   const char* advice = ": such a table has a row per token; pass a 2-D table to select rows by position";
   ROPE_CHECK_VALUE(!call.positions, "positions is given but must be None, because cos has shape ", cos->sym_sizes(),
                    advice);
@@ -196,7 +211,7 @@ void check_tables(const RotateCall& call) {
                    cos->dim() == 4 ? "; pass a table [batch, 1, seq, rotary_dim / 2] as cos.squeeze(1)" : "");
   check_batch(call, cos);
   if (cos->dim() == 3) return;
-  for (const Named& x : {Named{call.q_name(), call.q}, Named{"k", call.k}}) {
+  for (const Named& x : {in(call, kQ), in(call, kK)}) {
     if (x.tensor)
       check_same(call, kHeads, cos, x,
                  ": a 4-D table has a row per token and head; pass a table for all heads as cos.squeeze(-2)");
@@ -209,31 +224,33 @@ void check_tokens(const RotateCall& call, const Named& t, const char* shapes, co
   ROPE_CHECK_TYPE(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t.name, " is ",
                   name_of(t->scalar_type()), " but must be int32 or int64", advice);
   check_dims(call, t, 1, 2, shapes);
-  const c10::SymInt& seq = size(*call.q, -3);
+  const c10::SymInt& seq = size(call.q(), -3);
   ROPE_CHECK_VALUE(equal(size(*t, -1), seq), t.name, " has shape ", t->sym_sizes(), " but must have shape ", shapes,
                    " with seq ", seq, ", as ", call.q_name(), " has");
 }
 
 void check_norm(const RotateCall& call) {
-  ROPE_CHECK_VALUE((call.q_norm_weight == nullptr) == (call.k_norm_weight == nullptr),
-                   call.q_norm_weight ? "k_norm_weight is None but must be given together with q_norm_weight"
-                                      : "q_norm_weight is None but must be given together with k_norm_weight",
+  const Named q_weight = weight(call, kQ), k_weight = weight(call, kK);
+  ROPE_CHECK_VALUE((q_weight.tensor == nullptr) == (k_weight.tensor == nullptr),
+                   q_weight.tensor ? "k_norm_weight is None but must be given together with q_norm_weight"
+                                   : "q_norm_weight is None but must be given together with k_norm_weight",
                    "; pass both, or neither for no norm");
-  if (!call.q_norm_weight) return;
-  const c10::SymInt& head_dim = size(*call.q, -1);
-  const at::ScalarType x_type = call.q->scalar_type();
-  const Named q{"q", call.q}, k{"k", call.k}, q_weight{"q_norm_weight", call.q_norm_weight},
-      k_weight{"k_norm_weight", call.k_norm_weight};
-  for (const auto& [weight, x] : {std::pair(q_weight, q), std::pair(k_weight, k)}) {
-    const at::ScalarType type = weight->scalar_type();
-    ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, weight.name, " is ", name_of(type), " but must be ",
+  ROPE_CHECK_VALUE(!call.eager_rounding || !(q_weight.tensor || call.norm_v), "eager_rounding is True but must be ",
+                   "False with ", q_weight.tensor ? "q_norm_weight" : "norm_v",
+                   ", because the sum of a norm has another order than in PyTorch's operators");
+  if (!q_weight.tensor) return;
+  const c10::SymInt& head_dim = size(call.q(), -1);
+  const at::ScalarType x_type = call.q().scalar_type();
+  for (int side : {kQ, kK}) {
+    const Named w = weight(call, side);
+    const at::ScalarType type = w->scalar_type();
+    ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, w.name, " is ", name_of(type), " but must be ",
                     name_of(x_type), ", the dtype of q", or_float32(x_type));
-    check_dims(call, weight, 1, 2,
+    check_dims(call, w, 1, 2,
                "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
-    ROPE_CHECK_VALUE(equal(size(*weight, -1), head_dim), weight.name, " has shape ", weight->sym_sizes(),
-                     " but must have shape ", weight->dim() == 1 ? "[head_dim]" : "[heads, head_dim]",
-                     " with head_dim ", head_dim, ", as q has");
-    if (weight->dim() == 2) check_same(call, kHeads, weight, x, ": a 2-D weight has a row for each head");
+    ROPE_CHECK_VALUE(equal(size(*w, -1), head_dim), w.name, " has shape ", w->sym_sizes(), " but must have shape ",
+                     w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]", " with head_dim ", head_dim, ", as q has");
+    if (w->dim() == 2) check_same(call, kHeads, w, in(call, side), ": a 2-D weight has a row for each head");
   }
   ROPE_CHECK_VALUE(k_weight->dim() == q_weight->dim(), "k_norm_weight has shape ", k_weight->sym_sizes(),
                    " but must have ", q_weight->dim() == 1 ? "shape [head_dim]" : "shape [heads, head_dim]",
@@ -263,16 +280,16 @@ void check_scale(const RotateCall& call, const Named& cache, const Named& scale,
 
 // Checks v, the caches and slots. Call it after q and k have been checked.
 void check_cache(const RotateCall& call) {
-  const Named k{"k", call.k}, v{"v", call.v}, k_cache{"k_cache", call.k_out}, v_cache{"v_cache", call.v_out};
-  const c10::SymInt& batch = batch_of(*call.q);
-  check_like_q(call, v, "; only the heads and head_dim may differ");
-  for (const auto& [cache, x] : {std::pair(k_cache, k), std::pair(v_cache, v)}) {
-    check_dims(call, cache, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
-    check_same(call, kHeads, cache, x, "; pass a head-major cache as ", cache.name, ".transpose(-3, -2)");
-    check_same(call, kHeadDim, cache, x);
+  const Named k_cache = cache(call, kK), v_cache = cache(call, kV);
+  const c10::SymInt& batch = batch_of(call.q());
+  check_like_q(call, in(call, kV), "; only the heads and head_dim may differ");
+  for (int side : {kK, kV}) {
+    const Named to = cache(call, side), x = in(call, side);
+    check_dims(call, to, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
+    check_same(call, kHeads, to, x, "; pass a head-major cache as ", to.name, ".transpose(-3, -2)");
+    check_same(call, kHeadDim, to, x);
   }
-  check_scale(call, k_cache, {"k_scale", call.k_scale}, k);
-  check_scale(call, v_cache, {"v_scale", call.v_scale}, v);
+  for (int side : {kK, kV}) check_scale(call, cache(call, side), scale(call, side), in(call, side));
   bool same = v_cache->dim() == k_cache->dim();
   for (int64_t d = 0; same && d < k_cache->dim() - 2; d++) same = equal(size(*v_cache, d), size(*k_cache, d));
   ROPE_CHECK_VALUE(same, "v_cache has shape ", v_cache->sym_sizes(), " but must have the blocks and block_size of ",
@@ -299,9 +316,8 @@ void for_each_parameter(const RotateCall& call, F&& f) {
   const auto address = [](const OptTensor& t) { return t ? &*t : nullptr; };
   for (const Named& t :
        {Named{"cos", address(call.cos)}, Named{"sin", address(call.sin)}, Named{"inv_freq", address(call.inv_freq)},
-        Named{"positions", address(call.positions)}, Named{"slots", call.slots},
-        Named{"q_norm_weight", call.q_norm_weight}, Named{"k_norm_weight", call.k_norm_weight},
-        Named{"k_scale", call.k_scale}, Named{"v_scale", call.v_scale}}) {
+        Named{"positions", address(call.positions)}, Named{"slots", call.slots}, weight(call, kQ), weight(call, kK),
+        scale(call, kK), scale(call, kV)}) {
     if (t.tensor) f(t);
   }
 }
@@ -309,11 +325,8 @@ void for_each_parameter(const RotateCall& call, F&& f) {
 // Calls f(Named) for each tensor of the call except q.
 template <typename F>
 void for_each_other(const RotateCall& call, F&& f) {
-  if (call.k) f(Named{"k", call.k});
-  if (call.v) {
-    f(Named{"v", call.v});
-    f(Named{"k_cache", call.k_out});
-    f(Named{"v_cache", call.v_out});
+  for (const Named& t : {in(call, kK), in(call, kV), cache(call, kK), cache(call, kV)}) {
+    if (t.tensor) f(t);
   }
   for_each_parameter(call, f);
 }
@@ -321,12 +334,12 @@ void for_each_other(const RotateCall& call, F&& f) {
 // Checks that no tensor is None. From Python, None passes for an argument that the schema declares as Tensor.
 void check_given(const RotateCall& call) {
   const auto check = [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); };
-  check({call.q_name(), call.q});
+  check(in(call, kQ));
   for_each_other(call, check);
 }
 
 void check_devices(const RotateCall& call) {
-  const c10::Device device = call.q->device();
+  const c10::Device device = call.q().device();
   for_each_other(call, [&](const Named& t) {
     ROPE_CHECK_VALUE(t->device() == device, t.name, " is on ", t->device(), " but must be on ", device,
                      ", the device of ", call.q_name());
@@ -340,21 +353,21 @@ void check_overlap(const RotateCall& call) {
   struct Used : Named {
     Memory memory;
     bool is_cache;
-    Used(const char* name, const Tensor* t, bool is_cache = false) : Named{name, t}, memory(*t), is_cache(is_cache) {}
+    explicit Used(const Named& t, bool is_cache = false) : Named(t), memory(*t), is_cache(is_cache) {}
   };
   c10::SmallVector<Used, 4> written;
   c10::SmallVector<Used, 10> read;
-  written.emplace_back(call.q_name(), call.q);
-  if (call.v) {
-    written.emplace_back("k_cache", call.k_out, true);
-    written.emplace_back("v_cache", call.v_out, true);
-    read.emplace_back("k", call.k);
-    read.emplace_back("v", call.v);
-  } else if (call.k) {
-    written.emplace_back("k", call.k);
+  written.emplace_back(in(call, kQ));
+  if (call.has_cache()) {
+    for (int side : {kK, kV}) {
+      written.emplace_back(cache(call, side), true);
+      read.emplace_back(in(call, side));
+    }
+  } else if (call.sides[kK].in) {
+    written.emplace_back(in(call, kK));
   }
   const size_t k_and_v = read.size();
-  for_each_parameter(call, [&](const Named& t) { read.emplace_back(t.name, t.tensor); });
+  for_each_parameter(call, [&](const Named& t) { read.emplace_back(t); });
 
   for (const Used& a : written) {
     const Tensor& x = *a.tensor;
@@ -382,11 +395,11 @@ void check_overlap(const RotateCall& call) {
 
 void check(const RotateCall& call, bool in_place) {
   check_given(call);
-  check_x(call, {call.q_name(), call.q});
-  if (call.k) {
+  check_x(call, in(call, kQ));
+  if (const Named k = in(call, kK); k.tensor) {
     const char* may_differ = "; only the heads may differ";
-    check_like_q(call, {"k", call.k}, may_differ);
-    check_same(call, kHeadDim, {"k", call.k}, {"q", call.q}, may_differ);
+    check_like_q(call, k, may_differ);
+    check_same(call, kHeadDim, k, in(call, kQ), may_differ);
   }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
   ROPE_CHECK_VALUE(
@@ -411,21 +424,22 @@ void check(const RotateCall& call, bool in_place) {
     if (positions->dim() == 2) check_batch(call, positions);
   }
   check_norm(call);
-  if (call.v) check_cache(call);
+  if (call.has_cache()) check_cache(call);
   if (in_place) check_overlap(call);
 }
 
-void check_gradients(const RotateCall& call, const Tensor& q, const Tensor* k) {
-  const auto check = [&](const Named& x, const Named& gradient) {
+void check_gradients(const RotateCall& call, const Tensor* const (&xs)[2]) {
+  for (int side : {kQ, kK}) {
+    const Named x{side == kQ ? "q" : "k", xs[side]},
+        gradient{side == kQ ? "q_out_grad" : "k_out_grad", call.sides[side].in};
+    ROPE_CHECK_VALUE((x.tensor == nullptr) == (gradient.tensor == nullptr), x.tensor ? gradient.name : x.name,
+                     " is None but must be given together with ", x.tensor ? x.name : gradient.name);
+    if (!x.tensor) continue;
     check_same_type(call, x, gradient);
     check_same_shape(call, x, gradient);
     ROPE_CHECK_VALUE(x->device() == gradient->device(), x.name, " is on ", x->device(), " but must be on ",
                      gradient->device(), ", the device of ", gradient.name);
-  };
-  check({"q", &q}, {"q_out_grad", call.q});
-  ROPE_CHECK_VALUE((k == nullptr) == (call.k == nullptr), k ? "k_out_grad is None but must be given together with k"
-                                                            : "k is None but must be given together with k_out_grad");
-  if (k) check({"k", k}, {"k_out_grad", call.k});
+  }
 }
 
 at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
@@ -469,7 +483,7 @@ void check_position_range(const RotateCall& call, const RopeParams& p, int64_t l
                       name);
   };
   if (p.source == kTableByPosition) check(p.table_rows, "the number of rows of cos");
-  if (call.v && !call.slots) check(p.block_size, "the block_size (or max_seq) of k_cache");
+  if (p.has_cache && !call.slots) check(p.block_size, "the block_size (or max_seq) of k_cache");
 }
 
 }  // namespace rope

@@ -50,11 +50,11 @@ void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 std::vector<std::string> schemas() {
   const std::string source =
       "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, ";
-  const std::string newer = ", int rotary_start=0, bool eager_rounding=False";
+  const std::string start = ", int rotary_start=0", eager = ", bool eager_rounding=False";
   const std::string angles =
-      source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False" + newer;
+      source + "*, float attention_factor=1.0, bool interleaved=False, bool inverse=False" + start + eager;
   const std::string norm = "float norm_eps=1e-6, float attention_factor=1.0, bool interleaved=False";
-  const std::string norm_flags = "*, " + norm + newer;
+  const std::string norm_flags = "*, " + norm + start;
   const std::string cos_sin =
       "Tensor positions, Tensor inv_freq, *, float attention_factor=1.0, ScalarType? dtype=None) -> "
       "(Tensor cos, Tensor sin)";
@@ -75,7 +75,7 @@ std::vector<std::string> schemas() {
       "rotate_into_cache_(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, " + source +
           "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
           "Tensor? v_scale=None, " +
-          norm + ", bool norm_v=False" + newer + ") -> ()",
+          norm + ", bool norm_v=False" + start + eager + ") -> ()",
   };
 }
 

@@ -90,35 +90,35 @@ struct AnyBackend {
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Angles& angles, const Tensor& x) {
-    RotateCall call{angles, "rope.rotate", &x, nullptr};
+    RotateCall call(angles, "rope.rotate", &x, nullptr);
     check(call, false);
     Tensor out = result_like(x);
-    call.q_out = &out;
+    call.sides[kQ].out = &out;
     Backend::rotate(call);
     return out;
   }
 
   static void rotate_(const Angles& angles, Tensor& x) {
-    const RotateCall call{angles, "rope.rotate_", &x, nullptr};
+    const RotateCall call(angles, "rope.rotate_", &x, nullptr);
     check(call, true);
     Backend::rotate(call);
   }
 
   static std::tuple<Tensor, Tensor> rotate_qk(const Angles& angles, const Tensor& q, const Tensor& k) {
-    RotateCall call{angles, "rope.rotate_qk", &q, &k};
+    RotateCall call(angles, "rope.rotate_qk", &q, &k);
     return to_new(call);
   }
 
   static void rotate_qk_(const Angles& angles, Tensor& q, Tensor& k) {
-    const RotateCall call{angles, "rope.rotate_qk_", &q, &k};
+    const RotateCall call(angles, "rope.rotate_qk_", &q, &k);
     check(call, true);
     Backend::rotate(call);
   }
 
   static std::tuple<Tensor, Tensor> norm_rotate_qk(const NormAngles& angles, const Tensor& q, const Tensor& k,
                                                    const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
-    RotateCall call{angles, "rope.norm_rotate_qk", &q, &k};
-    call.set_norm(&q_norm_weight, &k_norm_weight, angles.norm_eps);
+    RotateCall call(angles, "rope.norm_rotate_qk", &q, &k);
+    set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
     return to_new(call);
   }
 
@@ -126,16 +126,16 @@ struct Ops {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> norm_rotate_qk_backward(
       const NormAngles& angles, const Tensor& q_out_grad, const Tensor& k_out_grad, const Tensor& q, const Tensor& k,
       const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
-    RotateCall call{angles.back(), "rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad};
-    call.set_norm(&q_norm_weight, &k_norm_weight, angles.norm_eps);
+    RotateCall call(angles.back(), "rope._norm_rotate_qk_backward", &q_out_grad, &k_out_grad);
+    set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
     check(call, false);
-    check_gradients(call, q, &k);
+    check_gradients(call, {&q, &k});
     Tensor q_grad = result_like(q), k_grad = result_like(k);
     Tensor q_weight_grad = at::empty_symint(q_norm_weight.sym_sizes(), q_norm_weight.options()),
            k_weight_grad = at::empty_symint(k_norm_weight.sym_sizes(), k_norm_weight.options());
-    call.q_out = &q_grad;
-    call.k_out = &k_grad;
-    Backend::norm_backward({call, q, k, q_weight_grad, k_weight_grad});
+    call.sides[kQ].out = &q_grad;
+    call.sides[kK].out = &k_grad;
+    Backend::norm_backward({call, {&q, &k}, {&q_weight_grad, &k_weight_grad}});
     return {std::move(q_grad), std::move(k_grad), std::move(q_weight_grad), std::move(k_weight_grad)};
   }
 
@@ -146,17 +146,15 @@ struct Ops {
                                  const OptTensor& k_scale, const OptTensor& v_scale, double norm_eps,
                                  double attention_factor, bool interleaved, bool norm_v, int64_t rotary_start,
                                  bool eager_rounding) {
-    const NormAngles angles{cos,         sin,          inv_freq,      positions, offset, norm_eps, attention_factor,
-                            interleaved, rotary_start, eager_rounding};
-    RotateCall call{angles, "rope.rotate_into_cache_", &q, &k};
-    call.set_norm(pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
-    call.k_out = &k_cache;
-    call.v = &v;
-    call.v_out = &v_cache;
-    call.slots = pointer(slots);
-    call.k_scale = pointer(k_scale);
-    call.v_scale = pointer(v_scale);
+    const Angles angles{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
+                        interleaved, false, rotary_start, eager_rounding};
+    RotateCall call(angles, "rope.rotate_into_cache_", &q, &k);
+    set_norm(call, pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
+    call.sides[kK].out = &k_cache;
+    call.sides[kK].scale = pointer(k_scale);
+    call.sides[kV] = {&v, &v_cache, nullptr, pointer(v_scale)};
     call.norm_v = norm_v;
+    call.slots = pointer(slots);
     check(call, true);
     Backend::rotate(call);
   }
@@ -165,13 +163,13 @@ struct Ops {
   static std::tuple<Tensor, Tensor> rotate_table_backward(const Angles& angles, const Tensor& q_out_grad,
                                                           const OptTensor& k_out_grad, const Tensor& q,
                                                           const OptTensor& k) {
-    const RotateCall call{angles, "rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad)};
+    const RotateCall call(angles, "rope._rotate_table_backward", &q_out_grad, pointer(k_out_grad));
     check(call, false);
-    check_gradients(call, q, pointer(k));
+    check_gradients(call, {&q, pointer(k)});
     TORCH_CHECK_VALUE(call.cos, call.op, ": inv_freq is given but must be None, because this operator computes the ",
                       "gradients of cos and sin; rope.cos_sin has the gradient of inv_freq");
     Tensor cos_grad = at::empty_symint(call.cos->sym_sizes(), call.cos->options()), sin_grad = at::empty_like(cos_grad);
-    Backend::table_backward({call, q, pointer(k), cos_grad, sin_grad});
+    Backend::table_backward({call, {&q, pointer(k)}, cos_grad, sin_grad});
     return {std::move(cos_grad), std::move(sin_grad)};
   }
 
@@ -207,11 +205,17 @@ struct Ops {
   // Runs a call on q and k that writes new tensors, and returns them.
   static std::tuple<Tensor, Tensor> to_new(RotateCall& call) {
     check(call, false);
-    Tensor q_out = result_like(*call.q), k_out = result_like(*call.k);
-    call.q_out = &q_out;
-    call.k_out = &k_out;
+    Tensor q_out = result_like(call.q()), k_out = result_like(*call.sides[kK].in);
+    call.sides[kQ].out = &q_out;
+    call.sides[kK].out = &k_out;
     Backend::rotate(call);
     return {std::move(q_out), std::move(k_out)};
+  }
+
+  static void set_norm(RotateCall& call, const Tensor* q_weight, const Tensor* k_weight, double eps) {
+    call.sides[kQ].weight = q_weight;
+    call.sides[kK].weight = k_weight;
+    call.norm_eps = eps;
   }
 
   static const Tensor* pointer(const OptTensor& t) { return t ? &*t : nullptr; }

@@ -38,7 +38,8 @@ inline rope_int power_of_two(rope_int n) {
 // Returns whether heads can be cut into whole vectors of this many channels, with no vector across the first, the
 // middle or the last of the rotated channels.
 inline bool fits(const RopeParams& p, int vector) {
-  return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 && p.head_dim % vector == 0;
+  return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 &&
+         p.sides[kQ].head_dim % vector == 0;
 }
 
 // The number of chunks of a head.
@@ -49,13 +50,13 @@ struct Chunks {
 // copies: the channels that are not rotated need chunks too.
 inline Chunks chunks_of(const RopeParams& p, int vector, bool copies) {
   const rope_int rotated = p.rotary_dim / 2 / vector;
-  return {rotated, rotated + (copies ? ceil_div(p.head_dim - p.rotary_dim, 2 * vector) : 0)};
+  return {rotated, rotated + (copies ? ceil_div(p.sides[kQ].head_dim - p.rotary_dim, 2 * vector) : 0)};
 }
 
 // Returns whether channels that are not rotated are written too. A norm scales them; without a norm they only have to
 // be copied to a result that is not the input itself.
 inline bool copies(const RopeParams& p, bool q_in_place, bool k_in_place) {
-  return p.has_norm || !q_in_place || ((p.k.heads || p.v.heads) && !k_in_place);
+  return p.sides[kQ].norm || !q_in_place || ((p.sides[kK].heads || p.sides[kV].heads) && !k_in_place);
 }
 
 // Returns whether each vector of a tensor, `bytes` bytes long, can be one aligned access: neighbouring channels (the
@@ -84,10 +85,10 @@ struct PositionRange {
   rope_int last;  // the allowed positions are 0 to last
 };
 // Returns the range that a table by position and a cache leave. A table by position has a row for each allowed
-// position. cache_by_position: k and v go to a cache without slots. Sequence b is then written to block b, and each
-// token to the cell of that block whose index is the position; the block has block_size cells.
-inline PositionRange position_range(const RopeParams& p, bool cache_by_position) {
-  const bool table = p.source == kTableByPosition;
+// position. In a cache without slots, sequence b is written to block b, and each token to the cell of that block whose
+// index is the position; the block has block_size cells.
+inline PositionRange position_range(const RopeParams& p) {
+  const bool table = p.source == kTableByPosition, cache_by_position = p.has_cache && !p.has_slots;
   return {table || cache_by_position,
           std::min(table ? p.table_rows - 1 : INT64_MAX, cache_by_position ? p.block_size - 1 : INT64_MAX)};
 }

@@ -11,32 +11,44 @@
 
 namespace rope {
 
-#ifndef __METAL_VERSION__  // the host passes the formats to Metal
-// In the order of CacheFormat:          highest  beyond least_exponent shift power nan flip carry
-constexpr CacheFormat kFloat8E4M3 = {0, 1, 0x43e00000, 0, 121 << 23, 20, (20 << 23) + 56, 0x7f, 0x80, 0};
-constexpr CacheFormat kFloat8E5M2 = {0, 1, 0x47600000, 0, 113 << 23, 21, (21 << 23) + 60, 0x7f, 0x80, 0};
-constexpr CacheFormat kInt8 = {0, 1, 0x42fe0000, 0x20000, 134 << 23, 16, 16 << 23, 0, -1, 1};
-#endif
+// The dtypes. A float8 has this many bits of mantissa, this bias of its exponent, and this code for its largest number.
+template <int mantissa, int bias, int largest>
+struct Float8 {};
+typedef Float8<3, 7, 0x7e> E4M3;
+typedef Float8<2, 15, 0x7b> E5M2;
+struct Int8 {};
 
-// Returns x, which is divided by the scale already, in the dtype of the cache: in the lowest byte of the result. The
-// other bytes have no meaning.
+// These return x, which is divided by the scale already, in a dtype: in the lowest byte of the result. The other bytes
+// have no meaning.
 //
-// The numbers of a dtype are steps apart: a step belongs to an exponent, and all exponents below the least one have its
-// step. 2^shift times the exponent is a float whose neighbour is one step away. A sum with it is rounded to whole
-// steps, which its lowest bits count. Each exponent that is skipped has as many numbers: 2^23 divided by 2^shift. So
-// the code is steps + ((exponent - least_exponent) >> shift). `power` multiplies by 2^shift, and its lowest byte
-// subtracts least_exponent >> shift; that is an even number, so that ties go to even. An int8 has one exponent, of 128,
-// with step 1.
-template <typename F, typename Format>
-ROPE_FN auto quantised(F x, Format f) {
-  const auto bits = bits_of(x), sign = bits >> 31;  // sign: all bits are set if x is negative
-  const auto given = bits & 0x7fffffff, limit = (sign & f.beyond) + f.highest;
-  const auto magnitude = given < limit ? given : limit;
-  const auto own = magnitude & 0x7f800000, least = (sign ^ sign) + f.least_exponent;
-  const auto exponent = own > least ? own : least;
-  const auto number = bits_of(float_of(magnitude) + float_of(exponent + f.power)) + (exponent >> f.shift);
-  const auto result = given > 0x7f800000 ? (sign ^ sign) + f.nan : number;
-  return (result ^ (sign & f.flip)) + (sign & f.carry);
+// The numbers of a float8 are steps apart: a step belongs to an exponent, and all exponents below the least one have
+// its step. 2^shift times the exponent is a float whose neighbour is one step away. A sum with it is rounded to whole
+// steps, which its lowest bits count. Each exponent that is skipped has 2^mantissa numbers. So the code is
+// steps + ((exponent - least) << mantissa). `uncounted` subtracts least << mantissa in the lowest byte of the sum; it
+// is an even number, so that ties go to even.
+template <typename F, int mantissa, int bias, int largest>
+ROPE_FN auto quantised(F x, Float8<mantissa, bias, largest>) {
+  constexpr int shift = 23 - mantissa, least = 128 - bias, uncounted = 256 - ((least << mantissa) & 0xff);
+  constexpr int highest = (largest + ((127 - bias) << mantissa)) << shift;  // the bits of the largest number
+  const auto bits = bits_of(x), sign = bits >> 31;                          // sign: all bits are set if x is negative
+  const auto given = bits & 0x7fffffff, zero = sign ^ sign, most = zero + highest;
+  const auto magnitude = given < most ? given : most;
+  const auto own = magnitude & 0x7f800000, first = zero + (least << 23);
+  const auto exponent = own > first ? own : first;
+  const auto sum = float_of(magnitude) + float_of(exponent + ((shift << 23) + uncounted));
+  const auto number = bits_of(sum) + (exponent >> shift);
+  const auto result = given > 0x7f800000 ? zero + 0x7f : number;
+  return result ^ (sign & 0x80);
+}
+
+template <typename F>
+ROPE_FN auto quantised(F x, Int8) {
+  const auto bits = bits_of(x), sign = bits >> 31, given = bits & 0x7fffffff, zero = sign ^ sign;
+  const auto most = (sign & 0x20000) + 0x42fe0000;  // the bits of 127, and of 128 for negative numbers
+  const auto magnitude = given < most ? given : most;
+  const auto number = bits_of(float_of(magnitude) + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away
+  const auto result = given > 0x7f800000 ? zero : number;
+  return (result ^ sign) - sign;
 }
 
 }  // namespace rope

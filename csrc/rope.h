@@ -29,32 +29,32 @@ enum Rounding : int {
 // The dtype of the positions that cos_sin takes.
 enum class PositionType : int { kInt8, kUInt8, kInt16, kInt32, kInt64, kFloat, kDouble };
 
-// The number of heads and the strides of q, k or v. Strides count elements.
-struct Operand {
-  rope_int heads;   // 0: the call has no such tensor, or it has no heads
-  rope_int in[4];   // [batch, seq, heads, head_dim]
-  rope_int out[4];  // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
-};
+// How the numbers of a result are stored: in the dtype of x, or divided by a scale and quantised, see quantise.h.
+enum Format : int { kUnquantised = 0, kFloat8E4M3 = 1, kFloat8E5M2 = 2, kInt8 = 3 };
 
-// How numbers are stored in a cache: in the dtype of x, or divided by a scale and rounded to float8 or int8. quantise.h
-// uses the numbers from `highest` on.
-struct CacheFormat {
-  rope_int scale;        // stride of the scales, one for each head; 0: there is one scale for all
-  int quantised;         // 0: the dtype of x, and all other members are 0
-  int highest;           // the bits of the largest number, as a float
-  int beyond;            // added to `highest` for the negative numbers
-  int least_exponent;    // the bits of a float: the numbers below it are as far apart as those from it to its double
-  int shift;             // bits of the mantissa that a float has in addition
-  int power;             // added to the bits of an exponent, see quantise.h
-  int nan, flip, carry;  // the bits of a NaN; what a negative number's bits are XORed with, and what is then added
+// What is normalised together: each head by itself, or all heads of a token.
+enum NormGroup : int { kNoNorm = 0, kEachHead = 1, kAllHeads = 2 };
+
+// The sides of a call: the tensors that it rotates, or copies to a cache.
+enum { kQ = 0, kK = 1, kV = 2, kSides = 3 };
+
+// The sizes and strides of q, k or v, and how it is written. Strides count elements.
+struct Side {
+  rope_int heads;      // 0: the call has no such tensor, or it has no heads
+  rope_int head_dim;   // k has that of q; v may have another one
+  rope_int in[4];      // [batch, seq, heads, head_dim]
+  rope_int out[4];     // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
+  rope_int weight[2];  // of the norm's weights: head, channel. v has no weights
+  rope_int scale;      // of the scales of a quantised cache, one for each head; 0: there is one scale for all
+  int format;          // Format
+  int norm;            // NormGroup. That of k is that of q; that of v is never kAllHeads
 };
 
 // One call of a rotating operator.
 struct RopeParams {
-  rope_int batch, seq, head_dim;
+  rope_int batch, seq;
   rope_int rotary_start, rotary_dim;  // the channels rotary_start .. rotary_start + rotary_dim - 1 are rotated
-  Operand q, k, v;                    // v: only if there are caches
-  rope_int v_dim;                     // channels of a head of v
+  Side sides[kSides];                 // q, k and v. v: only if there are caches; it is not rotated
   rope_int cos[4], sin[4];            // strides: batch, row, head, column; a stride is 0 if there is one for all
   rope_int table_rows;                // the number of rows of a table by position
   rope_int inv_freq[2];               // strides: part, column; see split_inv_freq
@@ -62,24 +62,19 @@ struct RopeParams {
   rope_int offset;
   rope_int slots[2];  // strides: batch, seq
   rope_int blocks, block_size;
-  CacheFormat k_cache, v_cache;
-  rope_int q_norm_weight[2], k_norm_weight[2];  // strides: head, channel; see norm_over_heads
-  float factor_hi, factor_lo;                   // attention_factor is the sum of the two
+  float factor_hi, factor_lo;  // attention_factor is the sum of the two
   float norm_eps;
   int source;          // AngleSource
-  int rounding;        // Rounding
+  int rounding;        // Rounding; kOnce if q and k have a norm
   int split_inv_freq;  // inv_freq is [2, rotary_dim / 2], and a frequency is the sum of its two parts
   int has_positions;
   int has_slots;
-  int has_cache;        // rotated k and a copy of v are written to caches
-  int has_norm;         // q and k are normalised
-  int norm_over_heads;  // all heads of a token together, with a weight for each head; otherwise each head by itself
-  int norm_v;           // each head of v is normalised, without a weight
+  int has_cache;  // rotated k and a copy of v are written to caches
   int interleaved;
   int inverse;
 };
 
-static_assert(sizeof(RopeParams) == 592, "RopeParams must have the same layout on host and device");
+static_assert(sizeof(RopeParams) == 560, "RopeParams must have the same layout on host and device");
 
 // Lists the tokens that each table row rotated; the gradient of a row is a sum over these tokens. Token t is the token
 // t % seq of sequence t / seq.

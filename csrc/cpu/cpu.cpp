@@ -146,26 +146,26 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
   check_cells(call, p);
-  return p.head_dim != 0 || p.v_dim != 0;
+  return p.sides[kQ].head_dim != 0 || p.sides[kV].head_dim != 0;
 }
 
 // Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
 // write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
 // cache lines in common.
 int64_t shares_of_heads(const RopeParams& p) {
-  if (p.q.out[1] >= p.q.out[3] || p.source == kTableByHead || p.has_cache || p.norm_over_heads) return 1;
-  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.q.heads, p.k.heads)));
+  if (p.sides[kQ].out[1] >= p.sides[kQ].out[3] || p.source == kTableByHead || p.has_cache || (p.sides[kQ].norm == kAllHeads)) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.sides[kQ].heads, p.sides[kK].heads)));
 }
 // Returns the call for share i of the heads of q and k.
 TunedRotateArgs share_of_heads(TunedRotateArgs r, int64_t i, int64_t shares) {
-  const auto take = [&](Operand& o, const void*& in, void*& out) {
+  const auto take = [&](Side& o, const void*& in, void*& out) {
     const int64_t first = o.heads * i / shares, size = size_of(r.x_dtype);
     in = static_cast<const char*>(in) + first * o.in[2] * size;
     out = static_cast<char*>(out) + first * o.out[2] * size;
     o.heads = o.heads * (i + 1) / shares - first;
   };
-  take(r.params.q, r.q_in, r.q_out);
-  take(r.params.k, r.k_in, r.k_out);
+  take(r.params.sides[kQ], r.sides[kQ].in, r.sides[kQ].out);
+  take(r.params.sides[kK], r.sides[kK].in, r.sides[kK].out);
   return r;
 }
 
@@ -179,11 +179,11 @@ struct Cpu : AnyBackend {
     TunedRotateArgs r{call.args(), false, false};
     const RopeParams& p = r.params;
     if (!ready(call, p)) return;
-    const int64_t per_token = (p.q.heads + p.k.heads) * p.head_dim + p.v.heads * p.v_dim,
-                  bytes = p.batch * p.seq * per_token * int64_t(call.q->element_size());
+    const int64_t per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim + p.sides[kV].heads * p.sides[kV].head_dim,
+                  bytes = p.batch * p.seq * per_token * int64_t(call.q().element_size());
     r.fetch = bytes >= kFetchBytes;
     // The loops of the norm have no streaming stores.
-    r.stream = r.q_in != r.q_out && !p.has_norm && bytes >= kStreamBytes;
+    r.stream = r.sides[kQ].in != r.sides[kQ].out && !p.sides[kQ].norm && bytes >= kStreamBytes;
     const Kernels& k = kernels();
     const int64_t tokens = p.batch * p.seq, shares = shares_of_heads(p);
     if (shares == 1) {
@@ -199,21 +199,20 @@ struct Cpu : AnyBackend {
     const NormBackwardArgs n = call.args();
     const RopeParams& p = n.rotate.params;
     if (!ready(call.rotate, p)) {
-      call.q_norm_weight_grad.zero_();
-      call.k_norm_weight_grad.zero_();
+      for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
     // The gradients of the weights are sums over all tokens. The tokens are cut into slices whose size follows from the
     // shapes alone, one thread sums each slice, and the sums of the slices are then added in their order. So the number
     // of threads does not change a bit of the result. A slice has at least about kGrain elements, and there are at most
     // 256 slices, or 128 if there is a weight for each head, which limits `sums`.
-    const int64_t tokens = p.batch * p.seq, per_token = (p.q.heads + p.k.heads) * p.head_dim,
-                  most = p.norm_over_heads ? 128 : 256,
+    const int64_t tokens = p.batch * p.seq, per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim,
+                  most = (p.sides[kQ].norm == kAllHeads) ? 128 : 256,
                   slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + most - 1) / most}),
                   slices = (tokens + slice - 1) / slice;
-    const Tensor &q_weight_grad = call.q_norm_weight_grad, &k_weight_grad = call.k_norm_weight_grad;
+    const Tensor &q_weight_grad = *call.weight_grad[kQ], &k_weight_grad = *call.weight_grad[kK];
     const int64_t of_q = q_weight_grad.numel(), of_k = k_weight_grad.numel(), both_weights = of_q + of_k;
-    const Tensor sums = at::empty({slices, both_weights}, call.q.options().dtype(at::kDouble));
+    const Tensor sums = at::empty({slices, both_weights}, call.x[kQ]->options().dtype(at::kDouble));
     double* const sum = sums.mutable_data_ptr<double>();
     const Kernels& k = kernels();
     parallel(slices, slice * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
@@ -243,7 +242,7 @@ struct Cpu : AnyBackend {
     if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const TableBackwardArgs t = call.args(order, starts);
     const Kernels& k = kernels();
-    parallel(tokens.entries, tokens.copies * (p.q.heads + p.k.heads) * p.head_dim, k.table_backward_scratch(t),
+    parallel(tokens.entries, tokens.copies * (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim, k.table_backward_scratch(t),
              [&](int64_t begin, int64_t end, void* scratch) { k.table_backward(t, begin, end, scratch); });
   }
 
