@@ -11,12 +11,16 @@
 
 namespace rope {
 
-// The dtypes. A float8 has this many bits of mantissa, this bias of its exponent, and this code for its largest number.
+// The dtypes, as they are stored. A float8 has this many bits of mantissa, this bias of its exponent, and this code for its largest number.
 template <int mantissa, int bias, int largest>
-struct Float8 {};
+struct Float8 {
+  unsigned char bits;
+};
 typedef Float8<3, 7, 0x7e> E4M3;
 typedef Float8<2, 15, 0x7b> E5M2;
-struct Int8 {};
+struct Int8 {
+  unsigned char bits;
+};
 
 // These return x, which is divided by the scale already, in a dtype: in the lowest byte of the result. The other bytes
 // have no meaning.
