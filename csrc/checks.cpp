@@ -235,9 +235,10 @@ void check_norm(const RotateCall& call) {
                    q_weight.tensor ? "k_norm_weight is None but must be given together with q_norm_weight"
                                    : "q_norm_weight is None but must be given together with k_norm_weight",
                    "; pass both, or neither for no norm");
-  ROPE_CHECK_VALUE(!call.eager_rounding || !(q_weight.tensor || call.norm_v), "eager_rounding is True but must be ",
-                   "False with ", q_weight.tensor ? "q_norm_weight" : "norm_v",
-                   ", because the sum of a norm has another order than in PyTorch's operators");
+  ROPE_CHECK_VALUE(!(call.eager_rounding && (q_weight.tensor || call.norm_v)),
+                   "eager_rounding is True but must be False with ",
+                   q_weight.tensor ? "q_norm_weight and k_norm_weight" : "norm_v",
+                   ", because the order of a norm's sum differs from that of PyTorch's operators");
   if (!q_weight.tensor) return;
   const c10::SymInt& head_dim = size(call.q(), -1);
   const at::ScalarType x_type = call.q().scalar_type();

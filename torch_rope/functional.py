@@ -490,7 +490,6 @@ def norm_rotate_qk(
     attention_factor: float = 1.0,
     interleaved: bool = False,
     rotary_start: int = 0,
-    eager_rounding: bool = False,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and then rotates them, in one pass: the QK-norm of Qwen3, Gemma, OLMo-2 and Wan.
@@ -504,15 +503,14 @@ def norm_rotate_qk(
             ``1 + weight``.
         norm_eps: the number that is added to the mean of the squares. Default: 1e-6.
 
-    All other arguments are those of :func:`rotate`.
+    All other arguments are those of :func:`rotate`. There is no eager_rounding: the order of the sum of squares differs
+    from PyTorch's, so that its bits could not be had.
 
     The norm is taken over all head_dim channels of a head, or over the heads * head_dim channels of a token, for q and
     for k separately (Zhang and Sennrich, arXiv:1910.07467, equation 4). Channels past
     rotary_dim are normalised, but they are neither rotated nor multiplied by attention_factor. Nothing is rounded
-    between the norm and the rotation, unless eager_rounding is True: then the normalised x is rounded to the dtype of x,
-    multiplied by a weight of that dtype and rounded again, as in Qwen3, or multiplied by a float32 weight and rounded
-    once, as in Gemma 3; only the order of the sum of squares differs from PyTorch's. The squares are summed in float32
-    (float64 if q is float64), and overflow for the same values as in PyTorch's rms_norm.
+    between the norm and the rotation. The squares are summed in float32 (float64 if q is float64), and overflow for the
+    same values as in PyTorch's rms_norm.
 
     Returns:
         (q, k), each with the shape and dtype of its argument.
@@ -542,7 +540,7 @@ def norm_rotate_qk(
     """
     args = q, k, q_norm_weight, k_norm_weight, cos, sin, inv_freq, positions, offset
     op = _ops.norm_rotate_qk.default
-    return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, norm_eps)
+    return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, norm_eps=norm_eps)
 
 
 def rotate_into_cache_(
@@ -611,14 +609,15 @@ def rotate_into_cache_(
         k_scale, v_scale: float32 tensors, one element or ``[heads]`` of that cache. Pass one for each quantised cache,
             and for no other.
         norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
-        attention_factor, interleaved, rotary_start, eager_rounding: as in :func:`rotate`.
+        attention_factor, interleaved, rotary_start: as in :func:`rotate`.
+        eager_rounding: as in :func:`rotate`. It must be False with norm weights and with norm_v.
 
     Returns:
         None.
 
     Raises:
         ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
-            given; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory
+            given; eager_rounding is True with a norm; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory
             with itself or with another argument (between a cache and q, k or v it is enough that their address ranges
             overlap).
         TypeError: a dtype is not supported.

@@ -83,7 +83,6 @@ def norm_rotate_qk(
     k_norm_weight: Tensor,
     *angles,
     norm_eps: float = 1e-6,
-    eager_rounding: bool = False,
     **flags,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalises q and k and rotates them, as :func:`torch_rope.norm_rotate_qk` does.
@@ -92,13 +91,9 @@ def norm_rotate_qk(
     """
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        normalised = _normalised(x, norm_eps, over_heads=weight.dim() == 2)
-        if not eager_rounding:
-            return normalised * weight
-        return ((normalised.to(x.dtype) if weight.dtype == x.dtype else normalised) * weight).to(x.dtype)
+        return _normalised(x, norm_eps, over_heads=weight.dim() == 2) * weight
 
-    q_normalised, k_normalised = norm(q, q_norm_weight), norm(k, k_norm_weight)
-    rotated = rotate_qk(q_normalised, k_normalised, *angles, eager_rounding=eager_rounding, **flags)
+    rotated = rotate_qk(norm(q, q_norm_weight), norm(k, k_norm_weight), *angles, **flags)
     return tuple(x.to(q.dtype) for x in rotated)
 
 
@@ -144,12 +139,10 @@ def rotate_into_cache_(
 ) -> None:
     """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache_` does."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    flags["eager_rounding"] = eager_rounding
     # Numbers for a quantised cache are not rounded to the dtype of q first, unless PyTorch's operators would do so.
     k = k.to(wide) if k_scale is not None and not eager_rounding else k
     if norm_v:
-        normalised = _normalised(v, norm_eps, over_heads=False)
-        v = normalised if v_scale is not None and not eager_rounding else normalised.to(v.dtype)
+        v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
     if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
         given = torch.arange(q.shape[-3], device=q.device) if positions is None else positions.long()
         p, rows = given + offset, cos.shape[0]
@@ -158,7 +151,7 @@ def rotate_into_cache_(
         cos, sin = (torch.nn.functional.pad(t, (0, 0, 0, 1), value=torch.nan) for t in (cos, sin))
     angles = cos, sin, inv_freq, positions, offset
     if q_norm_weight is None:
-        rotated_q, rotated_k = rotate_qk(q, k, *angles, **flags)
+        rotated_q, rotated_k = rotate_qk(q, k, *angles, eager_rounding=eager_rounding, **flags)
     else:
         rotated_q, rotated_k = (
             norm_rotate_qk(x, x, weight, weight, *angles, norm_eps=norm_eps, **flags)[0]

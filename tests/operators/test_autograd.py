@@ -54,7 +54,7 @@ def call_in_float64(source, interleaved, device, with_k=True, dims=4, norm="none
     options, op = options | {"interleaved": interleaved}, rope.rotate_qk if with_k else rope.rotate
     if norm != "none":
         options, op = options | {"norm_eps": 0.01}, rope.norm_rotate_qk
-        options.pop("inverse", None)
+        options = {name: value for name, value in options.items() if name not in ("inverse", "eager_rounding")}
         shapes |= {f"{x}_norm_weight": shapes[x][-2:] if norm == "over heads" else shapes[x][-1:] for x in "qk"}
     if "positions" in options:
         options["positions"] = torch.tensor(options["positions"], device=device)

@@ -143,7 +143,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
     norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None. of_cache: a dict of k_scale, v_scale and norm_v,
     or None.
     """
-    norm, of_cache, eager = norm or {}, of_cache or {}, {"eager_rounding": eager_rounding}
+    norm, of_cache, eager = norm or {}, of_cache or {}, {"eager_rounding": True} if eager_rounding else {}
     given, positions = angles | norm | of_cache | options | eager | {"slots": slots}, positions_of(q, **angles)
     if slots is None:  # sequence b is written to block b, by position
         where = positions + np.arange(len(positions))[:, None] * caches.block_size
@@ -207,10 +207,12 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
 
 
-def allowed(size, dims, source, cache, slots, weights, **_):
+def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, **_):
     """Returns whether the operator takes these arguments together."""
     batch = size[0]
     if batch != 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
+        return False
+    if eager_rounding and (norm_v or weights != "none"):
         return False
     if weights == "over heads" and not size[2] * size[4]:
         return False  # a known fault: Scratch in csrc/cpu/kernels.inc divides by zero if v has channels

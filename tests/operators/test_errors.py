@@ -194,6 +194,9 @@ q_norm_weight=ones(D).bfloat16() -> q_norm_weight is bfloat16 but must be float3
 k_norm_weight=ones(D).double() -> k_norm_weight is float64 but must be float32, the dtype of q
 
 [cache: ValueError]
+eager_rounding=True -> eager_rounding is True but must be False with q_norm_weight and k_norm_weight, because the order of
+q_norm_weight=None, k_norm_weight=None, norm_v=True, eager_rounding=True -> eager_rounding is True but must be False with
+    norm_v, because the order of a norm's sum differs from that of PyTorch's operators
 k_norm_weight=None -> k_norm_weight is None but must be given together with q_norm_weight; pass both, or neither
 q_norm_weight=None -> q_norm_weight is None but must be given together with k_norm_weight; pass both, or neither
 v=ones(1, S, 1, D) -> v has batch 1 but must have batch 2, as q has; only the heads and head_dim may differ

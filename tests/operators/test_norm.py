@@ -177,7 +177,6 @@ ONE_HEAD = {
     "dtype": DTYPES,
     "head_dim": [128, 80, 7],
     "interleaved": [False, True],
-    "eager_rounding": [False, True],
 }
 
 
@@ -187,12 +186,12 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
 
     It is the same in tensors of three dimensions and of four.
     """
-    norm, dtype, head_dim, interleaved, eager = case.values()
+    norm, dtype, head_dim, interleaved = case.values()
     size, over_heads = (2, 5, 6, 2, head_dim, head_dim // 2 * 2), norm == "over heads"
     (q, k, *weights), angles = make(size, Source("table"), ("bshd", "bshd"), dtype, device, over_heads=over_heads)
 
     def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
-        options = {**angles, "offset": offset, "interleaved": interleaved, "eager_rounding": eager}
+        options = {**angles, "offset": offset, "interleaved": interleaved}
         return (
             rope.rotate_qk(q, k, **options) if norm == "none" else norm_rotate_qk(q, k, q_weight, k_weight, **options)
         )

@@ -87,7 +87,7 @@ def test_every_public_name_has_a_docstring_and_every_function_names_its_equivale
 def test_schemas_and_public_names_do_not_change():
     """Graphs that users have exported contain these schemas."""
     source = "Tensor? cos=None, Tensor? sin=None, Tensor? inv_freq=None, Tensor? positions=None, SymInt offset=0, "
-    newer = ", int rotary_start=0, bool eager_rounding=False"
+    start, newer = ", int rotary_start=0", ", int rotary_start=0, bool eager_rounding=False"
     angles = source + "*, float attention_factor=1., bool interleaved=False, bool inverse=False" + newer
     norm = "float norm_eps=9.9999999999999995e-07, float attention_factor=1., bool interleaved=False"
     cos_sin = "(Tensor positions, Tensor inv_freq, *, float attention_factor=1., ScalarType? dtype=None) "
@@ -100,7 +100,7 @@ def test_schemas_and_public_names_do_not_change():
         "rotate_qk": f"(Tensor q, Tensor k, {angles}) -> (Tensor, Tensor)",
         "rotate_qk_": f"(Tensor(a!) q, Tensor(b!) k, {angles}) -> ()",
         "norm_rotate_qk": f"(Tensor q, Tensor k, Tensor q_norm_weight, Tensor k_norm_weight, {source}"
-        f"*, {norm}{newer}) -> (Tensor, Tensor)",
+        f"*, {norm}{start}) -> (Tensor, Tensor)",
         "rotate_into_cache_": f"(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, {source}"
         "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
         f"Tensor? v_scale=None, {norm}, bool norm_v=False{newer}) -> ()",

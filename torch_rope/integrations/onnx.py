@@ -96,19 +96,17 @@ def _by_products(x, cos, sin, pairs: int, interleaved: bool, by_head: bool) -> i
     return op.Reshape(op.Concat(c, d, axis=axis), [0, 0, 0, 2 * pairs])
 
 
-def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, eager_rounding=False, **flags):
+def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, **flags):
     """Translates ``rope.norm_rotate_qk``: an RMS norm in float32, or in double, and a rotation."""
     wide, out = DOUBLE if q.dtype == DOUBLE else FLOAT, []
-    narrow = q.dtype if eager_rounding else wide  # what the norm is rounded to
     for x, weight in ((q, q_norm_weight), (k, k_norm_weight)):
         y = op.Cast(x, to=wide)
         mean = op.ReduceMean(op.Mul(y, y), [-2, -1][-len(weight.shape) :], keepdims=1)
         y = op.Div(y, op.Sqrt(op.Add(mean, _number(norm_eps, wide))))
-        inside = narrow if weight.dtype == q.dtype else wide
-        y = op.Cast(op.Mul(op.Cast(y, to=inside), op.Cast(weight, to=inside)), to=narrow)
-        y.dtype, y.shape = narrow, x.shape  # the exporter sets those of results alone
+        y = op.Mul(y, op.Cast(weight, to=wide))
+        y.dtype, y.shape = wide, x.shape  # the exporter sets those of results alone
         out.append(y)
-    return _rotated(out, q.dtype, *angles, eager_rounding=eager_rounding, **flags)
+    return _rotated(out, q.dtype, *angles, **flags)
 
 
 def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):

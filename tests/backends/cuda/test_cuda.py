@@ -247,10 +247,9 @@ def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
     dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
     y = dense.clone()
     for eager in (False, True):
-        options = {"inv_freq": freq, "eager_rounding": eager}
-        same(*(rope.rotate_qk(q, y, **options) for q in (x, dense)))
-        same(*(rope.norm_rotate_qk(q, y, weight, weight, **options) for q in (x, dense)))
-        same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, **options) for g in (x, dense)))
+        same(*(rope.rotate_qk(q, y, inv_freq=freq, eager_rounding=eager) for q in (x, dense)))
+    same(*(rope.norm_rotate_qk(q, y, weight, weight, inv_freq=freq) for q in (x, dense)))
+    same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)))
     slots = torch.tensor([[4, 1], [3, 6]], device=device)
     caches = torch.zeros(2, 2, 3, 4, 2, 64, device=device).bfloat16()
     for k, (k_cache, v_cache) in zip((x, dense), caches, strict=True):

@@ -82,7 +82,7 @@ for rotary_dim in 64, 96:
     outs += torch.ops.rope._rotate_table_backward(x, x, x * w, x * w, *tables, attention_factor=1.3)
     for dtype in torch.float32, torch.float16:
         args = [t.to(dtype) for t in (x, x * w, w, w, *tables)]
-        outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3, eager_rounding=True)
+        outs += torch.ops.rope.norm_rotate_qk(*args, attention_factor=1.3)
 print(torch.hash_tensor(torch.cat([t.cpu().float().flatten() for t in outs])).item())
 """
     found = [run(program, TORCH_ROPE_SIMULATOR_CONTRACT=contract).split() for contract in "01"]

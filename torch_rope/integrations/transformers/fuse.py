@@ -47,8 +47,8 @@ def _forward_of(own: Callable, rotary: Rotary, norm: Norm | None) -> Callable:
             return unfused()
         o, _ = found
         flags, weights = o.flags, (None, None)
-        if norm:
-            flags = flags | {"norm_eps": norm.eps}
+        if norm:  # the operators round once, after the norm and the rotation
+            flags = {n: value for n, value in flags.items() if n != "eager_rounding"} | {"norm_eps": norm.eps}
             weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
         used = kwargs.get("past_key_values", cache)  # its name before transformers 5.24
         if (layer := _layer_to_write(used, self.layer_idx, k, v)) is not None:
