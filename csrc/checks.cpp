@@ -27,29 +27,11 @@ const c10::SymInt& batch_of(const Tensor& x) { return x.dim() == 4 ? size(x, 0) 
 #define ROPE_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(holds(condition), call.op, ": ", __VA_ARGS__)
 #define ROPE_CHECK_TYPE(condition, ...) TORCH_CHECK_TYPE(condition, call.op, ": ", __VA_ARGS__)
 
-const char* name_of(at::ScalarType type) {
-  constexpr std::pair<at::ScalarType, const char*> names[] = {{at::kHalf, "float16"},
-                                                              {at::kBFloat16, "bfloat16"},
-                                                              {at::kFloat, "float32"},
-                                                              {at::kDouble, "float64"},
-                                                              {at::kInt, "int32"},
-                                                              {at::kLong, "int64"},
-                                                              {at::kShort, "int16"},
-                                                              {at::kChar, "int8"},
-                                                              {at::kByte, "uint8"},
-                                                              {at::kUInt16, "uint16"},
-                                                              {at::kUInt32, "uint32"},
-                                                              {at::kUInt64, "uint64"},
-                                                              {at::kBool, "bool"},
-                                                              {at::kFloat8_e4m3fn, "float8_e4m3fn"},
-                                                              {at::kFloat8_e5m2, "float8_e5m2"},
-                                                              {at::kComplexFloat, "complex64"},
-                                                              {at::kComplexDouble, "complex128"}};
-  for (const auto& [known, name] : names) {
-    if (known == type) return name;
-  }
-  return c10::toString(type);
-}
+// The name of a dtype, which is looked up when it is printed.
+struct NameOf {
+  at::ScalarType type;
+};
+std::ostream& operator<<(std::ostream& out, NameOf name) { return out << c10::getDtypeNames(name.type).first; }
 
 bool is_rotatable(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
@@ -59,7 +41,7 @@ bool is_quantised(at::ScalarType type) {
   return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2 || type == at::kChar;
 }
 
-// ---- checks of one or two tensors ----
+// ---- checks of one or two tensors; `must` ends a message ----
 
 // A tensor and the name of the argument that it is.
 struct Named {
@@ -68,14 +50,6 @@ struct Named {
   const Tensor& operator*() const { return *tensor; }
   const Tensor* operator->() const { return tensor; }
 };
-
-// Checks the number of dimensions. shapes: the shapes that are allowed. advice: ends the message.
-template <typename Call, typename... Advice>
-void check_dims(const Call& call, const Named& t, int64_t least, int64_t most, const char* shapes,
-                const Advice&... advice) {
-  ROPE_CHECK_VALUE(least <= t->dim() && t->dim() <= most, t.name, " has shape ", t->sym_sizes(),
-                   " but must have shape ", shapes, advice...);
-}
 
 // These return tensors of q, k or v by the names of their arguments.
 Named in(const RotateCall& call, int side) {
@@ -88,14 +62,43 @@ Named weight(const RotateCall& call, int side) {
 Named cache(const RotateCall& call, int side) {
   return {side == kK ? "k_cache" : "v_cache", call.has_cache() ? call.sides[side].out : nullptr};
 }
-Named scale(const RotateCall& call, int side) {
-  return {side == kK ? "k_scale" : "v_scale", call.sides[side].scale};
+Named scale(const RotateCall& call, int side) { return {side == kK ? "k_scale" : "v_scale", call.sides[side].scale}; }
+Named given(const char* name, const OptTensor& t) { return {name, t ? &*t : nullptr}; }
+
+template <typename Call, typename... Must>
+void check_type(const Call& call, bool condition, const Named& t, const Must&... must) {
+  ROPE_CHECK_TYPE(condition, t.name, " is ", NameOf{t->scalar_type()}, " but must be ", must...);
+}
+template <typename Call, typename Condition, typename... Must>
+void check_shape(const Call& call, const Condition& condition, const Named& t, const Must&... must) {
+  ROPE_CHECK_VALUE(condition, t.name, " has shape ", t->sym_sizes(), " but must have shape ", must...);
+}
+template <typename Call, typename... Must>
+void check_dims(const Call& call, const Named& t, int64_t least, int64_t most, const Must&... must) {
+  check_shape(call, least <= t->dim() && t->dim() <= most, t, must...);
+}
+// Checks that both tensors are given, or neither.
+template <typename Call, typename... Must>
+void check_together(const Call& call, const Named& a, const Named& b, const Must&... must) {
+  ROPE_CHECK_VALUE((a.tensor == nullptr) == (b.tensor == nullptr), a.tensor ? b.name : a.name,
+                   " is None but must be given together with ", a.tensor ? a.name : b.name, must...);
 }
 
 // Checks that a has the dtype of b.
 void check_same_type(const RotateCall& call, const Named& a, const Named& b) {
-  ROPE_CHECK_TYPE(a->scalar_type() == b->scalar_type(), a.name, " is ", name_of(a->scalar_type()), " but must be ",
-                  name_of(b->scalar_type()), ", the dtype of ", b.name);
+  const at::ScalarType type = b->scalar_type();
+  check_type(call, a->scalar_type() == type, a, NameOf{type}, ", the dtype of ", b.name);
+}
+// Returns whether a table or a weight is float32 or has the dtype of q, and ends the message if not.
+bool is_parameter(const RotateCall& call, const Tensor& t) {
+  return t.scalar_type() == at::kFloat || t.scalar_type() == call.q().scalar_type();
+}
+const char* or_float32(const RotateCall& call) { return call.q().scalar_type() == at::kFloat ? "" : ", or float32"; }
+
+template <typename Call>
+void check_same_device(const Call& call, const Named& a, const Named& b) {
+  ROPE_CHECK_VALUE(a->device() == b->device(), a.name, " is on ", a->device(), " but must be on ", b->device(),
+                   ", the device of ", b.name);
 }
 
 // An axis, and the words before and after a size of that axis in a message: "seq 6", "3 heads".
@@ -105,34 +108,36 @@ struct Axis {
 };
 constexpr Axis kBatch{-4, "batch ", ""}, kSeq{-3, "seq ", ""}, kHeads{-2, "", " heads"}, kHeadDim{-1, "head_dim ", ""};
 
-// Checks that a has the size of b along an axis. advice: ends the message.
-template <typename Call, typename... Advice>
-void check_same(const Call& call, const Axis& axis, const Named& a, const Named& b, const Advice&... advice) {
+// Checks that a has the size of b along an axis.
+template <typename Call, typename... Must>
+void check_same(const Call& call, const Axis& axis, const Named& a, const Named& b, const Must&... must) {
   ROPE_CHECK_VALUE(equal(size(*a, axis.d), size(*b, axis.d)), a.name, " has ", axis.before, size(*a, axis.d),
-                   axis.after, " but must have ", axis.before, size(*b, axis.d), ", as ", b.name, " has", advice...);
+                   axis.after, " but must have ", axis.before, size(*b, axis.d), ", as ", b.name, " has", must...);
 }
 
-void check_same_shape(const RotateCall& call, const Named& a, const Named& b) {
+// Returns whether a and b have the same sizes, but for the last `rest` dimensions.
+bool same_sizes(const Named& a, const Named& b, int64_t rest = 0) {
   bool same = a->dim() == b->dim();
-  for (int64_t d = 0; same && d < a->dim(); d++) same = equal(size(*a, d), size(*b, d));
-  ROPE_CHECK_VALUE(same, a.name, " has shape ", a->sym_sizes(), " but must have shape ", b->sym_sizes(),
-                   ", the shape of ", b.name);
+  for (int64_t d = 0; same && d < a->dim() - rest; d++) same = equal(size(*a, d), size(*b, d));
+  return same;
+}
+void check_same_shape(const RotateCall& call, const Named& a, const Named& b) {
+  check_shape(call, same_sizes(a, b), a, b->sym_sizes(), ", the shape of ", b.name);
 }
 
 // Checks inv_freq, which has `dims` dimensions, or one more before them: then it is the sum of two float32 tensors.
-// shapes: the shapes that are allowed. advice: ends the message about them.
+// shapes: the shapes that are allowed.
 template <typename Call>
 void check_inv_freq(const Call& call, const Tensor& inv_freq, int64_t dims, const char* shapes,
                     const char* advice = "") {
+  const Named f{"inv_freq", &inv_freq};
   const at::ScalarType type = inv_freq.scalar_type();
-  ROPE_CHECK_TYPE(type == at::kFloat || type == at::kDouble, "inv_freq is ", name_of(type),
-                  " but must be float32 or float64",
-                  at::isReducedFloatingType(type) ? "; compute it again, because a cast back does not restore it" : "");
-  check_dims(call, {"inv_freq", &inv_freq}, dims, dims + 1, shapes, advice);
+  check_type(call, type == at::kFloat || type == at::kDouble, f, "float32 or float64",
+             at::isReducedFloatingType(type) ? "; compute it again, because a cast back does not restore it" : "");
+  check_dims(call, f, dims, dims + 1, shapes, advice);
   if (inv_freq.dim() == dims) return;
-  ROPE_CHECK_VALUE(equal(size(inv_freq, 0), 2), "inv_freq has shape ", inv_freq.sym_sizes(), " but must have shape ",
-                   shapes, advice);
-  ROPE_CHECK_TYPE(type == at::kFloat, "inv_freq has shape ", inv_freq.sym_sizes(), " and is ", name_of(type),
+  check_shape(call, equal(size(inv_freq, 0), 2), f, shapes, advice);
+  ROPE_CHECK_TYPE(type == at::kFloat, "inv_freq has shape ", inv_freq.sym_sizes(), " and is ", NameOf{type},
                   " but must be float32, because it is the sum of two parts");
 }
 
@@ -141,8 +146,7 @@ void check_inv_freq(const Call& call, const Tensor& inv_freq, int64_t dims, cons
 void check_x(const RotateCall& call, const Named& x) {
   check_dims(call, x, 3, 4, "[seq, heads, head_dim] or [batch, seq, heads, head_dim]",
              "; if the head axis is missing, pass ", x.name, ".unsqueeze(-2)");
-  ROPE_CHECK_TYPE(is_rotatable(x->scalar_type()), x.name, " is ", name_of(x->scalar_type()),
-                  " but must be float16, bfloat16, float32 or float64");
+  check_type(call, is_rotatable(x->scalar_type()), x, "float16, bfloat16, float32 or float64");
 }
 
 // Checks k or v, which must have the tokens and the dtype of q. may_differ: says in a message what may differ.
@@ -159,12 +163,11 @@ void check_like_q(const RotateCall& call, const Named& k, const char* may_differ
 }
 
 // Checks rotary_start, and the last dimension of cos or inv_freq, which is rotary_dim / 2. unit: what the last
-// dimension counts. advice: ends the message.
-void check_rotary_dim(const RotateCall& call, const char* name, const Tensor& source, const char* unit,
-                      const char* advice = "") {
-  const c10::SymInt &half = size(source, -1), &head_dim = size(call.q(), -1);
-  ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), name, " has ", half, " ", unit, " but must have at most ", head_dim / 2,
-                   ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
+// dimension counts.
+void check_rotary_dim(const RotateCall& call, const Named& source, const char* unit, const char* advice = "") {
+  const c10::SymInt &half = size(*source, -1), &head_dim = size(call.q(), -1);
+  ROPE_CHECK_VALUE((half * 2).sym_le(head_dim), source.name, " has ", half, " ", unit, " but must have at most ",
+                   head_dim / 2, ", because ", call.q_name(), " has head_dim ", head_dim, ": rotary_dim ", half * 2,
                    " is larger than head_dim", advice);
   if (call.rotary_start == 0) return;
   ROPE_CHECK_VALUE(call.rotary_start > 0, "rotary_start is ", call.rotary_start, " but must be at least 0");
@@ -181,24 +184,21 @@ void check_batch(const RotateCall& call, const Named& t) {
 }
 
 // Ends the message for complex tables.
-const char* of_complex(const std::optional<Tensor>& t) {
+const char* of_complex(const OptTensor& t) {
   return t && t->is_complex() ? "; torch.view_as_real(table).unbind(-1) makes cos and sin of a complex table" : "";
 }
 
-// Ends the message for a table or weight that is neither float32 nor of the dtype of q.
-const char* or_float32(at::ScalarType x_type) { return x_type == at::kFloat ? "" : ", or float32"; }
-
 void check_tables(const RotateCall& call) {
   const Named cos{"cos", &*call.cos}, sin{"sin", &*call.sin};
-  const at::ScalarType x_type = call.q().scalar_type(), type = cos->scalar_type();
   check_same_type(call, sin, cos);
-  ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, "cos and sin are ", name_of(type), " but must be ",
-                  name_of(x_type), ", the dtype of ", call.q_name(), or_float32(x_type), of_complex(call.cos));
+  ROPE_CHECK_TYPE(is_parameter(call, *cos), "cos and sin are ", NameOf{cos->scalar_type()}, " but must be ",
+                  NameOf{call.q().scalar_type()}, ", the dtype of ", call.q_name(), or_float32(call),
+                  of_complex(call.cos));
   check_dims(call, cos, 2, 4,
              "[max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, "
              "rotary_dim / 2]");
   check_same_shape(call, sin, cos);
-  check_rotary_dim(call, "cos", *cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
+  check_rotary_dim(call, cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
   if (cos->dim() == 2) return;
   const c10::SymInt& seq = size(call.q(), -3);
   const char* advice = ": such a table has a row per token; pass a 2-D table to select rows by position";
@@ -221,57 +221,46 @@ void check_tables(const RotateCall& call) {
 // Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
 // the message about a dtype.
 void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice = "") {
-  ROPE_CHECK_TYPE(t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t.name, " is ",
-                  name_of(t->scalar_type()), " but must be int32 or int64", advice);
+  check_type(call, t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t, "int32 or int64", advice);
   check_dims(call, t, 1, 2, shapes);
   const c10::SymInt& seq = size(call.q(), -3);
-  ROPE_CHECK_VALUE(equal(size(*t, -1), seq), t.name, " has shape ", t->sym_sizes(), " but must have shape ", shapes,
-                   " with seq ", seq, ", as ", call.q_name(), " has");
+  check_shape(call, equal(size(*t, -1), seq), t, shapes, " with seq ", seq, ", as ", call.q_name(), " has");
 }
 
 void check_norm(const RotateCall& call) {
   const Named q_weight = weight(call, kQ), k_weight = weight(call, kK);
-  ROPE_CHECK_VALUE((q_weight.tensor == nullptr) == (k_weight.tensor == nullptr),
-                   q_weight.tensor ? "k_norm_weight is None but must be given together with q_norm_weight"
-                                   : "q_norm_weight is None but must be given together with k_norm_weight",
-                   "; pass both, or neither for no norm");
+  check_together(call, q_weight, k_weight, "; pass both, or neither for no norm");
   ROPE_CHECK_VALUE(!(call.eager_rounding && (q_weight.tensor || call.norm_v)),
                    "eager_rounding is True but must be False with ",
                    q_weight.tensor ? "q_norm_weight and k_norm_weight" : "norm_v",
                    ", because the order of a norm's sum differs from that of PyTorch's operators");
   if (!q_weight.tensor) return;
+  const auto shape_of = [](const Named& w) { return w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]"; };
   const c10::SymInt& head_dim = size(call.q(), -1);
-  const at::ScalarType x_type = call.q().scalar_type();
   for (int side : {kQ, kK}) {
     const Named w = weight(call, side);
-    const at::ScalarType type = w->scalar_type();
-    ROPE_CHECK_TYPE(type == at::kFloat || type == x_type, w.name, " is ", name_of(type), " but must be ",
-                    name_of(x_type), ", the dtype of q", or_float32(x_type));
+    check_type(call, is_parameter(call, *w), w, NameOf{call.q().scalar_type()}, ", the dtype of q", or_float32(call));
     check_dims(call, w, 1, 2,
                "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
-    ROPE_CHECK_VALUE(equal(size(*w, -1), head_dim), w.name, " has shape ", w->sym_sizes(), " but must have shape ",
-                     w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]", " with head_dim ", head_dim, ", as q has");
+    check_shape(call, equal(size(*w, -1), head_dim), w, shape_of(w), " with head_dim ", head_dim, ", as q has");
     if (w->dim() == 2) check_same(call, kHeads, w, in(call, side), ": a 2-D weight has a row for each head");
   }
-  ROPE_CHECK_VALUE(k_weight->dim() == q_weight->dim(), "k_norm_weight has shape ", k_weight->sym_sizes(),
-                   " but must have ", q_weight->dim() == 1 ? "shape [head_dim]" : "shape [heads, head_dim]",
-                   ", as q_norm_weight has");
+  check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
 }
 
 // Checks the dtype of a cache, and its scale, which a quantised cache needs and no other cache has. x: what is written
 // to the cache.
 void check_scale(const RotateCall& call, const Named& cache, const Named& scale, const Named& x) {
   const at::ScalarType type = cache->scalar_type(), x_type = x->scalar_type();
-  ROPE_CHECK_TYPE(type == x_type || is_quantised(type), cache.name, " is ", name_of(type), " but must be ",
-                  name_of(x_type), ", the dtype of ", x.name, ", or float8_e4m3fn, float8_e5m2 or int8",
-                  type == at::kByte ? "; pass float8 numbers as cache.view(torch.float8_e4m3fn)" : "");
+  check_type(call, type == x_type || is_quantised(type), cache, NameOf{x_type}, ", the dtype of ", x.name,
+             ", or float8_e4m3fn, float8_e5m2 or int8",
+             type == at::kByte ? "; pass float8 numbers as cache.view(torch.float8_e4m3fn)" : "");
   ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", cache.name,
-                   " is ", name_of(type));
+                   " is ", NameOf{type});
   if (!scale.tensor) return;
-  ROPE_CHECK_VALUE(type != x_type, scale.name, " is given but must be None, because ", cache.name, " is ",
-                   name_of(type), ", the dtype of ", x.name);
-  ROPE_CHECK_TYPE(scale->scalar_type() == at::kFloat, scale.name, " is ", name_of(scale->scalar_type()),
-                  " but must be float32");
+  ROPE_CHECK_VALUE(type != x_type, scale.name, " is given but must be None, because ", cache.name, " is ", NameOf{type},
+                   ", the dtype of ", x.name);
+  check_type(call, scale->scalar_type() == at::kFloat, scale, "float32");
   const c10::SymInt& heads = size(*cache, -2);
   const c10::SymBool one = scale->sym_numel().sym_eq(1);
   ROPE_CHECK_VALUE(scale->dim() == 1 ? one.sym_or(size(*scale, 0).sym_eq(heads)) : one, scale.name, " has shape ",
@@ -291,10 +280,8 @@ void check_cache(const RotateCall& call) {
     check_same(call, kHeadDim, to, x);
   }
   for (int side : {kK, kV}) check_scale(call, cache(call, side), scale(call, side), in(call, side));
-  bool same = v_cache->dim() == k_cache->dim();
-  for (int64_t d = 0; same && d < k_cache->dim() - 2; d++) same = equal(size(*v_cache, d), size(*k_cache, d));
-  ROPE_CHECK_VALUE(same, "v_cache has shape ", v_cache->sym_sizes(), " but must have the blocks and block_size of ",
-                   "k_cache, which has shape ", k_cache->sym_sizes());
+  ROPE_CHECK_VALUE(same_sizes(v_cache, k_cache, 2), "v_cache has shape ", v_cache->sym_sizes(),
+                   " but must have the blocks and block_size of ", "k_cache, which has shape ", k_cache->sym_sizes());
   if (!call.slots) {
     ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() > 2), "slots is None but must be given, because cos has shape ",
                      call.cos->sym_sizes(),
@@ -304,21 +291,19 @@ void check_cache(const RotateCall& call) {
                      batch, " blocks, the batch of q: without slots, sequence b is written to block b");
     return;
   }
-  const Tensor& slots = *call.slots;
-  check_tokens(call, {"slots", &slots}, "[seq] or [batch, seq]");
-  const c10::SymInt& own = slots.dim() == 2 ? size(slots, 0) : kOne;
-  ROPE_CHECK_VALUE(equal(own, batch), "slots has shape ", slots.sym_sizes(), " but must have shape [batch, seq]",
-                   " with batch ", batch, ", as q has: each token needs its own slot");
+  const Named slots{"slots", call.slots};
+  check_tokens(call, slots, "[seq] or [batch, seq]");
+  const c10::SymInt& own = slots->dim() == 2 ? size(*slots, 0) : kOne;
+  check_shape(call, equal(own, batch), slots, "[batch, seq] with batch ", batch,
+              ", as q has: each token needs its own slot");
 }
 
 // Calls f(Named) for each tensor that is only read, except q, k and v.
 template <typename F>
 void for_each_parameter(const RotateCall& call, F&& f) {
-  const auto address = [](const OptTensor& t) { return t ? &*t : nullptr; };
-  for (const Named& t :
-       {Named{"cos", address(call.cos)}, Named{"sin", address(call.sin)}, Named{"inv_freq", address(call.inv_freq)},
-        Named{"positions", address(call.positions)}, Named{"slots", call.slots}, weight(call, kQ), weight(call, kK),
-        scale(call, kK), scale(call, kV)}) {
+  for (const Named& t : {given("cos", call.cos), given("sin", call.sin), given("inv_freq", call.inv_freq),
+                         given("positions", call.positions), Named{"slots", call.slots}, weight(call, kQ),
+                         weight(call, kK), scale(call, kK), scale(call, kV)}) {
     if (t.tensor) f(t);
   }
 }
@@ -340,11 +325,8 @@ void check_given(const RotateCall& call) {
 }
 
 void check_devices(const RotateCall& call) {
-  const c10::Device device = call.q().device();
-  for_each_other(call, [&](const Named& t) {
-    ROPE_CHECK_VALUE(t->device() == device, t.name, " is on ", t->device(), " but must be on ", device,
-                     ", the device of ", call.q_name());
-  });
+  const Named q = in(call, kQ);
+  for_each_other(call, [&](const Named& t) { check_same_device(call, t, q); });
 }
 
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
@@ -403,10 +385,7 @@ void check(const RotateCall& call, bool in_place) {
     check_same(call, kHeadDim, k, in(call, kQ), may_differ);
   }
   const char* advice = "; pass one angle source: cos and sin, or inv_freq";
-  ROPE_CHECK_VALUE(
-      call.cos.has_value() == call.sin.has_value(),
-      call.cos ? "sin is None but must be given together with cos" : "cos is None but must be given together with sin",
-      advice, of_complex(call.cos));
+  check_together(call, given("cos", call.cos), given("sin", call.sin), advice, of_complex(call.cos));
   ROPE_CHECK_VALUE(call.cos.has_value() || call.inv_freq.has_value(),
                    "cos, sin and inv_freq are None but must not all be None", advice);
   ROPE_CHECK_VALUE(!(call.cos.has_value() && call.inv_freq.has_value()),
@@ -416,10 +395,10 @@ void check(const RotateCall& call, bool in_place) {
   if (call.inv_freq) {
     check_inv_freq(call, *call.inv_freq, 1, "[rotary_dim / 2] or [2, rotary_dim / 2]",
                    "; for several axes, make tables with axial_cos_sin");
-    check_rotary_dim(call, "inv_freq", *call.inv_freq, "frequencies");
+    check_rotary_dim(call, given("inv_freq", call.inv_freq), "frequencies");
   }
   if (call.positions) {
-    const Named positions{"positions", &*call.positions};
+    const Named positions = given("positions", call.positions);
     check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]",
                  at::isFloatingType(positions->scalar_type()) ? "; make tables of other positions with cos_sin" : "");
     if (positions->dim() == 2) check_batch(call, positions);
@@ -433,13 +412,11 @@ void check_gradients(const RotateCall& call, const Tensor* const (&xs)[2]) {
   for (int side : {kQ, kK}) {
     const Named x{side == kQ ? "q" : "k", xs[side]},
         gradient{side == kQ ? "q_out_grad" : "k_out_grad", call.sides[side].in};
-    ROPE_CHECK_VALUE((x.tensor == nullptr) == (gradient.tensor == nullptr), x.tensor ? gradient.name : x.name,
-                     " is None but must be given together with ", x.tensor ? x.name : gradient.name);
+    check_together(call, x, gradient);
     if (!x.tensor) continue;
     check_same_type(call, x, gradient);
     check_same_shape(call, x, gradient);
-    ROPE_CHECK_VALUE(x->device() == gradient->device(), x.name, " is on ", x->device(), " but must be on ",
-                     gradient->device(), ", the device of ", gradient.name);
+    check_same_device(call, x, gradient);
   }
 }
 
@@ -455,21 +432,21 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
   const char* advice = type == at::kHalf       ? ", because float16 has no odd number above 2048"
                        : type == at::kBFloat16 ? ", because bfloat16 has no odd number above 256"
                                                : "";
-  ROPE_CHECK_TYPE(is_float || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong), "positions is ",
-                  name_of(type), " but must be int8, uint8, int16, int32, int64, float32 or float64", advice,
-                  *advice ? "; make positions in float32, or pass positions.float() if they may be rounded" : "");
+  const Named p{"positions", &positions}, f{"inv_freq", &inv_freq};
+  check_type(call, is_float || (at::isIntegralType(type, /*includeBool=*/false) && type <= at::kLong), p,
+             "int8, uint8, int16, int32, int64, float32 or float64", advice,
+             *advice ? "; make positions in float32, or pass positions.float() if they may be rounded" : "");
   check_inv_freq(
       call, inv_freq, axes ? 2 : 1,
       axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");
-  ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", name_of(result),
+  ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", NameOf{result},
                   " but must be float16, bfloat16, float32 or float64");
   if (axes) {
-    ROPE_CHECK_VALUE(positions.dim() > 0, "positions has shape [] but must have shape [axes, ...]");
+    check_shape(call, positions.dim() > 0, p, "[axes, ...]");
     const c10::SymInt &own = size(positions, 0), &needed = size(inv_freq, -2);
     ROPE_CHECK_VALUE(equal(own, needed), "positions has ", own, " axes but must have ", needed, ", as inv_freq has");
   }
-  ROPE_CHECK_VALUE(positions.device() == inv_freq.device(), "positions is on ", positions.device(), " but must be on ",
-                   inv_freq.device(), ", the device of inv_freq");
+  check_same_device(call, p, f);
   return result;
 }
 
