@@ -90,36 +90,19 @@ struct AnyBackend {
 template <typename Backend>
 struct Ops {
   static Tensor rotate(const Angles& angles, const Tensor& x) {
-    RotateCall call(angles, "rope.rotate", &x, nullptr);
-    check(call, false);
-    Tensor out = result_like(x);
-    call.sides[kQ].out = &out;
-    Backend::rotate(call);
-    return out;
+    return std::get<0>(to_new({angles, "rope.rotate", &x, nullptr}));
   }
-
-  static void rotate_(const Angles& angles, Tensor& x) {
-    const RotateCall call(angles, "rope.rotate_", &x, nullptr);
-    check(call, true);
-    Backend::rotate(call);
-  }
-
+  static void rotate_(const Angles& angles, Tensor& x) { in_place({angles, "rope.rotate_", &x, nullptr}); }
   static std::tuple<Tensor, Tensor> rotate_qk(const Angles& angles, const Tensor& q, const Tensor& k) {
-    RotateCall call(angles, "rope.rotate_qk", &q, &k);
-    return to_new(call);
+    return to_new({angles, "rope.rotate_qk", &q, &k});
   }
-
-  static void rotate_qk_(const Angles& angles, Tensor& q, Tensor& k) {
-    const RotateCall call(angles, "rope.rotate_qk_", &q, &k);
-    check(call, true);
-    Backend::rotate(call);
-  }
+  static void rotate_qk_(const Angles& angles, Tensor& q, Tensor& k) { in_place({angles, "rope.rotate_qk_", &q, &k}); }
 
   static std::tuple<Tensor, Tensor> norm_rotate_qk(const NormAngles& angles, const Tensor& q, const Tensor& k,
                                                    const Tensor& q_norm_weight, const Tensor& k_norm_weight) {
     RotateCall call(angles, "rope.norm_rotate_qk", &q, &k);
     set_norm(call, &q_norm_weight, &k_norm_weight, angles.norm_eps);
-    return to_new(call);
+    return to_new(std::move(call));
   }
 
   // Returns the gradients of q, k, q_norm_weight and k_norm_weight.
@@ -155,8 +138,7 @@ struct Ops {
     call.sides[kV] = {&v, &v_cache, nullptr, pointer(v_scale)};
     call.norm_v = norm_v;
     call.slots = pointer(slots);
-    check(call, true);
-    Backend::rotate(call);
+    in_place(call);
   }
 
   // Returns the gradients of cos and sin.
@@ -202,14 +184,22 @@ struct Ops {
     return {std::move(cos), std::move(sin)};
   }
 
-  // Runs a call on q and k that writes new tensors, and returns them.
-  static std::tuple<Tensor, Tensor> to_new(RotateCall& call) {
+  // Runs a call on q, and on k if there is one, that writes new tensors, and returns them.
+  static std::tuple<Tensor, Tensor> to_new(RotateCall call) {
     check(call, false);
-    Tensor q_out = result_like(call.q()), k_out = result_like(*call.sides[kK].in);
-    call.sides[kQ].out = &q_out;
-    call.sides[kK].out = &k_out;
+    Tensor results[2];
+    for (int side : {kQ, kK}) {
+      if (!call.sides[side].in) continue;
+      results[side] = result_like(*call.sides[side].in);
+      call.sides[side].out = &results[side];
+    }
     Backend::rotate(call);
-    return {std::move(q_out), std::move(k_out)};
+    return {std::move(results[kQ]), std::move(results[kK])};
+  }
+
+  static void in_place(const RotateCall& call) {
+    check(call, true);
+    Backend::rotate(call);
   }
 
   static void set_norm(RotateCall& call, const Tensor* q_weight, const Tensor* k_weight, double eps) {
