@@ -148,30 +148,20 @@ struct Tables {
 
 // Function::apply refuses to run inside torch.func transforms, because an arbitrary forward could mix their levels. The
 // forwards here only call an operator, and save tensors of the level that runs them, as torch's own operators do, so
-// their gradients are right (tests/operators/test_autograd.py shows it). Therefore this class hides the transforms
-// while apply looks for them, and restores them when forward begins.
-class OutOfFunctorchsSight {
- public:
-  OutOfFunctorchsSight() : transforms_(std::move(at::functorch::functorchTLSAccessor())), outer_(current_) {
-    current_ = this;
-  }
-  ~OutOfFunctorchsSight() {
-    end();
-    current_ = outer_;
-  }
-  static void end() {
-    if (current_ && current_->transforms_) at::functorch::functorchTLSAccessor() = std::move(current_->transforms_);
-  }
+// their gradients are right (tests/operators/test_autograd.py shows it). Therefore the transforms are hidden while
+// apply looks for them, and shown again when forward begins.
+inline thread_local std::unique_ptr<at::functorch::FuncTorchTLSBase> hidden_transforms;
 
- private:
-  std::unique_ptr<at::functorch::FuncTorchTLSBase> transforms_;
-  OutOfFunctorchsSight* outer_;
-  static inline thread_local OutOfFunctorchsSight* current_ = nullptr;
-};
+inline void show_transforms() {
+  if (hidden_transforms) at::functorch::functorchTLSAccessor() = std::move(hidden_transforms);
+}
 
 template <typename F, typename... T>
 auto apply(const T&... arguments) {
-  const OutOfFunctorchsSight until_forward;
+  struct Hidden {
+    Hidden() { hidden_transforms = std::move(at::functorch::functorchTLSAccessor()); }
+    ~Hidden() { show_transforms(); }  // if forward did not begin, because of an error
+  } hidden;
   return F::apply(arguments...);
 }
 
@@ -179,7 +169,7 @@ auto apply(const T&... arguments) {
 // autograd on this level. The levels below must still be able to record them, so grad mode is on again: apply has
 // switched it off for all levels.
 struct BelowThisLevel {
-  BelowThisLevel() { OutOfFunctorchsSight::end(); }
+  BelowThisLevel() { show_transforms(); }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::AutoGradMode record{true};
 };
