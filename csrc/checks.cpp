@@ -333,43 +333,38 @@ void check_devices(const RotateCall& call) {
 // tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
 // tensor, so it is enough to compare their address ranges, from the first to the last byte.
 void check_overlap(const RotateCall& call) {
+  enum Kind { kHeads, kCache, kParameter };
   struct Used : Named {
+    Kind kind;
     Memory memory;
-    bool is_cache;
-    explicit Used(const Named& t, bool is_cache = false) : Named(t), memory(*t), is_cache(is_cache) {}
+    Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
   };
-  c10::SmallVector<Used, 4> written;
-  c10::SmallVector<Used, 10> read;
-  written.emplace_back(in(call, kQ));
+  c10::SmallVector<Used, 14> used;  // first those that are written
+  used.emplace_back(in(call, kQ), kHeads);
   if (call.has_cache()) {
-    for (int side : {kK, kV}) {
-      written.emplace_back(cache(call, side), true);
-      read.emplace_back(in(call, side));
-    }
+    for (int side : {kK, kV}) used.emplace_back(cache(call, side), kCache);
   } else if (call.sides[kK].in) {
-    written.emplace_back(in(call, kK));
+    used.emplace_back(in(call, kK), kHeads);
   }
-  const size_t k_and_v = read.size();
-  for_each_parameter(call, [&](const Named& t) { read.emplace_back(t); });
+  const size_t written = used.size();
+  if (call.has_cache()) {
+    for (int side : {kK, kV}) used.emplace_back(in(call, side), kHeads);
+  }
+  for_each_parameter(call, [&](const Named& t) { used.emplace_back(t, kParameter); });
 
-  for (const Used& a : written) {
-    const Tensor& x = *a.tensor;
-    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", x.sym_sizes(), " and strides ",
-                     x.sym_strides(), ", so some of its elements share memory, but must have separate memory for each ",
+  for (size_t i = 0; i < written; i++) {
+    const Used& a = used[i];
+    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a->sym_sizes(), " and strides ",
+                     a->sym_strides(),
+                     ", so some of its elements share memory, but must have separate memory for each ",
                      "element, because ", a.name, " is written in place; clone it first");
-    for (size_t i = 0; i < read.size(); i++) {
-      const Memory& b = read[i].memory;
-      ROPE_CHECK_VALUE(!(a.is_cache && i < k_and_v ? a.memory.range_overlaps(b) : a.memory.overlaps(b)), a.name,
-                       " overlaps ", read[i].name, " but must have separate memory, because ", a.name,
-                       " is written in place and ", read[i].name, " is read");
-    }
-  }
-  for (size_t i = 0; i < written.size(); i++) {
-    for (size_t j = i + 1; j < written.size(); j++) {
-      const Used &a = written[i], &b = written[j];
-      ROPE_CHECK_VALUE(!(a.is_cache == b.is_cache ? a.memory.overlaps(b.memory) : a.memory.range_overlaps(b.memory)),
-                       a.name, " overlaps ", b.name,
-                       " but must have separate memory, because both are written in place");
+    for (size_t j = i + 1; j < used.size(); j++) {
+      const Used& b = used[j];
+      const bool by_range = a.kind != b.kind && b.kind != kParameter;
+      if (!(by_range ? a.memory.range_overlaps(b.memory) : a.memory.overlaps(b.memory))) continue;
+      const std::string reason = j < written ? "both are written in place"
+                                             : std::string(a.name) + " is written in place and " + b.name + " is read";
+      ROPE_CHECK_VALUE(false, a.name, " overlaps ", b.name, " but must have separate memory, because ", reason);
     }
   }
 }

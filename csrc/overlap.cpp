@@ -60,17 +60,15 @@ class Sums {
 
 }  // namespace
 
-Memory::Memory(const at::Tensor& t) : tensor_(t), itemsize_(int64_t(t.element_size())), length_(itemsize_) {
+Memory::Memory(const at::Tensor& t)
+    : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())), length_(itemsize_) {
   // No argument that passes the checks of shapes has more than 4 dimensions.
-  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || t.dim() > 4) return;
-  for (int64_t d = 0; d < t.dim(); d++) {
-    if (t.size(d) == 0) return;
-    if (t.size(d) == 1) continue;
-    const Dim dim{t.stride(d) * itemsize_, t.size(d) - 1};
-    length_ += dim.step * dim.count;
-    int i = dims_++;
-    for (; i > 0 && dim_[i - 1].step > dim.step; i--) dim_[i] = dim_[i - 1];
-    dim_[i] = dim;
+  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || dims_ > 4) return;
+  sizes_ = t.sizes().data();
+  strides_ = t.strides().data();
+  for (int64_t d = 0; d < dims_; d++) {
+    if (sizes_[d] == 0) return;
+    length_ += (sizes_[d] - 1) * step(d);
   }
   first_ = t.storage_offset() * itemsize_;
   known_ = true;
@@ -83,24 +81,31 @@ Memory::Memory(const at::Tensor& t) : tensor_(t), itemsize_(int64_t(t.element_si
 
 bool Memory::overlaps_itself() const {
   if (!known_ || tensor_.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return false;
-  int64_t within = itemsize_;  // bytes that the smaller dimensions span
   bool nested = true;
-  for (int d = 0; d < dims_; d++) {
-    nested = nested && within <= dim_[d].step;
-    within += dim_[d].step * dim_[d].count;
+  for (int64_t d = 0; d < dims_; d++) {
+    if (sizes_[d] < 2) continue;
+    if (step(d) == 0) return true;
+    int64_t within = itemsize_;  // bytes that the smaller dimensions span
+    for (int64_t e = 0; e < dims_; e++) {
+      if (sizes_[e] > 1 && (step(e) < step(d) || (step(e) == step(d) && e > d))) within += (sizes_[e] - 1) * step(e);
+    }
+    nested = nested && within <= step(d);
   }
   if (nested) return false;
   // Two elements share a byte if their distance is smaller than an element. Let d be the dimension with the largest
-  // step among those in which their indices differ. The distance is step * (1 + t), with 0 <= t < count, plus step * u
-  // for each dimension with a smaller step, with -count <= u <= count. Sums counts from 0, so count is added to each u,
-  // and to the target.
-  for (int d = 0; d < dims_; d++) {
+  // step among those in which their indices differ. The distance is step(d) * (1 + t), with 0 <= t <= n - 2, plus
+  // step(e) * u for each dimension e with a smaller step, with -(n - 1) <= u <= n - 1, where n is the size of the
+  // dimension. Sums counts from 0, so n - 1 is added to each u, and to the target.
+  for (int64_t d = 0; d < dims_; d++) {
+    if (sizes_[d] < 2) continue;
     Sums sums;
-    int64_t target = -dim_[d].step;
-    sums.add(dim_[d].step, dim_[d].count - 1);
-    for (int e = 0; e < d; e++) {
-      sums.add(dim_[e].step, 2 * dim_[e].count);
-      target += dim_[e].step * dim_[e].count;
+    sums.add(step(d), sizes_[d] - 2);
+    int64_t target = -step(d);
+    for (int64_t e = 0; e < dims_; e++) {
+      if (step(e) < step(d) || (step(e) == step(d) && e > d)) {
+        sums.add(step(e), 2 * (sizes_[e] - 1));
+        target += step(e) * (sizes_[e] - 1);
+      }
     }
     if (sums.reach(target - (itemsize_ - 1), target + (itemsize_ - 1))) return true;
   }
@@ -112,10 +117,12 @@ bool Memory::shares_byte(const Memory& other) const {
   // close enough to other.begin() - begin(). b is counted from the last element backwards, so that every term of the
   // sum is positive; the target moves by the byte offset of the last element.
   Sums sums;
-  for (const Memory* m : {this, &other}) {
-    for (int d = 0; d < m->dims_; d++) sums.add(m->dim_[d].step, m->dim_[d].count);
+  int64_t target = other.begin() - begin();
+  for (int64_t d = 0; d < dims_; d++) sums.add(step(d), sizes_[d] - 1);
+  for (int64_t d = 0; d < other.dims_; d++) {
+    sums.add(other.step(d), other.sizes_[d] - 1);
+    target += other.step(d) * (other.sizes_[d] - 1);
   }
-  const int64_t target = other.begin() - begin() + other.length_ - other.itemsize_;
   return sums.reach(target - (itemsize_ - 1), target + (other.itemsize_ - 1));
 }
 

@@ -29,16 +29,14 @@ class Memory {
  private:
   bool shares_byte(const Memory& other) const;
   intptr_t begin() const { return address_ + first_; }
+  int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
 
   const at::Tensor& tensor_;
   bool known_ = false;
-  int64_t itemsize_;
-  struct Dim {
-    int64_t step, count;  // bytes from an index to the next; the largest index
-  } dim_[4];
-  int dims_ = 0;       // those of several elements, the smallest step first
-  int64_t first_ = 0;  // byte offset of the first element in the storage
-  int64_t length_;     // bytes from the start of the first element to the end of the last
+  int64_t dims_, itemsize_;
+  const int64_t *sizes_, *strides_;  // the tensor's own
+  int64_t first_ = 0;                // byte offset of the first element in the storage
+  int64_t length_;                   // bytes from the start of the first element to the end of the last
   const c10::StorageImpl* storage_ = nullptr;
   intptr_t address_ = 0;  // the address of the storage, or 0 if it has none that can be compared
 };
