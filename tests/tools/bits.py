@@ -151,9 +151,9 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
             call[f"{name}_cache"] = draw.normal(blocks, block_size, *shape, dtype=quantised)
             if quantised != dtype:
                 call[f"{name}_scale"] = draw.normal(draw.one(1, shape[0]), dtype=torch.float32).abs().add(0.01)
-        if call["k_cache"].shape == call["v_cache"].shape and "k_scale" not in call and "v_scale" not in call:
-            if draw.maybe(0.3):  # neighbours in memory
-                call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), -1).unbind(-1)
+        alike = call["k_cache"].shape == call["v_cache"].shape and "k_scale" not in call and "v_scale" not in call
+        if alike and draw.maybe(0.3):  # neighbours in memory
+            call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), -1).unbind(-1)
         if blocks == 1 and dims == 3:
             call |= {name: call[name][0] for name in ("k_cache", "v_cache")}
         if slots:
