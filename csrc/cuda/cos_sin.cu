@@ -1,35 +1,27 @@
 // The kernel that computes tables of cos and sin.
-#include "device.cuh"
+#include "launch.cuh"
 
 namespace rope::cuda {
 namespace {
 
-template <typename T>
-ROPE_FN double element(const void* from, int64_t i) {
-  return double(to_arithmetic(static_cast<const T*>(from)[i]));
-}
-template <typename T>
-ROPE_FN double whole_number(const void* from, int64_t i) {
-  return double(static_cast<const T*>(from)[i]);
-}
-
 // Returns element i of positions, which may have any dtype, as a double.
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
+  const auto as = [&](auto tag) { return double(static_cast<const decltype(tag)*>(c.positions)[i]); };
   switch (c.params.position_type) {
     case PositionType::kInt8:
-      return whole_number<int8_t>(c.positions, i);
+      return as(int8_t());
     case PositionType::kUInt8:
-      return whole_number<uint8_t>(c.positions, i);
+      return as(uint8_t());
     case PositionType::kInt16:
-      return whole_number<int16_t>(c.positions, i);
+      return as(int16_t());
     case PositionType::kInt32:
-      return whole_number<int32_t>(c.positions, i);
+      return as(int32_t());
     case PositionType::kInt64:
-      return whole_number<int64_t>(c.positions, i);
+      return as(int64_t());
     case PositionType::kFloat:
-      return element<float>(c.positions, i);
+      return as(float());
     default:
-      return element<double>(c.positions, i);
+      return as(double());
   }
 }
 
@@ -45,30 +37,29 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
   const Frequencies frequencies{c.inv_freq, c.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
-  const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  const Factor<A> factor(c);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
-    Angles<A, V> angles;
+    CosSin<A, V> angles;
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
 #pragma unroll
       for (int i = 0; i < V; i++) {
-        Angle<A> angle;
-        angle_at(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
+        const auto angle = Angle<A>::of(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2]);
         if constexpr (several) {
-          add(sums[i], angle);
+          sums[i].add(angle);
         } else {
-          cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+          angle.cos_sin(angles.cos[i], angles.sin[i]);
         }
       }
     }
     if constexpr (several) {
 #pragma unroll
-      for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
+      for (int i = 0; i < V; i++) sums[i].cos_sin(angles.cos[i], angles.sin[i]);
     }
-    scale(angles, hi, lo);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T>(angles.cos);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T>(angles.sin);
+    factor.scale(angles);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T, V>(angles.cos);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T, V>(angles.sin);
   }
 }
 

@@ -62,16 +62,17 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   // The kernel asserts positions that are in a tensor, to read them here would wait for the GPU, and positions that are
   // errors only if a slot is not negative.
   if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
-  TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim is ", p.head_dim, " but must be at most ",
+  const rope_int head_dim = p.sides[kQ].head_dim;
+  TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
-  return p.head_dim != 0 || p.v_dim != 0;
+  return head_dim != 0 || p.sides[kV].head_dim != 0;
 }
 
 struct Cuda : AnyBackend {
   static void rotate(const RotateCall& call) {
     RotateArgs a = call.args();
     if (!ready(call, a.params)) return;
-    const c10::Device device = call.q->device();
+    const c10::Device device = call.q().device();
     const c10::cuda::CUDAGuard guard(device);
     const Plan plan = plan_rotate(a, processors(device.index()));
     if (plan.grid.x == 0) return;
@@ -82,17 +83,15 @@ struct Cuda : AnyBackend {
   static void norm_backward(const NormBackwardCall& call) {
     const NormBackwardArgs n = call.args();
     if (!ready(call.rotate, n.rotate.params)) {
-      call.q_norm_weight_grad.zero_();
-      call.k_norm_weight_grad.zero_();
+      for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
-    const c10::Device device = call.q.device();
+    const c10::Device device = call.rotate.q().device();
     const c10::cuda::CUDAGuard guard(device);
     const BackwardPlan plan = plan_norm_backward(n);
-    const Tensor sums = at::empty({plan.sums}, call.q.options().dtype(at::kDouble));
-    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
-                                       call.q_norm_weight_grad.mutable_data_ptr(),
-                                       call.k_norm_weight_grad.mutable_data_ptr(), queue(device.index())));
+    const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
+    void* const weight_grad[2] = {call.weight_grad[kQ]->mutable_data_ptr(), call.weight_grad[kK]->mutable_data_ptr()};
+    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), weight_grad, queue(device.index())));
   }
 
   static void table_backward(const TableBackwardCall& call) {
@@ -101,7 +100,7 @@ struct Cuda : AnyBackend {
       call.sin_grad.zero_();
       return;
     }
-    const c10::Device device = call.q.device();
+    const c10::Device device = call.rotate.q().device();
     const c10::cuda::CUDAGuard guard(device);
     const auto [order, starts] = call.tokens().listed ? call.order_and_starts() : std::pair<Tensor, Tensor>();
     const TableBackwardArgs b = call.args(order, starts);

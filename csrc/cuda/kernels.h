@@ -25,9 +25,9 @@ cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
-// q_gradient, k_gradient: the gradients of the weights, contiguous, of the shapes and dtypes of the weights.
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, void* q_gradient,
-                          void* k_gradient, Queue queue);
+// weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
+                          void* const (&weight_grad)[2], Queue queue);
 
 cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue);
 

@@ -9,14 +9,13 @@
 // Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
 // shares of heads_per_thread_block heads of that list, and z for the sequences of the batch. Inside a thread block,
 // teams are assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are
-// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]). A head of v with
-// more channels than a team has threads for stands in the list once for each piece of head_dim channels.
+// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]). A v with another
+// head_dim than k is not in the list, unless a warp takes each head; thread blocks that follow the shares copy it.
 //
-// Kernels. For each combination of types there is a kernel for what models usually need, and a general kernel that can
-// also read tables by head, round as torch's operators do, and copy a v with another head_dim than q and k. Only
-// kernels with a norm normalise v and write to quantised caches: a general one, or the one for wide heads, which also
-// take such calls without a norm of q and k. A norm over all heads of a token has a kernel of its own, in which a
-// thread block takes all heads of q, k or v of a token.
+// Kernels. For 16- and 32-bit types there are kernels for what models usually need, with the widest vectors as single
+// accesses. A general kernel takes all else: it can also read tables by head, round as torch's operators do, normalise
+// v or copy a v of another shape, and write to quantised caches. Norms of heads that are wider than a team, or of all
+// heads of a token together, have general kernels of their own.
 #pragma once
 
 #include <cmath>
@@ -34,10 +33,12 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
-// Heads that a thread loads at a time, unless they are wide. A general kernel needs more registers for each.
+// Heads that a thread loads at a time. A general kernel needs more registers for each.
 template <bool general>
 constexpr int kHeadsAtOnce = general ? 1 : 2;
 inline int heads_at_once(bool general) { return general ? kHeadsAtOnce<true> : kHeadsAtOnce<false>; }
+// Whether there are kernels for what models usually need, with vectors of this length.
+constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8 && itemsize * vector == 16; }
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
@@ -54,36 +55,29 @@ struct Tiling {
   int vector;                       // channels of a vector
   int chunks, rotated;              // of a head; the rotated chunks come first
   rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
-  rope_int heads;                   // of the list
-  rope_int k_start, v_start;        // where the heads of k and v begin in it
-  rope_int v_pieces;                // each head of v is this many pieces of head_dim channels; the last may have less
-  rope_int v_together;              // pieces that a team takes together: all that are normalised together, else 1
+  rope_int starts[kSides + 1];      // where the heads of q, k and v begin in the list, and where the list ends
+  unsigned shares;                  // of the list; thread blocks with a greater blockIdx.y copy a v of another shape
   rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
   rope_int first_position, last_position;  // the positions that are allowed
-  int q_in_place, k_in_place;              // the result is written over the input
-  // A team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a whole warp and
-  // goes over each head in steps of one chunk for each lane.
-  bool one_step;
-  bool vectors;           // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;     // rows of cos and sin are read in vectors
-  bool narrow_slots;      // every valid slot fits in 32 bits
-  double per_channel[3];  // of q, k and v: 1 / the number of channels that are normalised together
+  int in_place[kSides];                    // the result is written over the input
+  bool vectors;                            // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;                      // rows of cos and sin are read in vectors
+  bool narrow_slots;                       // every valid slot fits in 32 bits
+  double per_channel[kSides];              // 1 / the number of channels that are normalised together
 };
 
 struct Plan {
   Tiling tiling;
   bool wide_index;  // element offsets need 64 bits
   bool general;     // a general kernel is needed
-  bool any;         // it must also normalise v or write to quantised caches
+  bool one_step;    // with a norm: a team holds a whole head, one chunk for each thread
   Dim3 block;       // chunks, heads, tokens
   Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
 };
 
-// Returns whether a call needs what only kernels with a norm can do.
-inline bool needs_any(const RopeParams& p) { return p.norm_v || p.k_cache.quantised || p.v_cache.quantised; }
 // Returns whether a kernel with a norm takes the call.
-inline bool takes_norm(const RopeParams& p) { return p.has_norm || needs_any(p); }
+inline bool takes_norm(const RopeParams& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
 
 // Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results.
 // Stops and returns false as soon as f does.
@@ -91,25 +85,23 @@ template <typename F>
 bool all_sides(const RotateArgs& a, F&& f) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype);
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, rope_int channels, bool cache,
-                        bool quantised) {
-    const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, heads, channels};
-    return heads == 0 || channels == 0 || f(data, strides, sizes, quantised ? 1 : itemsize);
-  };
-  const auto sides = [&](const void* in, const void* out, const Operand& o, rope_int channels, bool cache,
-                         bool quantised) {
-    return side(in, o.in, o.heads, channels, false, false) && side(out, o.out, o.heads, channels, cache, quantised);
-  };
-  return sides(a.q_in, a.q_out, p.q, p.head_dim, false, false) &&
-         sides(a.k_in, a.k_out, p.k, p.head_dim, p.has_cache, p.k_cache.quantised) &&
-         sides(a.v_in, a.v_out, p.v, p.v_dim, p.has_cache, p.v_cache.quantised);
+  for (int i = 0; i < kSides; i++) {
+    const Side& side = p.sides[i];
+    if (side.heads == 0 || side.head_dim == 0) continue;
+    const bool cache = i != kQ && p.has_cache;
+    const rope_int in[4] = {p.batch, p.seq, side.heads, side.head_dim};
+    const rope_int out[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads, side.head_dim};
+    if (!f(a.sides[i].in, side.in, in, itemsize)) return false;
+    if (!f(a.sides[i].out, side.out, out, side.format ? 1 : itemsize)) return false;
+  }
+  return true;
 }
 
 // Returns the largest element offset in positions, slots, tables and frequencies.
 inline rope_int last_parameter(const RopeParams& p) {
   const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
   const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
-  const rope_int head = p.q.heads - 1;  // k has as many if a table is by head
+  const rope_int head = p.sides[kQ].heads - 1;  // k has as many if a table is by head
   const auto last_of = [&](const rope_int* table) {
     return b * table[0] + row * table[1] + head * table[2] + columns * table[3];
   };
@@ -131,11 +123,11 @@ inline int merge_batch(RotateArgs& a) {
   const auto add = [&](bool used, rope_int* of_tensor) {
     if (used) strides[n++] = of_tensor;
   };
-  add(p.q.heads, p.q.in);
-  add(p.q.heads, p.q.out);
-  add(p.k.heads, p.k.in);
-  add(p.k.heads && !cache, p.k.out);
-  add(cache, p.v.in);
+  for (int i = 0; i < kSides; i++) {
+    Side& side = p.sides[i];
+    add(side.heads, side.in);
+    add(side.heads && (i == kQ || !cache), side.out);
+  }
   add(p.has_positions, p.positions);
   add(by_token, p.cos);
   add(by_token, p.sin);
@@ -157,13 +149,14 @@ inline int merge_batch(RotateArgs& a) {
 template <typename Sides>
 Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   const RopeParams& p = a.params;
-  const int full = 16 / size_of(a.x_dtype);
-  // Returns whether a head can be cut into vectors of v channels. Without a norm, a vector kernel gives each thread one
-  // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * v) + 1 chunks.
-  const auto fits_thread_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
-  const auto reaches = [&](int v) {
-    return p.v_dim % v == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes, int itemsize) {
-             return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
+  const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
+  const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
+  // Returns whether a head can be cut into vectors of n channels. Without a norm, a vector kernel gives each thread one
+  // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * n) + 1 chunks.
+  const auto fits_thread_block = [&](int n) { return fits(p, n) && (norm || q.head_dim <= 2 * n * (kThreads - 1)); };
+  const auto reaches = [&](int n) {
+    return v.head_dim % n == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes, int size) {
+             return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
            });
   };
   Plan plan{};
@@ -173,29 +166,29 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     if (full > 1 && fits_thread_block(full)) t.vector = full;
     t.vectors = t.vector > 1 && reaches(full);
   } else {  // 16 bytes, or 8, or one channel
-    for (int v = full; v > 1 && v >= full / 2 && !t.vectors; v /= 2) {
-      t.vectors = fits_thread_block(v) && reaches(v);
-      if (t.vectors) t.vector = v;
+    for (int n = full; n > 1 && n >= full / 2 && !t.vectors; n /= 2) {
+      t.vectors = fits_thread_block(n) && reaches(n);
+      if (t.vectors) t.vector = n;
     }
   }
-  t.q_in_place = a.q_in == a.q_out;
-  t.k_in_place = a.k_in == a.k_out && !p.has_cache;
-  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
+  for (int i = 0; i < kSides; i++) {
+    const Side& side = p.sides[i];
+    t.in_place[i] = a.sides[i].in == a.sides[i].out && (i == kQ || !p.has_cache);
+    t.per_channel[i] = 1.0 / double(side.norm == kAllHeads ? side.heads * side.head_dim : side.head_dim);
+  }
+  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.in_place[kQ], t.in_place[kK]));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
-  t.one_step = t.chunks <= kWarp;
-  t.v_pieces = ceil_div(p.v_dim, p.head_dim);
-  t.v_together = p.norm_v || p.norm_over_heads ? std::max<rope_int>(t.v_pieces, 1) : 1;
+  plan.one_step = t.chunks <= kWarp;
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
   // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
   // it stops.
   plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes, int) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
-  }) || last_parameter(p) > INT32_MAX ||
-                    p.v.heads * t.v_pieces > INT32_MAX / 4;
-  plan.any = needs_any(p);
-  plan.general = plan.any || p.rounding != kOnce || p.source == kTableByHead || p.norm_over_heads ||
-                 (p.v.heads && p.v_dim != p.head_dim);
+  }) || last_parameter(p) > INT32_MAX;
+  plan.general = !has_usual_kernels(itemsize, t.vector) || !t.vectors || (norm && plan.wide_index) ||
+                 p.rounding != kOnce || p.source == kTableByHead || v.norm || q.format || k.format || v.format ||
+                 (v.heads && v.head_dim != q.head_dim);
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {
@@ -205,10 +198,7 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
   t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
-  const rope_int together[3] = {p.norm_over_heads ? p.q.heads * p.head_dim : p.head_dim,
-                                p.norm_over_heads ? p.k.heads * p.head_dim : p.head_dim, p.v_dim};
-  for (int i = 0; i < 3; i++) t.per_channel[i] = 1.0 / double(together[i]);
-  const PositionRange range = position_range(p, /*cache_by_position=*/p.has_cache && !p.has_slots);
+  const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
   // number that is at least 0; it is greater than INT64_MAX + offset.
@@ -225,38 +215,36 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   RopeParams& p = a.params;
-  if (p.head_dim == 0) {  // v alone has channels
-    p.q.heads = p.k.heads = 0;
-    p.head_dim = std::min<rope_int>(p.v_dim, 1024);
-    p.has_norm = p.norm_over_heads = 0;
+  Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
+  if (q.head_dim == 0) {  // v alone has channels
+    q.heads = k.heads = 0;
+    q.head_dim = v.head_dim;
   }
   const bool norm = takes_norm(p);
   Plan plan = plan_head(a, norm, [&](auto&& f) { return all_sides(a, f); });
   Tiling& t = plan.tiling;
   t.position_step = position_step;
-  t.k_start = p.q.heads;
-  t.v_start = t.k_start + p.k.heads;
-  t.heads = t.v_start + p.v.heads * (t.v_pieces / t.v_together);
-  if (t.heads == 0 || t.chunks == 0) return plan;  // an empty grid
-
-  if (p.norm_over_heads) {
+  if (q.heads + k.heads + v.heads == 0 || t.chunks == 0) return plan;  // an empty grid
+  if (q.norm == kAllHeads) {
     const rope_int x = power_of_two(std::min(t.chunks, kWarp));
     plan.block = {unsigned(x), unsigned(kTokenThreads / x), 1};
-    plan.grid = {unsigned(p.seq), t.heads > t.v_start ? 3u : 2u, unsigned(std::min(p.batch, kMaxGrid))};
+    plan.grid = {unsigned(p.seq), v.heads ? 3u : 2u, unsigned(std::min(p.batch, kMaxGrid))};
     return plan;
   }
-  // Only the kernel for wide heads is a general one for any layout, and normalises the heads of v of another size.
-  if (plan.general && (plan.wide_index || !t.vectors)) t.one_step = false;
-  if (p.norm_v && p.v_dim != p.head_dim) t.one_step = false;
+  const bool other_v = v.head_dim != q.head_dim;
+  if (other_v && v.norm) plan.one_step = false;  // a warp takes each head
+  const bool lists_v = !other_v || (norm && !plan.one_step);
+  for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + (i != kV || lists_v ? p.sides[i].heads : 0);
+  const rope_int heads = std::max<rope_int>(t.starts[kSides], 1);
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
-  const rope_int x = !norm ? std::min(t.chunks, kThreads) : t.one_step ? power_of_two(t.chunks) : kWarp;
+  const rope_int x = !norm ? std::min(t.chunks, kThreads) : plan.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
   const double held =  // thread blocks that the GPU holds at a time
       double(processors) *
       (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
   // The time in which memory gives all heads.
-  const double memory = double(p.batch * p.seq) * double(t.heads * p.head_dim * size_of(a.x_dtype)) /
-                        (double(processors) * kBytesUnderWay);
+  const double memory =
+      double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);
   const rope_int at_once = heads_at_once(plan.general);
   // Returns the time of `rounds` rounds with n heads for each thread. The GPU is not full in a last round that is not
   // whole; then the loads of a thread may take longer than memory needs.
@@ -265,27 +253,31 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     return whole / rounds * memory +
            (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, at_once))));
   };
-  const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
+  const bool tokens_adjacent = p.seq > 1 && q.in[2] > q.in[1];
   const rope_int most = tokens_adjacent ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
   double least = INFINITY;
   // y: teams over heads, a power of two. z: teams over tokens. n: heads that a team takes.
   for (rope_int y = power_of_two(most + 1) / 2; y >= 1; y /= 2) {
     rope_int z = std::min(teams / y, kMaxBlockZ);
     if (!norm) z = std::min(z, p.seq);
-    const rope_int steps = ceil_div(t.heads, y);  // n, if one thread block takes all heads of a token
+    const rope_int steps = ceil_div(heads, y);  // n, if one thread block takes all heads of a token
     const double groups = double(ceil_div(p.seq, z)) * double(p.batch);
     // As many thread blocks share the heads of a token as the GPU holds at a time.
-    rope_int n = ceil_div(steps, std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid));
-    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * t.heads; };  // more than one in 16 threads
+    const rope_int most_blocks = std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid / 2);
+    rope_int n = ceil_div(steps, most_blocks);
+    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * heads; };  // more than one in 16 threads
     while (n < steps && idle()) n++;
     if (y > 1 && idle()) continue;
     const rope_int shares = ceil_div(steps, n);
+    const rope_int of_v = lists_v ? 0 : ceil_div(v.heads * ceil_div(v.head_dim, 2 * t.vector), x * y);
     const double time = time_of(groups * double(shares) / held, n);
     if (time >= 0.95 * least) continue;
     least = time;
     t.heads_per_thread_block = y * n;
+    t.shares = unsigned(shares);
     plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares), unsigned(std::min(p.batch, kMaxGrid))};
+    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares + std::min(of_v, most_blocks)),
+                 unsigned(std::min(p.batch, kMaxGrid))};
   }
   return plan;
 }
@@ -303,8 +295,8 @@ constexpr int kSumChannels = 16, kSumTeams = 32;
 constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
 
 // How the tokens of q, or those of k, are divided.
-struct Share {
-  rope_int parts;
+struct Parts {
+  rope_int count;
   rope_int tokens;    // of a part
   int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
   rope_int channels;  // the sums of a part: of each weight
@@ -312,28 +304,29 @@ struct Share {
 
 struct BackwardTiling {
   Tiling tiling;
-  Share q, k;
+  Parts parts[2];  // of q and of k
+  int at_once;     // heads whose terms a thread adds up as those of one step, whatever its kernel loads at a time
 };
 
 struct BackwardPlan {
   BackwardTiling tiling;
-  bool wide_index;          // element offsets need 64 bits
-  bool general;             // see Plan
-  Dim3 block;               // chunks, teams
-  Dim3 grid;                // the parts of q, then those of k
-  rope_int sums;            // the sums of all parts
-  unsigned dynamic_shared;  // bytes
+  bool wide_index, general, one_step;  // see Plan
+  Dim3 block;                          // chunks, teams
+  Dim3 grid;                           // the parts of q, then those of k
+  rope_int sums;                       // the sums of all parts
+  unsigned dynamic_shared;             // bytes
 };
 
 // Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
 template <typename Args, typename F>
 bool all_gradient_sides(const Args& args, F&& f) {
   const RopeParams& p = args.rotate.params;
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads) {
-    const rope_int sizes[4] = {p.batch, p.seq, heads, p.head_dim};
-    return heads == 0 || f(data, strides, sizes, size_of(args.rotate.x_dtype));
+  const auto of_x = [&](int i) {
+    const Side& side = p.sides[i];
+    const rope_int sizes[4] = {p.batch, p.seq, side.heads, side.head_dim};
+    return side.heads == 0 || f(args.x[i].data, args.x[i].strides, sizes, size_of(args.rotate.x_dtype));
   };
-  return all_sides(args.rotate, f) && side(args.q_in, args.q, p.q.heads) && side(args.k_in, args.k, p.k.heads);
+  return all_sides(args.rotate, f) && of_x(kQ) && of_x(kK);
 }
 
 inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
@@ -344,34 +337,35 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
   const Plan head = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); });
   plan.wide_index = head.wide_index;
   plan.general = head.general;
+  plan.one_step = head.one_step;
   t = head.tiling;
   t.position_step = 1;
-  const bool over_heads = p.norm_over_heads;
+  const Side &q = p.sides[kQ], &k = p.sides[kK];
+  const bool all_heads = q.norm == kAllHeads, in_teams = !all_heads && plan.one_step;
   // The thread block of a wide head is a single team, which takes one head at a time.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-  const rope_int teams = over_heads || t.one_step ? kThreads / x : 1;
-  const rope_int heads = !over_heads && t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
-  const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
+  const rope_int teams = all_heads || plan.one_step ? kThreads / x : 1;
+  plan.tiling.at_once = heads_at_once(p.source == kTableByHead);
+  const rope_int heads = in_teams ? plan.tiling.at_once : 1;  // that a team takes at a time
+  const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
-  rope_int of_part =
-      std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), over_heads ? kTokenParts : kParts));
+  rope_int of_part = std::max(teams * heads, ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
-  const auto share = [&](const Operand& o) -> Share {
-    const rope_int channels = p.head_dim * (over_heads ? o.heads : 1);
-    if (o.heads == 0) return {0, 0, 1, channels};
-    const rope_int tokens_of_part = ceil_div(of_part, o.heads);
-    return {ceil_div(tokens, tokens_of_part), tokens_of_part,
-            int(std::min(power_of_two(ceil_div(o.heads, heads)), teams)), channels};
-  };
-  plan.tiling.q = share(p.q);
-  plan.tiling.k = share(p.k);
-  for (const Share& s : {plan.tiling.q, plan.tiling.k}) {
-    plan.sums += s.parts * s.channels;
-    if (over_heads && s.channels <= kSharedSums)
-      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(s.channels * sizeof(double)));
+  for (int i = kQ; i <= kK; i++) {
+    const Side& side = p.sides[i];
+    Parts& parts = plan.tiling.parts[i];
+    parts = {0, 0, 1, side.head_dim * (all_heads ? side.heads : 1)};
+    if (side.heads != 0) {
+      parts.tokens = ceil_div(of_part, side.heads);
+      parts.count = ceil_div(tokens, parts.tokens);
+      parts.teams = int(std::min(power_of_two(ceil_div(side.heads, heads)), teams));
+    }
+    plan.sums += parts.count * parts.channels;
+    if (all_heads && parts.channels <= kSharedSums)
+      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(parts.channels * sizeof(double)));
   }
   plan.block = {unsigned(x), unsigned(teams), 1};
-  plan.grid = {unsigned(plan.tiling.q.parts + plan.tiling.k.parts), 1, 1};
+  plan.grid = {unsigned(plan.tiling.parts[kQ].count + plan.tiling.parts[kK].count), 1, 1};
   return plan;
 }
 
@@ -411,13 +405,14 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   }
   t.chunks = t.rotated;
   const bool by_head = p.source == kTableByHead;
-  plan.tiling.heads = by_head ? p.q.heads : 1;
+  const rope_int q_heads = p.sides[kQ].heads, k_heads = p.sides[kK].heads;
+  plan.tiling.heads = by_head ? q_heads : 1;
   const rope_int rows = b.tokens.rows * plan.tiling.heads;
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
   // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
   const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
-  const rope_int of_token = by_head ? 1 + (p.k.heads != 0) : p.q.heads + p.k.heads;
+  const rope_int of_token = by_head ? 1 + (k_heads != 0) : q_heads + k_heads;
   const rope_int heads = std::max<rope_int>(1, tokens * of_token);
   const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
   const rope_int most = power_of_two(ceil_div(heads, filling));

@@ -1,0 +1,295 @@
+// The kernels of the backward of norm and rotation. They write the gradients of q and k, and the sums of each part: the
+// gradient of a weight from the tokens of a thread block alone. A last kernel adds up the parts.
+#include "norm.cuh"
+
+extern __shared__ double dynamic_shared[];
+
+namespace rope::cuda {
+namespace {
+
+// The part that a thread block takes: some tokens of q or of k.
+template <typename K>
+struct Part {
+  using T = typename K::T;
+  using I = typename K::I;
+  const RotateArgs& a;
+  const int side;
+  const Side& o;    // of the gradients
+  const Before& x;  // what the forward call normalised
+  const Parts& parts;
+  I heads;
+  I begin, end;  // tokens: token t is the token t % seq of sequence t / seq
+  I first_sum;   // sums: [parts of q, channels of q], then [parts of k, channels of k]
+
+  ROPE_FN Part(const NormBackwardArgs& n, const BackwardTiling& backward)
+      : a(n.rotate),
+        side(blockIdx.x >= backward.parts[kQ].count),
+        o(a.params.sides[side]),
+        x(n.x[side]),
+        parts(backward.parts[side]),
+        heads(I(o.heads)) {
+    const Parts& q = backward.parts[kQ];
+    const I index = I(blockIdx.x) - (side == kQ ? I(0) : I(q.count));
+    begin = index * I(parts.tokens);
+    end = min(begin + I(parts.tokens), I(a.params.batch * a.params.seq));
+    first_sum = (side == kQ ? I(0) : I(q.count * q.channels)) + index * I(parts.channels);
+  }
+
+  // Head 0 of a token: in the gradients of the results, in x, and in the gradients of x.
+  struct Heads {
+    const T *g, *x;
+    T* out;
+  };
+  ROPE_FN Heads heads_of(const Token<K>& t) const {
+    const auto offset = [&](const rope_int* strides) { return t.b * I(strides[0]) + t.s * I(strides[1]); };
+    return {static_cast<const T*>(a.sides[side].in) + offset(o.in), static_cast<const T*>(x.data) + offset(x.strides),
+            static_cast<T*>(a.sides[side].out) + offset(o.out)};
+  }
+  ROPE_FN bool vectors(const Tiling& t) const { return !K::strided || t.vectors; }
+};
+
+// A team holds a head at once. A thread adds up the terms of a few heads in the arithmetic type, and these sums in
+// double, in shared memory. The launch bounds leave a thread 168 registers, or 128 if it has few channels.
+template <typename K>
+__global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 4)
+    norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
+                         double* sums) {
+  using T = typename K::T;
+  using A = typename K::A;
+  using I = typename K::I;
+  constexpr int V = K::V, at_once = K::at_once;
+  constexpr int kSteps = 4;  // whose terms are added up in the arithmetic type
+  __shared__ double totals[2 * V][kThreads];
+  const RotateArgs& a = n.rotate;
+  const RopeParams& p = a.params;
+  const Tiling& tiling = backward.tiling;
+  wait_for_previous_kernel();
+  const Part<K> part(n, backward);
+  const bool vectors = part.vectors(tiling);
+  const int lane = int(threadIdx.x), lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + lane;
+  const int head_teams = part.parts.teams, token_teams = int(blockDim.y) / head_teams;
+  const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
+  // A lane or team past the last chunk, token or head takes another one, so that it takes part in the shuffles, and
+  // adds and writes nothing.
+  const bool active = lane < tiling.chunks;
+  const int index = min(lane, tiling.chunks - 1);
+  const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
+  const Norm<K> norm(a, tiling, kQ);  // q and k have one head_dim
+  const auto weights = norm.weights(part.side, chunk);
+  Numbers<A, V> terms{};
+#pragma unroll
+  for (int i = 0; i < 2 * V; i++) totals[i][thread] = 0.0;
+  int steps = 0;
+  const auto add_terms = [&] {
+#pragma unroll
+    for (int i = 0; i < 2 * V; i++) totals[i][thread] += double(terms.of[i]);
+    terms = {};
+    steps = 0;
+  };
+  const I seq = I(p.seq), first_b = part.begin / seq, first_s = part.begin - first_b * seq;
+  I b = first_b, s = first_s + token_team;
+  for (I token_at = part.begin; token_at < part.end; token_at += token_teams, s += token_teams) {
+    while (s >= seq) s -= seq, b++;
+    const bool inside = token_at + token_team < part.end;
+    Token<K> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    Angles<K> angles(a, token, index);
+    const auto at = part.heads_of(token);
+    Elements<T, V> x[at_once], g[at_once];
+    const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
+    const auto read_heads = [&](I first) {
+#pragma unroll
+      for (int i = 0; i < at_once; i++) {
+        const I head = head_at(first, i);
+        g[i] = read<V>(at.g + head * I(part.o.in[2]), I(part.o.in[3]), vectors, chunk);
+        x[i] = read<V>(at.x + head * I(part.x.strides[2]), I(part.x.strides[3]), vectors, chunk);
+      }
+    };
+    token.arrive();
+    token.check();
+    if (chunk.rotated) angles.read();
+    read_heads(head_team);
+    if (chunk.rotated) angles.finish();
+    int taken = 0;
+    for (I first = head_team;;) {
+      Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
+      A products[2 * at_once];      // of each head: the sum of x^2, and that of g w x
+#pragma unroll
+      for (int i = 0; i < at_once; i++) {
+        back[i] = numbers_of(g[i]);
+        if (chunk.rotated) angles.rotate(back[i], head_at(first, i));
+        const auto numbers = numbers_of(x[i]);
+        const A squares = dot(numbers, numbers, chunk.whole()),
+                product = dot(back[i], product_of(numbers, weights), chunk.whole());
+        products[2 * i] = active ? squares : A(0);
+        products[2 * i + 1] = active ? product : A(0);
+      }
+      sum_over_lanes(products);
+#pragma unroll
+      for (int i = 0; i < at_once; i++) {
+        const I head = first + i * head_teams;
+        if (!active || !inside || head >= part.heads) break;
+        forget_numbers(x[i]);
+        const auto y =
+            norm.gradient(numbers_of(x[i]), back[i], weights, norm.scale(products[2 * i]), products[2 * i + 1], terms);
+        write<V>(rounded<T, V>(y), at.out + head * I(part.o.out[2]), I(part.o.out[3]), vectors, chunk);
+      }
+      first += at_once * head_teams;
+      taken += at_once;
+      const bool last = first - head_team >= part.heads;
+      if ((last || taken % backward.at_once == 0) && ++steps == kSteps) add_terms();
+      if (last) break;
+      read_heads(first);
+    }
+  }
+  add_terms();
+  __syncthreads();
+  if (!active) return;
+  for (int i = int(threadIdx.y); i < 2 * V; i += int(blockDim.y)) {
+    if (i >= V && !chunk.whole()) break;
+    double sum = 0.0;
+    for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
+    sums[part.first_sum + chunk.at[i / V] + i % V] = sum;
+  }
+}
+
+// The threads of a thread block share a group: a warp a wide head, or more threads all heads of a token. A thread takes
+// the same channels of all groups, so each sum of a part belongs to one thread. If the sums are those of all heads and
+// fit in shared memory, they are there.
+template <typename K, int threads>
+__global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThreadBlocks)
+    norm_group_backward_kernel(const __grid_constant__ NormBackwardArgs n,
+                               const __grid_constant__ BackwardTiling backward, double* sums) {
+  using T = typename K::T;
+  using A = typename K::A;
+  using I = typename K::I;
+  constexpr int V = K::V;
+  constexpr bool all_heads = threads > kWarp;
+  const RotateArgs& a = n.rotate;
+  const Tiling& tiling = backward.tiling;
+  wait_for_previous_kernel();
+  const Part<K> part(n, backward);
+  const auto own = GroupThreads<threads>::own();
+  const bool vectors = part.vectors(tiling);
+  const Norm<K> norm(a, tiling, part.side);
+  const I head_dim = I(part.o.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
+  double* const of_part = sums + part.first_sum;
+  double* const of_channels = all_heads && part.parts.channels <= kSharedSums ? dynamic_shared : of_part;
+  for (I token_at = part.begin; token_at < part.end; token_at++) {
+    Token<K> token(a, tiling, token_at / a.params.seq, token_at % a.params.seq);
+    token.arrive();
+    token.check();
+    const auto at = part.heads_of(token);
+    for (I first = 0; first < part.heads; first += step) {
+      const bool begins = token_at == part.begin && first == 0;  // then the sums hold nothing yet
+      double products[2] = {0.0, 0.0};
+      A scale = A(0);
+#pragma unroll 1
+      for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
+        for (int index = own.x; index < tiling.chunks; index += own.xs) {
+          const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
+          Angles<K> angles(a, token, index);
+          if (c.rotated) angles.read();
+          if (c.rotated) angles.finish();
+          for (I head = first + own.y; head < first + step; head += own.ys) {
+            auto g = numbers_of(read<V>(at.g + head * part.o.in[2], I(part.o.in[3]), vectors, c));
+            const auto x = numbers_of(read<V>(at.x + head * part.x.strides[2], I(part.x.strides[3]), vectors, c));
+            if (c.rotated) angles.rotate(g, head);
+            const auto weights = norm.weights(part.side, c, head);
+            if (pass == 0) {
+              products[0] += dot(x, x, c.whole());
+              products[1] += dot(g, product_of(x, weights), c.whole());
+              continue;
+            }
+            Numbers<A, V> terms{};
+            const auto y = norm.gradient(x, g, weights, scale, A(products[1]), terms);
+            write<V>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), vectors, c);
+#pragma unroll
+            for (int i = 0; i < 2 * V; i++) {
+              if (i >= V && !c.whole()) break;
+              double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.at[i / V] + i % V];
+              sum = begins ? double(terms.of[i]) : sum + double(terms.of[i]);
+            }
+          }
+        }
+        if (pass == 0) {
+          own.sum(products);
+          scale = norm.scale(A(products[0]));
+        }
+      }
+    }
+  }
+  if (of_channels == of_part) return;
+  __syncthreads();
+  for (int i = own.y * own.xs + own.x; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
+}
+
+// The gradients of the weights of q and k, contiguous.
+struct WeightGradients {
+  Parts parts[2];
+  DType dtype[2];
+  void* to[2];
+};
+
+// Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
+// blockIdx.y is the side.
+__global__ void __launch_bounds__(kSumChannels* kSumTeams)
+    sum_parts_kernel(const double* sums, const __grid_constant__ WeightGradients gradients) {
+  __shared__ double of_teams[kSumTeams][kSumChannels];
+  wait_for_previous_kernel();
+  const int side = int(blockIdx.y), team = int(threadIdx.y);
+  const Parts &q = gradients.parts[kQ], &parts = gradients.parts[side];
+  if (side != kQ) sums += q.count * q.channels;
+  const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
+  double sum = 0.0;
+  if (channel < parts.channels) {
+#pragma unroll 8
+    for (rope_int part = team; part < parts.count; part += kSumTeams) sum += sums[part * parts.channels + channel];
+  }
+  of_teams[team][threadIdx.x] = sum;
+  __syncthreads();
+  if (team != 0 || channel >= parts.channels) return;
+  for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
+  const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(gradients.to[side])[channel]); };
+  switch (gradients.dtype[side]) {
+    case DType::kHalf:
+      return store(__half());
+    case DType::kBFloat16:
+      return store(__nv_bfloat16());
+    case DType::kFloat:
+      return store(float());
+    case DType::kDouble:
+      return store(double());
+  }
+}
+
+}  // namespace
+
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
+                          void* const (&weight_grad)[2], Queue queue) {
+  const RotateArgs& a = n.rotate;
+  const BackwardTiling& backward = plan.tiling;
+  const auto start_parts = [&](auto kernel) {
+    return start(plan.grid, plan.block, queue.with_shared(plan.dynamic_shared), kernel, n, backward, sums);
+  };
+  const auto with_kernel = [&](auto shape) {
+    using S = decltype(shape);
+    using K = Policy<S, int64_t, GeneralNorm>;
+    if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
+    if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
+    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
+      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, int32_t, Plain>>);
+    }
+    return start_parts(norm_backward_kernel<K>);
+  };
+  if (plan.grid.x != 0) {
+    if (const cudaError_t error = with_shape(a, backward.tiling, with_kernel)) return error;
+  }
+  const Parts &q = backward.parts[kQ], &k = backward.parts[kK];
+  const Dim3 grid{unsigned(ceil_div(std::max(q.channels, k.channels), kSumChannels)), 2, 1};
+  if (grid.x == 0) return cudaSuccess;
+  return start(grid, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, sums,
+               WeightGradients{
+                   {q, k}, {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype}, {weight_grad[kQ], weight_grad[kK]}});
+}
+
+}  // namespace rope::cuda
