@@ -172,8 +172,8 @@ struct Angles {
     const I sin_row = sin_at + row * I(p.sin[1]) + head * I(p.sin[2]);
     const auto read = [&](auto vectors, auto tag) {
       using Table = const decltype(tag)*;
-      read_runs<vectors()>(static_cast<Table>(a.cos) + cos_row, p.cos[3], angles.cos);
-      read_runs<vectors()>(static_cast<Table>(a.sin) + sin_row, p.sin[3], angles.sin);
+      read_runs<decltype(vectors)::value>(static_cast<Table>(a.cos) + cos_row, p.cos[3], angles.cos);
+      read_runs<decltype(vectors)::value>(static_cast<Table>(a.sin) + sin_row, p.sin[3], angles.sin);
     };
     const auto read_any = [&](auto vectors) {
       a.table_dtype == DType::kFloat ? read(vectors, float()) : read(vectors, T());

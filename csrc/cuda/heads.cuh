@@ -14,24 +14,21 @@ struct Heads {
   static constexpr int V = K::V;
   const RotateArgs& a;
   const Token<K>& token;
-  const bool skip_in_place;         // this chunk is not rotated, so sides that are changed in place keep it
-  I share_end;                      // end of the thread block's share of the list
-  int side = kQ;                    //
-  I start = 0;                      // where the heads of the side begin in the list
-  I head = 0;                       // the next head of the side that the team takes
-  I end = 0;                        // end of the side's heads in the share
-  I out_end = -1;                   // end of the heads that are written: 0 if the token is a pad; -1: not located yet
-  const T* in = nullptr;            // head 0 of the token
-  T* out = nullptr;                 // head 0 of the result, which is bytes if it is quantised
-  I in_step = 0, out_step = 0;      // stride of heads
-  I in_stride = 0, out_stride = 0;  // stride of channels
+  const bool skip_in_place;  // this chunk is not rotated, so sides that are changed in place keep it
+  I share_end;               // end of the thread block's share of the list
+  int side = kQ;             //
+  I head = 0;                // the next head of the side that the team takes
+  I end = 0;                 // end of the side's heads in the share
+  I out_end = -1;            // end of the heads that are written: 0 if the token is a pad; -1: not located yet
+  const T* in = nullptr;     // head 0 of the token
+  T* out = nullptr;          // head 0 of the result, which is bytes if it is quantised
 
   ROPE_FN Heads(const RotateArgs& a, const Token<K>& token, bool skip_in_place)
       : a(a), token(token), skip_in_place(skip_in_place) {
     const I share = I(token.tiling.heads_per_thread_block);
-    start = I(blockIdx.y) * share;
-    share_end = min(start + share, I(token.tiling.starts[kSides]));
-    head = I(threadIdx.y);
+    end = I(blockIdx.y) * share;  // where the share begins: q begins at 0
+    share_end = min(end + share, I(token.tiling.starts[kSides]));
+    head = end + I(threadIdx.y);
   }
 
   ROPE_FN const Side& params() const { return a.params.sides[side]; }
@@ -54,13 +51,12 @@ struct Heads {
     head = head_at(count);
     while (head >= end || (skip_in_place && token.tiling.in_place[side])) {
       // The team's first head past this side. blockDim.y is a power of two.
-      const I at = start + end + ((head - end) & (I(blockDim.y) - 1));
-      if (at >= share_end) return false;
       const rope_int* starts = token.tiling.starts;
+      const I at = I(starts[side]) + end + ((head - end) & (I(blockDim.y) - 1));
+      if (at >= share_end) return false;
       side = int(at >= I(starts[kK])) + int(K::cache && at >= I(starts[kV]));
-      start = I(starts[side]);
-      head = at - start;
-      end = min(share_end - start, I(params().heads));
+      head = at - I(starts[side]);
+      end = min(share_end - I(starts[side]), I(params().heads));
       find_input();
     }
     return true;
@@ -74,8 +70,6 @@ struct Heads {
     if (located()) return;
     out_end = end;
     const Side& o = params();
-    out_step = I(o.out[2]);
-    out_stride = I(o.out[3]);
     Cell<I> cell{token.b, token.s};
     if (K::cache && side != kQ && a.params.has_cache) {
       cell = token.cell();
@@ -88,47 +82,47 @@ struct Heads {
 
   // Reads the chunk of a head.
   ROPE_FN Elements<T, V> read(I head, const Chunk<I>& c) const {
-    return cuda::read<V>(in + head * in_step, in_stride, vectors(), c, last());
+    return cuda::read<V>(in + head * I(params().in[2]), I(params().in[3]), vectors(), c, last());
   }
   // Writes the same: as elements, or quantised as bytes. If `changes`, it first applies change() to the numbers.
   template <typename F>
   ROPE_FN void write(I head, const Chunk<I>& c, Elements<T, V> x, bool changes, F&& change) const {
+    const auto write_to = [&](auto* to, const auto& elements) {
+      cuda::write<V>(elements, to + head * I(params().out[2]), I(params().out[3]), vectors(), c, last());
+    };
     if (changes || bytes()) {
       auto numbers = numbers_of(x);
       if (changes) change(numbers);
       x = rounded<T, V>(numbers);
       if (bytes()) {
         if (K::eager && a.params.rounding != kOnce) numbers = numbers_of(x);
-        const auto quantised = quantise(head, numbers);
-        return cuda::write(quantised, reinterpret_cast<uint8_t*>(out) + head * out_step, out_stride, vectors(), c,
-                           last());
+        return write_to(reinterpret_cast<uint8_t*>(out), quantise(head, numbers));
       }
     }
-    cuda::write(x, out + head * out_step, out_stride, vectors(), c, last());
+    write_to(out, x);
   }
 
  private:
   ROPE_FN bool bytes() const { return K::general_v && params().format != kUnquantised; }
   ROPE_FN bool vectors() const { return !K::strided || token.tiling.vectors; }
-  ROPE_FN I last() const { return K::strided ? I(params().head_dim) - 1 : std::numeric_limits<I>::max(); }
+  ROPE_FN I last() const { return K::strided ? I(params().head_dim) - 1 : kAllChannels<I>; }
 
   // Points `in` at this side.
   ROPE_FN void find_input() {
     const Side& o = params();
     out_end = -1;
     in = static_cast<const T*>(a.sides[side].in) + token.b * I(o.in[0]) + token.s * I(o.in[1]);
-    in_step = I(o.in[2]);
-    in_stride = I(o.in[3]);
   }
 
   ROPE_FN Elements<uint8_t, V> quantise(I head, const Numbers<typename K::A, V>& n) const {
     const auto scale = typename K::A(a.sides[side].scale[head * params().scale]);
+    float divided[2 * V];
+#pragma unroll
+    for (int i = 0; i < 2 * V; i++) divided[i] = narrowed_to_odd(n.of[i] / scale);
     Elements<uint8_t, V> bytes;
     const auto quantise_to = [&](auto type) {
 #pragma unroll
-      for (int i = 0; i < 2 * V; i++) {
-        bytes.of[i / V].of[i % V] = uint8_t(quantised(narrowed_to_odd(n.of[i] / scale), type));
-      }
+      for (int i = 0; i < 2 * V; i++) bytes.of[i / V].of[i % V] = uint8_t(quantised(divided[i], type));
     };
     switch (params().format) {
       case kFloat8E4M3:

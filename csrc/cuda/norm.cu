@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, K::general_v ? 4 : kNormThreadBlocks
     sum_over_lanes(squares);
     if (!present) continue;
 #pragma unroll
-    for (int i = 0; i < at_once; i++) forget_numbers(x[i]);
+    for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
     heads.locate();
 #pragma unroll
     for (int i = 0; i < at_once; i++) {

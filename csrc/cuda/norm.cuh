@@ -64,9 +64,9 @@ template <typename A, int V>
 ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
   A sums[4] = {A(0), A(0), A(0), A(0)};
 #pragma unroll
-  for (int i = 0; i < 2 * V; i++) {
-    A& sum = sums[i / V * 2 + i % V % 2];
-    sum = fma(x.of[i], y.of[i], sum);
+  for (int i = 0; i < V; i++) {
+    sums[i % 2] = fma(x.of[i], y.of[i], sums[i % 2]);
+    sums[2 + i % 2] = fma(x.of[V + i], y.of[V + i], sums[2 + i % 2]);
   }
   return (sums[0] + sums[1]) + (whole ? sums[2] + sums[3] : A(0));
 }
@@ -138,7 +138,10 @@ struct Norm {
   // Normalises and weights a chunk.
   ROPE_FN static void apply(N& x, A scale, const N& weights) {
 #pragma unroll
-    for (int i = 0; i < 2 * K::V; i++) x.of[i] = x.of[i] * scale * weights.of[i];
+    for (int i = 0; i < K::V; i++) {
+      x.of[i] = x.of[i] * scale * weights.of[i];
+      x.of[K::V + i] = x.of[K::V + i] * scale * weights.of[K::V + i];
+    }
   }
 
   // Returns the gradient of x, and adds the terms of the gradient of w. product: the sum of g w x
@@ -156,12 +159,12 @@ struct Norm {
 };
 
 // Makes the compiler convert elements to numbers again where they are needed next. Otherwise it keeps the numbers,
-// which take twice the registers.
+// which take twice the registers. zero: 0, a value that the compiler does not know
 template <typename T, int V>
-ROPE_FN void forget_numbers(Elements<T, V>& x) {
+ROPE_FN void forget_numbers(Elements<T, V>& x, uint32_t zero) {
   if constexpr (Vector<T, V>::words) {
 #pragma unroll
-    for (int i = 0; i < V / 2; i++) asm volatile("" : "+r"(x.of[0].of[i]), "+r"(x.of[1].of[i]));
+    for (int i = 0; i < V; i++) x.of[i / (V / 2)].of[i % (V / 2)] ^= zero;
   }
 }
 

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
       for (int i = 0; i < at_once; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
-        forget_numbers(x[i]);
+        forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
         const auto y =
             norm.gradient(numbers_of(x[i]), back[i], weights, norm.scale(products[2 * i]), products[2 * i + 1], terms);
         write<V>(rounded<T, V>(y), at.out + head * I(part.o.out[2]), I(part.o.out[3]), vectors, chunk);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     if (i >= V && !chunk.whole()) break;
     double sum = 0.0;
     for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
-    sums[part.first_sum + chunk.at[i / V] + i % V] = sum;
+    sums[part.first_sum + chunk.template channel<V>(i)] = sum;
   }
 }
 
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
 #pragma unroll
             for (int i = 0; i < 2 * V; i++) {
               if (i >= V && !c.whole()) break;
-              double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.at[i / V] + i % V];
+              double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.template channel<V>(i)];
               sum = begins ? double(terms.of[i]) : sum + double(terms.of[i]);
             }
           }

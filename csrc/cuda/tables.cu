@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
     for (int other = 0; other < teams; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
     sum = factor.times(sum - over);
     // The result belongs to cos or sin of the pair that this channel is in.
-    const I channel = chunk.at[i / V] + i % V - p.rotary_start, pairs = I(p.rotary_dim / 2);
+    const I channel = chunk.template channel<V>(i) - p.rotary_start, pairs = I(p.rotary_dim / 2);
     const bool of_sin = p.interleaved ? channel % 2 != 0 : channel >= pairs;
     const I at = out_row * pairs + (p.interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
     if (of_sin && p.inverse) sum = -sum;

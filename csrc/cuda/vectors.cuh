@@ -153,6 +153,11 @@ struct Chunk {
   int rotated;  // an int, because a bool that stays in a register costs a PRMT at each use
 
   ROPE_FN bool whole() const { return at[1] != at[0]; }
+  // Returns channel i of its 2 V channels.
+  template <int V>
+  ROPE_FN I channel(int i) const {
+    return (i < V ? at[0] : at[1]) + i % V;
+  }
 
   template <int V>
   ROPE_FN static Chunk of(const RopeParams& p, const Tiling& t, int index) {
@@ -189,11 +194,13 @@ ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
   return {rounded<T, V>(n.of), rounded<T, V>(n.of + V)};
 }
 
+template <typename I>
+constexpr I kAllChannels = std::numeric_limits<I>::max();
+
 // Reads the chunk of a head that begins at `from`. Channels past the last one of the head are 0.
 // vectors: a vector is one access; else its channels are `stride` apart, and accessed one by one.
 template <int V, typename T, typename I>
-ROPE_FN Elements<T, V> read(const T* from, I stride, bool vectors, const Chunk<I>& c,
-                            I last = std::numeric_limits<I>::max()) {
+ROPE_FN Elements<T, V> read(const T* from, I stride, bool vectors, const Chunk<I>& c, I last = kAllChannels<I>) {
   Elements<T, V> x{};
 #pragma unroll
   for (int k = 0; k < 2; k++) {
@@ -212,7 +219,7 @@ ROPE_FN Elements<T, V> read(const T* from, I stride, bool vectors, const Chunk<I
 }
 template <int V, typename T, typename I>
 ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, bool vectors, const Chunk<I>& c,
-                   I last = std::numeric_limits<I>::max()) {
+                   I last = kAllChannels<I>) {
   struct Each {
     T of[V];
   };
