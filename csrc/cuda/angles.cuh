@@ -18,7 +18,6 @@ struct Factor {
   template <int V>
   ROPE_FN void scale(CosSin<A, V>& angles) const {
     if (hi == A(1) && lo == A(0)) return;
-#pragma unroll
     for (int i = 0; i < V; i++) {
       angles.cos[i] = times(angles.cos[i]);
       angles.sin[i] = times(angles.sin[i]);
@@ -53,43 +52,28 @@ struct Frequencies {
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
 // angle.h, and in double in radians, see angle_of() there.
-//
-// Doubles cost each thread four conversions and a subtraction for its position, and with a float64 inv_freq three
-// conversions and a subtraction for each pair. Even on GPUs with slow doubles this is little compared with the rest,
-// which is all float32.
 template <typename A>
 struct Angle {
   A angle, rest;
-
-  // Returns the product of position and frequency `at`.
-  ROPE_FN static Angle of(double position, const Frequencies& frequencies, int64_t at) {
-    Angle product;
-    if constexpr (sizeof(A) == 8) {
-      angle_of(position, frequencies.read(at), product.angle, product.rest);
-    } else {
-      float freq, rest, turns_hi, turns_lo;
-      frequencies.read(at, freq, rest);
-      turns_per_position(freq, rest, turns_hi, turns_lo);
-      const float position_hi = float(position), position_lo = float(position - double(position_hi));
-      turns_of(position_hi, position_lo, turns_hi, turns_lo, product.angle, product.rest);
-    }
-    return product;
-  }
-  ROPE_FN void add(const Angle& more) {
-    if constexpr (sizeof(A) == 8) {
-      add_angle(more.angle, more.rest, angle, rest);
-    } else {
-      add_turns(more.angle, more.rest, angle, rest);
-    }
-  }
-  ROPE_FN void cos_sin(A& cos, A& sin) const {
-    if constexpr (sizeof(A) == 8) {
-      cos_sin_of_angle(angle, rest, cos, sin);
-    } else {
-      cos_sin_of_turns(angle, rest, cos, sin);
-    }
-  }
 };
+
+// Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
+// subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
+// GPUs with slow doubles this is little compared with the rest, which is all float32.
+ROPE_FN void angle_at(double position, const Frequencies& frequencies, int64_t at, Angle<float>& angle) {
+  float freq, rest, turns_hi, turns_lo;
+  frequencies.read(at, freq, rest);
+  turns_per_position(freq, rest, turns_hi, turns_lo);
+  const float position_hi = float(position), position_lo = float(position - double(position_hi));
+  turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
+}
+ROPE_FN void angle_at(double position, const Frequencies& frequencies, int64_t at, Angle<double>& angle) {
+  angle_of(position, frequencies.read(at), angle.angle, angle.rest);
+}
+ROPE_FN void add(Angle<float>& sum, Angle<float> more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
+ROPE_FN void add(Angle<double>& sum, Angle<double> more) { add_angle(more.angle, more.rest, sum.angle, sum.rest); }
+ROPE_FN void cos_sin_of(Angle<float> a, float& cos, float& sin) { cos_sin_of_turns(a.angle, a.rest, cos, sin); }
+ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_angle(a.angle, a.rest, cos, sin); }
 
 // cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
 // thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
@@ -125,7 +109,6 @@ struct Angles {
   ROPE_FN void finish() {
     if (by_head()) return;
     if (!t.valid) {  // a pad
-#pragma unroll
       for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
     } else if (a.params.source == kInvFreq) {
       compute();
@@ -158,41 +141,36 @@ struct Angles {
   ROPE_FN void compute() {
     const RopeParams& p = a.params;
     const Frequencies frequencies{a.inv_freq, a.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
-#pragma unroll
     for (int i = 0; i < V; i++) {
       const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
-      Angle<A>::of(double(t.position), frequencies, at * I(p.inv_freq[1])).cos_sin(angles.cos[i], angles.sin[i]);
+      Angle<A> angle;
+      angle_at(double(t.position), frequencies, at * I(p.inv_freq[1]), angle);
+      cos_sin_of(angle, angles.cos[i], angles.sin[i]);
     }
   }
 
-  ROPE_FN void read_row(I head) {
+  ROPE_FN void read_row(I head) { a.table_dtype == DType::kFloat ? read_tables<float>(head) : read_tables<T>(head); }
+  template <typename Table>
+  ROPE_FN void read_tables(I head) {
     const RopeParams& p = a.params;
     const I row = p.source == kTableByPosition ? I(t.position) : t.s;
-    const I cos_row = cos_at + row * I(p.cos[1]) + head * I(p.cos[2]);
-    const I sin_row = sin_at + row * I(p.sin[1]) + head * I(p.sin[2]);
-    const auto read = [&](auto vectors, auto tag) {
-      using Table = const decltype(tag)*;
-      read_runs<decltype(vectors)::value>(static_cast<Table>(a.cos) + cos_row, p.cos[3], angles.cos);
-      read_runs<decltype(vectors)::value>(static_cast<Table>(a.sin) + sin_row, p.sin[3], angles.sin);
-    };
-    const auto read_any = [&](auto vectors) {
-      a.table_dtype == DType::kFloat ? read(vectors, float()) : read(vectors, T());
-    };
-    t.tiling.table_vectors ? read_any(std::true_type()) : read_any(std::false_type());
-  }
-  template <bool vectors, typename Table>
-  ROPE_FN void read_runs(const Table* from, rope_int stride, A* to) {
-    const rope_int next_run = a.params.rotary_dim / 4 * (vectors ? 1 : stride);
-#pragma unroll
-    for (int run = 0; run < runs; run++, from += next_run, to += length) {
-      if constexpr (vectors && words && sizeof(Table) == 2) {  // the words stay as they are until finish_row()
-        const auto row = *reinterpret_cast<const Vector<Table, length>*>(from);
-#pragma unroll
-        for (int i = 0; i < length / 2; i++) to[i] = bits_as<float>(row.of[i]);
-      } else {
-        read_shared<vectors, length>(from, stride, to);
+    const bool vectors = t.tiling.table_vectors;
+    const auto read = [&](const void* table, I at, const rope_int* strides, A* to) {
+      const Table* from = static_cast<const Table*>(table) + at + row * I(strides[1]) + head * I(strides[2]);
+      for (int run = 0; run < runs; run++) {
+        const rope_int column = run * (p.rotary_dim / 4);
+        if constexpr (words && sizeof(Table) == 2) {  // the words stay as they are until finish_row()
+          if (vectors) {
+            const auto row = *reinterpret_cast<const Vector<Table, length>*>(from + column);
+            for (int i = 0; i < length / 2; i++) to[run * length + i] = bits_as<float>(row.of[i]);
+            continue;
+          }
+        }
+        read_shared<length>(from + column * strides[3], strides[3], vectors, to + run * length);
       }
-    }
+    };
+    read(a.cos, cos_at, p.cos, angles.cos);
+    read(a.sin, sin_at, p.sin, angles.sin);
   }
 
   ROPE_FN void finish_row() {
@@ -205,9 +183,7 @@ struct Angles {
     finish_numbers();
   }
   ROPE_FN static void unpack_all(A (&numbers)[V]) {
-#pragma unroll
     for (int run = 0; run < V; run += length) {
-#pragma unroll
       for (int i = length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
         unpack<T>(bits_as<uint32_t>(numbers[run + i]), numbers[run + 2 * i], numbers[run + 2 * i + 1]);
       }
@@ -223,7 +199,6 @@ struct Angles {
       Factor<A>(a).scale(angles);
     }
     if (p.inverse) {
-#pragma unroll
       for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
     }
   }
@@ -232,7 +207,6 @@ struct Angles {
     const RopeParams& p = a.params;
     if (a.attention_factor == 1.0) return;
     const bool is_float = p.source != kInvFreq && a.table_dtype == DType::kFloat;
-#pragma unroll
     for (int i = 0; i < V; i++) {
       if constexpr (sizeof(A) == 8) {
         numbers[i] = is_float ? A(float(numbers[i]) * p.factor_hi) : numbers[i] * a.attention_factor;

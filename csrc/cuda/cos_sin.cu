@@ -7,22 +7,13 @@ namespace {
 // Returns element i of positions, which may have any dtype, as a double.
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
   const auto as = [&](auto tag) { return double(static_cast<const decltype(tag)*>(c.positions)[i]); };
-  switch (c.params.position_type) {
-    case PositionType::kInt8:
-      return as(int8_t());
-    case PositionType::kUInt8:
-      return as(uint8_t());
-    case PositionType::kInt16:
-      return as(int16_t());
-    case PositionType::kInt32:
-      return as(int32_t());
-    case PositionType::kInt64:
-      return as(int64_t());
-    case PositionType::kFloat:
-      return as(float());
-    default:
-      return as(double());
-  }
+  const PositionType type = c.params.position_type;
+  if (type == PositionType::kInt8) return as(int8_t());
+  if (type == PositionType::kUInt8) return as(uint8_t());
+  if (type == PositionType::kInt16) return as(int16_t());
+  if (type == PositionType::kInt32) return as(int32_t());
+  if (type == PositionType::kInt64) return as(int64_t());
+  return type == PositionType::kFloat ? as(float()) : as(double());
 }
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
@@ -43,19 +34,18 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
-#pragma unroll
       for (int i = 0; i < V; i++) {
-        const auto angle = Angle<A>::of(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2]);
+        Angle<A> angle;
+        angle_at(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
         if constexpr (several) {
-          sums[i].add(angle);
+          add(sums[i], angle);
         } else {
-          angle.cos_sin(angles.cos[i], angles.sin[i]);
+          cos_sin_of(angle, angles.cos[i], angles.sin[i]);
         }
       }
     }
     if constexpr (several) {
-#pragma unroll
-      for (int i = 0; i < V; i++) sums[i].cos_sin(angles.cos[i], angles.sin[i]);
+      for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
     }
     factor.scale(angles);
     *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T, V>(angles.cos);
@@ -67,7 +57,7 @@ template <typename T, int V>
 cudaError_t launch(const CosSinArgs& c, Queue queue) {
   const CosSinParams& p = c.params;
   const rope_int x = std::min(ceil_div(p.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, queue,
+  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, 0, queue,
                p.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
 }
 

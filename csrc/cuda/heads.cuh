@@ -117,22 +117,16 @@ struct Heads {
   ROPE_FN Elements<uint8_t, V> quantise(I head, const Numbers<typename K::A, V>& n) const {
     const auto scale = typename K::A(a.sides[side].scale[head * params().scale]);
     float divided[2 * V];
-#pragma unroll
     for (int i = 0; i < 2 * V; i++) divided[i] = narrowed_to_odd(n.of[i] / scale);
     Elements<uint8_t, V> bytes;
     const auto quantise_to = [&](auto type) {
-#pragma unroll
       for (int i = 0; i < 2 * V; i++) bytes.of[i / V].of[i % V] = uint8_t(quantised(divided[i], type));
     };
-    switch (params().format) {
-      case kFloat8E4M3:
-        quantise_to(E4M3());
-        break;
-      case kFloat8E5M2:
-        quantise_to(E5M2());
-        break;
-      default:
-        quantise_to(Int8());
+    const int format = params().format;
+    if (format == kInt8) {
+      quantise_to(Int8());
+    } else {
+      format == kFloat8E4M3 ? quantise_to(E4M3()) : quantise_to(E5M2());
     }
     return bytes;
   }

@@ -8,17 +8,9 @@ namespace rope::cuda {
 // Calls f with a value of the type that dtype names.
 template <typename F>
 cudaError_t with_type(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kHalf:
-      return f(__half());
-    case DType::kBFloat16:
-      return f(__nv_bfloat16());
-    case DType::kFloat:
-      return f(float());
-    case DType::kDouble:
-      return f(double());
-  }
-  return cudaErrorInvalidValue;
+  if (dtype == DType::kHalf) return f(__half());
+  if (dtype == DType::kBFloat16) return f(__nv_bfloat16());
+  return dtype == DType::kFloat ? f(float()) : f(double());
 }
 
 // Calls f with the Shape of a call's kernel. A vector has 16 bytes or, if `halves`, 8 bytes, or one channel.
@@ -39,7 +31,7 @@ cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
 }
 
 template <typename... Parameters>
-cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters...),
+cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -47,19 +39,23 @@ cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters.
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.x, grid.y, grid.z);
   config.blockDim = dim3(block.x, block.y, block.z);
-  config.dynamicSmemBytes = queue.dynamic_shared;
+  config.dynamicSmemBytes = dynamic_shared;
   config.stream = queue.stream;
   config.attrs = &dependent;
   config.numAttrs = queue.dependent ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Launches a kernel once for every 65535 sequences, because gridDim.z has that limit.
-inline cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(RotateArgs, Tiling), const RotateArgs& args) {
+// Launches the kernel of a plan, once for every 65535 sequences, because gridDim.z has that limit.
+template <typename Args, typename... More>
+cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(Args, Tiling, More...), const Args& args,
+                  const std::type_identity_t<More>&... more) {
   Tiling tiling = plan.tiling;
-  for (rope_int left = args.params.batch; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
-    const Dim3 grid{plan.grid.x, plan.grid.y, unsigned(std::min(left, kMaxGrid))};
-    if (const cudaError_t error = start(grid, plan.block, queue, kernel, args, tiling)) return error;
+  Dim3 grid = plan.grid;
+  for (rope_int left = plan.grid.z; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
+    grid.z = unsigned(std::min(left, kMaxGrid));
+    const cudaError_t error = start(grid, plan.block, plan.dynamic_shared, queue, kernel, args, tiling, more...);
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

@@ -31,7 +31,6 @@ __global__ void __launch_bounds__(kThreads, K::general_v ? 4 : kNormThreadBlocks
   Numbers<A, V> weights;  // of the side that was located last
   Elements<typename K::T, V> x[at_once] = {};
   const auto read_heads = [&] {
-#pragma unroll
     for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
       if (i == 0 || head < heads.end) x[i] = heads.read(head, chunk);
@@ -46,17 +45,14 @@ __global__ void __launch_bounds__(kThreads, K::general_v ? 4 : kNormThreadBlocks
   do {
     if (present && heads.normalises() && !heads.located()) weights = norm.weights(heads.side, chunk);
     A squares[at_once];
-#pragma unroll
     for (int i = 0; i < at_once; i++) {
       const auto numbers = numbers_of(x[i]);
       squares[i] = dot(numbers, numbers, chunk.whole());
     }
     sum_over_lanes(squares);
     if (!present) continue;
-#pragma unroll
     for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
     heads.locate();
-#pragma unroll
     for (int i = 0; i < at_once; i++) {
       const I head = heads.head_at(i);
       if (head >= heads.out_end) break;

@@ -15,10 +15,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // Adds up what the lanes of a team give for each of n sums, and returns the results to each of them.
 template <typename A, int n>
 ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
-#pragma unroll
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
     if (lanes == 8 && team <= 8) break;  // a test at every step would take longer than the steps that it saves
-#pragma unroll
     for (int i = 0; i < n; i++) {
       const A other = __shfl_xor_sync(kAllLanes, sums[i], lanes);
       if (lanes < team) sums[i] += other;
@@ -45,13 +43,11 @@ struct GroupThreads {
       __shared__ double of_warps[n][threads / kWarp];
       const int thread = y * xs + x;
       __syncthreads();  // all threads have read the sums of the call before this one
-#pragma unroll
       for (int i = 0; i < n; i++) {
         if (thread % kWarp == 0) of_warps[i][thread / kWarp] = sums[i];
         sums[i] = 0.0;
       }
       __syncthreads();
-#pragma unroll
       for (int i = 0; i < n; i++) {
         for (const double of_warp : of_warps[i]) sums[i] += of_warp;
       }
@@ -63,7 +59,6 @@ struct GroupThreads {
 template <typename A, int V>
 ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
   A sums[4] = {A(0), A(0), A(0), A(0)};
-#pragma unroll
   for (int i = 0; i < V; i++) {
     sums[i % 2] = fma(x.of[i], y.of[i], sums[i % 2]);
     sums[2 + i % 2] = fma(x.of[V + i], y.of[V + i], sums[2 + i % 2]);
@@ -75,7 +70,6 @@ ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
 template <typename A, int V>
 ROPE_FN Numbers<A, V> product_of(const Numbers<A, V>& x, const Numbers<A, V>& y) {
   Numbers<A, V> z;
-#pragma unroll
   for (int i = 0; i < 2 * V; i++) z.of[i] = x.of[i] * y.of[i];
   return z;
 }
@@ -115,17 +109,11 @@ struct Norm {
       using W = decltype(tag);
       const W* from = static_cast<const W*>(a.sides[side].weight) + head * strides[0];
       const bool vectors = K::V > 1 && stride == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-#pragma unroll
       for (int k = 0; k < 2; k++) {
-        if (vectors) {
-          read_shared<true, K::V>(from + c.at[k], 1, w.of + k * K::V);
-        } else {
-          read_shared<false, K::V>(from + c.at[k] * stride, stride, w.of + k * K::V);
-        }
+        read_shared<K::V>(from + c.at[k] * stride, stride, vectors, w.of + k * K::V);
       }
     };
     if (K::general_v && side == kV) {
-#pragma unroll
       for (int i = 0; i < 2 * K::V; i++) w.of[i] = A(1);
     } else if (a.sides[side].weight_dtype == DType::kFloat) {
       get(float());
@@ -137,7 +125,6 @@ struct Norm {
 
   // Normalises and weights a chunk.
   ROPE_FN static void apply(N& x, A scale, const N& weights) {
-#pragma unroll
     for (int i = 0; i < K::V; i++) {
       x.of[i] = x.of[i] * scale * weights.of[i];
       x.of[K::V + i] = x.of[K::V + i] * scale * weights.of[K::V + i];
@@ -148,7 +135,6 @@ struct Norm {
   ROPE_FN N gradient(const N& x, const N& g, const N& weights, A scale, A product, N& terms) const {
     const A scaled_common = -(scale * scale * (product * per_channel)) * scale;
     N y;
-#pragma unroll
     for (int i = 0; i < 2 * K::V; i++) {
       const A scaled_g = g.of[i] * scale;
       terms.of[i] = fma(scaled_g, x.of[i], terms.of[i]);
@@ -163,7 +149,6 @@ struct Norm {
 template <typename T, int V>
 ROPE_FN void forget_numbers(Elements<T, V>& x, uint32_t zero) {
   if constexpr (Vector<T, V>::words) {
-#pragma unroll
     for (int i = 0; i < V; i++) x.of[i / (V / 2)].of[i % (V / 2)] ^= zero;
   }
 }

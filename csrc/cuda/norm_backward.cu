@@ -17,22 +17,23 @@ struct Part {
   const Side& o;    // of the gradients
   const Before& x;  // what the forward call normalised
   const Parts& parts;
-  I heads;
+  const bool vectors;  // a vector is one access
+  const I heads;
   I begin, end;  // tokens: token t is the token t % seq of sequence t / seq
   I first_sum;   // sums: [parts of q, channels of q], then [parts of k, channels of k]
 
-  ROPE_FN Part(const NormBackwardArgs& n, const BackwardTiling& backward)
+  ROPE_FN Part(const NormBackwardArgs& n, const Tiling& t)
       : a(n.rotate),
-        side(blockIdx.x >= backward.parts[kQ].count),
+        side(blockIdx.x < t.parts[kQ].count ? kQ : kK),
         o(a.params.sides[side]),
         x(n.x[side]),
-        parts(backward.parts[side]),
+        parts(t.parts[side]),
+        vectors(!K::strided || t.vectors),
         heads(I(o.heads)) {
-    const Parts& q = backward.parts[kQ];
-    const I index = I(blockIdx.x) - (side == kQ ? I(0) : I(q.count));
-    begin = index * I(parts.tokens);
+    const rope_int of_q = t.parts[kQ].count, index = side == kQ ? blockIdx.x : blockIdx.x - of_q;
+    begin = I(index * parts.tokens);
     end = min(begin + I(parts.tokens), I(a.params.batch * a.params.seq));
-    first_sum = (side == kQ ? I(0) : I(q.count * q.channels)) + index * I(parts.channels);
+    first_sum = I((side == kQ ? 0 : of_q * t.parts[kQ].channels) + index * parts.channels);
   }
 
   // Head 0 of a token: in the gradients of the results, in x, and in the gradients of x.
@@ -45,14 +46,22 @@ struct Part {
     return {static_cast<const T*>(a.sides[side].in) + offset(o.in), static_cast<const T*>(x.data) + offset(x.strides),
             static_cast<T*>(a.sides[side].out) + offset(o.out)};
   }
-  ROPE_FN bool vectors(const Tiling& t) const { return !K::strided || t.vectors; }
+  ROPE_FN auto read_g(const Heads& at, I head, const Chunk<I>& c) const {
+    return read<K::V>(at.g + head * I(o.in[2]), I(o.in[3]), vectors, c);
+  }
+  ROPE_FN auto read_x(const Heads& at, I head, const Chunk<I>& c) const {
+    return read<K::V>(at.x + head * I(x.strides[2]), I(x.strides[3]), vectors, c);
+  }
+  ROPE_FN void write(const Heads& at, I head, const Chunk<I>& c, const Numbers<typename K::A, K::V>& y) const {
+    cuda::write<K::V>(rounded<T, K::V>(y), at.out + head * I(o.out[2]), I(o.out[3]), vectors, c);
+  }
 };
 
 // A team holds a head at once. A thread adds up the terms of a few heads in the arithmetic type, and these sums in
 // double, in shared memory. The launch bounds leave a thread 168 registers, or 128 if it has few channels.
 template <typename K>
 __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 4)
-    norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ BackwardTiling backward,
+    norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
                          double* sums) {
   using T = typename K::T;
   using A = typename K::A;
@@ -62,10 +71,8 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
   __shared__ double totals[2 * V][kThreads];
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
-  const Tiling& tiling = backward.tiling;
   wait_for_previous_kernel();
-  const Part<K> part(n, backward);
-  const bool vectors = part.vectors(tiling);
+  const Part<K> part(n, tiling);
   const int lane = int(threadIdx.x), lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + lane;
   const int head_teams = part.parts.teams, token_teams = int(blockDim.y) / head_teams;
   const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
@@ -77,11 +84,9 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
   const Norm<K> norm(a, tiling, kQ);  // q and k have one head_dim
   const auto weights = norm.weights(part.side, chunk);
   Numbers<A, V> terms{};
-#pragma unroll
   for (int i = 0; i < 2 * V; i++) totals[i][thread] = 0.0;
   int steps = 0;
   const auto add_terms = [&] {
-#pragma unroll
     for (int i = 0; i < 2 * V; i++) totals[i][thread] += double(terms.of[i]);
     terms = {};
     steps = 0;
@@ -97,11 +102,10 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     Elements<T, V> x[at_once], g[at_once];
     const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
     const auto read_heads = [&](I first) {
-#pragma unroll
       for (int i = 0; i < at_once; i++) {
         const I head = head_at(first, i);
-        g[i] = read<V>(at.g + head * I(part.o.in[2]), I(part.o.in[3]), vectors, chunk);
-        x[i] = read<V>(at.x + head * I(part.x.strides[2]), I(part.x.strides[3]), vectors, chunk);
+        g[i] = part.read_g(at, head, chunk);
+        x[i] = part.read_x(at, head, chunk);
       }
     };
     token.arrive();
@@ -113,7 +117,6 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     for (I first = head_team;;) {
       Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
       A products[2 * at_once];      // of each head: the sum of x^2, and that of g w x
-#pragma unroll
       for (int i = 0; i < at_once; i++) {
         back[i] = numbers_of(g[i]);
         if (chunk.rotated) angles.rotate(back[i], head_at(first, i));
@@ -124,19 +127,18 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
         products[2 * i + 1] = active ? product : A(0);
       }
       sum_over_lanes(products);
-#pragma unroll
       for (int i = 0; i < at_once; i++) {
         const I head = first + i * head_teams;
         if (!active || !inside || head >= part.heads) break;
         forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
         const auto y =
             norm.gradient(numbers_of(x[i]), back[i], weights, norm.scale(products[2 * i]), products[2 * i + 1], terms);
-        write<V>(rounded<T, V>(y), at.out + head * I(part.o.out[2]), I(part.o.out[3]), vectors, chunk);
+        part.write(at, head, chunk, y);
       }
       first += at_once * head_teams;
       taken += at_once;
       const bool last = first - head_team >= part.heads;
-      if ((last || taken % backward.at_once == 0) && ++steps == kSteps) add_terms();
+      if ((at_once > 1 || last || taken % tiling.at_once == 0) && ++steps == kSteps) add_terms();
       if (last) break;
       read_heads(first);
     }
@@ -157,19 +159,16 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
 // fit in shared memory, they are there.
 template <typename K, int threads>
 __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThreadBlocks)
-    norm_group_backward_kernel(const __grid_constant__ NormBackwardArgs n,
-                               const __grid_constant__ BackwardTiling backward, double* sums) {
-  using T = typename K::T;
+    norm_group_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
+                               double* sums) {
   using A = typename K::A;
   using I = typename K::I;
   constexpr int V = K::V;
   constexpr bool all_heads = threads > kWarp;
   const RotateArgs& a = n.rotate;
-  const Tiling& tiling = backward.tiling;
   wait_for_previous_kernel();
-  const Part<K> part(n, backward);
+  const Part<K> part(n, tiling);
   const auto own = GroupThreads<threads>::own();
-  const bool vectors = part.vectors(tiling);
   const Norm<K> norm(a, tiling, part.side);
   const I head_dim = I(part.o.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
   double* const of_part = sums + part.first_sum;
@@ -191,8 +190,8 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
           if (c.rotated) angles.read();
           if (c.rotated) angles.finish();
           for (I head = first + own.y; head < first + step; head += own.ys) {
-            auto g = numbers_of(read<V>(at.g + head * part.o.in[2], I(part.o.in[3]), vectors, c));
-            const auto x = numbers_of(read<V>(at.x + head * part.x.strides[2], I(part.x.strides[3]), vectors, c));
+            auto g = numbers_of(part.read_g(at, head, c));
+            const auto x = numbers_of(part.read_x(at, head, c));
             if (c.rotated) angles.rotate(g, head);
             const auto weights = norm.weights(part.side, c, head);
             if (pass == 0) {
@@ -202,8 +201,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
             }
             Numbers<A, V> terms{};
             const auto y = norm.gradient(x, g, weights, scale, A(products[1]), terms);
-            write<V>(rounded<T, V>(y), at.out + head * part.o.out[2], I(part.o.out[3]), vectors, c);
-#pragma unroll
+            part.write(at, head, c, y);
             for (int i = 0; i < 2 * V; i++) {
               if (i >= V && !c.whole()) break;
               double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.template channel<V>(i)];
@@ -250,30 +248,21 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
   if (team != 0 || channel >= parts.channels) return;
   for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
   const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(gradients.to[side])[channel]); };
-  switch (gradients.dtype[side]) {
-    case DType::kHalf:
-      return store(__half());
-    case DType::kBFloat16:
-      return store(__nv_bfloat16());
-    case DType::kFloat:
-      return store(float());
-    case DType::kDouble:
-      return store(double());
-  }
+  const DType dtype = gradients.dtype[side];
+  if (dtype == DType::kHalf) return store(__half());
+  if (dtype == DType::kBFloat16) return store(__nv_bfloat16());
+  dtype == DType::kFloat ? store(float()) : store(double());
 }
 
 }  // namespace
 
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
-                          void* const (&weight_grad)[2], Queue queue) {
+cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
+                          Queue queue) {
   const RotateArgs& a = n.rotate;
-  const BackwardTiling& backward = plan.tiling;
-  const auto start_parts = [&](auto kernel) {
-    return start(plan.grid, plan.block, queue.with_shared(plan.dynamic_shared), kernel, n, backward, sums);
-  };
   const auto with_kernel = [&](auto shape) {
     using S = decltype(shape);
     using K = Policy<S, int64_t, GeneralNorm>;
+    const auto start_parts = [&](auto kernel) { return start(plan, queue, kernel, n, sums); };
     if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
     if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
     if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
@@ -282,14 +271,14 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
     return start_parts(norm_backward_kernel<K>);
   };
   if (plan.grid.x != 0) {
-    if (const cudaError_t error = with_shape(a, backward.tiling, with_kernel)) return error;
+    if (const cudaError_t error = with_shape(a, plan.tiling, with_kernel)) return error;
   }
-  const Parts &q = backward.parts[kQ], &k = backward.parts[kK];
+  const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   const Dim3 grid{unsigned(ceil_div(std::max(q.channels, k.channels), kSumChannels)), 2, 1};
   if (grid.x == 0) return cudaSuccess;
-  return start(grid, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, sums,
-               WeightGradients{
-                   {q, k}, {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype}, {weight_grad[kQ], weight_grad[kK]}});
+  return start(
+      grid, {kSumChannels, kSumTeams, 1}, 0, queue, sum_parts_kernel, sums,
+      WeightGradients{{q, k}, {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype}, {weight_grad[0], weight_grad[1]}});
 }
 
 }  // namespace rope::cuda

@@ -34,9 +34,7 @@ constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - c
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
 // Heads that a thread loads at a time. A general kernel needs more registers for each.
-template <bool general>
-constexpr int kHeadsAtOnce = general ? 1 : 2;
-inline int heads_at_once(bool general) { return general ? kHeadsAtOnce<true> : kHeadsAtOnce<false>; }
+constexpr int heads_at_once(bool general) { return general ? 1 : 2; }
 // Whether there are kernels for what models usually need, with vectors of this length.
 constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8 && itemsize * vector == 16; }
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
@@ -50,6 +48,14 @@ struct Dim3 {
   unsigned x, y, z;
 };
 
+// How the tokens of q, or those of k, are divided into parts in the backward of a norm.
+struct Parts {
+  rope_int count;
+  rope_int tokens;    // of a part
+  rope_int channels;  // the sums of a part: of each weight
+  int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
+};
+
 // The numbers that the kernels need besides the arguments of the call.
 struct Tiling {
   int vector;                       // channels of a vector
@@ -57,32 +63,37 @@ struct Tiling {
   rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
   rope_int starts[kSides + 1];      // where the heads of q, k and v begin in the list, and where the list ends
   unsigned shares;                  // of the list; thread blocks with a greater blockIdx.y copy a v of another shape
-  rope_int first_sequence;          // the sequence of blockIdx.z == 0
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
+  rope_int first_sequence;          // the sequence of blockIdx.z == 0
   rope_int first_position, last_position;  // the positions that are allowed
   int in_place[kSides];                    // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
   bool table_vectors;                      // rows of cos and sin are read in vectors
   bool narrow_slots;                       // every valid slot fits in 32 bits
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
+  Parts parts[2];                          // of q and k, in the backward of a norm
+  int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
+  int blocks_per_row;  // in the gradients of tables: thread blocks that divide the chunks of a row
 };
 
 struct Plan {
   Tiling tiling;
-  bool wide_index;  // element offsets need 64 bits
-  bool general;     // a general kernel is needed
-  bool one_step;    // with a norm: a team holds a whole head, one chunk for each thread
-  Dim3 block;       // chunks, heads, tokens
-  Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
+  bool wide_index;          // element offsets need 64 bits
+  bool general;             // a general kernel is needed
+  bool one_step;            // with a norm: a team holds a whole head, one chunk for each thread
+  Dim3 block;               // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
+  Dim3 grid;                // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
+  rope_int sums;            // the sums of all parts
+  unsigned dynamic_shared;  // bytes of shared memory besides the variables of the kernel
 };
 
 // Returns whether a kernel with a norm takes the call.
 inline bool takes_norm(const RopeParams& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
 
-// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results.
-// Stops and returns false as soon as f does.
+// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results, and
+// in a backward, x. Stops and returns false as soon as f does.
 template <typename F>
-bool all_sides(const RotateArgs& a, F&& f) {
+bool all_sides(const RotateArgs& a, const Before* x, F&& f) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype);
   for (int i = 0; i < kSides; i++) {
@@ -93,6 +104,7 @@ bool all_sides(const RotateArgs& a, F&& f) {
     const rope_int out[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads, side.head_dim};
     if (!f(a.sides[i].in, side.in, in, itemsize)) return false;
     if (!f(a.sides[i].out, side.out, out, side.format ? 1 : itemsize)) return false;
+    if (x && !f(x[i].data, x[i].strides, in, itemsize)) return false;
   }
   return true;
 }
@@ -115,29 +127,23 @@ inline rope_int last_parameter(const RopeParams& p) {
 inline int merge_batch(RotateArgs& a) {
   RopeParams& p = a.params;
   if (p.batch == 1) return 1;
-  const bool cache = p.has_cache, by_token = p.source == kTableByToken || p.source == kTableByHead;
-  if (cache && !p.has_slots) return 1;                        // sequence b goes to block b
+  const bool by_token = p.source == kTableByToken || p.source == kTableByHead;
+  if (p.has_cache && !p.has_slots) return 1;                  // sequence b goes to block b
   if (!p.has_positions && !by_token && p.seq != 1) return 1;  // each sequence starts at position 0 again
   rope_int* strides[10];  // of each tensor: strides[i][0] between sequences, strides[i][1] between tokens
   int n = 0;
-  const auto add = [&](bool used, rope_int* of_tensor) {
-    if (used) strides[n++] = of_tensor;
-  };
   for (int i = 0; i < kSides; i++) {
     Side& side = p.sides[i];
-    add(side.heads, side.in);
-    add(side.heads && (i == kQ || !cache), side.out);
+    if (side.heads) strides[n++] = side.in;
+    if (side.heads && (i == kQ || !p.has_cache)) strides[n++] = side.out;
   }
-  add(p.has_positions, p.positions);
-  add(by_token, p.cos);
-  add(by_token, p.sin);
-  add(p.has_slots, p.slots);
+  if (p.has_positions) strides[n++] = p.positions;
+  if (p.has_slots) strides[n++] = p.slots;
+  if (by_token) strides[n++] = p.cos, strides[n++] = p.sin;
   for (int i = 0; i < n; i++) {
     if (p.seq != 1 && strides[i][0] != p.seq * strides[i][1]) return 1;
   }
-  for (int i = 0; i < n; i++) {
-    if (p.seq == 1) strides[i][1] = strides[i][0];
-  }
+  for (int i = 0; i < n && p.seq == 1; i++) strides[i][1] = strides[i][0];
   const int step = p.seq == 1 && !p.has_positions ? 0 : 1;
   p.seq *= p.batch;
   p.batch = 1;
@@ -145,9 +151,8 @@ inline int merge_batch(RotateArgs& a) {
 }
 
 // Returns the part of a plan that follows from the sizes of one head and from alignment; block and grid stay empty.
-// all: all_sides(), or a function like it that has more tensors.
-template <typename Sides>
-Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
+// x: in a backward, the q and k of the forward call
+inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr) {
   const RopeParams& p = a.params;
   const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
@@ -155,9 +160,10 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * n) + 1 chunks.
   const auto fits_thread_block = [&](int n) { return fits(p, n) && (norm || q.head_dim <= 2 * n * (kThreads - 1)); };
   const auto reaches = [&](int n) {
-    return v.head_dim % n == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes, int size) {
-             return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
-           });
+    const auto aligned = [&](const void* data, const rope_int* strides, const rope_int* sizes, int size) {
+      return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
+    };
+    return v.head_dim % n == 0 && all_sides(a, x, aligned);
   };
   Plan plan{};
   Tiling& t = plan.tiling;
@@ -183,17 +189,18 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
   // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
   // it stops.
-  plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes, int) {
+  const auto is_near = [](const void*, const rope_int* strides, const rope_int* sizes, int) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
-  }) || last_parameter(p) > INT32_MAX;
+  };
+  plan.wide_index = !all_sides(a, x, is_near) || last_parameter(p) > INT32_MAX;
   plan.general = !has_usual_kernels(itemsize, t.vector) || !t.vectors || (norm && plan.wide_index) ||
                  p.rounding != kOnce || p.source == kTableByHead || v.norm || q.format || k.format || v.format ||
                  (v.heads && v.head_dim != q.head_dim);
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {
-      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && strides[2] * table_size % 16 == 0 &&
-             strides[1] * table_size % 16 == 0 && strides[0] * table_size % 16 == 0;
+      const auto whole = [&](rope_int stride) { return stride * table_size % 16 == 0; };
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && std::all_of(strides, strides + 3, whole);
     };
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
@@ -221,14 +228,14 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     q.head_dim = v.head_dim;
   }
   const bool norm = takes_norm(p);
-  Plan plan = plan_head(a, norm, [&](auto&& f) { return all_sides(a, f); });
+  Plan plan = plan_head(a, norm);
   Tiling& t = plan.tiling;
   t.position_step = position_step;
   if (q.heads + k.heads + v.heads == 0 || t.chunks == 0) return plan;  // an empty grid
   if (q.norm == kAllHeads) {
     const rope_int x = power_of_two(std::min(t.chunks, kWarp));
     plan.block = {unsigned(x), unsigned(kTokenThreads / x), 1};
-    plan.grid = {unsigned(p.seq), v.heads ? 3u : 2u, unsigned(std::min(p.batch, kMaxGrid))};
+    plan.grid = {unsigned(p.seq), v.heads ? 3u : 2u, unsigned(p.batch)};
     return plan;
   }
   const bool other_v = v.head_dim != q.head_dim;
@@ -239,9 +246,10 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? std::min(t.chunks, kThreads) : plan.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
-  const double held =  // thread blocks that the GPU holds at a time
-      double(processors) *
-      (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
+  // held: thread blocks that the GPU holds at a time
+  const bool wide = plan.wide_index || plan.general;
+  const double held =
+      double(processors) * (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, wide));
   // The time in which memory gives all heads.
   const double memory =
       double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);
@@ -276,8 +284,7 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     t.heads_per_thread_block = y * n;
     t.shares = unsigned(shares);
     plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares + std::min(of_v, most_blocks)),
-                 unsigned(std::min(p.batch, kMaxGrid))};
+    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares + std::min(of_v, most_blocks)), unsigned(p.batch)};
   }
   return plan;
 }
@@ -294,67 +301,26 @@ constexpr int kSumChannels = 16, kSumTeams = 32;
 // holds up to kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all.
 constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
 
-// How the tokens of q, or those of k, are divided.
-struct Parts {
-  rope_int count;
-  rope_int tokens;    // of a part
-  int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
-  rope_int channels;  // the sums of a part: of each weight
-};
-
-struct BackwardTiling {
-  Tiling tiling;
-  Parts parts[2];  // of q and of k
-  int at_once;     // heads whose terms a thread adds up as those of one step, whatever its kernel loads at a time
-};
-
-struct BackwardPlan {
-  BackwardTiling tiling;
-  bool wide_index, general, one_step;  // see Plan
-  Dim3 block;                          // chunks, teams
-  Dim3 grid;                           // the parts of q, then those of k
-  rope_int sums;                       // the sums of all parts
-  unsigned dynamic_shared;             // bytes
-};
-
-// Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
-template <typename Args, typename F>
-bool all_gradient_sides(const Args& args, F&& f) {
-  const RopeParams& p = args.rotate.params;
-  const auto of_x = [&](int i) {
-    const Side& side = p.sides[i];
-    const rope_int sizes[4] = {p.batch, p.seq, side.heads, side.head_dim};
-    return side.heads == 0 || f(args.x[i].data, args.x[i].strides, sizes, size_of(args.rotate.x_dtype));
-  };
-  return all_sides(args.rotate, f) && of_x(kQ) && of_x(kK);
-}
-
-inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
-  const RotateArgs& a = n.rotate;
-  const RopeParams& p = a.params;
-  BackwardPlan plan{};
-  Tiling& t = plan.tiling.tiling;
-  const Plan head = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); });
-  plan.wide_index = head.wide_index;
-  plan.general = head.general;
-  plan.one_step = head.one_step;
-  t = head.tiling;
-  t.position_step = 1;
+inline Plan plan_norm_backward(const NormBackwardArgs& n) {
+  const RopeParams& p = n.rotate.params;
   const Side &q = p.sides[kQ], &k = p.sides[kK];
+  Plan plan = plan_head(n.rotate, true, n.x);
+  Tiling& t = plan.tiling;
+  t.position_step = 1;
   const bool all_heads = q.norm == kAllHeads, in_teams = !all_heads && plan.one_step;
   // The thread block of a wide head is a single team, which takes one head at a time.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp));
   const rope_int teams = all_heads || plan.one_step ? kThreads / x : 1;
-  plan.tiling.at_once = heads_at_once(p.source == kTableByHead);
-  const rope_int heads = in_teams ? plan.tiling.at_once : 1;  // that a team takes at a time
+  t.at_once = heads_at_once(p.source == kTableByHead);
+  const rope_int heads = in_teams ? t.at_once : 1;  // that a team takes at a time
   const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
   rope_int of_part = std::max(teams * heads, ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
   for (int i = kQ; i <= kK; i++) {
     const Side& side = p.sides[i];
-    Parts& parts = plan.tiling.parts[i];
-    parts = {0, 0, 1, side.head_dim * (all_heads ? side.heads : 1)};
+    Parts& parts = t.parts[i];
+    parts = {0, 0, side.head_dim * (all_heads ? side.heads : 1), 1};
     if (side.heads != 0) {
       parts.tokens = ceil_div(of_part, side.heads);
       parts.count = ceil_div(tokens, parts.tokens);
@@ -365,7 +331,7 @@ inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
       plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(parts.channels * sizeof(double)));
   }
   plan.block = {unsigned(x), unsigned(teams), 1};
-  plan.grid = {unsigned(plan.tiling.parts[kQ].count + plan.tiling.parts[kK].count), 1, 1};
+  plan.grid = {unsigned(t.parts[kQ].count + t.parts[kK].count), 1, 1};
   return plan;
 }
 
@@ -378,27 +344,13 @@ constexpr int kTableHeads = 2;               // heads that a thread loads at a t
 constexpr rope_int kTableFilling = 1 << 17;  // threads that fill a GPU; beyond that a thread takes more heads
 constexpr rope_int kTableBlocks = 512;       // thread blocks that fill a GPU
 
-struct TableTiling {
-  Tiling tiling;
-  int blocks_per_row;  // thread blocks that divide the chunks of a row
-  rope_int heads;      // the number of heads, if the tables are by head; they have a row for each
-};
-
-struct TablePlan {
-  TableTiling tiling;
-  Dim3 block;  // chunks, heads and tokens, rows
-  Dim3 grid;   // x is blocks_per_row for each group of block.z rows
-};
-
-inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
-  const RotateArgs& a = b.rotate;
-  const RopeParams& p = a.params;
-  TablePlan plan{};
-  Tiling& t = plan.tiling.tiling;
-  t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(b, f); }).tiling;
+inline Plan plan_table_backward(const TableBackwardArgs& b) {
+  const RopeParams& p = b.rotate.params;
+  Plan plan = plan_head(b.rotate, true, b.x);
+  Tiling& t = plan.tiling;
   // The vectors that sizes allow, even if addresses do not: y below, and with it the order of the sums, follows from
   // them.
-  const rope_int chunks = t.rotated, bytes = t.vector * size_of(a.x_dtype);
+  const rope_int chunks = t.rotated, bytes = t.vector * size_of(b.rotate.x_dtype);
   if (!t.vectors) {
     t.vector = 1;
     t.rotated = int(p.rotary_dim / 2);
@@ -406,8 +358,7 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   t.chunks = t.rotated;
   const bool by_head = p.source == kTableByHead;
   const rope_int q_heads = p.sides[kQ].heads, k_heads = p.sides[kK].heads;
-  plan.tiling.heads = by_head ? q_heads : 1;
-  const rope_int rows = b.tokens.rows * plan.tiling.heads;
+  const rope_int rows = b.tokens.rows * (by_head ? q_heads : 1);
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
   // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
@@ -424,9 +375,9 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   }
   const rope_int z =
       std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
-  plan.tiling.blocks_per_row = int(ceil_div(t.chunks, x));
+  t.blocks_per_row = int(ceil_div(t.chunks, x));
   plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(rows, z) * plan.tiling.blocks_per_row), 1, 1};
+  plan.grid = {unsigned(ceil_div(rows, z) * t.blocks_per_row), 1, 1};
   return plan;
 }
 

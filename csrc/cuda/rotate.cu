@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(kThreads,
     Elements<typename K::T, K::V> x[K::at_once];
     // Starts all loads at once. The thread does not read a head of another team, which may be about to write it.
     const auto read_heads = [&] {
-#pragma unroll
       for (int i = 0; i < K::at_once; i++) {
         const I head = heads.head_at(i);
         if (i == 0 || head < heads.end) x[i] = heads.read(head, chunk);
@@ -43,7 +42,6 @@ __global__ void __launch_bounds__(kThreads,
     if (rotates) angles.finish();
     for (;;) {
       heads.locate();
-#pragma unroll
       for (int i = 0; i < K::at_once; i++) {
         const I head = heads.head_at(i);
         if (head >= heads.out_end) break;

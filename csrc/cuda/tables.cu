@@ -17,7 +17,6 @@ struct Sums {
     sum = larger;
   }
   ROPE_FN void add(const Numbers<A, V>& x) {
-#pragma unroll
     for (int i = 0; i < 2 * V; i++) add(sum.of[i], over.of[i], x.of[i]);
   }
 };
@@ -26,7 +25,6 @@ struct Sums {
 template <bool interleaved, typename A, int V>
 ROPE_FN CosSin<A, V> conjugate(const Numbers<A, V>& x) {
   CosSin<A, V> angles;
-#pragma unroll
   for (int i = 0; i < V; i++) {
     angles.cos[i] = x.of[member<interleaved, V>(i, 0)];
     angles.sin[i] = -x.of[member<interleaved, V>(i, 1)];
@@ -40,7 +38,7 @@ ROPE_FN CosSin<A, V> conjugate(const Numbers<A, V>& x) {
 // sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers (see rotate.cu).
 template <typename S>
 __global__ void __launch_bounds__(kTableThreads, 2)
-    table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {
+    table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ Tiling tiling) {
   using T = typename S::T;
   using A = typename S::A;
   using I = int64_t;
@@ -49,14 +47,15 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   wait_for_previous_kernel();
   const RopeParams& p = a.params;
   const TokensOfRows& tokens = t.tokens;
-  const unsigned blocks = unsigned(backward.blocks_per_row), group = blockIdx.x / blocks,
+  const unsigned blocks = unsigned(tiling.blocks_per_row), group = blockIdx.x / blocks,
                  of_group = blockIdx.x - group * blocks;
   const bool by_head = p.source == kTableByHead;
+  const int64_t table_heads = p.sides[kQ].heads;
   const int64_t out_row = int64_t(group) * blockDim.z + threadIdx.z;  // [rows, heads], if the table is by head
-  const int64_t row = by_head ? out_row / backward.heads : out_row, first_head = by_head ? out_row % backward.heads : 0;
+  const int64_t row = by_head ? out_row / table_heads : out_row, first_head = by_head ? out_row % table_heads : 0;
   const int index = int(of_group * blockDim.x + threadIdx.x), teams = int(blockDim.y);
-  const bool inside = row < tokens.rows && index < backward.tiling.chunks;
-  const auto chunk = Chunk<I>::template of<V>(p, backward.tiling, index);
+  const bool inside = row < tokens.rows && index < tiling.chunks;
+  const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
   Sums<A, V> total;
   if (inside) {
     // The row has the entries begin to end - 1, see TokensOfRows.
@@ -68,7 +67,6 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       assert((row > 0 || begin == 0) && (row + 1 < tokens.rows || end == tokens.entries) &&
              "position + offset must be a row of cos and sin");
     }
-#pragma unroll
     for (int side = kQ; side <= kK; side++) {
       const Side& o = p.sides[side];
       const rope_int* strides = t.x[side].strides;
@@ -92,13 +90,11 @@ __global__ void __launch_bounds__(kTableThreads, 2)
         const T* x = xs + sequence * strides[0] + s * strides[1] + first_head * strides[2];
         for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
-#pragma unroll
           for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
             const I head = h + i * head_teams < heads ? h + i * head_teams : h;
             g_read[i] = read<V>(g + head * o.in[2], I(o.in[3]), true, chunk);
             x_read[i] = read<V>(x + head * strides[2], I(strides[3]), true, chunk);
           }
-#pragma unroll
           for (int i = 0; i < kTableHeads; i++) {
             if (h + i * head_teams >= heads) break;
             auto product = numbers_of(g_read[i]);
@@ -116,7 +112,6 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   __shared__ A sums[kTableThreads][2 * V + 1];  // + 1, so that neighbouring threads use different banks
   const int first = int(threadIdx.z * blockDim.y * blockDim.x + threadIdx.x), step = int(blockDim.x);
   A* const own = sums[first + int(threadIdx.y) * step];
-#pragma unroll
   for (int i = 0; i < 2 * V; i++) own[i] = total.sum.of[i] - total.over.of[i];
   __syncthreads();
   if (!inside) return;
@@ -141,10 +136,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
 
 }  // namespace
 
-cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue) {
-  return with_shape(b.rotate, plan.tiling.tiling, [&](auto shape) {
-    return start(plan.grid, plan.block, queue, table_backward_kernel<decltype(shape)>, b, plan.tiling);
-  });
+cudaError_t table_backward(const TableBackwardArgs& b, const Plan& plan, Queue queue) {
+  return with_shape(b.rotate, plan.tiling,
+                    [&](auto shape) { return start(plan, queue, table_backward_kernel<decltype(shape)>, b); });
 }
 
 }  // namespace rope::cuda

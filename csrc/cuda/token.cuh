@@ -38,7 +38,7 @@ struct Shape {
 template <typename Shape, typename Index, typename Features>
 struct Policy : Shape, Features {
   using I = Index;
-  static constexpr int at_once = kHeadsAtOnce<Features::by_head>;  // heads that a thread loads at a time
+  static constexpr int at_once = heads_at_once(Features::by_head);  // heads that a thread loads at a time
 };
 
 // Waits until the previous kernel of the stream has ended, and lets the next one begin. Every kernel calls this before

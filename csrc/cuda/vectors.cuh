@@ -52,16 +52,11 @@ ROPE_FN float to_arithmetic(__nv_bfloat16 x) { return __bfloat162float(x); }
 ROPE_FN float to_arithmetic(float x) { return x; }
 ROPE_FN double to_arithmetic(double x) { return x; }
 
-template <typename A, typename T>
-ROPE_FN void round_to(A x, T& y) {
-  if constexpr (std::is_same_v<T, __half>) {
-    y = __float2half_rn(float(x));
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    y = __float2bfloat16_rn(float(x));
-  } else {
-    y = T(x);
-  }
-}
+ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(x); }
+ROPE_FN void round_to(float x, __nv_bfloat16& y) { y = __float2bfloat16_rn(x); }
+ROPE_FN void round_to(float x, float& y) { y = x; }
+ROPE_FN void round_to(double x, float& y) { y = float(x); }
+ROPE_FN void round_to(double x, double& y) { y = x; }
 
 // Returns x as a float, rounded to odd: cut off, and with the last bit set if that changed it. A float8 or int8 that is
 // rounded from the result is the one that x itself is rounded to.
@@ -104,10 +99,8 @@ ROPE_FN uint32_t pack(float first, float second) {
 template <typename T, int n, typename A>
 ROPE_FN void to_arithmetic(const Vector<T, n>& v, A* to) {
   if constexpr (Vector<T, n>::words) {
-#pragma unroll
     for (int i = 0; i < n / 2; i++) unpack<T>(v.of[i], to[2 * i], to[2 * i + 1]);
   } else {
-#pragma unroll
     for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(v.of[i]));
   }
 }
@@ -115,10 +108,8 @@ template <typename T, int n, typename A>
 ROPE_FN Vector<T, n> rounded(const A* x) {
   Vector<T, n> v;
   if constexpr (Vector<T, n>::words) {
-#pragma unroll
     for (int i = 0; i < n / 2; i++) v.of[i] = pack<T>(x[2 * i], x[2 * i + 1]);
   } else {
-#pragma unroll
     for (int i = 0; i < n; i++) round_to(x[i], v.of[i]);
   }
   return v;
@@ -126,17 +117,12 @@ ROPE_FN Vector<T, n> rounded(const A* x) {
 
 // Reads n numbers that many threads read and no thread of the kernel writes: table rows and weights.
 // vectors: they are adjacent and aligned to the largest access that they need.
-template <bool vectors, int n, typename From, typename A>
-ROPE_FN void read_shared(const From* from, rope_int stride, A* to) {
-  if constexpr (vectors && n > 1) {
-    constexpr int m = n * sizeof(From) > 16 ? int(16 / sizeof(From)) : n;
-#pragma unroll
-    for (int i = 0; i < n; i += m) {
-      const auto v = *reinterpret_cast<const Vector<From, m>*>(from + i);
-      to_arithmetic(v, to + i);
-    }
+template <int n, typename From, typename A>
+ROPE_FN void read_shared(const From* from, rope_int stride, bool vectors, A* to) {
+  constexpr int m = n * sizeof(From) > 16 ? int(16 / sizeof(From)) : n;
+  if (n > 1 && vectors) {
+    for (int i = 0; i < n; i += m) to_arithmetic(*reinterpret_cast<const Vector<From, m>*>(from + i), to + i);
   } else {
-#pragma unroll
     for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(from[i * stride]));
   }
 }
@@ -202,13 +188,11 @@ constexpr I kAllChannels = std::numeric_limits<I>::max();
 template <int V, typename T, typename I>
 ROPE_FN Elements<T, V> read(const T* from, I stride, bool vectors, const Chunk<I>& c, I last = kAllChannels<I>) {
   Elements<T, V> x{};
-#pragma unroll
   for (int k = 0; k < 2; k++) {
     if (V > 1 && vectors) {
       if (c.at[k] <= last) x.of[k] = *reinterpret_cast<const Vector<T, V>*>(from + c.at[k]);
     } else {
       T each[V]{};
-#pragma unroll
       for (int i = 0; i < V; i++) {
         if (c.at[k] + i <= last) each[i] = from[(c.at[k] + i) * stride];
       }
@@ -223,14 +207,12 @@ ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, bool vectors, const
   struct Each {
     T of[V];
   };
-#pragma unroll
   for (int k = 0; k < 2; k++) {
     if (k == 1 && !c.whole()) break;
     if (V > 1 && vectors) {
       if (c.at[k] <= last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
     } else {
       const auto each = bits_as<Each>(x.of[k]);
-#pragma unroll
       for (int i = 0; i < V; i++) {
         if (c.at[k] + i <= last) to[(c.at[k] + i) * stride] = each.of[i];
       }
@@ -255,7 +237,6 @@ ROPE_FN constexpr int member(int i, int which) {
 // Replaces both channels of each pair by what channel(own, partner, cos, signed_sin) returns, see ../rotation.h.
 template <bool interleaved, typename A, int V, typename F>
 ROPE_FN void rotate_with(Numbers<A, V>& n, const CosSin<A, V>& angles, F&& channel) {
-#pragma unroll
   for (int i = 0; i < V; i++) {
     A &x = n.of[member<interleaved, V>(i, 0)], &y = n.of[member<interleaved, V>(i, 1)];
     const A own = x, cos = angles.cos[i], sin = angles.sin[i];
