@@ -91,12 +91,13 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     terms = {};
     steps = 0;
   };
-  const I seq = I(p.seq), first_b = part.begin / seq, first_s = part.begin - first_b * seq;
-  I b = first_b, s = first_s + token_team;
-  for (I token_at = part.begin; token_at < part.end; token_at += token_teams, s += token_teams) {
-    while (s >= seq) s -= seq, b++;
+  const I seq = I(p.seq);
+  I b = part.begin / seq, s = part.begin - b * seq, step = token_team;
+  for (I token_at = part.begin; token_at < part.end; token_at += token_teams) {
     const bool inside = token_at + token_team < part.end;
-    Token<K> token(a, tiling, inside ? b : first_b, inside ? s : first_s);
+    if (inside) s += step, step = token_teams;
+    while (s >= seq) s -= seq, b++;
+    Token<K> token(a, tiling, b, s);
     Angles<K> angles(a, token, index);
     const auto at = part.heads_of(token);
     Elements<T, V> x[at_once], g[at_once];
