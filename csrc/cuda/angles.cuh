@@ -185,7 +185,8 @@ struct Angles {
   ROPE_FN static void unpack_all(A (&numbers)[V]) {
     for (int run = 0; run < V; run += length) {
       for (int i = length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
-        unpack<T>(bits_as<uint32_t>(numbers[run + i]), numbers[run + 2 * i], numbers[run + 2 * i + 1]);
+        const float2 two = unpack(T(), bits_as<uint32_t>(numbers[run + i]));
+        numbers[run + 2 * i] = two.x, numbers[run + 2 * i + 1] = two.y;
       }
     }
   }

@@ -82,13 +82,14 @@ struct Heads {
 
   // Reads the chunk of a head.
   ROPE_FN Elements<T, V> read(I head, const Chunk<I>& c) const {
-    return cuda::read<V>(in + head * I(params().in[2]), I(params().in[3]), vectors(), c, last());
+    return TokenHeads<V, const T, I>{in, params().in, vectors(), last()}.read(head, c);
   }
   // Writes the same: as elements, or quantised as bytes. If `changes`, it first applies change() to the numbers.
   template <typename F>
   ROPE_FN void write(I head, const Chunk<I>& c, Elements<T, V> x, bool changes, F&& change) const {
     const auto write_to = [&](auto* to, const auto& elements) {
-      cuda::write<V>(elements, to + head * I(params().out[2]), I(params().out[3]), vectors(), c, last());
+      TokenHeads<V, std::remove_pointer_t<decltype(to)>, I>{to, params().out, vectors(), last()}.write(head, c,
+                                                                                                       elements);
     };
     if (changes || bytes()) {
       auto numbers = numbers_of(x);

@@ -1,72 +1,8 @@
 // The kernels that apply the RMS norm and then rotate. They can write k and v to a cache.
-#include "norm.cuh"
+#include "rotate.cuh"
 
 namespace rope::cuda {
 namespace {
-
-// Normalises each head, which a team holds at once.
-template <typename K>
-__global__ void __launch_bounds__(kThreads, K::general_v ? 4 : kNormThreadBlocks)
-    norm_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
-  using A = typename K::A;
-  using I = typename K::I;
-  constexpr int V = K::V, at_once = K::at_once;
-  const RopeParams& p = a.params;
-  wait_for_previous_kernel();
-  const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
-  Token<K> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(min(s, p.seq - 1)));
-  if (K::general_v && blockIdx.y >= tiling.shares) {
-    token.arrive();
-    token.check();
-    if (s < p.seq) copy_v(a, token);
-    return;
-  }
-  const int lane = int(threadIdx.x);
-  const auto chunk = Chunk<I>::template of<V>(p, tiling, lane);
-  Heads<K> heads(a, token, false);
-  // A lane past the last token or chunk takes no head. It must not read one: another thread may be about to write it.
-  bool present = s < p.seq && lane < tiling.chunks && heads.next(0);
-  Angles<K> angles(a, token, lane);
-  const bool rotates = present && chunk.rotated && heads.rotates();
-  Numbers<A, V> weights;  // of the side that was located last
-  Elements<typename K::T, V> x[at_once] = {};
-  const auto read_heads = [&] {
-    for (int i = 0; i < at_once; i++) {
-      const I head = heads.head_at(i);
-      if (i == 0 || head < heads.end) x[i] = heads.read(head, chunk);
-    }
-  };
-  token.arrive();
-  if (rotates) angles.read();
-  if (present) read_heads();
-  token.check();
-  if (rotates) angles.finish();
-  const Norm<K> norm(a, tiling, kQ);  // all heads of the list have one head_dim
-  do {
-    if (present && heads.normalises() && !heads.located()) weights = norm.weights(heads.side, chunk);
-    A squares[at_once];
-    for (int i = 0; i < at_once; i++) {
-      const auto numbers = numbers_of(x[i]);
-      squares[i] = dot(numbers, numbers, chunk.whole());
-    }
-    sum_over_lanes(squares);
-    if (!present) continue;
-    for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
-    heads.locate();
-    for (int i = 0; i < at_once; i++) {
-      const I head = heads.head_at(i);
-      if (head >= heads.out_end) break;
-      const bool norms = heads.normalises(), rotated = chunk.rotated && heads.rotates();
-      heads.write(head, chunk, x[i], norms || rotated, [&](auto& numbers) {
-        if (norms) norm.apply(numbers, norm.scale(squares[i]), weights);
-        if (rotated) angles.rotate(numbers, head);
-      });
-    }
-    present = heads.next(at_once);
-    if (!present) continue;
-    read_heads();
-  } while (__any_sync(kAllLanes, present));
-}
 
 // Takes the heads first .. end - 1 of a side, which are normalised together. A v with more channels than k is cut into
 // heads of k's head_dim, of which the last may be short.
@@ -111,8 +47,7 @@ ROPE_FN void take_group(const Heads<K>& heads, I first, I end) {
   each_chunk([&](const Chunk<I>& c, int index) {
     const bool rotates = c.rotated && heads.rotates();
     Angles<K> angles(a, heads.token, index);
-    if (rotates) angles.read();
-    if (rotates) angles.finish();
+    if (rotates) angles.read(), angles.finish();
     for (I head = first + own.y; head < end; head += own.ys) {
       heads.write(head, c, heads.read(head, c), norms || rotates, [&](auto& numbers) {
         if (norms) norm.apply(numbers, scale, norm.weights(heads.side, c, head));
@@ -160,9 +95,9 @@ cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
     if (a.params.sides[kQ].norm == kAllHeads) return start(plan, queue, norm_group_kernel<K, kTokenThreads>, a);
     if (!plan.one_step) return start(plan, queue, norm_group_kernel<K, kWarp>, a);
     if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) return start(plan, queue, norm_kernel<Policy<S, int32_t, Cache>>, a);
+      if (!plan.general) return start(plan, queue, rotate_kernel<Policy<S, int32_t, CacheNorm>>, a);
     }
-    return start(plan, queue, norm_kernel<K>, a);
+    return start(plan, queue, rotate_kernel<K>, a);
   });
 }
 

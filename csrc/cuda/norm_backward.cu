@@ -36,24 +36,18 @@ struct Part {
     first_sum = I((side == kQ ? 0 : of_q * t.parts[kQ].channels) + index * parts.channels);
   }
 
-  // Head 0 of a token: in the gradients of the results, in x, and in the gradients of x.
+  // The heads of a token: in the gradients of the results, in x, and in the gradients of x.
   struct Heads {
-    const T *g, *x;
-    T* out;
+    TokenHeads<K::V, const T, I> g, x;
+    TokenHeads<K::V, T, I> out;
   };
   ROPE_FN Heads heads_of(const Token<K>& t) const {
-    const auto offset = [&](const rope_int* strides) { return t.b * I(strides[0]) + t.s * I(strides[1]); };
-    return {static_cast<const T*>(a.sides[side].in) + offset(o.in), static_cast<const T*>(x.data) + offset(x.strides),
-            static_cast<T*>(a.sides[side].out) + offset(o.out)};
-  }
-  ROPE_FN auto read_g(const Heads& at, I head, const Chunk<I>& c) const {
-    return read<K::V>(at.g + head * I(o.in[2]), I(o.in[3]), vectors, c);
-  }
-  ROPE_FN auto read_x(const Heads& at, I head, const Chunk<I>& c) const {
-    return read<K::V>(at.x + head * I(x.strides[2]), I(x.strides[3]), vectors, c);
-  }
-  ROPE_FN void write(const Heads& at, I head, const Chunk<I>& c, const Numbers<typename K::A, K::V>& y) const {
-    cuda::write<K::V>(rounded<T, K::V>(y), at.out + head * I(o.out[2]), I(o.out[3]), vectors, c);
+    const auto of = [&](auto* data, const rope_int* strides) {
+      using E = std::remove_pointer_t<decltype(data)>;
+      return TokenHeads<K::V, E, I>{data + t.b * I(strides[0]) + t.s * I(strides[1]), strides, vectors};
+    };
+    return {of(static_cast<const T*>(a.sides[side].in), o.in), of(static_cast<const T*>(x.data), x.strides),
+            of(static_cast<T*>(a.sides[side].out), o.out)};
   }
 };
 
@@ -105,8 +99,8 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     const auto read_heads = [&](I first) {
       for (int i = 0; i < at_once; i++) {
         const I head = head_at(first, i);
-        g[i] = part.read_g(at, head, chunk);
-        x[i] = part.read_x(at, head, chunk);
+        g[i] = at.g.read(head, chunk);
+        x[i] = at.x.read(head, chunk);
       }
     };
     token.arrive();
@@ -134,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
         forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
         const auto y =
             norm.gradient(numbers_of(x[i]), back[i], weights, norm.scale(products[2 * i]), products[2 * i + 1], terms);
-        part.write(at, head, chunk, y);
+        at.out.write(head, chunk, rounded<T, V>(y));
       }
       first += at_once * head_teams;
       taken += at_once;
@@ -188,11 +182,10 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
         for (int index = own.x; index < tiling.chunks; index += own.xs) {
           const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
           Angles<K> angles(a, token, index);
-          if (c.rotated) angles.read();
-          if (c.rotated) angles.finish();
+          if (c.rotated) angles.read(), angles.finish();
           for (I head = first + own.y; head < first + step; head += own.ys) {
-            auto g = numbers_of(part.read_g(at, head, c));
-            const auto x = numbers_of(part.read_x(at, head, c));
+            auto g = numbers_of(at.g.read(head, c));
+            const auto x = numbers_of(at.x.read(head, c));
             if (c.rotated) angles.rotate(g, head);
             const auto weights = norm.weights(part.side, c, head);
             if (pass == 0) {
@@ -202,7 +195,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
             }
             Numbers<A, V> terms{};
             const auto y = norm.gradient(x, g, weights, scale, A(products[1]), terms);
-            part.write(at, head, c, y);
+            at.out.write(head, c, rounded<typename K::T, V>(y));
             for (int i = 0; i < 2 * V; i++) {
               if (i >= V && !c.whole()) break;
               double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.template channel<V>(i)];
@@ -222,21 +215,15 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   for (int i = own.y * own.xs + own.x; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
 }
 
-// The gradients of the weights of q and k, contiguous.
-struct WeightGradients {
-  Parts parts[2];
-  DType dtype[2];
-  void* to[2];
-};
-
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
 // blockIdx.y is the side.
 __global__ void __launch_bounds__(kSumChannels* kSumTeams)
-    sum_parts_kernel(const double* sums, const __grid_constant__ WeightGradients gradients) {
+    sum_parts_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
+                     const double* sums, void* q_gradient, void* k_gradient) {
   __shared__ double of_teams[kSumTeams][kSumChannels];
   wait_for_previous_kernel();
   const int side = int(blockIdx.y), team = int(threadIdx.y);
-  const Parts &q = gradients.parts[kQ], &parts = gradients.parts[side];
+  const Parts &q = tiling.parts[kQ], &parts = tiling.parts[side];
   if (side != kQ) sums += q.count * q.channels;
   const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
   double sum = 0.0;
@@ -248,8 +235,10 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
   __syncthreads();
   if (team != 0 || channel >= parts.channels) return;
   for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
-  const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(gradients.to[side])[channel]); };
-  const DType dtype = gradients.dtype[side];
+  const auto store = [&](auto tag) {
+    round_to(sum, static_cast<decltype(tag)*>(side == kQ ? q_gradient : k_gradient)[channel]);
+  };
+  const DType dtype = n.rotate.sides[side].weight_dtype;
   if (dtype == DType::kHalf) return store(__half());
   if (dtype == DType::kBFloat16) return store(__nv_bfloat16());
   dtype == DType::kFloat ? store(float()) : store(double());
@@ -275,11 +264,11 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* s
     if (const cudaError_t error = with_shape(a, plan.tiling, with_kernel)) return error;
   }
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
-  const Dim3 grid{unsigned(ceil_div(std::max(q.channels, k.channels), kSumChannels)), 2, 1};
-  if (grid.x == 0) return cudaSuccess;
-  return start(
-      grid, {kSumChannels, kSumTeams, 1}, 0, queue, sum_parts_kernel, sums,
-      WeightGradients{{q, k}, {a.sides[kQ].weight_dtype, a.sides[kK].weight_dtype}, {weight_grad[0], weight_grad[1]}});
+  Plan sum{plan.tiling};
+  sum.block = {kSumChannels, kSumTeams, 1};
+  sum.grid = {unsigned(ceil_div(std::max(q.channels, k.channels), kSumChannels)), 2, 1};
+  if (sum.grid.x == 0) return cudaSuccess;
+  return start(sum, queue, sum_parts_kernel, n, sums, weight_grad[kQ], weight_grad[kK]);
 }
 
 }  // namespace rope::cuda

@@ -86,14 +86,16 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       while (entry < end) {
         const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
         const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
-        const T* g = gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2];
-        const T* x = xs + sequence * strides[0] + s * strides[1] + first_head * strides[2];
+        const TokenHeads<V, const T, I> g{gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2], o.in,
+                                          true};
+        const TokenHeads<V, const T, I> x{xs + sequence * strides[0] + s * strides[1] + first_head * strides[2],
+                                          strides, true};
         for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
           for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
             const I head = h + i * head_teams < heads ? h + i * head_teams : h;
-            g_read[i] = read<V>(g + head * o.in[2], I(o.in[3]), true, chunk);
-            x_read[i] = read<V>(x + head * strides[2], I(strides[3]), true, chunk);
+            g_read[i] = g.read(head, chunk);
+            x_read[i] = x.read(head, chunk);
           }
           for (int i = 0; i < kTableHeads; i++) {
             if (h + i * head_teams >= heads) break;

@@ -9,6 +9,7 @@ namespace rope::cuda {
 // usually need are without it.
 struct Plain {
   static constexpr bool cache = false;      // k and v go to caches, and there may be slots
+  static constexpr bool norm = false;       // heads are normalised
   static constexpr bool by_head = false;    // tables by head
   static constexpr bool eager = false;      // rounding is not kOnce
   static constexpr bool general_v = false;  // v has another head_dim than k, or a norm; results may be quantised
@@ -17,11 +18,14 @@ struct Plain {
 struct Cache : Plain {
   static constexpr bool cache = true;
 };
+struct CacheNorm : Cache {
+  static constexpr bool norm = true;
+};
 struct General : Cache {
   static constexpr bool by_head = true, eager = true, general_v = true;
 };
 struct GeneralNorm : General {
-  static constexpr bool eager = false, strided = true;
+  static constexpr bool norm = true, eager = false, strided = true;
 };
 
 // T: the type of x's elements. V: the channels of a vector. If it is one, interleaved is false and the kernel takes

@@ -78,28 +78,20 @@ struct alignas(sizeof(T) * n) Vector {
 };
 
 // Converts a word to its two elements, the first of which is in the lower half, and back.
-template <typename T>
-ROPE_FN void unpack(uint32_t word, float& first, float& second) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const float2 two = __half22float2(bits_as<__half2>(word));
-    first = two.x, second = two.y;
-  } else {
-    first = __uint_as_float(word << 16), second = __uint_as_float(word & 0xffff0000u);
-  }
+ROPE_FN float2 unpack(__half, uint32_t word) { return __half22float2(bits_as<__half2>(word)); }
+ROPE_FN float2 unpack(__nv_bfloat16, uint32_t w) {
+  return {__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u)};
 }
-template <typename T>
-ROPE_FN uint32_t pack(float first, float second) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return bits_as<uint32_t>(__floats2half2_rn(first, second));
-  } else {
-    return bits_as<uint32_t>(__floats2bfloat162_rn(first, second));
-  }
-}
+ROPE_FN uint32_t pack(__half, float x, float y) { return bits_as<uint32_t>(__floats2half2_rn(x, y)); }
+ROPE_FN uint32_t pack(__nv_bfloat16, float x, float y) { return bits_as<uint32_t>(__floats2bfloat162_rn(x, y)); }
 
 template <typename T, int n, typename A>
 ROPE_FN void to_arithmetic(const Vector<T, n>& v, A* to) {
   if constexpr (Vector<T, n>::words) {
-    for (int i = 0; i < n / 2; i++) unpack<T>(v.of[i], to[2 * i], to[2 * i + 1]);
+    for (int i = 0; i < n / 2; i++) {
+      const float2 two = unpack(T(), v.of[i]);
+      to[2 * i] = two.x, to[2 * i + 1] = two.y;
+    }
   } else {
     for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(v.of[i]));
   }
@@ -108,7 +100,7 @@ template <typename T, int n, typename A>
 ROPE_FN Vector<T, n> rounded(const A* x) {
   Vector<T, n> v;
   if constexpr (Vector<T, n>::words) {
-    for (int i = 0; i < n / 2; i++) v.of[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < n / 2; i++) v.of[i] = pack(T(), x[2 * i], x[2 * i + 1]);
   } else {
     for (int i = 0; i < n; i++) round_to(x[i], v.of[i]);
   }
@@ -183,42 +175,50 @@ ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
 template <typename I>
 constexpr I kAllChannels = std::numeric_limits<I>::max();
 
-// Reads the chunk of a head that begins at `from`. Channels past the last one of the head are 0.
-// vectors: a vector is one access; else its channels are `stride` apart, and accessed one by one.
+// The heads of one token in a tensor with strides [batch, seq, heads, head_dim].
+// vectors: a vector is one access; else its channels are accessed one by one, but none past channel `last`.
 template <int V, typename T, typename I>
-ROPE_FN Elements<T, V> read(const T* from, I stride, bool vectors, const Chunk<I>& c, I last = kAllChannels<I>) {
-  Elements<T, V> x{};
-  for (int k = 0; k < 2; k++) {
-    if (V > 1 && vectors) {
-      if (c.at[k] <= last) x.of[k] = *reinterpret_cast<const Vector<T, V>*>(from + c.at[k]);
-    } else {
-      T each[V]{};
-      for (int i = 0; i < V; i++) {
-        if (c.at[k] + i <= last) each[i] = from[(c.at[k] + i) * stride];
-      }
-      x.of[k] = bits_as<Vector<T, V>>(each);
-    }
-  }
-  return x;
-}
-template <int V, typename T, typename I>
-ROPE_FN void write(const Elements<T, V>& x, T* to, I stride, bool vectors, const Chunk<I>& c,
-                   I last = kAllChannels<I>) {
-  struct Each {
-    T of[V];
+struct TokenHeads {
+  using E = std::remove_const_t<T>;
+  struct Array {
+    E of[V];
   };
-  for (int k = 0; k < 2; k++) {
-    if (k == 1 && !c.whole()) break;
-    if (V > 1 && vectors) {
-      if (c.at[k] <= last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
-    } else {
-      const auto each = bits_as<Each>(x.of[k]);
-      for (int i = 0; i < V; i++) {
-        if (c.at[k] + i <= last) to[(c.at[k] + i) * stride] = each.of[i];
+  T* token;  // its head 0
+  const rope_int* strides;
+  bool vectors;
+  I last = kAllChannels<I>;
+
+  // Reads the chunk of a head. Channels past the last one are 0.
+  ROPE_FN auto read(I head, const Chunk<I>& c) const {
+    const T* const from = token + head * I(strides[2]);
+    Elements<E, V> x{};
+    for (int k = 0; k < 2; k++) {
+      if (V > 1 && vectors) {
+        if (c.at[k] <= last) x.of[k] = *reinterpret_cast<const Vector<E, V>*>(from + c.at[k]);
+      } else {
+        Array each{};
+        for (int i = 0; i < V; i++) {
+          if (c.at[k] + i <= last) each.of[i] = from[(c.at[k] + i) * I(strides[3])];
+        }
+        x.of[k] = bits_as<Vector<E, V>>(each);
+      }
+    }
+    return x;
+  }
+  ROPE_FN void write(I head, const Chunk<I>& c, const Elements<T, V>& x) const {
+    T* const to = token + head * I(strides[2]);
+    for (int k = 0; k < 1 + c.whole(); k++) {
+      if (V > 1 && vectors) {
+        if (c.at[k] <= last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
+      } else {
+        const auto each = bits_as<Array>(x.of[k]);
+        for (int i = 0; i < V; i++) {
+          if (c.at[k] + i <= last) to[(c.at[k] + i) * I(strides[3])] = each.of[i];
+        }
       }
     }
   }
-}
+};
 
 // ---- the rotation of a chunk ----
 
