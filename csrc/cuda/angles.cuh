@@ -162,7 +162,7 @@ struct Angles {
         if constexpr (words && sizeof(Table) == 2) {  // the words stay as they are until finish_row()
           if (vectors) {
             const auto row = *reinterpret_cast<const Vector<Table, length>*>(from + column);
-            for (int i = 0; i < length / 2; i++) to[run * length + i] = bits_as<float>(row.of[i]);
+            for (int i = 0; i < length / 2; i++) to[run * length / 2 + i] = bits_as<float>(row.of[i]);
             continue;
           }
         }
@@ -174,19 +174,17 @@ struct Angles {
   }
 
   ROPE_FN void finish_row() {
-    if constexpr (words) {
-      if (a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
-        unpack_all(angles.cos);
-        unpack_all(angles.sin);
-      }
+    if (words && a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
+      unpack_all(angles.cos);
+      unpack_all(angles.sin);
     }
     finish_numbers();
   }
   ROPE_FN static void unpack_all(A (&numbers)[V]) {
-    for (int run = 0; run < V; run += length) {
-      for (int i = length / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
-        const float2 two = unpack(T(), bits_as<uint32_t>(numbers[run + i]));
-        numbers[run + 2 * i] = two.x, numbers[run + 2 * i + 1] = two.y;
+    if constexpr (words) {
+      for (int i = V / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
+        const float2 two = unpack(T(), bits_as<uint32_t>(numbers[i]));
+        numbers[2 * i] = two.x, numbers[2 * i + 1] = two.y;
       }
     }
   }
@@ -206,15 +204,8 @@ struct Angles {
   // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
   ROPE_FN void scale_eagerly(A (&numbers)[V]) {
     const RopeParams& p = a.params;
-    if (a.attention_factor == 1.0) return;
-    const bool is_float = p.source != kInvFreq && a.table_dtype == DType::kFloat;
-    for (int i = 0; i < V; i++) {
-      if constexpr (sizeof(A) == 8) {
-        numbers[i] = is_float ? A(float(numbers[i]) * p.factor_hi) : numbers[i] * a.attention_factor;
-      } else {
-        numbers[i] *= p.factor_hi;
-      }
-    }
+    const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
+    for (A& number : numbers) number = is_float ? A(float(number) * p.factor_hi) : number * A(a.attention_factor);
     if (p.rounding == kEachNarrow) to_arithmetic(rounded<T, V>(numbers), numbers);
   }
 };

@@ -16,12 +16,12 @@ struct Heads {
   const Token<K>& token;
   const bool skip_in_place;  // this chunk is not rotated, so sides that are changed in place keep it
   I share_end;               // end of the thread block's share of the list
-  int side = kQ;             //
-  I head = 0;                // the next head of the side that the team takes
-  I end = 0;                 // end of the side's heads in the share
-  I out_end = -1;            // end of the heads that are written: 0 if the token is a pad; -1: not located yet
-  const T* in = nullptr;     // head 0 of the token
-  T* out = nullptr;          // head 0 of the result, which is bytes if it is quantised
+  int side = kQ;
+  I head = 0;             // the next head of the side that the team takes
+  I end = 0;              // end of the side's heads in the share
+  I out_end = -1;         // end of the heads that are written: 0 if the token is a pad; -1: not located yet
+  const T* in = nullptr;  // head 0 of the token
+  T* out = nullptr;       // head 0 of the result, which is bytes if it is quantised
 
   ROPE_FN Heads(const RotateArgs& a, const Token<K>& token, bool skip_in_place)
       : a(a), token(token), skip_in_place(skip_in_place) {

@@ -1,9 +1,9 @@
 // What the kernels of norms and those of their backward share. ../args.h has the formulas, see NormBackwardArgs.
 //
-// If each head is normalised by itself and a team holds it at once, a chunk for each lane, the team has a power of two
-// of threads, at most a warp, which sum over it with shuffles. Otherwise several threads share a group, a wide head or
-// all heads of a token: each goes over it in steps of a chunk, and adds up its chunks in double. Every lane of a warp
-// takes part in every shuffle: a lane past the last token, head or chunk reaches it too, but writes nothing.
+// A team that holds a head at once, a chunk for each lane, sums over it with shuffles; it has a power of two of
+// threads, at most a warp. Otherwise several threads share a group, a wide head or all heads of a token, and each adds
+// up its chunks in double. Every lane of a warp takes part in every shuffle, also one past the last token, head or
+// chunk.
 #pragma once
 
 #include "launch.cuh"

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
       }
       first += at_once * head_teams;
       taken += at_once;
-      const bool last = first - head_team >= part.heads;
+      const bool last = first >= part.heads + head_team;
       if ((at_once > 1 || last || taken % tiling.at_once == 0) && ++steps == kSteps) add_terms();
       if (last) break;
       read_heads(first);

@@ -1,21 +1,19 @@
 // The launch plan of a call on CUDA: which vectors the kernels access, whether element offsets need 64 bits, and how
 // the work is divided among thread blocks. csrc/plan.h explains vectors and chunks.
 //
-// Threads. A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads
-// with the same y and z are a team: they share one head of one token, a chunk for each thread. A team takes several
-// heads of its token one after another, so that the angles of a chunk are loaded or computed once for all of them. (The
-// backward kernels cut their work in their own ways, see the end of this file.)
+// A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads with the
+// same y and z are a team: they share one head of one token, a chunk for each thread. A team takes several heads of its
+// token one after another, so that the angles of a chunk are loaded or computed once for all of them. Neighbouring
+// teams access neighbouring memory: different heads of a token if those are adjacent ([batch, seq, heads, head_dim]),
+// else different tokens ([batch, heads, seq, head_dim]).
 //
-// Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
-// shares of heads_per_thread_block heads of that list, and z for the sequences of the batch. Inside a thread block,
-// teams are assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are
-// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]). A v with another
-// head_dim than k is not in the list, unless a warp takes each head; thread blocks that follow the shares copy it.
+// The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for shares of that
+// list, and z for the sequences of the batch. A v with another head_dim than k is not in the list, unless a warp takes
+// each head; the thread blocks that follow the shares copy it.
 //
-// Kernels. For 16- and 32-bit types there are kernels for what models usually need, with the widest vectors as single
-// accesses. A general kernel takes all else: it can also read tables by head, round as torch's operators do, normalise
-// v or copy a v of another shape, and write to quantised caches. Norms of heads that are wider than a team, or of all
-// heads of a token together, have general kernels of their own.
+// For 16- and 32-bit types there are kernels for what models usually need, with the widest vectors as single accesses.
+// A general kernel takes all else, see Plain in token.cuh. Norms of heads that are wider than a team, or of all heads
+// of a token together, have general kernels of their own.
 #pragma once
 
 #include <cmath>
@@ -28,8 +26,7 @@ namespace rope::cuda {
 constexpr int kThreads = 128;  // the most threads of a thread block
 // The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
 // limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
-// leave 128. A cache and element offsets of 64 bits need more registers. With these bounds no kernel without a norm
-// spills (tests/exhaustive/cuda/test_build.py).
+// leave 128. A cache and element offsets of 64 bits need more registers.
 constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
 constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
@@ -111,14 +108,11 @@ bool all_sides(const RotateArgs& a, const Before* x, F&& f) {
 
 // Returns the largest element offset in positions, slots, tables and frequencies.
 inline rope_int last_parameter(const RopeParams& p) {
-  const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
-  const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
-  const rope_int head = p.sides[kQ].heads - 1;  // k has as many if a table is by head
-  const auto last_of = [&](const rope_int* table) {
-    return b * table[0] + row * table[1] + head * table[2] + columns * table[3];
-  };
-  return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1], last_of(p.cos),
-                   last_of(p.sin), columns * p.inv_freq[1]});
+  const rope_int row = p.source == kTableByPosition ? p.table_rows : p.seq, columns = p.rotary_dim / 2;
+  const rope_int table[4] = {p.batch, row, p.sides[kQ].heads, columns};  // k has as many heads if a table is by head
+  const rope_int tokens[2] = {p.batch, p.seq};
+  return std::max({last_offset(p.positions, tokens, 2), last_offset(p.slots, tokens, 2), last_offset(p.cos, table, 4),
+                   last_offset(p.sin, table, 4), last_offset(p.inv_freq + 1, &columns, 1)});
 }
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
@@ -144,7 +138,7 @@ inline int merge_batch(RotateArgs& a) {
     if (p.seq != 1 && strides[i][0] != p.seq * strides[i][1]) return 1;
   }
   for (int i = 0; i < n && p.seq == 1; i++) strides[i][1] = strides[i][0];
-  const int step = p.seq == 1 && !p.has_positions ? 0 : 1;
+  const int step = p.seq != 1 || p.has_positions;
   p.seq *= p.batch;
   p.batch = 1;
   return step;
@@ -168,14 +162,11 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   Plan plan{};
   Tiling& t = plan.tiling;
   t.vector = 1;
-  if (norm) {  // the order of the sums of a norm follows from sizes alone, never from strides or addresses
-    if (full > 1 && fits_thread_block(full)) t.vector = full;
-    t.vectors = t.vector > 1 && reaches(full);
-  } else {  // 16 bytes, or 8, or one channel
-    for (int n = full; n > 1 && n >= full / 2 && !t.vectors; n /= 2) {
-      t.vectors = fits_thread_block(n) && reaches(n);
-      if (t.vectors) t.vector = n;
-    }
+  // The order of the sums of a norm follows from sizes alone, so only sizes choose its vectors, of 16 bytes. Otherwise
+  // they have 16 bytes, or 8, or one channel.
+  for (int n = full; n > 1 && n >= (norm ? full : full / 2) && t.vector == 1; n /= 2) {
+    t.vectors = fits_thread_block(n) && reaches(n);
+    if (t.vectors || (norm && fits_thread_block(n))) t.vector = n;
   }
   for (int i = 0; i < kSides; i++) {
     const Side& side = p.sides[i];
@@ -187,8 +178,7 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   t.chunks = int(chunks.all);
   plan.one_step = t.chunks <= kWarp;
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
-  // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
-  // it stops.
+  // overflow: a list has the heads of q, k and v, and a kernel counts past the last head or channel before it stops.
   const auto is_near = [](const void*, const rope_int* strides, const rope_int* sizes, int) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
   };
@@ -217,8 +207,7 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
 // with the least time. If some have about the same, it takes the one with most teams over heads, which share angles.
 //
 // Times count loads: the time from one load to the next that needs it is 1. A thread loads the position, then angles,
-// then its heads, kHeadsAtOnce at a time. The GPU holds a number of thread blocks at a time, and takes all of them in
-// rounds.
+// then its heads, some at a time. The GPU takes all thread blocks in rounds of as many as it holds.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   RopeParams& p = a.params;
@@ -307,12 +296,11 @@ inline Plan plan_norm_backward(const NormBackwardArgs& n) {
   Plan plan = plan_head(n.rotate, true, n.x);
   Tiling& t = plan.tiling;
   t.position_step = 1;
-  const bool all_heads = q.norm == kAllHeads, in_teams = !all_heads && plan.one_step;
+  const bool all_heads = q.norm == kAllHeads;
   // The thread block of a wide head is a single team, which takes one head at a time.
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-  const rope_int teams = all_heads || plan.one_step ? kThreads / x : 1;
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = all_heads || plan.one_step ? kThreads / x : 1;
   t.at_once = heads_at_once(p.source == kTableByHead);
-  const rope_int heads = in_teams ? t.at_once : 1;  // that a team takes at a time
+  const rope_int heads = !all_heads && plan.one_step ? t.at_once : 1;  // that a team takes at a time
   const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
   rope_int of_part = std::max(teams * heads, ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));

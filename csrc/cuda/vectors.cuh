@@ -45,8 +45,6 @@ ROPE_FN To bits_as(const From& from) {
   return to;
 }
 
-// ---- elements ----
-
 ROPE_FN float to_arithmetic(__half x) { return __half2float(x); }
 ROPE_FN float to_arithmetic(__nv_bfloat16 x) { return __bfloat162float(x); }
 ROPE_FN float to_arithmetic(float x) { return x; }
@@ -65,8 +63,6 @@ ROPE_FN float narrowed_to_odd(double x) {
   return float_of(bits_of(cut) | int(double(cut) != x));
 }
 ROPE_FN float narrowed_to_odd(float x) { return x; }
-
-// ---- vectors ----
 
 // n adjacent elements, as a thread loads and stores them. Pairs of 16-bit elements are held as words of 32 bits: as
 // single elements they would each need a register, and instructions (PRMT) to take the words apart and to put them
@@ -118,8 +114,6 @@ ROPE_FN void read_shared(const From* from, rope_int stride, bool vectors, A* to)
     for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(from[i * stride]));
   }
 }
-
-// ---- chunks ----
 
 // The channels of a chunk. If the vectors have several channels, the two vectors of a rotated chunk are one from each
 // half of the rotated channels, with either pairing: interleaved pairs do not cross a vector. The other channels, those
@@ -219,8 +213,6 @@ struct TokenHeads {
     }
   }
 };
-
-// ---- the rotation of a chunk ----
 
 // cos and sin of the pairs of a chunk.
 template <typename A, int V>
