@@ -25,30 +25,26 @@ struct Factor {
   }
 };
 
-// The frequencies of a call, see split_inv_freq in ../rope.h.
-struct Frequencies {
-  const void* from;
-  bool is_double, split;
-  rope_int part;  // the distance between the two parts
-
-  // Computes frequency `at` as the sum of two floats, or as a double.
-  ROPE_FN void read(int64_t at, float& freq, float& rest) const {
-    rest = 0.0f;
-    if (is_double) {
-      const double wide = static_cast<const double*>(from)[at];
-      freq = float(wide);
-      rest = float(wide - double(freq));
-    } else {
-      freq = static_cast<const float*>(from)[at];
-      if (split) two_sum(freq, static_cast<const float*>(from)[at + part], freq, rest);
-    }
+// Computes frequency `at` of a call as the sum of two floats, or as a double; see split_inv_freq in ../rope.h.
+template <typename Args>
+ROPE_FN void frequency_at(const Args& a, int64_t at, float& freq, float& rest) {
+  rest = 0.0f;
+  if (a.inv_freq_dtype == DType::kDouble) {
+    const double wide = static_cast<const double*>(a.inv_freq)[at];
+    freq = float(wide);
+    rest = float(wide - double(freq));
+  } else {
+    const float* const from = static_cast<const float*>(a.inv_freq) + at;
+    freq = *from;
+    if (a.params.split_inv_freq) two_sum(freq, from[a.params.inv_freq[0]], freq, rest);
   }
-  ROPE_FN double read(int64_t at) const {
-    if (is_double) return static_cast<const double*>(from)[at];
-    const float* const floats = static_cast<const float*>(from);
-    return split ? double(floats[at]) + double(floats[at + part]) : double(floats[at]);
-  }
-};
+}
+template <typename Args>
+ROPE_FN double frequency_at(const Args& a, int64_t at) {
+  if (a.inv_freq_dtype == DType::kDouble) return static_cast<const double*>(a.inv_freq)[at];
+  const float* const from = static_cast<const float*>(a.inv_freq) + at;
+  return a.params.split_inv_freq ? double(*from) + double(from[a.params.inv_freq[0]]) : double(*from);
+}
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
 // angle.h, and in double in radians, see angle_of() there.
@@ -60,15 +56,17 @@ struct Angle {
 // Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
 // subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
 // GPUs with slow doubles this is little compared with the rest, which is all float32.
-ROPE_FN void angle_at(double position, const Frequencies& frequencies, int64_t at, Angle<float>& angle) {
+template <typename Args>
+ROPE_FN void angle_at(const Args& a, double position, int64_t at, Angle<float>& angle) {
   float freq, rest, turns_hi, turns_lo;
-  frequencies.read(at, freq, rest);
+  frequency_at(a, at, freq, rest);
   turns_per_position(freq, rest, turns_hi, turns_lo);
   const float position_hi = float(position), position_lo = float(position - double(position_hi));
   turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
 }
-ROPE_FN void angle_at(double position, const Frequencies& frequencies, int64_t at, Angle<double>& angle) {
-  angle_of(position, frequencies.read(at), angle.angle, angle.rest);
+template <typename Args>
+ROPE_FN void angle_at(const Args& a, double position, int64_t at, Angle<double>& angle) {
+  angle_of(position, frequency_at(a, at), angle.angle, angle.rest);
 }
 ROPE_FN void add(Angle<float>& sum, Angle<float> more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
 ROPE_FN void add(Angle<double>& sum, Angle<double> more) { add_angle(more.angle, more.rest, sum.angle, sum.rest); }
@@ -96,10 +94,9 @@ struct Angles {
   CosSin<A, V> angles;
 
   ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk) : a(a), t(t), chunk(chunk) {
-    const RopeParams& p = a.params;
     const I column = I(chunk) * length;
-    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[3]);
-    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[3]);
+    cos_at = t.b * I(a.params.cos[0]) + column * I(a.params.cos[3]);
+    sin_at = t.b * I(a.params.sin[0]) + column * I(a.params.sin[3]);
   }
 
   ROPE_FN void read() {
@@ -107,12 +104,18 @@ struct Angles {
   }
 
   ROPE_FN void finish() {
+    const RopeParams& p = a.params;
     if (by_head()) return;
     if (!t.valid) {  // a pad
       for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
-    } else if (a.params.source == kInvFreq) {
-      compute();
-      finish_numbers();
+    } else if (p.source == kInvFreq) {
+      for (int i = 0; i < V; i++) {
+        const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
+        Angle<A> angle;
+        angle_at(a, double(t.position), at * I(p.inv_freq[1]), angle);
+        cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+      }
+      scale();
     } else {
       finish_row();
     }
@@ -137,17 +140,6 @@ struct Angles {
 
  private:
   ROPE_FN bool by_head() const { return K::by_head && a.params.source == kTableByHead; }
-
-  ROPE_FN void compute() {
-    const RopeParams& p = a.params;
-    const Frequencies frequencies{a.inv_freq, a.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
-    for (int i = 0; i < V; i++) {
-      const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
-      Angle<A> angle;
-      angle_at(double(t.position), frequencies, at * I(p.inv_freq[1]), angle);
-      cos_sin_of(angle, angles.cos[i], angles.sin[i]);
-    }
-  }
 
   ROPE_FN void read_row(I head) { a.table_dtype == DType::kFloat ? read_tables<float>(head) : read_tables<T>(head); }
   template <typename Table>
@@ -178,7 +170,17 @@ struct Angles {
       unpack_all(angles.cos);
       unpack_all(angles.sin);
     }
-    finish_numbers();
+    scale();
+  }
+  ROPE_FN void scale() {
+    const RopeParams& p = a.params;
+    if (K::eager && p.rounding != kOnce) {
+      scale_eagerly(angles.cos);
+      scale_eagerly(angles.sin);
+    } else {
+      Factor<A>(a).scale(angles);
+    }
+    for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
   }
   ROPE_FN static void unpack_all(A (&numbers)[V]) {
     if constexpr (words) {
@@ -189,18 +191,6 @@ struct Angles {
     }
   }
 
-  ROPE_FN void finish_numbers() {
-    const RopeParams& p = a.params;
-    if (K::eager && p.rounding != kOnce) {
-      scale_eagerly(angles.cos);
-      scale_eagerly(angles.sin);
-    } else {
-      Factor<A>(a).scale(angles);
-    }
-    if (p.inverse) {
-      for (int i = 0; i < V; i++) angles.sin[i] = -angles.sin[i];
-    }
-  }
   // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
   ROPE_FN void scale_eagerly(A (&numbers)[V]) {
     const RopeParams& p = a.params;

@@ -27,7 +27,6 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
-  const Frequencies frequencies{c.inv_freq, c.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
   const Factor<A> factor(c);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
     CosSin<A, V> angles;
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
       for (int i = 0; i < V; i++) {
         Angle<A> angle;
-        angle_at(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
+        angle_at(c, position, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
         if constexpr (several) {
           add(sums[i], angle);
         } else {
@@ -53,21 +52,20 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
   }
 }
 
-template <typename T, int V>
-cudaError_t launch(const CosSinArgs& c, Queue queue) {
-  const CosSinParams& p = c.params;
-  const rope_int x = std::min(ceil_div(p.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, 0, queue,
-               p.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
-}
-
 }  // namespace
 
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
+  const CosSinParams& p = c.params;
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
-    return c.params.pairs % full == 0 ? launch<T, full>(c, queue) : launch<T, 1>(c, queue);
+    const auto launch = [&](auto v, auto several) {
+      const rope_int x = std::min(ceil_div(p.pairs, v()), rope_int(kThreads)), y = kThreads / x;
+      return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, 0, queue,
+                   cos_sin_kernel<T, v(), several()>, c);
+    };
+    const auto with = [&](auto v) { return p.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
+    return p.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());
   });
 }
 

@@ -36,13 +36,9 @@ cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, v
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid.x, grid.y, grid.z);
-  config.blockDim = dim3(block.x, block.y, block.z);
-  config.dynamicSmemBytes = dynamic_shared;
-  config.stream = queue.stream;
-  config.attrs = &dependent;
-  config.numAttrs = queue.dependent ? 1 : 0;
+  const cudaLaunchConfig_t config{
+      dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), dynamic_shared, queue.stream, &dependent,
+      queue.dependent ? 1u : 0u};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

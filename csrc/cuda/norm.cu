@@ -12,7 +12,7 @@ ROPE_FN void take_group(const Heads<K>& heads, I first, I end) {
   const RotateArgs& a = heads.a;
   const Tiling& tiling = heads.token.tiling;
   const Side& side = heads.params();
-  const auto own = GroupThreads<threads>::own();
+  const GroupThreads<threads> own;
   const I cut = I(a.params.sides[kQ].head_dim), channels = I(side.head_dim);
   // Calls f with each chunk of this thread and its index.
   const auto each_chunk = [&](auto&& f) {

@@ -28,27 +28,22 @@ ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
 // head.
 template <int threads>
 struct GroupThreads {
-  int x, xs, y, ys;
-
-  ROPE_FN static GroupThreads own() {
-    if (threads == kWarp) return {int(threadIdx.y * blockDim.x + threadIdx.x) % kWarp, kWarp, 0, 1};
-    return {int(threadIdx.x), int(blockDim.x), int(threadIdx.y), int(blockDim.y)};
-  }
+  static constexpr bool warp = threads == kWarp;
+  const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+  const int x = warp ? thread % kWarp : int(threadIdx.x), xs = warp ? kWarp : int(blockDim.x);
+  const int y = warp ? 0 : int(threadIdx.y), ys = warp ? 1 : int(blockDim.y);
 
   // Adds up what the threads give for each of n sums, and returns the results to each of them.
   template <int n>
   ROPE_FN void sum(double (&sums)[n]) const {
     sum_over_lanes(sums, kWarp);
-    if constexpr (threads > kWarp) {
+    if constexpr (!warp) {
       __shared__ double of_warps[n][threads / kWarp];
-      const int thread = y * xs + x;
       __syncthreads();  // all threads have read the sums of the call before this one
-      for (int i = 0; i < n; i++) {
-        if (thread % kWarp == 0) of_warps[i][thread / kWarp] = sums[i];
-        sums[i] = 0.0;
-      }
+      for (int i = 0; i < n && thread % kWarp == 0; i++) of_warps[i][thread / kWarp] = sums[i];
       __syncthreads();
       for (int i = 0; i < n; i++) {
+        sums[i] = 0.0;
         for (const double of_warp : of_warps[i]) sums[i] += of_warp;
       }
     }

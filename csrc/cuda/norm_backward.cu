@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   const RotateArgs& a = n.rotate;
   wait_for_previous_kernel();
   const Part<K> part(n, tiling);
-  const auto own = GroupThreads<threads>::own();
+  const GroupThreads<threads> own;
   const Norm<K> norm(a, tiling, part.side);
   const I head_dim = I(part.o.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
   double* const of_part = sums + part.first_sum;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   }
   if (of_channels == of_part) return;
   __syncthreads();
-  for (int i = own.y * own.xs + own.x; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
+  for (int i = own.thread; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
 }
 
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
