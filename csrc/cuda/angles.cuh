@@ -25,25 +25,19 @@ struct Factor {
   }
 };
 
-// Computes frequency `at` of a call as the sum of two floats, or as a double; see split_inv_freq in ../rope.h.
-template <typename Args>
-ROPE_FN void frequency_at(const Args& a, int64_t at, float& freq, float& rest) {
-  rest = 0.0f;
+// Computes frequency `at` of a call as the sum of two numbers, see split_inv_freq in ../rope.h.
+template <typename A, typename Args>
+ROPE_FN void frequency_at(const Args& a, int64_t at, A& freq, A& rest) {
+  rest = A(0);
   if (a.inv_freq_dtype == DType::kDouble) {
     const double wide = static_cast<const double*>(a.inv_freq)[at];
-    freq = float(wide);
-    rest = float(wide - double(freq));
+    freq = A(wide);
+    rest = A(wide - double(freq));
   } else {
     const float* const from = static_cast<const float*>(a.inv_freq) + at;
-    freq = *from;
-    if (a.params.split_inv_freq) two_sum(freq, from[a.params.inv_freq[0]], freq, rest);
+    freq = A(*from);
+    if (a.params.split_inv_freq) two_sum(freq, A(from[a.params.inv_freq[0]]), freq, rest);
   }
-}
-template <typename Args>
-ROPE_FN double frequency_at(const Args& a, int64_t at) {
-  if (a.inv_freq_dtype == DType::kDouble) return static_cast<const double*>(a.inv_freq)[at];
-  const float* const from = static_cast<const float*>(a.inv_freq) + at;
-  return a.params.split_inv_freq ? double(*from) + double(from[a.params.inv_freq[0]]) : double(*from);
 }
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
@@ -56,17 +50,20 @@ struct Angle {
 // Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
 // subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
 // GPUs with slow doubles this is little compared with the rest, which is all float32.
-template <typename Args>
-ROPE_FN void angle_at(const Args& a, double position, int64_t at, Angle<float>& angle) {
-  float freq, rest, turns_hi, turns_lo;
+template <typename A, typename Args>
+ROPE_FN Angle<A> angle_at(const Args& a, double position, int64_t at) {
+  Angle<A> angle;
+  A freq, rest;
   frequency_at(a, at, freq, rest);
-  turns_per_position(freq, rest, turns_hi, turns_lo);
-  const float position_hi = float(position), position_lo = float(position - double(position_hi));
-  turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
-}
-template <typename Args>
-ROPE_FN void angle_at(const Args& a, double position, int64_t at, Angle<double>& angle) {
-  angle_of(position, frequency_at(a, at), angle.angle, angle.rest);
+  if constexpr (sizeof(A) == 8) {
+    angle_of(position, freq, angle.angle, angle.rest);
+  } else {
+    A turns_hi, turns_lo;
+    turns_per_position(freq, rest, turns_hi, turns_lo);
+    const A position_hi = A(position), position_lo = A(position - double(position_hi));
+    turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
+  }
+  return angle;
 }
 ROPE_FN void add(Angle<float>& sum, Angle<float> more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
 ROPE_FN void add(Angle<double>& sum, Angle<double> more) { add_angle(more.angle, more.rest, sum.angle, sum.rest); }
@@ -111,8 +108,7 @@ struct Angles {
     } else if (p.source == kInvFreq) {
       for (int i = 0; i < V; i++) {
         const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
-        Angle<A> angle;
-        angle_at(a, double(t.position), at * I(p.inv_freq[1]), angle);
+        const auto angle = angle_at<A>(a, double(t.position), at * I(p.inv_freq[1]));
         cos_sin_of(angle, angles.cos[i], angles.sin[i]);
       }
       scale();

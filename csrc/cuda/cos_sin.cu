@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
       for (int i = 0; i < V; i++) {
-        Angle<A> angle;
-        angle_at(c, position, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
+        const auto angle = angle_at<A>(c, position, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2]);
         if constexpr (several) {
           add(sums[i], angle);
         } else {
@@ -61,8 +60,7 @@ cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
     constexpr int full = 16 / sizeof(T);
     const auto launch = [&](auto v, auto several) {
       const rope_int x = std::min(ceil_div(p.pairs, v()), rope_int(kThreads)), y = kThreads / x;
-      return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, 0, queue,
-                   cos_sin_kernel<T, v(), several()>, c);
+      return start({ceil_div(p.tokens, y), 1, 1}, {x, y, 1}, 0, queue, cos_sin_kernel<T, v(), several()>, c);
     };
     const auto with = [&](auto v) { return p.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
     return p.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());

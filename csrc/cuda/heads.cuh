@@ -124,11 +124,7 @@ struct Heads {
       for (int i = 0; i < 2 * V; i++) bytes.of[i / V].of[i % V] = uint8_t(quantised(divided[i], type));
     };
     const int format = params().format;
-    if (format == kInt8) {
-      quantise_to(Int8());
-    } else {
-      format == kFloat8E4M3 ? quantise_to(E4M3()) : quantise_to(E5M2());
-    }
+    format == kInt8 ? quantise_to(Int8()) : format == kFloat8E4M3 ? quantise_to(E4M3()) : quantise_to(E5M2());
     return bytes;
   }
 };

@@ -30,6 +30,18 @@ cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
   });
 }
 
+// Calls f with the Policy of a kernel with a norm: of the usual one, if there is one and it suffices, or a general one.
+template <typename Usual, typename General, typename F>
+cudaError_t with_policy(const RotateArgs& a, const Plan& plan, F&& f) {
+  return with_shape(a, plan.tiling, [&](auto shape) {
+    using S = decltype(shape);
+    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
+      if (!plan.general && plan.one_step && a.params.sides[kQ].norm == kEachHead) return f(Policy<S, int32_t, Usual>());
+    }
+    return f(Policy<S, int64_t, General>());
+  });
+}
+
 template <typename... Parameters>
 cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {

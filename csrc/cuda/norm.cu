@@ -89,13 +89,11 @@ __global__ void __launch_bounds__(threads == kWarp ? kThreads : kTokenThreads, t
 }  // namespace
 
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
-  return with_shape(a, plan.tiling, [&](auto shape) {
-    using S = decltype(shape);
-    using K = Policy<S, int64_t, GeneralNorm>;
-    if (a.params.sides[kQ].norm == kAllHeads) return start(plan, queue, norm_group_kernel<K, kTokenThreads>, a);
-    if (!plan.one_step) return start(plan, queue, norm_group_kernel<K, kWarp>, a);
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) return start(plan, queue, rotate_kernel<Policy<S, int32_t, CacheNorm>>, a);
+  return with_policy<CacheNorm, GeneralNorm>(a, plan, [&](auto policy) {
+    using K = decltype(policy);
+    if constexpr (K::strided) {
+      if (a.params.sides[kQ].norm == kAllHeads) return start(plan, queue, norm_group_kernel<K, kTokenThreads>, a);
+      if (!plan.one_step) return start(plan, queue, norm_group_kernel<K, kWarp>, a);
     }
     return start(plan, queue, rotate_kernel<K>, a);
   });

@@ -120,10 +120,7 @@ struct Norm {
 
   // Normalises and weights a chunk.
   ROPE_FN static void apply(N& x, A scale, const N& weights) {
-    for (int i = 0; i < K::V; i++) {
-      x.of[i] = x.of[i] * scale * weights.of[i];
-      x.of[K::V + i] = x.of[K::V + i] * scale * weights.of[K::V + i];
-    }
+    for (int i = 0; i < 2 * K::V; i++) x.of[i] = x.of[i] * scale * weights.of[i];
   }
 
   // Returns the gradient of x, and adds the terms of the gradient of w. product: the sum of g w x

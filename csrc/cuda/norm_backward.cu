@@ -249,24 +249,22 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
 cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
                           Queue queue) {
   const RotateArgs& a = n.rotate;
-  const auto with_kernel = [&](auto shape) {
-    using S = decltype(shape);
-    using K = Policy<S, int64_t, GeneralNorm>;
+  const auto with_kernel = [&](auto policy) {
+    using K = decltype(policy);
     const auto start_parts = [&](auto kernel) { return start(plan, queue, kernel, n, sums); };
-    if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
-    if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, int32_t, Plain>>);
+    if constexpr (K::strided) {
+      if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
+      if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
     }
     return start_parts(norm_backward_kernel<K>);
   };
   if (plan.grid.x != 0) {
-    if (const cudaError_t error = with_shape(a, plan.tiling, with_kernel)) return error;
+    if (const cudaError_t error = with_policy<Plain, GeneralNorm>(a, plan, with_kernel)) return error;
   }
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   Plan sum{plan.tiling};
   sum.block = {kSumChannels, kSumTeams, 1};
-  sum.grid = {unsigned(ceil_div(std::max(q.channels, k.channels), kSumChannels)), 2, 1};
+  sum.grid = {ceil_div(std::max(q.channels, k.channels), kSumChannels), 2, 1};
   if (sum.grid.x == 0) return cudaSuccess;
   return start(sum, queue, sum_parts_kernel, n, sums, weight_grad[kQ], weight_grad[kK]);
 }

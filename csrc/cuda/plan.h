@@ -43,6 +43,8 @@ constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
 
 struct Dim3 {
   unsigned x, y, z;
+
+  constexpr Dim3(rope_int x = 0, rope_int y = 0, rope_int z = 0) : x(unsigned(x)), y(unsigned(y)), z(unsigned(z)) {}
 };
 
 // How the tokens of q, or those of k, are divided into parts in the backward of a norm.
@@ -223,8 +225,8 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   if (q.heads + k.heads + v.heads == 0 || t.chunks == 0) return plan;  // an empty grid
   if (q.norm == kAllHeads) {
     const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-    plan.block = {unsigned(x), unsigned(kTokenThreads / x), 1};
-    plan.grid = {unsigned(p.seq), v.heads ? 3u : 2u, unsigned(p.batch)};
+    plan.block = {x, kTokenThreads / x, 1};
+    plan.grid = {p.seq, v.heads ? 3 : 2, p.batch};
     return plan;
   }
   const bool other_v = v.head_dim != q.head_dim;
@@ -272,8 +274,8 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     least = time;
     t.heads_per_thread_block = y * n;
     t.shares = unsigned(shares);
-    plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares + std::min(of_v, most_blocks)), unsigned(p.batch)};
+    plan.block = {x, y, z};
+    plan.grid = {ceil_div(p.seq, z), shares + std::min(of_v, most_blocks), p.batch};
   }
   return plan;
 }
@@ -318,8 +320,8 @@ inline Plan plan_norm_backward(const NormBackwardArgs& n) {
     if (all_heads && parts.channels <= kSharedSums)
       plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(parts.channels * sizeof(double)));
   }
-  plan.block = {unsigned(x), unsigned(teams), 1};
-  plan.grid = {unsigned(t.parts[kQ].count + t.parts[kK].count), 1, 1};
+  plan.block = {x, teams, 1};
+  plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
   return plan;
 }
 
@@ -364,8 +366,8 @@ inline Plan plan_table_backward(const TableBackwardArgs& b) {
   const rope_int z =
       std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
   t.blocks_per_row = int(ceil_div(t.chunks, x));
-  plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(rows, z) * t.blocks_per_row), 1, 1};
+  plan.block = {x, y, z};
+  plan.grid = {ceil_div(rows, z) * t.blocks_per_row, 1, 1};
   return plan;
 }
 

@@ -109,7 +109,10 @@ template <int n, typename From, typename A>
 ROPE_FN void read_shared(const From* from, rope_int stride, bool vectors, A* to) {
   constexpr int m = n * sizeof(From) > 16 ? int(16 / sizeof(From)) : n;
   if (n > 1 && vectors) {
-    for (int i = 0; i < n; i += m) to_arithmetic(*reinterpret_cast<const Vector<From, m>*>(from + i), to + i);
+    for (int i = 0; i < n; i += m) {
+      const auto v = *reinterpret_cast<const Vector<From, m>*>(from + i);
+      to_arithmetic(v, to + i);
+    }
   } else {
     for (int i = 0; i < n; i++) to[i] = A(to_arithmetic(from[i * stride]));
   }
