@@ -7,12 +7,11 @@ namespace {
 // Takes the heads first .. end - 1 of a side, which are normalised together. A v with more channels than k is cut into
 // heads of k's head_dim, of which the last may be short.
 template <int threads, typename K, typename I = typename K::I>
-ROPE_FN void take_group(const Heads<K>& heads, I first, I end) {
+ROPE_FN void take_group(const Heads<K>& heads, const GroupThreads<threads>& own, I first, I end) {
   using A = typename K::A;
   const RotateArgs& a = heads.a;
   const Tiling& tiling = heads.token.tiling;
   const Side& side = heads.params();
-  const GroupThreads<threads> own;
   const I cut = I(a.params.sides[kQ].head_dim), channels = I(side.head_dim);
   // Calls f with each chunk of this thread and its index.
   const auto each_chunk = [&](auto&& f) {
@@ -35,7 +34,7 @@ ROPE_FN void take_group(const Heads<K>& heads, I first, I end) {
         squares[0] += dot(x, x, c.whole());
       }
     });
-    if (threads > kWarp || tiling.chunks > kWarp || channels > cut) {
+    if (!own.warp || tiling.chunks > kWarp || channels > cut) {
       own.sum(squares);
     } else {  // a head that other kernels hold at once: the sum has the same bits
       A narrow[1] = {A(squares[0])};
@@ -72,16 +71,18 @@ __global__ void __launch_bounds__(threads == kWarp ? kThreads : kTokenThreads, t
   token.check();
   Heads<K> heads(a, token, false);
   if constexpr (threads == kWarp) {
+    const GroupThreads<threads> own{true};
     for (bool more = heads.next(0); more; more = heads.next(1)) {
       heads.locate();
-      if (heads.head < heads.out_end) take_group<kWarp>(heads, heads.head, heads.head + 1);
+      if (heads.head < heads.out_end) take_group(heads, own, heads.head, heads.head + 1);
     }
   } else {
     heads.take(int(blockIdx.y));
     heads.locate();
-    if (heads.side != kV && heads.out_end != 0) return take_group<threads>(heads, I(0), heads.end);
-    for (I head = (threadIdx.y * blockDim.x + threadIdx.x) / kWarp; head < heads.out_end; head += threads / kWarp) {
-      take_group<kWarp>(heads, head, head + 1);
+    const GroupThreads<threads> own{heads.side == kV};
+    const I first = own.warp ? own.thread / kWarp : 0, step = own.warp ? threads / kWarp : heads.end;
+    for (I head = first; head < heads.out_end; head += step) {
+      take_group(heads, own, head, own.warp ? head + 1 : heads.end);
     }
   }
 }

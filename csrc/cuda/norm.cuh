@@ -24,11 +24,11 @@ ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
   }
 }
 
-// The threads that share a group: a warp, or a whole thread block. Thread (x, y) takes every xs-th chunk of every ys-th
-// head.
+// The threads that share a group: a warp, or all threads of a thread block. Thread (x, y) takes every xs-th chunk of
+// every ys-th head.
 template <int threads>
 struct GroupThreads {
-  static constexpr bool warp = threads == kWarp;
+  const bool warp;
   const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
   const int x = warp ? thread % kWarp : int(threadIdx.x), xs = warp ? kWarp : int(blockDim.x);
   const int y = warp ? 0 : int(threadIdx.y), ys = warp ? 1 : int(blockDim.y);
@@ -37,15 +37,14 @@ struct GroupThreads {
   template <int n>
   ROPE_FN void sum(double (&sums)[n]) const {
     sum_over_lanes(sums, kWarp);
-    if constexpr (!warp) {
-      __shared__ double of_warps[n][threads / kWarp];
-      __syncthreads();  // all threads have read the sums of the call before this one
-      for (int i = 0; i < n && thread % kWarp == 0; i++) of_warps[i][thread / kWarp] = sums[i];
-      __syncthreads();
-      for (int i = 0; i < n; i++) {
-        sums[i] = 0.0;
-        for (const double of_warp : of_warps[i]) sums[i] += of_warp;
-      }
+    if (warp) return;
+    __shared__ double of_warps[n][threads / kWarp];
+    __syncthreads();  // all threads have read the sums of the call before this one
+    for (int i = 0; i < n && thread % kWarp == 0; i++) of_warps[i][thread / kWarp] = sums[i];
+    __syncthreads();
+    for (int i = 0; i < n; i++) {
+      sums[i] = 0.0;
+      for (const double of_warp : of_warps[i]) sums[i] += of_warp;
     }
   }
 };

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   const RotateArgs& a = n.rotate;
   wait_for_previous_kernel();
   const Part<K> part(n, tiling);
-  const GroupThreads<threads> own;
+  const GroupThreads<threads> own{!all_heads};
   const Norm<K> norm(a, tiling, part.side);
   const I head_dim = I(part.o.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
   double* const of_part = sums + part.first_sum;
