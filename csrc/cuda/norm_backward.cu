@@ -12,42 +12,33 @@ template <typename K>
 struct Part {
   using T = typename K::T;
   using I = typename K::I;
-  const RotateArgs& a;
-  const int side;
-  const Side& o;    // of the gradients
-  const Before& x;  // what the forward call normalised
-  const Parts& parts;
-  const bool vectors;  // a vector is one access
-  const I heads;
-  I begin, end;  // tokens: token t is the token t % seq of sequence t / seq
-  I first_sum;   // sums: [parts of q, channels of q], then [parts of k, channels of k]
-
-  ROPE_FN Part(const NormBackwardArgs& n, const Tiling& t)
-      : a(n.rotate),
-        side(blockIdx.x < t.parts[kQ].count ? kQ : kK),
-        o(a.params.sides[side]),
-        x(n.x[side]),
-        parts(t.parts[side]),
-        vectors(!K::strided || t.vectors),
-        heads(I(o.heads)) {
-    const rope_int of_q = t.parts[kQ].count, index = side == kQ ? blockIdx.x : blockIdx.x - of_q;
-    begin = I(index * parts.tokens);
-    end = min(begin + I(parts.tokens), I(a.params.batch * a.params.seq));
-    first_sum = I((side == kQ ? 0 : of_q * t.parts[kQ].channels) + index * parts.channels);
-  }
+  const NormBackwardArgs& n;
+  const Tiling& t;
+  const int side = blockIdx.x < t.parts[kQ].count ? kQ : kK;
+  const Parts &q = t.parts[kQ], &parts = t.parts[side];
+  const Side& params = n.rotate.params.sides[side];  // of the gradients
+  const rope_int index = side == kQ ? blockIdx.x : blockIdx.x - q.count;
+  const I heads = I(params.heads);
+  // Token i is the token i % seq of sequence i / seq.
+  const I begin = I(index * parts.tokens);
+  const I end = min(begin + I(parts.tokens), I(n.rotate.params.batch* n.rotate.params.seq));
+  // The sums are [parts of q, channels of q], then [parts of k, channels of k].
+  const I first_sum = I((side == kQ ? 0 : q.count * q.channels) + index * parts.channels);
 
   // The heads of a token: in the gradients of the results, in x, and in the gradients of x.
   struct Heads {
     TokenHeads<K::V, const T, I> g, x;
     TokenHeads<K::V, T, I> out;
   };
-  ROPE_FN Heads heads_of(const Token<K>& t) const {
+  ROPE_FN Heads heads_of(const Token<K>& token) const {
     const auto of = [&](auto* data, const rope_int* strides) {
-      using E = std::remove_pointer_t<decltype(data)>;
-      return TokenHeads<K::V, E, I>{data + t.b * I(strides[0]) + t.s * I(strides[1]), strides, vectors};
+      data += token.b * I(strides[0]) + token.s * I(strides[1]);
+      return TokenHeads<K::V, std::remove_pointer_t<decltype(data)>, I>{data, strides, !K::strided || t.vectors};
     };
-    return {of(static_cast<const T*>(a.sides[side].in), o.in), of(static_cast<const T*>(x.data), x.strides),
-            of(static_cast<T*>(a.sides[side].out), o.out)};
+    const SideData& data = n.rotate.sides[side];
+    const Before& x = n.x[side];
+    return {of(static_cast<const T*>(data.in), params.in), of(static_cast<const T*>(x.data), x.strides),
+            of(static_cast<T*>(data.out), params.out)};
   }
 };
 
@@ -66,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
   wait_for_previous_kernel();
-  const Part<K> part(n, tiling);
+  const Part<K> part{n, tiling};
   const int lane = int(threadIdx.x), lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + lane;
   const int head_teams = part.parts.teams, token_teams = int(blockDim.y) / head_teams;
   const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
@@ -162,10 +153,10 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   constexpr bool all_heads = threads > kWarp;
   const RotateArgs& a = n.rotate;
   wait_for_previous_kernel();
-  const Part<K> part(n, tiling);
+  const Part<K> part{n, tiling};
   const GroupThreads<threads> own{!all_heads};
   const Norm<K> norm(a, tiling, part.side);
-  const I head_dim = I(part.o.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
+  const I head_dim = I(part.params.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
   double* const of_part = sums + part.first_sum;
   double* const of_channels = all_heads && part.parts.channels <= kSharedSums ? dynamic_shared : of_part;
   for (I token_at = part.begin; token_at < part.end; token_at++) {

@@ -68,7 +68,6 @@ struct Tiling {
   int in_place[kSides];                    // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
   bool table_vectors;                      // rows of cos and sin are read in vectors
-  bool narrow_slots;                       // every valid slot fits in 32 bits
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
   Parts parts[2];                          // of q and k, in the backward of a norm
   int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
@@ -196,7 +195,6 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
     };
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
-  t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
   const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a

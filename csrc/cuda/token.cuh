@@ -127,11 +127,8 @@ struct Token {
   ROPE_FN Cell<I> cell() const {
     if (!p.has_slots) return {b, slot};
     if (p.blocks == 1 || slot < 0) return {slot < 0 ? I(-1) : I(0), slot};
-    if (sizeof(I) == 4 || tiling.narrow_slots) {
-      const uint32_t size = uint32_t(p.block_size), block = uint32_t(slot) / size;
-      return {I(block), I(uint32_t(slot) - block * size)};
-    }
-    const I block = slot / I(p.block_size);
+    using Unsigned = std::make_unsigned_t<I>;
+    const I block = I(Unsigned(slot) / Unsigned(p.block_size));
     return {block, slot - block * I(p.block_size)};
   }
 };

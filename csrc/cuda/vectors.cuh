@@ -75,9 +75,7 @@ struct alignas(sizeof(T) * n) Vector {
 
 // Converts a word to its two elements, the first of which is in the lower half, and back.
 ROPE_FN float2 unpack(__half, uint32_t word) { return __half22float2(bits_as<__half2>(word)); }
-ROPE_FN float2 unpack(__nv_bfloat16, uint32_t w) {
-  return {__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u)};
-}
+ROPE_FN float2 unpack(__nv_bfloat16, uint32_t w) { return {__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000)}; }
 ROPE_FN uint32_t pack(__half, float x, float y) { return bits_as<uint32_t>(__floats2half2_rn(x, y)); }
 ROPE_FN uint32_t pack(__nv_bfloat16, float x, float y) { return bits_as<uint32_t>(__floats2bfloat162_rn(x, y)); }
 
