@@ -110,9 +110,9 @@ struct Heads {
 
   // Points `in` at this side.
   ROPE_FN void find_input() {
-    const Side& o = params();
+    const rope_int* strides = params().in;
+    in = static_cast<const T*>(a.sides[side].in) + token.b * I(strides[0]) + token.s * I(strides[1]);
     out_end = -1;
-    in = static_cast<const T*>(a.sides[side].in) + token.b * I(o.in[0]) + token.s * I(o.in[1]);
   }
 
   ROPE_FN Elements<uint8_t, V> quantise(I head, const Numbers<typename K::A, V>& n) const {

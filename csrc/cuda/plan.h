@@ -27,8 +27,10 @@ constexpr int kThreads = 128;  // the most threads of a thread block
 // The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
 // limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
 // leave 128. A cache and element offsets of 64 bits need more registers.
-constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
-constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
+constexpr int resident_thread_blocks(bool general, bool cache, bool wide_index) {
+  return general ? 5 : 7 - cache - 2 * wide_index;
+}
+constexpr int kNormThreadBlocks = 5;  // the same for the usual kernel with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
 // Heads that a thread loads at a time. A general kernel needs more registers for each.
 constexpr int heads_at_once(bool general) { return general ? 1 : 2; }
@@ -235,10 +237,8 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? std::min(t.chunks, kThreads) : plan.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
-  // held: thread blocks that the GPU holds at a time
-  const bool wide = plan.wide_index || plan.general;
-  const double held =
-      double(processors) * (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, wide));
+  const double held = double(processors) * (norm ? kNormThreadBlocks  // thread blocks that the GPU holds at a time
+                                                 : resident_thread_blocks(plan.general, p.has_cache, plan.wide_index));
   // The time in which memory gives all heads.
   const double memory =
       double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);

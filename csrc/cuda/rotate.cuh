@@ -8,9 +8,7 @@ namespace rope::cuda {
 // Rotates q and k, with or without a norm of each head, and can write k and v to a cache. With a norm the lanes of a
 // team sum over a head, so that all of them stay until the last one is done.
 template <typename K>
-__global__ void __launch_bounds__(kThreads, K::norm ? (K::general_v ? 4 : kNormThreadBlocks)
-                                                    : resident_thread_blocks(K::cache && !K::general_v,
-                                                                             sizeof(typename K::I) == 8))
+__global__ void __launch_bounds__(kThreads, K::thread_blocks)
     rotate_kernel(const __grid_constant__ RotateArgs a, const __grid_constant__ Tiling tiling) {
   using A = typename K::A;
   using I = typename K::I;

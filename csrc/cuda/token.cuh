@@ -43,6 +43,9 @@ template <typename Shape, typename Index, typename Features>
 struct Policy : Shape, Features {
   using I = Index;
   static constexpr int at_once = heads_at_once(Features::by_head);  // heads that a thread loads at a time
+  static constexpr int thread_blocks =                              // that a multiprocessor should hold at a time
+      Features::norm ? kNormThreadBlocks - Features::general_v
+                     : resident_thread_blocks(Features::general_v, Features::cache, sizeof(I) == 8);
 };
 
 // Waits until the previous kernel of the stream has ended, and lets the next one begin. Every kernel calls this before

@@ -150,7 +150,7 @@ WRITTEN_CUDA = [
     ("the sums of two heads are mixed up", "csrc/cuda/norm_backward.cu", "products[«2 * i + 1»], terms", "2 * (at_once - 1 - i) + 1"),
     ("a team of parts is not summed", "csrc/cuda/norm_backward.cu", "for (int other = «1»; other < kSumTeams; other++)", "2"),
     ("the warps of a thread block are not summed", "csrc/cuda/norm.cuh", "for (const double of_warp : of_warps[i]) sums[i] += «of_warp»;", "of_warps[i][0]"),
-    ("the later heads of v are left out", "csrc/cuda/norm.cu", "/ kWarp; «head < heads.out_end»; head", "head < kTokenThreads / kWarp"),
+    ("the later heads of v are left out", "csrc/cuda/norm.cu", "for (I head = first; «head < heads.out_end»; head", "head < kTokenThreads / kWarp"),
     ("the list of tokens of a row is empty", "csrc/cuda/tables.cu", "end = t.starts[«row + 1»];", "row"),
     ("the gradients of head 0 are written for every head", "csrc/cuda/tables.cu", "first_head = by_head ? «out_row % table_heads» : 0;", "0"),
     ("inverse is ignored in a gradient", "csrc/cuda/tables.cu", "if («of_sin && p.inverse») sum", "false"),
