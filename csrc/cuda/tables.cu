@@ -35,7 +35,7 @@ ROPE_FN CosSin<A, V> conjugate(const Numbers<A, V>& x) {
 // First each thread sums the products of some heads of some tokens for the channels of its chunk. Then the threads of a
 // chunk share its channels: each adds up the sums of all of them for a channel, and writes the result. The first
 // channel of a pair is the real part, the gradient of cos, and the second one is the imaginary part, the gradient of
-// sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers (see rotate.cu).
+// sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers, see plan.h.
 template <typename S>
 __global__ void __launch_bounds__(kTableThreads, 2)
     table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ Tiling tiling) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
                                           strides, true};
         for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
-          for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
+          for (int i = 0; i < kTableHeads; i++) {  // not past the last head, see rotate.cuh
             const I head = h + i * head_teams < heads ? h + i * head_teams : h;
             g_read[i] = g.read(head, chunk);
             x_read[i] = x.read(head, chunk);

@@ -265,7 +265,12 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
         assert not p["table_vectors"] or all(is_aligned(t, 16) for t in call.tables)
         # What the usual kernels cannot do, and where they do not exist
         norm = call.norm or call.norm_v
-        few = call.q.dtype == torch.float64 or p["vector"] * call.q.itemsize < 16 or not p["vectors"] or (norm and p["wide_index"])
+        few = (
+            call.q.dtype == torch.float64
+            or p["vector"] * call.q.itemsize < 16
+            or not p["vectors"]
+            or (norm and p["wide_index"])
+        )
         other_v = call.v is not None and call.v.shape[2] > 0 and call.v_dim != call.head_dim
         by_head = call.tables is not None and call.tables[0].dim() == 4
         assert p["general"] == any((few, other_v, by_head, call.norm_v, *call.quantised))
