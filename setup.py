@@ -60,7 +60,7 @@ if sys.platform == "linux":
     FLAGS.append("-fopenmp")
 
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++. csrc/angle.h and csrc/rotation.h do
-# not depend on it. But the compensated sums (Sums in csrc/cuda/device.cuh) subtract from products, and their bits must
+# not depend on it. But the compensated sums (Sums in csrc/cuda/tables.cu) subtract from products, and their bits must
 # not depend on whether the compiler contracts the two.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo"]  # lines are for profilers
 ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # A100, H100, B200, RTX 50 and later

@@ -1,36 +1,19 @@
 // The kernel that computes tables of cos and sin.
-#include "device.cuh"
+#include "launch.cuh"
 
 namespace rope::cuda {
 namespace {
 
-template <typename T>
-ROPE_FN double element(const void* from, int64_t i) {
-  return double(to_arithmetic(static_cast<const T*>(from)[i]));
-}
-template <typename T>
-ROPE_FN double whole_number(const void* from, int64_t i) {
-  return double(static_cast<const T*>(from)[i]);
-}
-
 // Returns element i of positions, which may have any dtype, as a double.
 ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
-  switch (c.params.position_type) {
-    case PositionType::kInt8:
-      return whole_number<int8_t>(c.positions, i);
-    case PositionType::kUInt8:
-      return whole_number<uint8_t>(c.positions, i);
-    case PositionType::kInt16:
-      return whole_number<int16_t>(c.positions, i);
-    case PositionType::kInt32:
-      return whole_number<int32_t>(c.positions, i);
-    case PositionType::kInt64:
-      return whole_number<int64_t>(c.positions, i);
-    case PositionType::kFloat:
-      return element<float>(c.positions, i);
-    default:
-      return element<double>(c.positions, i);
-  }
+  const auto as = [&](auto tag) { return double(static_cast<const decltype(tag)*>(c.positions)[i]); };
+  const PositionType type = c.params.position_type;
+  if (type == PositionType::kInt8) return as(int8_t());
+  if (type == PositionType::kUInt8) return as(uint8_t());
+  if (type == PositionType::kInt16) return as(int16_t());
+  if (type == PositionType::kInt32) return as(int32_t());
+  if (type == PositionType::kInt64) return as(int64_t());
+  return type == PositionType::kFloat ? as(float()) : as(double());
 }
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
@@ -44,17 +27,14 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
-  const Frequencies frequencies{c.inv_freq, c.inv_freq_dtype == DType::kDouble, p.split_inv_freq != 0, p.inv_freq[0]};
-  const A hi = sizeof(A) == 8 ? A(c.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  const Factor<A> factor(c);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
-    Angles<A, V> angles;
+    CosSin<A, V> angles;
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
-#pragma unroll
       for (int i = 0; i < V; i++) {
-        Angle<A> angle;
-        angle_at(position, frequencies, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2], angle);
+        const auto angle = angle_at<A>(c, position, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2]);
         if constexpr (several) {
           add(sums[i], angle);
         } else {
@@ -63,30 +43,27 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
       }
     }
     if constexpr (several) {
-#pragma unroll
       for (int i = 0; i < V; i++) cos_sin_of(sums[i], angles.cos[i], angles.sin[i]);
     }
-    scale(angles, hi, lo);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T>(angles.cos);
-    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T>(angles.sin);
+    factor.scale(angles);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T, V>(angles.cos);
+    *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T, V>(angles.sin);
   }
-}
-
-template <typename T, int V>
-cudaError_t launch(const CosSinArgs& c, Queue queue) {
-  const CosSinParams& p = c.params;
-  const rope_int x = std::min(ceil_div(p.pairs, V), rope_int(kThreads)), y = kThreads / x;
-  return start({unsigned(ceil_div(p.tokens, y)), 1, 1}, {unsigned(x), unsigned(y), 1}, queue,
-               p.axes == 1 ? cos_sin_kernel<T, V, false> : cos_sin_kernel<T, V, true>, c);
 }
 
 }  // namespace
 
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
+  const CosSinParams& p = c.params;
   return with_type(c.dtype, [&](auto tag) {
     using T = decltype(tag);
     constexpr int full = 16 / sizeof(T);
-    return c.params.pairs % full == 0 ? launch<T, full>(c, queue) : launch<T, 1>(c, queue);
+    const auto launch = [&](auto v, auto several) {
+      const rope_int x = std::min(ceil_div(p.pairs, v()), rope_int(kThreads)), y = kThreads / x;
+      return start({ceil_div(p.tokens, y), 1, 1}, {x, y, 1}, 0, queue, cos_sin_kernel<T, v(), several()>, c);
+    };
+    const auto with = [&](auto v) { return p.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
+    return p.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());
   });
 }
 

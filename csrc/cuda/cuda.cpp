@@ -38,23 +38,29 @@ struct Known {
   }
 };
 
-// Returns the number of multiprocessors of a device.
-int processors(c10::DeviceIndex device) {
-  static Known counts;
-  return counts.of(device, [&](int& n) {
-    return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(device, 0));
-  });
-}
+// The device of a tensor, which is the current one as long as this lives.
+struct Device {
+  const c10::DeviceIndex index;
+  const c10::cuda::CUDAGuard guard;
 
-// Returns the current stream of a device. Environment variable TORCH_ROPE_DEPENDENT_LAUNCH=0 switches dependent
-// launches off. Asks the driver once for each device, which must be the current one.
-Queue queue(c10::DeviceIndex device) {
-  static const char* const wanted = std::getenv("TORCH_ROPE_DEPENDENT_LAUNCH");
-  static Known architectures;
-  const int found = architectures.of(device, architecture);
-  return {c10::cuda::getCurrentCUDAStream(device).stream(),
-          found >= 90 && !(wanted && std::string_view(wanted) == "0")};
-}
+  explicit Device(const Tensor& t) : index(t.device().index()), guard(t.device()) {}
+
+  // Returns the number of multiprocessors.
+  int processors() const {
+    static Known counts;
+    return counts.of(index, [&](int& n) {
+      return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(index, 0));
+    });
+  }
+  // Returns the current stream. TORCH_ROPE_DEPENDENT_LAUNCH=0 in the environment switches dependent launches off.
+  Queue queue() const {
+    static const char* const wanted = std::getenv("TORCH_ROPE_DEPENDENT_LAUNCH");
+    static Known architectures;
+    const int found = architectures.of(index, architecture);
+    return {c10::cuda::getCurrentCUDAStream(index).stream(),
+            found >= 90 && !(wanted && std::string_view(wanted) == "0")};
+  }
+};
 
 // Checks the call, and returns whether there is anything to compute.
 bool ready(const RotateCall& call, const RopeParams& p) {
@@ -62,37 +68,33 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   // The kernel asserts positions that are in a tensor, to read them here would wait for the GPU, and positions that are
   // errors only if a slot is not negative.
   if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
-  TORCH_CHECK_NOT_IMPLEMENTED(p.head_dim <= INT_MAX, call.op, ": head_dim is ", p.head_dim, " but must be at most ",
+  const rope_int head_dim = p.sides[kQ].head_dim;
+  TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
-  return p.head_dim != 0 || p.v_dim != 0;
+  return head_dim != 0 || p.sides[kV].head_dim != 0;
 }
 
 struct Cuda : AnyBackend {
   static void rotate(const RotateCall& call) {
     RotateArgs a = call.args();
     if (!ready(call, a.params)) return;
-    const c10::Device device = call.q->device();
-    const c10::cuda::CUDAGuard guard(device);
-    const Plan plan = plan_rotate(a, processors(device.index()));
+    const Device device(call.q());
+    const Plan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
-    const Queue on = queue(device.index());
-    C10_CUDA_CHECK(takes_norm(a.params) ? norm_rotate(a, plan, on) : cuda::rotate(a, plan, on));
+    C10_CUDA_CHECK((takes_norm(a.params) ? norm_rotate : cuda::rotate)(a, plan, device.queue()));
   }
 
   static void norm_backward(const NormBackwardCall& call) {
     const NormBackwardArgs n = call.args();
     if (!ready(call.rotate, n.rotate.params)) {
-      call.q_norm_weight_grad.zero_();
-      call.k_norm_weight_grad.zero_();
+      for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
-    const c10::Device device = call.q.device();
-    const c10::cuda::CUDAGuard guard(device);
-    const BackwardPlan plan = plan_norm_backward(n);
-    const Tensor sums = at::empty({plan.sums}, call.q.options().dtype(at::kDouble));
-    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(),
-                                       call.q_norm_weight_grad.mutable_data_ptr(),
-                                       call.k_norm_weight_grad.mutable_data_ptr(), queue(device.index())));
+    const Device device(call.rotate.q());
+    const Plan plan = plan_norm_backward(n);
+    const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
+    void* const weight_grad[2] = {call.weight_grad[kQ]->mutable_data_ptr(), call.weight_grad[kK]->mutable_data_ptr()};
+    C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));
   }
 
   static void table_backward(const TableBackwardCall& call) {
@@ -101,22 +103,18 @@ struct Cuda : AnyBackend {
       call.sin_grad.zero_();
       return;
     }
-    const c10::Device device = call.q.device();
-    const c10::cuda::CUDAGuard guard(device);
+    const Device device(call.rotate.q());
     const auto [order, starts] = call.tokens().listed ? call.order_and_starts() : std::pair<Tensor, Tensor>();
     const TableBackwardArgs b = call.args(order, starts);
-    const TablePlan plan = plan_table_backward(b);
-    if (plan.grid.x == 0) return;
-    C10_CUDA_CHECK(cuda::table_backward(b, plan, queue(device.index())));
+    const Plan plan = plan_table_backward(b);
+    if (plan.grid.x != 0) C10_CUDA_CHECK(cuda::table_backward(b, plan, device.queue()));
   }
 
   static void cos_sin(const CosSinCall& call) {
-    const c10::Device device = call.positions.device();
-    const c10::cuda::CUDAGuard guard(device);
+    const Device device(call.positions);
     const Tensor positions = call.positions.contiguous();
     const CosSinArgs c = call.args(positions, call.inv_freq);
-    if (c.params.tokens == 0 || c.params.pairs == 0) return;
-    C10_CUDA_CHECK(cuda::cos_sin(c, queue(device.index())));
+    if (c.params.tokens != 0 && c.params.pairs != 0) C10_CUDA_CHECK(cuda::cos_sin(c, device.queue()));
   }
 };
 

@@ -13,9 +13,6 @@ struct Queue {
   // A kernel may begin before the previous kernel of the stream has ended (programmatic dependent launch). So its
   // thread blocks are ready when that one ends. Needs code for sm_90 or later.
   bool dependent;
-  unsigned dynamic_shared = 0;  // bytes of shared memory that a thread block has besides the variables of its kernel
-
-  Queue with_shared(unsigned bytes) const { return {stream, dependent, bytes}; }
 };
 
 // Returns the architecture that the kernels are compiled for of which the current device runs the code, such as 90.
@@ -25,13 +22,10 @@ cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue);
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
-// q_gradient, k_gradient: the gradients of the weights, contiguous, of the shapes and dtypes of the weights.
-cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums, void* q_gradient,
-                          void* k_gradient, Queue queue);
-
-cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue);
-
-// The positions must be contiguous.
-cudaError_t cos_sin(const CosSinArgs& c, Queue queue);
+// weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.
+cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
+                          Queue queue);
+cudaError_t table_backward(const TableBackwardArgs& b, const Plan& plan, Queue queue);
+cudaError_t cos_sin(const CosSinArgs& c, Queue queue);  // the positions must be contiguous
 
 }  // namespace rope::cuda

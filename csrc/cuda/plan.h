@@ -1,22 +1,19 @@
 // The launch plan of a call on CUDA: which vectors the kernels access, whether element offsets need 64 bits, and how
 // the work is divided among thread blocks. csrc/plan.h explains vectors and chunks.
 //
-// Threads. A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads
-// with the same y and z are a team: they share one head of one token, a chunk for each thread. A team takes several
-// heads of its token one after another, so that the angles of a chunk are loaded or computed once for all of them. (The
-// backward kernels cut their work in their own ways, see the end of this file.)
+// A thread block has up to three axes: x over the chunks of a head, y over heads, z over tokens. The x threads with the
+// same y and z are a team: they share one head of one token, a chunk for each thread. A team takes several heads of its
+// token one after another, so that the angles of a chunk are loaded or computed once for all of them. Neighbouring
+// teams access neighbouring memory: different heads of a token if those are adjacent ([batch, seq, heads, head_dim]),
+// else different tokens ([batch, heads, seq, head_dim]).
 //
-// Thread blocks. The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for
-// shares of heads_per_thread_block heads of that list, and z for the sequences of the batch. Inside a thread block,
-// teams are assigned so that neighbouring teams access neighbouring memory: to different heads of a token if those are
-// adjacent ([batch, seq, heads, head_dim]), else to different tokens ([batch, heads, seq, head_dim]). A head of v with
-// more channels than a team has threads for stands in the list once for each piece of head_dim channels.
+// The heads of q, k and v are numbered as one list. The grid has x for groups of block.z tokens, y for shares of that
+// list, and z for the sequences of the batch. A v with another head_dim than k is not in the list, unless a warp takes
+// each head; the thread blocks that follow the shares copy it.
 //
-// Kernels. For each combination of types there is a kernel for what models usually need, and a general kernel that can
-// also read tables by head, round as torch's operators do, and copy a v with another head_dim than q and k. Only
-// kernels with a norm normalise v and write to quantised caches: a general one, or the one for wide heads, which also
-// take such calls without a norm of q and k. A norm over all heads of a token has a kernel of its own, in which a
-// thread block takes all heads of q, k or v of a token.
+// For 16- and 32-bit types there are kernels for what models usually need, with the widest vectors as single accesses.
+// A general kernel takes all else, see Plain in token.cuh. Norms of heads that are wider than a team, or of all heads
+// of a token together, have general kernels of their own.
 #pragma once
 
 #include <cmath>
@@ -29,15 +26,16 @@ namespace rope::cuda {
 constexpr int kThreads = 128;  // the most threads of a thread block
 // The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
 // limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
-// leave 128. A cache and element offsets of 64 bits need more registers. With these bounds no kernel without a norm
-// spills (tests/exhaustive/cuda/test_build.py).
-constexpr int resident_thread_blocks(bool cache, bool wide_index) { return 7 - cache - 2 * wide_index; }
-constexpr int kNormThreadBlocks = 5;  // the same for the kernels with a norm
+// leave 128. A cache and element offsets of 64 bits need more registers.
+constexpr int resident_thread_blocks(bool general, bool cache, bool wide_index) {
+  return general ? 5 : 7 - cache - 2 * wide_index;
+}
+constexpr int kNormThreadBlocks = 5;  // the same for the usual kernel with a norm
 constexpr int kTokenThreads = 256;    // of a thread block that normalises all heads of a token together
-// Heads that a thread loads at a time, unless they are wide. A general kernel needs more registers for each.
-template <bool general>
-constexpr int kHeadsAtOnce = general ? 1 : 2;
-inline int heads_at_once(bool general) { return general ? kHeadsAtOnce<true> : kHeadsAtOnce<false>; }
+// Heads that a thread loads at a time. A general kernel needs more registers for each.
+constexpr int heads_at_once(bool general) { return general ? 1 : 2; }
+// Whether there are kernels for what models usually need, with vectors of this length.
+constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8 && itemsize * vector == 16; }
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
@@ -47,6 +45,16 @@ constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
 
 struct Dim3 {
   unsigned x, y, z;
+
+  constexpr Dim3(rope_int x = 0, rope_int y = 0, rope_int z = 0) : x(unsigned(x)), y(unsigned(y)), z(unsigned(z)) {}
+};
+
+// How the tokens of q, or those of k, are divided into parts in the backward of a norm.
+struct Parts {
+  rope_int count;
+  rope_int tokens;    // of a part
+  rope_int channels;  // the sums of a part: of each weight
+  int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
 };
 
 // The numbers that the kernels need besides the arguments of the call.
@@ -54,67 +62,60 @@ struct Tiling {
   int vector;                       // channels of a vector
   int chunks, rotated;              // of a head; the rotated chunks come first
   rope_int heads_per_thread_block;  // a thread block's share of the list of heads; team y takes every block.y-th
-  rope_int heads;                   // of the list
-  rope_int k_start, v_start;        // where the heads of k and v begin in it
-  rope_int v_pieces;                // each head of v is this many pieces of head_dim channels; the last may have less
-  rope_int v_together;              // pieces that a team takes together: all that are normalised together, else 1
-  rope_int first_sequence;          // the sequence of blockIdx.z == 0
+  rope_int starts[kSides + 1];      // where the heads of q, k and v begin in the list, and where the list ends
+  unsigned shares;                  // of the list; thread blocks with a greater blockIdx.y copy a v of another shape
   int position_step;                // a token without positions has position s * position_step, see merge_batch()
+  rope_int first_sequence;          // the sequence of blockIdx.z == 0
   rope_int first_position, last_position;  // the positions that are allowed
-  int q_in_place, k_in_place;              // the result is written over the input
-  // A team of the norm kernels holds a whole head, one chunk for each thread. Otherwise the team is a whole warp and
-  // goes over each head in steps of one chunk for each lane.
-  bool one_step;
-  bool vectors;           // a vector is one access; else its channels are accessed one by one
-  bool table_vectors;     // rows of cos and sin are read in vectors
-  bool narrow_slots;      // every valid slot fits in 32 bits
-  double per_channel[3];  // of q, k and v: 1 / the number of channels that are normalised together
+  int in_place[kSides];                    // the result is written over the input
+  bool vectors;                            // a vector is one access; else its channels are accessed one by one
+  bool table_vectors;                      // rows of cos and sin are read in vectors
+  double per_channel[kSides];              // 1 / the number of channels that are normalised together
+  Parts parts[2];                          // of q and k, in the backward of a norm
+  int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
+  int blocks_per_row;  // in the gradients of tables: thread blocks that divide the chunks of a row
 };
 
 struct Plan {
   Tiling tiling;
-  bool wide_index;  // element offsets need 64 bits
-  bool general;     // a general kernel is needed
-  bool any;         // it must also normalise v or write to quantised caches
-  Dim3 block;       // chunks, heads, tokens
-  Dim3 grid;  // groups of tokens, shares of the heads, sequences (kMaxGrid at most; start() launches again for more)
+  bool wide_index;          // element offsets need 64 bits
+  bool general;             // a general kernel is needed
+  bool one_step;            // with a norm: a team holds a whole head, one chunk for each thread
+  Dim3 block;               // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
+  Dim3 grid;                // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
+  rope_int sums;            // the sums of all parts
+  unsigned dynamic_shared;  // bytes of shared memory besides the variables of the kernel
 };
 
-// Returns whether a call needs what only kernels with a norm can do.
-inline bool needs_any(const RopeParams& p) { return p.norm_v || p.k_cache.quantised || p.v_cache.quantised; }
 // Returns whether a kernel with a norm takes the call.
-inline bool takes_norm(const RopeParams& p) { return p.has_norm || needs_any(p); }
+inline bool takes_norm(const RopeParams& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
 
-// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results.
-// Stops and returns false as soon as f does.
+// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results, and
+// in a backward, x. Stops and returns false as soon as f does.
 template <typename F>
-bool all_sides(const RotateArgs& a, F&& f) {
+bool all_sides(const RotateArgs& a, const Before* x, F&& f) {
   const RopeParams& p = a.params;
   const int itemsize = size_of(a.x_dtype);
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads, rope_int channels, bool cache,
-                        bool quantised) {
-    const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, heads, channels};
-    return heads == 0 || channels == 0 || f(data, strides, sizes, quantised ? 1 : itemsize);
-  };
-  const auto sides = [&](const void* in, const void* out, const Operand& o, rope_int channels, bool cache,
-                         bool quantised) {
-    return side(in, o.in, o.heads, channels, false, false) && side(out, o.out, o.heads, channels, cache, quantised);
-  };
-  return sides(a.q_in, a.q_out, p.q, p.head_dim, false, false) &&
-         sides(a.k_in, a.k_out, p.k, p.head_dim, p.has_cache, p.k_cache.quantised) &&
-         sides(a.v_in, a.v_out, p.v, p.v_dim, p.has_cache, p.v_cache.quantised);
+  for (int i = 0; i < kSides; i++) {
+    const Side& side = p.sides[i];
+    if (side.heads == 0 || side.head_dim == 0) continue;
+    const bool cache = i != kQ && p.has_cache;
+    const rope_int in[4] = {p.batch, p.seq, side.heads, side.head_dim};
+    const rope_int out[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads, side.head_dim};
+    if (!f(a.sides[i].in, side.in, in, itemsize)) return false;
+    if (!f(a.sides[i].out, side.out, out, side.format ? 1 : itemsize)) return false;
+    if (x && !f(x[i].data, x[i].strides, in, itemsize)) return false;
+  }
+  return true;
 }
 
 // Returns the largest element offset in positions, slots, tables and frequencies.
 inline rope_int last_parameter(const RopeParams& p) {
-  const rope_int b = p.batch - 1, s = p.seq - 1, columns = p.rotary_dim / 2 - 1;
-  const rope_int row = p.source == kTableByPosition ? p.table_rows - 1 : s;
-  const rope_int head = p.q.heads - 1;  // k has as many if a table is by head
-  const auto last_of = [&](const rope_int* table) {
-    return b * table[0] + row * table[1] + head * table[2] + columns * table[3];
-  };
-  return std::max({b * p.positions[0] + s * p.positions[1], b * p.slots[0] + s * p.slots[1], last_of(p.cos),
-                   last_of(p.sin), columns * p.inv_freq[1]});
+  const rope_int row = p.source == kTableByPosition ? p.table_rows : p.seq, columns = p.rotary_dim / 2;
+  const rope_int table[4] = {p.batch, row, p.sides[kQ].heads, columns};  // k has as many heads if a table is by head
+  const rope_int tokens[2] = {p.batch, p.seq};
+  return std::max({last_offset(p.positions, tokens, 2), last_offset(p.slots, tokens, 2), last_offset(p.cos, table, 4),
+                   last_offset(p.sin, table, 4), last_offset(p.inv_freq + 1, &columns, 1)});
 }
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
@@ -123,92 +124,80 @@ inline rope_int last_parameter(const RopeParams& p) {
 inline int merge_batch(RotateArgs& a) {
   RopeParams& p = a.params;
   if (p.batch == 1) return 1;
-  const bool cache = p.has_cache, by_token = p.source == kTableByToken || p.source == kTableByHead;
-  if (cache && !p.has_slots) return 1;                        // sequence b goes to block b
+  const bool by_token = p.source == kTableByToken || p.source == kTableByHead;
+  if (p.has_cache && !p.has_slots) return 1;                  // sequence b goes to block b
   if (!p.has_positions && !by_token && p.seq != 1) return 1;  // each sequence starts at position 0 again
   rope_int* strides[10];  // of each tensor: strides[i][0] between sequences, strides[i][1] between tokens
   int n = 0;
-  const auto add = [&](bool used, rope_int* of_tensor) {
-    if (used) strides[n++] = of_tensor;
-  };
-  add(p.q.heads, p.q.in);
-  add(p.q.heads, p.q.out);
-  add(p.k.heads, p.k.in);
-  add(p.k.heads && !cache, p.k.out);
-  add(cache, p.v.in);
-  add(p.has_positions, p.positions);
-  add(by_token, p.cos);
-  add(by_token, p.sin);
-  add(p.has_slots, p.slots);
+  for (int i = 0; i < kSides; i++) {
+    Side& side = p.sides[i];
+    if (side.heads) strides[n++] = side.in;
+    if (side.heads && (i == kQ || !p.has_cache)) strides[n++] = side.out;
+  }
+  if (p.has_positions) strides[n++] = p.positions;
+  if (p.has_slots) strides[n++] = p.slots;
+  if (by_token) strides[n++] = p.cos, strides[n++] = p.sin;
   for (int i = 0; i < n; i++) {
     if (p.seq != 1 && strides[i][0] != p.seq * strides[i][1]) return 1;
   }
-  for (int i = 0; i < n; i++) {
-    if (p.seq == 1) strides[i][1] = strides[i][0];
-  }
-  const int step = p.seq == 1 && !p.has_positions ? 0 : 1;
+  for (int i = 0; i < n && p.seq == 1; i++) strides[i][1] = strides[i][0];
+  const int step = p.seq != 1 || p.has_positions;
   p.seq *= p.batch;
   p.batch = 1;
   return step;
 }
 
 // Returns the part of a plan that follows from the sizes of one head and from alignment; block and grid stay empty.
-// all: all_sides(), or a function like it that has more tensors.
-template <typename Sides>
-Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
+// x: in a backward, the q and k of the forward call
+inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr) {
   const RopeParams& p = a.params;
-  const int full = 16 / size_of(a.x_dtype);
-  // Returns whether a head can be cut into vectors of v channels. Without a norm, a vector kernel gives each thread one
-  // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * v) + 1 chunks.
-  const auto fits_thread_block = [&](int v) { return fits(p, v) && (norm || p.head_dim <= 2 * v * (kThreads - 1)); };
-  const auto reaches = [&](int v) {
-    return p.v_dim % v == 0 && all([&](const void* data, const rope_int* strides, const rope_int* sizes, int itemsize) {
-             return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, itemsize, v * itemsize);
-           });
+  const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
+  const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
+  // Returns whether a head can be cut into vectors of n channels. Without a norm, a vector kernel gives each thread one
+  // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * n) + 1 chunks.
+  const auto fits_thread_block = [&](int n) { return fits(p, n) && (norm || q.head_dim <= 2 * n * (kThreads - 1)); };
+  const auto reaches = [&](int n) {
+    const auto aligned = [&](const void* data, const rope_int* strides, const rope_int* sizes, int size) {
+      return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
+    };
+    return v.head_dim % n == 0 && all_sides(a, x, aligned);
   };
   Plan plan{};
   Tiling& t = plan.tiling;
   t.vector = 1;
-  if (norm) {  // the order of the sums of a norm follows from sizes alone, never from strides or addresses
-    if (full > 1 && fits_thread_block(full)) t.vector = full;
-    t.vectors = t.vector > 1 && reaches(full);
-  } else {  // 16 bytes, or 8, or one channel
-    for (int v = full; v > 1 && v >= full / 2 && !t.vectors; v /= 2) {
-      t.vectors = fits_thread_block(v) && reaches(v);
-      if (t.vectors) t.vector = v;
-    }
+  // The order of the sums of a norm follows from sizes alone, so only sizes choose its vectors, of 16 bytes. Otherwise
+  // they have 16 bytes, or 8, or one channel.
+  for (int n = full; n > 1 && n >= (norm ? full : full / 2) && t.vector == 1; n /= 2) {
+    t.vectors = fits_thread_block(n) && reaches(n);
+    if (t.vectors || (norm && fits_thread_block(n))) t.vector = n;
   }
-  t.q_in_place = a.q_in == a.q_out;
-  t.k_in_place = a.k_in == a.k_out && !p.has_cache;
-  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.q_in_place, t.k_in_place));
+  for (int i = 0; i < kSides; i++) {
+    const Side& side = p.sides[i];
+    t.in_place[i] = a.sides[i].in == a.sides[i].out && (i == kQ || !p.has_cache);
+    t.per_channel[i] = 1.0 / double(side.norm == kAllHeads ? side.heads * side.head_dim : side.head_dim);
+  }
+  const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.in_place[kQ], t.in_place[kK]));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
-  t.one_step = t.chunks <= kWarp;
-  t.v_pieces = ceil_div(p.v_dim, p.head_dim);
-  t.v_together = p.norm_v || p.norm_over_heads ? std::max<rope_int>(t.v_pieces, 1) : 1;
+  plan.one_step = t.chunks <= kWarp;
   // Offsets of 32 bits also limit the numbers of heads and channels to INT32_MAX / 4, so that loop counters cannot
-  // overflow: the list of all heads has those of q, k and v, and a kernel counts past the last head or channel before
-  // it stops.
-  plan.wide_index = !all([&](const void*, const rope_int* strides, const rope_int* sizes, int) {
+  // overflow: a list has the heads of q, k and v, and a kernel counts past the last head or channel before it stops.
+  const auto is_near = [](const void*, const rope_int* strides, const rope_int* sizes, int) {
     return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
-  }) || last_parameter(p) > INT32_MAX ||
-                    p.v.heads * t.v_pieces > INT32_MAX / 4;
-  plan.any = needs_any(p);
-  plan.general = plan.any || p.rounding != kOnce || p.source == kTableByHead || p.norm_over_heads ||
-                 (p.v.heads && p.v_dim != p.head_dim);
+  };
+  plan.wide_index = !all_sides(a, x, is_near) || last_parameter(p) > INT32_MAX;
+  plan.general = !has_usual_kernels(itemsize, t.vector) || !t.vectors || (norm && plan.wide_index) ||
+                 p.rounding != kOnce || p.source == kTableByHead || v.norm || q.format || k.format || v.format ||
+                 (v.heads && v.head_dim != q.head_dim);
   if (a.cos) {
     const int table_size = size_of(a.table_dtype);
     const auto aligned = [&](const void* data, const rope_int* strides) {
-      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && strides[2] * table_size % 16 == 0 &&
-             strides[1] * table_size % 16 == 0 && strides[0] * table_size % 16 == 0;
+      const auto whole = [&](rope_int stride) { return stride * table_size % 16 == 0; };
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && std::all_of(strides, strides + 3, whole);
     };
     t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
   }
-  t.narrow_slots = p.blocks * p.block_size <= INT32_MAX;
-  const rope_int together[3] = {p.norm_over_heads ? p.q.heads * p.head_dim : p.head_dim,
-                                p.norm_over_heads ? p.k.heads * p.head_dim : p.head_dim, p.v_dim};
-  for (int i = 0; i < 3; i++) t.per_channel[i] = 1.0 / double(together[i]);
-  const PositionRange range = position_range(p, /*cache_by_position=*/p.has_cache && !p.has_slots);
+  const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
   // number that is at least 0; it is greater than INT64_MAX + offset.
@@ -220,43 +209,39 @@ Plan plan_head(const RotateArgs& a, bool norm, Sides&& all) {
 // with the least time. If some have about the same, it takes the one with most teams over heads, which share angles.
 //
 // Times count loads: the time from one load to the next that needs it is 1. A thread loads the position, then angles,
-// then its heads, kHeadsAtOnce at a time. The GPU holds a number of thread blocks at a time, and takes all of them in
-// rounds.
+// then its heads, some at a time. The GPU takes all thread blocks in rounds of as many as it holds.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   RopeParams& p = a.params;
-  if (p.head_dim == 0) {  // v alone has channels
-    p.q.heads = p.k.heads = 0;
-    p.head_dim = std::min<rope_int>(p.v_dim, 1024);
-    p.has_norm = p.norm_over_heads = 0;
+  Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
+  if (q.head_dim == 0) {  // v alone has channels
+    q.heads = k.heads = 0;
+    q.head_dim = v.head_dim;
   }
   const bool norm = takes_norm(p);
-  Plan plan = plan_head(a, norm, [&](auto&& f) { return all_sides(a, f); });
+  Plan plan = plan_head(a, norm);
   Tiling& t = plan.tiling;
   t.position_step = position_step;
-  t.k_start = p.q.heads;
-  t.v_start = t.k_start + p.k.heads;
-  t.heads = t.v_start + p.v.heads * (t.v_pieces / t.v_together);
-  if (t.heads == 0 || t.chunks == 0) return plan;  // an empty grid
-
-  if (p.norm_over_heads) {
+  if (q.heads + k.heads + v.heads == 0 || t.chunks == 0) return plan;  // an empty grid
+  if (q.norm == kAllHeads) {
     const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-    plan.block = {unsigned(x), unsigned(kTokenThreads / x), 1};
-    plan.grid = {unsigned(p.seq), t.heads > t.v_start ? 3u : 2u, unsigned(std::min(p.batch, kMaxGrid))};
+    plan.block = {x, kTokenThreads / x, 1};
+    plan.grid = {p.seq, v.heads ? 3 : 2, p.batch};
     return plan;
   }
-  // Only the kernel for wide heads is a general one for any layout, and normalises the heads of v of another size.
-  if (plan.general && (plan.wide_index || !t.vectors)) t.one_step = false;
-  if (p.norm_v && p.v_dim != p.head_dim) t.one_step = false;
+  const bool other_v = v.head_dim != q.head_dim;
+  if (other_v && v.norm) plan.one_step = false;  // a warp takes each head
+  const bool lists_v = !other_v || (norm && !plan.one_step);
+  for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + (i != kV || lists_v ? p.sides[i].heads : 0);
+  const rope_int heads = std::max<rope_int>(t.starts[kSides], 1);
   // x: threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
-  const rope_int x = !norm ? std::min(t.chunks, kThreads) : t.one_step ? power_of_two(t.chunks) : kWarp;
+  const rope_int x = !norm ? std::min(t.chunks, kThreads) : plan.one_step ? power_of_two(t.chunks) : kWarp;
   const rope_int teams = kThreads / x;
-  const double held =  // thread blocks that the GPU holds at a time
-      double(processors) *
-      (norm ? kNormThreadBlocks : resident_thread_blocks(p.has_cache && !plan.general, plan.wide_index));
+  const double held = double(processors) * (norm ? kNormThreadBlocks  // thread blocks that the GPU holds at a time
+                                                 : resident_thread_blocks(plan.general, p.has_cache, plan.wide_index));
   // The time in which memory gives all heads.
-  const double memory = double(p.batch * p.seq) * double(t.heads * p.head_dim * size_of(a.x_dtype)) /
-                        (double(processors) * kBytesUnderWay);
+  const double memory =
+      double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);
   const rope_int at_once = heads_at_once(plan.general);
   // Returns the time of `rounds` rounds with n heads for each thread. The GPU is not full in a last round that is not
   // whole; then the loads of a thread may take longer than memory needs.
@@ -265,27 +250,30 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     return whole / rounds * memory +
            (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, at_once))));
   };
-  const bool tokens_adjacent = p.seq > 1 && p.q.in[2] > p.q.in[1];
+  const bool tokens_adjacent = p.seq > 1 && q.in[2] > q.in[1];
   const rope_int most = tokens_adjacent ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
   double least = INFINITY;
   // y: teams over heads, a power of two. z: teams over tokens. n: heads that a team takes.
   for (rope_int y = power_of_two(most + 1) / 2; y >= 1; y /= 2) {
     rope_int z = std::min(teams / y, kMaxBlockZ);
     if (!norm) z = std::min(z, p.seq);
-    const rope_int steps = ceil_div(t.heads, y);  // n, if one thread block takes all heads of a token
+    const rope_int steps = ceil_div(heads, y);  // n, if one thread block takes all heads of a token
     const double groups = double(ceil_div(p.seq, z)) * double(p.batch);
     // As many thread blocks share the heads of a token as the GPU holds at a time.
-    rope_int n = ceil_div(steps, std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid));
-    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * t.heads; };  // more than one in 16 threads
+    const rope_int most_blocks = std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid / 2);
+    rope_int n = ceil_div(steps, most_blocks);
+    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * heads; };  // more than one in 16 threads
     while (n < steps && idle()) n++;
     if (y > 1 && idle()) continue;
     const rope_int shares = ceil_div(steps, n);
+    const rope_int of_v = lists_v ? 0 : ceil_div(v.heads * ceil_div(v.head_dim, 2 * t.vector), x * y);
     const double time = time_of(groups * double(shares) / held, n);
     if (time >= 0.95 * least) continue;
     least = time;
     t.heads_per_thread_block = y * n;
-    plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-    plan.grid = {unsigned(ceil_div(p.seq, z)), unsigned(shares), unsigned(std::min(p.batch, kMaxGrid))};
+    t.shares = unsigned(shares);
+    plan.block = {x, y, z};
+    plan.grid = {ceil_div(p.seq, z), shares + std::min(of_v, most_blocks), p.batch};
   }
   return plan;
 }
@@ -302,76 +290,36 @@ constexpr int kSumChannels = 16, kSumTeams = 32;
 // holds up to kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all.
 constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
 
-// How the tokens of q, or those of k, are divided.
-struct Share {
-  rope_int parts;
-  rope_int tokens;    // of a part
-  int teams;          // teams over the heads of a token, a power of two; the other teams are over tokens
-  rope_int channels;  // the sums of a part: of each weight
-};
-
-struct BackwardTiling {
-  Tiling tiling;
-  Share q, k;
-};
-
-struct BackwardPlan {
-  BackwardTiling tiling;
-  bool wide_index;          // element offsets need 64 bits
-  bool general;             // see Plan
-  Dim3 block;               // chunks, teams
-  Dim3 grid;                // the parts of q, then those of k
-  rope_int sums;            // the sums of all parts
-  unsigned dynamic_shared;  // bytes
-};
-
-// Calls f as all_sides() does, for the gradients and for the q and k that they belong to.
-template <typename Args, typename F>
-bool all_gradient_sides(const Args& args, F&& f) {
-  const RopeParams& p = args.rotate.params;
-  const auto side = [&](const void* data, const rope_int* strides, rope_int heads) {
-    const rope_int sizes[4] = {p.batch, p.seq, heads, p.head_dim};
-    return heads == 0 || f(data, strides, sizes, size_of(args.rotate.x_dtype));
-  };
-  return all_sides(args.rotate, f) && side(args.q_in, args.q, p.q.heads) && side(args.k_in, args.k, p.k.heads);
-}
-
-inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
-  const RotateArgs& a = n.rotate;
-  const RopeParams& p = a.params;
-  BackwardPlan plan{};
-  Tiling& t = plan.tiling.tiling;
-  const Plan head = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(n, f); });
-  plan.wide_index = head.wide_index;
-  plan.general = head.general;
-  t = head.tiling;
+inline Plan plan_norm_backward(const NormBackwardArgs& n) {
+  const RopeParams& p = n.rotate.params;
+  const Side &q = p.sides[kQ], &k = p.sides[kK];
+  Plan plan = plan_head(n.rotate, true, n.x);
+  Tiling& t = plan.tiling;
   t.position_step = 1;
-  const bool over_heads = p.norm_over_heads;
+  const bool all_heads = q.norm == kAllHeads;
   // The thread block of a wide head is a single team, which takes one head at a time.
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp));
-  const rope_int teams = over_heads || t.one_step ? kThreads / x : 1;
-  const rope_int heads = !over_heads && t.one_step ? heads_at_once(plan.general) : 1;  // that a team takes at a time
-  const rope_int tokens = p.batch * p.seq, most_heads = std::max({p.q.heads, p.k.heads, rope_int(1)});
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = all_heads || plan.one_step ? kThreads / x : 1;
+  t.at_once = heads_at_once(p.source == kTableByHead);
+  const rope_int heads = !all_heads && plan.one_step ? t.at_once : 1;  // that a team takes at a time
+  const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
   // The heads of a part: those of whole tokens, of q and of k.
-  rope_int of_part =
-      std::max(teams * heads, ceil_div(tokens * (p.q.heads + p.k.heads), over_heads ? kTokenParts : kParts));
+  rope_int of_part = std::max(teams * heads, ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
   of_part = ceil_div(of_part, most_heads) * most_heads;
-  const auto share = [&](const Operand& o) -> Share {
-    const rope_int channels = p.head_dim * (over_heads ? o.heads : 1);
-    if (o.heads == 0) return {0, 0, 1, channels};
-    const rope_int tokens_of_part = ceil_div(of_part, o.heads);
-    return {ceil_div(tokens, tokens_of_part), tokens_of_part,
-            int(std::min(power_of_two(ceil_div(o.heads, heads)), teams)), channels};
-  };
-  plan.tiling.q = share(p.q);
-  plan.tiling.k = share(p.k);
-  for (const Share& s : {plan.tiling.q, plan.tiling.k}) {
-    plan.sums += s.parts * s.channels;
-    if (over_heads && s.channels <= kSharedSums)
-      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(s.channels * sizeof(double)));
+  for (int i = kQ; i <= kK; i++) {
+    const Side& side = p.sides[i];
+    Parts& parts = t.parts[i];
+    parts = {0, 0, side.head_dim * (all_heads ? side.heads : 1), 1};
+    if (side.heads != 0) {
+      parts.tokens = ceil_div(of_part, side.heads);
+      parts.count = ceil_div(tokens, parts.tokens);
+      parts.teams = int(std::min(power_of_two(ceil_div(side.heads, heads)), teams));
+    }
+    plan.sums += parts.count * parts.channels;
+    if (all_heads && parts.channels <= kSharedSums)
+      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(parts.channels * sizeof(double)));
   }
-  plan.block = {unsigned(x), unsigned(teams), 1};
-  plan.grid = {unsigned(plan.tiling.q.parts + plan.tiling.k.parts), 1, 1};
+  plan.block = {x, teams, 1};
+  plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
   return plan;
 }
 
@@ -384,40 +332,26 @@ constexpr int kTableHeads = 2;               // heads that a thread loads at a t
 constexpr rope_int kTableFilling = 1 << 17;  // threads that fill a GPU; beyond that a thread takes more heads
 constexpr rope_int kTableBlocks = 512;       // thread blocks that fill a GPU
 
-struct TableTiling {
-  Tiling tiling;
-  int blocks_per_row;  // thread blocks that divide the chunks of a row
-  rope_int heads;      // the number of heads, if the tables are by head; they have a row for each
-};
-
-struct TablePlan {
-  TableTiling tiling;
-  Dim3 block;  // chunks, heads and tokens, rows
-  Dim3 grid;   // x is blocks_per_row for each group of block.z rows
-};
-
-inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
-  const RotateArgs& a = b.rotate;
-  const RopeParams& p = a.params;
-  TablePlan plan{};
-  Tiling& t = plan.tiling.tiling;
-  t = plan_head(a, true, [&](auto&& f) { return all_gradient_sides(b, f); }).tiling;
+inline Plan plan_table_backward(const TableBackwardArgs& b) {
+  const RopeParams& p = b.rotate.params;
+  Plan plan = plan_head(b.rotate, true, b.x);
+  Tiling& t = plan.tiling;
   // The vectors that sizes allow, even if addresses do not: y below, and with it the order of the sums, follows from
   // them.
-  const rope_int chunks = t.rotated, bytes = t.vector * size_of(a.x_dtype);
+  const rope_int chunks = t.rotated, bytes = t.vector * size_of(b.rotate.x_dtype);
   if (!t.vectors) {
     t.vector = 1;
     t.rotated = int(p.rotary_dim / 2);
   }
   t.chunks = t.rotated;
   const bool by_head = p.source == kTableByHead;
-  plan.tiling.heads = by_head ? p.q.heads : 1;
-  const rope_int rows = b.tokens.rows * plan.tiling.heads;
+  const rope_int q_heads = p.sides[kQ].heads, k_heads = p.sides[kK].heads;
+  const rope_int rows = b.tokens.rows * (by_head ? q_heads : 1);
   if (rows == 0 || chunks == 0) return plan;  // an empty grid
 
   // If the tokens of each row are listed, only the device knows how many it has; the plan takes the average.
   const rope_int tokens = b.tokens.copies * (b.tokens.listed ? ceil_div(b.tokens.entries, rows) : 1);
-  const rope_int of_token = by_head ? 1 + (p.k.heads != 0) : p.q.heads + p.k.heads;
+  const rope_int of_token = by_head ? 1 + (k_heads != 0) : q_heads + k_heads;
   const rope_int heads = std::max<rope_int>(1, tokens * of_token);
   const rope_int filling = std::clamp<rope_int>(rows * chunks * heads / kTableFilling, kTableHeads, 4 * kTableHeads);
   const rope_int most = power_of_two(ceil_div(heads, filling));
@@ -429,9 +363,9 @@ inline TablePlan plan_table_backward(const TableBackwardArgs& b) {
   }
   const rope_int z =
       std::clamp<rope_int>(rows * ceil_div(chunks, x) / kTableBlocks, 1, std::min(kTableThreads / (x * y), kMaxBlockZ));
-  plan.tiling.blocks_per_row = int(ceil_div(t.chunks, x));
-  plan.block = {unsigned(x), unsigned(y), unsigned(z)};
-  plan.grid = {unsigned(ceil_div(rows, z) * plan.tiling.blocks_per_row), 1, 1};
+  t.blocks_per_row = int(ceil_div(t.chunks, x));
+  plan.block = {x, y, z};
+  plan.grid = {ceil_div(rows, z) * t.blocks_per_row, 1, 1};
   return plan;
 }
 

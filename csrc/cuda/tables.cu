@@ -1,19 +1,33 @@
 // The kernel that computes the gradients of cos and sin; see TableBackwardArgs in ../args.h. Written as complex
 // numbers, its two sums are the real and the imaginary part of one sum of (g + ih)(a - ib). Each product is computed by
 // the function that rotates a pair: it rotates (g, h) by an "angle" whose cos is a and whose sin is -b.
-#include "device.cuh"
+#include "launch.cuh"
 
 namespace rope::cuda {
 namespace {
 
+// The sums of one thread, one for each channel of its chunk, with Kahan's compensation: the result is sum - over.
+template <typename A, int V>
+struct Sums {
+  Numbers<A, V> sum{}, over{};  // over: by how much rounding made the sum too large
+
+  ROPE_FN static void add(A& sum, A& over, A x) {
+    const A y = x - over, larger = sum + y;
+    over = (larger - sum) - y;
+    sum = larger;
+  }
+  ROPE_FN void add(const Numbers<A, V>& x) {
+    for (int i = 0; i < 2 * V; i++) add(sum.of[i], over.of[i], x.of[i]);
+  }
+};
+
 // Returns the conjugates of the pairs of x as the angles that rotate() takes.
 template <bool interleaved, typename A, int V>
-ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
-  Angles<A, V> angles;
-#pragma unroll
+ROPE_FN CosSin<A, V> conjugate(const Numbers<A, V>& x) {
+  CosSin<A, V> angles;
   for (int i = 0; i < V; i++) {
-    angles.cos[i] = member<interleaved>(x, i, 0);
-    angles.sin[i] = -member<interleaved>(x, i, 1);
+    angles.cos[i] = x.of[member<interleaved, V>(i, 0)];
+    angles.sin[i] = -x.of[member<interleaved, V>(i, 1)];
   }
   return angles;
 }
@@ -21,24 +35,27 @@ ROPE_FN Angles<A, V> conjugate(Numbers<A, V> x) {
 // First each thread sums the products of some heads of some tokens for the channels of its chunk. Then the threads of a
 // chunk share its channels: each adds up the sums of all of them for a channel, and writes the result. The first
 // channel of a pair is the real part, the gradient of cos, and the second one is the imaginary part, the gradient of
-// sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers (see rotate.cu).
-template <typename T, int V, bool interleaved>
+// sin. The launch bound of 2 thread blocks of 256 threads limits a thread to 128 registers, see plan.h.
+template <typename S>
 __global__ void __launch_bounds__(kTableThreads, 2)
-    table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ TableTiling backward) {
-  using A = arithmetic_t<T>;
+    table_backward_kernel(const __grid_constant__ TableBackwardArgs t, const __grid_constant__ Tiling tiling) {
+  using T = typename S::T;
+  using A = typename S::A;
   using I = int64_t;
+  constexpr int V = S::V;
   const RotateArgs& a = t.rotate;
   wait_for_previous_kernel();
   const RopeParams& p = a.params;
   const TokensOfRows& tokens = t.tokens;
-  const unsigned blocks = unsigned(backward.blocks_per_row), group = blockIdx.x / blocks,
-                 share = blockIdx.x - group * blocks;
+  const unsigned blocks = unsigned(tiling.blocks_per_row), group = blockIdx.x / blocks,
+                 of_group = blockIdx.x - group * blocks;
   const bool by_head = p.source == kTableByHead;
+  const int64_t table_heads = p.sides[kQ].heads;
   const int64_t out_row = int64_t(group) * blockDim.z + threadIdx.z;  // [rows, heads], if the table is by head
-  const int64_t row = by_head ? out_row / backward.heads : out_row, first_head = by_head ? out_row % backward.heads : 0;
-  const int index = int(share * blockDim.x + threadIdx.x), teams = int(blockDim.y);
-  const bool inside = row < tokens.rows && index < backward.tiling.chunks;
-  const auto chunk = Chunk<I>::template at<V>(p, backward.tiling, index);
+  const int64_t row = by_head ? out_row / table_heads : out_row, first_head = by_head ? out_row % table_heads : 0;
+  const int index = int(of_group * blockDim.x + threadIdx.x), teams = int(blockDim.y);
+  const bool inside = row < tokens.rows && index < tiling.chunks;
+  const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
   Sums<A, V> total;
   if (inside) {
     // The row has the entries begin to end - 1, see TokensOfRows.
@@ -50,12 +67,10 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       assert((row > 0 || begin == 0) && (row + 1 < tokens.rows || end == tokens.entries) &&
              "position + offset must be a row of cos and sin");
     }
-#pragma unroll
-    for (int tensor = 0; tensor < 2; tensor++) {
-      const Operand& o = tensor == 0 ? p.q : p.k;
-      const rope_int* strides = tensor == 0 ? t.q : t.k;
-      const T* gradients = static_cast<const T*>(tensor == 0 ? a.q_in : a.k_in);
-      const T* xs = static_cast<const T*>(tensor == 0 ? t.q_in : t.k_in);
+    for (int side = kQ; side <= kK; side++) {
+      const Side& o = p.sides[side];
+      const rope_int* strides = t.x[side].strides;
+      const T *gradients = static_cast<const T*>(a.sides[side].in), *xs = static_cast<const T*>(t.x[side].data);
       if (o.heads == 0) continue;
       const rope_int heads = by_head ? 1 : o.heads;  // that the row rotated
       // The teams are divided among heads and tokens: head_teams teams take the heads of one token, and token_teams
@@ -71,21 +86,21 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       while (entry < end) {
         const uint64_t token = uint64_t(tokens.listed ? t.order[entry] : entry), b = token / uint64_t(p.seq);
         const I s = I(token - b * uint64_t(p.seq)), sequence = I(b) + copy;
-        const T* g = gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2];
-        const T* x = xs + sequence * strides[0] + s * strides[1] + first_head * strides[2];
+        const TokenHeads<V, const T, I> g{gradients + sequence * o.in[0] + s * o.in[1] + first_head * o.in[2], o.in,
+                                          true};
+        const TokenHeads<V, const T, I> x{xs + sequence * strides[0] + s * strides[1] + first_head * strides[2],
+                                          strides, true};
         for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
-#pragma unroll
-          for (int i = 0; i < kTableHeads; i++) {  // not past the last head: see rotate.cu
+          for (int i = 0; i < kTableHeads; i++) {  // not past the last head, see rotate.cuh
             const I head = h + i * head_teams < heads ? h + i * head_teams : h;
-            read<(V > 1)>(g + head * o.in[2], I(o.in[3]), chunk, g_read[i]);
-            read<(V > 1)>(x + head * strides[2], I(strides[3]), chunk, x_read[i]);
+            g_read[i] = g.read(head, chunk);
+            x_read[i] = x.read(head, chunk);
           }
-#pragma unroll
           for (int i = 0; i < kTableHeads; i++) {
             if (h + i * head_teams >= heads) break;
             auto product = numbers_of(g_read[i]);
-            rotate<interleaved>(product, conjugate<interleaved>(numbers_of(x_read[i])));
+            rotate<S::interleaved>(product, conjugate<S::interleaved>(numbers_of(x_read[i])));
             total.add(product);
           }
         }
@@ -99,20 +114,16 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   __shared__ A sums[kTableThreads][2 * V + 1];  // + 1, so that neighbouring threads use different banks
   const int first = int(threadIdx.z * blockDim.y * blockDim.x + threadIdx.x), step = int(blockDim.x);
   A* const own = sums[first + int(threadIdx.y) * step];
-#pragma unroll
-  for (int i = 0; i < V; i++) {
-    own[i] = total.sum.first[i] - total.over.first[i];
-    own[V + i] = total.sum.second[i] - total.over.second[i];
-  }
+  for (int i = 0; i < 2 * V; i++) own[i] = total.sum.of[i] - total.over.of[i];
   __syncthreads();
   if (!inside) return;
-  const A hi = sizeof(A) == 8 ? A(a.attention_factor) : A(p.factor_hi), lo = sizeof(A) == 8 ? A(0) : A(p.factor_lo);
+  const Factor<A> factor(a);
   for (int i = int(threadIdx.y); i < 2 * V; i += teams) {
     A sum = A(0), over = A(0);
     for (int other = 0; other < teams; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);
-    sum = scaled(sum - over, hi, lo);
+    sum = factor.times(sum - over);
     // The result belongs to cos or sin of the pair that this channel is in.
-    const I channel = (i < V ? chunk.first + i : chunk.second + (i - V)) - p.rotary_start, pairs = I(p.rotary_dim / 2);
+    const I channel = chunk.template channel<V>(i) - p.rotary_start, pairs = I(p.rotary_dim / 2);
     const bool of_sin = p.interleaved ? channel % 2 != 0 : channel >= pairs;
     const I at = out_row * pairs + (p.interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
     if (of_sin && p.inverse) sum = -sum;
@@ -127,20 +138,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
 
 }  // namespace
 
-cudaError_t table_backward(const TableBackwardArgs& b, const TablePlan& plan, Queue queue) {
-  return with_type(b.rotate.x_dtype, [&](auto tag) {
-    using T = decltype(tag);
-    const auto with_vector = [&](auto v) {
-      constexpr int V = decltype(v)::value;
-      return start(
-          plan.grid, plan.block, queue,
-          b.rotate.params.interleaved ? table_backward_kernel<T, V, (V > 1)> : table_backward_kernel<T, V, false>, b,
-          plan.tiling);
-    };
-    constexpr int full = 16 / sizeof(T);
-    return plan.tiling.tiling.vector == full ? with_vector(std::integral_constant<int, full>())
-                                             : with_vector(std::integral_constant<int, 1>());
-  });
+cudaError_t table_backward(const TableBackwardArgs& b, const Plan& plan, Queue queue) {
+  return with_shape(b.rotate, plan.tiling,
+                    [&](auto shape) { return start(plan, queue, table_backward_kernel<decltype(shape)>, b); });
 }
 
 }  // namespace rope::cuda

@@ -1,0 +1,199 @@
+// Angles: from frequencies, and the cos and sin of a chunk from any source.
+#pragma once
+
+#include "token.cuh"
+
+namespace rope::cuda {
+
+// attention_factor, as the sum of two numbers.
+template <typename A>
+struct Factor {
+  A hi, lo;
+
+  template <typename Args>
+  ROPE_FN explicit Factor(const Args& a)
+      : hi(sizeof(A) == 8 ? A(a.attention_factor) : A(a.params.factor_hi)),
+        lo(sizeof(A) == 8 ? A(0) : A(a.params.factor_lo)) {}
+  ROPE_FN A times(A x) const { return scaled(x, hi, lo); }
+  template <int V>
+  ROPE_FN void scale(CosSin<A, V>& angles) const {
+    if (hi == A(1) && lo == A(0)) return;
+    for (int i = 0; i < V; i++) {
+      angles.cos[i] = times(angles.cos[i]);
+      angles.sin[i] = times(angles.sin[i]);
+    }
+  }
+};
+
+// Computes frequency `at` of a call as the sum of two numbers, see split_inv_freq in ../rope.h.
+template <typename A, typename Args>
+ROPE_FN void frequency_at(const Args& a, int64_t at, A& freq, A& rest) {
+  rest = A(0);
+  if (a.inv_freq_dtype == DType::kDouble) {
+    const double wide = static_cast<const double*>(a.inv_freq)[at];
+    freq = A(wide);
+    rest = A(wide - double(freq));
+  } else {
+    const float* const from = static_cast<const float*>(a.inv_freq) + at;
+    freq = A(*from);
+    if (a.params.split_inv_freq) two_sum(freq, A(from[a.params.inv_freq[0]]), freq, rest);
+  }
+}
+
+// An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
+// angle.h, and in double in radians, see angle_of() there.
+template <typename A>
+struct Angle {
+  A angle, rest;
+};
+
+// Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
+// subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
+// GPUs with slow doubles this is little compared with the rest, which is all float32.
+template <typename A, typename Args>
+ROPE_FN Angle<A> angle_at(const Args& a, double position, int64_t at) {
+  Angle<A> angle;
+  A freq, rest;
+  frequency_at(a, at, freq, rest);
+  if constexpr (sizeof(A) == 8) {
+    angle_of(position, freq, angle.angle, angle.rest);
+  } else {
+    A turns_hi, turns_lo;
+    turns_per_position(freq, rest, turns_hi, turns_lo);
+    const A position_hi = A(position), position_lo = A(position - double(position_hi));
+    turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
+  }
+  return angle;
+}
+ROPE_FN void add(Angle<float>& sum, Angle<float> more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
+ROPE_FN void add(Angle<double>& sum, Angle<double> more) { add_angle(more.angle, more.rest, sum.angle, sum.rest); }
+ROPE_FN void cos_sin_of(Angle<float> a, float& cos, float& sin) { cos_sin_of_turns(a.angle, a.rest, cos, sin); }
+ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_angle(a.angle, a.rest, cos, sin); }
+
+// cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
+// thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
+// for them. The angles of a table by head are those of one head, so rotate() takes these steps for each head.
+//
+// The pairs of a chunk have adjacent columns in the tables and in inv_freq, in one run or in two. With interleaved
+// pairs and vectors of several channels there are two runs, because each of the chunk's two vectors has V / 2 pairs of
+// its own.
+template <typename K>
+struct Angles {
+  using T = typename K::T;
+  using A = typename K::A;
+  using I = typename K::I;
+  static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
+  static constexpr bool words = Vector<T, length>::words;
+  const RotateArgs& a;
+  const Token<K>& t;
+  const int chunk;
+  I cos_at, sin_at;  // the chunk's first element in row 0 of the token's tables
+  CosSin<A, V> angles;
+
+  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk) : a(a), t(t), chunk(chunk) {
+    const I column = I(chunk) * length;
+    cos_at = t.b * I(a.params.cos[0]) + column * I(a.params.cos[3]);
+    sin_at = t.b * I(a.params.sin[0]) + column * I(a.params.sin[3]);
+  }
+
+  ROPE_FN void read() {
+    if (a.params.source != kInvFreq && !by_head() && t.valid) read_row(0);
+  }
+
+  ROPE_FN void finish() {
+    const RopeParams& p = a.params;
+    if (by_head()) return;
+    if (!t.valid) {  // a pad
+      for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
+    } else if (p.source == kInvFreq) {
+      for (int i = 0; i < V; i++) {
+        const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
+        const auto angle = angle_at<A>(a, double(t.position), at * I(p.inv_freq[1]));
+        cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+      }
+      scale();
+    } else {
+      finish_row();
+    }
+  }
+
+  // Rotates the chunk of a head.
+  ROPE_FN void rotate(Numbers<A, V>& n, I head) {
+    if (by_head()) {
+      read_row(head);
+      finish_row();
+    }
+    if (!K::eager || a.params.rounding == kOnce) return cuda::rotate<K::interleaved>(n, angles);
+    const auto round = [narrow = a.params.rounding == kEachNarrow](A x) {
+      if (!narrow) return x;
+      T y;
+      round_to(x, y);
+      return to_arithmetic(y);
+    };
+    rotate_with<K::interleaved>(
+        n, angles, [&](A own, A partner, A cos, A sin) { return rotated_eagerly(own, partner, cos, sin, round); });
+  }
+
+ private:
+  ROPE_FN bool by_head() const { return K::by_head && a.params.source == kTableByHead; }
+
+  ROPE_FN void read_row(I head) { a.table_dtype == DType::kFloat ? read_tables<float>(head) : read_tables<T>(head); }
+  template <typename Table>
+  ROPE_FN void read_tables(I head) {
+    const RopeParams& p = a.params;
+    const I row = p.source == kTableByPosition ? I(t.position) : t.s;
+    const bool vectors = t.tiling.table_vectors;
+    const auto read = [&](const void* table, I at, const rope_int* strides, A* to) {
+      const Table* from = static_cast<const Table*>(table) + at + row * I(strides[1]) + head * I(strides[2]);
+      for (int run = 0; run < runs; run++) {
+        const rope_int column = run * (p.rotary_dim / 4);
+        if constexpr (words && sizeof(Table) == 2) {  // the words stay as they are until finish_row()
+          if (vectors) {
+            const auto row = *reinterpret_cast<const Vector<Table, length>*>(from + column);
+            for (int i = 0; i < length / 2; i++) to[run * length / 2 + i] = bits_as<float>(row.of[i]);
+            continue;
+          }
+        }
+        read_shared<length>(from + column * strides[3], strides[3], vectors, to + run * length);
+      }
+    };
+    read(a.cos, cos_at, p.cos, angles.cos);
+    read(a.sin, sin_at, p.sin, angles.sin);
+  }
+
+  ROPE_FN void finish_row() {
+    if (words && a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
+      unpack_all(angles.cos);
+      unpack_all(angles.sin);
+    }
+    scale();
+  }
+  ROPE_FN void scale() {
+    const RopeParams& p = a.params;
+    if (K::eager && p.rounding != kOnce) {
+      scale_eagerly(angles.cos);
+      scale_eagerly(angles.sin);
+    } else {
+      Factor<A>(a).scale(angles);
+    }
+    for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
+  }
+  ROPE_FN static void unpack_all(A (&numbers)[V]) {
+    if constexpr (words) {
+      for (int i = V / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
+        const float2 two = unpack(T(), bits_as<uint32_t>(numbers[i]));
+        numbers[2 * i] = two.x, numbers[2 * i + 1] = two.y;
+      }
+    }
+  }
+
+  // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
+  ROPE_FN void scale_eagerly(A (&numbers)[V]) {
+    const RopeParams& p = a.params;
+    const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
+    for (A& number : numbers) number = is_float ? A(float(number) * p.factor_hi) : number * A(a.attention_factor);
+    if (p.rounding == kEachNarrow) to_arithmetic(rounded<T, V>(numbers), numbers);
+  }
+};
+
+}  // namespace rope::cuda

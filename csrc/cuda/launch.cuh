@@ -1,0 +1,71 @@
+// How a kernel is chosen and launched.
+#pragma once
+
+#include "heads.cuh"
+
+namespace rope::cuda {
+
+// Calls f with a value of the type that dtype names.
+template <typename F>
+cudaError_t with_type(DType dtype, F&& f) {
+  if (dtype == DType::kHalf) return f(__half());
+  if (dtype == DType::kBFloat16) return f(__nv_bfloat16());
+  return dtype == DType::kFloat ? f(float()) : f(double());
+}
+
+// Calls f with the Shape of a call's kernel. A vector has 16 bytes or, if `halves`, 8 bytes, or one channel.
+template <bool halves = false, typename F>
+cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
+  return with_type(a.x_dtype, [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int full = 16 / sizeof(T);
+    const auto with_pairing = [&](auto v) {
+      return a.params.interleaved ? f(Shape<T, v(), true>()) : f(Shape<T, v(), false>());
+    };
+    if (tiling.vector == full) return with_pairing(std::integral_constant<int, full>());
+    if constexpr (halves && full > 2) {
+      if (tiling.vector == full / 2) return with_pairing(std::integral_constant<int, full / 2>());
+    }
+    return f(Shape<T, 1, false>());
+  });
+}
+
+// Calls f with the Policy of a kernel with a norm: of the usual one, if there is one and it suffices, or a general one.
+template <typename Usual, typename General, typename F>
+cudaError_t with_policy(const RotateArgs& a, const Plan& plan, F&& f) {
+  return with_shape(a, plan.tiling, [&](auto shape) {
+    using S = decltype(shape);
+    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
+      if (!plan.general && plan.one_step && a.params.sides[kQ].norm == kEachHead) return f(Policy<S, int32_t, Usual>());
+    }
+    return f(Policy<S, int64_t, General>());
+  });
+}
+
+template <typename... Parameters>
+cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
+                  const std::type_identity_t<Parameters>&... args) {
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{
+      dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), dynamic_shared, queue.stream, &dependent,
+      queue.dependent ? 1u : 0u};
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// Launches the kernel of a plan, once for every 65535 sequences, because gridDim.z has that limit.
+template <typename Args, typename... More>
+cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(Args, Tiling, More...), const Args& args,
+                  const std::type_identity_t<More>&... more) {
+  Tiling tiling = plan.tiling;
+  Dim3 grid = plan.grid;
+  for (rope_int left = plan.grid.z; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
+    grid.z = unsigned(std::min(left, kMaxGrid));
+    const cudaError_t error = start(grid, plan.block, plan.dynamic_shared, queue, kernel, args, tiling, more...);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace rope::cuda
