@@ -134,6 +134,18 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   if (n <= grain) return run(0, n);  // at::parallel_for would cost a decode step more than its work
   at::parallel_for(0, n, grain, run);
 }
+template <typename Args>
+void parallel(int64_t n, int64_t work_per_item, const Kernel<Args>& kernel, const Args& args) {
+  parallel(n, work_per_item, kernel.scratch_bytes(args),
+           [&](int64_t begin, int64_t end, void* scratch) { kernel.run(args, begin, end, scratch); });
+}
+
+// Returns the number of elements of q, k and v that belong to a token.
+int64_t elements_of_token(const RopeParams& p) {
+  int64_t n = 0;
+  for (const Side& side : p.sides) n += side.heads * side.head_dim;
+  return n;
+}
 
 // A call of at least kFetchBytes does not fit in the caches that a core has for itself, so its memory is prefetched. A
 // result of at least kStreamBytes, together with the input that it is computed from, would not stay in the cache that
@@ -153,19 +165,20 @@ bool ready(const RotateCall& call, const RopeParams& p) {
 // write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
 // cache lines in common.
 int64_t shares_of_heads(const RopeParams& p) {
-  if (p.sides[kQ].out[1] >= p.sides[kQ].out[3] || p.source == kTableByHead || p.has_cache || (p.sides[kQ].norm == kAllHeads)) return 1;
-  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.sides[kQ].heads, p.sides[kK].heads)));
+  const Side &q = p.sides[kQ], &k = p.sides[kK];
+  if (q.out[1] >= q.out[3] || p.source == kTableByHead || p.has_cache || q.norm == kAllHeads) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(q.heads, k.heads)));
 }
 // Returns the call for share i of the heads of q and k.
 TunedRotateArgs share_of_heads(TunedRotateArgs r, int64_t i, int64_t shares) {
-  const auto take = [&](Side& o, const void*& in, void*& out) {
-    const int64_t first = o.heads * i / shares, size = size_of(r.x_dtype);
-    in = static_cast<const char*>(in) + first * o.in[2] * size;
-    out = static_cast<char*>(out) + first * o.out[2] * size;
-    o.heads = o.heads * (i + 1) / shares - first;
-  };
-  take(r.params.sides[kQ], r.sides[kQ].in, r.sides[kQ].out);
-  take(r.params.sides[kK], r.sides[kK].in, r.sides[kK].out);
+  for (const int t : {kQ, kK}) {
+    Side& side = r.params.sides[t];
+    SideData& data = r.sides[t];
+    const int64_t first = side.heads * i / shares, size = size_of(r.x_dtype);
+    data.in = static_cast<const char*>(data.in) + first * side.in[2] * size;
+    data.out = static_cast<char*>(data.out) + first * side.out[2] * size;
+    side.heads = side.heads * (i + 1) / shares - first;
+  }
   return r;
 }
 
@@ -179,54 +192,47 @@ struct Cpu : AnyBackend {
     TunedRotateArgs r{call.args(), false, false};
     const RopeParams& p = r.params;
     if (!ready(call, p)) return;
-    const int64_t per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim + p.sides[kV].heads * p.sides[kV].head_dim,
-                  bytes = p.batch * p.seq * per_token * int64_t(call.q().element_size());
+    const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
+                  bytes = tokens * of_token * size_of(r.x_dtype);
     r.fetch = bytes >= kFetchBytes;
     // The loops of the norm have no streaming stores.
     r.stream = r.sides[kQ].in != r.sides[kQ].out && !p.sides[kQ].norm && bytes >= kStreamBytes;
-    const Kernels& k = kernels();
-    const int64_t tokens = p.batch * p.seq, shares = shares_of_heads(p);
-    if (shares == 1) {
-      return parallel(tokens, per_token, k.rotate_scratch(r),
-                      [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
-    }
-    parallel(shares, tokens * per_token / shares, k.rotate_scratch(r), [&](int64_t begin, int64_t end, void* scratch) {
-      for (int64_t i = begin; i < end; i++) k.rotate(share_of_heads(r, i, shares), 0, tokens, scratch);
-    });
+    const Kernel<TunedRotateArgs>& kernel = kernels().rotate;
+    const int64_t shares = shares_of_heads(p);
+    if (shares == 1) return parallel(tokens, of_token, kernel, r);
+    parallel(shares, tokens * of_token / shares, kernel.scratch_bytes(r),
+             [&](int64_t begin, int64_t end, void* scratch) {
+               for (int64_t i = begin; i < end; i++) kernel.run(share_of_heads(r, i, shares), 0, tokens, scratch);
+             });
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    const NormBackwardArgs n = call.args();
+    SlicedNormBackwardArgs n{call.args(), 0, nullptr};
     const RopeParams& p = n.rotate.params;
     if (!ready(call.rotate, p)) {
       for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
-    // The gradients of the weights are sums over all tokens. The tokens are cut into slices whose size follows from the
-    // shapes alone, one thread sums each slice, and the sums of the slices are then added in their order. So the number
-    // of threads does not change a bit of the result. A slice has at least about kGrain elements, and there are at most
-    // 256 slices, or 128 if there is a weight for each head, which limits `sums`.
-    const int64_t tokens = p.batch * p.seq, per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim,
-                  most = (p.sides[kQ].norm == kAllHeads) ? 128 : 256,
-                  slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + most - 1) / most}),
-                  slices = (tokens + slice - 1) / slice;
-    const Tensor &q_weight_grad = *call.weight_grad[kQ], &k_weight_grad = *call.weight_grad[kK];
-    const int64_t of_q = q_weight_grad.numel(), of_k = k_weight_grad.numel(), both_weights = of_q + of_k;
-    const Tensor sums = at::empty({slices, both_weights}, call.x[kQ]->options().dtype(at::kDouble));
-    double* const sum = sums.mutable_data_ptr<double>();
-    const Kernels& k = kernels();
-    parallel(slices, slice * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
-      for (int64_t i = begin; i < end; i++)
-        k.norm_backward(n, i * slice, std::min(tokens, (i + 1) * slice), sum + i * both_weights, scratch);
-    });
-    parallel(both_weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
+    // The gradients of the weights are sums over all tokens: over those of each slice, which one thread sums, and then
+    // over the slices in their order. The size of a slice follows from the shapes alone, so the number of threads does
+    // not change a bit of the result. A slice has at least about kGrain elements, and there are at most 256 slices, or
+    // 128 if there is a weight for each head, which limits `sums`.
+    const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
+                  most = p.sides[kQ].norm == kAllHeads ? 128 : 256;
+    n.slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, of_token), (tokens + most - 1) / most});
+    const int64_t slices = (tokens + n.slice - 1) / n.slice;
+    const Tensor &q_grad = *call.weight_grad[kQ], &k_grad = *call.weight_grad[kK];
+    const int64_t weights = q_grad.numel() + k_grad.numel();
+    const Tensor sums = at::empty({slices, weights}, q_grad.options().dtype(at::kDouble));
+    double* const sum = n.sums = sums.mutable_data_ptr<double>();
+    parallel(slices, n.slice * of_token, kernels().norm_backward, n);
+    parallel(weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
       for (int64_t i = 1; i < slices; i++) {
-        for (int64_t d = begin; d < end; d++) sum[d] += sum[i * both_weights + d];
+        for (int64_t d = begin; d < end; d++) sum[d] += sum[i * weights + d];
       }
     });
-    const Tensor total = sums.select(0, 0);
-    q_weight_grad.copy_(total.narrow(0, 0, of_q).view_as(q_weight_grad));
-    k_weight_grad.copy_(total.narrow(0, of_q, of_k).view_as(k_weight_grad));
+    q_grad.copy_(sums[0].narrow(0, 0, q_grad.numel()).view_as(q_grad));
+    k_grad.copy_(sums[0].narrow(0, q_grad.numel(), k_grad.numel()).view_as(k_grad));
   }
 
   // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.
@@ -241,9 +247,7 @@ struct Cpu : AnyBackend {
     Tensor order, starts;
     if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const TableBackwardArgs t = call.args(order, starts);
-    const Kernels& k = kernels();
-    parallel(tokens.entries, tokens.copies * (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim, k.table_backward_scratch(t),
-             [&](int64_t begin, int64_t end, void* scratch) { k.table_backward(t, begin, end, scratch); });
+    parallel(tokens.entries, tokens.copies * elements_of_token(p), kernels().table_backward, t);
   }
 
   static void cos_sin(const CosSinCall& call) {
@@ -252,10 +256,8 @@ struct Cpu : AnyBackend {
     const CosSinArgs c = call.args(positions, inv_freq);
     const CosSinParams& p = c.params;
     if (p.pairs == 0) return;
-    const Kernels& k = kernels();
     // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
-    parallel(p.tokens, 8 * p.axes * p.pairs, k.cos_sin_scratch(c),
-             [&](int64_t begin, int64_t end, void* scratch) { k.cos_sin(c, begin, end, scratch); });
+    parallel(p.tokens, 8 * p.axes * p.pairs, kernels().cos_sin, c);
   }
 };
 
