@@ -46,6 +46,12 @@ struct bf16 {
   uint16_t bits;
 };
 
+// A number that the compiler knows.
+template <int64_t n>
+struct Constant {
+  constexpr operator int64_t() const { return n; }
+};
+
 template <typename To, typename From>
 inline To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "");
