@@ -30,27 +30,14 @@ const Kernels& kernels() {
 
 namespace {
 
-// Positions or slots: int32 or int64, [batch, seq] with these strides, in elements.
-struct Integers {
-  const void* data;
-  bool wide;  // int64
-  const rope_int* strides;
-  Integers(const Tensor* t, const rope_int* strides)
-      : data(t ? t->const_data_ptr() : nullptr), wide(t && t->scalar_type() == at::kLong), strides(strides) {}
-  int64_t at(int64_t b, int64_t s) const {
+// Returns a function (b, s) that reads positions or slots: int32 or int64, [batch, seq] with these strides.
+auto integers(const Tensor* t, const rope_int* strides) {
+  return [data = t ? t->const_data_ptr() : nullptr, wide = t && t->scalar_type() == at::kLong, strides](int64_t b,
+                                                                                                        int64_t s) {
     const int64_t i = b * strides[0] + s * strides[1];
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-  }
-};
-
-// The smallest and the largest of the numbers that were added.
-struct Range {
-  int64_t low = INT64_MAX, high = INT64_MIN;
-  void add(int64_t n) {
-    low = std::min(low, n);
-    high = std::max(high, n);
-  }
-};
+  };
+}
 
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
@@ -58,20 +45,21 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
   const bool limited = p.source == kTableByPosition || (p.has_cache && !call.slots);
   if (!limited && !call.slots) return;
   if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
-  const Integers positions(call.positions ? &*call.positions : nullptr, p.positions), slots(call.slots, p.slots);
-  const bool shared = !call.slots && positions.strides[0] == 0;  // all sequences have the positions of the first one
-  Range position, slot;
+  const auto position_at = integers(call.positions ? &*call.positions : nullptr, p.positions),
+             slot_at = integers(call.slots, p.slots);
+  const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
+  int64_t low = INT64_MAX, high = INT64_MIN, last_slot = -1;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
     for (int64_t s = 0; s < p.seq; s++) {
-      if (call.slots) {
-        slot.add(slots.at(b, s));
-        if (slots.at(b, s) < 0) continue;
-      }
-      position.add(call.positions ? positions.at(b, s) : s);
+      const int64_t slot = call.slots ? slot_at(b, s) : 0, position = call.positions ? position_at(b, s) : s;
+      last_slot = std::max(last_slot, slot);
+      if (slot < 0) continue;
+      low = std::min(low, position);
+      high = std::max(high, position);
     }
   }
-  if (limited && position.low <= position.high) check_position_range(call, p, position.low, position.high);
-  TORCH_CHECK_INDEX(!call.slots || slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
+  if (limited && low <= high) check_position_range(call, p, low, high);
+  TORCH_CHECK_INDEX(!call.slots || last_slot < p.blocks * p.block_size, call.op, ": slots go up to ", last_slot,
                     " but must be below ", p.blocks * p.block_size,
                     ", the number of cells of each cache (blocks * block_size = ", p.blocks, " * ", p.block_size, ")");
 }
@@ -80,9 +68,10 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
 // anything is written.
 void check_cells(const RotateCall& call, const RopeParams& p) {
   if (!p.has_cache || !(call.slots ? p.batch * p.seq > 1 : call.positions && p.seq > 1)) return;
-  const Integers given(call.slots ? call.slots : &*call.positions, call.slots ? p.slots : p.positions);
+  const rope_int* const strides = call.slots ? p.slots : p.positions;
+  const auto given = integers(call.slots ? call.slots : &*call.positions, strides);
   // Without slots, all sequences may share the positions of the first one; each has a block of its own.
-  const int64_t sequences = !call.slots && given.strides[0] == 0 ? 1 : p.batch;
+  const int64_t sequences = !call.slots && strides[0] == 0 ? 1 : p.batch;
   const auto is_written = [&](int64_t cell) { return !call.slots || cell >= 0; };
   c10::SmallVector<int64_t, 64> cells(sequences * p.seq);
   int64_t last = INT64_MIN;
@@ -90,7 +79,7 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
   for (int64_t b = 0, i = 0; b < sequences; b++) {
     for (int64_t t = 0; t < p.seq; t++, i++) {
       // Without slots, the cell is counted from that of position 0 in the first block.
-      cells[i] = given.at(b, t) + (call.slots ? 0 : b * p.block_size);
+      cells[i] = given(b, t) + (call.slots ? 0 : b * p.block_size);
       if (!is_written(cells[i])) continue;
       rise = rise && cells[i] > last;
       last = cells[i];
@@ -108,7 +97,7 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
     for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
       const int64_t other = tokens[place];
       TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
-                        call.slots ? cells[i] : given.at(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
+                        call.slots ? cells[i] : given(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
                         " of sequence ", other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
                         " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
                         "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
