@@ -29,11 +29,10 @@ def results(case):
     options = angles | {"interleaved": case["interleaved"], "attention_factor": 1.1}
     yield from torch_rope.rotate_qk(q, k, **options)
     yield from torch_rope.norm_rotate_qk(q, k, **weights, **options)
-    for norm, eager in ({}, False), (weights, True):
-        options["eager_rounding"] = eager
-        yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
+    yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
+    for norm in {}, weights:
         rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=dtype)
-        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options)
+        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, eager_rounding=not norm, **norm, **options)
         yield from (rotated, cache)
     if "cos" in angles:
         yield from torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
