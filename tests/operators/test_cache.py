@@ -212,8 +212,6 @@ def allowed(size, dims, source, cache, slots, weights, **_):
     batch = size[0]
     if batch != 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
         return False
-    if weights == "over heads" and not size[2] * size[4]:
-        return False  # a known fault: Scratch in csrc/cpu/kernels.inc divides by zero if v has channels
     return slots != "none" or not source.kind.startswith(("token", "head"))
 
 
