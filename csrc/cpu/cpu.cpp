@@ -30,27 +30,14 @@ const Kernels& kernels() {
 
 namespace {
 
-// Positions or slots: int32 or int64, [batch, seq] with these strides, in elements.
-struct Integers {
-  const void* data;
-  bool wide;  // int64
-  const rope_int* strides;
-  Integers(const Tensor* t, const rope_int* strides)
-      : data(t ? t->const_data_ptr() : nullptr), wide(t && t->scalar_type() == at::kLong), strides(strides) {}
-  int64_t at(int64_t b, int64_t s) const {
+// Returns a function (b, s) that reads positions or slots: int32 or int64, [batch, seq] with these strides.
+auto integers(const Tensor* t, const rope_int* strides) {
+  return [data = t ? t->const_data_ptr() : nullptr, wide = t && t->scalar_type() == at::kLong, strides](int64_t b,
+                                                                                                        int64_t s) {
     const int64_t i = b * strides[0] + s * strides[1];
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-  }
-};
-
-// The smallest and the largest of the numbers that were added.
-struct Range {
-  int64_t low = INT64_MAX, high = INT64_MIN;
-  void add(int64_t n) {
-    low = std::min(low, n);
-    high = std::max(high, n);
-  }
-};
+  };
+}
 
 // Raises IndexError if a position or a slot is out of range. Runs before anything is written. The position of a pad, a
 // token with a negative slot, may be any number.
@@ -58,20 +45,21 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
   const bool limited = p.source == kTableByPosition || (p.has_cache && !call.slots);
   if (!limited && !call.slots) return;
   if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
-  const Integers positions(call.positions ? &*call.positions : nullptr, p.positions), slots(call.slots, p.slots);
-  const bool shared = !call.slots && positions.strides[0] == 0;  // all sequences have the positions of the first one
-  Range position, slot;
+  const auto position_at = integers(call.positions ? &*call.positions : nullptr, p.positions),
+             slot_at = integers(call.slots, p.slots);
+  const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
+  int64_t low = INT64_MAX, high = INT64_MIN, last_slot = -1;
   for (int64_t b = 0; b < (shared ? 1 : p.batch); b++) {
     for (int64_t s = 0; s < p.seq; s++) {
-      if (call.slots) {
-        slot.add(slots.at(b, s));
-        if (slots.at(b, s) < 0) continue;
-      }
-      position.add(call.positions ? positions.at(b, s) : s);
+      const int64_t slot = call.slots ? slot_at(b, s) : 0, position = call.positions ? position_at(b, s) : s;
+      last_slot = std::max(last_slot, slot);
+      if (slot < 0) continue;
+      low = std::min(low, position);
+      high = std::max(high, position);
     }
   }
-  if (limited && position.low <= position.high) check_position_range(call, p, position.low, position.high);
-  TORCH_CHECK_INDEX(!call.slots || slot.high < p.blocks * p.block_size, call.op, ": slots go up to ", slot.high,
+  if (limited && low <= high) check_position_range(call, p, low, high);
+  TORCH_CHECK_INDEX(!call.slots || last_slot < p.blocks * p.block_size, call.op, ": slots go up to ", last_slot,
                     " but must be below ", p.blocks * p.block_size,
                     ", the number of cells of each cache (blocks * block_size = ", p.blocks, " * ", p.block_size, ")");
 }
@@ -80,9 +68,10 @@ void check_ranges(const RotateCall& call, const RopeParams& p) {
 // anything is written.
 void check_cells(const RotateCall& call, const RopeParams& p) {
   if (!p.has_cache || !(call.slots ? p.batch * p.seq > 1 : call.positions && p.seq > 1)) return;
-  const Integers given(call.slots ? call.slots : &*call.positions, call.slots ? p.slots : p.positions);
+  const rope_int* const strides = call.slots ? p.slots : p.positions;
+  const auto given = integers(call.slots ? call.slots : &*call.positions, strides);
   // Without slots, all sequences may share the positions of the first one; each has a block of its own.
-  const int64_t sequences = !call.slots && given.strides[0] == 0 ? 1 : p.batch;
+  const int64_t sequences = !call.slots && strides[0] == 0 ? 1 : p.batch;
   const auto is_written = [&](int64_t cell) { return !call.slots || cell >= 0; };
   c10::SmallVector<int64_t, 64> cells(sequences * p.seq);
   int64_t last = INT64_MIN;
@@ -90,7 +79,7 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
   for (int64_t b = 0, i = 0; b < sequences; b++) {
     for (int64_t t = 0; t < p.seq; t++, i++) {
       // Without slots, the cell is counted from that of position 0 in the first block.
-      cells[i] = given.at(b, t) + (call.slots ? 0 : b * p.block_size);
+      cells[i] = given(b, t) + (call.slots ? 0 : b * p.block_size);
       if (!is_written(cells[i])) continue;
       rise = rise && cells[i] > last;
       last = cells[i];
@@ -108,7 +97,7 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
     for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
       const int64_t other = tokens[place];
       TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
-                        call.slots ? cells[i] : given.at(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
+                        call.slots ? cells[i] : given(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
                         " of sequence ", other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
                         " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
                         "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
@@ -134,6 +123,18 @@ void parallel(int64_t n, int64_t work_per_item, size_t scratch_bytes, F&& body) 
   if (n <= grain) return run(0, n);  // at::parallel_for would cost a decode step more than its work
   at::parallel_for(0, n, grain, run);
 }
+template <typename Args>
+void parallel(int64_t n, int64_t work_per_item, const Kernel<Args>& kernel, const Args& args) {
+  parallel(n, work_per_item, kernel.scratch_bytes(args),
+           [&](int64_t begin, int64_t end, void* scratch) { kernel.run(args, begin, end, scratch); });
+}
+
+// Returns the number of elements of q, k and v that belong to a token.
+int64_t elements_of_token(const RopeParams& p) {
+  int64_t n = 0;
+  for (const Side& side : p.sides) n += side.heads * side.head_dim;
+  return n;
+}
 
 // A call of at least kFetchBytes does not fit in the caches that a core has for itself, so its memory is prefetched. A
 // result of at least kStreamBytes, together with the input that it is computed from, would not stay in the cache that
@@ -153,19 +154,20 @@ bool ready(const RotateCall& call, const RopeParams& p) {
 // write neighbouring tokens of one head would wait for each other if these are adjacent in memory, because they have
 // cache lines in common.
 int64_t shares_of_heads(const RopeParams& p) {
-  if (p.sides[kQ].out[1] >= p.sides[kQ].out[3] || p.source == kTableByHead || p.has_cache || (p.sides[kQ].norm == kAllHeads)) return 1;
-  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(p.sides[kQ].heads, p.sides[kK].heads)));
+  const Side &q = p.sides[kQ], &k = p.sides[kK];
+  if (q.out[1] >= q.out[3] || p.source == kTableByHead || p.has_cache || q.norm == kAllHeads) return 1;
+  return std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), std::max(q.heads, k.heads)));
 }
 // Returns the call for share i of the heads of q and k.
 TunedRotateArgs share_of_heads(TunedRotateArgs r, int64_t i, int64_t shares) {
-  const auto take = [&](Side& o, const void*& in, void*& out) {
-    const int64_t first = o.heads * i / shares, size = size_of(r.x_dtype);
-    in = static_cast<const char*>(in) + first * o.in[2] * size;
-    out = static_cast<char*>(out) + first * o.out[2] * size;
-    o.heads = o.heads * (i + 1) / shares - first;
-  };
-  take(r.params.sides[kQ], r.sides[kQ].in, r.sides[kQ].out);
-  take(r.params.sides[kK], r.sides[kK].in, r.sides[kK].out);
+  for (const int t : {kQ, kK}) {
+    Side& side = r.params.sides[t];
+    SideData& data = r.sides[t];
+    const int64_t first = side.heads * i / shares, size = size_of(r.x_dtype);
+    data.in = static_cast<const char*>(data.in) + first * side.in[2] * size;
+    data.out = static_cast<char*>(data.out) + first * side.out[2] * size;
+    side.heads = side.heads * (i + 1) / shares - first;
+  }
   return r;
 }
 
@@ -179,54 +181,47 @@ struct Cpu : AnyBackend {
     TunedRotateArgs r{call.args(), false, false};
     const RopeParams& p = r.params;
     if (!ready(call, p)) return;
-    const int64_t per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim + p.sides[kV].heads * p.sides[kV].head_dim,
-                  bytes = p.batch * p.seq * per_token * int64_t(call.q().element_size());
+    const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
+                  bytes = tokens * of_token * size_of(r.x_dtype);
     r.fetch = bytes >= kFetchBytes;
     // The loops of the norm have no streaming stores.
     r.stream = r.sides[kQ].in != r.sides[kQ].out && !p.sides[kQ].norm && bytes >= kStreamBytes;
-    const Kernels& k = kernels();
-    const int64_t tokens = p.batch * p.seq, shares = shares_of_heads(p);
-    if (shares == 1) {
-      return parallel(tokens, per_token, k.rotate_scratch(r),
-                      [&](int64_t begin, int64_t end, void* scratch) { k.rotate(r, begin, end, scratch); });
-    }
-    parallel(shares, tokens * per_token / shares, k.rotate_scratch(r), [&](int64_t begin, int64_t end, void* scratch) {
-      for (int64_t i = begin; i < end; i++) k.rotate(share_of_heads(r, i, shares), 0, tokens, scratch);
-    });
+    const Kernel<TunedRotateArgs>& kernel = kernels().rotate;
+    const int64_t shares = shares_of_heads(p);
+    if (shares == 1) return parallel(tokens, of_token, kernel, r);
+    parallel(shares, tokens * of_token / shares, kernel.scratch_bytes(r),
+             [&](int64_t begin, int64_t end, void* scratch) {
+               for (int64_t i = begin; i < end; i++) kernel.run(share_of_heads(r, i, shares), 0, tokens, scratch);
+             });
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    const NormBackwardArgs n = call.args();
+    SlicedNormBackwardArgs n{call.args(), 0, nullptr};
     const RopeParams& p = n.rotate.params;
     if (!ready(call.rotate, p)) {
       for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
-    // The gradients of the weights are sums over all tokens. The tokens are cut into slices whose size follows from the
-    // shapes alone, one thread sums each slice, and the sums of the slices are then added in their order. So the number
-    // of threads does not change a bit of the result. A slice has at least about kGrain elements, and there are at most
-    // 256 slices, or 128 if there is a weight for each head, which limits `sums`.
-    const int64_t tokens = p.batch * p.seq, per_token = (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim,
-                  most = (p.sides[kQ].norm == kAllHeads) ? 128 : 256,
-                  slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, per_token), (tokens + most - 1) / most}),
-                  slices = (tokens + slice - 1) / slice;
-    const Tensor &q_weight_grad = *call.weight_grad[kQ], &k_weight_grad = *call.weight_grad[kK];
-    const int64_t of_q = q_weight_grad.numel(), of_k = k_weight_grad.numel(), both_weights = of_q + of_k;
-    const Tensor sums = at::empty({slices, both_weights}, call.x[kQ]->options().dtype(at::kDouble));
-    double* const sum = sums.mutable_data_ptr<double>();
-    const Kernels& k = kernels();
-    parallel(slices, slice * per_token, k.norm_backward_scratch(n), [&](int64_t begin, int64_t end, void* scratch) {
-      for (int64_t i = begin; i < end; i++)
-        k.norm_backward(n, i * slice, std::min(tokens, (i + 1) * slice), sum + i * both_weights, scratch);
-    });
-    parallel(both_weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
+    // The gradients of the weights are sums over all tokens: over those of each slice, which one thread sums, and then
+    // over the slices in their order. The size of a slice follows from the shapes alone, so the number of threads does
+    // not change a bit of the result. A slice has at least about kGrain elements, and there are at most 256 slices, or
+    // 128 if there is a weight for each head, which limits `sums`.
+    const int64_t tokens = p.batch * p.seq, of_token = elements_of_token(p),
+                  most = p.sides[kQ].norm == kAllHeads ? 128 : 256;
+    n.slice = std::max({int64_t(1), kGrain / std::max<int64_t>(1, of_token), (tokens + most - 1) / most});
+    const int64_t slices = (tokens + n.slice - 1) / n.slice;
+    const Tensor &q_grad = *call.weight_grad[kQ], &k_grad = *call.weight_grad[kK];
+    const int64_t weights = q_grad.numel() + k_grad.numel();
+    const Tensor sums = at::empty({slices, weights}, q_grad.options().dtype(at::kDouble));
+    double* const sum = n.sums = sums.mutable_data_ptr<double>();
+    parallel(slices, n.slice * of_token, kernels().norm_backward, n);
+    parallel(weights, slices, 0, [&](int64_t begin, int64_t end, void*) {
       for (int64_t i = 1; i < slices; i++) {
-        for (int64_t d = begin; d < end; d++) sum[d] += sum[i * both_weights + d];
+        for (int64_t d = begin; d < end; d++) sum[d] += sum[i * weights + d];
       }
     });
-    const Tensor total = sums.select(0, 0);
-    q_weight_grad.copy_(total.narrow(0, 0, of_q).view_as(q_weight_grad));
-    k_weight_grad.copy_(total.narrow(0, of_q, of_k).view_as(k_weight_grad));
+    q_grad.copy_(sums[0].narrow(0, 0, q_grad.numel()).view_as(q_grad));
+    k_grad.copy_(sums[0].narrow(0, q_grad.numel(), k_grad.numel()).view_as(k_grad));
   }
 
   // Divides the entries among threads, not the table rows: a table may have many more rows than there are tokens.
@@ -241,9 +236,7 @@ struct Cpu : AnyBackend {
     Tensor order, starts;
     if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const TableBackwardArgs t = call.args(order, starts);
-    const Kernels& k = kernels();
-    parallel(tokens.entries, tokens.copies * (p.sides[kQ].heads + p.sides[kK].heads) * p.sides[kQ].head_dim, k.table_backward_scratch(t),
-             [&](int64_t begin, int64_t end, void* scratch) { k.table_backward(t, begin, end, scratch); });
+    parallel(tokens.entries, tokens.copies * elements_of_token(p), kernels().table_backward, t);
   }
 
   static void cos_sin(const CosSinCall& call) {
@@ -252,10 +245,8 @@ struct Cpu : AnyBackend {
     const CosSinArgs c = call.args(positions, inv_freq);
     const CosSinParams& p = c.params;
     if (p.pairs == 0) return;
-    const Kernels& k = kernels();
     // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
-    parallel(p.tokens, 8 * p.axes * p.pairs, k.cos_sin_scratch(c),
-             [&](int64_t begin, int64_t end, void* scratch) { k.cos_sin(c, begin, end, scratch); });
+    parallel(p.tokens, 8 * p.axes * p.pairs, kernels().cos_sin, c);
   }
 };
 

@@ -16,23 +16,28 @@ struct TunedRotateArgs : RotateArgs {
   bool fetch;   // prefetch memory
 };
 
+// NormBackwardArgs, and how the gradients of the weights are summed. The tokens are cut into slices of this size, and
+// the tokens of a slice are summed in their order.
+struct SlicedNormBackwardArgs : NormBackwardArgs {
+  int64_t slice;
+  double* sums;  // [slices, weights of q, then those of k]
+};
+
+// A kernel computes the items [begin, end) of a call.
+template <typename Args>
+struct Kernel {
+  size_t (*scratch_bytes)(const Args&);  // that one thread needs
+  void (*run)(const Args&, int64_t begin, int64_t end, void* scratch);
+};
+
 struct Kernels {
   const char* name;
-  size_t (*rotate_scratch)(const RotateArgs&);  // bytes of scratch that one thread needs
-  // Rotates the tokens [begin, end) of batch * seq, and copies v if there is one.
-  void (*rotate)(const TunedRotateArgs&, int64_t begin, int64_t end, void* scratch);
-  size_t (*norm_backward_scratch)(const NormBackwardArgs&);
-  // Writes the gradients of q and k for the tokens [begin, end), and to weight_grads what these tokens add to the
-  // gradients of both weights, that of q first.
-  void (*norm_backward)(const NormBackwardArgs&, int64_t begin, int64_t end, double* weight_grads, void* scratch);
-  size_t (*table_backward_scratch)(const TableBackwardArgs&);
-  // Writes the gradients of the table rows whose first entry has an index in [begin, end), see TokensOfRows. The index
-  // of an entry is its index in `order` if entries are listed, otherwise the entry itself. Does not write a row that
-  // has no entries.
-  void (*table_backward)(const TableBackwardArgs&, int64_t begin, int64_t end, void* scratch);
-  size_t (*cos_sin_scratch)(const CosSinArgs&);
-  // Writes the rows [begin, end) of cos and sin. positions and inv_freq must be double and contiguous.
-  void (*cos_sin)(const CosSinArgs&, int64_t begin, int64_t end, void* scratch);
+  Kernel<TunedRotateArgs> rotate;                // items: tokens. Copies v too, if there is one
+  Kernel<SlicedNormBackwardArgs> norm_backward;  // items: slices
+  // Items: the entries of table rows, see TokensOfRows; their index in `order` if entries are listed, otherwise the
+  // entries themselves. Writes the rows whose first entry is in [begin, end), but no row without entries.
+  Kernel<TableBackwardArgs> table_backward;
+  Kernel<CosSinArgs> cos_sin;  // items: tokens. positions and inv_freq must be double and contiguous
 };
 
 const Kernels& kernels();  // the ones for the instruction set that torch has chosen

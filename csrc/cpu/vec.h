@@ -1,10 +1,11 @@
 // Vectors of floats and of doubles, as wide as the instruction set allows, built on the vector types of GCC and Clang.
-// This file serves the AVX-512, AVX2, NEON and plain builds. Operators need no instructions by name; fma, rint, sums of
-// lanes, streaming stores and conversions of 16-bit types do. Copies of strided elements are at the end.
+// This file serves the AVX-512, AVX2, NEON and plain builds. Operators need no instructions by name; fma, rint,
+// streaming stores and conversions of 16-bit types do. Conversions and copies of many numbers are at the end.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -33,6 +34,8 @@
 #define ROPE_VECTOR_BYTES 16
 #endif
 
+#define ROPE_INLINE inline __attribute__((always_inline))
+
 namespace rope {
 namespace {
 
@@ -41,6 +44,12 @@ struct f16 {
 };
 struct bf16 {
   uint16_t bits;
+};
+
+// A number that the compiler knows.
+template <int64_t n>
+struct Constant {
+  constexpr operator int64_t() const { return n; }
 };
 
 template <typename To, typename From>
@@ -110,20 +119,36 @@ inline void round_to(float x, f16& out) {
 #endif
 }
 
-// Returns x rounded to T.
+// The type in which numbers of type T are computed: float or double.
 template <typename T>
-inline float rounded(float x) {
+using arithmetic_t = decltype(to_arithmetic(T()));
+
+// Returns x rounded to T. Float64 is never rounded to a narrower dtype.
+template <typename T>
+inline arithmetic_t<T> rounded(arithmetic_t<T> x) {
   T narrow;
   round_to(x, narrow);
   return to_arithmetic(narrow);
 }
-template <typename T>
-inline double rounded(double x) {
-  static_assert(sizeof(T) == 8, "float64 is never rounded to a narrower dtype");
-  return x;
+
+// Converts to float32 by rounding to odd: a result that is not exact is the neighbour with an odd mantissa. If it is
+// then rounded to a dtype of less than 22 bits, the double is rounded once. Infinity stands for all numbers beyond
+// float32.
+inline float rounded_to_odd(float x) { return x; }
+inline float rounded_to_odd(double x) {
+  const float near = float(x);
+  const int32_t bits = bits_as<int32_t>(near);
+  if (double(near) == x || near != near || bits & 1 || (bits & 0x7fffffff) == 0x7f800000) return near;
+  return bits_as<float>(__builtin_fabs(double(near)) > __builtin_fabs(x) ? bits - 1 : bits + 1);
 }
 
-// ---- many numbers ----
+inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
+inline double plain_nan(double a) { return a == a ? a : __builtin_nan(""); }
+
+inline float root(float a) { return __builtin_sqrtf(a); }
+inline double root(double a) { return __builtin_sqrt(a); }
+
+// ---- a vector of numbers ----
 
 typedef float f32v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
 typedef double f64v __attribute__((vector_size(ROPE_VECTOR_BYTES)));
@@ -166,27 +191,43 @@ inline void finish_streams() {
 #endif
 }
 
-struct Floats {
-  static constexpr int64_t size = ROPE_VECTOR_BYTES / 4;
-  f32v v;
-  Floats() = default;
-  explicit Floats(float x) : v(x - f32v{}) {}
-  explicit Floats(f32v x) : v(x) {}
+template <typename N>
+struct Vector {
+  using Lanes = std::conditional_t<sizeof(N) == 4, f32v, f64v>;
+  static constexpr int64_t size = ROPE_VECTOR_BYTES / sizeof(N);
+  Lanes v;
+  Vector() = default;
+  explicit Vector(N x) : v(x - Lanes{}) {}
+  explicit Vector(Lanes x) : v(x) {}
 };
-inline Floats operator+(Floats a, Floats b) { return Floats(a.v + b.v); }
-inline Floats operator-(Floats a, Floats b) { return Floats(a.v - b.v); }
-inline Floats operator*(Floats a, Floats b) { return Floats(a.v * b.v); }
-inline Floats operator/(Floats a, Floats b) { return Floats(a.v / b.v); }
-inline Floats operator-(Floats a) { return Floats(-a.v); }
+using Floats = Vector<float>;
+using Doubles = Vector<double>;
+template <typename N>
+inline Vector<N> operator+(Vector<N> a, Vector<N> b) {
+  return Vector<N>(a.v + b.v);
+}
+template <typename N>
+inline Vector<N> operator-(Vector<N> a, Vector<N> b) {
+  return Vector<N>(a.v - b.v);
+}
+template <typename N>
+inline Vector<N> operator*(Vector<N> a, Vector<N> b) {
+  return Vector<N>(a.v * b.v);
+}
+template <typename N>
+inline Vector<N> operator/(Vector<N> a, Vector<N> b) {
+  return Vector<N>(a.v / b.v);
+}
+template <typename N>
+inline Vector<N> operator-(Vector<N> a) {
+  return Vector<N>(-a.v);
+}
 
 // These are for ../quantise.h.
 inline int32_t bits_of(float a) { return bits_as<int32_t>(a); }
 inline float float_of(int32_t bits) { return bits_as<float>(bits); }
 inline i32v bits_of(Floats a) { return i32v(a.v); }
 inline Floats float_of(i32v bits) { return Floats(f32v(bits)); }
-
-inline float plain_nan(float a) { return a == a ? a : __builtin_nanf(""); }
-inline double plain_nan(double a) { return a == a ? a : __builtin_nan(""); }
 
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(ROPE_AVX512)
@@ -201,20 +242,28 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Returns the sum of all lanes: adds the upper half of the lanes to the lower half, until one number is left.
-inline float sum_of_lanes(Floats a) {
+inline Doubles fma(Doubles a, Doubles b, Doubles c) {
 #if defined(ROPE_AVX512)
-  const __m512 whole = __m512(a.v);
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
+  return Doubles(f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v))));
 #elif defined(ROPE_AVX2)
-  const __m256 eight = __m256(a.v);
-#endif
-#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  return Doubles(f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v))));
 #else
-  const f32v four = a.v;
+  for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
+  return a;
 #endif
-  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Returns the sum of all n lanes: adds the upper half of the lanes to the lower half, until one number is left.
+template <typename N, int64_t n = Vector<N>::size, typename Lanes>
+ROPE_INLINE N sum_of_lanes(Lanes lanes) {
+  if constexpr (n == 1) {
+    return lanes[0];
+  } else {
+    typedef N Half __attribute__((vector_size(sizeof lanes / 2)));
+    Half halves[2];
+    std::memcpy(halves, &lanes, sizeof halves);
+    return sum_of_lanes<N, n / 2>(halves[0] + halves[1]);
+  }
 }
 
 inline Floats rint(Floats a) {
@@ -322,72 +371,43 @@ inline Floats rounded(Floats a) {
   }
   return a;
 }
-
-// Converts to float32 by rounding to odd: a result that is not exact is the neighbour with an odd mantissa. If it is
-// then rounded to a dtype of less than 22 bits, the double is rounded once. Infinity stands for all numbers beyond
-// float32.
-inline float rounded_to_odd(double x) {
-  const float near = float(x);
-  const int32_t bits = bits_of(near);
-  if (double(near) == x || near != near || bits & 1 || (bits & 0x7fffffff) == 0x7f800000) return near;
-  return float_of(__builtin_fabs(double(near)) > __builtin_fabs(x) ? bits - 1 : bits + 1);
-}
-
-struct Doubles {
-  static constexpr int64_t size = ROPE_VECTOR_BYTES / 8;
-  f64v v;
-  Doubles() = default;
-  explicit Doubles(double x) : v(x - f64v{}) {}
-  explicit Doubles(f64v x) : v(x) {}
-};
-inline Doubles operator+(Doubles a, Doubles b) { return Doubles(a.v + b.v); }
-inline Doubles operator*(Doubles a, Doubles b) { return Doubles(a.v * b.v); }
-inline Doubles operator-(Doubles a) { return Doubles(-a.v); }
-inline Doubles fma(Doubles a, Doubles b, Doubles c) {
-#if defined(ROPE_AVX512)
-  return Doubles(f64v(_mm512_fmadd_pd(__m512d(a.v), __m512d(b.v), __m512d(c.v))));
-#elif defined(ROPE_AVX2)
-  return Doubles(f64v(_mm256_fmadd_pd(__m256d(a.v), __m256d(b.v), __m256d(c.v))));
-#else
-  for (int64_t i = 0; i < Doubles::size; i++) a.v[i] = __builtin_fma(a.v[i], b.v[i], c.v[i]);
-  return a;
-#endif
-}
-inline double sum_of_lanes(Doubles a) {
-#if defined(ROPE_AVX512)
-  const __m512d whole = __m512d(a.v);
-  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(whole), _mm512_extractf64x4_pd(whole, 1));
-#elif defined(ROPE_AVX2)
-  const __m256d four = __m256d(a.v);
-#endif
-#if defined(ROPE_AVX512) || defined(ROPE_AVX2)
-  return (four[0] + four[2]) + (four[1] + four[3]);
-#else
-  return a.v[0] + a.v[1];
-#endif
-}
 template <typename T>
 inline Doubles rounded(Doubles a) {
   return a;
 }
+
 inline Doubles load(const double* from) { return Doubles(load_bits<f64v>(from)); }
 template <bool stream = false>
 inline void store(double* to, Doubles a) {
   store_bits<stream>(to, a.v);
 }
 
-// Adds a to sums, element by element.
-inline void add_to(double* sums, double a) { *sums += a; }
-inline void add_to(double* sums, Doubles a) { store(sums, load(sums) + a); }
-inline void add_to(double* sums, Floats a) {
-  f32half halves[2];
-  std::memcpy(halves, &a.v, sizeof halves);
-  for (int64_t j = 0; j < 2; j++) {
-    add_to(sums + j * Doubles::size, Doubles(f64v(__builtin_convertvector(halves[j], f64v))));
+// ---- many numbers ----
+
+// Converts n numbers from T to its arithmetic type, or back, or copies them. Each stride leads to the next number.
+template <typename From, typename To>
+void convert(const From* x, int64_t x_stride, To* y, int64_t y_stride, int64_t n) {
+  int64_t i = 0;
+  if constexpr (sizeof(From) <= 4 && sizeof(To) <= 4) {
+    if (x_stride == 1 && y_stride == 1) {
+      for (; i + Floats::size <= n; i += Floats::size) store(y + i, load(x + i));
+    }
   }
+  for (; i < n; i++) round_to(to_arithmetic(x[i * x_stride]), y[i * y_stride]);
+}
+// Converts n numbers of a tensor that serves many heads, such as a table or a weight. Replaces each NaN by one that
+// rounds to a NaN (see round_to).
+template <typename T, typename A>
+void read_parameters(const T* x, int64_t stride, A* to, int64_t n) {
+  convert(x, stride, to, 1, n);
+  for (int64_t i = 0; i < n; i++) to[i] = plain_nan(to[i]);
 }
 
-// ---- copies ----
+// Computes numbers = f(numbers, others...), vector by vector. The buffers are padded to whole vectors.
+template <typename A, typename F, typename... Others>
+ROPE_INLINE void map_numbers(int64_t n, F&& f, A* numbers, const Others*... others) {
+  for (int64_t i = 0; i < n; i += Vector<A>::size) store(numbers + i, f(load(numbers + i), load(others + i)...));
+}
 
 // Copies n elements. Each stride leads to the next element.
 template <typename T>
@@ -399,47 +419,28 @@ inline void copy_strided(const T* x, int64_t x_stride, T* y, int64_t y_stride, i
   for (; n; n--, x += x_stride, y += y_stride) *y = *x;
 }
 
-// Vectors of 16 bytes, of elements that have a number of bytes. zip_low returns (a0, b0, a1, b1, ...) from the lower
-// halves of a and b, zip_high the same from the upper halves. Compilers find the one instruction that does it.
-template <size_t bytes>
-struct Lanes;
-template <>
-struct Lanes<2> {
-  typedef uint16_t type __attribute__((vector_size(16)));
-};
-template <>
-struct Lanes<4> {
-  typedef uint32_t type __attribute__((vector_size(16)));
-};
-template <>
-struct Lanes<8> {
-  typedef uint64_t type __attribute__((vector_size(16)));
-};
-inline auto zip_low(Lanes<2>::type a, Lanes<2>::type b) {
-  return Lanes<2>::type{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]};
+// Returns (a0, b0, a1, b1, ...) of n elements of a and b, from the element `first` on. Compilers find the one
+// instruction that does it.
+template <int64_t first, typename V, size_t... i>
+inline V zipped(V a, V b, std::index_sequence<i...>) {
+  return V{(i % 2 ? b : a)[first + i / 2]...};
 }
-inline auto zip_high(Lanes<2>::type a, Lanes<2>::type b) {
-  return Lanes<2>::type{a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]};
-}
-inline auto zip_low(Lanes<4>::type a, Lanes<4>::type b) { return Lanes<4>::type{a[0], b[0], a[1], b[1]}; }
-inline auto zip_high(Lanes<4>::type a, Lanes<4>::type b) { return Lanes<4>::type{a[2], b[2], a[3], b[3]}; }
-inline auto zip_low(Lanes<8>::type a, Lanes<8>::type b) { return Lanes<8>::type{a[0], b[0]}; }
-inline auto zip_high(Lanes<8>::type a, Lanes<8>::type b) { return Lanes<8>::type{a[1], b[1]}; }
 
 // Copies row i of x to column i of y, for as many rows and columns as a vector of 16 bytes has elements. Each stride
 // leads to the next row.
 template <typename T>
 inline void transpose_square(const T* x, int64_t x_stride, T* y, int64_t y_stride) {
-  using V = typename Lanes<sizeof(T)>::type;
+  typedef std::conditional_t<sizeof(T) == 2, uint16_t, T> V __attribute__((vector_size(16)));
   constexpr int64_t n = 16 / sizeof(T);
-  V rows[n], zipped[n];
+  constexpr auto indices = std::make_index_sequence<n>();
+  V rows[n], pairs[n];
   for (int64_t i = 0; i < n; i++) rows[i] = load_bits<V>(x + i * x_stride);
   for (int64_t round = 1; round < n; round *= 2) {  // each one zips row i with row i + n / 2
     for (int64_t i = 0; i < n / 2; i++) {
-      zipped[2 * i] = zip_low(rows[i], rows[i + n / 2]);
-      zipped[2 * i + 1] = zip_high(rows[i], rows[i + n / 2]);
+      pairs[2 * i] = zipped<0>(rows[i], rows[i + n / 2], indices);
+      pairs[2 * i + 1] = zipped<n / 2>(rows[i], rows[i + n / 2], indices);
     }
-    for (int64_t i = 0; i < n; i++) rows[i] = zipped[i];
+    for (int64_t i = 0; i < n; i++) rows[i] = pairs[i];
   }
   for (int64_t i = 0; i < n; i++) store_bits(y + i * y_stride, rows[i]);
 }

@@ -214,8 +214,6 @@ def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, *
         return False
     if eager_rounding and (norm_v or weights != "none"):
         return False
-    if weights == "over heads" and not size[2] * size[4]:
-        return False  # a known fault: Scratch in csrc/cpu/kernels.inc divides by zero if v has channels
     return slots != "none" or not source.kind.startswith(("token", "head"))
 
 
