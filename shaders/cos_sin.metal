@@ -1,5 +1,5 @@
 // The tables of cos and sin of the operators cos_sin and axial_cos_sin.
-#include "device.h"
+#include "angles.h"
 
 namespace rope {
 namespace mps {
