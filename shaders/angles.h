@@ -2,7 +2,6 @@
 #include "tokens.h"
 
 namespace rope {
-namespace mps {
 
 // cos and sin for the V pairs of a chunk. one: that of TiledParams.
 template <int V>
@@ -132,5 +131,4 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
   return a;
 }
 
-}  // namespace mps
 }  // namespace rope

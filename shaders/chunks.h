@@ -2,7 +2,6 @@
 #include "angles.h"
 
 namespace rope {
-namespace mps {
 
 // The channels of a chunk: two vectors of V channels, which begin at `first` and at `second`.
 //   Half-split: second = first + rotary_dim / 2, so channel first + i and channel second + i are a pair.
@@ -49,9 +48,16 @@ struct Values {
 template <int V>
 using Numbers = Values<float, V>;
 
-// Read or write V neighbouring channels in one access of at most 16 bytes: four channels, or eight of at most 2 bytes.
-// A vector of Metal has no more than four elements. The functions for one channel are there only to be compiled.
-template <int V>
+template <typename To, typename From, int V>
+inline Values<To, V> to(Values<From, V> x) {
+  Values<To, V> y;
+  for (int i = 0; i < 2 * V; i++) y.of[i] = static_cast<To>(x.of[i]);
+  return y;
+}
+
+// Read or write neighbouring channels in one access of at most 16 bytes: four channels, or eight of at most 2 bytes. A
+// vector of Metal has no more than four elements.
+template <int channels>
 struct Width {};
 template <typename T>
 inline vec<T, 4> four_of(thread const T* x) {
@@ -72,10 +78,6 @@ inline void load(device const T* from, thread T* to, Width<8>) {
   spread(as_type<vec<T, 4>>(words.zw), to + 4);
 }
 template <typename T>
-inline void load(device const T* from, thread T* to, Width<1>) {
-  to[0] = from[0];
-}
-template <typename T>
 inline void store(thread const T* x, device T* to, Width<4>) {
   *reinterpret_cast<device vec<T, 4>*>(to) = four_of(x);
 }
@@ -87,18 +89,14 @@ inline void store(thread const T* x, device T* to, Width<8>) {
 inline void store(thread const char* x, device char* to, Width<8>) {
   *reinterpret_cast<device uint2*>(to) = uint2(as_type<uint>(four_of(x)), as_type<uint>(four_of(x + 4)));
 }
-template <typename T>
-inline void store(thread const T* x, device T* to, Width<1>) {
-  to[0] = x[0];
-}
 
 // Channels that do not exist become 0, so that a sum over them is right.
 template <typename T, int V, typename I>
 inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
   Values<T, V> x = {};
   if (V >= 4 && k_vectors) {
-    if (c.firsts) load(from + c.first, x.of, Width<V>());
-    if (c.seconds) load(from + c.second, x.of + V, Width<V>());
+    if (c.firsts) load(from + c.first, x.of, Width<V == 8 ? 8 : 4>());
+    if (c.seconds) load(from + c.second, x.of + V, Width<V == 8 ? 8 : 4>());
   } else {
     for (int i = 0; i < 2 * V; i++) {
       if (c.exists(i)) x.of[i] = from[c.channel(i) * stride];
@@ -110,27 +108,13 @@ inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
 template <typename T, int V, typename I>
 inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
   if (V >= 4 && k_vectors) {
-    if (c.firsts) store(x.of, to + c.first, Width<V>());
-    if (c.seconds) store(x.of + V, to + c.second, Width<V>());
+    if (c.firsts) store(x.of, to + c.first, Width<V == 8 ? 8 : 4>());
+    if (c.seconds) store(x.of + V, to + c.second, Width<V == 8 ? 8 : 4>());
   } else {
     for (int i = 0; i < 2 * V; i++) {
       if (c.exists(i)) to[c.channel(i) * stride] = x.of[i];
     }
   }
-}
-
-template <typename T, int V>
-inline Numbers<V> numbers_of(Values<T, V> x) {
-  Numbers<V> n;
-  for (int i = 0; i < 2 * V; i++) n.of[i] = static_cast<float>(x.of[i]);
-  return n;
-}
-
-template <typename T, int V>
-inline Values<T, V> rounded(Numbers<V> n) {
-  Values<T, V> x;
-  for (int i = 0; i < 2 * V; i++) x.of[i] = static_cast<T>(n.of[i]);
-  return x;
 }
 
 template <typename T>
@@ -153,5 +137,4 @@ inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
   return n;
 }
 
-}  // namespace mps
 }  // namespace rope

@@ -2,7 +2,6 @@
 #include "angles.h"
 
 namespace rope {
-namespace mps {
 
 // Returns the position with index i, which has an integer type.
 inline long whole_number(device const void* positions, ulong i) {
@@ -32,7 +31,6 @@ inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, 
   }
 }
 
-}  // namespace mps
 }  // namespace rope
 
 // Writes cos and sin, [rows, columns]: a row for each token and a column for each pair. at: the column and the row. The

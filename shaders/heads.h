@@ -2,7 +2,6 @@
 #include "chunks.h"
 
 namespace rope {
-namespace mps {
 
 // Returns the element offset of head h of token s of sequence b, for a tensor [batch, seq, heads, head_dim] with these
 // strides. For a cache b is the block, and s the index in the block.
@@ -56,13 +55,47 @@ inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token,
 template <typename T, int V, typename I>
 inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, I> c) {
   if (has(k_quantised, head.side)) {
-    if (k_rounding != kOnce) numbers = numbers_of(x);
+    if (k_rounding != kOnce) numbers = to<float>(x);
     Values<char, V> bytes;
     for (int i = 0; i < 2 * V; i++) bytes.of[i] = static_cast<char>(quantised(numbers.of[i] / head.scale, Int8()));
     write(bytes, static_cast<device char*>(head.out) + head.out_at, head.out_stride, c);
   } else {
     write(x, static_cast<device T*>(head.out) + head.out_at, head.out_stride, c);
   }
+}
+
+// Multiplies the numbers of a chunk by those of another chunk, or by one factor.
+template <int V>
+inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
+  return x;
+}
+template <int V>
+inline Numbers<V> product(Numbers<V> x, float y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y;
+  return x;
+}
+
+// Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
+// they are.
+template <int V, typename I>
+inline bool must_write(int side, Chunk<V, I> chunk) {
+  return has(k_normalised, side) || chunk.rotated || !has(k_in_place, side);
+}
+
+// Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
+template <typename T, int V, typename I>
+inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, uint index,
+                   Values<T, V> x, float scale, Numbers<V> weights, Angles<V> angles) {
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, index);
+  const bool rotates = chunk.rotated && head.side != kV;
+  Numbers<V> n = to<float>(x);
+  if (has(k_normalised, head.side)) n = product(n, scale);
+  if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
+  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, index);
+  if (rotates) n = rotate<T>(n, angles);
+  if (rotates || has(k_normalised, head.side)) x = to<T>(n);
+  write(x, n, head, chunk);
 }
 
 // ---- a v that is apart ----
@@ -89,9 +122,8 @@ inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint i
     const Chunk<V, I> first = {0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
     const Head<T, I> head = head_at(r, x, token, kV, I(h));
     const Values<T, V> values = read(head.in, head.in_stride, chunk);
-    write(values, numbers_of(values), head, chunk);
+    write(values, to<float>(values), head, chunk);
   }
 }
 
-}  // namespace mps
 }  // namespace rope

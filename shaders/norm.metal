@@ -8,7 +8,6 @@
 #include "sums.h"
 
 namespace rope {
-namespace mps {
 
 // A share of a token: its heads belong to one team.
 struct Share {
@@ -19,28 +18,6 @@ inline Share share_at(constant TiledParams& r, uint index) {
   const uint neighbours = r.tokens_first ? r.tokens : r.shares, outer = index / neighbours,
              inner = index - outer * neighbours;
   return {r.tokens_first ? outer : inner, r.tokens_first ? inner : outer};
-}
-
-// Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
-// they are.
-template <int V, typename I>
-inline bool must_write(int side, Chunk<V, I> chunk) {
-  return has(k_normalised, side) || chunk.rotated || !has(k_in_place, side);
-}
-
-// Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
-template <typename T, int V, typename I>
-inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, uint index,
-                   Values<T, V> x, float scale, Numbers<V> weights, Angles<V> angles) {
-  const Chunk<V, I> chunk = chunk_at<V, I>(r, index);
-  const bool rotates = chunk.rotated && head.side != kV;
-  Numbers<V> n = numbers_of(x);
-  if (has(k_normalised, head.side)) n = product(n, scale);
-  if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
-  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, index);
-  if (rotates) n = rotate<T>(n, angles);
-  if (rotates || has(k_normalised, head.side)) x = rounded<T, V>(n);
-  write(x, n, head, chunk);
 }
 
 // Writes a v that is apart. A team takes the heads team, team + teams ... For a norm, a head is taken in spans of k's
@@ -63,7 +40,7 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
         const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
-        const Numbers<V> n = numbers_of(read(head.in, head.in_stride, chunk));
+        const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
         squares.add(dot(n, n, chunk));
       }
       if (sum_spans) {
@@ -77,8 +54,8 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
     for (I begin = 0; begin < end; begin += span) {
       for (uint index = lane; index < chunks; index += lanes) {
         const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
-        const Numbers<V> n = product(numbers_of(read(head.in, head.in_stride, chunk)), scale);
-        write(rounded<T, V>(n), n, head, chunk);
+        const Numbers<V> n = product(to<float>(read(head.in, head.in_stride, chunk)), scale);
+        write(to<T>(n), n, head, chunk);
       }
     }
   }
@@ -93,14 +70,13 @@ inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> toke
     const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
     for (uint h = first + walk.head; h < end; h += walk.head_step) {
       const Head<T, ulong> head = head_at(r, x, token, h);
-      const Numbers<V> n = numbers_of(read(head.in, head.in_stride, chunk));
+      const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
       squares.add(dot(n, n, chunk));
     }
   }
   return sum_over_lanes(squares.value());
 }
 
-}  // namespace mps
 }  // namespace rope
 
 // Normalises and rotates heads; v is copied, unless it has a norm too. A team takes the heads of one share of a token.
@@ -137,7 +113,7 @@ template <typename T, int V, typename I>
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       const int side = heads[i].side;
-      const Numbers<V> n = numbers_of(x[i]);
+      const Numbers<V> n = to<float>(x[i]);
       const float scale = scale_of(sum_over_lanes(dot(n, n, chunk)), p.sides[kQ].head_dim, p);
       if (!present[i] || !heads[i].written) continue;
       if (has(k_normalised, side) && side != kV && side != weights_for) {

@@ -6,7 +6,6 @@
 #include "sums.h"
 
 namespace rope {
-namespace mps {
 
 // The scale and common of the formulas in csrc/args.h, see NormBackwardArgs. x, g and w below are those of the
 // formulas.
@@ -17,23 +16,6 @@ struct Factors {
 inline Factors factors_of(float squares, float products, rope_int channels, constant RopeParams& p) {
   const float scale = scale_of(squares, channels, p);
   return {scale, -(scale * scale * (products / float(channels)))};
-}
-
-// What a thread knows of its part.
-template <typename T>
-struct Part {
-  int side;
-  device const T* x;   // q or k before the norm
-  ulong begin, end;    // the items
-  device float* sums;  // [channels]
-};
-template <typename T>
-inline Part<T> part_of(constant NormBackward& n, device const T* q, device const T* k, device float* sums, uint2 group,
-                       uint parts, ulong q_channels, ulong channels) {
-  const int side = group.y == 0 ? kQ : kK;
-  const ulong begin = ulong(group.x) * n.part_items;
-  return {side, side == kQ ? q : k, begin, min(begin + n.part_items, ulong(n.items[side])),
-          sums + (side == kQ ? 0 : parts * q_channels) + group.x * channels};
 }
 
 // Token number t of all sequences.
@@ -57,8 +39,8 @@ inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> bu
   const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
   constant rope_int* strides = r.before[head.side];
   BackwardChunk<V> c;
-  c.x = numbers_of(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
-  c.gradient = numbers_of(read(head.in, head.in_stride, chunk));
+  c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
+  c.gradient = to<float>(read(head.in, head.in_stride, chunk));
   if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, index);
   if (chunk.rotated) c.gradient = rotate<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
@@ -71,12 +53,11 @@ inline void finish(BackwardChunk<V> c, Factors f, Head<T, ulong> head, Chunk<V, 
                    thread Sum (&total)[2 * V]) {
   Numbers<V> gradient;
   for (int i = 0; i < 2 * V; i++) gradient.of[i] = fma(c.x.of[i], f.common, c.weighted.of[i]) * f.scale;
-  write(rounded<T, V>(gradient), gradient, head, chunk);
+  write(to<T>(gradient), gradient, head, chunk);
   const Numbers<V> terms = product(c.gradient, product(c.x, f.scale));
   for (int i = 0; i < 2 * V; i++) total[i].add(terms.of[i]);
 }
 
-}  // namespace mps
 }  // namespace rope
 
 #define ROPE_BACKWARD_ARGUMENTS(T)                                           \
@@ -92,35 +73,38 @@ template <typename T, int V>
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
-  const ulong channels = ulong(p.sides[kQ].head_dim);
-  const Part<T> own = part_of(n, q_before, k_before, sums, group, groups.x, channels, channels);
-  const uint heads = uint(p.sides[own.side].heads), per_token = (heads + kHeads - 1) / kHeads;
+  const int side = int(group.y);
+  device const T* x = side == kQ ? q_before : k_before;
+  const ulong head_dim = ulong(p.sides[kQ].head_dim), begin = ulong(group.x) * n.part_items,
+              end = min(begin + n.part_items, ulong(n.items[side]));
+  device float* own_sums = sums + (ulong(group.y) * groups.x + group.x) * head_dim;
+  const uint heads = uint(p.sides[side].heads), per_token = (heads + kHeads - 1) / kHeads;
   const uint lanes = uint(k_lanes), teams = threads.x / lanes, own_team = index / lanes, lane = index % lanes;
   const bool active = lane < r.chunks;
   const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, active ? lane : 0);
   Numbers<V> weights;
-  if (active) weights = weights_of<T, V>(r, buffers, own.side, ulong(0), chunk);
+  if (active) weights = weights_of<T, V>(r, buffers, side, ulong(0), chunk);
   Sum total[2 * V];
-  for (ulong first_item = own.begin; first_item < own.end; first_item += teams) {
-    const bool inside = first_item + own_team < own.end;
-    const ulong item = inside ? first_item + own_team : own.begin, t = item / per_token;
+  for (ulong first_item = begin; first_item < end; first_item += teams) {
+    const bool inside = first_item + own_team < end;
+    const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
     const Token<ulong> token = nth_token(r, buffers, t);
     Angles<V> angles;
     if (!k_by_head && active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
-      const Head<T, ulong> head = head_at(r, buffers, token, own.side, ulong(min(h, heads - 1)));
+      const Head<T, ulong> head = head_at(r, buffers, token, side, ulong(min(h, heads - 1)));
       BackwardChunk<V> c;
       float squares = 0.0f, products = 0.0f;
       if (present) {
-        c = backward_chunk_at(r, buffers, own.x, token, head, lane, angles, weights);
+        c = backward_chunk_at(r, buffers, x, token, head, lane, angles, weights);
         squares = dot(c.x, c.x, chunk);
         products = dot(c.weighted, c.x, chunk);
       }
       squares = sum_over_lanes(squares);
       products = sum_over_lanes(products);
-      if (present) finish(c, factors_of(squares, products, rope_int(channels), p), head, chunk, total);
+      if (present) finish(c, factors_of(squares, products, p.sides[kQ].head_dim, p), head, chunk, total);
     }
   }
   // The first team adds the sums of all teams, in their order.
@@ -131,7 +115,7 @@ template <typename T, int V>
   for (int j = 0; j < 2 * V; j++) {
     Sum sum;
     for (uint team = 0; team < teams; team++) sum.add(shared[(team * lanes + lane) * (2 * V) + j]);
-    if (chunk.exists(j)) own.sums[chunk.channel(j)] = sum.value();
+    if (chunk.exists(j)) own_sums[chunk.channel(j)] = sum.value();
   }
 }
 
@@ -148,15 +132,17 @@ template <typename T, int V>
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
-  const int side = group.y == 0 ? kQ : kK;
+  const int side = int(group.y);
+  device const T* x = side == kQ ? q_before : k_before;
   const ulong head_dim = ulong(p.sides[kQ].head_dim), all_heads = ulong(p.sides[side].heads);
   const ulong heads = k_all_heads ? all_heads : 1, items_of_token = k_all_heads ? 1 : all_heads;
-  const Part<T> own = part_of(n, q_before, k_before, sums, group, groups.x,
-                              (k_all_heads ? ulong(p.sides[kQ].heads) : 1) * head_dim, heads * head_dim);
+  const ulong begin = ulong(group.x) * n.part_items, end = min(begin + n.part_items, ulong(n.items[side]));
+  device float* own_sums = sums + group.x * heads * head_dim;
+  if (side == kK) own_sums += groups.x * (k_all_heads ? ulong(p.sides[kQ].heads) : 1) * head_dim;
   const Walk walk = walk_of(lane, kSimd, r.chunks), walk_of_group = walk_of(simd * kSimd + lane, threads.x, r.chunks);
-  ulong some = own.begin;
+  ulong some = begin;
   do {  // once at least, because a part without items has sums too
-    const uint count = some < own.end ? uint(min(own.end - some, ulong(kSimd))) : 0;
+    const uint count = some < end ? uint(min(end - some, ulong(kSimd))) : 0;
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the items before are not needed any more
     for (uint i = simd; i < count; i += threads.x / kSimd) {
       const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
@@ -169,7 +155,7 @@ template <typename T, int V>
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, own.x, token, head, index, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
           squares.add(dot(c.x, c.x, chunk));
           products.add(dot(c.weighted, c.x, chunk));
         }
@@ -193,18 +179,18 @@ template <typename T, int V>
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           Angles<V> angles;
           if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, own.x, token, head, index, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
           finish(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
         }
         for (int j = 0; j < 2 * V; j++) {
           if (!chunk.exists(j)) continue;
-          device float* sum = own.sums + h * head_dim + chunk.channel(j);
-          *sum = some == own.begin ? total[j].value() : *sum + total[j].value();
+          device float* sum = own_sums + h * head_dim + chunk.channel(j);
+          *sum = some == begin ? total[j].value() : *sum + total[j].value();
         }
       }
     }
     some += kSimd;
-  } while (some < own.end);
+  } while (some < end);
 }
 
 // Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for

@@ -21,7 +21,7 @@ template <typename T, int V, typename I>
     for (uint i = 0; i < kHeads; i++) {
       const uint h = first + i * r.shares;
       heads[i] = head_at(r, buffers, token, min(h, end - 1));
-      present[i] = h < end && (chunk.rotated || !has(k_in_place, heads[i].side));
+      present[i] = h < end && must_write(heads[i].side, chunk);
       if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
     }
     // The angles serve all heads of the share, unless the table is by head. The first heads are read before them, so
@@ -30,14 +30,7 @@ template <typename T, int V, typename I>
       angles = angles_of<T, V>(r, buffers, token, I(0), at.x);
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
-      if (!present[i] || !heads[i].written) continue;
-      Numbers<V> n = numbers_of(x[i]);
-      if (chunk.rotated && heads[i].side != kV) {
-        if (k_by_head) angles = angles_of<T, V>(r, buffers, token, heads[i].index, at.x);
-        n = rotate<T>(n, angles);
-        x[i] = rounded<T, V>(n);
-      }
-      write(x[i], n, heads[i], chunk);
+      if (present[i] && heads[i].written) finish(r, buffers, token, heads[i], at.x, x[i], 1.0f, Numbers<V>(), angles);
     }
   }
   if (k_v_apart) copy_v<T, V>(r, buffers, token, share * r.chunks + at.x, r.shares * r.chunks);

@@ -2,7 +2,6 @@
 #include "heads.h"
 
 namespace rope {
-namespace mps {
 
 // A sum with Kahan's compensation, because the numbers that are added may be much smaller than the sum.
 struct Sum {
@@ -60,18 +59,6 @@ inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I 
   return w;
 }
 
-// Multiplies the numbers of a chunk by those of another chunk, or by one factor.
-template <int V>
-inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
-  return x;
-}
-template <int V>
-inline Numbers<V> product(Numbers<V> x, float y) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y;
-  return x;
-}
-
 // Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:
 // how many are normalised together.
 inline float scale_of(float squares, rope_int channels, constant RopeParams& p) {
@@ -90,5 +77,4 @@ inline Walk walk_of(uint thread_index, uint threads, uint chunks) {
   return {row < rows ? thread_index - row * columns : chunks, columns, row, rows};
 }
 
-}  // namespace mps
 }  // namespace rope

@@ -55,8 +55,8 @@ template <typename T, int V, typename I>
       constant rope_int *given_strides = p.sides[side].in, *strides = r.before[side];
       device const T* given_at = (side == kK ? k_in : q_in) + offset_of(given_strides, b, s, own);
       device const T* x_at = (side == kK ? k_before : q_before) + offset_of(strides, b, s, own);
-      const Numbers<V> given = numbers_of(read(given_at, I(given_strides[3]), chunk));
-      const Numbers<V> x = numbers_of(read(x_at, I(strides[3]), chunk));
+      const Numbers<V> given = to<float>(read(given_at, I(given_strides[3]), chunk));
+      const Numbers<V> x = to<float>(read(x_at, I(strides[3]), chunk));
       // one and other: the two channels of pair i. The terms are g a + h b for cos, and h a - g b for sin.
       for (int i = 0; i < V; i++) {
         const int one = first_channel(i, k_interleaved), other = one + partner_distance(V, k_interleaved);

@@ -2,7 +2,6 @@
 #include "device.h"
 
 namespace rope {
-namespace mps {
 
 // Returns the integer with index i of an array of integers of 4 or 8 bytes.
 inline long integer_at(device const void* from, int bytes, ulong i) {
@@ -45,5 +44,4 @@ inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, I b, I s) {
   return token;
 }
 
-}  // namespace mps
 }  // namespace rope

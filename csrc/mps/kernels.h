@@ -84,34 +84,17 @@ static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 120 && sizeof(NormBack
                   sizeof(TableBackward) == sizeof(TiledParams) + 40,
               "the layout must be the same on host and device");
 
-// Buffer numbers. Those of q, k and v follow each other.
+// Buffer numbers. Those of q, k and v follow each other. Before: in a backward, q and k before the norm or the
+// rotation. Sums: of the parts in the norm's backward. The last four belong to the gradients of cos and sin.
+// clang-format off
 enum Buffer : int {
   kBufferParams,
-  kBufferQIn,
-  kBufferKIn,
-  kBufferVIn,
-  kBufferQOut,
-  kBufferKOut,
-  kBufferVOut,
-  kBufferQWeight,
-  kBufferKWeight,
-  kBufferVWeight,  // of no kernel
-  kBufferQScale,
-  kBufferKScale,
-  kBufferVScale,
-  kBufferCos,
-  kBufferSin,
-  kBufferInvFreq,
-  kBufferPositions,
-  kBufferSlots,
-  kBufferQBefore,  // in a backward: q before the norm or the rotation
-  kBufferKBefore,
-  kBufferSums,   // in the norm's backward: the sums of each part
-  kBufferOrder,  // in the gradients of cos and sin: the tokens of the table rows
-  kBufferStarts,
-  kBufferCosGrad,
-  kBufferSinGrad,
+  kBufferQIn, kBufferKIn, kBufferVIn, kBufferQOut, kBufferKOut, kBufferVOut,
+  kBufferQWeight, kBufferKWeight, kBufferVWeight, kBufferQScale, kBufferKScale, kBufferVScale,
+  kBufferCos, kBufferSin, kBufferInvFreq, kBufferPositions, kBufferSlots,
+  kBufferQBefore, kBufferKBefore, kBufferSums, kBufferOrder, kBufferStarts, kBufferCosGrad, kBufferSinGrad
 };
+// clang-format on
 
 }  // namespace mps
 }  // namespace rope
