@@ -39,28 +39,6 @@ ROPE_CONSTANTS(ROPE_CONSTANT)
 // Each head of a token has angles of its own.
 constant bool k_by_head = k_source == kTableByHead;
 
-// The tensors of a call. X(type, name, number, present): kBuffer<number> is the number of the buffer, and k_has_<name>
-// tells whether a call has it. T is the dtype of x.
-//   in: [batch, seq, heads, head_dim], with the strides of RopeParams
-//   out: the same, or caches [blocks, block_size, heads, head_dim]; of T, or of bytes if they are quantised
-#define ROPE_BUFFERS(X, T)                                                            \
-  X(device const T*, q_in, QIn, !(k_in_place & 1 << kQ))                              \
-  X(device const T*, k_in, KIn, k_tensors > kK && !(k_in_place & 1 << kK))            \
-  X(device const T*, v_in, VIn, k_tensors > kV)                                       \
-  X(device void*, q_out, QOut, k_tensors > kQ)                                        \
-  X(device void*, k_out, KOut, k_tensors > kK)                                        \
-  X(device void*, v_out, VOut, k_tensors > kV)                                        \
-  X(device const void*, q_weight, QWeight, (k_normalised & 1 << kQ) != 0)             \
-  X(device const void*, k_weight, KWeight, (k_normalised & 1 << kK) != 0)             \
-  X(device const float*, q_scale, QScale, (k_quantised & 1 << kQ) != 0)               \
-  X(device const float*, k_scale, KScale, (k_quantised & 1 << kK) != 0)               \
-  X(device const float*, v_scale, VScale, (k_quantised & 1 << kV) != 0)               \
-  X(device const void*, cos, Cos, k_source != kInvFreq)                               \
-  X(device const void*, sin, Sin, k_source != kInvFreq && k_table_access != kComplex) \
-  X(device const float*, inv_freq, InvFreq, k_source == kInvFreq)                     \
-  X(device const void*, positions, Positions, k_position_bytes != 0)                  \
-  X(device const void*, slots, Slots, k_slot_bytes != 0)
-
 #define ROPE_HAS(type, name, number, present) constant bool k_has_##name = present;
 #define ROPE_MEMBER(type, name, number, present) type name;
 #define ROPE_ARGUMENT(type, name, number, present) \
@@ -70,7 +48,6 @@ constant bool k_by_head = k_source == kTableByHead;
 ROPE_BUFFERS(ROPE_HAS, void)
 
 namespace rope {
-namespace mps {
 
 template <typename T>
 struct Buffers {
@@ -86,9 +63,12 @@ inline P of_side(int side, P q, P k, P v) {
   return side == kQ ? q : side == kK ? k : v;
 }
 
-}  // namespace mps
 }  // namespace rope
 
 #define ROPE_ARGUMENTS(T) ROPE_BUFFERS(ROPE_ARGUMENT, T)
 #define ROPE_ARGUMENTS_PASSED {ROPE_BUFFERS(ROPE_PASSED, T)}
 #define ROPE_KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
+// The types of x, and these with the lengths of vectors. Eight channels are for types of 2 bytes.
+#define ROPE_EACH_TYPE(X) X(float) X(half) X(bfloat)
+#define ROPE_EACH_SHORT_VECTOR(X) X(float, 4) X(float, 1) X(half, 4) X(half, 1) X(bfloat, 4) X(bfloat, 1)
+#define ROPE_EACH_VECTOR(X) ROPE_EACH_SHORT_VECTOR(X) X(half, 8) X(bfloat, 8)

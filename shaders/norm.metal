@@ -89,8 +89,8 @@ template <typename T, int V, typename I>
   const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares, active = inside && lane < r.chunks;
   const Share own = share_at(r, inside ? team : 0);
-  const uint seq = uint(p.seq), b = own.t / seq, end = r.first[kSides];
-  const Token<I> token = token_at<T, I>(r, buffers, I(b), I(own.t - b * seq));
+  const uint end = r.first[kSides];
+  const Token<I> token = token_at<I>(r, buffers, own.t);
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? lane : 0);
   Angles<V> angles;
   Numbers<V> weights;
@@ -145,8 +145,7 @@ template <typename T, int V>
   if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
   Share own = {simd, group.x};
   if (!k_all_heads) own = share_at(r, team);
-  const uint seq = uint(p.seq), b = own.t / seq;
-  const Token<ulong> token = token_at<T, ulong>(r, buffers, ulong(b), ulong(own.t - b * seq));
+  const Token<ulong> token = token_at<ulong>(r, buffers, own.t);
 
   // The heads of this SIMD group, or if they are taken together of this threadgroup, are first, first + step ...
   const int side = int(group.y);
@@ -203,13 +202,6 @@ template <typename T, int V>
 #define ROPE_NORM(T, V)                                                  \
   ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u32", norm_rotate<T, V, uint>) \
   ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u64", norm_rotate<T, V, ulong>)
-#define ROPE_NORMS(T)                                               \
-  ROPE_NORM(T, 4)                                                   \
-  ROPE_NORM(T, 1)                                                   \
-  ROPE_KERNEL("norm_rotate_wide_" #T "_v4", norm_rotate_wide<T, 4>) \
-  ROPE_KERNEL("norm_rotate_wide_" #T "_v1", norm_rotate_wide<T, 1>)
-ROPE_NORMS(float)
-ROPE_NORMS(half)
-ROPE_NORMS(bfloat)
-ROPE_NORM(half, 8)
-ROPE_NORM(bfloat, 8)
+#define ROPE_NORM_WIDE(T, V) ROPE_KERNEL("norm_rotate_wide_" #T "_v" #V, norm_rotate_wide<T, V>)
+ROPE_EACH_VECTOR(ROPE_NORM)
+ROPE_EACH_SHORT_VECTOR(ROPE_NORM_WIDE)

@@ -18,13 +18,6 @@ inline Factors factors_of(float squares, float products, rope_int channels, cons
   return {scale, -(scale * scale * (products / float(channels)))};
 }
 
-// Token number t of all sequences.
-template <typename T>
-inline Token<ulong> nth_token(constant TiledParams& r, Buffers<T> buffers, ulong t) {
-  const ulong b = t / ulong(r.params.seq);
-  return token_at<T, ulong>(r, buffers, b, t - b * ulong(r.params.seq));
-}
-
 // A chunk of a head in the backward: x, g and g w.
 template <int V>
 struct BackwardChunk {
@@ -88,7 +81,7 @@ template <typename T, int V>
   for (ulong first_item = begin; first_item < end; first_item += teams) {
     const bool inside = first_item + own_team < end;
     const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
-    const Token<ulong> token = nth_token(r, buffers, t);
+    const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
     Angles<V> angles;
     if (!k_by_head && active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), lane);
     for (uint i = 0; i < kHeads; i++) {
@@ -146,7 +139,7 @@ template <typename T, int V>
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the factors of the items before are not needed any more
     for (uint i = simd; i < count; i += threads.x / kSimd) {
       const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
-      const Token<ulong> token = nth_token(r, buffers, t);
+      const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
       Sum squares, products;
       for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
         const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
@@ -175,7 +168,7 @@ template <typename T, int V>
         Sum total[2 * V];
         for (uint i = 0; i < count; i++) {
           const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
-          const Token<ulong> token = nth_token(r, buffers, t);
+          const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           Angles<V> angles;
           if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
@@ -212,12 +205,9 @@ template <typename T>
   }
 }
 
-#define ROPE_NORM_BACKWARD(T)                                           \
-  ROPE_KERNEL("norm_backward_" #T "_v4", norm_backward<T, 4>)           \
-  ROPE_KERNEL("norm_backward_" #T "_v1", norm_backward<T, 1>)           \
-  ROPE_KERNEL("norm_backward_wide_" #T "_v4", norm_backward_wide<T, 4>) \
-  ROPE_KERNEL("norm_backward_wide_" #T "_v1", norm_backward_wide<T, 1>) \
-  ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
-ROPE_NORM_BACKWARD(float)
-ROPE_NORM_BACKWARD(half)
-ROPE_NORM_BACKWARD(bfloat)
+#define ROPE_NORM_BACKWARD(T, V)                                \
+  ROPE_KERNEL("norm_backward_" #T "_v" #V, norm_backward<T, V>) \
+  ROPE_KERNEL("norm_backward_wide_" #T "_v" #V, norm_backward_wide<T, V>)
+#define ROPE_SUM_PARTS(T) ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
+ROPE_EACH_SHORT_VECTOR(ROPE_NORM_BACKWARD)
+ROPE_EACH_TYPE(ROPE_SUM_PARTS)

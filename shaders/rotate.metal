@@ -8,8 +8,7 @@ template <typename T, int V, typename I>
                              ROPE_ARGUMENTS(T) uint3 at [[thread_position_in_grid]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint share = r.tokens_first ? at.z : at.y, t = r.tokens_first ? at.y : at.z;
-  const uint seq = uint(r.params.seq), b = t / seq;
-  const Token<I> token = token_at<T, I>(r, buffers, I(b), I(t - b * seq));
+  const Token<I> token = token_at<I>(r, buffers, t);
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
   const uint end = r.first[kSides];
   Angles<V> angles;
@@ -39,11 +38,4 @@ template <typename T, int V, typename I>
 #define ROPE_ROTATE(T, V)                                            \
   ROPE_KERNEL("rotate_" #T "_v" #V "_u32", rotate_heads<T, V, uint>) \
   ROPE_KERNEL("rotate_" #T "_v" #V "_u64", rotate_heads<T, V, ulong>)
-ROPE_ROTATE(float, 4)
-ROPE_ROTATE(float, 1)
-ROPE_ROTATE(half, 8)
-ROPE_ROTATE(half, 4)
-ROPE_ROTATE(half, 1)
-ROPE_ROTATE(bfloat, 8)
-ROPE_ROTATE(bfloat, 4)
-ROPE_ROTATE(bfloat, 1)
+ROPE_EACH_VECTOR(ROPE_ROTATE)

@@ -89,11 +89,7 @@ template <typename T, int V, typename I>
   }
 }
 
-#define ROPE_TABLES(T)                                                     \
-  ROPE_KERNEL("table_backward_" #T "_v4_u32", table_backward<T, 4, uint>)  \
-  ROPE_KERNEL("table_backward_" #T "_v4_u64", table_backward<T, 4, ulong>) \
-  ROPE_KERNEL("table_backward_" #T "_v1_u32", table_backward<T, 1, uint>)  \
-  ROPE_KERNEL("table_backward_" #T "_v1_u64", table_backward<T, 1, ulong>)
-ROPE_TABLES(float)
-ROPE_TABLES(half)
-ROPE_TABLES(bfloat)
+#define ROPE_TABLES(T, V)                                                      \
+  ROPE_KERNEL("table_backward_" #T "_v" #V "_u32", table_backward<T, V, uint>) \
+  ROPE_KERNEL("table_backward_" #T "_v" #V "_u64", table_backward<T, V, ulong>)
+ROPE_EACH_SHORT_VECTOR(ROPE_TABLES)

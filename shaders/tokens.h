@@ -19,9 +19,12 @@ struct Token {
   I block, in_block;  // the cell: its block, and its index in the block; 0 if there is none
 };
 
-template <typename T, typename I>
-inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, I b, I s) {
+// Returns token number t of all sequences.
+template <typename I, typename T>
+inline Token<I> token_at(constant TiledParams& r, Buffers<T> x, uint t) {
   constant RopeParams& p = r.params;
+  const uint sequence = t / uint(p.seq);
+  const I b = sequence, s = t - sequence * uint(p.seq);
   const long given_position =
       k_position_bytes ? integer_at(x.positions, k_position_bytes, b * I(p.positions[0]) + s * I(p.positions[1]))
                        : long(s);

@@ -30,6 +30,29 @@
   X(20, listed)         /* in table_backward: the tokens of each table row are listed */                     \
   X(21, position_type)  /* PositionType of the positions that cos_sin takes */
 
+// The buffers of the kernels that rotate. X(type, name, number, present): kBuffer<number> is the number of the buffer,
+// and a function constant k_has_<name> tells whether it is present. Those of q, k and v follow each other. T is the
+// dtype of x.
+//   in: [batch, seq, heads, head_dim], with the strides of RopeParams
+//   out: the same, or caches [blocks, block_size, heads, head_dim]; of T, or of bytes if they are quantised
+#define ROPE_BUFFERS(X, T)                                                            \
+  X(device const T*, q_in, QIn, !(k_in_place & 1 << kQ))                              \
+  X(device const T*, k_in, KIn, k_tensors > kK && !(k_in_place & 1 << kK))            \
+  X(device const T*, v_in, VIn, k_tensors > kV)                                       \
+  X(device void*, q_out, QOut, k_tensors > kQ)                                        \
+  X(device void*, k_out, KOut, k_tensors > kK)                                        \
+  X(device void*, v_out, VOut, k_tensors > kV)                                        \
+  X(device const void*, q_weight, QWeight, (k_normalised & 1 << kQ) != 0)             \
+  X(device const void*, k_weight, KWeight, (k_normalised & 1 << kK) != 0)             \
+  X(device const float*, q_scale, QScale, (k_quantised & 1 << kQ) != 0)               \
+  X(device const float*, k_scale, KScale, (k_quantised & 1 << kK) != 0)               \
+  X(device const float*, v_scale, VScale, (k_quantised & 1 << kV) != 0)               \
+  X(device const void*, cos, Cos, k_source != kInvFreq)                               \
+  X(device const void*, sin, Sin, k_source != kInvFreq && k_table_access != kComplex) \
+  X(device const float*, inv_freq, InvFreq, k_source == kInvFreq)                     \
+  X(device const void*, positions, Positions, k_position_bytes != 0)                  \
+  X(device const void*, slots, Slots, k_slot_bytes != 0)
+
 namespace rope {
 namespace mps {
 
@@ -70,8 +93,8 @@ struct NormBackward {
 
 // Parameters of the sums over parts.
 struct SumParts {
-  unsigned parts,
-      channels[2];  // of a part's sums for q and for k: head_dim, or heads * head_dim if the norm is over all
+  unsigned parts;
+  unsigned channels[2];  // of the sums for q and for k: head_dim, or heads * head_dim if the norm is over all heads
 };
 
 // Parameters of the gradients of cos and sin.
@@ -84,17 +107,19 @@ static_assert(sizeof(TiledParams) == sizeof(RopeParams) + 120 && sizeof(NormBack
                   sizeof(TableBackward) == sizeof(TiledParams) + 40,
               "the layout must be the same on host and device");
 
-// Buffer numbers. Those of q, k and v follow each other. Before: in a backward, q and k before the norm or the
-// rotation. Sums: of the parts in the norm's backward. The last four belong to the gradients of cos and sin.
-// clang-format off
+// Buffer numbers. Before: in a backward, q and k before the norm or the rotation. Sums: of the parts in the norm's
+// backward. The others belong to the gradients of cos and sin.
+#define ROPE_NUMBER(type, name, number, present) kBuffer##number,
 enum Buffer : int {
   kBufferParams,
-  kBufferQIn, kBufferKIn, kBufferVIn, kBufferQOut, kBufferKOut, kBufferVOut,
-  kBufferQWeight, kBufferKWeight, kBufferVWeight, kBufferQScale, kBufferKScale, kBufferVScale,
-  kBufferCos, kBufferSin, kBufferInvFreq, kBufferPositions, kBufferSlots,
-  kBufferQBefore, kBufferKBefore, kBufferSums, kBufferOrder, kBufferStarts, kBufferCosGrad, kBufferSinGrad
+  ROPE_BUFFERS(ROPE_NUMBER, ) kBufferQBefore,
+  kBufferKBefore,
+  kBufferSums,
+  kBufferOrder,
+  kBufferStarts,
+  kBufferCosGrad,
+  kBufferSinGrad
 };
-// clang-format on
 
 }  // namespace mps
 }  // namespace rope

@@ -144,27 +144,6 @@ const Tensor& nothing() {
   return tensor;
 }
 
-// torch.mps.profiler. Newer releases of torch have functions that take the stream, and these must be preferred: the
-// compiler takes the first overload if it exists, because 0 is an int.
-template <typename Profiler>
-auto begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream* stream, int)
-    -> decltype(void(profiler.beginProfileKernel(pipeline, name, false, stream))) {
-  profiler.beginProfileKernel(pipeline, name, false, stream);
-}
-template <typename Profiler>
-void begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream*, long) {
-  profiler.beginProfileKernel(pipeline, name, false);
-}
-template <typename Profiler>
-auto end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream* stream, int)
-    -> decltype(void(profiler.endProfileKernel(pipeline, stream))) {
-  profiler.endProfileKernel(pipeline, stream);
-}
-template <typename Profiler>
-void end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream*, long) {
-  profiler.endProfileKernel(pipeline);
-}
-
 // One launch of a kernel, as data.
 struct Launch {
   Kernel kernel;
@@ -211,6 +190,20 @@ void encode(const Launch& launch, id<MTLComputeCommandEncoder> encoder) {
   }
 }
 
+// torch.mps.profiler. Newer releases of torch have functions that take the stream, and these must be preferred: the
+// compiler takes the first overload if it exists, because 0 is an int.
+template <typename Profiler>
+auto profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPSStream* stream, int)
+    -> decltype(void(profiler.endProfileKernel(launch.pipeline, stream))) {
+  begins ? void(profiler.beginProfileKernel(launch.pipeline, launch.kernel.name(), false, stream))
+         : void(profiler.endProfileKernel(launch.pipeline, stream));
+}
+template <typename Profiler>
+void profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPSStream*, long) {
+  begins ? void(profiler.beginProfileKernel(launch.pipeline, launch.kernel.name(), false))
+         : void(profiler.endProfileKernel(launch.pipeline));
+}
+
 // Encodes launches in the queue of PyTorch's stream, which owns the encoder. Nothing there may call ATen, which would
 // wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's profiler
 // sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
@@ -225,9 +218,9 @@ void encode(std::initializer_list<const Launch*> launches) {
       @autoreleasepool {
         auto& profiler = at::mps::getMPSProfiler();
         const bool profiled = profiler.isOperationProfilingEnabled();
-        if (profiled) begin_profile(profiler, first.pipeline, first.kernel.name(), stream, 0);
+        if (profiled) profile(profiler, true, first, stream, 0);
         for (const Launch* launch : launches) encode(*launch, stream->commandEncoder());
-        if (profiled) end_profile(profiler, first.pipeline, stream, 0);
+        if (profiled) profile(profiler, false, first, stream, 0);
       }
     } catch (...) {
       failed = true;

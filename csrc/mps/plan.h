@@ -3,17 +3,9 @@
 //
 // How a call is cut into threads
 // ------------------------------
-// A head is cut into chunks, and a chunk belongs to one thread. A chunk is two vectors of V channels; V is 8, 4 or 1,
-// and is called `vector` below. Eight channels are used for types of 2 bytes alone, so that a vector has at most 16
-// bytes. Which channels these are depends on the pairing:
-//   half-split    V neighbouring channels of the first half of the rotated channels, and their partners, which are the
-//                 same V channels of the second half;
-//   interleaved   2V neighbouring rotated channels, which are V whole pairs;
-//   not rotated   the next 2V of the channels before and after the rotated ones. The last chunk of a head may have only
-//                 V channels.
-// So both channels of a pair are always in one chunk, chunk c rotates the pairs cV .. cV + V - 1, whose angles are
-// neighbours in a table row, and neighbouring threads read neighbouring memory. The rotated chunks of a head come
-// first. Chunks that are not rotated exist only if their channels must be written; see copies() in csrc/plan.h.
+// A head is cut into chunks, which csrc/plan.h explains, and a chunk belongs to one thread. It is two vectors of V
+// channels; V is 8, 4 or 1, and is called `vector` below. Eight channels are used for types of 2 bytes alone, so that a
+// vector has at most 16 bytes. Chunk c rotates the pairs cV .. cV + V - 1, whose angles are neighbours in a table row.
 //
 // The heads of a token are divided into shares; the heads of q, k and v are one list. With n shares, share s has the
 // heads s, s + n, s + 2n ... A thread takes its chunk of every head of its share, so that the angles are computed or

@@ -13,7 +13,7 @@ from metal_calls import HALVES, freqs, ops, randn, table_backward, tables, weigh
 import torch_rope
 
 BUFFERS = str.split(
-    "params q_in k_in v_in q_out k_out v_out q_weight k_weight v_weight q_scale k_scale v_scale"
+    "params q_in k_in v_in q_out k_out v_out q_weight k_weight q_scale k_scale v_scale"
     " cos sin inv_freq positions slots q_before k_before sums order starts cos_grad sin_grad"
 )
 
