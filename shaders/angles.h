@@ -54,26 +54,22 @@ struct RoundedStep {
 // Reads V elements of cos, sin or a norm's weights, the first of them at element offset `at`. in_vectors: they are
 // neighbours, and four of them are one aligned access.
 template <typename From, int V, typename I>
-inline void read_elements(device const void* base, I at, I stride, bool in_vectors, thread float (&to)[V]) {
+inline void read_elements(device const void* base, I at, I stride, bool in_vectors, thread float* to) {
   device const From* from = static_cast<device const From*>(base) + at;
-  if (V >= 4 && in_vectors) {
-    for (int i = 0; i < V; i += 4) {
+  for (int i = 0; i < V; i += V < 4 ? 1 : 4) {
+    if (V >= 4 && in_vectors) {
       const vec<From, 4> four = *reinterpret_cast<device const vec<From, 4>*>(from + i);
-      for (int j = 0; j < 4 && i + j < V; j++) to[i + j] = static_cast<float>(four[j]);
+      for (int j = 0; j < 4; j++) to[i + j] = static_cast<float>(four[j]);
+    } else {
+      for (int j = i; j < i + 4 && j < V; j++) to[j] = static_cast<float>(from[I(j) * stride]);
     }
-  } else {
-    for (int i = 0; i < V; i++) to[i] = static_cast<float>(from[I(i) * stride]);
   }
 }
 // native: the elements have type T; otherwise they are float.
 template <typename T, int V, typename I>
-inline void read_parameters(bool native, device const void* base, I at, I stride, bool in_vectors,
-                            thread float (&to)[V]) {
-  if (native) {
-    read_elements<T>(base, at, stride, in_vectors, to);
-  } else {
-    read_elements<float>(base, at, stride, in_vectors, to);
-  }
+inline void read_parameters(bool native, device const void* base, I at, I stride, bool in_vectors, thread float* to) {
+  native ? read_elements<T, V>(base, at, stride, in_vectors, to)
+         : read_elements<float, V>(base, at, stride, in_vectors, to);
 }
 
 // Reads the parts of V complex numbers, the first of them at element offset `at`.
@@ -114,8 +110,8 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
     if (k_table_access == kComplex) {
       read_complex(x.cos, cos, a.cos, a.sin);
     } else {
-      read_parameters<T>(k_native_tables != 0, x.cos, cos, I(p.cos[3]), k_table_access == kVectors, a.cos);
-      read_parameters<T>(k_native_tables != 0, x.sin, sin, I(p.sin[3]), k_table_access == kVectors, a.sin);
+      read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos[3]), k_table_access == kVectors, a.cos);
+      read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin[3]), k_table_access == kVectors, a.sin);
     }
   }
   for (int i = 0; i < V; i++) {
@@ -128,6 +124,14 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
     }
     if (k_inverse) a.sin[i] = -a.sin[i];
   }
+  return a;
+}
+
+// Returns the angles that all heads of a token have in a chunk. If there are none, the result has no meaning.
+template <typename T, int V, typename I>
+inline Angles<V> common_angles(constant TiledParams& r, Buffers<T> x, Token<I> token, bool rotated, uint chunk) {
+  Angles<V> a;
+  if (!k_by_head && rotated) a = angles_of<T, V>(r, x, token, I(0), chunk);
   return a;
 }
 

@@ -180,9 +180,8 @@ template <typename T, int V>
     }
     for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-      Angles<V> angles;
-      if (!k_by_head && chunk.rotated && first < r.first[kV])
-        angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
+      const bool rotates = chunk.rotated && first < r.first[kV];
+      const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, index);
 #pragma unroll
       for (uint i = 0; i < kHeads; i++) {
         const uint h = min(first + i * step, end - 1);

@@ -82,8 +82,7 @@ template <typename T, int V>
     const bool inside = first_item + own_team < end;
     const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
     const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
-    Angles<V> angles;
-    if (!k_by_head && active && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), lane);
+    const Angles<V> angles = common_angles<T, V>(r, buffers, token, active && chunk.rotated, lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
@@ -143,8 +142,7 @@ template <typename T, int V>
       Sum squares, products;
       for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
         const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-        Angles<V> angles;
-        if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
+        const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
@@ -170,8 +168,7 @@ template <typename T, int V>
           const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
           const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
-          Angles<V> angles;
-          if (!k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
+          const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
           const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
           finish(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
         }

@@ -46,16 +46,11 @@ template <typename T, int V, typename I>
 inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I head, Chunk<V, I> c) {
   constant rope_int* strides = r.params.sides[side].weight;
   device const void* from = side == kQ ? x.q_weight : x.k_weight;
-  const bool native = has(k_native_weights, side), vectors = k_weight_vectors != 0;
   const I row = head * I(strides[0]), stride = I(strides[1]);
-  float first[V], second[V];
-  read_parameters<T>(native, from, row + c.first * stride, stride, vectors, first);
-  read_parameters<T>(native, from, row + c.second * stride, stride, vectors, second);
+  const bool native = has(k_native_weights, side), vectors = k_weight_vectors != 0;
   Numbers<V> w;
-  for (int i = 0; i < V; i++) {
-    w.of[i] = first[i];
-    w.of[V + i] = second[i];
-  }
+  read_parameters<T, V>(native, from, row + c.first * stride, stride, vectors, w.of);
+  read_parameters<T, V>(native, from, row + c.second * stride, stride, vectors, w.of + V);
   return w;
 }
 

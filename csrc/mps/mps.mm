@@ -261,23 +261,22 @@ struct Mps : AnyBackend {
     }
     const Plan p = plan(call.rotate, call.x);
     Launch parts(p.kernel, p.constants, p.tensors);
-    const Parts sizes = parts_of(p, parts.most);
-    const auto [q_channels, k_channels] = sizes.channels;
-    const Tensor sums = at::empty({sizes.count, q_channels + k_channels}, call.rotate.q().options().dtype(at::kFloat));
-    const NormBackward n{p.rotate, {sizes.items[kQ], sizes.items[kK]}, unsigned(sizes.part_items)};
+    NormBackward n{p.rotate, {}, {}};
+    SumParts s{};
+    const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
+    const Tensor sums = at::empty({s.parts, channels}, call.rotate.q().options().dtype(at::kFloat));
     parts.set_params(n);
     parts.tensors.push_back({kBufferSums, &sums});
-    parts.grid = {{sizes.count, 2, 1}, {sizes.threads, 1, 1}, true};
+    parts.grid = {{s.parts, 2, 1}, {threads, 1, 1}, true};
     // For each thread a sum for each of the up to 8 channels of its chunk, or two factors for each of kSimd groups.
-    parts.memory = (p.wide ? kSimd * 2 : NSUInteger(sizes.threads) * 8) * sizeof(float);
+    parts.memory = (p.wide ? kSimd * 2 : NSUInteger(threads) * 8) * sizeof(float);
 
     Constants weights{};
     weights.native_weights = p.constants.native_weights;
     Launch total({"norm_backward", "sum_parts", p.kernel.type, ""}, weights,
                  {{1, &sums}, {2, call.weight_grad[kQ]}, {3, call.weight_grad[kK]}});
-    const SumParts s{unsigned(sizes.count), {unsigned(q_channels), unsigned(k_channels)}};
     total.set_params(s);
-    total.grid = grid_of({std::max(q_channels, k_channels), 2, 1}, std::min(total.most, kThreads));
+    total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min(total.most, kThreads));
     encode({&parts, &total});
   }
 

@@ -24,7 +24,7 @@
 //                    two that is not less than the number of chunks. A team takes one share of one token. It also runs
 //                    if only v has a norm.
 //   norm_backward    Has the same teams, but a team takes many items. An item is kHeads neighbouring heads of q or of
-//                    k, because a threadgroup sums the gradient of one weight; see Parts.
+//                    k, because a threadgroup sums the gradient of one weight; see cut_into_parts.
 //   ..._wide         norm_rotate and norm_backward for wide groups. A group is what is normalised together; a head of
 //                    more chunks than a SIMD group has threads is wide, and so are all heads of a token. A SIMD group
 //                    or a threadgroup takes a wide group, and each of its threads several chunks. V is 4 or 1.
@@ -126,17 +126,10 @@ constexpr const char* kNoFloat64 =
 
 // Returns the name of the dtype of t in Metal. The error message calls t `name`.
 inline const char* type_of(const char* op, const char* name, const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return "half";
-    case at::kBFloat16:
-      return "bfloat";
-    case at::kFloat:
-      return "float";
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": ", name,
-                                  " is float64 but must be float16, bfloat16 or float32, because Metal has no float64");
-  }
+  const at::ScalarType type = t.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(type != at::kDouble, op, ": ", name,
+                              " is float64 but must be float16, bfloat16 or float32, because Metal has no float64");
+  return type == at::kHalf ? "half" : type == at::kBFloat16 ? "bfloat" : "float";
 }
 
 // Refuses what Metal lacks.
@@ -362,31 +355,24 @@ inline Grid grid_of(const Plan& plan, rope_int most) {
 // parts: neighbouring items, which one threadgroup sums. A second kernel adds up the sums of the parts. The cut follows
 // from sizes and from the number of threads in a threadgroup, which depends only on the kind of GPU and on Metal's
 // compiler; so one kind of GPU with one release of macOS always gives the same bits. There are at most 1024 parts, or
-// 256 if the norm is over all heads. A part has at least 4 items for each team of the threadgroup, or 32 wide groups.
-struct Parts {
-  rope_int items[2];     // of q and of k
-  rope_int part_items;   // items of a part
-  rope_int count;        // parts of q, and as many of k; if one has fewer items, its last parts are empty
-  rope_int channels[2];  // of the sums of a part
-  rope_int threads;      // of a threadgroup
-};
-// most: how many threads a threadgroup may have, a multiple of kSimd.
-inline Parts parts_of(const Plan& plan, rope_int most) {
+// 256 if the norm is over all heads, because the sums of a part are longer then. A part has at least 4 items for each
+// team of the threadgroup, or 32 wide groups.
+//
+// Fills what follows from the plan, and returns how many threads a threadgroup has. most: how many it may have.
+inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n, SumParts& s) {
   const RopeParams& p = plan.rotate.params;
   const bool all_heads = plan.constants.all_heads;
-  Parts parts{};
   for (int i = 0; i < kV; i++) {
     const rope_int heads = p.sides[i].heads;
-    parts.items[i] = p.batch * p.seq * (all_heads ? 1 : plan.wide ? heads : ceil_div(heads, kHeads));
-    parts.channels[i] = p.sides[kQ].head_dim * (all_heads ? heads : 1);
+    n.items[i] = p.batch * p.seq * (all_heads ? 1 : plan.wide ? heads : ceil_div(heads, kHeads));
+    s.channels[i] = unsigned(p.sides[kQ].head_dim * (all_heads ? heads : 1));
   }
-  const rope_int items = std::max(parts.items[kQ], parts.items[kK]);
-  parts.threads = plan.wide ? group_threads(plan, most) : std::min(most, kThreads);
-  const rope_int least = plan.wide ? rope_int(kSimd) : parts.threads / plan.constants.lanes * 4;
-  const rope_int count = all_heads ? 256 : 1024;  // over all heads the sums of a part are longer
-  parts.part_items = least * std::max(ceil_div(items, count * least), rope_int(1));
-  parts.count = ceil_div(items, parts.part_items);
-  return parts;
+  const rope_int threads = plan.wide ? group_threads(plan, most) : std::min(most, kThreads);
+  const rope_int items = std::max(n.items[kQ], n.items[kK]), parts = all_heads ? 256 : 1024,
+                 least = plan.wide ? rope_int(kSimd) : threads / plan.constants.lanes * 4;
+  n.part_items = unsigned(least * std::max(ceil_div(items, parts * least), rope_int(1)));
+  s.parts = unsigned(ceil_div(items, n.part_items));  // of q, and as many of k; those past the last item are empty
+  return threads;
 }
 
 // Returns the grid of table_backward: chunks along x, table rows along z; a table by head has a row for each head. The
