@@ -1,5 +1,5 @@
 // Where the heads of a token are, how they are written, and what happens to a v that is not in the list of heads.
-#include "chunks.h"
+#include "sums.h"
 
 namespace rope {
 
@@ -64,18 +64,6 @@ inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, 
   }
 }
 
-// Multiplies the numbers of a chunk by those of another chunk, or by one factor.
-template <int V>
-inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
-  return x;
-}
-template <int V>
-inline Numbers<V> product(Numbers<V> x, float y) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y;
-  return x;
-}
-
 // Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
 // they are.
 template <int V, typename I>
@@ -96,6 +84,51 @@ inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, 
   if (rotates) n = rotate<T>(n, angles);
   if (rotates || has(k_normalised, head.side)) x = to<T>(n);
   write(x, n, head, chunk);
+}
+
+// Normalises and rotates chunk `index` of the heads of a share; v is copied, unless it has a norm too. With a norm,
+// `index` is the lane of a team, all threads of the SIMD group reach every sum, and a thread without a chunk or a token
+// (inside is false) adds zeros and writes nothing.
+template <typename T, int V, typename I>
+inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, uint share, uint index, bool inside) {
+  const uint end = r.first[kSides];
+  const bool active = inside && index < r.chunks;
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
+  Angles<V> angles;
+  Numbers<V> weights;
+  int weights_for = -1;  // the side whose weights these are
+  // With a norm the loop ends at the same time for all shares.
+  for (uint step = 0; step + (k_normalised ? 0 : share) < end; step += kHeads * r.shares) {
+    Head<T, I> heads[kHeads];
+    Values<T, V> given[kHeads];
+    bool present[kHeads];  // the head exists, and this chunk of it must be written
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = share + step + i * r.shares;
+      heads[i] = head_at(r, x, token, min(h, end - 1));
+      present[i] = active && h < end && must_write(heads[i].side, chunk);
+      given[i] = {};
+      if (present[i]) given[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    }
+    // The first heads are read before the angles, so that both are under way at once.
+    if (!k_by_head && step == 0 && active && chunk.rotated && share < r.first[kV])
+      angles = angles_of<T, V>(r, x, token, I(0), index);
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      const int side = heads[i].side;
+      float scale = 1.0f;
+      if (k_normalised) {
+        const Numbers<V> n = to<float>(given[i]);
+        scale = scale_of(sum_over_lanes(dot(n, n, chunk)), r.params.sides[kQ].head_dim, r.params);
+      }
+      if (!present[i] || !heads[i].written) continue;
+      if (has(k_normalised, side) && side != kV && side != weights_for) {
+        weights = weights_of<T, V>(r, x, side, I(0), chunk);
+        weights_for = side;
+      }
+      finish(r, x, token, heads[i], index, given[i], scale, weights, angles);
+    }
+  }
 }
 
 // ---- a v that is apart ----

@@ -2,10 +2,8 @@
 // as they are.
 //
 // A team of k_lanes threads, which are part of one SIMD group or all of it, shares a head and sums over its channels.
-// Every thread of a SIMD group must take part in every sum. So all threads reach every sum, and a thread without a
-// chunk, a head or a token takes part with zeros and writes nothing. What is normalised together may have more chunks
-// than a SIMD group has threads; norm_rotate_wide reads it twice.
-#include "sums.h"
+// Every thread of a SIMD group must take part in every sum.
+#include "heads.h"
 
 namespace rope {
 
@@ -85,44 +83,11 @@ template <typename T, int V, typename I>
                             ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
                             uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
-  constant RopeParams& p = r.params;
   const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
-  const bool inside = team < r.tokens * r.shares, active = inside && lane < r.chunks;
+  const bool inside = team < r.tokens * r.shares;
   const Share own = share_at(r, inside ? team : 0);
-  const uint end = r.first[kSides];
   const Token<I> token = token_at<I>(r, buffers, own.t);
-  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? lane : 0);
-  Angles<V> angles;
-  Numbers<V> weights;
-  int weights_for = -1;  // the side whose weights these are
-  // The loop ends at the same time for all shares, because all threads of the SIMD group must reach the sums.
-  for (uint step = 0; step < end; step += kHeads * r.shares) {
-    Head<T, I> heads[kHeads];
-    Values<T, V> x[kHeads];
-    bool present[kHeads];
-#pragma unroll
-    for (uint i = 0; i < kHeads; i++) {
-      const uint h = own.share + step + i * r.shares;
-      heads[i] = head_at(r, buffers, token, min(h, end - 1));
-      present[i] = active && h < end && must_write(heads[i].side, chunk);
-      x[i] = {};
-      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk);
-    }
-    if (!k_by_head && step == 0 && active && chunk.rotated && own.share < r.first[kV])
-      angles = angles_of<T, V>(r, buffers, token, I(0), lane);
-#pragma unroll
-    for (uint i = 0; i < kHeads; i++) {
-      const int side = heads[i].side;
-      const Numbers<V> n = to<float>(x[i]);
-      const float scale = scale_of(sum_over_lanes(dot(n, n, chunk)), p.sides[kQ].head_dim, p);
-      if (!present[i] || !heads[i].written) continue;
-      if (has(k_normalised, side) && side != kV && side != weights_for) {
-        weights = weights_of<T, V>(r, buffers, side, I(0), chunk);
-        weights_for = side;
-      }
-      finish(r, buffers, token, heads[i], lane, x[i], scale, weights, angles);
-    }
-  }
+  rotate_share<T, V>(r, buffers, token, own.share, lane, inside);
   if (k_v_apart) write_v<T, V>(r, buffers, token, own.share, r.shares, lane, inside, true);
 }
 

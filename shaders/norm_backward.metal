@@ -3,7 +3,7 @@
 // A threadgroup takes one part of q (group.y = 0) or of k (1): it writes the gradients of these heads, and its part of
 // the gradient of the weight into `sums`, which holds the parts of q, [parts, channels], and then those of k. sum_parts
 // adds up the parts.
-#include "sums.h"
+#include "heads.h"
 
 namespace rope {
 

@@ -1,5 +1,5 @@
 // How numbers are summed, and what a norm computes from the sums.
-#include "heads.h"
+#include "chunks.h"
 
 namespace rope {
 
@@ -52,6 +52,18 @@ inline Numbers<V> weights_of(constant TiledParams& r, Buffers<T> x, int side, I 
   read_parameters<T, V>(native, from, row + c.first * stride, stride, vectors, w.of);
   read_parameters<T, V>(native, from, row + c.second * stride, stride, vectors, w.of + V);
   return w;
+}
+
+// Multiplies the numbers of a chunk by those of another chunk, or by one factor.
+template <int V>
+inline Numbers<V> product(Numbers<V> x, Numbers<V> y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y.of[i];
+  return x;
+}
+template <int V>
+inline Numbers<V> product(Numbers<V> x, float y) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * y;
+  return x;
 }
 
 // Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:

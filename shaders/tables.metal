@@ -1,5 +1,5 @@
 // The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
-#include "sums.h"
+#include "heads.h"
 
 constant bool k_is_listed = k_listed != 0;
 
