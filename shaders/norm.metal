@@ -116,14 +116,10 @@ template <typename T, int V>
   const int side = int(group.y);
   const bool together = k_all_heads && !(side == kV && has(k_normalised, kV));
   const uint start = k_all_heads ? r.first[side] : 0, end = k_all_heads ? r.first[side + 1] : r.first[kSides];
-  Walk walk = {lane, kSimd, 0, 1};
-  uint first = start + own.share, step = k_all_heads ? simds : r.shares;
+  const uint teams = k_all_heads ? simds : r.shares;
+  Walk walk = {lane, kSimd, own.share, teams};
+  if (together) walk = walk_of(simd * kSimd + lane, threads.x, r.chunks);
   float scale = 1.0f;
-  if (together) {
-    walk = walk_of(simd * kSimd + lane, threads.x, r.chunks);
-    first = start + walk.head;
-    step = walk.head_step;
-  }
   if (together && has(k_normalised, side)) {
     for (uint part = simd; part < kSimd; part += simds) {
       const Walk of_part = walk_of(part * kSimd + lane, kSimd * kSimd, r.chunks);
@@ -134,14 +130,15 @@ template <typename T, int V>
     threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
     scale = scale_of(sum_over_lanes(parts[lane]), rope_int(end - start) * p.sides[side].head_dim, p);
   }
-  for (; first < end; first += kHeads * step) {
+  for (uint first = start + walk.head; first < end; first += kHeads * walk.head_step) {
     float scales[kHeads];
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
-      const uint h = first + i * step;
+      const uint h = first + i * walk.head_step;
       scales[i] = scale;
       if (!together && h < end && has(k_normalised, side_of(r, h)))
-        scales[i] = scale_of(squares_of<T, V>(r, buffers, token, h, h + 1, walk), p.sides[kQ].head_dim, p);
+        scales[i] =
+            scale_of(squares_of<T, V>(r, buffers, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
     }
     for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
@@ -149,9 +146,9 @@ template <typename T, int V>
       const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, index);
 #pragma unroll
       for (uint i = 0; i < kHeads; i++) {
-        const uint h = min(first + i * step, end - 1);
-        const Head<T, ulong> head = head_at(r, buffers, token, h);
-        if (h < first + i * step || !head.written || !must_write(head.side, chunk)) continue;
+        if (first + i * walk.head_step >= end) break;
+        const Head<T, ulong> head = head_at(r, buffers, token, first + i * walk.head_step);
+        if (!head.written || !must_write(head.side, chunk)) continue;
         Numbers<V> weights;
         if (has(k_normalised, head.side) && head.side != kV)
           weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
@@ -159,8 +156,7 @@ template <typename T, int V>
       }
     }
   }
-  if (k_v_apart && (!k_all_heads || side == kV))
-    write_v<T, V>(r, buffers, token, own.share, k_all_heads ? simds : r.shares, lane, true, false);
+  if (k_v_apart && (!k_all_heads || side == kV)) write_v<T, V>(r, buffers, token, own.share, teams, lane, true, false);
 }
 
 #define ROPE_NORM(T, V)                                                  \

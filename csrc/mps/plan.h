@@ -17,19 +17,11 @@
 // Many tokens have few shares, so that a table row is read seldom. Few tokens have many, down to one head in a share,
 // so that many cores work; if that is not enough, V is smaller too.
 //
-// The kernels are:
-//   rotate           A thread for each chunk, token and share.
-//   norm_rotate      The same, but a norm needs the sum over a whole head. So the threads that share a head, one for
-//                    each chunk, are a team: k_lanes threads of one SIMD group, where k_lanes is the smallest power of
-//                    two that is not less than the number of chunks. A team takes one share of one token. It also runs
-//                    if only v has a norm.
-//   norm_backward    Has the same teams, but a team takes many items. An item is kHeads neighbouring heads of q or of
-//                    k, because a threadgroup sums the gradient of one weight; see cut_into_parts.
-//   ..._wide         norm_rotate and norm_backward for wide groups. A group is what is normalised together; a head of
-//                    more chunks than a SIMD group has threads is wide, and so are all heads of a token. A SIMD group
-//                    or a threadgroup takes a wide group, and each of its threads several chunks. V is 4 or 1.
-//   table_backward   A threadgroup sums the gradients of one or more table rows; see grid_of.
-//   cos_sin          A thread for each element of cos.
+// A norm needs the sum over a whole head. So the threads that share a head, one for each chunk, are a team: k_lanes
+// threads of one SIMD group, where k_lanes is the smallest power of two that is not less than the number of chunks. A
+// team takes one share of one token. What is normalised together is a group. A group is wide if it is a head of more
+// chunks than a SIMD group has threads, or all heads of a token. Kernels with _wide in their names take it: a SIMD
+// group or a threadgroup shares it, and each thread takes several of its chunks.
 //
 // In the names of kernels _v8, _v4 and _v1 give V. Kernels with _u32 compute element offsets in 32 bits, all others in
 // 64 bits.
@@ -92,12 +84,13 @@ bool is_scaled(const Params& p) {
 
 // True if `vector` neighbouring elements of t are one aligned access, for every element of the last dimension whose
 // index is a multiple of `vector`. A buffer of Metal begins aligned, so the storage offset tells how the first element
-// is aligned.
-inline bool in_vectors(const Tensor& t, int vector) {
+// is aligned. strides: those of t, or others.
+inline bool in_vectors(const Tensor& t, int vector, const int64_t* strides) {
   const int size = int(t.element_size());
   const auto start = uintptr_t(t.storage_offset()) * uintptr_t(size);
-  return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, vector * size);
+  return t.numel() == 0 || is_aligned(start, strides, t.sizes().data(), int(t.dim()), size, vector * size);
 }
+inline bool in_vectors(const Tensor& t, int vector) { return in_vectors(t, vector, t.strides().data()); }
 
 // Returns how a thread with chunks of at least four pairs reads cos and sin.
 inline TableAccess table_access(const Tensor& cos, const Tensor& sin) {
@@ -106,12 +99,9 @@ inline TableAccess table_access(const Tensor& cos, const Tensor& sin) {
   const bool alternate = cos.scalar_type() == at::kFloat && cos.stride(-1) == 2 && cos.strides() == sin.strides() &&
                          cos.is_alias_of(sin) && sin.storage_offset() == cos.storage_offset() + 1;
   if (!alternate) return kElements;
-  c10::SmallVector<int64_t, 3> strides(cos.strides().begin(), cos.strides().end());
+  c10::SmallVector<int64_t, 4> strides(cos.strides().begin(), cos.strides().end());
   strides.back() = 1;
-  const auto start = uintptr_t(cos.storage_offset()) * sizeof(float);
-  return is_aligned(start, strides.data(), cos.sizes().data(), int(cos.dim()), sizeof(float), 4 * sizeof(float))
-             ? kComplex
-             : kElements;
+  return in_vectors(cos, 4, strides.data()) ? kComplex : kElements;
 }
 
 // True if the element offset of the last element of t does not fit in 32 bits.

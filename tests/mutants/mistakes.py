@@ -185,7 +185,7 @@ WRITTEN_METAL = [
     ("the factors are read before they are written", "shaders/norm_backward.metal", "«    threadgroup_barrier(mem_flags::mem_threadgroup);\n»    for (uint index = walk_of_group.chunk", ""),
     ("the heads of a share are neighbours", "shaders/heads.h", "const uint h = share + step + «i * r.shares»;", "i"),
     ("v is rotated by the norm's kernel", "shaders/heads.h", "const bool rotates = chunk.rotated && «head.side != kV»;", "true"),
-    ("a team takes only the first wide heads of its share", "shaders/norm.metal", "for (; first < end; first += «kHeads * step»)", "end"),
+    ("a team takes only the first wide heads of its share", "shaders/norm.metal", "first < end; first += «kHeads * walk.head_step»)", "end"),
     ("only the first span of a normalised v is written", "shaders/norm.metal", "for (I begin = 0; begin < end; begin += «span») {\n      for (uint index = lane; index < chunks; index += lanes) {\n        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);\n        const Numbers<V> n = product", "end"),
     ("the mean over all heads is that of one head", "shaders/norm.metal", "«rope_int(end - start) * p.sides[side].head_dim», p", "p.sides[side].head_dim"),
     ("a pipeline is used for another dtype", "csrc/mps/plan.h", "return «std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant)»;", "std::tie(family, variant) < std::tie(other.family, other.variant)"),
