@@ -1,23 +1,20 @@
 // The tables of cos and sin of the operators cos_sin and axial_cos_sin.
-#include "device.h"
+#include "angles.h"
 
 namespace rope {
-namespace mps {
 
+template <typename P>
+inline P position_at(device const void* positions, ulong i) {
+  return static_cast<device const P*>(positions)[i];
+}
 // Returns the position with index i, which has an integer type.
 inline long whole_number(device const void* positions, ulong i) {
-  switch (PositionType(k_position_type)) {
-    case PositionType::kInt8:
-      return static_cast<device const char*>(positions)[i];
-    case PositionType::kUInt8:
-      return static_cast<device const uchar*>(positions)[i];
-    case PositionType::kInt16:
-      return static_cast<device const short*>(positions)[i];
-    case PositionType::kInt32:
-      return static_cast<device const int*>(positions)[i];
-    default:
-      return static_cast<device const long*>(positions)[i];
-  }
+  const PositionType type = PositionType(k_position_type);
+  return type == PositionType::kInt8    ? long(position_at<char>(positions, i))
+         : type == PositionType::kUInt8 ? long(position_at<uchar>(positions, i))
+         : type == PositionType::kInt16 ? long(position_at<short>(positions, i))
+         : type == PositionType::kInt32 ? long(position_at<int>(positions, i))
+                                        : position_at<long>(positions, i);
 }
 
 // Returns the angle of one axis, in turns: fraction + rest, as turns_of in csrc/angle.h does.
@@ -28,11 +25,10 @@ inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, 
   } else {
     float turns_hi, turns_lo;
     turns_per_position(inv_freq.hi, inv_freq.lo, turns_hi, turns_lo);
-    turns_of(static_cast<device const float*>(positions)[i], 0.0f, turns_hi, turns_lo, fraction, rest);
+    turns_of(position_at<float>(positions, i), 0.0f, turns_hi, turns_lo, fraction, rest);
   }
 }
 
-}  // namespace mps
 }  // namespace rope
 
 // Writes cos and sin, [rows, columns]: a row for each token and a column for each pair. at: the column and the row. The
@@ -63,6 +59,5 @@ template <typename T>
   sin_out[to] = static_cast<T>(sin);
 }
 
-ROPE_KERNEL("cos_sin_float", cos_sin<float>)
-ROPE_KERNEL("cos_sin_half", cos_sin<half>)
-ROPE_KERNEL("cos_sin_bfloat", cos_sin<bfloat>)
+#define ROPE_COS_SIN(T) ROPE_KERNEL("cos_sin_" #T, cos_sin<T>)
+ROPE_EACH_TYPE(ROPE_COS_SIN)

@@ -16,13 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLAGS = [
-    "-std=metal3.1",
-    "-mmacosx-version-min=14.0",
-    "-fno-fast-math",
-    "-ffp-contract=off",
-    "-O2",
-]  # Metal 3.1 is the first with bfloat
+# Metal 3.1 is the first with bfloat.
+FLAGS = "-std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -ffp-contract=off -O2".split()
 
 
 def sources() -> dict[str, str]:

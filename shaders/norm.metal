@@ -2,14 +2,10 @@
 // as they are.
 //
 // A team of k_lanes threads, which are part of one SIMD group or all of it, shares a head and sums over its channels.
-// Every thread of a SIMD group must take part in every sum. So all threads reach every sum, and a thread without a
-// chunk, a head or a token takes part with zeros and writes nothing. Heads of more chunks than a SIMD group has threads
-// have a kernel of their own, norm_rotate_wide, which reads a head twice. So does norm_rotate_over_heads, in which a
-// threadgroup normalises all heads of a token together.
-#include "device.h"
+// Every thread of a SIMD group must take part in every sum.
+#include "heads.h"
 
 namespace rope {
-namespace mps {
 
 // A share of a token: its heads belong to one team.
 struct Share {
@@ -22,268 +18,150 @@ inline Share share_at(constant TiledParams& r, uint index) {
   return {r.tokens_first ? outer : inner, r.tokens_first ? inner : outer};
 }
 
-// Returns the numbers of a chunk after the norm. native: the weights have type T.
-template <typename T, int V>
-inline Numbers<V> normalised(Numbers<V> x, float scale, Numbers<V> weights, bool native) {
-  return rounded_eagerly<T>(product(rounded_eagerly<T>(product(x, scale), native), weights));
+// Writes a v that is apart. A team takes the heads team, team + teams ... For a norm, a head is taken in spans of k's
+// head_dim, and a span is cut into chunks as a head of k is. sum_spans: the lanes add up each span by itself.
+template <typename T, int V, typename I>
+inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint team, uint teams, uint lane,
+                    bool inside, bool sum_spans) {
+  const uint lanes = uint(k_lanes);
+  if (!has(k_normalised, kV)) {
+    if (inside) copy_v<T, V>(r, x, token, team * lanes + lane, teams * lanes);
+    return;
+  }
+  const uint heads = uint(r.params.sides[kV].heads);
+  const I end = I(r.params.sides[kV].head_dim), span = I(r.params.sides[kQ].head_dim);
+  for (uint first = 0; first < heads; first += teams) {  // all threads reach the sums
+    const bool present = inside && first + team < heads;
+    const Head<T, I> head = head_at(r, x, token, kV, I(min(first + team, heads - 1)));
+    const uint chunks = present ? r.chunks : 0;
+    Sum squares, of_spans;
+    for (I begin = 0; begin < end; begin += span) {
+      for (uint index = lane; index < chunks; index += lanes) {
+        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
+        const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
+        squares.add(dot(n, n, chunk));
+      }
+      if (sum_spans) {
+        of_spans.add(sum_over_lanes(squares.value()));
+        squares = {};
+      }
+    }
+    const float all = sum_spans ? of_spans.value() : sum_over_lanes(squares.value());
+    if (!head.written) continue;
+    const float scale = scale_of(all, r.params.sides[kV].head_dim, r.params);
+    for (I begin = 0; begin < end; begin += span) {
+      for (uint index = lane; index < chunks; index += lanes) {
+        const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
+        const Numbers<V> n = product(to<float>(read(head.in, head.in_stride, chunk)), scale);
+        write(to<T>(n), n, head, chunk);
+      }
+    }
+  }
 }
 
-// Returns the sum of the squares of a head, with all of its pieces, to each lane of a SIMD group that takes every
-// kSimd-th chunk.
-template <int V, typename T, typename I>
-inline float squares_of(constant TiledParams& r, Head<T, I> head, uint lane) {
+// Returns the sum of the squares of the heads first .. end - 1 of the list, to each lane of a SIMD group. walk: that of
+// this thread through these heads.
+template <typename T, int V>
+inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> token, uint first, uint end, Walk walk) {
   Sum squares;
-  for (uint i = 0; i < pieces_of(r, head.tensor); i++) {
-    const Head<T, I> piece = piece_of(r.params, head, I(i));
-    for (uint index = lane; index < r.chunks; index += kSimd) {
-      const Chunk<V, I> chunk = chunk_at<V, I>(r, index);
-      const Numbers<V> n = numbers_of(read(piece.in, piece.in_stride, chunk, piece.end));
+  for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
+    const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+    for (uint h = first + walk.head; h < end; h += walk.head_step) {
+      const Head<T, ulong> head = head_at(r, x, token, h);
+      const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
       squares.add(dot(n, n, chunk));
     }
   }
   return sum_over_lanes(squares.value());
 }
 
-// Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
-// they are.
-template <typename T, int V, typename I>
-inline bool must_write(Head<T, I> head, Chunk<V, I> chunk) {
-  return is_normalised(head.tensor) || chunk.rotated || !head.in_place;
-}
-
-// Returns whether the norm or the rotation changes a chunk. Other chunks are copied.
-template <typename T, int V, typename I>
-inline bool changes(Head<T, I> head, Chunk<V, I> chunk) {
-  return is_normalised(head.tensor) || (chunk.rotated && head.tensor != kV);
-}
-
-// Normalises a chunk of a head of v, or of a piece of it.
-template <int V, typename T, typename I>
-inline void normalise_v(constant RopeParams& p, float scale, Head<T, I> head, Chunk<V, I> chunk) {
-  const Numbers<V> n = product(numbers_of(read(head.in, head.in_stride, chunk, head.end)), scale);
-  write(p, rounded<T, V>(n), n, head, chunk);
-}
-
-}  // namespace mps
 }  // namespace rope
-
-#define ROPE_NORM_BUFFERS_PASSED ROPE_BUFFERS_PASSED(ROPE_IF(k_has_weights, q_weight), ROPE_IF(k_has_weights, k_weight))
 
 // Normalises and rotates heads; v is copied, unless it has a norm too. A team takes the heads of one share of a token.
 template <typename T, int V, typename I>
-[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T), ROPE_WEIGHTS,
-                            uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
-                            uint simd [[simdgroup_index_in_threadgroup]],
-                            uint thread_of_simd [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_NORM_BUFFERS_PASSED;
-  constant RopeParams& p = r.params;
-  const TeamLane self = team_lane_of(simd, thread_of_simd);
-  const uint team = group * (threads / uint(k_lanes)) + self.team;
+[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]],
+                            ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
+                            uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+  const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
+  const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
   const Share own = share_at(r, inside ? team : 0);
-  const uint seq = uint(p.seq), b = own.t / seq;
-  const Token<I> token = token_at<T, I>(r, buffers, I(b), I(own.t - b * seq));
-  const bool active = inside && self.lane < r.chunks;
-  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? self.lane : 0);
-  Angles<V> angles;
-  Numbers<V> weights;
-  int weights_for = -1;  // the tensor whose weights these are
-  // The loop ends at the same time for all shares, because all threads of the SIMD group must reach the sums.
-  for (uint step = 0; step < r.heads; step += kHeads * r.shares) {
-    Head<T, I> heads[kHeads];
-    Values<T, V> x[kHeads];
-    bool present[kHeads];
-#pragma unroll
-    for (uint i = 0; i < kHeads; i++) {
-      const uint h = own.share + step + i * r.shares;
-      heads[i] = head_at<T, I>(r, buffers, token, min(h, r.heads - 1));
-      present[i] = active && h < r.heads && must_write(heads[i], chunk);
-      for (int j = 0; j < 2 * V; j++) x[i].of[j] = T(0);
-      if (present[i]) x[i] = read(heads[i].in, heads[i].in_stride, chunk, heads[i].end);
-    }
-    if (!k_by_head && step == 0 && active && chunk.rotated && own.share < r.v_start)
-      angles = angles_of<T, V>(r, buffers, token, I(0), self.lane);
-#pragma unroll
-    for (uint i = 0; i < kHeads; i++) {
-      const int tensor = heads[i].tensor;
-      Numbers<V> n = numbers_of(x[i]);
-      Sum squares;
-      squares.add(sum_over_lanes(dot(n, n, chunk)));
-      // All threads go through the pieces of v, although only some of them may have a head of v.
-      for (uint piece = 1; piece < pieces_of(r, kV); piece++) {
-        Numbers<V> more = {};
-        if (present[i] && tensor == kV) {
-          const Head<T, I> own_piece = piece_of(p, heads[i], I(piece));
-          more = numbers_of(read(own_piece.in, own_piece.in_stride, chunk, own_piece.end));
-        }
-        squares.add(sum_over_lanes(dot(more, more, chunk)));
-      }
-      if (present[i] && heads[i].written) {
-        const float scale = scale_of(squares.value(), float(tensor == kV ? p.v_dim : p.head_dim), p);
-        if (tensor != kV) {
-          if (k_has_norm) {
-            if (weights_for != tensor) weights = weights_of<T, V>(r, buffers, tensor, chunk);
-            weights_for = tensor;
-            n = normalised<T>(n, scale, weights, has_native_weights(tensor));
-          }
-          if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, heads[i].index, self.lane);
-          if (chunk.rotated) n = rotate<T>(n, angles);
-        } else if (k_norm_v) {
-          n = product(n, scale);
-        }
-        if (changes(heads[i], chunk)) x[i] = rounded<T, V>(n);
-        write(p, x[i], n, heads[i], chunk);
-        for (uint piece = 1; piece < pieces_of(r, tensor); piece++)
-          normalise_v(p, scale, piece_of(p, heads[i], I(piece)), chunk);
-      }
-    }
-  }
+  const Token<I> token = token_at<I>(r, buffers, own.t);
+  rotate_share<T, V>(r, buffers, token, own.share, lane, inside);
+  if (k_v_apart) write_v<T, V>(r, buffers, token, own.share, r.shares, lane, inside, true);
 }
 
-// Does the same for heads of any width: a team is a whole SIMD group, and each thread goes through the head in steps of
-// kSimd chunks, once for the sum and once to rotate.
-template <typename T>
-[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T), ROPE_WEIGHTS,
-                                 uint group [[threadgroup_position_in_grid]], uint threads [[threads_per_threadgroup]],
+// Does the same for wide groups, of which each is normalised together: heads of more chunks than a SIMD group has
+// threads, or all heads of q, or of k, of a token. They are read twice, once for the sum and once to rotate.
+//   Each head by itself: a SIMD group takes the heads of one share of a token.
+//   All heads: a threadgroup takes one side (group.y) of one token (group.x). The sum has kSimd parts, which each are
+//   the sum of a SIMD group, whatever the number of SIMD groups is: so the order of the sum follows from sizes alone.
+//   If v has a norm, each SIMD group takes some of its heads.
+template <typename T, int V>
+[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]],
+                                 ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
+                                 uint2 group [[threadgroup_position_in_grid]],
+                                 uint2 threads [[threads_per_threadgroup]],
                                  uint simd [[simdgroup_index_in_threadgroup]],
                                  uint lane [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_NORM_BUFFERS_PASSED;
+  const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant RopeParams& p = r.params;
-  const uint team = group * (threads / kSimd) + simd;
-  if (team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
-  const Share own = share_at(r, team);
-  const uint seq = uint(p.seq), b = own.t / seq;
-  const Token<ulong> token = token_at<T, ulong>(r, buffers, ulong(b), ulong(own.t - b * seq));
-  for (uint first = own.share; first < r.heads; first += kHeads * r.shares) {
-    float scales[kHeads];
-    for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {
-      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i * r.shares);
-      if (!is_normalised(head.tensor)) continue;
-      scales[i] = scale_of(squares_of<1>(r, head, lane), float(head.tensor == kV ? p.v_dim : p.head_dim), p);
-    }
-    for (uint index = lane; index < r.chunks; index += kSimd) {
-      const Chunk<1, ulong> chunk = chunk_at<1, ulong>(r, index);
-      Angles<1> angles;
-      if (!k_by_head && chunk.rotated && first < r.v_start)
-        angles = angles_of<T, 1>(r, buffers, token, ulong(0), index);
-      for (uint i = 0; i < kHeads && first + i * r.shares < r.heads; i++) {
-        const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, first + i * r.shares);
-        if (!head.written || !must_write(head, chunk)) continue;
-        if (k_norm_v && head.tensor == kV) {
-          for (uint piece = 0; piece < pieces_of(r, kV); piece++)
-            normalise_v(p, scales[i], piece_of(p, head, ulong(piece)), chunk);
-          continue;
-        }
-        Values<T, 1> x = read(head.in, head.in_stride, chunk, head.end);
-        Numbers<1> n = numbers_of(x);
-        if (head.tensor != kV) {
-          if (k_has_norm)
-            n = normalised<T>(n, scales[i], weights_of<T, 1>(r, buffers, head.tensor, chunk),
-                              has_native_weights(head.tensor));
-          if (k_by_head && chunk.rotated) angles = angles_of<T, 1>(r, buffers, token, head.index, index);
-          if (chunk.rotated) n = rotate<T>(n, angles);
-          if (changes(head, chunk)) x = rounded<T, 1>(n);
-        }
-        write(p, x, n, head, chunk);
-      }
-    }
-  }
-}
+  const uint simds = threads.x / kSimd, team = group.x * simds + simd;
+  if (!k_all_heads && team >= r.tokens * r.shares) return;  // the whole SIMD group leaves, so no sum lacks a thread
+  Share own = {simd, group.x};
+  if (!k_all_heads) own = share_at(r, team);
+  const Token<ulong> token = token_at<ulong>(r, buffers, own.t);
 
-// Normalises all heads of q, or of k, of a token together, and rotates them. A threadgroup takes one tensor (group.y)
-// of one token (group.x) and reads it twice. v is copied, or a SIMD group normalises each of its heads.
-//
-// The sum has kSimd parts, which each are the sum of a SIMD group, whatever the number of SIMD groups is: so the order
-// of the sum follows from sizes alone.
-template <typename T, int V>
-[[kernel]] void norm_rotate_over_heads(constant TiledParams& r [[buffer(kBufferParams)]], ROPE_BUFFERS(T), ROPE_WEIGHTS,
-                                       threadgroup float* shared [[threadgroup(0)]],
-                                       uint2 group [[threadgroup_position_in_grid]],
-                                       uint2 threads [[threads_per_threadgroup]],
-                                       uint simd [[simdgroup_index_in_threadgroup]],
-                                       uint lane [[thread_index_in_simdgroup]]) {
-  const Buffers<T> buffers = ROPE_NORM_BUFFERS_PASSED;
-  constant RopeParams& p = r.params;
-  const int tensor = int(group.y);
-  const uint seq = uint(p.seq), b = group.x / seq, simds = threads.x / kSimd;
-  const Token<ulong> token = token_at<T, ulong>(r, buffers, ulong(b), ulong(group.x - b * seq));
-  const uint begin = tensor == kQ   ? 0
-                     : tensor == kK ? r.k_start
-                                    : r.v_start,
-             end = tensor == kQ   ? r.k_start
-                   : tensor == kK ? r.v_start
-                                  : r.heads;
-  if (k_norm_v && tensor == kV) {
-    for (uint h = begin + simd; h < end && token.cached; h += simds) {
-      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, h);
-      const float scale = scale_of(squares_of<V>(r, head, lane), float(p.v_dim), p);
-      for (uint piece = 0; piece < pieces_of(r, kV); piece++) {
-        for (uint index = lane; index < r.chunks; index += kSimd)
-          normalise_v(p, scale, piece_of(p, head, ulong(piece)), chunk_at<V, ulong>(r, index));
-      }
-    }
-    return;
-  }
+  // The heads of this SIMD group, or if they are taken together of this threadgroup, are first, first + step ...
+  const int side = int(group.y);
+  const bool together = k_all_heads && !(side == kV && has(k_normalised, kV));
+  const uint start = k_all_heads ? r.first[side] : 0, end = k_all_heads ? r.first[side + 1] : r.first[kSides];
+  const uint teams = k_all_heads ? simds : r.shares;
+  Walk walk = {lane, kSimd, own.share, teams};
+  if (together) walk = walk_of(simd * kSimd + lane, threads.x, r.chunks);
   float scale = 1.0f;
-  if (tensor != kV) {
+  if (together && has(k_normalised, side)) {
     for (uint part = simd; part < kSimd; part += simds) {
-      const Walk walk = walk_of(part * kSimd + lane, kSimd * kSimd, r.chunks);
-      Sum squares;
-      for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
-        const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-        for (uint h = begin + walk.head; h < end; h += walk.head_step) {
-          const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, h);
-          const Numbers<V> n = numbers_of(read(head.in, head.in_stride, chunk, head.end));
-          squares.add(dot(n, n, chunk));
-        }
-      }
-      const float sum = sum_over_lanes(squares.value());
-      if (lane == 0) shared[part] = sum;
+      const Walk of_part = walk_of(part * kSimd + lane, kSimd * kSimd, r.chunks);
+      const float sum = squares_of<T, V>(r, buffers, token, start, end, of_part);
+      if (lane == 0) parts[part] = sum;
     }
     // In place, a thread may write after the barrier what others have read before it.
     threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
-    scale = scale_of(sum_over_lanes(shared[lane]), float(long(end - begin) * p.head_dim), p);
+    scale = scale_of(sum_over_lanes(parts[lane]), rope_int(end - start) * p.sides[side].head_dim, p);
   }
-  const Walk walk = walk_of(simd * kSimd + lane, threads.x, r.chunks);
-  for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
-    const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
-    Angles<V> angles;
-    if (!k_by_head && chunk.rotated && tensor != kV) angles = angles_of<T, V>(r, buffers, token, ulong(0), index);
-    for (uint h = begin + walk.head; h < end; h += walk.head_step) {
-      const Head<T, ulong> head = head_at<T, ulong>(r, buffers, token, h);
-      if (!head.written) continue;
-      Values<T, V> x = read(head.in, head.in_stride, chunk, head.end);
-      Numbers<V> n = numbers_of(x);
-      if (tensor != kV) {
-        n = normalised<T>(n, scale, weights_of<T, V>(r, buffers, tensor, chunk, head.index),
-                          has_native_weights(tensor));
-        if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, index);
-        if (chunk.rotated) n = rotate<T>(n, angles);
-        x = rounded<T, V>(n);
+  for (uint first = start + walk.head; first < end; first += kHeads * walk.head_step) {
+    float scales[kHeads];
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = first + i * walk.head_step;
+      scales[i] = scale;
+      if (!together && h < end && has(k_normalised, side_of(r, h)))
+        scales[i] =
+            scale_of(squares_of<T, V>(r, buffers, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
+    }
+    for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
+      const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+      const bool rotates = chunk.rotated && first < r.first[kV];
+      const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, index);
+#pragma unroll
+      for (uint i = 0; i < kHeads; i++) {
+        if (first + i * walk.head_step >= end) break;
+        const Head<T, ulong> head = head_at(r, buffers, token, first + i * walk.head_step);
+        if (!head.written || !must_write(head.side, chunk)) continue;
+        Numbers<V> weights;
+        if (has(k_normalised, head.side) && head.side != kV)
+          weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
+        finish(r, buffers, token, head, index, read(head.in, head.in_stride, chunk), scales[i], weights, angles);
       }
-      write(p, x, n, head, chunk);
     }
   }
+  if (k_v_apart && (!k_all_heads || side == kV)) write_v<T, V>(r, buffers, token, own.share, teams, lane, true, false);
 }
 
 #define ROPE_NORM(T, V)                                                  \
   ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u32", norm_rotate<T, V, uint>) \
   ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u64", norm_rotate<T, V, ulong>)
-ROPE_NORM(float, 4)
-ROPE_NORM(float, 1)
-ROPE_NORM(half, 8)
-ROPE_NORM(half, 4)
-ROPE_NORM(half, 1)
-ROPE_NORM(bfloat, 8)
-ROPE_NORM(bfloat, 4)
-ROPE_NORM(bfloat, 1)
-ROPE_KERNEL("norm_rotate_wide_float", norm_rotate_wide<float>)
-ROPE_KERNEL("norm_rotate_wide_half", norm_rotate_wide<half>)
-ROPE_KERNEL("norm_rotate_wide_bfloat", norm_rotate_wide<bfloat>)
-
-#define ROPE_NORM_OVER_HEADS(T)                                                 \
-  ROPE_KERNEL("norm_rotate_over_heads_" #T "_v4", norm_rotate_over_heads<T, 4>) \
-  ROPE_KERNEL("norm_rotate_over_heads_" #T "_v1", norm_rotate_over_heads<T, 1>)
-ROPE_NORM_OVER_HEADS(float)
-ROPE_NORM_OVER_HEADS(half)
-ROPE_NORM_OVER_HEADS(bfloat)
+#define ROPE_NORM_WIDE(T, V) ROPE_KERNEL("norm_rotate_wide_" #T "_v" #V, norm_rotate_wide<T, V>)
+ROPE_EACH_VECTOR(ROPE_NORM)
+ROPE_EACH_SHORT_VECTOR(ROPE_NORM_WIDE)

@@ -1,5 +1,7 @@
 // The gradients of cos and sin: the gradient of a table row is a sum over all tokens that the row rotated.
-#include "device.h"
+#include "heads.h"
+
+constant bool k_is_listed = k_listed != 0;
 
 // at: the rotated chunk; the portion of the work; the table row. A table by head has a row for each head of a token, to
 // which only this head of q and of k contribute. The threads with the same chunk and row are in one
@@ -8,29 +10,29 @@
 // V of cos and V of sin, among themselves, and each thread adds up its sums over all portions, in the order of the
 // portions.
 //
-// csrc/rope.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. `given`, q_given
-// and k_given hold the gradients of the results, (g, h) in the formulas. x, q and k hold the heads before the rotation,
-// (a, b).
+// csrc/rope.h explains the entries of a row, and TableBackwardArgs in csrc/args.h has the formulas. q_in and k_in hold
+// the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation, (a,
+// b).
 template <typename T, int V, typename I>
 [[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
-                               device const T* q_given [[buffer(kTableQGiven)]],
-                               device const T* k_given [[buffer(kTableKGiven), function_constant(k_has_k)]],
-                               device const T* q [[buffer(kTableQ)]],
-                               device const T* k [[buffer(kTableK), function_constant(k_has_k)]],
-                               device const long* order [[buffer(kTableOrder), function_constant(k_is_listed)]],
-                               device const long* starts [[buffer(kTableStarts), function_constant(k_is_listed)]],
-                               device void* cos_grad [[buffer(kTableCosGrad)]],
-                               device void* sin_grad [[buffer(kTableSinGrad)]],
+                               device const T* q_in [[buffer(kBufferQIn)]],
+                               device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
+                               device const T* q_before [[buffer(kBufferQBefore)]],
+                               device const T* k_before [[buffer(kBufferKBefore), function_constant(k_has_k_in)]],
+                               device const long* order [[buffer(kBufferOrder), function_constant(k_is_listed)]],
+                               device const long* starts [[buffer(kBufferStarts), function_constant(k_is_listed)]],
+                               device void* cos_grad [[buffer(kBufferCosGrad)]],
+                               device void* sin_grad [[buffer(kBufferSinGrad)]],
                                threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
                                uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
-  // The tensors' heads from first_head on belong to the row: k_start heads of q, and then those of k.
-  const uint row = k_by_head ? at.z / uint(p.q.heads) : at.z;
-  const uint first_head = k_by_head ? at.z - row * uint(p.q.heads) : 0;
-  const uint heads = k_by_head ? uint(k_tensors) : r.heads, k_start = k_by_head ? 1 : r.k_start;
+  // The heads of q and of k from first_head on belong to the row: k_start heads of q, and then those of k.
+  const uint row_heads = uint(p.sides[kQ].heads), row = k_by_head ? at.z / row_heads : at.z;
+  const uint first_head = k_by_head ? at.z - row * row_heads : 0;
+  const uint heads = k_by_head ? uint(k_tensors) : r.first[kSides], k_start = k_by_head ? 1 : r.first[kK];
   long begin, end;  // the entries of the row
   if (k_listed) {
     begin = starts[row];
@@ -48,13 +50,13 @@ template <typename T, int V, typename I>
     const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
     const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, heads);
     for (uint h = first; h < end_head; h++) {
-      const bool of_k = k_tensors == 2 && h >= k_start;
-      const I own = first_head + (of_k ? h - k_start : h);
-      constant rope_int* given_strides = of_k ? p.k.in : p.q.in;
-      constant rope_int* strides = of_k ? n.k : n.q;
-      const Numbers<V> given =
-          numbers_of(read(head_of(of_k ? k_given : q_given, given_strides, b, s, own), I(given_strides[3]), chunk));
-      const Numbers<V> x = numbers_of(read(head_of(of_k ? k : q, strides, b, s, own), I(strides[3]), chunk));
+      const int side = k_tensors > kK && h >= k_start ? kK : kQ;
+      const I own = first_head + (side == kK ? h - k_start : h);
+      constant rope_int *given_strides = p.sides[side].in, *strides = r.before[side];
+      device const T* given_at = (side == kK ? k_in : q_in) + offset_of(given_strides, b, s, own);
+      device const T* x_at = (side == kK ? k_before : q_before) + offset_of(strides, b, s, own);
+      const Numbers<V> given = to<float>(read(given_at, I(given_strides[3]), chunk));
+      const Numbers<V> x = to<float>(read(x_at, I(strides[3]), chunk));
       // one and other: the two channels of pair i. The terms are g a + h b for cos, and h a - g b for sin.
       for (int i = 0; i < V; i++) {
         const int one = first_channel(i, k_interleaved), other = one + partner_distance(V, k_interleaved);
@@ -87,11 +89,7 @@ template <typename T, int V, typename I>
   }
 }
 
-#define ROPE_TABLES(T)                                                     \
-  ROPE_KERNEL("table_backward_" #T "_v4_u32", table_backward<T, 4, uint>)  \
-  ROPE_KERNEL("table_backward_" #T "_v4_u64", table_backward<T, 4, ulong>) \
-  ROPE_KERNEL("table_backward_" #T "_v1_u32", table_backward<T, 1, uint>)  \
-  ROPE_KERNEL("table_backward_" #T "_v1_u64", table_backward<T, 1, ulong>)
-ROPE_TABLES(float)
-ROPE_TABLES(half)
-ROPE_TABLES(bfloat)
+#define ROPE_TABLES(T, V)                                                      \
+  ROPE_KERNEL("table_backward_" #T "_v" #V "_u32", table_backward<T, V, uint>) \
+  ROPE_KERNEL("table_backward_" #T "_v" #V "_u64", table_backward<T, V, ulong>)
+ROPE_EACH_SHORT_VECTOR(ROPE_TABLES)

@@ -20,10 +20,6 @@
 namespace rope::mps {
 namespace {
 
-// At most, per threadgroup. In a gradient of a table the threads of a threadgroup share the work for a row, and in a
-// norm over all heads that for a token.
-constexpr NSUInteger kThreads = 128, kTableThreads = 256, kTokenThreads = 256;
-
 id<MTLDevice> device() { return at::mps::MPSDevice::getInstance()->device(); }
 
 const char* text_of(NSError* error) { return error ? [[error localizedDescription] UTF8String] : "no reason given"; }
@@ -140,11 +136,6 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& cons
   return kept.state;
 }
 
-// Returns how many threads a threadgroup of this pipeline has: whole SIMD groups, and at most `most` threads.
-NSUInteger threads_of(id<MTLComputePipelineState> pipeline, NSUInteger most) {
-  return std::min(most, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd);
-}
-
 // ---- encoding ----
 
 // A small buffer, which is bound for a tensor without elements: Metal's validation does not accept nil.
@@ -153,33 +144,72 @@ const Tensor& nothing() {
   return tensor;
 }
 
+// One launch of a kernel, as data.
+struct Launch {
+  Kernel kernel;
+  id<MTLComputePipelineState> pipeline;
+  c10::SmallVector<BoundTensor, 24> tensors;
+  rope_int most;  // threads of a threadgroup, in whole SIMD groups
+  Grid grid{};
+  NSUInteger memory = 0;  // bytes of threadgroup memory
+  const void* params = nullptr;
+  NSUInteger params_size = 0;
+
+  Launch(const Kernel& kernel, const Constants& constants, c10::ArrayRef<BoundTensor> tensors)
+      : kernel(kernel),
+        pipeline(mps::pipeline(kernel, constants)),
+        tensors(tensors.begin(), tensors.end()),
+        most(std::max<rope_int>(kSimd, [pipeline maxTotalThreadsPerThreadgroup] / kSimd * kSimd)) {}
+
+  // Keeps the address.
+  template <typename Params>
+  void set_params(const Params& given) {
+    static_assert(sizeof given <= 4096, "setBytes takes at most 4096 bytes");
+    params = &given;
+    params_size = sizeof given;
+  }
+};
+
+MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
+
+void encode(const Launch& launch, id<MTLComputeCommandEncoder> encoder) {
+  [encoder setComputePipelineState:launch.pipeline];
+  [encoder setBytes:launch.params length:launch.params_size atIndex:kBufferParams];
+  for (const auto& [buffer, given] : launch.tensors) {
+    const Tensor& t = given->numel() ? *given : nothing();
+    [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, t.storage().data())
+                offset:NSUInteger(t.storage_offset()) * t.element_size()
+               atIndex:NSUInteger(buffer)];
+  }
+  if (launch.memory) [encoder setThreadgroupMemoryLength:launch.memory atIndex:0];
+  const MTLSize size = size_of(launch.grid.size), group = size_of(launch.grid.group);
+  if (launch.grid.of_groups) {
+    [encoder dispatchThreadgroups:size threadsPerThreadgroup:group];
+  } else {
+    [encoder dispatchThreads:size threadsPerThreadgroup:group];
+  }
+}
+
 // torch.mps.profiler. Newer releases of torch have functions that take the stream, and these must be preferred: the
 // compiler takes the first overload if it exists, because 0 is an int.
 template <typename Profiler>
-auto begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream* stream, int)
-    -> decltype(void(profiler.beginProfileKernel(pipeline, name, false, stream))) {
-  profiler.beginProfileKernel(pipeline, name, false, stream);
+auto profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPSStream* stream, int)
+    -> decltype(void(profiler.endProfileKernel(launch.pipeline, stream))) {
+  begins ? void(profiler.beginProfileKernel(launch.pipeline, launch.kernel.name(), false, stream))
+         : void(profiler.endProfileKernel(launch.pipeline, stream));
 }
 template <typename Profiler>
-void begin_profile(Profiler& profiler, const void* pipeline, const std::string& name, at::mps::MPSStream*, long) {
-  profiler.beginProfileKernel(pipeline, name, false);
-}
-template <typename Profiler>
-auto end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream* stream, int)
-    -> decltype(void(profiler.endProfileKernel(pipeline, stream))) {
-  profiler.endProfileKernel(pipeline, stream);
-}
-template <typename Profiler>
-void end_profile(Profiler& profiler, const void* pipeline, at::mps::MPSStream*, long) {
-  profiler.endProfileKernel(pipeline);
+void profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPSStream*, long) {
+  begins ? void(profiler.beginProfileKernel(launch.pipeline, launch.kernel.name(), false))
+         : void(profiler.endProfileKernel(launch.pipeline));
 }
 
-// Calls body(encoder) in the queue of PyTorch's stream, which owns the encoder. The body must not call ATen, which
-// would wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's
-// profiler sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
-template <typename F>
-void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body) {
+// Encodes launches in the queue of PyTorch's stream, which owns the encoder. Nothing there may call ATen, which would
+// wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's profiler
+// sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
+void encode(std::initializer_list<const Launch*> launches) {
   nothing();  // allocates outside of the queue, because the allocation calls ATen
+  const Launch& first = **launches.begin();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   __block std::exception_ptr error;
   __block bool failed = false;
@@ -188,9 +218,9 @@ void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body
       @autoreleasepool {
         auto& profiler = at::mps::getMPSProfiler();
         const bool profiled = profiler.isOperationProfilingEnabled();
-        if (profiled) begin_profile(profiler, pipeline, kernel.name(), stream, 0);
-        body(stream->commandEncoder());
-        if (profiled) end_profile(profiler, pipeline, stream, 0);
+        if (profiled) profile(profiler, true, first, stream, 0);
+        for (const Launch* launch : launches) encode(*launch, stream->commandEncoder());
+        if (profiled) profile(profiler, false, first, stream, 0);
       }
     } catch (...) {
       failed = true;
@@ -199,54 +229,17 @@ void encode(const Kernel& kernel, id<MTLComputePipelineState> pipeline, F&& body
   });
   if (error) std::rethrow_exception(error);
   // An exception of Objective-C is caught too, but leaves no exception_ptr.
-  TORCH_CHECK(!failed, "torch_rope: Metal raised an exception while ", kernel.name(), " was encoded");
+  TORCH_CHECK(!failed, "torch_rope: Metal raised an exception while ", first.kernel.name(), " was encoded");
 }
-
-// Binds a tensor. If the call lacks it, the function constants leave out the kernel's argument, and nothing is bound.
-void set(id<MTLComputeCommandEncoder> encoder, int index, const Tensor* t) {
-  if (!t || !t->defined()) return;
-  if (t->numel() == 0) t = &nothing();
-  [encoder setBuffer:__builtin_bit_cast(id<MTLBuffer>, t->storage().data())
-              offset:NSUInteger(t->storage_offset()) * t->element_size()
-             atIndex:NSUInteger(index)];
-}
-void set(id<MTLComputeCommandEncoder> encoder, int index, const OptTensor& t) {
-  if (t) set(encoder, index, &*t);
-}
-
-template <typename Params>
-void set_params(id<MTLComputeCommandEncoder> encoder, const Params& params) {
-  static_assert(sizeof(Params) <= 4096, "setBytes takes at most 4096 bytes");
-  [encoder setBytes:&params length:sizeof params atIndex:kBufferParams];
-}
-
-void set_tensors(id<MTLComputeCommandEncoder> encoder, const RotateCall& call, const Constants& c) {
-  if (!c.q_in_place) set(encoder, kBufferQIn, call.q);
-  set(encoder, kBufferQOut, call.q_out);
-  if (!c.k_in_place) set(encoder, kBufferKIn, call.k);
-  set(encoder, kBufferKOut, call.k_out);
-  set(encoder, kBufferVIn, call.v);
-  set(encoder, kBufferVOut, call.v_out);
-  set(encoder, kBufferCos, call.cos);
-  if (c.table_access != kComplex) set(encoder, kBufferSin, call.sin);
-  set(encoder, kBufferInvFreq, call.inv_freq);
-  set(encoder, kBufferPositions, call.positions);
-  set(encoder, kBufferSlots, call.slots);
-  set(encoder, kBufferQWeight, call.q_norm_weight);
-  set(encoder, kBufferKWeight, call.k_norm_weight);
-  set(encoder, kBufferKScale, call.k_scale);
-  set(encoder, kBufferVScale, call.v_scale);
-}
-
-MTLSize size_of(const Size3& s) { return MTLSizeMake(NSUInteger(s.x), NSUInteger(s.y), NSUInteger(s.z)); }
 
 // Returns false if the call has nothing to do. Checks the range of the positions if it follows from the arguments
 // alone. The kernel checks positions in a tensor, and positions that are errors only if a slot is not negative.
 bool ready(const RotateCall& call) {
-  const Tensor& q = *call.q;
+  const Tensor& q = call.q();
   if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
   if (!call.positions && !call.slots) check_position_range(call, call.params(), 0, q.size(-3) - 1);
-  return q.numel() || (call.k && call.k->numel()) || (call.v && call.v->numel());
+  return std::any_of(call.sides, call.sides + kSides,
+                     [](const SideTensors& side) { return side.in && side.in->numel(); });
 }
 
 struct Mps : AnyBackend {
@@ -254,73 +247,37 @@ struct Mps : AnyBackend {
     if (!ready(call)) return;
     const Plan p = plan(call);
     if (p.rotate.chunks == 0) return;
-    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const rope_int all = p.grid.x * p.grid.y * p.grid.z * std::max(p.constants.lanes, 1);
-    const auto most = rope_int(threads_of(kernel, p.over_heads ? kTokenThreads : kThreads));
-    const auto threads = NSUInteger(p.over_heads ? token_threads(p, most) : group_threads(all, most));
-    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
-      [encoder setComputePipelineState:kernel];
-      set_params(encoder, p.rotate);
-      set_tensors(encoder, call, p.constants);
-      if (p.over_heads) {
-        [encoder setThreadgroupMemoryLength:kSimd * sizeof(float) atIndex:0];  // the parts of a sum
-        [encoder dispatchThreadgroups:size_of(p.grid) threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-      } else if (p.constants.lanes) {
-        const rope_int teams = rope_int(threads) / p.constants.lanes;
-        [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(ceil_div(p.grid.x, teams)), 1, 1)
-                threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-      } else {
-        [encoder dispatchThreads:size_of(p.grid) threadsPerThreadgroup:size_of(group_of(p.grid, rope_int(threads)))];
-      }
-    });
+    Launch launch(p.kernel, p.constants, p.tensors);
+    launch.set_params(p.rotate);
+    launch.grid = grid_of(p, launch.most);
+    if (p.wide) launch.memory = kSimd * sizeof(float);  // the parts of a sum
+    encode({&launch});
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    const RotateCall& gradients = call.rotate;
-    if (!ready(gradients)) {
-      call.q_norm_weight_grad.zero_();
-      call.k_norm_weight_grad.zero_();
+    if (!ready(call.rotate)) {
+      for (const Tensor* grad : call.weight_grad) grad->zero_();
       return;
     }
-    const Plan p = plan(gradients, {&call.q, &call.k});
-    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads =
-        p.wide_head ? NSUInteger(kSimd) : threads_of(kernel, p.over_heads ? kTokenThreads : kThreads);
-    const Parts parts = parts_of(p, rope_int(threads) / p.constants.lanes);
-    const RopeParams& r = p.rotate.params;
-    const rope_int q_channels = p.over_heads ? r.q.heads * r.head_dim : r.head_dim,
-                   k_channels = p.over_heads ? r.k.heads * r.head_dim : r.head_dim;
-    NormBackward n{p.rotate, {}, {}, parts.q_items, parts.k_items, unsigned(parts.part_items)};
-    strides_of(call.q, n.q);
-    strides_of(call.k, n.k);
-    const Tensor sums = at::empty({parts.count, q_channels + k_channels}, call.q.options().dtype(at::kFloat));
+    const Plan p = plan(call.rotate, call.x);
+    Launch parts(p.kernel, p.constants, p.tensors);
+    NormBackward n{p.rotate, {}, {}};
+    SumParts s{};
+    const rope_int threads = cut_into_parts(p, parts.most, n, s), channels = rope_int(s.channels[kQ]) + s.channels[kK];
+    const Tensor sums = at::empty({s.parts, channels}, call.rotate.q().options().dtype(at::kFloat));
+    parts.set_params(n);
+    parts.tensors.push_back({kBufferSums, &sums});
+    parts.grid = {{s.parts, 2, 1}, {threads, 1, 1}, true};
+    // For each thread a sum for each of the up to 8 channels of its chunk, or two factors for each of kSimd groups.
+    parts.memory = (p.wide ? kSimd * 2 : NSUInteger(threads) * 8) * sizeof(float);
+
     Constants weights{};
-    weights.native_q_weight = p.constants.native_q_weight;
-    weights.native_k_weight = p.constants.native_k_weight;
-    id<MTLComputePipelineState> sum =
-        pipeline({"norm_backward", "sum_parts", type_of(gradients.op, "q", call.q), ""}, weights);
-    const SumParts s{unsigned(parts.count), unsigned(q_channels), unsigned(k_channels)};
-    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
-      [encoder setComputePipelineState:kernel];
-      set_params(encoder, n);
-      set_tensors(encoder, gradients, p.constants);
-      set(encoder, kBufferQBefore, &call.q);
-      set(encoder, kBufferKBefore, &call.k);
-      set(encoder, kBufferSums, &sums);
-      // For each thread a sum for each of the up to 8 channels of its chunk, or two factors for each of kSimd tokens.
-      if (!p.wide_head)
-        [encoder setThreadgroupMemoryLength:(p.over_heads ? kSimd * 2 : threads * 8) * sizeof(float) atIndex:0];
-      [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(parts.count), 2, 1)
-              threadsPerThreadgroup:MTLSizeMake(threads, 1, 1)];
-      [encoder setComputePipelineState:sum];
-      set_params(encoder, s);
-      set(encoder, 1, &sums);
-      set(encoder, 2, &call.q_norm_weight_grad);
-      set(encoder, 3, &call.k_norm_weight_grad);
-      const Size3 grid{std::max(q_channels, k_channels), 2, 1};
-      [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(sum, kThreads))))];
-    });
+    weights.native_weights = p.constants.native_weights;
+    Launch total({"norm_backward", "sum_parts", p.kernel.type, ""}, weights,
+                 {{1, &sums}, {2, call.weight_grad[kQ]}, {3, call.weight_grad[kK]}});
+    total.set_params(s);
+    total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min(total.most, kThreads));
+    encode({&parts, &total});
   }
 
   static void table_backward(const TableBackwardCall& call) {
@@ -331,41 +288,32 @@ struct Mps : AnyBackend {
     }
     if (call.cos_grad.numel() == 0) return;
     const Plan p = plan(call);
-    id<MTLComputePipelineState> kernel = pipeline(p.kernel, p.constants);
-    const NSUInteger threads = threads_of(kernel, kTableThreads);
-    TableBackward n{p.rotate, {}, {}, call.tokens()};
-    const Size3 grid = grid_of(p, n.tokens, rope_int(threads));
-    TORCH_CHECK_NOT_IMPLEMENTED(grid.z <= UINT32_MAX, call.rotate.op, ": cos has ", grid.z,
-                                " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
-    strides_of(call.q, n.q);
-    if (call.k) strides_of(*call.k, n.k);
+    const TableBackward n{p.rotate, call.tokens()};
     Tensor order, starts;
     if (n.tokens.listed) std::tie(order, starts) = call.order_and_starts();
-    encode(p.kernel, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
-      [encoder setComputePipelineState:kernel];
-      set_params(encoder, n);
-      set(encoder, kTableQGiven, call.rotate.q);
-      set(encoder, kTableKGiven, call.rotate.k);
-      set(encoder, kTableQ, &call.q);
-      set(encoder, kTableK, call.k);
-      set(encoder, kTableOrder, &order);
-      set(encoder, kTableStarts, &starts);
-      set(encoder, kTableCosGrad, &call.cos_grad);
-      set(encoder, kTableSinGrad, &call.sin_grad);
-      // For each thread a sum for cos and one for sin of each of its pairs, which are 4 or 1.
-      [encoder setThreadgroupMemoryLength:threads * (p.constants.vectors ? 8 : 2) * sizeof(float) atIndex:0];
-      [encoder dispatchThreads:size_of(grid) threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads)))];
-    });
+    Launch launch(p.kernel, p.constants, {{kBufferCosGrad, &call.cos_grad}, {kBufferSinGrad, &call.sin_grad}});
+    launch.set_params(n);
+    for (int i = 0; i < p.constants.tensors; i++) {
+      launch.tensors.push_back({kBufferQIn + i, call.rotate.sides[i].in});
+      launch.tensors.push_back({kBufferQBefore + i, call.x[i]});
+    }
+    if (n.tokens.listed) launch.tensors.append({{kBufferOrder, &order}, {kBufferStarts, &starts}});
+    const rope_int threads = std::min(launch.most, kSharedThreads);
+    launch.grid = grid_of(p, n.tokens, threads);
+    TORCH_CHECK_NOT_IMPLEMENTED(launch.grid.size.z <= UINT32_MAX, call.rotate.op, ": cos has ", launch.grid.size.z,
+                                " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
+    // For each thread a sum for cos and one for sin of each of its pairs, which are 4 or 1.
+    launch.memory = NSUInteger(threads) * (p.constants.vectors ? 8 : 2) * sizeof(float);
+    encode({&launch});
   }
 
   static void cos_sin(const CosSinCall& call) {
     // [axes, tokens]. This copies only if no single stride reaches all tokens of an axis.
     const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
     const CosSinParams c = call.params(positions, call.inv_freq);
-    const Size3 grid{c.pairs, c.tokens, 1};
-    if (grid.x == 0 || grid.y == 0) return;
-    TORCH_CHECK_NOT_IMPLEMENTED(std::max(grid.x, grid.y) <= UINT32_MAX, "rope.cos_sin: the result has shape [", grid.y,
-                                ", ", grid.x, "] but must have at most ", UINT32_MAX,
+    if (c.pairs == 0 || c.tokens == 0) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(std::max(c.pairs, c.tokens) <= UINT32_MAX, "rope.cos_sin: the result has shape [",
+                                c.tokens, ", ", c.pairs, "] but must have at most ", UINT32_MAX,
                                 " positions and as many pairs; the tables are too large for Metal");
     TORCH_CHECK_NOT_IMPLEMENTED(positions.scalar_type() != at::kDouble,
                                 "rope.cos_sin: positions is float64 but must be float32 or an integer type, because ",
@@ -375,18 +323,11 @@ struct Mps : AnyBackend {
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
     constants.split_inv_freq = c.split_inv_freq;
-    const Kernel name{"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""};
-    id<MTLComputePipelineState> kernel = pipeline(name, constants);
-    encode(name, kernel, [&](id<MTLComputeCommandEncoder> encoder) {
-      [encoder setComputePipelineState:kernel];
-      set_params(encoder, c);
-      set(encoder, 1, &positions);
-      set(encoder, 2, &call.inv_freq);
-      set(encoder, 3, &call.cos);
-      set(encoder, 4, &call.sin);
-      [encoder dispatchThreads:size_of(grid)
-          threadsPerThreadgroup:size_of(group_of(grid, rope_int(threads_of(kernel, kThreads))))];
-    });
+    Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""}, constants,
+                  {{1, &positions}, {2, &call.inv_freq}, {3, &call.cos}, {4, &call.sin}});
+    launch.set_params(c);
+    launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min(launch.most, kThreads));
+    encode({&launch});
   }
 };
 

@@ -16,11 +16,10 @@ VECTORS = "_v8_u32", "_v4_u32", "_v1_u32", "_v8_u64", "_v4_u64", "_v1_u64"
 # table_backward_*_u64 are missing here, because only tensors of more than 2^32 elements launch them.
 FILES = {
     "rotate": {"rotate": VECTORS},
-    "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("",), "norm_rotate_over_heads": ("_v4", "_v1")},
+    "norm": {"norm_rotate": VECTORS, "norm_rotate_wide": ("_v4", "_v1")},
     "norm_backward": {
         "norm_backward": ("_v4", "_v1"),
-        "norm_backward_wide": ("",),
-        "norm_backward_over_heads": ("_v4", "_v1"),
+        "norm_backward_wide": ("_v4", "_v1"),
         "sum_parts": ("",),
     },
     "tables": {"table_backward": ("_v4_u32", "_v1_u32")},
@@ -53,7 +52,8 @@ def check_kernel(check: Check, family: str, kind: str, variant: str) -> None:
     """Makes a call that launches a kernel, checks the results, and that the kernel was launched."""
     before, dtype = launches(), TYPES[kind]
     head_dim, rotary_dim = (20, 12) if "_v1" in variant else (64, 32) if "_v8" in variant else (64, 24)
-    if "wide" in family:
+    all_heads = "wide" in family and "_v4" in variant  # the norm is over all heads; otherwise heads are wide
+    if "wide" in family and not all_heads:
         head_dim, rotary_dim = 512, 256
     xs = [check.make(2, 20, heads, head_dim, dtype=dtype) for heads in (5, 2)]
     options = tables = check.tables(20, rotary_dim)
@@ -61,7 +61,7 @@ def check_kernel(check: Check, family: str, kind: str, variant: str) -> None:
         tables = {name: t[:1].expand(20, -1) for name, t in tables.items()}
         options = {name: t[:1].expand(2**31 + 8, -1) for name, t in tables.items()}
         options["positions"] = (torch.arange(20) * 113025455 + 3).to(check.device)  # the last is 2^31
-    names, axes = ("q_norm_weight", "k_norm_weight"), 2 if "over_heads" in family else 1
+    names, axes = ("q_norm_weight", "k_norm_weight"), 2 if all_heads else 1
     weights = {name: check.make(*x.shape[-axes:]) for name, x in zip(names, xs, strict=True)}
     if family == "cos_sin":
         check.tables_of_angles(dtype, torch.int64, 10000.0)

@@ -1,0 +1,140 @@
+// How a thread reads, rotates and writes a chunk.
+#include "angles.h"
+
+namespace rope {
+
+// The channels of a chunk: two vectors of V channels, which begin at `first` and at `second`.
+//   Half-split: second = first + rotary_dim / 2, so channel first + i and channel second + i are a pair.
+//   Interleaved: second = first + V, so the chunk is 2V neighbouring channels, which are V whole pairs.
+//   Not rotated: the vectors are neighbours among the channels that are not rotated, so the rotated channels may lie
+//   between them.
+template <int V, typename I>
+struct Chunk {
+  I first, second;
+  int firsts, seconds;  // how many of the V channels exist: all, or fewer at the end of a head
+  bool rotated;
+
+  I channel(int i) const { return i < V ? first + I(i) : second + I(i - V); }
+  bool exists(int i) const { return i < V ? i < firsts : i - V < seconds; }
+};
+
+// Returns the first channel of vector `index` of those that are not rotated.
+template <int V, typename I>
+inline I unrotated_channel(constant RopeParams& p, I index) {
+  const I channel = index * V;
+  return channel < I(p.rotary_start) ? channel : channel + I(p.rotary_dim);
+}
+
+// Returns the chunk with this index in its head. The rotated chunks come first. The last chunk may lack its second
+// vector.
+template <int V, typename I>
+inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
+  constant RopeParams& p = r.params;
+  if (index < r.rotated) {
+    const I first = I(p.rotary_start) + first_channel(I(index) * V, k_interleaved);
+    return {first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), V, V, true};
+  }
+  const I vector = I(index - r.rotated) * 2;
+  const I first = unrotated_channel<V>(p, vector), second = unrotated_channel<V>(p, vector + 1);
+  const bool whole = second < I(p.sides[kQ].head_dim);
+  return {first, whole ? second : first, V, whole ? V : 0, false};
+}
+
+// The 2V elements of a chunk, the first vector before the second. Numbers are the same in float, to compute with.
+template <typename T, int V>
+struct Values {
+  T of[2 * V];
+};
+template <int V>
+using Numbers = Values<float, V>;
+
+template <typename To, typename From, int V>
+inline Values<To, V> to(Values<From, V> x) {
+  Values<To, V> y;
+  for (int i = 0; i < 2 * V; i++) y.of[i] = static_cast<To>(x.of[i]);
+  return y;
+}
+
+// Read or write neighbouring channels in one access of at most 16 bytes: four channels, or eight of at most 2 bytes. A
+// vector of Metal has no more than four elements.
+template <int channels>
+struct Width {};
+template <typename T>
+inline vec<T, 4> four_of(thread const T* x) {
+  return vec<T, 4>(x[0], x[1], x[2], x[3]);
+}
+template <typename T>
+inline void spread(vec<T, 4> four, thread T* to) {
+  for (int i = 0; i < 4; i++) to[i] = four[i];
+}
+template <typename T>
+inline void load(device const T* from, thread T* to, Width<4>) {
+  spread(*reinterpret_cast<device const vec<T, 4>*>(from), to);
+}
+template <typename T>
+inline void load(device const T* from, thread T* to, Width<8>) {
+  const uint4 words = *reinterpret_cast<device const uint4*>(from);
+  spread(as_type<vec<T, 4>>(words.xy), to);
+  spread(as_type<vec<T, 4>>(words.zw), to + 4);
+}
+template <typename T>
+inline void store(thread const T* x, device T* to, Width<4>) {
+  *reinterpret_cast<device vec<T, 4>*>(to) = four_of(x);
+}
+template <typename T>
+inline void store(thread const T* x, device T* to, Width<8>) {
+  const uint2 low = as_type<uint2>(four_of(x)), high = as_type<uint2>(four_of(x + 4));
+  *reinterpret_cast<device uint4*>(to) = uint4(low[0], low[1], high[0], high[1]);
+}
+inline void store(thread const char* x, device char* to, Width<8>) {
+  *reinterpret_cast<device uint2*>(to) = uint2(as_type<uint>(four_of(x)), as_type<uint>(four_of(x + 4)));
+}
+
+// Channels that do not exist become 0, so that a sum over them is right.
+template <typename T, int V, typename I>
+inline Values<T, V> read(device const T* from, I stride, Chunk<V, I> c) {
+  Values<T, V> x = {};
+  if (V >= 4 && k_vectors) {
+    if (c.firsts) load(from + c.first, x.of, Width<V == 8 ? 8 : 4>());
+    if (c.seconds) load(from + c.second, x.of + V, Width<V == 8 ? 8 : 4>());
+  } else {
+    for (int i = 0; i < 2 * V; i++) {
+      if (c.exists(i)) x.of[i] = from[c.channel(i) * stride];
+    }
+  }
+  return x;
+}
+
+template <typename T, int V, typename I>
+inline void write(Values<T, V> x, device T* to, I stride, Chunk<V, I> c) {
+  if (V >= 4 && k_vectors) {
+    if (c.firsts) store(x.of, to + c.first, Width<V == 8 ? 8 : 4>());
+    if (c.seconds) store(x.of + V, to + c.second, Width<V == 8 ? 8 : 4>());
+  } else {
+    for (int i = 0; i < 2 * V; i++) {
+      if (c.exists(i)) to[c.channel(i) * stride] = x.of[i];
+    }
+  }
+}
+
+template <typename T>
+inline float rotated_channel(float own, float partner, float cos, float signed_sin, RoundedStep<T> step) {
+  return k_rounding == kOnce ? rotated(own, partner, cos, signed_sin)
+                             : rotated_eagerly(own, partner, cos, signed_sin, step);
+}
+
+// Rotates the V pairs of a chunk. A chunk is laid out like a small head of 2V channels: pair i is (i, V + i) if the
+// pairing is half-split, and (2i, 2i + 1) if it is interleaved.
+template <typename T, int V>
+inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
+  const RoundedStep<T> step = {angles.one};
+  for (int i = 0; i < V; i++) {
+    const int a = first_channel(i, k_interleaved), b = a + partner_distance(V, k_interleaved);
+    const float x = n.of[a], y = n.of[b];
+    n.of[a] = rotated_channel(x, y, angles.cos[i], -angles.sin[i], step);
+    n.of[b] = rotated_channel(y, x, angles.cos[i], angles.sin[i], step);
+  }
+  return n;
+}
+
+}  // namespace rope

@@ -1,0 +1,162 @@
+// Where the heads of a token are, how they are written, and what happens to a v that is not in the list of heads.
+#include "sums.h"
+
+namespace rope {
+
+// Returns the element offset of head h of token s of sequence b, for a tensor [batch, seq, heads, head_dim] with these
+// strides. For a cache b is the block, and s the index in the block.
+template <typename I>
+inline I offset_of(constant rope_int* strides, I b, I s, I h) {
+  return b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
+}
+
+// One head of a token. The numbers go to `out` from element offset `out_at` on.
+template <typename T, typename I>
+struct Head {
+  int side;
+  I index;  // in its side
+  device const T* in;
+  device void* out;
+  I out_at, in_stride, out_stride;  // the strides lead from a channel to the next
+  float scale;                      // of a quantised side
+  bool written;                     // false if the head belongs into a cache, but its token has no cell
+};
+
+template <typename T, typename I>
+inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, int side, I index) {
+  constant Side& own = r.params.sides[side];
+  const bool to_cache = k_tensors == kSides && side != kQ;
+  Head<T, I> head;
+  head.side = side;
+  head.index = index;
+  head.written = !to_cache || token.cached;
+  head.in_stride = I(own.in[3]);
+  head.out_stride = I(own.out[3]);
+  head.out = of_side(side, x.q_out, x.k_out, x.v_out);
+  head.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, index);
+  head.in = has(k_in_place, side) ? static_cast<device const T*>(head.out) : of_side(side, x.q_in, x.k_in, x.v_in);
+  head.in += offset_of(own.in, token.b, token.s, index);
+  if (has(k_quantised, side)) head.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale)[index * I(own.scale)];
+  return head;
+}
+
+// Returns the side of head h of the list of heads.
+inline int side_of(constant TiledParams& r, uint h) {
+  return k_tensors <= kK || h < r.first[kK] ? kQ : k_tensors <= kV || h < r.first[kV] ? kK : kV;
+}
+template <typename T, typename I>
+inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, uint h) {
+  const int side = side_of(r, h);
+  return head_at(r, x, token, side, I(h - r.first[side]));
+}
+
+// Writes a chunk of a head. x: its numbers, rounded to T. A quantised side takes the numbers themselves, unless torch's
+// operators would round them.
+template <typename T, int V, typename I>
+inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, I> c) {
+  if (has(k_quantised, head.side)) {
+    if (k_rounding != kOnce) numbers = to<float>(x);
+    Values<char, V> bytes;
+    for (int i = 0; i < 2 * V; i++) bytes.of[i] = static_cast<char>(quantised(numbers.of[i] / head.scale, Int8()));
+    write(bytes, static_cast<device char*>(head.out) + head.out_at, head.out_stride, c);
+  } else {
+    write(x, static_cast<device T*>(head.out) + head.out_at, head.out_stride, c);
+  }
+}
+
+// Returns whether a chunk of a head must be written. Without a norm, channels in place that are not rotated stay as
+// they are.
+template <int V, typename I>
+inline bool must_write(int side, Chunk<V, I> chunk) {
+  return has(k_normalised, side) || chunk.rotated || !has(k_in_place, side);
+}
+
+// Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
+template <typename T, int V, typename I>
+inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, uint index,
+                   Values<T, V> x, float scale, Numbers<V> weights, Angles<V> angles) {
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, index);
+  const bool rotates = chunk.rotated && head.side != kV;
+  Numbers<V> n = to<float>(x);
+  if (has(k_normalised, head.side)) n = product(n, scale);
+  if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
+  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, index);
+  if (rotates) n = rotate<T>(n, angles);
+  if (rotates || has(k_normalised, head.side)) x = to<T>(n);
+  write(x, n, head, chunk);
+}
+
+// Normalises and rotates chunk `index` of the heads of a share; v is copied, unless it has a norm too. With a norm,
+// `index` is the lane of a team, all threads of the SIMD group reach every sum, and a thread without a chunk or a token
+// (inside is false) adds zeros and writes nothing.
+template <typename T, int V, typename I>
+inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, uint share, uint index, bool inside) {
+  const uint end = r.first[kSides];
+  const bool active = inside && index < r.chunks;
+  const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
+  Angles<V> angles;
+  Numbers<V> weights;
+  int weights_for = -1;  // the side whose weights these are
+  // With a norm the loop ends at the same time for all shares.
+  for (uint step = 0; step + (k_normalised ? 0 : share) < end; step += kHeads * r.shares) {
+    Head<T, I> heads[kHeads];
+    Values<T, V> given[kHeads];
+    bool present[kHeads];  // the head exists, and this chunk of it must be written
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      const uint h = share + step + i * r.shares;
+      heads[i] = head_at(r, x, token, min(h, end - 1));
+      present[i] = active && h < end && must_write(heads[i].side, chunk);
+      given[i] = {};
+      if (present[i]) given[i] = read(heads[i].in, heads[i].in_stride, chunk);
+    }
+    // The first heads are read before the angles, so that both are under way at once.
+    if (!k_by_head && step == 0 && active && chunk.rotated && share < r.first[kV])
+      angles = angles_of<T, V>(r, x, token, I(0), index);
+#pragma unroll
+    for (uint i = 0; i < kHeads; i++) {
+      const int side = heads[i].side;
+      float scale = 1.0f;
+      if (k_normalised) {
+        const Numbers<V> n = to<float>(given[i]);
+        scale = scale_of(sum_over_lanes(dot(n, n, chunk)), r.params.sides[kQ].head_dim, r.params);
+      }
+      if (!present[i] || !heads[i].written) continue;
+      if (has(k_normalised, side) && side != kV && side != weights_for) {
+        weights = weights_of<T, V>(r, x, side, I(0), chunk);
+        weights_for = side;
+      }
+      finish(r, x, token, heads[i], index, given[i], scale, weights, angles);
+    }
+  }
+}
+
+// ---- a v that is apart ----
+
+// Returns a chunk that is moved by `by` channels, in a head that ends at channel `end`.
+template <int V, typename I>
+inline Chunk<V, I> moved(Chunk<V, I> c, I by, I end) {
+  c.first += by;
+  c.second += by;
+  c.firsts = int(min(end - min(c.first, end), I(c.firsts)));
+  c.seconds = int(min(end - min(c.second, end), I(c.seconds)));
+  return c;
+}
+
+// Copies v of a token. This thread is number `index` of the `threads` threads that share the work; each of them takes
+// every threads-th chunk.
+template <typename T, int V, typename I>
+inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint index, uint threads) {
+  constant Side& v = r.params.sides[kV];
+  const uint end = uint(v.head_dim), chunks = (end + 2 * V - 1) / (2 * V), all = chunks * uint(v.heads);
+  if (!token.cached) return;
+  for (uint i = index; i < all; i += threads) {
+    const uint h = i / chunks;
+    const Chunk<V, I> first = {0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
+    const Head<T, I> head = head_at(r, x, token, kV, I(h));
+    const Values<T, V> values = read(head.in, head.in_stride, chunk);
+    write(values, to<float>(values), head, chunk);
+  }
+}
+
+}  // namespace rope
