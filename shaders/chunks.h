@@ -3,11 +3,7 @@
 
 namespace rope {
 
-// The channels of a chunk: two vectors of V channels, which begin at `first` and at `second`.
-//   Half-split: second = first + rotary_dim / 2, so channel first + i and channel second + i are a pair.
-//   Interleaved: second = first + V, so the chunk is 2V neighbouring channels, which are V whole pairs.
-//   Not rotated: the vectors are neighbours among the channels that are not rotated, so the rotated channels may lie
-//   between them.
+// The channels of a chunk, see csrc/plan.h: two vectors of V channels, which begin at `first` and at `second`.
 template <int V, typename I>
 struct Chunk {
   I first, second;

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # Metal 3.1 is the first with bfloat.
-FLAGS = "-std=metal3.1 -mmacosx-version-min=14.0 -fno-fast-math -ffp-contract=off -O2".split()
+FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-ffp-contract=off", "-O2"]
 
 
 def sources() -> dict[str, str]:
