@@ -72,19 +72,6 @@ inline void read_parameters(bool native, device const void* base, I at, I stride
          : read_elements<float, V>(base, at, stride, in_vectors, to);
 }
 
-// Reads the parts of V complex numbers, the first of them at element offset `at`.
-template <int V, typename I>
-inline void read_complex(device const void* base, I at, thread float (&real)[V], thread float (&imaginary)[V]) {
-  device const float* from = static_cast<device const float*>(base) + at;
-  for (int i = 0; i + 1 < V; i += 2) {
-    const float4 two = *reinterpret_cast<device const float4*>(from + 2 * i);
-    real[i] = two[0];
-    imaginary[i] = two[1];
-    real[i + 1] = two[2];
-    imaginary[i + 1] = two[3];
-  }
-}
-
 // Returns the angles of a rotated chunk, which are those of the pairs chunk * V .. chunk * V + V - 1: cos and sin times
 // attention_factor, with the sign of sin changed for the inverse, or NaN if the token is not valid. head: the head of q
 // or of k. It matters only if k_by_head, otherwise all heads of the token have these angles.
@@ -107,12 +94,8 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
     // and a.sin the values that are read.
     const I cos = token.b * I(p.cos[0]) + row * I(p.cos[1]) + head * I(p.cos[2]) + column * I(p.cos[3]);
     const I sin = token.b * I(p.sin[0]) + row * I(p.sin[1]) + head * I(p.sin[2]) + column * I(p.sin[3]);
-    if (k_table_access == kComplex) {
-      read_complex(x.cos, cos, a.cos, a.sin);
-    } else {
-      read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos[3]), k_table_access == kVectors, a.cos);
-      read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin[3]), k_table_access == kVectors, a.sin);
-    }
+    read_parameters<T, V>(k_native_tables != 0, x.cos, cos, I(p.cos[3]), k_table_vectors != 0, a.cos);
+    read_parameters<T, V>(k_native_tables != 0, x.sin, sin, I(p.sin[3]), k_table_vectors != 0, a.sin);
   }
   for (int i = 0; i < V; i++) {
     if (k_scaled && k_rounding != kOnce) {

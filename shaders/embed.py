@@ -44,31 +44,24 @@ def sources() -> dict[str, str]:
     return texts
 
 
-def _run(*command) -> str | None:
-    """Runs a command. Returns why it failed, or None if it succeeded."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return f"{command[0]} was not found"
-    return None if done.returncode == 0 else done.stderr or f"{command[0]} failed"
-
-
 def library(text: str) -> bytes:
     """Returns the compiled library. It is empty if there is no compiler or TORCH_ROPE_METALLIB is 0."""
     setting = os.environ.get("TORCH_ROPE_METALLIB")
     if setting == "0" or not (setting or shutil.which("xcrun")):
         return b""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        (path / "rope.metal").write_text(text)
-        problem = _run(
-            "xcrun", "-sdk", "macosx", "metal", *FLAGS, "-c", path / "rope.metal", "-o", path / "rope.air"
-        ) or _run("xcrun", "-sdk", "macosx", "metallib", path / "rope.air", "-o", path / "rope.metallib")
-        if problem and setting:
-            sys.exit(f"torch_rope: TORCH_ROPE_METALLIB is {setting}, but the shaders were not compiled: {problem}")
-        if problem:
-            print(f"torch_rope: the shaders will be compiled at the first call, not now: {problem}", file=sys.stderr)
-        return b"" if problem else (path / "rope.metallib").read_bytes()
+        source, air, out = (f"{folder}/rope.{kind}" for kind in ("metal", "air", "metallib"))
+        Path(source).write_text(text)
+        try:
+            for command in ["metal", *FLAGS, "-c", source, "-o", air], ["metallib", air, "-o", out]:
+                subprocess.run(["xcrun", "-sdk", "macosx", *command], check=True, capture_output=True, text=True)
+            return Path(out).read_bytes()
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            problem = getattr(error, "stderr", "") or error
+    if setting:
+        sys.exit(f"torch_rope: TORCH_ROPE_METALLIB is {setting}, but the shaders were not compiled: {problem}")
+    print(f"torch_rope: the shaders will be compiled at the first call, not now: {problem}", file=sys.stderr)
+    return b""
 
 
 def write(out: Path) -> None:

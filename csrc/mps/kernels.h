@@ -17,8 +17,8 @@
   X(7, position_bytes)  /* size of a position; 0: there is no tensor of positions */                         \
   X(8, slot_bytes)      /* size of a slot; 0: there are no slots */                                          \
   X(9, vectors)         /* neighbouring channels of a head are read and written as one vector */             \
-  X(10, table_access)   /* TableAccess */                                                                    \
-  X(11, weight_vectors) /* the norm's weights are read as vectors of four elements */                        \
+  X(10, table_vectors)  /* cos and sin are read as vectors of four elements */                               \
+  X(11, weight_vectors) /* so are the norm's weights */                                                      \
   X(12, native_tables)  /* cos and sin have the dtype of x; otherwise they are float */                      \
   X(13, native_weights) /* the sides whose weights have the dtype of x; the others are float */              \
   X(14, in_place)       /* the sides that are written where they are read */                                 \
@@ -35,33 +35,26 @@
 // dtype of x.
 //   in: [batch, seq, heads, head_dim], with the strides of RopeParams
 //   out: the same, or caches [blocks, block_size, heads, head_dim]; of T, or of bytes if they are quantised
-#define ROPE_BUFFERS(X, T)                                                            \
-  X(device const T*, q_in, QIn, !(k_in_place & 1 << kQ))                              \
-  X(device const T*, k_in, KIn, k_tensors > kK && !(k_in_place & 1 << kK))            \
-  X(device const T*, v_in, VIn, k_tensors > kV)                                       \
-  X(device void*, q_out, QOut, k_tensors > kQ)                                        \
-  X(device void*, k_out, KOut, k_tensors > kK)                                        \
-  X(device void*, v_out, VOut, k_tensors > kV)                                        \
-  X(device const void*, q_weight, QWeight, (k_normalised & 1 << kQ) != 0)             \
-  X(device const void*, k_weight, KWeight, (k_normalised & 1 << kK) != 0)             \
-  X(device const float*, q_scale, QScale, (k_quantised & 1 << kQ) != 0)               \
-  X(device const float*, k_scale, KScale, (k_quantised & 1 << kK) != 0)               \
-  X(device const float*, v_scale, VScale, (k_quantised & 1 << kV) != 0)               \
-  X(device const void*, cos, Cos, k_source != kInvFreq)                               \
-  X(device const void*, sin, Sin, k_source != kInvFreq && k_table_access != kComplex) \
-  X(device const float*, inv_freq, InvFreq, k_source == kInvFreq)                     \
-  X(device const void*, positions, Positions, k_position_bytes != 0)                  \
+#define ROPE_BUFFERS(X, T)                                                 \
+  X(device const T*, q_in, QIn, !(k_in_place & 1 << kQ))                   \
+  X(device const T*, k_in, KIn, k_tensors > kK && !(k_in_place & 1 << kK)) \
+  X(device const T*, v_in, VIn, k_tensors > kV)                            \
+  X(device void*, q_out, QOut, k_tensors > kQ)                             \
+  X(device void*, k_out, KOut, k_tensors > kK)                             \
+  X(device void*, v_out, VOut, k_tensors > kV)                             \
+  X(device const void*, q_weight, QWeight, (k_normalised & 1 << kQ) != 0)  \
+  X(device const void*, k_weight, KWeight, (k_normalised & 1 << kK) != 0)  \
+  X(device const float*, q_scale, QScale, (k_quantised & 1 << kQ) != 0)    \
+  X(device const float*, k_scale, KScale, (k_quantised & 1 << kK) != 0)    \
+  X(device const float*, v_scale, VScale, (k_quantised & 1 << kV) != 0)    \
+  X(device const void*, cos, Cos, k_source != kInvFreq)                    \
+  X(device const void*, sin, Sin, k_source != kInvFreq)                    \
+  X(device const float*, inv_freq, InvFreq, k_source == kInvFreq)          \
+  X(device const void*, positions, Positions, k_position_bytes != 0)       \
   X(device const void*, slots, Slots, k_slot_bytes != 0)
 
 namespace rope {
 namespace mps {
-
-// How a thread reads cos and sin.
-enum TableAccess : int {
-  kElements = 0,  // one element at a time
-  kVectors = 1,   // four neighbouring elements of cos at a time, and four of sin
-  kComplex = 2,   // cos and sin are the parts of complex numbers, and two numbers are read at a time
-};
 
 // A thread holds its chunks of this many heads at a time, so that several of its loads are under way.
 enum { kHeads = 4 };

@@ -84,24 +84,11 @@ bool is_scaled(const Params& p) {
 
 // True if `vector` neighbouring elements of t are one aligned access, for every element of the last dimension whose
 // index is a multiple of `vector`. A buffer of Metal begins aligned, so the storage offset tells how the first element
-// is aligned. strides: those of t, or others.
-inline bool in_vectors(const Tensor& t, int vector, const int64_t* strides) {
+// is aligned.
+inline bool in_vectors(const Tensor& t, int vector) {
   const int size = int(t.element_size());
   const auto start = uintptr_t(t.storage_offset()) * uintptr_t(size);
-  return t.numel() == 0 || is_aligned(start, strides, t.sizes().data(), int(t.dim()), size, vector * size);
-}
-inline bool in_vectors(const Tensor& t, int vector) { return in_vectors(t, vector, t.strides().data()); }
-
-// Returns how a thread with chunks of at least four pairs reads cos and sin.
-inline TableAccess table_access(const Tensor& cos, const Tensor& sin) {
-  if (in_vectors(cos, 4) && in_vectors(sin, 4)) return kVectors;
-  // The parts of complex numbers alternate in memory. Seen as one table of floats, they are rows of vectors.
-  const bool alternate = cos.scalar_type() == at::kFloat && cos.stride(-1) == 2 && cos.strides() == sin.strides() &&
-                         cos.is_alias_of(sin) && sin.storage_offset() == cos.storage_offset() + 1;
-  if (!alternate) return kElements;
-  c10::SmallVector<int64_t, 4> strides(cos.strides().begin(), cos.strides().end());
-  strides.back() = 1;
-  return in_vectors(cos, 4, strides.data()) ? kComplex : kElements;
+  return t.numel() == 0 || is_aligned(start, t.strides().data(), t.sizes().data(), int(t.dim()), size, vector * size);
 }
 
 // True if the element offset of the last element of t does not fit in 32 bits.
@@ -251,10 +238,7 @@ inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
   c.vectors = vector != 1 && aligned(vector);
   c.weight_vectors = vector != 1 && c.normalised & (1 << kQ | 1 << kK);
   for (const SideTensors& side : call.sides) c.weight_vectors &= !side.weight || in_vectors(*side.weight, 4);
-  if (call.cos && vector != 1) c.table_access = table_access(*call.cos, *call.sin);
-  if (c.table_access == kComplex)  // sin is read through cos
-    plan.tensors.erase(std::find_if(plan.tensors.begin(), plan.tensors.end(),
-                                    [](const BoundTensor& t) { return t.buffer == kBufferSin; }));
+  c.table_vectors = call.cos && vector != 1 && in_vectors(*call.cos, 4) && in_vectors(*call.sin, 4);
   if (teams) c.lanes = plan.wide ? int(kSimd) : int(power_of_two(chunks.all));
   return vector;
 }

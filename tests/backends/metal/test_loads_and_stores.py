@@ -270,32 +270,3 @@ def test_neighbouring_threads_read_neighbouring_memory(heads_first, tokens, head
         reads = shares_of(tokens, sum(heads) if tensors is both else heads[0])
         assert accesses == 2 or (reads == 1 and math.prod(done["group"]) == 128)
         done.check(cos=read(cos, reads), sin=read(sin, reads))
-
-
-# How cos and sin are taken from a table of 64 columns, and the bytes of an access. Llama's freqs_cis has the first kind: cos
-# and sin are the real and imaginary parts of complex numbers, and are read as vectors if these are aligned.
-COMPLEX = {
-    "complex": (lambda t: (t[:, 8::2], t[:, 9::2]), 16),
-    "by token": (lambda t: (t[None, :100, 8::2], t[None, :100, 9::2]), 16),
-    "not aligned": (lambda t: (t[:, 10::2], t[:, 11::2]), 4),
-    "sin before cos": (lambda t: (t[:, 4::2], t[:, 1:-3:2]), 4),
-    "two tensors": (lambda t: (t[:, ::2], t.clone()[:, 1::2]), 4),
-    "far apart": (lambda t: (t[:, ::4], t[:, 1::4]), 4),
-    "other rows": (lambda t: (t[: len(t) // 2, ::2], t.as_strided((len(t) // 2, 16), (128, 2), 1)), 4),
-    "16 bits": (lambda t: [t.view(torch.float16)[:, column::2] for column in (0, 1)], 2),
-}
-
-
-@pytest.mark.parametrize("which", COMPLEX)
-def test_only_parts_of_complex_numbers_are_read_as_vectors(which, device, simulated):
-    (parts, width), both = COMPLEX[which], torch.rand(200, 64)
-    here, there = ([t[..., :16] for t in parts(b)] for b in (both, both.to("mps")))
-    for dtype, interleaved in zip(HALVES, (True, False, True), strict=True):
-        if which == "16 bits" and dtype != torch.float16:
-            continue
-        x = torch.randn(1, 100, 7, 40).to(dtype)
-        out = ops.rotate(x.to("mps"), *there, interleaved=interleaved).cpu()
-        done = one_dispatch(simulated)
-        assert done.widths("cos") == {width} and ("sin" in done.bytes) == (width < 16)
-        expected = ops.rotate(x, *here, interleaved=interleaved)
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
