@@ -16,7 +16,7 @@
 //   The channels before and after them are not rotated. If they have to be written nevertheless (see copies()), they
 //   are the chunks that follow. The last chunk has only one vector if the number of vectors is odd.
 //
-// Chunk::at in csrc/cuda/device.cuh and chunk_at in shaders/device.h compute the channels of a chunk from its number.
+// Chunk::of in csrc/cuda/vectors.cuh and chunk_at in shaders/chunks.h compute the channels of a chunk from its number.
 #pragma once
 
 #include <algorithm>
