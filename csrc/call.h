@@ -45,8 +45,7 @@ struct NormAngles : Angles {
   NormAngles(const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq, const OptTensor& positions,
              const c10::SymInt& offset, double norm_eps, double attention_factor, bool interleaved,
              int64_t rotary_start)
-      : Angles{cos,         sin,   inv_freq,     positions, offset, attention_factor,
-               interleaved, false, rotary_start, false},
+      : Angles{cos, sin, inv_freq, positions, offset, attention_factor, interleaved, false, rotary_start, false},
         norm_eps(norm_eps) {}
 
   template <typename F>

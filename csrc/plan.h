@@ -38,8 +38,7 @@ inline rope_int power_of_two(rope_int n) {
 // Returns whether heads can be cut into whole vectors of this many channels, with no vector across the first, the
 // middle or the last of the rotated channels.
 inline bool fits(const RopeParams& p, int vector) {
-  return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 &&
-         p.sides[kQ].head_dim % vector == 0;
+  return p.rotary_start % vector == 0 && p.rotary_dim / 2 % vector == 0 && p.sides[kQ].head_dim % vector == 0;
 }
 
 // The number of chunks of a head.

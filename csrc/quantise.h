@@ -11,7 +11,8 @@
 
 namespace rope {
 
-// The dtypes, as they are stored. A float8 has this many bits of mantissa, this bias of its exponent, and this code for its largest number.
+// The dtypes, as they are stored. A float8 has this many bits of mantissa, this bias of its exponent, and this code for
+// its largest number.
 template <int mantissa, int bias, int largest>
 struct Float8 {
   unsigned char bits;
