@@ -44,6 +44,7 @@ if not shutil.which(COMPILER := os.environ.get("CXX", "c++").split()[0]):
     sys.exit(f"torch_rope needs a C++ compiler, and found no {COMPILER}: install g++ or clang, or set CXX.")
 
 FLAGS = [
+    "-std=c++20",  # torch 2.11 would ask for an older one
     "-O3",
     "-g0",
     "-Wall",

@@ -2,8 +2,8 @@
 // checks of its arguments, and writes the results into the tensors of the call. The values of positions and slots are
 // not checked yet, because that needs the data of a tensor.
 //   static void rotate(const RotateCall&);
-//     Rotates q and k into q_out and k_out, after the norm if there is one. Writes v, which may have a norm too, into
-//     v_out if there is a v. Quantises what goes to a quantised cache.
+//     Rotates q and k, after the norm if there is one, and copies v, which may have a norm too, each into the `out` of
+//     its side. Quantises what goes to a quantised cache.
 //   static void norm_backward(const NormBackwardCall&);
 //     Writes the gradients of q, k and both weights for a rotation with a norm.
 //   static void table_backward(const TableBackwardCall&);

@@ -88,7 +88,7 @@ template <typename T, int V, typename I>
   const Share own = share_at(r, inside ? team : 0);
   const Token<I> token = token_at<I>(r, buffers, own.t);
   rotate_share<T, V>(r, buffers, token, own.share, lane, inside);
-  if (k_v_apart) write_v<T, V>(r, buffers, token, own.share, r.shares, lane, inside, true);
+  if (k_v_apart) write_v<T, V>(r, buffers, token, r.shares - 1 - own.share, r.shares, lane, inside, true);
 }
 
 // Does the same for wide groups, of which each is normalised together: heads of more chunks than a SIMD group has

@@ -10,7 +10,7 @@ template <typename T, int V, typename I>
   const uint share = r.tokens_first ? at.z : at.y, t = r.tokens_first ? at.y : at.z;
   const Token<I> token = token_at<I>(r, buffers, t);
   rotate_share<T, V>(r, buffers, token, share, at.x, true);
-  if (k_v_apart) copy_v<T, V>(r, buffers, token, share * r.chunks + at.x, r.shares * r.chunks);
+  if (k_v_apart) copy_v<T, V>(r, buffers, token, (r.shares - 1 - share) * r.chunks + at.x, r.shares * r.chunks);
 }
 
 #define ROPE_ROTATE(T, V)                                            \

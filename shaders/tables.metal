@@ -29,10 +29,10 @@ template <typename T, int V, typename I>
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, at.x);
-  // The heads of q and of k from first_head on belong to the row: k_start heads of q, and then those of k.
+  // The heads of q and of k from first_head on belong to the row: first_of_k heads of q, and then those of k.
   const uint row_heads = uint(p.sides[kQ].heads), row = k_by_head ? at.z / row_heads : at.z;
   const uint first_head = k_by_head ? at.z - row * row_heads : 0;
-  const uint heads = k_by_head ? uint(k_tensors) : r.first[kSides], k_start = k_by_head ? 1 : r.first[kK];
+  const uint heads = k_by_head ? uint(k_tensors) : r.first[kSides], first_of_k = k_by_head ? 1 : r.first[kK];
   long begin, end;  // the entries of the row
   if (k_listed) {
     begin = starts[row];
@@ -50,8 +50,8 @@ template <typename T, int V, typename I>
     const I token = entry + (nth_token - nth_entry * copies) * seq, b = token / seq, s = token - b * seq;
     const uint first = uint(item - nth_token * groups) * kHeads, end_head = min(first + kHeads, heads);
     for (uint h = first; h < end_head; h++) {
-      const int side = k_tensors > kK && h >= k_start ? kK : kQ;
-      const I own = first_head + (side == kK ? h - k_start : h);
+      const int side = k_tensors > kK && h >= first_of_k ? kK : kQ;
+      const I own = first_head + (side == kK ? h - first_of_k : h);
       constant rope_int *given_strides = p.sides[side].in, *strides = r.before[side];
       device const T* given_at = (side == kK ? k_in : q_in) + offset_of(given_strides, b, s, own);
       device const T* x_at = (side == kK ? k_before : q_before) + offset_of(strides, b, s, own);

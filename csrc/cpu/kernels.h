@@ -32,7 +32,7 @@ struct Kernel {
 
 struct Kernels {
   const char* name;
-  Kernel<TunedRotateArgs> rotate;                // items: tokens. Copies v too, if there is one
+  Kernel<TunedRotateArgs> rotate;                // items: tokens. Writes v too, if there is one
   Kernel<SlicedNormBackwardArgs> norm_backward;  // items: slices
   // Items: the entries of table rows, see TokensOfRows; their index in `order` if entries are listed, otherwise the
   // entries themselves. Writes the rows whose first entry is in [begin, end), but no row without entries.

@@ -190,6 +190,7 @@ struct Angles {
   // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
   ROPE_FN void scale_eagerly(A (&numbers)[V]) {
     const RopeParams& p = a.params;
+    if (a.attention_factor == 1.0) return;
     const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
     for (A& number : numbers) number = is_float ? A(float(number) * p.factor_hi) : number * A(a.attention_factor);
     if (p.rounding == kEachNarrow) to_arithmetic(rounded<T, V>(numbers), numbers);

@@ -68,10 +68,10 @@ bool ready(const RotateCall& call, const RopeParams& p) {
   // The kernel asserts positions that are in a tensor, to read them here would wait for the GPU, and positions that are
   // errors only if a slot is not negative.
   if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
-  const rope_int head_dim = p.sides[kQ].head_dim;
+  const rope_int head_dim = std::max(p.sides[kQ].head_dim, p.sides[kV].head_dim);
   TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
-  return head_dim != 0 || p.sides[kV].head_dim != 0;
+  return head_dim != 0;
 }
 
 struct Cuda : AnyBackend {

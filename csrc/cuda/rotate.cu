@@ -23,6 +23,9 @@ cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
         return plan.wide_index ? with(int64_t(), Plain()) : with(int32_t(), Plain());
       }
     }
+    if constexpr (sizeof(typename S::T) == 2 && S::V == 8) {
+      if (!plan.wide_index) return with(int32_t(), General());
+    }
     return with(int64_t(), General());
   });
 }

@@ -23,7 +23,7 @@ BUILD = ROOT / "build/macos"
 
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
 # that their headers need.
-RELEASES = {"2.11.0": ("macosx_11_0_arm64", "c++17"), "2.15.0": ("macosx_14_0_arm64", "c++20")}
+RELEASES = {"2.11.0": "macosx_11_0_arm64", "2.15.0": "macosx_14_0_arm64"}  # the first and the last, and their wheels
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
 FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
@@ -63,7 +63,7 @@ def wheel(release: str) -> Path:
         if folder.exists():
             return folder / "torch"
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries=1", "download", "-q", "--no-deps"]
-        platform = ["--only-binary=:all:", "--platform", RELEASES[release][0], "--python-version=312"]
+        platform = ["--only-binary=:all:", "--platform", RELEASES[release], "--python-version=312"]
         try:
             _run(*pip, *platform, "-d", scratch, f"torch=={release}")
         except RuntimeError as error:
@@ -95,7 +95,7 @@ def compile(release: str) -> list[Path]:
     lines = [
         f"builddir = {folder}",
         "rule compile",
-        f"  command = {' '.join([*ZIG, 'c++', *TARGET])} -std={RELEASES[release][1]} {FLAGS} $flags $in -o $out -MD -MF $out.d"
+        f"  command = {' '.join([*ZIG, 'c++', *TARGET])} -std=c++20 {FLAGS} $flags $in -o $out -MD -MF $out.d"
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
