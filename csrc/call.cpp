@@ -43,12 +43,6 @@ void token_strides(const Tensor& t, rope_int* strides) {
   strides[1] = t.stride(-1);
 }
 
-// Writes the strides of a norm's weight as [head, channel].
-void weight_strides(const Tensor& weight, rope_int* strides) {
-  strides[0] = weight.dim() == 2 ? weight.stride(0) : 0;
-  strides[1] = weight.stride(-1);
-}
-
 Format format_of(at::ScalarType type) {
   switch (type) {
     case at::kFloat8_e4m3fn:
@@ -71,7 +65,8 @@ Side side_of(const SideTensors& t) {
   if (t.scale) side.scale = t.scale->numel() == 1 ? 0 : t.scale->stride(0);
   if (t.weight) {
     side.norm = t.weight->dim() == 2 ? kAllHeads : kEachHead;
-    weight_strides(*t.weight, side.weight);
+    side.weight[0] = t.weight->dim() == 2 ? t.weight->stride(0) : 0;
+    side.weight[1] = t.weight->stride(-1);
   }
   if (side.heads == 0) return side;  // strides to no element may be too large for a back end's element offsets
   strides_of(*t.in, side.in);

@@ -92,6 +92,9 @@ struct NormBackwardCall {
   const Tensor* x[2];            // q and k, which the forward call normalised
   const Tensor* weight_grad[2];  // those of the weights of q and k: their shapes, contiguous
 
+  void zero() const {
+    for (const Tensor* grad : weight_grad) grad->zero_();
+  }
   NormBackwardArgs args() const;  // needs real tensors and a call that passed the checks
 };
 
@@ -102,6 +105,9 @@ struct TableBackwardCall {
   const Tensor& cos_grad;  // the shape of cos, contiguous
   const Tensor& sin_grad;
 
+  void zero() const {
+    for (const Tensor* grad : {&cos_grad, &sin_grad}) grad->zero_();
+  }
   // These need real tensors and a call that passed the checks. Every back end uses the first two.
   TokensOfRows tokens() const;
   // Returns, if tokens().listed, the tokens in the order of their table rows, and the index in this order where each
@@ -134,6 +140,10 @@ void strides_of(const Tensor& t, rope_int* strides);
 void check(const RotateCall& call, bool in_place);
 // Checks that q and k (or null) match their gradients, which are the q and k of the call.
 void check_gradients(const RotateCall& gradients, const Tensor* const (&x)[2]);
+// Returns whether there are tokens, and channels of q or v. Raises an IndexError if positions that
+// follow from the offset alone are out of range. Those in a tensor are for the back end to check, and so are those of
+// tokens with slots, because a pad may have any position.
+bool has_work(const RotateCall& call, const RopeParams& p);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);

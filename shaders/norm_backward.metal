@@ -42,8 +42,8 @@ inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> bu
 
 // Writes the gradient of x, and adds the terms of the gradient of w to the sums of the channels.
 template <typename T, int V>
-inline void finish(BackwardChunk<V> c, Factors f, Head<T, ulong> head, Chunk<V, ulong> chunk,
-                   thread Sum (&total)[2 * V]) {
+inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, Chunk<V, ulong> chunk,
+                            thread Sum (&total)[2 * V]) {
   Numbers<V> gradient;
   for (int i = 0; i < 2 * V; i++) gradient.of[i] = fma(c.x.of[i], f.common, c.weighted.of[i]) * f.scale;
   write(to<T>(gradient), gradient, head, chunk);
@@ -96,7 +96,7 @@ template <typename T, int V>
       }
       squares = sum_over_lanes(squares);
       products = sum_over_lanes(products);
-      if (present) finish(c, factors_of(squares, products, p.sides[kQ].head_dim, p), head, chunk, total);
+      if (present) finish_backward(c, factors_of(squares, products, p.sides[kQ].head_dim, p), head, chunk, total);
     }
   }
   // The first team adds the sums of all teams, in their order.
@@ -170,7 +170,7 @@ template <typename T, int V>
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
           const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
-          finish(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
+          finish_backward(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
         }
         for (int j = 0; j < 2 * V; j++) {
           if (!chunk.exists(j)) continue;

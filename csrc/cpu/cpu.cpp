@@ -43,8 +43,7 @@ auto integers(const Tensor* t, const rope_int* strides) {
 // token with a negative slot, may be any number.
 void check_ranges(const RotateCall& call, const RopeParams& p) {
   const bool limited = p.source == kTableByPosition || (p.has_cache && !call.slots);
-  if (!limited && !call.slots) return;
-  if (!call.positions && !call.slots) return check_position_range(call, p, 0, p.seq - 1);
+  if (!call.slots && !(limited && call.positions)) return;  // has_work has checked them
   const auto position_at = integers(call.positions ? &*call.positions : nullptr, p.positions),
              slot_at = integers(call.slots, p.slots);
   const bool shared = !call.slots && p.positions[0] == 0;  // all sequences have the positions of the first one
@@ -141,13 +140,13 @@ int64_t elements_of_token(const RopeParams& p) {
 // cores share either, so it is written past all caches.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// Checks positions and slots, if there are any tokens. Returns false if there is nothing to compute: there are no
-// tokens, or no head has channels.
+// Checks positions and slots, and returns whether there is anything to compute.
 bool ready(const RotateCall& call, const RopeParams& p) {
+  const bool any = has_work(call, p);
   if (p.batch == 0 || p.seq == 0) return false;
   check_ranges(call, p);
   check_cells(call, p);
-  return p.sides[kQ].head_dim != 0 || p.sides[kV].head_dim != 0;
+  return any;
 }
 
 // Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
@@ -198,10 +197,7 @@ struct Cpu : AnyBackend {
   static void norm_backward(const NormBackwardCall& call) {
     SlicedNormBackwardArgs n{call.args(), 0, nullptr};
     const RopeParams& p = n.rotate.params;
-    if (!ready(call.rotate, p)) {
-      for (const Tensor* grad : call.weight_grad) grad->zero_();
-      return;
-    }
+    if (!ready(call.rotate, p)) return call.zero();
     // The gradients of the weights are sums over all tokens: over those of each slice, which one thread sums, and then
     // over the slices in their order. The size of a slice follows from the shapes alone, so the number of threads does
     // not change a bit of the result. A slice has at least about kGrain elements, and there are at most 256 slices, or
@@ -228,11 +224,8 @@ struct Cpu : AnyBackend {
   static void table_backward(const TableBackwardCall& call) {
     const RopeParams p = call.rotate.params();
     const TokensOfRows tokens = call.tokens();
-    if (tokens.listed || tokens.rows != tokens.entries || p.batch == 0) {
-      call.cos_grad.zero_();
-      call.sin_grad.zero_();
-    }
-    if (!ready(call.rotate, p)) return;
+    if (!ready(call.rotate, p)) return call.zero();
+    if (tokens.listed || tokens.rows != tokens.entries) call.zero();
     Tensor order, starts;
     if (tokens.listed) std::tie(order, starts) = call.order_and_starts();
     const TableBackwardArgs t = call.args(order, starts);

@@ -135,7 +135,7 @@ struct Angles {
   }
 
  private:
-  ROPE_FN bool by_head() const { return K::by_head && a.params.source == kTableByHead; }
+  ROPE_FN bool by_head() const { return K::general && a.params.source == kTableByHead; }
 
   ROPE_FN void read_row(I head) { a.table_dtype == DType::kFloat ? read_tables<float>(head) : read_tables<T>(head); }
   template <typename Table>

@@ -62,16 +62,13 @@ struct Device {
   }
 };
 
-// Checks the call, and returns whether there is anything to compute.
+// Checks the call, and returns whether there is anything to compute. The kernel asserts positions that are in a tensor:
+// to read them here would wait for the GPU.
 bool ready(const RotateCall& call, const RopeParams& p) {
-  if (p.batch == 0 || p.seq == 0) return false;
-  // The kernel asserts positions that are in a tensor, to read them here would wait for the GPU, and positions that are
-  // errors only if a slot is not negative.
-  if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
   const rope_int head_dim = std::max(p.sides[kQ].head_dim, p.sides[kV].head_dim);
   TORCH_CHECK_NOT_IMPLEMENTED(head_dim <= INT_MAX, call.op, ": head_dim is ", head_dim, " but must be at most ",
                               INT_MAX, " on CUDA");
-  return head_dim != 0;
+  return has_work(call, p);
 }
 
 struct Cuda : AnyBackend {
@@ -86,10 +83,7 @@ struct Cuda : AnyBackend {
 
   static void norm_backward(const NormBackwardCall& call) {
     const NormBackwardArgs n = call.args();
-    if (!ready(call.rotate, n.rotate.params)) {
-      for (const Tensor* grad : call.weight_grad) grad->zero_();
-      return;
-    }
+    if (!ready(call.rotate, n.rotate.params)) return call.zero();
     const Device device(call.rotate.q());
     const Plan plan = plan_norm_backward(n);
     const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
@@ -98,11 +92,7 @@ struct Cuda : AnyBackend {
   }
 
   static void table_backward(const TableBackwardCall& call) {
-    if (!ready(call.rotate, call.rotate.params())) {
-      call.cos_grad.zero_();
-      call.sin_grad.zero_();
-      return;
-    }
+    if (!ready(call.rotate, call.rotate.params())) return call.zero();
     const Device device(call.rotate.q());
     const auto [order, starts] = call.tokens().listed ? call.order_and_starts() : std::pair<Tensor, Tensor>();
     const TableBackwardArgs b = call.args(order, starts);

@@ -33,7 +33,7 @@ struct Heads {
 
   ROPE_FN const Side& params() const { return a.params.sides[side]; }
   ROPE_FN bool rotates() const { return !K::cache || side != kV; }
-  ROPE_FN bool normalises() const { return K::general_v ? params().norm != kNoNorm : rotates(); }
+  ROPE_FN bool normalises() const { return K::general ? params().norm != kNoNorm : rotates(); }
 
   // Begins with all heads of a side, whatever the thread block's share is.
   ROPE_FN void take(int which) {
@@ -104,7 +104,7 @@ struct Heads {
   }
 
  private:
-  ROPE_FN bool bytes() const { return K::general_v && params().format != kUnquantised; }
+  ROPE_FN bool bytes() const { return K::general && params().format != kUnquantised; }
   ROPE_FN bool vectors() const { return !K::strided || token.tiling.vectors; }
   ROPE_FN I last() const { return K::strided ? I(params().head_dim) - 1 : kAllChannels<I>; }
 

@@ -107,7 +107,7 @@ struct Norm {
         read_shared<K::V>(from + c.at[k] * stride, stride, vectors, w.of + k * K::V);
       }
     };
-    if (K::general_v && side == kV) {
+    if (K::general && side == kV) {
       for (int i = 0; i < 2 * K::V; i++) w.of[i] = A(1);
     } else if (a.sides[side].weight_dtype == DType::kFloat) {
       get(float());

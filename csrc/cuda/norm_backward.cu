@@ -14,14 +14,15 @@ struct Part {
   using I = typename K::I;
   const NormBackwardArgs& n;
   const Tiling& t;
+  const RopeParams& p = n.rotate.params;
   const int side = blockIdx.x < t.parts[kQ].count ? kQ : kK;
   const Parts &q = t.parts[kQ], &parts = t.parts[side];
-  const Side& params = n.rotate.params.sides[side];  // of the gradients
+  const Side& params = p.sides[side];  // of the gradients
   const rope_int index = side == kQ ? blockIdx.x : blockIdx.x - q.count;
   const I heads = I(params.heads);
   // Token i is the token i % seq of sequence i / seq.
   const I begin = I(index * parts.tokens);
-  const I end = min(begin + I(parts.tokens), I(n.rotate.params.batch* n.rotate.params.seq));
+  const I end = min(begin + I(parts.tokens), I(p.batch* p.seq));
   // The sums are [parts of q, channels of q], then [parts of k, channels of k].
   const I first_sum = I((side == kQ ? 0 : q.count * q.channels) + index * parts.channels);
 

@@ -26,7 +26,7 @@ namespace rope::cuda {
 constexpr int kThreads = 128;  // the most threads of a thread block
 // The number of thread blocks that a multiprocessor holds at a time. The launch bounds of the kernels ask for it, so it
 // limits the registers of a thread: 7 thread blocks of 128 threads leave it 72 registers, 6 leave 80, 5 leave 96, and 4
-// leave 128. A cache and element offsets of 64 bits need more registers.
+// leave 128. A general kernel, a cache and element offsets of 64 bits need more registers.
 constexpr int resident_thread_blocks(bool general, bool cache, bool wide_index) {
   return general ? 5 : 7 - cache - 2 * wide_index;
 }

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, K::thread_blocks)
   int index = int(threadIdx.x);
   do {
     Token<K> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(K::norm ? min(s, p.seq - 1) : s));
-    if (K::general_v && blockIdx.y >= tiling.shares) {
+    if (K::general && blockIdx.y >= tiling.shares) {
       token.arrive();
       token.check();
       if (s < p.seq) copy_v(a, token);

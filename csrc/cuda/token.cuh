@@ -8,12 +8,11 @@ namespace rope::cuda {
 // What the calls of a kernel may ask for. Each feature costs registers or time, so that the kernels for what models
 // usually need are without it.
 struct Plain {
-  static constexpr bool cache = false;      // k and v go to caches, and there may be slots
-  static constexpr bool norm = false;       // heads are normalised
-  static constexpr bool by_head = false;    // tables by head
-  static constexpr bool eager = false;      // rounding is not kOnce
-  static constexpr bool general_v = false;  // v has another head_dim than k, or a norm; results may be quantised
-  static constexpr bool strided = false;    // vectors are not single accesses, though they have several channels
+  static constexpr bool cache = false;  // k and v go to caches, and there may be slots
+  static constexpr bool norm = false;   // heads are normalised
+  // Tables by head; a v with another head_dim than k, or a norm; quantised results; eager rounding, if there is no
+  // norm; and with a norm, vectors that are not single accesses, though they have several channels.
+  static constexpr bool general = false;
 };
 struct Cache : Plain {
   static constexpr bool cache = true;
@@ -22,10 +21,10 @@ struct CacheNorm : Cache {
   static constexpr bool norm = true;
 };
 struct General : Cache {
-  static constexpr bool by_head = true, eager = true, general_v = true;
+  static constexpr bool general = true;
 };
-struct GeneralNorm : General {
-  static constexpr bool norm = true, eager = false, strided = true;
+struct GeneralNorm : CacheNorm {
+  static constexpr bool general = true;
 };
 
 // T: the type of x's elements. V: the channels of a vector. If it is one, interleaved is false and the kernel takes
@@ -42,10 +41,11 @@ struct Shape {
 template <typename Shape, typename Index, typename Features>
 struct Policy : Shape, Features {
   using I = Index;
-  static constexpr int at_once = heads_at_once(Features::by_head);  // heads that a thread loads at a time
+  static constexpr bool eager = Features::general && !Features::norm, strided = Features::general && Features::norm;
+  static constexpr int at_once = heads_at_once(Features::general);  // heads that a thread loads at a time
   static constexpr int thread_blocks =                              // that a multiprocessor should hold at a time
-      Features::norm ? kNormThreadBlocks - Features::general_v
-                     : resident_thread_blocks(Features::general_v, Features::cache, sizeof(I) == 8);
+      Features::norm ? kNormThreadBlocks - Features::general
+                     : resident_thread_blocks(Features::general, Features::cache, sizeof(I) == 8);
 };
 
 // Waits until the previous kernel of the stream has ended, and lets the next one begin. Every kernel calls this before

@@ -232,14 +232,11 @@ void encode(std::initializer_list<const Launch*> launches) {
   TORCH_CHECK(!failed, "torch_rope: Metal raised an exception while ", first.kernel.name(), " was encoded");
 }
 
-// Returns false if the call has nothing to do. Checks the range of the positions if it follows from the arguments
-// alone. The kernel checks positions in a tensor, and positions that are errors only if a slot is not negative.
+// Returns whether there is anything to compute. Metal takes no grid without threads.
 bool ready(const RotateCall& call) {
-  const Tensor& q = call.q();
-  if (q.size(-3) == 0 || (q.dim() == 4 && q.size(0) == 0)) return false;
-  if (!call.positions && !call.slots) check_position_range(call, call.params(), 0, q.size(-3) - 1);
-  return std::any_of(call.sides, call.sides + kSides,
-                     [](const SideTensors& side) { return side.in && side.in->numel(); });
+  return has_work(call, call.params()) && std::any_of(call.sides, call.sides + kSides, [](const SideTensors& side) {
+           return side.in && side.in->numel();
+         });
 }
 
 struct Mps : AnyBackend {
@@ -255,10 +252,7 @@ struct Mps : AnyBackend {
   }
 
   static void norm_backward(const NormBackwardCall& call) {
-    if (!ready(call.rotate)) {
-      for (const Tensor* grad : call.weight_grad) grad->zero_();
-      return;
-    }
+    if (!ready(call.rotate)) return call.zero();
     const Plan p = plan(call.rotate, call.x);
     Launch parts(p.kernel, p.constants, p.tensors);
     NormBackward n{p.rotate, {}, {}};
@@ -281,11 +275,7 @@ struct Mps : AnyBackend {
   }
 
   static void table_backward(const TableBackwardCall& call) {
-    if (!ready(call.rotate)) {
-      call.cos_grad.zero_();
-      call.sin_grad.zero_();
-      return;
-    }
+    if (!ready(call.rotate)) return call.zero();
     if (call.cos_grad.numel() == 0) return;
     const Plan p = plan(call);
     const TableBackward n{p.rotate, call.tokens()};

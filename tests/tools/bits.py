@@ -78,7 +78,7 @@ class Draw(random.Random):
 def arguments_of_tables(draw: Draw, op) -> dict:
     """Returns random arguments of an operator that makes tables."""
     pairs, shape = draw.randint(0, 20), [draw.randint(0, 5) for _ in range(draw.randint(0, 3))]
-    axes = [draw.randint(1, 3)] if "axial" in op._schema.name else []
+    axes = [draw.randint(0, 3)] if "axial" in op._schema.name else []
     integers = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
     positions = torch.randn((*axes, *shape)) * draw.one(1, 50)
     return {
