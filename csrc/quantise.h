@@ -1,5 +1,5 @@
 // The conversion to the dtypes of quantised caches, written once for C++, CUDA and Metal: saturated to the finite
-// range, and rounded to nearest, ties to even. A NaN stays a NaN in a float8 and becomes 0 in an int8.
+// range, and rounded to nearest, ties to even. A NaN becomes the positive NaN of a float8, and 0 in an int8.
 //
 // The including file provides bits_of(F), the bits of a float as an int, and float_of, its inverse. F is float, or a
 // vector of floats. Then the int is a vector too, and all operators work lane by lane.
@@ -41,9 +41,8 @@ ROPE_FN auto quantised(F x, Float8<mantissa, bias, largest>) {
   const auto own = magnitude & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
   const auto sum = float_of(magnitude) + float_of(exponent + ((shift << 23) + uncounted));
-  const auto number = bits_of(sum) + (exponent >> shift);
-  const auto result = given > 0x7f800000 ? zero + 0x7f : number;
-  return result ^ (sign & 0x80);
+  const auto number = (bits_of(sum) + (exponent >> shift)) ^ (sign & 0x80);
+  return given > 0x7f800000 ? zero + 0x7f : number;
 }
 
 template <typename F>

@@ -57,6 +57,7 @@ def pytest_configure(config):
     if emulate:
         import emulator
 
+        os.environ["TORCH_ROPE_DEPENDENT_LAUNCH"] = "1"  # the emulator then checks that every kernel waits
         library = emulator.load(emulator.build(sanitize=emulate == "asan"))
         library.thread_order(order)
     if simulate:

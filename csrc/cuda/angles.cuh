@@ -25,19 +25,26 @@ struct Factor {
   }
 };
 
-// Computes frequency `at` of a call as the sum of two numbers, see split_inv_freq in ../rope.h.
-template <typename A, typename Args>
-ROPE_FN void frequency_at(const Args& a, int64_t at, A& freq, A& rest) {
-  rest = A(0);
-  if (a.inv_freq_dtype == DType::kDouble) {
-    const double wide = static_cast<const double*>(a.inv_freq)[at];
-    freq = A(wide);
-    rest = A(wide - double(freq));
-  } else {
-    const float* const from = static_cast<const float*>(a.inv_freq) + at;
-    freq = A(*from);
-    if (a.params.split_inv_freq) two_sum(freq, A(from[a.params.inv_freq[0]]), freq, rest);
-  }
+// Reads n frequencies of a call, which are `stride` apart, as sums of two numbers: in float32 the turns per position,
+// see turns_per_position() in angle.h, and in double the frequency and 0. vectors: they are adjacent and aligned, see
+// read_shared()
+template <int n, typename A, typename Args>
+ROPE_FN void read_frequencies(const Args& a, rope_int at, rope_int stride, bool vectors, A* hi, A* lo) {
+  const auto read = [&](auto tag, bool split) {
+    using F = decltype(tag);
+    F whole[n], more[n] = {};
+    const F* const from = static_cast<const F*>(a.inv_freq) + at;
+    read_shared<n>(from, stride, vectors, whole);
+    if (split) read_shared<n>(from + a.params.inv_freq[0], stride, vectors, more);
+    for (int i = 0; i < n; i++) {
+      hi[i] = A(whole[i]);
+      lo[i] = A(whole[i] - F(hi[i]));
+      if (split) two_sum(hi[i], A(more[i]), hi[i], lo[i]);
+      if constexpr (sizeof(A) == 4) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
+    }
+  };
+  if (a.inv_freq_dtype == DType::kDouble) return read(double(), false);
+  a.params.split_inv_freq ? read(float(), true) : read(float(), false);
 }
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
@@ -47,22 +54,18 @@ struct Angle {
   A angle, rest;
 };
 
-// Computes an angle: the product of position and frequency `at`. Doubles cost each thread four conversions and a
-// subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
-// GPUs with slow doubles this is little compared with the rest, which is all float32.
-template <typename A, typename Args>
-ROPE_FN Angle<A> angle_at(const Args& a, double position, int64_t at) {
-  Angle<A> angle;
-  A freq, rest;
-  frequency_at(a, at, freq, rest);
-  if constexpr (sizeof(A) == 8) {
-    angle_of(position, freq, angle.angle, angle.rest);
-  } else {
-    A turns_hi, turns_lo;
-    turns_per_position(freq, rest, turns_hi, turns_lo);
-    const A position_hi = A(position), position_lo = A(position - double(position_hi));
-    turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
-  }
+// Computes the angle of a position and a frequency that read_frequencies() has read. Doubles cost each thread four
+// conversions and a subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for
+// each pair. Even on GPUs with slow doubles this is little compared with the rest, which is all float32.
+ROPE_FN Angle<float> angle_of(double position, float turns_hi, float turns_lo) {
+  Angle<float> angle;
+  const float position_hi = float(position), position_lo = float(position - double(position_hi));
+  turns_of(position_hi, position_lo, turns_hi, turns_lo, angle.angle, angle.rest);
+  return angle;
+}
+ROPE_FN Angle<double> angle_of(double position, double freq, double) {
+  Angle<double> angle;
+  rope::angle_of(position, freq, angle.angle, angle.rest);
   return angle;
 }
 ROPE_FN void add(Angle<float>& sum, Angle<float> more) { add_turns(more.angle, more.rest, sum.angle, sum.rest); }
@@ -71,8 +74,9 @@ ROPE_FN void cos_sin_of(Angle<float> a, float& cos, float& sin) { cos_sin_of_tur
 ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_angle(a.angle, a.rest, cos, sin); }
 
 // cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
-// thread does other work: the constructor needs no position, read() starts the loads of table rows, and finish() waits
-// for them. The angles of a table by head are those of one head, so rotate() takes these steps for each head.
+// thread does other work: the constructor needs no position and reads the frequencies, read() starts the loads of table
+// rows, and finish() waits for them. The angles of a table by head are those of one head, so rotate() takes these steps
+// for each head. rotates: the chunk is rotated; else the angles are not used.
 //
 // The pairs of a chunk have adjacent columns in the tables and in inv_freq, in one run or in two. With interleaved
 // pairs and vectors of several channels there are two runs, because each of the chunk's two vectors has V / 2 pairs of
@@ -86,30 +90,34 @@ struct Angles {
   static constexpr bool words = Vector<T, length>::words;
   const RotateArgs& a;
   const Token<K>& t;
-  const int chunk;
-  I cos_at, sin_at;  // the chunk's first element in row 0 of the token's tables
-  CosSin<A, V> angles;
+  const bool rotates;
+  I cos_at, sin_at;     // the chunk's first element in row 0 of the token's tables
+  CosSin<A, V> angles;  // before finish(), the frequencies
 
-  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk) : a(a), t(t), chunk(chunk) {
+  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk, bool rotates) : a(a), t(t), rotates(rotates) {
+    const RopeParams& p = a.params;
     const I column = I(chunk) * length;
-    cos_at = t.b * I(a.params.cos[0]) + column * I(a.params.cos[3]);
-    sin_at = t.b * I(a.params.sin[0]) + column * I(a.params.sin[3]);
+    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[3]);
+    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[3]);
+    for (int run = 0; rotates && p.source == kInvFreq && run < runs; run++) {
+      const I at = (column + run * I(p.rotary_dim / 4)) * I(p.inv_freq[1]);
+      read_frequencies<length>(a, at, p.inv_freq[1], t.tiling.frequency_vectors, angles.cos + run * length,
+                               angles.sin + run * length);
+    }
   }
 
   ROPE_FN void read() {
-    if (a.params.source != kInvFreq && !by_head() && t.valid) read_row(0);
+    if (rotates && a.params.source != kInvFreq && !by_head() && t.valid) read_row(0);
   }
 
   ROPE_FN void finish() {
     const RopeParams& p = a.params;
-    if (by_head()) return;
+    if (!rotates || by_head()) return;
     if (!t.valid) {  // a pad
       for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
     } else if (p.source == kInvFreq) {
       for (int i = 0; i < V; i++) {
-        const I at = i / length * (I(p.rotary_dim / 2) / 2) + I(chunk) * length + i % length;
-        const auto angle = angle_at<A>(a, double(t.position), at * I(p.inv_freq[1]));
-        cos_sin_of(angle, angles.cos[i], angles.sin[i]);
+        cos_sin_of(cuda::angle_of(double(t.position), angles.cos[i], angles.sin[i]), angles.cos[i], angles.sin[i]);
       }
       scale();
     } else {

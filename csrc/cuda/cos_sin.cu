@@ -33,8 +33,11 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
+      A hi[V], lo[V];
+      const rope_int stride = p.inv_freq[2];
+      read_frequencies<V>(c, axis * p.inv_freq[1] + first * stride, stride, false, hi, lo);
       for (int i = 0; i < V; i++) {
-        const auto angle = angle_at<A>(c, position, axis * p.inv_freq[1] + (first + i) * p.inv_freq[2]);
+        const auto angle = angle_of(position, hi[i], lo[i]);
         if constexpr (several) {
           add(sums[i], angle);
         } else {
@@ -49,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
     *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.cos) + row * p.pairs + first) = rounded<T, V>(angles.cos);
     *reinterpret_cast<Vector<T, V>*>(static_cast<T*>(c.sin) + row * p.pairs + first) = rounded<T, V>(angles.sin);
   }
+  let_next_kernel_begin();
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "angles.cuh"
+#include "quantise.cuh"
 
 namespace rope::cuda {
 
@@ -10,6 +11,7 @@ namespace rope::cuda {
 template <typename K>
 struct Heads {
   using T = typename K::T;
+  using A = typename K::A;
   using I = typename K::I;
   static constexpr int V = K::V;
   const RotateArgs& a;
@@ -84,9 +86,12 @@ struct Heads {
   ROPE_FN Elements<T, V> read(I head, const Chunk<I>& c) const {
     return TokenHeads<V, const T, I>{in, params().in, vectors(), last()}.read(head, c);
   }
-  // Writes the same: as elements, or quantised as bytes. If `changes`, it first applies change() to the numbers.
+  // Reads what write() divides the numbers of a head by if it quantises them.
+  ROPE_FN A scale(I head) const { return bytes() ? A(a.sides[side].scale[head * params().scale]) : A(1); }
+  // Writes the chunk of a head: as elements, or quantised as bytes. If `changes`, it first applies change() to the
+  // numbers.
   template <typename F>
-  ROPE_FN void write(I head, const Chunk<I>& c, Elements<T, V> x, bool changes, F&& change) const {
+  ROPE_FN void write(I head, const Chunk<I>& c, Elements<T, V> x, A scale, bool changes, F&& change) const {
     const auto write_to = [&](auto* to, const auto& elements) {
       TokenHeads<V, std::remove_pointer_t<decltype(to)>, I>{to, params().out, vectors(), last()}.write(head, c,
                                                                                                        elements);
@@ -97,7 +102,11 @@ struct Heads {
       x = rounded<T, V>(numbers);
       if (bytes()) {
         if (K::eager && a.params.rounding != kOnce) numbers = numbers_of(x);
-        return write_to(reinterpret_cast<uint8_t*>(out), quantise(head, numbers));
+        auto* const to = reinterpret_cast<uint8_t*>(out);
+        const int format = params().format;
+        return format == kInt8         ? write_to(to, quantised_to<Int8>(numbers, scale))
+               : format == kFloat8E4M3 ? write_to(to, quantised_to<E4M3>(numbers, scale))
+                                       : write_to(to, quantised_to<E5M2>(numbers, scale));
       }
     }
     write_to(out, x);
@@ -113,19 +122,6 @@ struct Heads {
     const rope_int* strides = params().in;
     in = static_cast<const T*>(a.sides[side].in) + token.b * I(strides[0]) + token.s * I(strides[1]);
     out_end = -1;
-  }
-
-  ROPE_FN Elements<uint8_t, V> quantise(I head, const Numbers<typename K::A, V>& n) const {
-    const auto scale = typename K::A(a.sides[side].scale[head * params().scale]);
-    float divided[2 * V];
-    for (int i = 0; i < 2 * V; i++) divided[i] = narrowed_to_odd(n.of[i] / scale);
-    Elements<uint8_t, V> bytes;
-    const auto quantise_to = [&](auto type) {
-      for (int i = 0; i < 2 * V; i++) bytes.of[i / V].of[i % V] = uint8_t(quantised(divided[i], type));
-    };
-    const int format = params().format;
-    format == kInt8 ? quantise_to(Int8()) : format == kFloat8E4M3 ? quantise_to(E4M3()) : quantise_to(E5M2());
-    return bytes;
   }
 };
 
@@ -143,7 +139,7 @@ ROPE_FN void copy_v(const RotateArgs& a, const Token<K>& token) {
   for (; i < heads.out_end * chunks; i += (I(gridDim.y) - shares) * threads) {
     const I head = i / chunks, first = (i - head * chunks) * 2 * K::V, second = first + K::V;
     const Chunk<I> c{{first, second < channels ? second : first}, 0};
-    heads.write(head, c, heads.read(head, c), false, [](auto&) {});
+    heads.write(head, c, heads.read(head, c), heads.scale(head), false, [](auto&) {});
   }
 }
 

@@ -10,7 +10,7 @@ namespace rope::cuda {
 // The stream that kernels are launched on.
 struct Queue {
   cudaStream_t stream;
-  // A kernel may begin before the previous kernel of the stream has ended (programmatic dependent launch). So its
+  // A small kernel may begin before the previous kernel of the stream has ended (programmatic dependent launch). So its
   // thread blocks are ready when that one ends. Needs code for sm_90 or later.
   bool dependent;
 };

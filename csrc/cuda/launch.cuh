@@ -48,9 +48,10 @@ cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, v
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
+  const bool small = rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
   const cudaLaunchConfig_t config{
-      dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), dynamic_shared, queue.stream, &dependent,
-      queue.dependent ? 1u : 0u};
+      dim3(grid.x, grid.y, grid.z),      dim3(block.x, block.y, block.z), dynamic_shared, queue.stream, &dependent,
+      queue.dependent && small ? 1u : 0u};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

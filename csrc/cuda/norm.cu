@@ -45,10 +45,11 @@ ROPE_FN void take_group(const Heads<K>& heads, const GroupThreads<threads>& own,
   }
   each_chunk([&](const Chunk<I>& c, int index) {
     const bool rotates = c.rotated && heads.rotates();
-    Angles<K> angles(a, heads.token, index);
-    if (rotates) angles.read(), angles.finish();
+    Angles<K> angles(a, heads.token, index, rotates);
+    angles.read();
+    angles.finish();
     for (I head = first + own.y; head < end; head += own.ys) {
-      heads.write(head, c, heads.read(head, c), norms || rotates, [&](auto& numbers) {
+      heads.write(head, c, heads.read(head, c), heads.scale(head), norms || rotates, [&](auto& numbers) {
         if (norms) norm.apply(numbers, scale, norm.weights(heads.side, c, head));
         if (rotates) angles.rotate(numbers, head);
       });
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(threads == kWarp ? kThreads : kTokenThreads, t
       take_group(heads, own, head, own.warp ? head + 1 : heads.end);
     }
   }
+  let_next_kernel_begin();
 }
 
 }  // namespace

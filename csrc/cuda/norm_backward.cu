@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     if (inside) s += step, step = token_teams;
     while (s >= seq) s -= seq, b++;
     Token<K> token(a, tiling, b, s);
-    Angles<K> angles(a, token, index);
+    Angles<K> angles(a, token, index, chunk.rotated);
     const auto at = part.heads_of(token);
     Elements<T, V> x[at_once], g[at_once];
     const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     };
     token.arrive();
     token.check();
-    if (chunk.rotated) angles.read();
+    angles.read();
     read_heads(head_team);
-    if (chunk.rotated) angles.finish();
+    angles.finish();
     int taken = 0;
     for (I first = head_team;;) {
       Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
     sums[part.first_sum + chunk.template channel<V>(i)] = sum;
   }
+  let_next_kernel_begin();
 }
 
 // The threads of a thread block share a group: a warp a wide head, or more threads all heads of a token. A thread takes
@@ -173,8 +174,9 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
       for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
         for (int index = own.x; index < tiling.chunks; index += own.xs) {
           const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
-          Angles<K> angles(a, token, index);
-          if (c.rotated) angles.read(), angles.finish();
+          Angles<K> angles(a, token, index, c.rotated);
+          angles.read();
+          angles.finish();
           for (I head = first + own.y; head < first + step; head += own.ys) {
             auto g = numbers_of(at.g.read(head, c));
             const auto x = numbers_of(at.x.read(head, c));
@@ -202,9 +204,11 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
       }
     }
   }
-  if (of_channels == of_part) return;
-  __syncthreads();
-  for (int i = own.thread; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
+  if (of_channels != of_part) {
+    __syncthreads();
+    for (int i = own.thread; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
+  }
+  let_next_kernel_begin();
 }
 
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
@@ -231,9 +235,11 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
     round_to(sum, static_cast<decltype(tag)*>(side == kQ ? q_gradient : k_gradient)[channel]);
   };
   const DType dtype = n.rotate.sides[side].weight_dtype;
-  if (dtype == DType::kHalf) return store(__half());
-  if (dtype == DType::kBFloat16) return store(__nv_bfloat16());
-  dtype == DType::kFloat ? store(float()) : store(double());
+  dtype == DType::kHalf       ? store(__half())
+  : dtype == DType::kBFloat16 ? store(__nv_bfloat16())
+  : dtype == DType::kFloat    ? store(float())
+                              : store(double());
+  let_next_kernel_begin();
 }
 
 }  // namespace

@@ -39,6 +39,10 @@ constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
+// What a thread does before its first head takes a full GPU as long as this many heads. Of the time of a head, half is
+// that of its bytes, which pass for any plan, and half is that of its step. These are the figures of an H200.
+constexpr double kPrologue = 0.6;
+constexpr rope_int kDependentBlocks = 1024;  // the most thread blocks of a kernel that is launched as a dependent one
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
 constexpr rope_int kMaxBlockZ = 64;   // CUDA's limit of blockDim.z
@@ -70,6 +74,7 @@ struct Tiling {
   int in_place[kSides];                    // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
   bool table_vectors;                      // rows of cos and sin are read in vectors
+  bool frequency_vectors;                  // inv_freq is read in vectors
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
   Parts parts[2];                          // of q and k, in the backward of a norm
   int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
@@ -189,14 +194,15 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   plan.general = !has_usual_kernels(itemsize, t.vector) || !t.vectors || (norm && plan.wide_index) ||
                  p.rounding != kOnce || p.source == kTableByHead || v.norm || q.format || k.format || v.format ||
                  (v.heads && v.head_dim != q.head_dim);
-  if (a.cos) {
-    const int table_size = size_of(a.table_dtype);
-    const auto aligned = [&](const void* data, const rope_int* strides) {
-      const auto whole = [&](rope_int stride) { return stride * table_size % 16 == 0; };
-      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && std::all_of(strides, strides + 3, whole);
-    };
-    t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
-  }
+  // Returns whether rows can be read in vectors. The last stride is that of columns.
+  const auto aligned = [](const void* data, const rope_int* strides, int last, int size) {
+    const auto whole = [&](rope_int stride) { return stride * size % 16 == 0; };
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[last] == 1 &&
+           std::all_of(strides, strides + last, whole);
+  };
+  t.table_vectors =
+      aligned(a.cos, p.cos, 3, size_of(a.table_dtype)) && aligned(a.sin, p.sin, 3, size_of(a.table_dtype));
+  t.frequency_vectors = aligned(a.inv_freq, p.inv_freq, 1, size_of(a.inv_freq_dtype));
   const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
@@ -209,7 +215,8 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
 // with the least time. If some have about the same, it takes the one with most teams over heads, which share angles.
 //
 // Times count loads: the time from one load to the next that needs it is 1. A thread loads the position, then angles,
-// then its heads, some at a time. The GPU takes all thread blocks in rounds of as many as it holds.
+// then its heads, some at a time: these are its steps. The GPU takes all thread blocks in rounds of as many as it
+// holds.
 inline Plan plan_rotate(RotateArgs& a, int processors) {
   const int position_step = merge_batch(a);
   RopeParams& p = a.params;
@@ -243,12 +250,21 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   const double memory =
       double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);
   const rope_int at_once = heads_at_once(plan.general);
-  // Returns the time of `rounds` rounds with n heads for each thread. The GPU is not full in a last round that is not
-  // whole; then the loads of a thread may take longer than memory needs.
-  const auto time_of = [&](double rounds, rope_int n) {
+  // Returns the steps of y teams that take all heads of a token. A step loads heads of one side; sides with fewer heads
+  // than teams are taken in one step, by different teams.
+  const auto steps_of = [&](rope_int y) {
+    rope_int steps = 0, of_small = 0;
+    for (int i = 0; i < kSides; i++) {
+      const rope_int of_side = t.starts[i + 1] - t.starts[i];
+      of_side < y ? of_small += of_side : steps += ceil_div(ceil_div(of_side, y), at_once);
+    }
+    return steps + ceil_div(of_small, y);
+  };
+  // Returns the time of `rounds` rounds that would take the time `busy` if they were whole. The GPU is not full in a
+  // last round that is not whole; then the loads of a thread, with its steps, may take longer than the GPU is busy.
+  const auto time_of = [&](double rounds, double busy, rope_int steps) {
     const double whole = std::floor(rounds), rest = rounds - whole;
-    return whole / rounds * memory +
-           (rest == 0 ? 0 : std::max(rest / rounds * memory, double(2 + ceil_div(n, at_once))));
+    return whole / rounds * busy + (rest == 0 ? 0 : std::max(rest / rounds * busy, double(2 + steps)));
   };
   const bool tokens_adjacent = p.seq > 1 && q.in[2] > q.in[1];
   const rope_int most = tokens_adjacent ? teams / std::min({p.seq, teams, kMaxBlockZ}) : teams;
@@ -257,17 +273,21 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   for (rope_int y = power_of_two(most + 1) / 2; y >= 1; y /= 2) {
     rope_int z = std::min(teams / y, kMaxBlockZ);
     if (!norm) z = std::min(z, p.seq);
-    const rope_int steps = ceil_div(heads, y);  // n, if one thread block takes all heads of a token
+    const rope_int all = ceil_div(heads, y);  // n, if one thread block takes all heads of a token
     const double groups = double(ceil_div(p.seq, z)) * double(p.batch);
     // As many thread blocks share the heads of a token as the GPU holds at a time.
     const rope_int most_blocks = std::clamp(rope_int(held / groups), rope_int(1), kMaxGrid / 2);
-    rope_int n = ceil_div(steps, most_blocks);
-    const auto idle = [&] { return 15 * ceil_div(steps, n) * n * y > 16 * heads; };  // more than one in 16 threads
-    while (n < steps && idle()) n++;
-    if (y > 1 && idle()) continue;
-    const rope_int shares = ceil_div(steps, n);
+    rope_int n = ceil_div(all, most_blocks);
+    // Returns whether more than one in 16 threads would be idle.
+    const auto idles = [&](rope_int n) { return 15 * ceil_div(all, n) * n * y > 16 * heads; };
+    while (n < all && idles(n)) n++;
+    if (y > 1 && idles(n)) continue;
+    if (n > 1 && n % at_once != 0 && !idles(n + 1)) n++;  // its last step is full
+    const rope_int shares = ceil_div(all, n), steps = std::max(steps_of(y), shares);
     const rope_int of_v = lists_v ? 0 : ceil_div(v.heads * ceil_div(v.head_dim, 2 * t.vector), x * y);
-    const double time = time_of(groups * double(shares) / held, n);
+    const double busy =
+        memory * (0.5 + double(y) / double(heads) * (0.5 * double(at_once * steps) + kPrologue * double(shares)));
+    const double time = time_of(groups * double(shares) / held, busy, ceil_div(steps, shares));
     if (time >= 0.95 * least) continue;
     least = time;
     t.heads_per_thread_block = y * n;

@@ -17,64 +17,69 @@ __global__ void __launch_bounds__(kThreads, K::thread_blocks)
   wait_for_previous_kernel();
   const int64_t s = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   if (!K::norm && s >= p.seq) return;
+  Token<K> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(K::norm ? min(s, p.seq - 1) : s));
+  if (K::general && blockIdx.y >= tiling.shares) {
+    token.arrive();
+    token.check();
+    if (s < p.seq) copy_v(a, token);
+    return;
+  }
   int index = int(threadIdx.x);
   do {
-    Token<K> token(a, tiling, I(tiling.first_sequence) + I(blockIdx.z), I(K::norm ? min(s, p.seq - 1) : s));
-    if (K::general && blockIdx.y >= tiling.shares) {
-      token.arrive();
-      token.check();
-      if (s < p.seq) copy_v(a, token);
-      return;
-    }
     const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
     Heads<K> heads(a, token, !K::norm && !chunk.rotated);
     // A thread past the last token or chunk takes no head, and none reads a head of another team: another thread may be
     // about to write it.
     bool present = (!K::norm || (s < p.seq && index < tiling.chunks)) && heads.next(0);
-    if (!K::norm && !present) continue;
-    Angles<K> angles(a, token, index);
-    const bool rotates = present && chunk.rotated && heads.rotates();
     const Norm<K> norm(a, tiling, kQ);  // all heads of the list have one head_dim
-    Numbers<A, V> weights;              // of the side that was located last
+    Numbers<A, V> weights;              // of the side that the heads are in
+    A scale = A(1);                     // of the next head, if it is quantised
     Elements<typename K::T, V> x[at_once] = {};
-    const auto read_heads = [&] {  // starts all loads at once
+    // These two start all loads for the next heads at once. The first one needs no position.
+    const auto read_parameters = [&] {
+      if (K::norm && heads.normalises() && !heads.located()) weights = norm.weights(heads.side, chunk);
+      if (K::general) scale = heads.scale(heads.head);
+    };
+    const auto read_heads = [&] {
       for (int i = 0; i < at_once; i++) {
         const I head = heads.head_at(i);
         if (i == 0 || head < heads.end) x[i] = heads.read(head, chunk);
       }
     };
+    Angles<K> angles(a, token, index, present && chunk.rotated && heads.rotates());
+    if (present) read_parameters();
     token.arrive();
-    if (rotates) angles.read();
+    angles.read();
     if (present) read_heads();
     token.check();
-    if (rotates) angles.finish();
-    do {
+    angles.finish();
+    while (K::norm ? __any_sync(kAllLanes, present) != 0 : present) {
       A squares[at_once];
       if constexpr (K::norm) {
-        if (present && heads.normalises() && !heads.located()) weights = norm.weights(heads.side, chunk);
         for (int i = 0; i < at_once; i++) {
           const auto numbers = numbers_of(x[i]);
           squares[i] = dot(numbers, numbers, chunk.whole());
         }
         sum_over_lanes(squares);
-        if (!present) continue;
         for (int i = 0; i < at_once; i++) forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
       }
+      if (!present) continue;
       heads.locate();
       for (int i = 0; i < at_once; i++) {
         const I head = heads.head_at(i);
         if (head >= heads.out_end) break;
         const bool norms = K::norm && heads.normalises(), rotated = chunk.rotated && heads.rotates();
-        heads.write(head, chunk, x[i], norms || rotated, [&](auto& numbers) {
+        heads.write(head, chunk, x[i], scale, norms || rotated, [&](auto& numbers) {
           if (norms) norm.apply(numbers, norm.scale(squares[i]), weights);
           if (rotated) angles.rotate(numbers, head);
         });
       }
       present = heads.next(at_once);
-      if (present) read_heads();
-    } while (K::norm ? __any_sync(kAllLanes, present) != 0 : present);
+      if (present) read_parameters(), read_heads();
+    }
     // A team has a thread for every chunk, unless vectors have one channel.
   } while (!K::norm && V == 1 && (index += int(blockDim.x)) < tiling.chunks);
+  let_next_kernel_begin();
 }
 
 }  // namespace rope::cuda

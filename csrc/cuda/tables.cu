@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
       round_to(sum, static_cast<T*>(to)[at]);
     }
   }
+  let_next_kernel_begin();
 }
 
 }  // namespace

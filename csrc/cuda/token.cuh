@@ -48,11 +48,17 @@ struct Policy : Shape, Features {
                      : resident_thread_blocks(Features::general, Features::cache, sizeof(I) == 8);
 };
 
-// Waits until the previous kernel of the stream has ended, and lets the next one begin. Every kernel calls this before
-// it loads or stores anything, because Queue::dependent lets it begin before the previous kernel has ended.
+// Waits until the previous kernel of the stream has ended. Every kernel calls this before it loads or stores anything,
+// because a dependent launch lets it begin before the previous kernel has ended.
 ROPE_FN void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
+#endif
+}
+
+// Lets the next kernel of the stream begin. Every kernel calls this after its last store.
+ROPE_FN void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }

@@ -56,14 +56,6 @@ ROPE_FN void round_to(float x, float& y) { y = x; }
 ROPE_FN void round_to(double x, float& y) { y = float(x); }
 ROPE_FN void round_to(double x, double& y) { y = x; }
 
-// Returns x as a float, rounded to odd: cut off, and with the last bit set if that changed it. A float8 or int8 that is
-// rounded from the result is the one that x itself is rounded to.
-ROPE_FN float narrowed_to_odd(double x) {
-  const float cut = __double2float_rz(x);
-  return float_of(bits_of(cut) | int(double(cut) != x));
-}
-ROPE_FN float narrowed_to_odd(float x) { return x; }
-
 // n adjacent elements, as a thread loads and stores them. Pairs of 16-bit elements are held as words of 32 bits: as
 // single elements they would each need a register, and instructions (PRMT) to take the words apart and to put them
 // together.

@@ -419,7 +419,7 @@ def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device
     tokens, all_heads = 2 * 16, heads + 2
     (g, g_k), (q, k) = (torch.randn(2, 16, all_heads, 128, device=device).to(dtype).split([heads, 2], 2) for _ in "gx")
     weights = [torch.rand(*[h] * over_heads, 128, device=device) for h in (heads, 2)]
-    freq = torch_rope.inv_freq(128, device=device)
+    freq = torch_rope.inv_freq(128, device=device).repeat_interleave(2)[::2]  # not adjacent, so read one by one
     parts, sums = launched(rope._norm_rotate_qk_backward, g, g_k, q, k, *weights, inv_freq=freq)
     vectors, weight_loads = tokens * all_heads * 128 * dtype.itemsize // 16, 128 * 4 // 16  # of one weight
     assert parts["loads"].keys() == parts["stores"].keys() | {16} == {8, 16}  # 8: the frequencies, and the sums

@@ -68,6 +68,16 @@ inline float rsqrtf(float x) {
   if (!(root > 0) || std::isinf(root)) return root;
   return __builtin_bit_cast(float, __builtin_bit_cast(int, root) + (__builtin_bit_cast(int, x) & 1 ? 2 : -2));
 }
+// The hardware's quotient may be off by 2 ulp, and that of 1, which is all that kernels ask for, by one.
+inline float __fdividef(float x, float y) {
+  const float quotient = x / y;
+  if (!(std::abs(quotient) > 1e-37f) || std::isinf(quotient)) return quotient;
+  return __builtin_bit_cast(float, __builtin_bit_cast(int, quotient) + (__builtin_bit_cast(int, y) & 1 ? 1 : -1));
+}
+inline int __float2int_rn(float x) {
+  if (std::isnan(x)) return 0;
+  return x >= 0x1p31f ? INT32_MAX : x <= -0x1p31f ? INT32_MIN : int(std::nearbyint(x));
+}
 // Cuts off the bits that a float does not have.
 inline float __double2float_rz(double x) {
   const float near = float(x);
