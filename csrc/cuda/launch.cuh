@@ -48,6 +48,10 @@ cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, v
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
+  if (dynamic_shared > kGivenShared) {
+    const auto size = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, size, int(dynamic_shared))) return error;
+  }
   const bool small = rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
   const cudaLaunchConfig_t config{
       dim3(grid.x, grid.y, grid.z),      dim3(block.x, block.y, block.z), dynamic_shared, queue.stream, &dependent,

@@ -307,8 +307,9 @@ constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a ti
 // A thread block that adds up parts has kSumChannels x kSumTeams threads.
 constexpr int kSumChannels = 16, kSumTeams = 32;
 // The norm over all heads has fewer parts, because each writes a sum for each channel of all heads. A thread block
-// holds up to kSharedSums of them in shared memory, of which the compiler gives a kernel 48 KB in all.
-constexpr rope_int kTokenParts = 384, kSharedSums = 5120;
+// holds up to kSharedSums of them in shared memory: in 96 of the 99 KB that each GPU has for a thread block.
+constexpr rope_int kTokenParts = 384, kSharedSums = 12288;
+constexpr unsigned kGivenShared = 40 << 10;  // bytes of dynamic shared memory that a kernel may have without asking
 
 inline Plan plan_norm_backward(const NormBackwardArgs& n) {
   const RopeParams& p = n.rotate.params;

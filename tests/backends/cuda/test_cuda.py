@@ -410,7 +410,7 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads, over_heads", [(8, False), (8, True), (48, True)])
+@pytest.mark.parametrize("heads, over_heads", [(8, False), (48, True), (100, True)])
 def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device):
     """The first writes the gradients of q and k, and float64 sums for each thread block. The second adds up the sums.
 
@@ -429,7 +429,7 @@ def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device
     else:  # each of the threads over heads and tokens reads the weights
         assert parts["loads"][16] == 2 * vectors + parts["grid"][0] * 32 // dtype.itemsize * weight_loads
     assert sums["loads"].keys() == {8} and sums["stores"] == {4: sum(w.numel() for w in weights)}
-    if heads == 8:
+    if heads < 100:
         assert parts["stores"][8] == sums["loads"][8]
     if not over_heads:
         assert sums["loads"][8] == parts["grid"][0] * 128

@@ -34,7 +34,7 @@ void launch(const Launch&);
 
 // The shared variables are the thread_local variables of the kernels' object files, which must be linked before
 // emulator.o. Launch::dynamic_shared can be this many bytes.
-constexpr size_t kDynamicShared = 48 * 1024;
+constexpr size_t kDynamicShared = 99 * 1024;
 
 // Allocates memory that kernels may touch. It has guards on both sides, and every byte is 0xff at first.
 void* allocate(size_t bytes);

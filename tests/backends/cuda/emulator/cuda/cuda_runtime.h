@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -68,11 +69,14 @@ inline float rsqrtf(float x) {
   if (!(root > 0) || std::isinf(root)) return root;
   return __builtin_bit_cast(float, __builtin_bit_cast(int, root) + (__builtin_bit_cast(int, x) & 1 ? 2 : -2));
 }
-// The hardware's quotient may be off by 2 ulp, and that of 1, which is all that kernels ask for, by one.
+// The hardware's reciprocal may be off by an ulp, but a step of Newton's method rounds it correctly: the division of
+// nvcc depends on that.
 inline float __fdividef(float x, float y) {
   const float quotient = x / y;
-  if (!(std::abs(quotient) > 1e-37f) || std::isinf(quotient)) return quotient;
-  return __builtin_bit_cast(float, __builtin_bit_cast(int, quotient) + (__builtin_bit_cast(int, y) & 1 ? 1 : -1));
+  if (x != 1 || !(std::abs(quotient) > 1e-37f) || std::isinf(quotient)) return quotient;
+  const float off =
+      __builtin_bit_cast(float, __builtin_bit_cast(int, quotient) + (__builtin_bit_cast(int, y) & 1 ? 1 : -1));
+  return std::fma(off, std::fma(-y, off, 1.0f), off) == quotient ? off : quotient;
 }
 inline int __float2int_rn(float x) {
   if (std::isnan(x)) return 0;
@@ -120,6 +124,15 @@ struct cudaLaunchConfig_t {
 struct cudaFuncAttributes {
   int ptxVersion;
 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+namespace emulator {
+inline std::map<const void*, size_t> allowed_dynamic_shared;  // by kernel, if it is not 48 KB
+}
+template <typename... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
+  emulator::allowed_dynamic_shared[reinterpret_cast<const void*>(kernel)] = size_t(value);
+  return size_t(value) <= emulator::kDynamicShared ? cudaSuccess : cudaErrorInvalidValue;
+}
 template <typename... P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P...)) {
   attributes->ptxVersion = __CUDA_ARCH__ / 10;
@@ -133,10 +146,12 @@ __forceinline__ void cudaTriggerProgrammaticLaunchCompletion() {}
 
 namespace emulator {
 // Returns whether a launch respects the limits that all GPUs share.
-inline bool fits(const cudaLaunchConfig_t& c) {
+inline bool fits(const cudaLaunchConfig_t& c, const void* kernel) {
+  const auto allowed = allowed_dynamic_shared.find(kernel);
   return c.gridDim.count() && c.blockDim.count() && c.gridDim.x <= 0x7fffffff && c.gridDim.y <= 65535 &&
          c.gridDim.z <= 65535 && c.blockDim.count() <= 1024 && c.blockDim.x <= 1024 && c.blockDim.y <= 1024 &&
-         c.blockDim.z <= 64 && c.dynamicSmemBytes <= kDynamicShared;
+         c.blockDim.z <= 64 &&
+         c.dynamicSmemBytes <= (allowed == allowed_dynamic_shared.end() ? 48 * 1024 : allowed->second);
 }
 
 template <typename... P>
@@ -155,7 +170,7 @@ struct Call {
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
-  if (!emulator::fits(*config)) return cudaErrorInvalidConfiguration;
+  if (!emulator::fits(*config, reinterpret_cast<const void*>(kernel))) return cudaErrorInvalidConfiguration;
   const emulator::Call<P...> call{kernel, {std::forward<A>(arguments)...}};
   emulator::launch({config->gridDim,
                     config->blockDim,
