@@ -168,6 +168,7 @@ lint: .venv/lint ## checks the style of all code (5 s)
 
 .venv/cuda: | .venv/built
 	command -v nvcc || $(PIP) $(NVCC) || echo "nvcc could not be installed, so it does not compile the CUDA kernels here"
+	command -v cuobjdump || $(PIP) nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm || echo "instructions are not tested here"
 	touch $@
 
 # timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch. torchtitan depends on much

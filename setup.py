@@ -1,7 +1,7 @@
 """Builds torch_rope._C against the installed torch. The other metadata of the package is in pyproject.toml.
 
 The build includes CUDA if torch has CUDA. It stops if CUDA cannot be built, unless TORCH_ROPE_CUDA=0 leaves CUDA out.
-TORCH_ROPE_CUDA=1 stops it also if torch has no CUDA. TORCH_CUDA_ARCH_LIST chooses the GPUs. The build includes Metal on
+TORCH_ROPE_CUDA=1 stops it also if torch has no CUDA. docs/cuda.md has the other variables. The build includes Metal on
 macOS; shaders/embed.py describes how the shaders get into the library.
 """
 
@@ -63,30 +63,44 @@ if sys.platform == "linux":
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++. csrc/angle.h and csrc/rotation.h do
 # not depend on it. But the compensated sums (Sums in csrc/cuda/tables.cu) subtract from products, and their bits must
 # not depend on whether the compiler contracts the two.
-NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "-lineinfo"]  # lines are for profilers
-ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"  # A100, H100, B200, RTX 50 and later
-ARCHITECTURES_BEFORE_CUDA_12_8 = "8.0;9.0+PTX"
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "--threads=2"]
+ARCHITECTURES = "8.0;8.9;9.0;10.0;12.0+PTX"  # A100, RTX 40, H100, B200, RTX 50 and later
+ARCHITECTURES_BEFORE_NVCC_12_8 = "8.0;8.9;9.0+PTX"
 
 
-def without_cuda() -> str | None:
+def nvcc_release() -> tuple[int, ...]:
+    """Returns the release of the nvcc in CUDA_HOME, such as (13, 0), or () if there is none."""
+    nvcc = CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout if nvcc else ""
+    return tuple(map(int, next(iter(re.findall(r"release (\d+)\.(\d+)", text)), ())))
+
+
+def without_cuda(nvcc: tuple[int, ...]) -> str | None:
     """Returns why CUDA cannot be built, or None if it can."""
     if os.environ.get("TORCH_ROPE_CUDA") == "0":
         return "TORCH_ROPE_CUDA is 0"
     if not torch.version.cuda:
         return f"torch {torch.__version__} has no CUDA"
-    if not (CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")):
+    if not nvcc:
         return f"nvcc was not found in CUDA_HOME, the folder of the CUDA toolkit, which is {CUDA_HOME}"
+    if nvcc[0] != int(torch.version.cuda.split(".")[0]):
+        return f"nvcc in {CUDA_HOME} is of CUDA {nvcc[0]}.{nvcc[1]}, and this torch is of CUDA {torch.version.cuda}"
     if not Path(CUDA_HOME, "include/cuda_runtime.h").exists():
         return f"CUDA_HOME is {CUDA_HOME}, which has no include/cuda_runtime.h"
     return None
 
 
-reason, wanted = without_cuda(), os.environ.get("TORCH_ROPE_CUDA", "")
+nvcc = nvcc_release()
+reason, wanted = without_cuda(nvcc), os.environ.get("TORCH_ROPE_CUDA", "")
 if wanted not in ("", "0", "1"):
     sys.exit(f"torch_rope: TORCH_ROPE_CUDA is {wanted!r} but must be 0, 1 or unset.")
 if not reason:
-    old = tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 8)
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES_BEFORE_CUDA_12_8 if old else ARCHITECTURES)
+    known = ARCHITECTURES if nvcc >= (12, 8) else ARCHITECTURES_BEFORE_NVCC_12_8
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", known)
+    if nvcc >= (13,):  # older drivers may not read these files
+        NVCC_FLAGS.append("--compress-mode=size")
+    if os.environ.get("TORCH_ROPE_LINES") == "1":  # for profilers; it doubles the size
+        NVCC_FLAGS.append("-lineinfo")
 elif "sdist" not in sys.argv and (wanted == "1" or (torch.version.cuda and wanted != "0")):
     advice = f"Install the CUDA toolkit {torch.version.cuda}, or set TORCH_ROPE_CUDA=0 to build for the CPU only."
     advice = advice if torch.version.cuda else "Unset TORCH_ROPE_CUDA to build for the CPU only."
@@ -137,6 +151,12 @@ class Build(BuildExtension):
 
 # The kernels take longest to compile. They come first, so that no processor waits for them at the end.
 folders, sources, defines, link = ["csrc/cpu", "csrc/autograd", "csrc"], [], [], []
+# The kernels of CUDA depend neither on torch nor on Python, so that a release compiles them once for many wheels.
+kernels = []
+if not reason and (given := os.environ.get("TORCH_ROPE_KERNELS")):
+    kernels = sorted(map(str, Path(given).resolve().glob("*.o")))
+    if not kernels:
+        sys.exit(f"torch_rope: TORCH_ROPE_KERNELS is {given}, a folder without object files of the kernels.")
 if sys.platform == "linux":
     link = ["-Wl,-s"]
 if not reason:
@@ -154,11 +174,12 @@ if sys.platform == "darwin":
     embed.write(ROOT / "build/shaders.cpp")
     sources = ["build/shaders.cpp"]
 for folder in folders:
-    sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in (".cpp", ".cu", ".mm"))
+    suffixes = (".cpp", ".mm") if kernels else (".cpp", ".mm", ".cu")
+    sources += sorted(str(p) for p in Path(folder).iterdir() if p.suffix in suffixes)
 
-# A source distribution works with every torch, and a build only with the release that it was made for. A wheel made here also says so in its
-# version, so that an index may hold the wheels of all releases; pip wants a build of a source distribution, which has
-# the file PKG-INFO, to keep the version of that.
+# A source distribution works with every torch, and a build only with the release that it was made for. A wheel made here
+# also says so in its version, so that an index may hold the wheels of all releases; pip wants a build of a source
+# distribution, which has the file PKG-INFO, to keep the version of that.
 requirement, label = f"torch=={TORCH}.*", ""
 if "sdist" in sys.argv:
     requirement = "torch>=2.11"
@@ -178,6 +199,7 @@ setup(
             define_macros=defines,
             extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
             extra_link_args=link,
+            extra_objects=kernels,
         )
     ],
     cmdclass={"build_ext": Build},

@@ -30,10 +30,15 @@ struct Divisor {
     if (fabsf(error) < 1.0f) inverse = fma(inverse, error, inverse);  // not if the scale is 0, infinite or NaN
     if (inverse == 0.0f) scale = 0.0f;  // so that the remainder of an infinite scale is not NaN
   }
-  ROPE_FN float divide(float x) const {
-    const float scaled = x * power, near = scaled * inverse;
-    // The largest quotients are infinite or saturate, and have no remainder. Signs are such that -0 stays -0.
-    return fabsf(near) < 0x1p100f ? fma(-fma(near, scale, -scaled), inverse, near) : near;
+  // Divides each of n numbers.
+  template <int n>
+  ROPE_FN void divide(float (&x)[n]) const {
+    for (int i = 0; i < n && power != 1.0f; i++) x[i] *= power;
+    for (float& number : x) {
+      const float near = number * inverse;
+      // The largest quotients are infinite or saturate, and have no remainder. Signs are such that -0 stays -0.
+      number = fabsf(near) < 0x1p100f ? fma(-fma(near, scale, -number), inverse, near) : near;
+    }
   }
 };
 
@@ -58,8 +63,8 @@ ROPE_FN Elements<uint8_t, V> quantised_to(const Numbers<A, V>& n, A scale) {
   if constexpr (sizeof(A) == 8) {
     for (int i = 0; i < 2 * V; i++) divided[i] = narrowed_to_odd(n.of[i] / scale);
   } else {
-    const Divisor divisor(scale);
-    for (int i = 0; i < 2 * V; i++) divided[i] = divisor.divide(n.of[i]);
+    for (int i = 0; i < 2 * V; i++) divided[i] = n.of[i];
+    Divisor(scale).divide(divided);
   }
   uint16_t pairs[V];
   for (int i = 0; i < V; i++) pairs[i] = two_bytes(divided[2 * i], divided[2 * i + 1], T());

@@ -34,6 +34,14 @@ REFUSED = {
     "os.environ['CXX'] = 'no-such-c++ -m64'": r"needs a C\+\+ compiler, and found no no-such-c\+\+",
     "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "for CUDA: torch .* has no CUDA. Unset TORCH_ROPE_CUDA",
     "torch.version.cuda = '13.0'; torch.utils.cpp_extension.CUDA_HOME = None": "for CUDA: nvcc was not .* set TORCH_ROPE_CUDA=0",
+    "has_nvcc('12.6', torch_cuda='13.0')": "for CUDA: nvcc in .* is of CUDA 12.6, and this torch is of CUDA 13.0. Install the",
+    "has_nvcc('13.0', torch_cuda='13.2'); os.environ['TORCH_ROPE_KERNELS'] = '/nowhere'": "TORCH_ROPE_KERNELS is /nowhere, a folder without",
+}
+# Releases of torch's CUDA and of nvcc, which alone decides for which GPUs the kernels are compiled.
+ARCHITECTURES = {
+    ("12.6", "12.8"): "8.0;8.9;9.0;10.0;12.0+PTX",
+    ("12.8", "12.6"): "8.0;8.9;9.0+PTX",
+    ("13.2", "13.0"): "8.0;8.9;9.0;10.0;12.0+PTX",
 }
 
 
@@ -41,16 +49,28 @@ def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_e
     release = ".".join(torch.__version__.split(".")[:2])
     pack = f"sys.argv = ['setup.py', '--quiet', 'egg_info', '--egg-base', {str(tmp_path)!r}]"
     programs = [f"{change}; runpy.run_path('setup.py')" for change in [*REFUSED, pack]]
+    programs += [
+        f"has_nvcc({nvcc!r}, {cuda!r}); runpy.run_path('setup.py'); assert os.environ['TORCH_CUDA_ARCH_LIST'] == {known!r}"
+        for (cuda, nvcc), known in ARCHITECTURES.items()
+    ]
     # Another release is refused before the library is loaded, but a patch release is not.
     programs += ["torch.__version__ = '2.9.1'; import torch_rope"]
     programs += [f"torch.__version__ = '{release}.99+cu130'; import torch_rope; assert 'torch_rope._C' in sys.modules"]
     done = python(f"""
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
-import os, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
+import os, pathlib, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
 os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); os.environ.pop("TORCH_ROPE_CUDA", None); sys.argv = ["setup.py", "--version"]
+def has_nvcc(release, torch_cuda):
+    home = pathlib.Path({str(tmp_path)!r}, "cuda")
+    for file in "bin/nvcc", "include/cuda_runtime.h":
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text(f"#!/bin/sh\\necho 'Cuda compilation tools, release {{release}}, V{{release}}.99'")
+        (home / file).chmod(0o755)
+    torch.version.cuda, torch.utils.cpp_extension.CUDA_HOME = torch_cuda, str(home)
 for i, program in enumerate({programs}):
     if not os.fork():  # because the import of torch takes seconds
         os.dup2(os.open(f"{tmp_path}/{{i}}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+        sys.stdout = sys.stderr
         try:
             exec(program)
         except BaseException as error:
@@ -59,7 +79,9 @@ for i, program in enumerate({programs}):
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """)
-    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0", "1", "0"], done.stdout + done.stderr
+    assert done.stdout.split() == ["1"] * len(REFUSED) + ["0"] * (1 + len(ARCHITECTURES)) + ["1", "0"], (
+        done.stdout + done.stderr
+    )
     printed = [(tmp_path / str(i)).read_text().strip() for i in range(len(programs))]
     for message, line in zip(REFUSED.values(), printed, strict=False):
         assert re.search(message, line) and "\n" not in line, line

@@ -1,5 +1,5 @@
-"""Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch, and that its kernels are few
-and need few registers."""
+"""Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch, that its kernels are
+few, small, and need few registers, and what the instructions of the usual kernels are. No test needs a GPU."""
 
 import contextlib
 import importlib
@@ -13,17 +13,19 @@ import pytest
 from cases import ROOT
 from torch.utils import cpp_extension
 
-ARCHITECTURES = (80, 90, 100, 120)
+ARCHITECTURES = (80, 89, 90, 100, 120)
 KERNELS = {"rotate": 46, "norm": 42, "norm_backward": 43, "tables": 12, "cos_sin": 16}  # how many each file has
-# The most registers of a thread, in the kernels that models usually need: bfloat16, half-split pairs, 32-bit offsets.
+# The kernels that models usually need, in bfloat16, half-split pairs and 32-bit offsets: the most registers of a thread,
+# and how many loads of 16 bytes begin before the position is used: frequencies, and the weights of a norm.
 USUAL = "Shape<__nv_bfloat16, 8, false>"
-REGISTERS = {
-    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Plain> >"): 72,
-    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Cache> >"): 76,
-    ("norm", f"rotate_kernel<Policy<{USUAL}, int, CacheNorm> >"): 96,
-    ("norm_backward", f"norm_backward_kernel<Policy<{USUAL}, int, Plain> >"): 168,
-    ("tables", f"table_backward_kernel<{USUAL} >"): 122,
+EXPECTED = {
+    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Plain>>"): (72, 8),
+    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Cache>>"): (80, 8),
+    ("norm", f"rotate_kernel<Policy<{USUAL}, int, CacheNorm>>"): (96, 12),
+    ("norm_backward", f"norm_backward_kernel<Policy<{USUAL}, int, Plain>>"): (168, None),
+    ("tables", f"table_backward_kernel<{USUAL}>"): (122, None),
 }
+QUANTISED = f"rotate_kernel<Policy<{USUAL}, int, General>>"  # writes float8 caches too
 SOURCES = sorted([*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("benchmarks/*.cu")])
 
 
@@ -41,32 +43,75 @@ pytestmark = pytest.mark.cpu
 needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found")
 
 
-def compile_without_warnings(*command):
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8")
-    assert done.returncode == 0 and "warning" not in done.stdout, done.stdout
-    return done.stdout
+def run(*command, text=None):
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0 and "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def instructions_of(compiled) -> dict[str, list[str]]:
+    """Returns the instructions of each kernel for sm_90, by its name."""
+    with contextlib.suppress(ImportError):
+        os.environ["PATH"] += f":{importlib.import_module('nvidia.cu13').__path__[0]}/bin"
+    if not shutil.which("cuobjdump"):
+        pytest.skip("cuobjdump was not found")
+    kernels = run("c++filt", text=run("cuobjdump", "--dump-sass", "-arch=sm_90", compiled)).split("Function : ")[1:]
+    return {name_in(text): re.findall(r"/\*[0-9a-f]{4,}\*/ +(\S.*?) *;", text) for text in kernels}
+
+
+def name_in(text):
+    return re.search(r"\w+<.*>(?=\()|\w+(?=\()", text.replace("rope::cuda::", ""))[0].replace("> >", ">>")
+
+
+def to_the_store(code, at, passed=()):
+    """Yields the instructions of each way from the one at `at` to the first store that follows."""
+    for i in range(at, len(code)):
+        passed = (*passed, code[i])
+        if "STG" in code[i]:
+            return (yield passed)
+        if branch := re.fullmatch(r"(@\S+ )?BRA (?:\S+, )?0x([0-9a-f]+)", code[i]):
+            if (target := int(branch[2], 16) // 16) > i:
+                yield from to_the_store(code, target, passed)
+            if not branch[1]:
+                return
 
 
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
-def test_kernels_compile_without_warnings_to_few_registers(source, tmp_path):
-    """Only the backward of a norm may keep registers in memory, and its usual kernel keeps none."""
-    log = compile_without_warnings(
-        f"{cuda_home()}/bin/nvcc",
-        *("-c", source, "-std=c++20", "-O3", "--fmad=false"),
-        *("--Werror=all-warnings", "-Xcompiler=-Wall", "--threads=2", "--resource-usage"),
-        *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES),
-        *("-o", tmp_path / "kernels.o"),
-    )
-    log = subprocess.run("c++filt", input=log, capture_output=True, check=True, encoding="utf-8").stdout
-    entry = r"entry function '.*?(\w+<.*>|\w+)\(.*' for 'sm_90'\n.*\n.*?(\d+) bytes spill stores.*\n.* (\d+) registers"
-    figures = re.findall(entry, log)
+def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions(source, tmp_path):
+    """Of the usual kernels none keeps registers in memory, except that of a norm's backward in float16."""
+    nvcc = (f"{cuda_home()}/bin/nvcc", "-c", source, "-std=c++20", "-O3", "--fmad=false", "--threads=2")
+    flags = "--Werror=all-warnings", "-Xcompiler=-Wall", "--resource-usage", "--compress-mode=size"
+    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    log = run("c++filt", text=run(*nvcc, *flags, *code, "-o", tmp_path / "all.o"))
+    entry = r"entry function '(.*)' for 'sm_90'\n.*\n.*?(\d+) bytes spill stores.*\n.* (\d+) registers"
+    figures = {name_in(name): (int(spilled), int(n)) for name, spilled, n in re.findall(entry, log)}
     assert len(figures) == KERNELS.get(source.stem, len(figures))
-    named = [((source.stem, kernel.replace("rope::cuda::", "")), spilled, int(n)) for kernel, spilled, n in figures]
-    assert {key for key, *_ in named} >= {key for key in REGISTERS if key[0] == source.stem}
-    for key, spilled, registers in named:
-        assert registers <= REGISTERS.get(key, 255), key
-        assert spilled == "0" or source.stem == "norm_backward" and key not in REGISTERS, key
+    expected = {name: limits for (stem, name), limits in EXPECTED.items() if stem == source.stem}
+    assert expected.keys() <= figures.keys()
+    for name, (spilled, registers) in figures.items():
+        assert registers <= expected.get(name, (255,))[0] and spilled <= (0 if name in expected else 32), name
+    run(*nvcc, "--compress-mode=size", code[2], "-o", tmp_path / "sm_90.o")
+    assert (tmp_path / "sm_90.o").stat().st_size < 1_000_000  # all files together at most 4 MB
+    for name, code in instructions_of(tmp_path / "sm_90.o").items() if source.stem in KERNELS else ():
+        found = {
+            what: [i for i, line in enumerate(code) if re.search(what, line)] for what in ("LDG", "STG", "PREEXIT")
+        }
+        assert code.index("ACQBULK") < min(found["LDG"] + found["STG"]) and max(found["STG"]) < min(found["PREEXIT"])
+        if (wide := expected.get(name, (0, None))[1]) is not None:
+            # The first loads are those of the position, and of the slot if there are slots.
+            wides = [i for i in found["LDG"] if "LDG.E.128" in code[i]]
+            first = [(i, re.search(r" R\d+", code[i])[0]) for i in found["LDG"] if i < wides[0]]
+            uses = [next(k for k in range(i + 1, len(code)) if re.search(rf",.*{r}\b", code[k])) for i, r in first]
+            assert sum(i < min(uses) for i in wides) >= wide
+        if name == QUANTISED:
+            # One reciprocal of the scale, and no division. An extreme scale and eager rounding each take 16 instructions.
+            divides = [
+                i for i, line in enumerate(code) if "MUFU.RCP" in line and "F2I.FTZ" not in str(code[i : i + 12])
+            ]
+            ways = [[way for way in to_the_store(code, i) if ".SATFINITE" in str(way)] for i in divides]
+            assert any(ways) and all(str(way).count("MUFU") == 1 and len(way) <= 152 for way in sum(ways, []))
+            assert all(min(map(len, some)) <= 120 for some in ways if some)
 
 
 @needs_nvcc
@@ -74,6 +119,4 @@ def test_host_code_compiles_without_warnings():
     """Needs no CUDA build of torch: the CPU build has the headers too, only without a configuration of CUDA."""
     includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), cuda_home() / "include")]
     define = "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
-    compile_without_warnings(
-        "g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp"
-    )
+    run("g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp")

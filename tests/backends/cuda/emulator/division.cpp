@@ -11,7 +11,9 @@ using namespace rope;
 // Returns whether a quotient is quantised to other numbers than that of the operator /, or differs from it in any bit
 // though the formats need its bits: between 2^-20 and 2^20.
 static bool differs(const cuda::Divisor& divisor, float x, float scale) {
-  const float found = divisor.divide(x), expected = x / scale, size = fabsf(expected);
+  float quotient[1] = {x};
+  divisor.divide(quotient);
+  const float found = quotient[0], expected = x / scale, size = fabsf(expected);
   const auto codes = [](float q) {
     return (quantised(q, E4M3()) & 0xff) | (quantised(q, E5M2()) & 0xff) << 8 | (quantised(q, Int8()) & 0xff) << 16;
   };
