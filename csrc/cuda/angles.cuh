@@ -26,16 +26,18 @@ struct Factor {
 };
 
 // Reads n frequencies of a call, which are `stride` apart, as sums of two numbers: in float32 the turns per position,
-// see turns_per_position() in angle.h, and in double the frequency and 0. vectors: they are adjacent and aligned, see
-// read_shared()
+// see turns_per_position() in angle.h, and in double the frequency and 0.
 template <int n, typename A, typename Args>
-ROPE_FN void read_frequencies(const Args& a, rope_int at, rope_int stride, bool vectors, A* hi, A* lo) {
+ROPE_FN void read_frequencies(const Args& a, rope_int at, rope_int stride, A* hi, A* lo) {
   const auto read = [&](auto tag, bool split) {
     using F = decltype(tag);
+    const auto read_part = [&](const F* from, F* to) {
+      constexpr unsigned bytes = n * sizeof(F) < 16 ? n * sizeof(F) : 16;
+      read_shared<n>(from, stride, stride == 1 && reinterpret_cast<uintptr_t>(from) % bytes == 0, to);
+    };
     F whole[n], more[n] = {};
-    const F* const from = static_cast<const F*>(a.inv_freq) + at;
-    read_shared<n>(from, stride, vectors, whole);
-    if (split) read_shared<n>(from + a.params.inv_freq[0], stride, vectors, more);
+    read_part(static_cast<const F*>(a.inv_freq) + at, whole);
+    if (split) read_part(static_cast<const F*>(a.inv_freq) + at + a.params.inv_freq[0], more);
     for (int i = 0; i < n; i++) {
       hi[i] = A(whole[i]);
       lo[i] = A(whole[i] - F(hi[i]));
@@ -101,8 +103,7 @@ struct Angles {
     sin_at = t.b * I(p.sin[0]) + column * I(p.sin[3]);
     for (int run = 0; rotates && p.source == kInvFreq && run < runs; run++) {
       const I at = (column + run * I(p.rotary_dim / 4)) * I(p.inv_freq[1]);
-      read_frequencies<length>(a, at, p.inv_freq[1], t.tiling.frequency_vectors, angles.cos + run * length,
-                               angles.sin + run * length);
+      read_frequencies<length>(a, at, p.inv_freq[1], angles.cos + run * length, angles.sin + run * length);
     }
   }
 

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(cons
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
       A hi[V], lo[V];
       const rope_int stride = p.inv_freq[2];
-      read_frequencies<V>(c, axis * p.inv_freq[1] + first * stride, stride, false, hi, lo);
+      read_frequencies<V>(c, axis * p.inv_freq[1] + first * stride, stride, hi, lo);
       for (int i = 0; i < V; i++) {
         const auto angle = angle_of(position, hi[i], lo[i]);
         if constexpr (several) {

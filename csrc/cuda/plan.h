@@ -39,9 +39,10 @@ constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8
 // Bytes of q, k and v that a multiprocessor must be loading at any time to reach the speed of a copy: an H200 loads
 // 2.15 TB/s with 132 multiprocessors, and a load takes 0.8 us, so that (Little's law) 13 KB are under way in each.
 constexpr double kBytesUnderWay = 13e3;
-// What a thread does before its first head takes a full GPU as long as this many heads. Of the time of a head, half is
-// that of its bytes, which pass for any plan, and half is that of its step. These are the figures of an H200.
-constexpr double kPrologue = 0.6;
+// How much of the time of a full GPU depends on the plan, and not on the bytes alone: this much for a norm or a general
+// kernel, less with a cache, and least without. Half of it is for steps, each of as many heads as a thread loads at a
+// time; and what a thread does before its first head takes as long as 0.6 heads. These are figures of an H200.
+constexpr double kWork[] = {1.0, 0.55, 0.25}, kStep = 0.5, kPrologue = 0.6;
 constexpr rope_int kDependentBlocks = 1024;  // the most thread blocks of a kernel that is launched as a dependent one
 constexpr int kWarp = 32;
 constexpr rope_int kMaxGrid = 65535;  // CUDA's limit of gridDim.y and gridDim.z
@@ -74,7 +75,6 @@ struct Tiling {
   int in_place[kSides];                    // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
   bool table_vectors;                      // rows of cos and sin are read in vectors
-  bool frequency_vectors;                  // inv_freq is read in vectors
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
   Parts parts[2];                          // of q and k, in the backward of a norm
   int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
@@ -194,15 +194,14 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   plan.general = !has_usual_kernels(itemsize, t.vector) || !t.vectors || (norm && plan.wide_index) ||
                  p.rounding != kOnce || p.source == kTableByHead || v.norm || q.format || k.format || v.format ||
                  (v.heads && v.head_dim != q.head_dim);
-  // Returns whether rows can be read in vectors. The last stride is that of columns.
-  const auto aligned = [](const void* data, const rope_int* strides, int last, int size) {
-    const auto whole = [&](rope_int stride) { return stride * size % 16 == 0; };
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[last] == 1 &&
-           std::all_of(strides, strides + last, whole);
-  };
-  t.table_vectors =
-      aligned(a.cos, p.cos, 3, size_of(a.table_dtype)) && aligned(a.sin, p.sin, 3, size_of(a.table_dtype));
-  t.frequency_vectors = aligned(a.inv_freq, p.inv_freq, 1, size_of(a.inv_freq_dtype));
+  if (a.cos) {
+    const int table_size = size_of(a.table_dtype);
+    const auto aligned = [&](const void* data, const rope_int* strides) {
+      const auto whole = [&](rope_int stride) { return stride * table_size % 16 == 0; };
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && strides[3] == 1 && std::all_of(strides, strides + 3, whole);
+    };
+    t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
+  }
   const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
@@ -250,6 +249,7 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
   const double memory =
       double(p.batch * p.seq) * double(heads * q.head_dim * size_of(a.x_dtype)) / (double(processors) * kBytesUnderWay);
   const rope_int at_once = heads_at_once(plan.general);
+  const double work = kWork[norm || plan.general ? 0 : p.has_cache ? 1 : 2];
   // Returns the steps of y teams that take all heads of a token. A step loads heads of one side; sides with fewer heads
   // than teams are taken in one step, by different teams.
   const auto steps_of = [&](rope_int y) {
@@ -285,8 +285,8 @@ inline Plan plan_rotate(RotateArgs& a, int processors) {
     if (n > 1 && n % at_once != 0 && !idles(n + 1)) n++;  // its last step is full
     const rope_int shares = ceil_div(all, n), steps = std::max(steps_of(y), shares);
     const rope_int of_v = lists_v ? 0 : ceil_div(v.heads * ceil_div(v.head_dim, 2 * t.vector), x * y);
-    const double busy =
-        memory * (0.5 + double(y) / double(heads) * (0.5 * double(at_once * steps) + kPrologue * double(shares)));
+    const double of_head = (kStep * double(at_once * steps) + kPrologue * double(shares)) * double(y) / double(heads);
+    const double busy = memory * (1 + work * (of_head - kStep));
     const double time = time_of(groups * double(shares) / held, busy, ceil_div(steps, shares));
     if (time >= 0.95 * least) continue;
     least = time;

@@ -342,9 +342,9 @@ def of_tokens(tokens, heads, kind, dtype=torch.bfloat16):
 PLANS = {
     ("rotate", 1): (8, 1, 1),
     ("rotate", 256): (8, 2, 1),
-    ("rotate", 1024): (4, 4, 5),
+    ("rotate", 1024): (8, 2, 5),
     ("rotate", 4096): (2, 8, 20),  # (4, 4, 10) would leave a small part of the thread blocks for a second round
-    ("rotate", 32768): (4, 4, 10),
+    ("rotate", 32768): (8, 2, 5),
     ("cache", 1): (16, 1, 1),
     ("cache", 1024): (4, 4, 4),
     ("cache", 32768): (4, 4, 12),  # with more teams over heads, a step has one head of k or v and not two
