@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSED, FAILED, LEFT = "passed", "FAILED", "left to do"
 SHORTEST = 20.0  # seconds; with less time no step begins
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-k", "cuda", "-p", "no:cacheprovider"]
+# A measurement calls one implementation again and again, and some rivals launch their kernels as dependent ones too.
+DEPENDENT = {"TORCH_ROPE_DEPENDENT_LAUNCH": "1"}
 # The groups of cases.cases("cuda"), and the accuracy. That module cannot be imported before the build.
 GROUPS = ("decode", "cache", "norm", "sweep", "shapes", "training", "quantised", "norm-over-heads", "accuracy")
 
@@ -47,15 +49,8 @@ def steps_of(out: Path, capability: str) -> list[Step]:
         Step("tests", [*PYTEST, *parallel, "-m", "not cpu"], 300, {"OMP_NUM_THREADS": "1"}),
     ]
     # While a graph is captured, torch may then reuse memory sooner, and the kernels may begin sooner.
-    sooner = {
-        "PYTORCH_CUDA_ALLOC_CONF": "graph_capture_record_stream_reuse:True",
-        "TORCH_ROPE_DEPENDENT_LAUNCH": "1",
-    }
-    steps.append(
-        Step(
-            "dependent", [*PYTEST, "-m", "not cpu", "tests/backends/cuda", "tests/pytorch/test_compile.py"], 300, sooner
-        )
-    )
+    sooner = {"PYTORCH_CUDA_ALLOC_CONF": "graph_capture_record_stream_reuse:True"} | DEPENDENT
+    steps.append(Step("graphs", [*PYTEST, *parallel, "-k", "cuda and graph", "-m", "not cpu"], 300, sooner))
     # The tool racecheck is not used, because it sees only shared memory, of which the kernels use little.
     for tool in ("memcheck", "initcheck", "synccheck"):
         # CUDA's own errors are left out, because torch asks for some in its search for symbols.
@@ -65,7 +60,7 @@ def steps_of(out: Path, capability: str) -> list[Step]:
         steps.append(Step(tool, command, 300, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
     steps.append(Step("selfcheck", [sys.executable, "-m", "torch_rope.selfcheck"], 300))
     measure = [sys.executable, "-m", "benchmarks", "run", "--device=cuda", "--passes=1", f"--out={out}/results.jsonl"]
-    return steps + [Step(group, [*measure, group], 400) for group in GROUPS]
+    return steps + [Step(group, [*measure, group], 400, DEPENDENT) for group in GROUPS]
 
 
 def identity() -> tuple[str, str]:
