@@ -42,11 +42,12 @@ ROPE_FN void read_frequencies(const Args& a, rope_int at, rope_int stride, A* hi
       hi[i] = A(whole[i]);
       lo[i] = A(whole[i] - F(hi[i]));
       if (split) two_sum(hi[i], A(more[i]), hi[i], lo[i]);
-      if constexpr (sizeof(A) == 4) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
     }
   };
-  if (a.inv_freq_dtype == DType::kDouble) return read(double(), false);
-  a.params.split_inv_freq ? read(float(), true) : read(float(), false);
+  a.inv_freq_dtype == DType::kDouble ? read(double(), false) : read(float(), a.params.split_inv_freq != 0);
+  if constexpr (sizeof(A) == 4) {
+    for (int i = 0; i < n; i++) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
+  }
 }
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in

@@ -17,10 +17,10 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 }
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
-// with exactly one axis nothing has to be added. With several axes, the launch bound of 6 thread blocks lets a thread
-// have up to 80 registers, so that nothing spills on sm_80 and sm_90; plan.h explains launch bounds.
+// with exactly one axis nothing has to be added. With several axes, the launch bound of 8 thread blocks lets a thread
+// have 64 registers, and nothing spills; plan.h explains launch bounds.
 template <typename T, int V, bool several>
-__global__ void __launch_bounds__(kThreads, several ? 6 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
+__global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
   const CosSinParams& p = c.params;
   wait_for_previous_kernel();
