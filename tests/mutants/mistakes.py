@@ -124,14 +124,16 @@ WRITTEN_CPU = [
     ("eager results are quantised before they are rounded", "csrc/cpu/tiles.inc", "(«p.rounding != kOnce || »sizeof(T) == 8)", ""),
     ("the rest of the other axis is missing", "csrc/angle.h", "rest = rest« + more_rest» + error;", " + T(0.0f)"),
     ("the first product of an eager rotation is not rounded", "csrc/rotation.h", "return «round(own * cos)» +", "own * cos"),
-    ("the exponents that are skipped are not counted", "csrc/quantise.h", " + «(exponent >> shift)»;", "0 * exponent"),
+    ("the exponents that are skipped are not counted", "csrc/quantise.h", " + «(exponent >> shift)») ^", "0 * exponent"),
 ]  # fmt: skip
 
 WRITTEN_CUDA = [
     ("float16 is rounded twice", "csrc/cuda/vectors.cuh", "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
     ("a pad must have an allowed position", "csrc/cuda/token.cuh", "if ((valid« || pad») && fits) return;", ""),
     ("many blocks are taken for one", "csrc/cuda/token.cuh", "if («p.blocks == 1» || slot", "p.blocks >= 1"),
-    ("the rest of a frequency is ignored", "csrc/cuda/angles.cuh", "turns_per_position(freq, «rest», turns_hi", "0.0f"),
+    ("the rest of a frequency is ignored", "csrc/cuda/angles.cuh", "turns_per_position(hi[i], «lo[i]», hi[i]", "0.0f"),
+    ("a quotient is not corrected by its remainder", "csrc/cuda/quantise.cuh", "«fma(-fma(near, scale, -number), inverse, near)» : near", "near"),
+    ("a tiny scale is not moved to moderate exponents", "csrc/cuda/quantise.cuh", "size < «0x1p-60f» ?", "0.0f"),
     ("steps of a rotation are not rounded to x's dtype", "csrc/cuda/angles.cuh", "[narrow = «a.params.rounding == kEachNarrow»]", "false"),
     ("rotated channels are copied for those after them", "csrc/cuda/vectors.cuh", "? other : «other + I(p.rotary_dim)»; };", "other"),
     ("a first vector past the last channel is read", "csrc/cuda/vectors.cuh", "if («c.at[k] <= last») x.of[k] =", "true"),
@@ -141,7 +143,7 @@ WRITTEN_CUDA = [
     ("a rounded number is not rounded before it is quantised", "csrc/cuda/heads.cuh", "if (K::eager && «a.params.rounding != kOnce») numbers", "false"),
     ("the kernel does not wait for the previous one", "csrc/cuda/rotate.cuh", "  wait_for_previous_kernel();\n", ""),
     ("a mean of zero or infinity has no scale", "csrc/cuda/norm.cuh", "error = «fminf(fma(-mean_and_eps * root, root, 1.0f), 1e-6f)»;", "fma(-mean_and_eps * root, root, 1.0f)"),
-    ("the weights of q are used for k", "csrc/cuda/rotate.cuh", "if (present && heads.normalises()« && !heads.located()») weights", " && heads.side == kQ"),
+    ("the weights of q are used for k", "csrc/cuda/rotate.cuh", "if (K::norm && heads.normalises()« && !heads.located()») weights", " && heads.side == kQ"),
     ("all tokens of a part are taken for tokens of its first sequence", "csrc/cuda/norm_backward.cu", "while (s >= seq) s -= seq, «b++»;", "0"),
     ("the sums of two heads are mixed up", "csrc/cuda/norm_backward.cu", "products[«2 * i + 1»], terms", "2 * (at_once - 1 - i) + 1"),
     ("a team of parts is not summed", "csrc/cuda/norm_backward.cu", "for (int other = «1»; other < kSumTeams; other++)", "2"),
@@ -154,7 +156,7 @@ WRITTEN_CUDA = [
     ("no batch is merged", "csrc/cuda/plan.h", "if («p.batch == 1») return 1;", "true"),
     ("a v of another size is normalised by a kernel that cannot", "csrc/cuda/plan.h", "if («other_v && v.norm») plan.one_step", "false"),
     ("tables that are not aligned are read as vectors", "csrc/cuda/plan.h", "return «reinterpret_cast<uintptr_t>(data) % 16 == 0» && strides[3]", "true"),
-    ("many threads are idle", "csrc/cuda/plan.h", "return «15 * ceil_div(steps, n) * n * y > 16 * heads»;", "false"),
+    ("many threads are idle", "csrc/cuda/plan.h", "return «15 * ceil_div(all, n) * n * y > 16 * heads»;", "false"),
     ("the last tokens are in no part", "csrc/cuda/plan.h", "parts.count = «ceil_div(tokens, parts.tokens)»;", "std::max<rope_int>(1, tokens / parts.tokens)"),
     ("the last element offset is one step too far", "csrc/plan.h", "std::max<rope_int>(«sizes[d] - 1», 0)", "sizes[d]"),
     ("one row past a table is allowed", "csrc/plan.h", "table ? «p.table_rows - 1» : INT64_MAX", "p.table_rows"),
@@ -284,7 +286,10 @@ BUILDS = {
         command=[EMULATOR],
         neighbours_in=[
             *(f"csrc/cuda/{name}.cu" for name in ("norm", "norm_backward", "tables", "cos_sin")),
-            *(f"csrc/cuda/{name}.cuh" for name in ("vectors", "token", "angles", "heads", "norm", "rotate")),
+            *(
+                f"csrc/cuda/{name}.cuh"
+                for name in ("vectors", "token", "angles", "quantise", "heads", "norm", "rotate")
+            ),
             *("csrc/cuda/cuda.cpp", "csrc/cuda/plan.h", "csrc/plan.h"),
         ],
         neighbours=[

@@ -1,5 +1,5 @@
-"""Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch, that its kernels are
-few, small, and need few registers, and what the instructions of the usual kernels are. No test needs a GPU."""
+"""Tests that the CUDA back end compiles without a warning, with or without a CUDA build of torch, and that its kernels
+are few, need few registers and have good instructions. No test needs a GPU."""
 
 import contextlib
 import importlib
@@ -29,18 +29,19 @@ QUANTISED = f"rotate_kernel<Policy<{USUAL}, int, General>>"  # writes float8 cac
 SOURCES = sorted([*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("benchmarks/*.cu")])
 
 
-def cuda_home() -> Path | None:
-    """Returns a folder with nvcc and CUDA's headers, if there is one: make exhaustive installs them as packages."""
-    nvcc = shutil.which("nvcc")
-    folders = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1], "/usr/local/cuda"]
+def folder_with(program: str) -> Path | None:
+    """Returns the folder of CUDA's programs that has this one, if there is one. make exhaustive installs packages."""
+    folders = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     with contextlib.suppress(ImportError):
         folders += importlib.import_module("nvidia.cu13").__path__
-    homes = [Path(folder) for folder in folders if folder]
-    return next((p for p in homes if (p / "bin/nvcc").exists() and (p / "include/nv").exists()), None)
+    if found := shutil.which(program):
+        folders.append(Path(found).resolve().parents[1])
+    return next((p for p in map(Path, filter(None, folders)) if (p / "bin" / program).exists()), None)
 
 
 pytestmark = pytest.mark.cpu
-needs_nvcc = pytest.mark.skipif(cuda_home() is None, reason="nvcc was not found")
+HOME = folder_with("nvcc")
+needs_nvcc = pytest.mark.skipif(HOME is None, reason="nvcc was not found")
 
 
 def run(*command, text=None):
@@ -51,12 +52,10 @@ def run(*command, text=None):
 
 def instructions_of(compiled) -> dict[str, list[str]]:
     """Returns the instructions of each kernel for sm_90, by its name."""
-    with contextlib.suppress(ImportError):
-        os.environ["PATH"] += f":{importlib.import_module('nvidia.cu13').__path__[0]}/bin"
-    if not shutil.which("cuobjdump"):
+    if not (folder := folder_with("cuobjdump")):
         pytest.skip("cuobjdump was not found")
-    kernels = run("c++filt", text=run("cuobjdump", "--dump-sass", "-arch=sm_90", compiled)).split("Function : ")[1:]
-    return {name_in(text): re.findall(r"/\*[0-9a-f]{4,}\*/ +(\S.*?) *;", text) for text in kernels}
+    text = run("c++filt", text=run(folder / "bin/cuobjdump", "--dump-sass", "-arch=sm_90", compiled))
+    return {name_in(t): re.findall(r"/\*[0-9a-f]{4,}\*/ +(\S.*?) *;", t) for t in text.split("Function : ")[1:]}
 
 
 def name_in(text):
@@ -80,7 +79,7 @@ def to_the_store(code, at, passed=()):
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
 def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions(source, tmp_path):
     """Of the usual kernels none keeps registers in memory, except that of a norm's backward in float16."""
-    nvcc = (f"{cuda_home()}/bin/nvcc", "-c", source, "-std=c++20", "-O3", "--fmad=false", "--threads=2")
+    nvcc = (HOME / "bin/nvcc", "-c", source, "-std=c++20", "-O3", "--fmad=false", "--threads=2")
     flags = "--Werror=all-warnings", "-Xcompiler=-Wall", "--resource-usage", "--compress-mode=size"
     code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     log = run("c++filt", text=run(*nvcc, *flags, *code, "-o", tmp_path / "all.o"))
@@ -117,6 +116,6 @@ def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions
 @needs_nvcc
 def test_host_code_compiles_without_warnings():
     """Needs no CUDA build of torch: the CPU build has the headers too, only without a configuration of CUDA."""
-    includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), cuda_home() / "include")]
+    includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), HOME / "include")]
     define = "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
     run("g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp")
