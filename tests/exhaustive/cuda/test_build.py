@@ -13,7 +13,6 @@ import pytest
 from cases import ROOT
 from torch.utils import cpp_extension
 
-ARCHITECTURES = (80, 89, 90, 100, 120)
 KERNELS = {"rotate": 46, "norm": 42, "norm_backward": 43, "tables": 12, "cos_sin": 16}  # how many each file has
 # The kernels that models usually need, in bfloat16, half-split pairs and 32-bit offsets: the most registers of a thread,
 # and how many loads of 16 bytes begin before the position is used: frequencies, and the weights of a norm.
@@ -81,7 +80,7 @@ def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions
     """Of the usual kernels none keeps registers in memory, except that of a norm's backward in float16."""
     nvcc = (HOME / "bin/nvcc", "-c", source, "-std=c++20", "-O3", "--fmad=false", "--threads=2")
     flags = "--Werror=all-warnings", "-Xcompiler=-Wall", "--resource-usage", "--compress-mode=size"
-    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 89, 90, 100, 120)]
     log = run("c++filt", text=run(*nvcc, *flags, *code, "-o", tmp_path / "all.o"))
     entry = r"entry function '(.*)' for 'sm_90'\n.*\n.*?(\d+) bytes spill stores.*\n.* (\d+) registers"
     figures = {name_in(name): (int(spilled), int(n)) for name, spilled, n in re.findall(entry, log)}
@@ -117,5 +116,5 @@ def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions
 def test_host_code_compiles_without_warnings():
     """Needs no CUDA build of torch: the CPU build has the headers too, only without a configuration of CUDA."""
     includes = [f"-isystem{p}" for p in (*cpp_extension.include_paths(), HOME / "include")]
-    define = "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
-    run("g++", "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", define, *includes, "csrc/cuda/cuda.cpp")
+    flags = "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"
+    run("g++", *flags, *includes, "csrc/cuda/cuda.cpp")
