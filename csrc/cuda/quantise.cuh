@@ -33,7 +33,9 @@ struct Divisor {
   // Divides each of n numbers.
   template <int n>
   ROPE_FN void divide(float (&x)[n]) const {
-    for (int i = 0; i < n && power != 1.0f; i++) x[i] *= power;
+    if (power != 1.0f) {
+      for (float& number : x) number *= power;
+    }
     for (float& number : x) {
       const float near = number * inverse;
       // The largest quotients are infinite or saturate, and have no remainder. Signs are such that -0 stays -0.
