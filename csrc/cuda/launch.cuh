@@ -52,7 +52,11 @@ cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, v
     const auto size = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, size, int(dynamic_shared))) return error;
   }
-  cudaLaunchConfig_t config{dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), dynamic_shared, queue.stream};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid.x, grid.y, grid.z);
+  config.blockDim = dim3(block.x, block.y, block.z);
+  config.dynamicSmemBytes = dynamic_shared;
+  config.stream = queue.stream;
   config.attrs = &dependent;
   config.numAttrs = queue.dependent && rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
   return cudaLaunchKernelEx(&config, kernel, args...);
