@@ -63,7 +63,7 @@ if sys.platform == "linux":
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++. csrc/angle.h and csrc/rotation.h do
 # not depend on it. But the compensated sums (Sums in csrc/cuda/tables.cu) subtract from products, and their bits must
 # not depend on whether the compiler contracts the two.
-NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "--threads=2"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
 ARCHITECTURES = "8.0;8.9;9.0;10.0;12.0+PTX"  # A100, RTX 40, H100, B200, RTX 50 and later
 ARCHITECTURES_BEFORE_NVCC_12_8 = "8.0;8.9;9.0+PTX"
 
@@ -97,6 +97,7 @@ if wanted not in ("", "0", "1"):
 if not reason:
     known = ARCHITECTURES if nvcc >= (12, 8) else ARCHITECTURES_BEFORE_NVCC_12_8
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", known)
+    NVCC_FLAGS.append("--threads=2")  # two architectures at a time
     if nvcc >= (13,):  # older drivers may not read these files
         NVCC_FLAGS.append("--compress-mode=size")
     if os.environ.get("TORCH_ROPE_LINES") == "1":  # for profilers; it doubles the size

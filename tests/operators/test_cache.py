@@ -370,7 +370,8 @@ SCALES = [0.37, -2.5, 1.0, 2.0**-20, 1e30, 1e-30, 0.0, math.inf, math.nan, 1e-45
 def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device):
     """All float16 and all bfloat16 numbers are, and many random float32 bits: with NaNs, infinities and subnormals.
 
-    Heads are rotated by a zero angle, which changes no finite number, or not rotated, or they are those of v.
+    Only the sign of a NaN is another one: PyTorch keeps it, and we drop it, because the instructions of GPUs do. Heads
+    are rotated by a zero angle, which changes no finite number, or not rotated, or they are those of v.
     """
     if not has_dtype(device, stored):
         pytest.skip("Metal has no float8")
@@ -390,7 +391,8 @@ def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device
             rope.rotate_into_cache_(x[:, :1].clone(), k, x, k_cache, v_cache, *angles, **options)
             for cache, given in (k_cache, k), (v_cache, x):
                 found, expected = bits(cache), quantised_by_torch(given.cpu().float(), scale.cpu(), stored)
-                if on_gpu(device):  # the sign of a NaN may be any
+                expected = expected.where(~expected.view(stored).float().isnan(), expected & 0x7F)
+                if on_gpu(device):  # so may be the bits of its mantissa
                     found, expected = (t.where(~t.view(stored).float().isnan(), 0) for t in (found, expected))
                 if device == "mps":  # Metal may take subnormal numbers for zeros
                     found, expected = (t.where(given.cpu().float().abs() >= 2.0**-126, 0) for t in (found, expected))
