@@ -299,7 +299,7 @@ BUILDS = {
             "blockIdx threadIdx blockDim: x y z x",
         ],
         written=WRITTEN_CUDA,
-        options=["--emulate"],
+        options=["--emulate=checked"],
         edits=[(EMULATOR, "-Werror ", "")],
     ),
     "metal": Build(
