@@ -102,11 +102,7 @@ struct Heads {
       x = rounded<T, V>(numbers);
       if (bytes()) {
         if (K::eager && a.params.rounding != kOnce) numbers = numbers_of(x);
-        auto* const to = reinterpret_cast<uint8_t*>(out);
-        const int format = params().format;
-        return format == kInt8         ? write_to(to, quantised_to<Int8>(numbers, scale))
-               : format == kFloat8E4M3 ? write_to(to, quantised_to<E4M3>(numbers, scale))
-                                       : write_to(to, quantised_to<E5M2>(numbers, scale));
+        return write_to(reinterpret_cast<uint8_t*>(out), quantised_to(params().format, numbers, scale));
       }
     }
     write_to(out, x);

@@ -58,9 +58,9 @@ ROPE_FN uint16_t two_bytes(float x, float y, Int8) {
   return uint16_t(byte(x) | byte(y) << 8);
 }
 
-// Divides the numbers of a chunk by a scale, and quantises them.
-template <typename T, typename A, int V>
-ROPE_FN Elements<uint8_t, V> quantised_to(const Numbers<A, V>& n, A scale) {
+// Divides the numbers of a chunk by a scale, and quantises them to a Format.
+template <typename A, int V>
+ROPE_FN Elements<uint8_t, V> quantised_to(int format, const Numbers<A, V>& n, A scale) {
   float divided[2 * V];
   if constexpr (sizeof(A) == 8) {
     for (int i = 0; i < 2 * V; i++) divided[i] = narrowed_to_odd(n.of[i] / scale);
@@ -69,7 +69,10 @@ ROPE_FN Elements<uint8_t, V> quantised_to(const Numbers<A, V>& n, A scale) {
     Divisor(scale).divide(divided);
   }
   uint16_t pairs[V];
-  for (int i = 0; i < V; i++) pairs[i] = two_bytes(divided[2 * i], divided[2 * i + 1], T());
+  const auto convert = [&](auto type) {
+    for (int i = 0; i < V; i++) pairs[i] = two_bytes(divided[2 * i], divided[2 * i + 1], type);
+  };
+  format == kInt8 ? convert(Int8()) : format == kFloat8E4M3 ? convert(E4M3()) : convert(E5M2());
   return bits_as<Elements<uint8_t, V>>(pairs);
 }
 
