@@ -70,9 +70,9 @@ def test_nothing_runs_after_a_build_that_fails(run):
 
 def test_the_steps_are_those_of_the_page_and_measure_every_group(tmp_path):
     names = [step.name for step in gpu.steps_of(tmp_path, "9.0")]
-    assert names[:6] == ["build", "tests", "memcheck", "initcheck", "synccheck", "selfcheck"]
-    assert set(names[6:]) == {case.group for case in cases.cases("cuda")} | {"accuracy"}
-    assert all(f"`{name}`" in (ROOT / "docs/cuda.md").read_text() for name in names[:6])
+    assert names[:7] == ["build", "tests", "graphs", "memcheck", "initcheck", "synccheck", "selfcheck"]
+    assert set(names[7:]) == {case.group for case in cases.cases("cuda")} | {"accuracy"}
+    assert all(f"`{name}`" in (ROOT / "docs/cuda.md").read_text() for name in names[:7])
     assert (
         "finds no NVIDIA GPU" in python("import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')").stderr
     )
