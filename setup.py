@@ -72,7 +72,8 @@ def nvcc_release() -> tuple[int, ...]:
     """Returns the release of the nvcc in CUDA_HOME, such as (13, 0), or () if there is none."""
     nvcc = CUDA_HOME and shutil.which("nvcc", path=f"{CUDA_HOME}/bin")
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout if nvcc else ""
-    return tuple(map(int, next(iter(re.findall(r"release (\d+)\.(\d+)", text)), ())))
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def without_cuda(nvcc: tuple[int, ...]) -> str | None:
@@ -98,7 +99,7 @@ if not reason:
     known = ARCHITECTURES if nvcc >= (12, 8) else ARCHITECTURES_BEFORE_NVCC_12_8
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", known)
     NVCC_FLAGS.append("--threads=2")  # two architectures at a time
-    if nvcc >= (13,):  # older drivers may not read these files
+    if nvcc >= (13,):  # the drivers of CUDA 12 before 12.4 cannot read files that are compressed so
         NVCC_FLAGS.append("--compress-mode=size")
     if os.environ.get("TORCH_ROPE_LINES") == "1":  # for profilers; it doubles the size
         NVCC_FLAGS.append("-lineinfo")

@@ -45,20 +45,16 @@ cudaError_t with_policy(const RotateArgs& a, const Plan& plan, F&& f) {
 template <typename... Parameters>
 cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
-  cudaLaunchAttribute dependent{};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
   if (dynamic_shared > kGivenShared) {
     const auto size = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, size, int(dynamic_shared))) return error;
   }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid.x, grid.y, grid.z);
-  config.blockDim = dim3(block.x, block.y, block.z);
-  config.dynamicSmemBytes = dynamic_shared;
-  config.stream = queue.stream;
-  config.attrs = &dependent;
-  config.numAttrs = queue.dependent && rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
+  cudaLaunchAttribute dependent{};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  const unsigned attributes = queue.dependent && rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
+  const dim3 blocks(grid.x, grid.y, grid.z), threads(block.x, block.y, block.z);
+  const cudaLaunchConfig_t config{blocks, threads, dynamic_shared, queue.stream, &dependent, attributes};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

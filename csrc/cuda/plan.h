@@ -309,7 +309,7 @@ constexpr int kSumChannels = 16, kSumTeams = 32;
 // The norm over all heads has fewer parts, because each writes a sum for each channel of all heads. A thread block
 // holds up to kSharedSums of them in shared memory: in 96 of the 99 KB that each GPU has for a thread block.
 constexpr rope_int kTokenParts = 384, kSharedSums = 12288;
-constexpr unsigned kGivenShared = 40 << 10;  // bytes of dynamic shared memory that a kernel may have without asking
+constexpr unsigned kGivenShared = 40 << 10;  // bytes that a kernel gets without asking, which leave 8 KB for variables
 
 inline Plan plan_norm_backward(const NormBackwardArgs& n) {
   const RopeParams& p = n.rotate.params;

@@ -19,7 +19,7 @@ KERNELS = {"rotate": 46, "norm": 42, "norm_backward": 43, "tables": 12, "cos_sin
 USUAL = "Shape<__nv_bfloat16, 8, false>"
 EXPECTED = {
     ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Plain>>"): (72, 8),
-    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Cache>>"): (80, 8),
+    ("rotate", f"rotate_kernel<Policy<{USUAL}, int, Cache>>"): (77, 8),
     ("norm", f"rotate_kernel<Policy<{USUAL}, int, CacheNorm>>"): (96, 12),
     ("norm_backward", f"norm_backward_kernel<Policy<{USUAL}, int, Plain>>"): (168, None),
     ("tables", f"table_backward_kernel<{USUAL}>"): (122, None),
@@ -77,7 +77,7 @@ def to_the_store(code, at, passed=()):
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
 def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions(source, tmp_path):
-    """Of the usual kernels none keeps registers in memory, except that of a norm's backward in float16."""
+    """Only general kernels of norms, and the backward of a norm in float16, keep a few registers in memory."""
     nvcc = (HOME / "bin/nvcc", "-c", source, "-std=c++20", "-O3", "--fmad=false", "--threads=2")
     flags = "--Werror=all-warnings", "-Xcompiler=-Wall", "--resource-usage", "--compress-mode=size"
     code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in (80, 89, 90, 100, 120)]
@@ -88,25 +88,25 @@ def test_kernels_compile_without_warnings_to_few_registers_and_good_instructions
     expected = {name: limits for (stem, name), limits in EXPECTED.items() if stem == source.stem}
     assert expected.keys() <= figures.keys()
     for name, (spilled, registers) in figures.items():
-        assert registers <= expected.get(name, (255,))[0] and spilled <= (0 if name in expected else 32), name
+        assert registers <= expected.get(name, (255,))[0], name
+        assert spilled <= (32 if name not in expected and "norm" in source.stem else 0), name
     run(*nvcc, "--compress-mode=size", code[2], "-o", tmp_path / "sm_90.o")
     assert (tmp_path / "sm_90.o").stat().st_size < 1_000_000  # all files together at most 4 MB
-    for name, code in instructions_of(tmp_path / "sm_90.o").items() if source.stem in KERNELS else ():
-        found = {
-            what: [i for i, line in enumerate(code) if re.search(what, line)] for what in ("LDG", "STG", "PREEXIT")
-        }
-        assert code.index("ACQBULK") < min(found["LDG"] + found["STG"]) and max(found["STG"]) < min(found["PREEXIT"])
+    if source.stem not in KERNELS:
+        return
+    for name, code in instructions_of(tmp_path / "sm_90.o").items():
+        loads, stores, triggers = ([i for i, line in enumerate(code) if op in line] for op in ("LDG", "STG", "PREEXIT"))
+        assert code.index("ACQBULK") < min(loads + stores) and max(stores) < min(triggers)
         if (wide := expected.get(name, (0, None))[1]) is not None:
             # The first loads are those of the position, and of the slot if there are slots.
-            wides = [i for i in found["LDG"] if "LDG.E.128" in code[i]]
-            first = [(i, re.search(r" R\d+", code[i])[0]) for i in found["LDG"] if i < wides[0]]
+            wides = [i for i in loads if "LDG.E.128" in code[i]]
+            first = [(i, re.search(r" R\d+", code[i])[0]) for i in loads if i < wides[0]]
             uses = [next(k for k in range(i + 1, len(code)) if re.search(rf",.*{r}\b", code[k])) for i, r in first]
             assert sum(i < min(uses) for i in wides) >= wide
         if name == QUANTISED:
             # One reciprocal of the scale, and no division. An extreme scale and eager rounding each take 16 instructions.
-            divides = [
-                i for i, line in enumerate(code) if "MUFU.RCP" in line and "F2I.FTZ" not in str(code[i : i + 12])
-            ]
+            found = [i for i, line in enumerate(code) if "MUFU.RCP" in line]
+            divides = [i for i in found if "F2I.FTZ" not in str(code[i : i + 12])]  # that of integers converts soon
             ways = [[way for way in to_the_store(code, i) if ".SATFINITE" in str(way)] for i in divides]
             assert any(ways) and all(str(way).count("MUFU") == 1 and len(way) <= 152 for way in sum(ways, []))
             assert all(min(map(len, some)) <= 120 for some in ways if some)

@@ -1,8 +1,8 @@
 // Compares the division of csrc/cuda/quantise.cuh with the operator /, compiled for the CPU. test_quantise.py runs it.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
-#include <vector>
 
 #include "../../../../csrc/cuda/quantise.cuh"
 
