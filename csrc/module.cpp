@@ -1,13 +1,11 @@
 // The extension module torch_rope._C. Loading it registers the operators; its attributes tell what was built.
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <string>
 
 #include "cpu/kernels.h"
 #ifdef ROPE_WITH_MPS
 #include "mps/pipelines.h"
-#include "mps/source.h"
 #endif
 
 PYBIND11_MODULE(_C, m) {
@@ -16,9 +14,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("devices") = pybind11::make_tuple("cpu", "cuda");
 #elif defined(ROPE_WITH_MPS)
   m.attr("devices") = pybind11::make_tuple("cpu", "mps");
-  const bool compiled = std::all_of(rope::mps::kShaders, rope::mps::kShaders + rope::mps::kShaderCount,
-                                    [](const rope::mps::Shader& shader) { return shader.library_size != 0; });
-  m.attr("metal_library") = compiled ? "compiled with the extension" : "compiled at the first call";
   m.def(
       "metal_pipelines",
       [] {
@@ -27,8 +22,10 @@ PYBIND11_MODULE(_C, m) {
           all.append(pybind11::make_tuple(p.kernel, p.milliseconds, p.calls));
         return all;
       },
-      "Returns (kernel, milliseconds, calls) of each Metal pipeline that this process has made, and of each library of "
-      "kernels, whose name begins with `library`: the time that it took to make, and how often it was launched.");
+      "Returns (kernel, milliseconds, calls) of each Metal pipeline that this process has made, and of each library, "
+      "which holds one kernel and is named `library` and the kernel: the time that it took to make, and how often it "
+      "was "
+      "launched.");
 #else
   m.attr("devices") = pybind11::make_tuple("cpu");
 #endif

@@ -8,7 +8,6 @@ how to go on.
 """
 
 import argparse
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -37,7 +36,6 @@ def write(out: Path) -> None:
         shutil.rmtree(out / folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", out / "csrc", ignore=shutil.ignore_patterns("module.cpp"))  # it needs pybind11
     (out / "csrc/namespace.h").write_text(NAMESPACE)
-    os.environ["TORCH_ROPE_METALLIB"] = "0"  # text alone, which every Mac compiles for itself
     embed.write(out / "csrc/mps/shaders.cpp")
 
     package = out / "torch-ext/torch_rope"

@@ -67,8 +67,3 @@ inline P of_side(int side, P q, P k, P v) {
 
 #define ROPE_ARGUMENTS(T) ROPE_BUFFERS(ROPE_ARGUMENT, T)
 #define ROPE_ARGUMENTS_PASSED {ROPE_BUFFERS(ROPE_PASSED, T)}
-#define ROPE_KERNEL(name, ...) template [[host_name(name)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
-// The types of x, and these with the lengths of vectors. Eight channels are for types of 2 bytes.
-#define ROPE_EACH_TYPE(X) X(float) X(half) X(bfloat)
-#define ROPE_EACH_SHORT_VECTOR(X) X(float, 4) X(float, 1) X(half, 4) X(half, 1) X(bfloat, 4) X(bfloat, 1)
-#define ROPE_EACH_VECTOR(X) ROPE_EACH_SHORT_VECTOR(X) X(half, 8) X(bfloat, 8)

@@ -79,9 +79,10 @@ inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> toke
 
 // Normalises and rotates heads; v is copied, unless it has a norm too. A team takes the heads of one share of a token.
 template <typename T, int V, typename I>
-[[kernel]] void norm_rotate(constant TiledParams& r [[buffer(kBufferParams)]],
-                            ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
-                            uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+[[kernel]] void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
+                                   ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
+                                   uint threads [[threads_per_threadgroup]],
+                                   uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
@@ -98,12 +99,12 @@ template <typename T, int V, typename I>
 //   the sum of a SIMD group, whatever the number of SIMD groups is: so the order of the sum follows from sizes alone.
 //   If v has a norm, each SIMD group takes some of its heads.
 template <typename T, int V>
-[[kernel]] void norm_rotate_wide(constant TiledParams& r [[buffer(kBufferParams)]],
-                                 ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
-                                 uint2 group [[threadgroup_position_in_grid]],
-                                 uint2 threads [[threads_per_threadgroup]],
-                                 uint simd [[simdgroup_index_in_threadgroup]],
-                                 uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
+                                        ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
+                                        uint2 group [[threadgroup_position_in_grid]],
+                                        uint2 threads [[threads_per_threadgroup]],
+                                        uint simd [[simdgroup_index_in_threadgroup]],
+                                        uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant RopeParams& p = r.params;
   const uint simds = threads.x / kSimd, team = group.x * simds + simd;
@@ -158,10 +159,3 @@ template <typename T, int V>
   }
   if (k_v_apart && (!k_all_heads || side == kV)) write_v<T, V>(r, buffers, token, own.share, teams, lane, true, false);
 }
-
-#define ROPE_NORM(T, V)                                                  \
-  ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u32", norm_rotate<T, V, uint>) \
-  ROPE_KERNEL("norm_rotate_" #T "_v" #V "_u64", norm_rotate<T, V, ulong>)
-#define ROPE_NORM_WIDE(T, V) ROPE_KERNEL("norm_rotate_wide_" #T "_v" #V, norm_rotate_wide<T, V>)
-ROPE_EACH_VECTOR(ROPE_NORM)
-ROPE_EACH_SHORT_VECTOR(ROPE_NORM_WIDE)

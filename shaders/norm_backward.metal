@@ -60,9 +60,10 @@ inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, 
 
 // Each head is normalised by itself. An item is kHeads neighbouring heads.
 template <typename T, int V>
-[[kernel]] void norm_backward(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
-                              uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                              uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+[[kernel]] void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
+                                     uint2 group [[threadgroup_position_in_grid]],
+                                     uint2 groups [[threadgroups_per_grid]], uint2 threads [[threads_per_threadgroup]],
+                                     uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -116,11 +117,12 @@ template <typename T, int V>
 // chunks of an item: each reads its chunks again in all of these items, writes their gradients, and adds to the sums of
 // the weights' gradients. So no order follows from the number of threads.
 template <typename T, int V>
-[[kernel]] void norm_backward_wide(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
-                                   uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-                                   uint2 threads [[threads_per_threadgroup]],
-                                   uint simd [[simdgroup_index_in_threadgroup]],
-                                   uint lane [[thread_index_in_simdgroup]]) {
+[[kernel]] void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
+                                          uint2 group [[threadgroup_position_in_grid]],
+                                          uint2 groups [[threadgroups_per_grid]],
+                                          uint2 threads [[threads_per_threadgroup]],
+                                          uint simd [[simdgroup_index_in_threadgroup]],
+                                          uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -186,9 +188,9 @@ template <typename T, int V>
 // Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
 // q, 1 for k.
 template <typename T>
-[[kernel]] void sum_parts(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
-                          device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
-                          uint2 at [[thread_position_in_grid]]) {
+[[kernel]] void sum_parts_kernel(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
+                                 device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
+                                 uint2 at [[thread_position_in_grid]]) {
   const uint channels = s.channels[at.y];
   if (at.x >= channels) return;
   device const float* own = sums + (at.y == 0 ? 0 : ulong(s.parts) * s.channels[kQ]) + at.x;
@@ -201,10 +203,3 @@ template <typename T>
     static_cast<device float*>(to)[at.x] = sum.value();
   }
 }
-
-#define ROPE_NORM_BACKWARD(T, V)                                \
-  ROPE_KERNEL("norm_backward_" #T "_v" #V, norm_backward<T, V>) \
-  ROPE_KERNEL("norm_backward_wide_" #T "_v" #V, norm_backward_wide<T, V>)
-#define ROPE_SUM_PARTS(T) ROPE_KERNEL("sum_parts_" #T, sum_parts<T>)
-ROPE_EACH_SHORT_VECTOR(ROPE_NORM_BACKWARD)
-ROPE_EACH_TYPE(ROPE_SUM_PARTS)

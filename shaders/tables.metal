@@ -14,17 +14,16 @@ constant bool k_is_listed = k_listed != 0;
 // the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation, (a,
 // b).
 template <typename T, int V, typename I>
-[[kernel]] void table_backward(constant TableBackward& n [[buffer(kBufferParams)]],
-                               device const T* q_in [[buffer(kBufferQIn)]],
-                               device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
-                               device const T* q_before [[buffer(kBufferQBefore)]],
-                               device const T* k_before [[buffer(kBufferKBefore), function_constant(k_has_k_in)]],
-                               device const long* order [[buffer(kBufferOrder), function_constant(k_is_listed)]],
-                               device const long* starts [[buffer(kBufferStarts), function_constant(k_is_listed)]],
-                               device void* cos_grad [[buffer(kBufferCosGrad)]],
-                               device void* sin_grad [[buffer(kBufferSinGrad)]],
-                               threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
-                               uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+[[kernel]] void table_backward_kernel(
+    constant TableBackward& n [[buffer(kBufferParams)]], device const T* q_in [[buffer(kBufferQIn)]],
+    device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
+    device const T* q_before [[buffer(kBufferQBefore)]],
+    device const T* k_before [[buffer(kBufferKBefore), function_constant(k_has_k_in)]],
+    device const long* order [[buffer(kBufferOrder), function_constant(k_is_listed)]],
+    device const long* starts [[buffer(kBufferStarts), function_constant(k_is_listed)]],
+    device void* cos_grad [[buffer(kBufferCosGrad)]], device void* sin_grad [[buffer(kBufferSinGrad)]],
+    threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
+    uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;
@@ -88,8 +87,3 @@ template <typename T, int V, typename I>
     }
   }
 }
-
-#define ROPE_TABLES(T, V)                                                      \
-  ROPE_KERNEL("table_backward_" #T "_v" #V "_u32", table_backward<T, V, uint>) \
-  ROPE_KERNEL("table_backward_" #T "_v" #V "_u64", table_backward<T, V, ulong>)
-ROPE_EACH_SHORT_VECTOR(ROPE_TABLES)

@@ -15,7 +15,6 @@
 #include "../ops.h"
 #include "pipelines.h"
 #include "plan.h"
-#include "source.h"
 
 namespace rope::mps {
 namespace {
@@ -29,7 +28,7 @@ const char* text_of(NSError* error) { return error ? [[error localizedDescriptio
 // The libraries and pipelines that Metal has made in this process. The mutex guards all of it.
 struct Made {
   std::mutex mutex;
-  std::map<std::string_view, id<MTLLibrary>> libraries;  // by file
+  std::map<Kernel, id<MTLLibrary>> libraries;
   struct Pipeline {
     id<MTLComputePipelineState> state;
     std::size_t info;  // its index in infos
@@ -52,21 +51,7 @@ auto timed(std::string name, F&& make) {
   return result;
 }
 
-id<MTLLibrary> compiled_library(const Shader& shader) {
-  if (shader.library_size == 0) return nil;
-  dispatch_data_t data = dispatch_data_create(shader.library, shader.library_size, dispatch_get_main_queue(),
-                                              ^{
-                                              });  // the bytes live as long as the process
-  NSError* error = nil;
-  id<MTLLibrary> library = [device() newLibraryWithData:data error:&error];
-  dispatch_release(data);
-  if (!library)
-    TORCH_WARN("torch_rope: Metal refuses the compiled library ", shader.file,
-               ", so it compiles the source: ", text_of(error));
-  return library;
-}
-
-id<MTLLibrary> library_from_source(const Shader& shader) {
+id<MTLLibrary> new_library(const Kernel& kernel) {
   MTLCompileOptions* options = [MTLCompileOptions new];
   options.languageVersion = MTLLanguageVersion3_1;  // the first version with bfloat
   options.fastMathEnabled = NO;
@@ -80,26 +65,12 @@ id<MTLLibrary> library_from_source(const Shader& shader) {
 #pragma clang diagnostic pop
 #endif
   NSError* error = nil;
-  id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:shader.source]
+  id<MTLLibrary> library = [device() newLibraryWithSource:[NSString stringWithUTF8String:kernel.source().c_str()]
                                                   options:options
                                                     error:&error];
   [options release];
-  TORCH_CHECK(library, "torch_rope: Metal does not compile the kernels of ", shader.file, ".metal: ", text_of(error));
+  TORCH_CHECK(library, "torch_rope: Metal does not compile the kernel ", kernel.name(), ": ", text_of(error));
   return library;
-}
-
-// Returns the library of a file. Each is made when the first of its kernels is used, so that a call does not wait for
-// the compilation of kernels that it does not use.
-id<MTLLibrary> library_of(std::string_view file) {
-  id<MTLLibrary>& kept = made().libraries[file];
-  if (kept) return kept;
-  const Shader& shader =
-      *std::find_if(kShaders, kShaders + kShaderCount, [&](const Shader& s) { return s.file == file; });
-  kept = timed("library " + std::string(file), [&] {
-    id<MTLLibrary> library = compiled_library(shader);
-    return library ? library : library_from_source(shader);
-  });
-  return kept;
 }
 
 id<MTLComputePipelineState> new_pipeline(id<MTLLibrary> library, const std::string& name, const Constants& constants) {
@@ -126,8 +97,9 @@ id<MTLComputePipelineState> pipeline(const Kernel& kernel, const Constants& cons
   Made::Pipeline& kept = made().pipelines[{kernel, constants}];
   if (!kept.state) {
     @autoreleasepool {
-      id<MTLLibrary> library = library_of(kernel.file);
       const std::string name = kernel.name();
+      id<MTLLibrary>& library = made().libraries[kernel];
+      if (!library) library = timed("library " + name, [&] { return new_library(kernel); });
       kept.state = timed(name, [&] { return new_pipeline(library, name, constants); });
       kept.info = made().infos.size() - 1;
     }
@@ -267,7 +239,7 @@ struct Mps : AnyBackend {
 
     Constants weights{};
     weights.native_weights = p.constants.native_weights;
-    Launch total({"norm_backward", "sum_parts", p.kernel.type, ""}, weights,
+    Launch total({"norm_backward", "sum_parts", p.kernel.type}, weights,
                  {{1, &sums}, {2, call.weight_grad[kQ]}, {3, call.weight_grad[kK]}});
     total.set_params(s);
     total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min(total.most, kThreads));
@@ -313,7 +285,7 @@ struct Mps : AnyBackend {
     constants.scaled = is_scaled(c);
     constants.position_type = int(c.position_type);
     constants.split_inv_freq = c.split_inv_freq;
-    Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos), ""}, constants,
+    Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos)}, constants,
                   {{1, &positions}, {2, &call.inv_freq}, {3, &call.cos}, {4, &call.sin}});
     launch.set_params(c);
     launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min(launch.most, kThreads));

@@ -8,7 +8,7 @@
 namespace rope::mps {
 
 struct PipelineInfo {
-  std::string kernel;   // the name of a kernel; of a library: "library" and the name of its file
+  std::string kernel;   // the name of a kernel; of the library that has it alone: "library" and this name
   double milliseconds;  // how long Metal took to make it
   std::int64_t calls;   // how often it was launched; 0 for a library
 };

@@ -28,13 +28,12 @@
 #pragma once
 
 #include <cstring>
-#include <string>
 #include <string_view>
-#include <tuple>
 
 #include "../call.h"
 #include "../plan.h"
 #include "kernels.h"
+#include "source.h"
 
 namespace rope::mps {
 
@@ -43,16 +42,6 @@ struct Constants {
   ROPE_CONSTANTS(ROPE_MEMBER)
 #undef ROPE_MEMBER
   bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
-};
-
-// A kernel in the shaders: the file shaders/<file>.metal, and the name in parts. The parts are texts that live as long
-// as the process, so a call whose pipeline exists makes no string.
-struct Kernel {
-  std::string_view file, family, type, variant;
-  std::string name() const { return std::string(family).append("_").append(type).append(variant); }
-  bool operator<(const Kernel& other) const {
-    return std::tie(family, type, variant) < std::tie(other.family, other.type, other.variant);
-  }
 };
 
 struct Size3 {
@@ -247,21 +236,19 @@ inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
 inline void choose_kernel(std::string_view type, bool backward, int vector, Plan& plan) {
   static constexpr std::string_view kFamilies[2][2] = {{"norm_rotate", "norm_rotate_wide"},
                                                        {"norm_backward", "norm_backward_wide"}};
-  static constexpr std::string_view kVariants[2][3] = {{"_v1_u64", "_v4_u64", "_v8_u64"},
-                                                       {"_v1_u32", "_v4_u32", "_v8_u32"}};
   const TiledParams& r = plan.rotate;
   const RopeParams& p = r.params;
   const rope_int tokens = r.tokens, shares = r.shares;
   const bool narrow = std::max({tokens * r.first[kSides], p.table_rows, p.blocks * p.block_size}) <= INT32_MAX &&
                       std::none_of(plan.tensors.begin(), plan.tensors.end(),
                                    [](const BoundTensor& t) { return needs_64_bits(*t.tensor); });
-  const std::string_view variant = kVariants[narrow][vector / 4];
+  const int offset_bits = narrow ? 32 : 64;
   if (!plan.constants.normalised) {
-    plan.kernel = {"rotate", "rotate", type, variant};
+    plan.kernel = {"rotate", "rotate", type, vector, offset_bits};
     plan.work = {r.chunks, r.tokens_first ? tokens : shares, r.tokens_first ? shares : tokens};
   } else {
-    plan.kernel = {backward ? "norm_backward" : "norm", kFamilies[backward][plan.wide], type,
-                   backward || plan.wide ? variant.substr(0, 3) : variant};
+    plan.kernel = {backward ? "norm_backward" : "norm", kFamilies[backward][plan.wide], type, vector,
+                   backward || plan.wide ? 0 : offset_bits};
     plan.work = {tokens * shares, 1, 1};
   }
   if (plan.constants.all_heads) plan.work = {tokens, plan.constants.tensors, 1};

@@ -87,7 +87,7 @@ def environment(device: str) -> list[str]:
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     elif device.startswith("mps"):
         mps = torch.backends.mps
-        name = f"{mps.get_name()}, {mps.get_core_count()} cores, Metal library {_C.metal_library}"
+        name = f"{mps.get_name()}, {mps.get_core_count()} cores"
     else:
         name = f"{_C.cpu_instruction_set()} kernels, threads: {torch.get_num_threads()}"
     return [

@@ -41,7 +41,7 @@ class Unavailable(Exception):
 
 def _run(*command) -> str:
     """Runs a command and returns its output. Raises RuntimeError with the output if it fails."""
-    here = {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")} | {"TORCH_ROPE_METALLIB": "0"}
+    here = {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")}
     made = subprocess.run(
         command, cwd=ROOT, env=os.environ | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

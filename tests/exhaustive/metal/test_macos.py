@@ -34,7 +34,7 @@ ENCODER = """
 """
 OTHERS = """
     UTF8String localizedDescription maxTotalThreadsPerThreadgroup new newComputePipelineStateWithFunction:error:
-    newFunctionWithName:constantValues:error: newLibraryWithData:error: newLibraryWithSource:options:error:
+    newFunctionWithName:constantValues:error: newLibraryWithSource:options:error:
     respondsToSelector: setConstantValues:type:withRange: setFastMathEnabled: setLanguageVersion:
     setMathFloatingPointFunctions: setMathMode: stringWithUTF8String: threadExecutionWidth
 """
@@ -66,7 +66,7 @@ def test_the_build_is_for_macos_14_if_nothing_else_is_chosen(chosen, monkeypatch
     monkeypatch.setattr(sys, "platform", "darwin")
     built = []
     monkeypatch.setattr(setuptools, "setup", lambda **options: built.append(os.environ["MACOSX_DEPLOYMENT_TARGET"]))
-    monkeypatch.setattr("shutil.which", lambda name, **_: name if name == "c++" else None)  # no xcrun
+    monkeypatch.setattr("shutil.which", lambda name, **_: name if name == "c++" else None)
     monkeypatch.chdir(ROOT)
     runpy.run_path("setup.py")
     assert built == [chosen or "14.0"]

@@ -1,4 +1,4 @@
-"""Tests of processes with the simulated mps device: modules, shaders compiled ahead, and a compiler that contracts."""
+"""Tests of processes with the simulated mps device: modules, and a compiler that contracts."""
 
 import os
 import re
@@ -34,29 +34,43 @@ x = torch.ones(4, device="mps")
 torch.ops.simulator_test.launch(sys.argv[1], [x], 1, -1, [4, 1, 1], [4, 1, 1], 0, [])
 torch_rope.rotate(x.view(1, 1, 4), inv_freq=torch.ones(2, device="mps"))
 (library, time, _), (kernel, _, calls) = torch_rope._C.metal_pipelines()
-print(__name__, x.sum().item() < 0, library, time > 0, kernel.split("_")[0], calls, flush=True)
+print(__name__, x.sum().item() < 0, library == f"library {kernel}", time > 0, kernel, calls, flush=True)
 if sys.argv[2:]:
     raise SystemExit(subprocess.call([*shlex.split(os.environ["TORCH_ROPE_PYTHON"]), "-m", "program", sys.argv[1]]))
 """)
     command = [sys.executable, simulator.__file__, "-m", "program", f"{SOURCE}// {tmp_path}", "once more"]
     options = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
     processes = [subprocess.Popen(command, **options) for _ in range(2)]
-    assert [p.communicate()[0] for p in processes] == ["__main__ True library rotate True rotate 1\n" * 2] * 2
+    assert [p.communicate()[0] for p in processes] == ["__main__ True True True rotate_float_v1_u32 1\n" * 2] * 2
     assert not any(p.returncode for p in processes)
 
 
-def test_shaders_that_were_compiled_with_the_extension_are_used():
-    maps = run("""
+def test_a_call_compiles_only_the_kernels_that_it_launches():
+    """Decoding with Llama needs one kernel, training Qwen3 three more. Other function constants need no compilation."""
+    program = """
+import re, simulator, torch, torch_rope
 from pathlib import Path
-import simulator, torch, torch_rope
-simulator.load(compiled=True)
-positions, inv_freq = torch.arange(5), torch_rope.inv_freq(64).float()
-tables = torch_rope.cos_sin(positions.to("mps"), inv_freq.to("mps"))
-assert all(torch.equal(t.cpu(), e) for t, e in zip(tables, torch_rope.cos_sin(positions, inv_freq)))
-print(Path("/proc/self/maps").read_text())
-""")
-    (shaders,) = set(re.findall(r"/.*/shaders/.*(?=/library.so)", maps))
-    assert "kCompiledAhead" in Path(shaders, "program_source").read_text()
+simulator.load()
+def make(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16).to("mps").requires_grad_()
+cos, sin = torch.rand(9, 64).to("mps"), torch.rand(9, 64).to("mps")
+with torch.no_grad():
+    for offset in 7, 8:
+        caches = make(2, 9, 8, 128), make(2, 9, 8, 128)
+        torch_rope.rotate_into_cache_(make(2, 1, 32, 128), *(make(2, 1, 8, 128) for _ in "kv"), *caches, cos, sin, offset=offset)
+print(simulator.compilations())
+for _ in range(2):
+    q, k = torch_rope.norm_rotate_qk(make(2, 9, 16, 128), make(2, 9, 8, 128), make(128), make(128), cos, sin)
+    (q.sum() + k.sum()).backward()
+names = [name for name, *_ in torch_rope._C.metal_pipelines() if not name.startswith("library")]
+print(simulator.compilations(), *sorted(names))
+for folder in set(re.findall(r"/.*/shaders/.*(?=/library.so)", Path("/proc/self/maps").read_text())):
+    print(Path(folder, "program_source").read_text().count("INSTANCE("))
+"""
+    decode, training, *instances = run(program).splitlines()
+    assert decode == "1" and instances == ["1"] * 4
+    kernels = ["norm_backward_bfloat_v4", "norm_rotate_bfloat_v8_u32", "rotate_bfloat_v8_u32", "sum_parts_bfloat"]
+    assert training.split() == ["4", *kernels]
 
 
 def test_the_rotation_does_not_depend_on_contraction():

@@ -175,6 +175,8 @@ TORCH_LIBRARY(simulator, m) {
   m.def("count_lines(bool count) -> ()", [](bool count) { emulator::options.lines = count; });
   m.def("allow_foreign(bool allow) -> ()", [](bool allow) { emulator::options.foreign = allow; });
   m.def("pipelines() -> str", &pipelines);
+  // Returns how many libraries this process has asked Metal to compile.
+  m.def("compilations() -> int", [] { return int64_t(simulator::compilations); });
   // Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before.
   m.def("profile(bool on) -> str", &simulated_profile);
   // Sets maxTotalThreadsPerThreadgroup of every pipeline.

@@ -19,6 +19,7 @@ extern thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
 namespace simulator {
 
 size_t max_threads = 1024;
+std::atomic<int> compilations = 0;
 
 namespace {
 
@@ -91,6 +92,7 @@ void fail(const std::string& what) { throw std::runtime_error("simulated Metal: 
 // ---- shader libraries ----
 
 const Library* compile(const std::string& source) {
+  compilations++;
   static std::map<std::string, const Library*> all;
   const Library*& known = all[source];
   if (known) return known;

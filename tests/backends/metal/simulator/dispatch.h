@@ -3,6 +3,7 @@
 // thrown as a std::runtime_error.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,6 +20,7 @@ struct Library {  // lists that end with an element without a name
   const Derived* derived;
 };
 const Library* compile(const std::string& source);  // once, and never unloaded
+extern std::atomic<int> compilations;               // how often compile() was called
 
 using Values = std::map<size_t, int>;  // of function constants, by index
 struct Pipeline {

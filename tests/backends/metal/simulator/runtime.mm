@@ -75,19 +75,14 @@ struct simulated_queue {
   std::thread::id owner;
   bool is_mine() const { return owner == std::this_thread::get_id(); }
 };
-struct simulated_data {
-  std::string bytes;
-};
 
 namespace {
-simulated_queue stream_queue, main_queue;
+simulated_queue stream_queue;
 
 void check_on_queue(const char* what) {
   if (!stream_queue.is_mine()) fail(std::string(what) + " is used outside of the stream's queue");
 }
 }  // namespace
-
-dispatch_queue_t dispatch_get_main_queue() { return &main_queue; }
 
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
   if (!queue) fail("dispatch_sync got no queue");
@@ -103,11 +98,6 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
     fail(std::string("an exception left a block of dispatch_sync, which ends the process on macOS: ") + error.what());
   }
 }
-
-dispatch_data_t dispatch_data_create(const void* bytes, size_t length, dispatch_queue_t, dispatch_block_t) {
-  return new simulated_data{{static_cast<const char*>(bytes), length}};
-}
-void dispatch_release(dispatch_data_t data) { delete data; }
 
 // ---- Metal: a library is the compiled source, a pipeline the kernel and its function constants ----
 
@@ -195,14 +185,6 @@ id made_by(NSError** error, F make) {
 }
 @end
 
-namespace {
-id library_of(const std::string& source) {
-  SimulatedLibrary* const library = [SimulatedLibrary new];
-  library->library_ = simulator::compile(source);
-  return library;
-}
-}  // namespace
-
 @interface SimulatedDevice : NSObject <MTLDevice>
 @end
 @implementation SimulatedDevice
@@ -211,14 +193,9 @@ id library_of(const std::string& source) {
     if (options->fast_ || options->math_ != MTLMathModeSafe ||
         options->functions_ != MTLMathFloatingPointFunctionsPrecise)
       fail("the shaders must be compiled with safe math and precise functions");
-    return library_of([source UTF8String]);
-  });
-}
-// A compiled library is the word SIMULATED and the source.
-- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error {
-  return made_by(error, [&] {
-    if (data->bytes.rfind("SIMULATED", 0) != 0) fail("the data is no Metal library");
-    return library_of(data->bytes.substr(9));
+    SimulatedLibrary* const library = [SimulatedLibrary new];
+    library->library_ = simulator::compile([source UTF8String]);
+    return library;
   });
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error {

@@ -16,14 +16,11 @@ import simulator_build
 import torch
 
 
-def load(compiled: bool = False) -> None:
-    """Loads the simulated device.
-
-    compiled: True if the library must hold shaders that were compiled ahead, and not only their source.
-    """
+def load() -> None:
+    """Loads the simulated device."""
     import torch_rope  # defines the operators whose kernels the library registers
 
-    torch.ops.load_library(simulator_build.build(compiled))
+    torch.ops.load_library(simulator_build.build())
     os.environ["TORCH_ROPE_PYTHON"] = shlex.join([sys.executable, os.path.abspath(__file__)])
     # A build of torch and torch_rope for macOS has these.
     torch_rope._C.devices = ("cpu", "mps")
@@ -33,7 +30,6 @@ def load(compiled: bool = False) -> None:
     torch._C._mps_deviceSynchronize = lambda: torch.ops.simulator.synchronize()
     torch._C._mps_get_core_count = lambda: 8
     torch._C._mps_get_name = lambda: "simulated"
-    torch_rope._C.metal_library = "compiled with the extension" if compiled else "compiled at the first call"
     torch_rope._C.metal_pipelines = lambda: ast.literal_eval(torch.ops.simulator.pipelines())
     torch.mps._default_mps_generator = torch.Generator()
     torch.UntypedStorage.mps = lambda self: (

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import metal
@@ -23,7 +22,7 @@ OBJECTIVE = (
     "-x objective-c++ -fobjc-runtime=gcc -fblocks -fexceptions"
     f" -isystem {HERE}/frameworks -isystem {HERE}/frameworks_linux"
 )
-LIBRARIES = ["libtorch_rope_simulator.so", "libtorch_rope_simulator_compiled.so"]
+LIBRARY = "libtorch_rope_simulator.so"
 
 
 def _objc() -> Path | None:
@@ -63,10 +62,10 @@ def _ninja(folder: Path, extension: Path) -> str:
         "  deps = gcc",
         "  depfile = $out.d",
         "rule embed",
-        f"  command = PATH={ROOT / HERE}/bin:$$PATH TORCH_ROPE_METALLIB=$metallib {sys.executable} shaders/embed.py $out",
+        f"  command = {sys.executable} shaders/embed.py $out",
         "  restat = true",
         "rule link",
-        f"  command = {compiler} -shared $in -o $out -Wl,-soname,{LIBRARIES[0]} {libraries} -lc10 -ltorch_cpu -ltorch"
+        f"  command = {compiler} -shared $in -o $out -Wl,-soname,{LIBRARY} {libraries} -lc10 -ltorch_cpu -ltorch"
         f" -L{objc} -lobjc -lBlocksRuntime -ldl",
     ]
     # The headers of torch take most of the time, so what needs them is one source.
@@ -91,33 +90,25 @@ def _ninja(folder: Path, extension: Path) -> str:
         lines.append(f"builddir = {folder}")
         objects = []
         sources |= {f"csrc/{name}.cpp": hidden for name in shared}
-    embedded = [f"{folder}/source.cpp", f"{folder}/compiled.cpp"]
     shaders = [p for f in ("shaders/*.*", "csrc/*.h", "csrc/mps/*.h") for p in sorted(ROOT.glob(f))]
-    for metallib, source in enumerate(embedded):
-        lines += [f"build {source}: embed | {' '.join(map(str, shaders))}", f"  metallib = {metallib}"]
-    for source, flags in (sources | dict.fromkeys(embedded, hidden)).items():
+    lines.append(f"build {folder}/shaders.cpp: embed | {' '.join(map(str, shaders))}")
+    sources[f"{folder}/shaders.cpp"] = hidden
+    for source, flags in sources.items():
         lines += [f"build {folder}/{Path(source).name}.o: compile {source}", f"  flags = {flags}"]
     objects[:0] = [f"{folder}/{Path(source).name}.o" for source in sources]
-    for library, source in zip(LIBRARIES, embedded, strict=True):
-        lines.append(f"build {folder}/{library}: link {' '.join(objects)} {folder}/{Path(source).name}.o")
+    lines.append(f"build {folder}/{LIBRARY}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 
-def build(compiled: bool = False) -> Path:
-    """Builds the library, and the shaders for the simulator, and returns the library's path.
-
-    compiled: True if the library must also hold the shaders compiled ahead, and not only their source.
-    """
+def build() -> Path:
+    """Builds the library and returns its path."""
     import torch
-
-    sys.path.append(str(ROOT / "shaders"))
-    import embed
 
     if reason := problem():
         raise RuntimeError(reason)
     tag = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
     folder, extension = Path(f"build/simulator-{tag}"), ROOT / f"build/{sysconfig.get_platform()}-{tag}"
-    library, jobs = folder / LIBRARIES[compiled], os.environ.get("MAX_JOBS", "2")
+    library, jobs = folder / LIBRARY, os.environ.get("MAX_JOBS", "2")
     (ROOT / folder).mkdir(parents=True, exist_ok=True)
     with open(ROOT / folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -128,10 +119,6 @@ def build(compiled: bool = False) -> Path:
         )
         if made.returncode:
             raise RuntimeError(made.stdout)
-        if not compiled:
-            with ThreadPoolExecutor(int(jobs)) as pool:
-                texts = sorted(embed.sources().values(), key=len, reverse=True)
-                list(pool.map(lambda text: metal.compiled(text, ROOT / folder / "shaders", ROOT / library), texts))
     return ROOT / library
 
 

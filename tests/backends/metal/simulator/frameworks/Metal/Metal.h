@@ -56,7 +56,6 @@ INSTANCE_VARIABLES(void* values_;)
 
 @protocol MTLDevice <NSObject>
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
-- (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError**)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
 @end
 
