@@ -53,12 +53,14 @@ FLAGS = [
     "-fno-math-errno",
     "-fvisibility=hidden",
 ]
+# at::parallel_for is serial without OpenMP. Its flag is given to the compiler and not to the linker: the symbols come
+# from the OpenMP runtime that torch has loaded, so that the process has one pool of threads.
 if sys.platform == "linux":
     # GCC 12 gives these warnings for its own AVX-512 intrinsics.
     FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    # at::parallel_for is serial without this flag. The flag is given to the compiler and not to the linker: the symbols
-    # come from the OpenMP runtime that torch has loaded, so that the process has one pool of threads.
     FLAGS.append("-fopenmp")
+else:
+    FLAGS += ["-Xpreprocessor", "-fopenmp"]  # the driver of Apple's clang refuses the flag; torch brings omp.h
 
 # --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++. csrc/angle.h and csrc/rotation.h do
 # not depend on it. But the compensated sums (Sums in csrc/cuda/tables.cu) subtract from products, and their bits must

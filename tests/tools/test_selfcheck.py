@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest

@@ -6,6 +6,7 @@ of Foundation and Metal. torch's macOS wheels are downloaded once.
 
 import fcntl
 import functools
+import json
 import os
 import re
 import subprocess
@@ -23,10 +24,24 @@ BUILD = ROOT / "build/macos"
 
 # Releases of torch, the oldest supported one first: the platform in the name of their macOS wheels, and the version of C++
 # that their headers need.
-RELEASES = {"2.11.0": "macosx_11_0_arm64", "2.15.0": "macosx_14_0_arm64"}  # the first and the last, and their wheels
+RELEASES = {"2.11.0": "macosx_11_0_arm64", "2.13.0": "macosx_14_0_arm64", "2.15.0": "macosx_14_0_arm64"}
 
 ZIG, TARGET = [sys.executable, "-m", "ziglang"], ["-target", "aarch64-macos.14.0"]
-FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -g0 -fblocks -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Werror -I."
+FLAGS = "-O0 -DNDEBUG -fno-sanitize=all -fblocks -Werror -I."  # besides those of setup.py
+# Runs setup.py as on macOS, and prints what it passes to the compiler. What the second line does fails if another platform
+# is pretended.
+SETUP = """
+import json, os, runpy, shutil, sys, sysconfig, setuptools
+import torch.utils.cpp_extension; sysconfig.get_config_vars()
+sys.platform = "darwin"
+shutil.which = lambda name, **_: name if name == "c++" else None
+setuptools.setup = lambda ext_modules, **_: print(
+    json.dumps([ext_modules[0].extra_compile_args["cxx"], os.environ["MACOSX_DEPLOYMENT_TARGET"]])
+)
+runpy.run_path("setup.py")
+"""
+
+LIBRARIES = "libtorch_cpu", "libc10", "libomp"
 
 # The symbols that are not torch's: those of libc++, libobjc, Foundation and Metal. zig's libSystem has the C library.
 APPLE = re.compile(
@@ -39,15 +54,20 @@ class Unavailable(Exception):
     """The macOS release was not downloaded, for example because there is no network."""
 
 
-def _run(*command) -> str:
+def _run(*command, **environment) -> str:
     """Runs a command and returns its output. Raises RuntimeError with the output if it fails."""
-    here = {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")}
+    environment |= {f"ZIG_{kind}_CACHE_DIR": str(BUILD / "zig") for kind in ("GLOBAL", "LOCAL")}
     made = subprocess.run(
-        command, cwd=ROOT, env=os.environ | here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if made.returncode:
         raise RuntimeError(made.stdout)
     return made.stdout
+
+
+def setup(**environment) -> tuple[list[str], str]:
+    """Returns the flags of setup.py for the C++ compiler on macOS, and the release of macOS that it builds for."""
+    return json.loads(_run(sys.executable, "-c", SETUP, TORCH_ROPE_CUDA="0", **environment).splitlines()[-1])
 
 
 @functools.cache
@@ -70,7 +90,7 @@ def wheel(release: str) -> Path:
             reason = str(error).strip().splitlines()[-1]
             raise Unavailable(f"torch {release} for macOS was not downloaded: {reason}") from None
         archive = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
-        parts = ("torch/include/", "torch/lib/libc10.dylib", "torch/lib/libtorch_cpu.dylib")
+        parts = ("torch/include/", *(f"torch/lib/{library}.dylib" for library in LIBRARIES))
         archive.extractall(f"{scratch}/all", [name for name in archive.namelist() if name.startswith(parts)])
         Path(scratch, "all").rename(folder)  # so that the folder is complete if it exists
     return folder / "torch"
@@ -95,7 +115,7 @@ def compile(release: str) -> list[Path]:
     lines = [
         f"builddir = {folder}",
         "rule compile",
-        f"  command = {' '.join([*ZIG, 'c++', *TARGET])} -std=c++20 {FLAGS} $flags $in -o $out -MD -MF $out.d"
+        f"  command = {' '.join([*ZIG, 'c++', *TARGET, *setup()[0]])} {FLAGS} $flags $in -o $out -MD -MF $out.d"
         f" -isystem {include} -isystem {include}/torch/csrc/api/include -isystem tests/backends/metal/simulator/frameworks",
         "  deps = gcc",
         "  depfile = $out.d",
@@ -117,7 +137,7 @@ def compile(release: str) -> list[Path]:
 
 def link(release: str, objects: list[Path]) -> Path:
     """Links these objects with the libraries of this release. Raises RuntimeError, with the symbols that are missing."""
-    libraries = [wheel(release) / f"lib/{name}.dylib" for name in ("libtorch_cpu", "libc10")]
+    libraries = [wheel(release) / f"lib/{library}.dylib" for library in LIBRARIES]
     names = ", ".join(f"'{name}'" for name in sorted(undefined(objects)) if APPLE.match(name))
     folder = objects[0].parent
     (folder / "apple.tbd").write_text(  # stands in for Apple's libraries

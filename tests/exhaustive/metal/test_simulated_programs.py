@@ -1,10 +1,8 @@
 """Tests of processes with the simulated mps device: modules, and a compiler that contracts."""
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import simulator
