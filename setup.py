@@ -62,9 +62,8 @@ if sys.platform == "linux":
 else:
     FLAGS += ["-Xpreprocessor", "-fopenmp"]  # the driver of Apple's clang refuses the flag; torch brings omp.h
 
-# --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++. csrc/angle.h and csrc/rotation.h do
-# not depend on it. But the compensated sums (Sums in csrc/cuda/tables.cu) subtract from products, and their bits must
-# not depend on whether the compiler contracts the two.
+# --fmad=false switches contraction off for CUDA, as -ffp-contract=off does for C++: csrc/angle.h, and the compensated
+# sums (Sums in csrc/cuda/tables.cu), add to products and subtract from them, and must have the same bits everywhere.
 NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false"]
 ARCHITECTURES = "8.0;8.9;9.0;10.0;12.0+PTX"  # A100, RTX 40, H100, B200, RTX 50 and later
 ARCHITECTURES_BEFORE_NVCC_12_8 = "8.0;8.9;9.0+PTX"

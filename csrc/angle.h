@@ -8,11 +8,8 @@
 // double: Metal has none, and consumer GPUs compute doubles at 1/64 of the speed of floats. Doubles are used only if
 // the result is double.
 //
-// No result of this file depends on whether a compiler contracts a product and a sum to an fma, because the bits must
-// be the same on every back end. C++ and CUDA are compiled without contraction, and a pragma in shaders/device.h
-// switches it off for Metal. But the pragma is the only means when Metal compiles the shaders on the user's machine
-// (MTLCompileOptions has no option for contraction), and it is not known whether every release of that compiler obeys
-// it.
+// The bits must be the same on every back end, so no compiler may contract a product and a sum to an fma: options
+// switch that off for C++ and CUDA, and a pragma in shaders/device.h for Metal.
 //
 // The including file provides fma(T, T, T) and rint(T), and, if it has doubles, cosine_and_sine(double, double&,
 // double&). T is float, or a vector of floats that can be constructed from one float.
@@ -32,14 +29,12 @@ ROPE_FN void turns_per_position(T freq_hi, T freq_lo, ROPE_THREAD T& turns_hi, R
   turns_lo = fma(freq_hi, hi, -turns_hi) + fma(freq_hi, lo, freq_lo * hi);
 }
 
-// Computes sum and error so that sum + error = a + b exactly. b may be a product: sums with b are fmas by one, which no
-// compiler contracts with that product.
+// Computes sum and error so that sum + error = a + b exactly.
 template <typename T>
 ROPE_FN void two_sum(T a, T b, ROPE_THREAD T& sum, ROPE_THREAD T& error) {
-  const T one = T(1.0f);
-  sum = fma(b, one, a);
+  sum = a + b;
   const T of_b = sum - a;
-  error = (a - (sum - of_b)) + fma(b, one, -of_b);
+  error = (a - (sum - of_b)) + (b - of_b);
 }
 
 // Computes the angle in turns, without whole turns, as fraction + rest: fraction is exact and in [-1/2, 1/2], and rest
@@ -49,7 +44,10 @@ ROPE_FN void turns_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE
                       ROPE_THREAD T& rest) {
   const T product = position_hi * turns_hi;
   const T lost = fma(position_hi, turns_hi, -product);
-  fraction = fma(rint(product), T(-1.0f), product);  // a minus could be contracted with the product
+  // product - rint(product), in case a release of Metal's compiler does not obey the pragma: it could contract the
+  // minus with the product above. A compiler that folds the fma could do so still, as clang does with
+  // -ffp-contract=fast.
+  fraction = fma(rint(product), T(-1.0f), product);
   rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
   rest = rest - rint(rest);
 }

@@ -122,7 +122,7 @@ inline float rotated_channel(float own, float partner, float cos, float signed_s
 // Rotates the V pairs of a chunk. A chunk is laid out like a small head of 2V channels: pair i is (i, V + i) if the
 // pairing is half-split, and (2i, 2i + 1) if it is interleaved.
 template <typename T, int V>
-inline Numbers<V> rotate(Numbers<V> n, Angles<V> angles) {
+inline Numbers<V> rotated_chunk(Numbers<V> n, Angles<V> angles) {
   const RoundedStep<T> step = {angles.one};
   for (int i = 0; i < V; i++) {
     const int a = first_channel(i, k_interleaved), b = a + partner_distance(V, k_interleaved);

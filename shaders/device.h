@@ -12,11 +12,11 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// Safe math allows contraction within a statement, so contraction is switched off here: when Metal compiles this text
-// on the user's machine, no option does it. Published measurements show that a compiler takes this spelling for Metal
-// 3.1 and obeys it; one that does not know it ignores it, as C++ requires. csrc/angle.h explains why its results do not
-// depend on the pragma. Safe math itself is set by an option of the compiler.
+// Safe math allows contraction within a statement, and no option of the host switches contraction off. Published
+// measurements show that Metal's compiler takes the first pragma for Metal 3.1, and obeys it when it compiles a text at
+// run time. The second one says what the host also says by an option. A compiler that does not know a pragma ignores it.
 #pragma METAL fp contract(off)
+#pragma METAL fp math_mode(safe)
 
 #include "../csrc/angle.h"
 #include "../csrc/mps/kernels.h"

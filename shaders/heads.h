@@ -57,7 +57,8 @@ inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, 
   if (has(k_quantised, head.side)) {
     if (k_rounding != kOnce) numbers = to<float>(x);
     Values<char, V> bytes;
-    for (int i = 0; i < 2 * V; i++) bytes.of[i] = static_cast<char>(quantised(numbers.of[i] / head.scale, Int8()));
+    for (int i = 0; i < 2 * V; i++)
+      bytes.of[i] = static_cast<char>(quantised(precise::divide(numbers.of[i], head.scale), Int8()));
     write(bytes, static_cast<device char*>(head.out) + head.out_at, head.out_stride, c);
   } else {
     write(x, static_cast<device T*>(head.out) + head.out_at, head.out_stride, c);
@@ -81,7 +82,7 @@ inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, 
   if (has(k_normalised, head.side)) n = product(n, scale);
   if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
   if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, index);
-  if (rotates) n = rotate<T>(n, angles);
+  if (rotates) n = rotated_chunk<T>(n, angles);
   if (rotates || has(k_normalised, head.side)) x = to<T>(n);
   write(x, n, head, chunk);
 }
@@ -119,7 +120,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
       float scale = 1.0f;
       if (k_normalised) {
         const Numbers<V> n = to<float>(given[i]);
-        scale = scale_of(sum_over_lanes(dot(n, n, chunk)), r.params.sides[kQ].head_dim, r.params);
+        scale = scale_of(sum_over_lanes(sum_of_products(n, n, chunk)), r.params.sides[kQ].head_dim, r.params);
       }
       if (!present[i] || !heads[i].written) continue;
       if (has(k_normalised, side) && side != kV && side != weights_for) {

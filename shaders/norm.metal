@@ -39,7 +39,7 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
       for (uint index = lane; index < chunks; index += lanes) {
         const Chunk<V, I> chunk = moved(chunk_at<V, I>(r, index), begin, end);
         const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
-        squares.add(dot(n, n, chunk));
+        squares.add(sum_of_products(n, n, chunk));
       }
       if (sum_spans) {
         of_spans.add(sum_over_lanes(squares.value()));
@@ -69,7 +69,7 @@ inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> toke
     for (uint h = first + walk.head; h < end; h += walk.head_step) {
       const Head<T, ulong> head = head_at(r, x, token, h);
       const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
-      squares.add(dot(n, n, chunk));
+      squares.add(sum_of_products(n, n, chunk));
     }
   }
   return sum_over_lanes(squares.value());

@@ -15,7 +15,7 @@ struct Factors {
 // channels: how many are normalised together; squares: the sum of x^2 over them; products: the sum of g w x.
 inline Factors factors_of(float squares, float products, rope_int channels, constant RopeParams& p) {
   const float scale = scale_of(squares, channels, p);
-  return {scale, -(scale * scale * (products / float(channels)))};
+  return {scale, -(scale * scale * precise::divide(products, float(channels)))};
 }
 
 // A chunk of a head in the backward: x, g and g w.
@@ -35,7 +35,7 @@ inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> bu
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
   if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, index);
-  if (chunk.rotated) c.gradient = rotate<T>(c.gradient, angles);
+  if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
   return c;
 }
@@ -92,8 +92,8 @@ template <typename T, int V>
       float squares = 0.0f, products = 0.0f;
       if (present) {
         c = backward_chunk_at(r, buffers, x, token, head, lane, angles, weights);
-        squares = dot(c.x, c.x, chunk);
-        products = dot(c.weighted, c.x, chunk);
+        squares = sum_of_products(c.x, c.x, chunk);
+        products = sum_of_products(c.weighted, c.x, chunk);
       }
       squares = sum_over_lanes(squares);
       products = sum_over_lanes(products);
@@ -149,8 +149,8 @@ template <typename T, int V>
           const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
           const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
-          squares.add(dot(c.x, c.x, chunk));
-          products.add(dot(c.weighted, c.x, chunk));
+          squares.add(sum_of_products(c.x, c.x, chunk));
+          products.add(sum_of_products(c.weighted, c.x, chunk));
         }
       }
       const float all_squares = sum_over_lanes(squares.value()), all_products = sum_over_lanes(products.value());

@@ -26,7 +26,7 @@ inline float sum_over_lanes(float sum) {
 // products are added in the order in which two lanes would add them. So the bits of a norm do not depend on whether V
 // is 8 or 4.
 template <int V, typename I>
-inline float dot(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
+inline float sum_of_products(Numbers<V> x, Numbers<V> y, Chunk<V, I> c) {
   const int part = V < 4 ? 2 * V : 8;
   const bool split = V == 8 && c.rotated && !k_interleaved;  // each part has half of its channels in each vector
   float total = 0.0f;
@@ -69,7 +69,7 @@ inline Numbers<V> product(Numbers<V> x, float y) {
 // Returns the factor by which the norm multiplies every channel: 1 / sqrt(mean of the squares + norm_eps). channels:
 // how many are normalised together.
 inline float scale_of(float squares, rope_int channels, constant RopeParams& p) {
-  return 1.0f / precise::sqrt(squares / float(channels) + p.norm_eps);
+  return precise::divide(1.0f, precise::sqrt(precise::divide(squares, float(channels)) + p.norm_eps));
 }
 
 // How threads divide the chunks of many heads, so that neighbouring threads take neighbouring chunks, and a thread has

@@ -1,7 +1,8 @@
 // The host side of the Metal back end: it makes pipelines and encodes calls into the command stream that PyTorch has
 // open. Only PyTorch commits and waits. The kernels are in shaders/; plan.h decides how they are launched.
 //
-// PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records.
+// PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records,
+// and a barrier, which an encoder that runs dispatches one after the other, as PyTorch's does, needs not.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
@@ -176,7 +177,8 @@ void profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPS
          : void(profiler.endProfileKernel(launch.pipeline));
 }
 
-// Encodes launches in the queue of PyTorch's stream, which owns the encoder. Nothing there may call ATen, which would
+// Encodes launches, each of which may read what those before it wrote. This happens in the queue of PyTorch's stream,
+// which owns the encoder. Nothing there may call ATen, which would
 // wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's profiler
 // sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
 void encode(std::initializer_list<const Launch*> launches) {
@@ -191,7 +193,11 @@ void encode(std::initializer_list<const Launch*> launches) {
         auto& profiler = at::mps::getMPSProfiler();
         const bool profiled = profiler.isOperationProfilingEnabled();
         if (profiled) profile(profiler, true, first, stream, 0);
-        for (const Launch* launch : launches) encode(*launch, stream->commandEncoder());
+        for (const Launch* launch : launches) {
+          id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+          if (launch != &first) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+          encode(*launch, encoder);
+        }
         if (profiled) profile(profiler, false, first, stream, 0);
       }
     } catch (...) {

@@ -197,7 +197,7 @@ constexpr rope_int kEnough = 16 * kSimd;
 //
 // With a norm, whether V is 1 and whether heads are wide follows from sizes alone, never from strides or addresses,
 // because it determines the order of the norm's sums: the layout of a tensor must not change a bit of the result. V = 8
-// gives the bits of V = 4; see dot() in shaders/sums.h.
+// gives the bits of V = 4; see sum_of_products() in shaders/sums.h.
 inline int lay_out_channels(const RotateCall& call, bool backward, Plan& plan) {
   TiledParams& r = plan.rotate;
   Constants& c = plan.constants;

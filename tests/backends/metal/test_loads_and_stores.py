@@ -112,6 +112,8 @@ def test_each_element_is_read_once_and_written_once(case, device, simulated):
         backward, total = map(Dispatch, simulated.last_dispatches())
         backward.check(**both, q_before=read(q), k_before=read(k))
         assert total["buffers"][1]["bytes_read"] == backward.bytes["sums"][1]
+        barriers = [done["messages"].get("memoryBarrierWithScope", 0) for done in (backward, total)]
+        assert barriers == [0, 1]  # the second kernel reads what the first wrote
 
 
 @pytest.mark.parametrize("case", OF_COSTS, ids=name_of)

@@ -196,6 +196,7 @@ IN_KERNEL = {
     "x[i] = «[](float y) { return y; }(1)|1»;": "no a lambda",
     "x[i] = *«new float|x»;": "no new",
     "bfloat b = «x[i]|bfloat(x[i])»; x[i] = float(b);": "implicit conversion",
+    "x[i] = «sin|precise::sqrt»(x[i]);": "'sin' is unavailable: the simulator does not run it",
     "x[i] = 1;«// \u00b2|»": "not ASCII",
 }  # fmt: skip
 OUTSIDE = {
@@ -207,7 +208,11 @@ OUTSIDE = {
     "inline float outside_f(«|thread »float (&p)[2]) { return p[0]; }": "has no address space",
     "template <typename T> inline T outside_g(«|device »const T* p) { return *p; }": "`const T[*] p` has no address space",
     "typedef «|device »float* OutsideH;": "`float[*] OutsideH` has no address space",
-    "#pragma METAL fp «math_mode(safe)|contract(off)»": "Metal has no such pragma",
+    "#pragma METAL fp «math_mode(fast)|math_mode(safe)»": "Metal has no such pragma",
+    "#pragma METAL fp contract(«fast|off»)": "Metal has no such pragma",
+    "template <typename T> inline T «rotate|outside_m»(T x, int by) { return x + by; }": "program_source:13: metal_stdlib has the name rotate too",
+    "namespace N { inline device float* «select|outside_n»(device float* x) { return x; } }": "metal_stdlib has the name select too",
+    "struct «atomic|OutsideO» { float x; };": "metal_stdlib has the name atomic too",
     "namespace A { namespace B {\n«kernel void outside_i(device float* x [[buffer(0)]]) {}|» } }": "program_source:14: kernel outside_i is in namespace A::B, but kernels must be at global scope",
     "kernel void outside_j(uint i [[thread_index_in_«grid|threadgroup»]]) {}": "has no attribute that the simulator knows",
     "kernel void outside_k(device float* x [[buffer(0), function_constant(«k_number|k_flag»)]]) {}": "k_number must be a bool that follows from",

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,21 @@ def link(release: str, objects: list[Path]) -> Path:
     made = ["--name", "torch_rope", f"-femit-bin={folder}/_C.so"]
     _run(*ZIG, "build-lib", "-dynamic", *TARGET, *own, *made, *objects, folder / "apple.tbd", *libraries)
     return folder / "_C.so"
+
+
+def air(library: bytes) -> list[bytes]:
+    """Returns the bitcode of each kernel of all Metal libraries that are embedded in a library.
+
+    A Metal library begins with MTLB. At byte 16 are its size, and then offset and size of each of its four parts, of which
+    the last has the bitcode.
+    """
+    kernels = []
+    for found in re.finditer(b"MTLB", library[:-88]):
+        size, first, *_, offset, length = struct.unpack_from("<9Q", library, found.start() + 16)
+        if first == 88 and offset + length == size:
+            bitcode = library[found.start() + offset : found.start() + size]
+            kernels += bitcode.split(b"\xde\xc0\x17\x0b")[1:]  # the number that the bitcode of a kernel begins with
+    return kernels
 
 
 def undefined(objects: list[Path]) -> set[str]:

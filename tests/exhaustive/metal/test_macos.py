@@ -1,6 +1,7 @@
 """Tests that the library compiles for macOS (arm64) and links with releases of torch for it."""
 
 import importlib.util
+import re
 import sys
 
 import macos
@@ -23,8 +24,9 @@ OF_AT_MPS = [
     "8Profiler11MPSProfiler18beginProfileKernelE",
     "8Profiler11MPSProfiler16endProfileKernelE",
 ]
-# The messages that torch records when it captures a graph. None of them ends the encoder or waits.
+# The messages that torch records when it captures a graph, and the barrier. None of them ends the encoder or waits.
 ENCODER = """
+    memoryBarrierWithScope:
     setComputePipelineState: setBuffer:offset:atIndex: setBytes:length:atIndex: setThreadgroupMemoryLength:atIndex:
     dispatchThreads:threadsPerThreadgroup: dispatchThreadgroups:threadsPerThreadgroup:
 """
@@ -53,6 +55,26 @@ def test_the_library_links_and_sends_only_known_messages(release):
     used = {name for name in macos.undefined(objects) if "3mps" in name}
     assert all(sum(f"3mps{function}" in name for name in used) == 1 for function in OF_AT_MPS)
     assert len(used) == len(OF_AT_MPS)
+
+
+@pytest.mark.parametrize("release", macos.RELEASES)
+def test_torch_encodes_and_compiles_as_docs_metal_md_says(release):
+    try:
+        library = (macos.wheel(release) / "lib/libtorch_cpu.dylib").read_bytes()
+    except macos.Unavailable as error:
+        missing(str(error))
+    # Its encoders run one dispatch after the other; these two messages make others.
+    assert b"\0computeCommandEncoder\0" in library
+    assert not re.search(b"computeCommandEncoderWith(DispatchType|Descriptor):", library)
+    kernels = macos.air(library)
+    assert len(kernels) > 5000
+    assert all(b"air.compile.fast_math_disable" in kernel for kernel in kernels)
+    assert all(b"air.compile.denorms_disable" in kernel for kernel in kernels)
+    # Apple's compiler contracts although fast math is off. An fma is a function of AIR, which LLVM does not know and
+    # cannot fold.
+    assert any(b"llvm.fmuladd." in kernel for kernel in kernels)
+    assert any(b"air.fma.f32" in kernel for kernel in kernels)
+    assert not any(b"llvm.fma." in kernel for kernel in kernels)
 
 
 @pytest.mark.parametrize("chosen", [None, "15.0"])

@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# The names of functions and of types that metal_stdlib declares.
+FUNCTIONS = re.findall(r"\b[A-Z]+(?:_\d)?\((?!name\b)(\w+)\)", (HERE / "metal/functions.h").read_text())
 ATTRIBUTES = set(re.findall(r"^  k(\w+),$", (HERE / "library.h").read_text(), re.M))
 VECTOR = r"\b(?:metal::)?((?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]|vec<\s*\w+\s*,\s*\w+\s*>)\s*\("
 # Features that Metal lacks. C++14 has them, or clang accepts them although C++14 has not.
@@ -30,7 +32,7 @@ NOT_METAL = {
     "std::": r"\bstd::",
     "if constexpr": r"\bif\s+constexpr\b",
     "base classes": r"(?<!enum )\b(?:struct|class)\s+\w+\s*(?:<[^{};]*>)?\s*:(?!:)",
-    "such pragma": r"^#\s*pragma\s+METAL\b(?!\s+fp\s+contract\(off\)\s*$).*",
+    "such pragma": r"^#\s*pragma\s+METAL\b(?!\s+fp\s+(?:contract\(off\)|math_mode\(safe\))\s*$).*",
     "a lambda": r"\[\s*[&=]?[\w\s,&]*\]\s*\([^()]*\)\s*(?:->\s*[\w:<>]+\s*)?\{",
 }
 
@@ -104,6 +106,9 @@ def check(text: str) -> None:
         inner = re.split(r"[*&]", found[3] or "")[1:-1]
         if not all(re.search(space, words) for words in [found[1] + found[2], *inner]):
             refuse(found.start(), f"`{found[0].strip()}` has no address space")
+    names = "|".join(FUNCTIONS)
+    for found in re.finditer(rf"(?:{kind}[\s*&]+(?:{space}\s*)?({names})\s*\()|\bstruct\s+({names})\b", plain):
+        refuse(found.start(), f"metal_stdlib has the name {found[1] or found[2]} too")
     for found in re.finditer(rf"[(,]\s*(?:const\s+)?{kind}\s+\w+\s*\[[^\[\]]*\]\s*(?=[,)])", plain):
         refuse(found.start(), f"`{found[0][1:].strip()}` has no address space")
 
@@ -225,7 +230,15 @@ def compiled(source: str, folder: Path, library: Path) -> Path:
         raise NotMetal("program_source: the source is not ASCII")
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
     flags = [*FLAGS, *processor(), f"-ffp-contract={'fast' if contract else 'off'}"]
-    files = ["metal.py", "library.h", "metal/shim.h", "metal/strict.h", "metal/types.h", "../../cuda/emulator/grid.h"]
+    files = [
+        "metal.py",
+        "library.h",
+        "metal/shim.h",
+        "metal/strict.h",
+        "metal/types.h",
+        "metal/functions.h",
+        "../../cuda/emulator/grid.h",
+    ]
     state = [source, *flags, compiler(), *((HERE / file).read_text() for file in files)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():

@@ -245,6 +245,11 @@ id made_by(NSError** error, F make) {
   memcpy(memory->data, bytes, length);
   [self bind:{memory, 0, true} at:index];
 }
+- (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
+  check_on_queue("memoryBarrierWithScope");
+  if (scope != MTLBarrierScopeBuffers) fail("memoryBarrierWithScope got another scope than that of buffers");
+  now_->messages["memoryBarrierWithScope"]++;
+}
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
   check_on_queue("setThreadgroupMemoryLength");
   now_->messages["setThreadgroupMemoryLength"]++;

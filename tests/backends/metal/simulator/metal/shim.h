@@ -30,12 +30,15 @@ typedef _Float16 half;
 
 namespace metal {
 
+#include "functions.h"
+
 // This file and strict.h have only what the shaders use, and these functions exist for float only.
 inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float rint(float x) { return simulator::rint(x); }
 inline float fabs(float x) { return __builtin_fabsf(x); }
 namespace precise {
 inline float sqrt(float x) { return __builtin_sqrtf(x); }
+inline float divide(float x, float y) { return x / y; }
 }  // namespace precise
 inline bool isfinite(float x) { return __builtin_isfinite(x); }
 template <typename T>

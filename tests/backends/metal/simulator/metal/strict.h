@@ -21,11 +21,14 @@ typedef __SIZE_TYPE__ size_t;
 
 namespace metal {
 
+#include "functions.h"
+
 float fma(float, float, float);
 float rint(float);
 float fabs(float);
 namespace precise {
 float sqrt(float);
+float divide(float, float);
 }
 bool isfinite(float);
 template <typename T>

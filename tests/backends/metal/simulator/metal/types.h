@@ -17,8 +17,15 @@ using vec = T __attribute__((ext_vector_type(N)));
   typedef vec<T, 3> T##3; \
   typedef vec<T, 4> T##4;
 VECTORS(float)
+VECTORS(half)
 VECTORS(char)
+VECTORS(uchar)
+VECTORS(short)
+VECTORS(ushort)
+VECTORS(int)
 VECTORS(uint)
+VECTORS(long)
+VECTORS(ulong)
 #undef VECTORS
 
 }  // namespace metal
