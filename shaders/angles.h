@@ -82,13 +82,13 @@ inline Angles<V> angles_of(constant TiledParams& r, Buffers<T> x, Token<I> token
   a.one = r.one;
   const RoundedStep<T> step = {r.one};
   const I column = I(chunk) * V;
-  if (!token.valid) {
-    for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
-  } else if (k_source == kInvFreq) {
+  for (int i = 0; i < V; i++) a.cos[i] = a.sin[i] = NAN;
+  if (token.valid && k_source == kInvFreq) {
+#pragma unroll
     for (int i = 0; i < V; i++)
       angle_of(token.position, frequency_at(x.inv_freq, (column + I(i)) * I(p.inv_freq[1]), I(p.inv_freq[0])), a.cos[i],
                a.sin[i]);
-  } else {
+  } else if (token.valid) {
     const I row = k_source == kTableByPosition ? I(token.position) : token.s;
     // cos and sin are element offsets here: x.cos and x.sin are the tables, p.cos and p.sin their strides, and a.cos
     // and a.sin the values that are read.

@@ -6,6 +6,7 @@ namespace rope {
 // The channels of a chunk, see csrc/plan.h: two vectors of V channels, which begin at `first` and at `second`.
 template <int V, typename I>
 struct Chunk {
+  uint index;  // in its head
   I first, second;
   int firsts, seconds;  // how many of the V channels exist: all, or fewer at the end of a head
   bool rotated;
@@ -28,12 +29,12 @@ inline Chunk<V, I> chunk_at(constant TiledParams& r, uint index) {
   constant RopeParams& p = r.params;
   if (index < r.rotated) {
     const I first = I(p.rotary_start) + first_channel(I(index) * V, k_interleaved);
-    return {first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), V, V, true};
+    return {index, first, first + (k_interleaved ? I(V) : I(p.rotary_dim / 2)), V, V, true};
   }
   const I vector = I(index - r.rotated) * 2;
   const I first = unrotated_channel<V>(p, vector), second = unrotated_channel<V>(p, vector + 1);
   const bool whole = second < I(p.sides[kQ].head_dim);
-  return {first, whole ? second : first, V, whole ? V : 0, false};
+  return {index, first, whole ? second : first, V, whole ? V : 0, false};
 }
 
 // The 2V elements of a chunk, the first vector before the second. Numbers are the same in float, to compute with.

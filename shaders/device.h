@@ -14,7 +14,8 @@ using namespace metal;
 
 // Safe math allows contraction within a statement, and no option of the host switches contraction off. Published
 // measurements show that Metal's compiler takes the first pragma for Metal 3.1, and obeys it when it compiles a text at
-// run time. The second one says what the host also says by an option. A compiler that does not know a pragma ignores it.
+// run time. The second one says what the host also says by an option. A compiler that does not know a pragma ignores
+// it.
 #pragma METAL fp contract(off)
 #pragma METAL fp math_mode(safe)
 

@@ -10,6 +10,45 @@ inline I offset_of(constant rope_int* strides, I b, I s, I h) {
   return b * I(strides[0]) + s * I(strides[1]) + h * I(strides[2]);
 }
 
+// The heads of one side of a token. The strides lead from a head, or a channel, to the next.
+template <typename T, typename I>
+struct Row {
+  device const T* in;  // of head 0
+  device void* out;
+  I out_at;  // head 0 is written from element out_at of `out` on
+  I in_head, in_channel, out_head, out_channel;
+  device const float* scale;  // of head 0, if the side is quantised
+  I scale_head;
+};
+
+template <typename T, typename I>
+inline Row<T, I> row_of(constant TiledParams& r, Buffers<T> x, Token<I> token, int side) {
+  constant Side& own = r.params.sides[side];
+  const bool to_cache = k_tensors == kSides && side != kQ;
+  Row<T, I> row;
+  row.out = of_side(side, x.q_out, x.k_out, x.v_out);
+  row.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, I(0));
+  row.in = has(k_in_place, side) ? static_cast<device const T*>(row.out) : of_side(side, x.q_in, x.k_in, x.v_in);
+  row.in += offset_of(own.in, token.b, token.s, I(0));
+  row.in_head = I(own.in[2]);
+  row.in_channel = I(own.in[3]);
+  row.out_head = I(own.out[2]);
+  row.out_channel = I(own.out[3]);
+  row.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale);
+  row.scale_head = I(own.scale);
+  return row;
+}
+
+// All sides of a token.
+template <typename T, typename I>
+struct Rows {
+  Row<T, I> q, k, v;
+};
+template <typename T, typename I>
+inline Rows<T, I> rows_of(constant TiledParams& r, Buffers<T> x, Token<I> token) {
+  return {row_of(r, x, token, kQ), row_of(r, x, token, kK), row_of(r, x, token, kV)};
+}
+
 // One head of a token. The numbers go to `out` from element offset `out_at` on.
 template <typename T, typename I>
 struct Head {
@@ -23,20 +62,17 @@ struct Head {
 };
 
 template <typename T, typename I>
-inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, int side, I index) {
-  constant Side& own = r.params.sides[side];
-  const bool to_cache = k_tensors == kSides && side != kQ;
+inline Head<T, I> head_at(Row<T, I> row, Token<I> token, int side, I index) {
   Head<T, I> head;
   head.side = side;
   head.index = index;
-  head.written = !to_cache || token.cached;
-  head.in_stride = I(own.in[3]);
-  head.out_stride = I(own.out[3]);
-  head.out = of_side(side, x.q_out, x.k_out, x.v_out);
-  head.out_at = offset_of(own.out, to_cache ? token.block : token.b, to_cache ? token.in_block : token.s, index);
-  head.in = has(k_in_place, side) ? static_cast<device const T*>(head.out) : of_side(side, x.q_in, x.k_in, x.v_in);
-  head.in += offset_of(own.in, token.b, token.s, index);
-  if (has(k_quantised, side)) head.scale = of_side(side, x.q_scale, x.k_scale, x.v_scale)[index * I(own.scale)];
+  head.in = row.in + index * row.in_head;
+  head.out = row.out;
+  head.out_at = row.out_at + index * row.out_head;
+  head.in_stride = row.in_channel;
+  head.out_stride = row.out_channel;
+  head.scale = has(k_quantised, side) ? row.scale[index * row.scale_head] : 1.0f;
+  head.written = k_tensors != kSides || side == kQ || token.cached;
   return head;
 }
 
@@ -45,9 +81,20 @@ inline int side_of(constant TiledParams& r, uint h) {
   return k_tensors <= kK || h < r.first[kK] ? kQ : k_tensors <= kV || h < r.first[kV] ? kK : kV;
 }
 template <typename T, typename I>
-inline Head<T, I> head_at(constant TiledParams& r, Buffers<T> x, Token<I> token, uint h) {
+inline Head<T, I> head_at(constant TiledParams& r, Rows<T, I> rows, Token<I> token, uint h) {
   const int side = side_of(r, h);
-  return head_at(r, x, token, side, I(h - r.first[side]));
+  // Each member is chosen by itself: a choice between rows would be one between addresses.
+  Row<T, I> row;
+  row.in = of_side(side, rows.q.in, rows.k.in, rows.v.in);
+  row.out = of_side(side, rows.q.out, rows.k.out, rows.v.out);
+  row.out_at = of_side(side, rows.q.out_at, rows.k.out_at, rows.v.out_at);
+  row.in_head = of_side(side, rows.q.in_head, rows.k.in_head, rows.v.in_head);
+  row.in_channel = of_side(side, rows.q.in_channel, rows.k.in_channel, rows.v.in_channel);
+  row.out_head = of_side(side, rows.q.out_head, rows.k.out_head, rows.v.out_head);
+  row.out_channel = of_side(side, rows.q.out_channel, rows.k.out_channel, rows.v.out_channel);
+  row.scale = of_side(side, rows.q.scale, rows.k.scale, rows.v.scale);
+  row.scale_head = of_side(side, rows.q.scale_head, rows.k.scale_head, rows.v.scale_head);
+  return head_at(row, token, side, I(h - of_side(side, 0u, r.first[kK], r.first[kV])));
 }
 
 // Writes a chunk of a head. x: its numbers, rounded to T. A quantised side takes the numbers themselves, unless torch's
@@ -57,6 +104,7 @@ inline void write(Values<T, V> x, Numbers<V> numbers, Head<T, I> head, Chunk<V, 
   if (has(k_quantised, head.side)) {
     if (k_rounding != kOnce) numbers = to<float>(x);
     Values<char, V> bytes;
+#pragma unroll
     for (int i = 0; i < 2 * V; i++)
       bytes.of[i] = static_cast<char>(quantised(precise::divide(numbers.of[i], head.scale), Int8()));
     write(bytes, static_cast<device char*>(head.out) + head.out_at, head.out_stride, c);
@@ -74,14 +122,13 @@ inline bool must_write(int side, Chunk<V, I> chunk) {
 
 // Normalises and rotates a chunk x of a head, and writes it. What neither the norm nor the rotation changes is copied.
 template <typename T, int V, typename I>
-inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, uint index,
+inline void finish(constant TiledParams& r, Buffers<T> buffers, Token<I> token, Head<T, I> head, Chunk<V, I> chunk,
                    Values<T, V> x, float scale, Numbers<V> weights, Angles<V> angles) {
-  const Chunk<V, I> chunk = chunk_at<V, I>(r, index);
   const bool rotates = chunk.rotated && head.side != kV;
   Numbers<V> n = to<float>(x);
   if (has(k_normalised, head.side)) n = product(n, scale);
   if (has(k_normalised, head.side) && head.side != kV) n = product(n, weights);
-  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, index);
+  if (k_by_head && rotates) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
   if (rotates) n = rotated_chunk<T>(n, angles);
   if (rotates || has(k_normalised, head.side)) x = to<T>(n);
   write(x, n, head, chunk);
@@ -95,6 +142,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
   const uint end = r.first[kSides];
   const bool active = inside && index < r.chunks;
   const Chunk<V, I> chunk = chunk_at<V, I>(r, active ? index : 0);
+  const Rows<T, I> rows = rows_of(r, x, token);
   Angles<V> angles;
   Numbers<V> weights;
   int weights_for = -1;  // the side whose weights these are
@@ -106,14 +154,14 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       const uint h = share + step + i * r.shares;
-      heads[i] = head_at(r, x, token, min(h, end - 1));
+      heads[i] = head_at(r, rows, token, min(h, end - 1));
       present[i] = active && h < end && must_write(heads[i].side, chunk);
       given[i] = {};
       if (present[i]) given[i] = read(heads[i].in, heads[i].in_stride, chunk);
     }
     // The first heads are read before the angles, so that both are under way at once.
     if (!k_by_head && step == 0 && active && chunk.rotated && share < r.first[kV])
-      angles = angles_of<T, V>(r, x, token, I(0), index);
+      angles = angles_of<T, V>(r, x, token, I(0), chunk.index);
 #pragma unroll
     for (uint i = 0; i < kHeads; i++) {
       const int side = heads[i].side;
@@ -127,7 +175,7 @@ inline void rotate_share(constant TiledParams& r, Buffers<T> x, Token<I> token, 
         weights = weights_of<T, V>(r, x, side, I(0), chunk);
         weights_for = side;
       }
-      finish(r, x, token, heads[i], index, given[i], scale, weights, angles);
+      finish(r, x, token, heads[i], chunk, given[i], scale, weights, angles);
     }
   }
 }
@@ -151,10 +199,11 @@ inline void copy_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint i
   constant Side& v = r.params.sides[kV];
   const uint end = uint(v.head_dim), chunks = (end + 2 * V - 1) / (2 * V), all = chunks * uint(v.heads);
   if (!token.cached) return;
+  const Row<T, I> row = row_of(r, x, token, kV);
   for (uint i = index; i < all; i += threads) {
     const uint h = i / chunks;
-    const Chunk<V, I> first = {0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
-    const Head<T, I> head = head_at(r, x, token, kV, I(h));
+    const Chunk<V, I> first = {0, 0, V, V, V, false}, chunk = moved(first, I(i - h * chunks) * 2 * V, I(end));
+    const Head<T, I> head = head_at(row, token, kV, I(h));
     const Values<T, V> values = read(head.in, head.in_stride, chunk);
     write(values, to<float>(values), head, chunk);
   }

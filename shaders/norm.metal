@@ -30,9 +30,10 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
   }
   const uint heads = uint(r.params.sides[kV].heads);
   const I end = I(r.params.sides[kV].head_dim), span = I(r.params.sides[kQ].head_dim);
+  const Row<T, I> row = row_of(r, x, token, kV);
   for (uint first = 0; first < heads; first += teams) {  // all threads reach the sums
     const bool present = inside && first + team < heads;
-    const Head<T, I> head = head_at(r, x, token, kV, I(min(first + team, heads - 1)));
+    const Head<T, I> head = head_at(row, token, kV, I(min(first + team, heads - 1)));
     const uint chunks = present ? r.chunks : 0;
     Sum squares, of_spans;
     for (I begin = 0; begin < end; begin += span) {
@@ -62,12 +63,13 @@ inline void write_v(constant TiledParams& r, Buffers<T> x, Token<I> token, uint 
 // Returns the sum of the squares of the heads first .. end - 1 of the list, to each lane of a SIMD group. walk: that of
 // this thread through these heads.
 template <typename T, int V>
-inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> token, uint first, uint end, Walk walk) {
+inline float squares_of(constant TiledParams& r, Rows<T, ulong> rows, Token<ulong> token, uint first, uint end,
+                        Walk walk) {
   Sum squares;
   for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
     const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
     for (uint h = first + walk.head; h < end; h += walk.head_step) {
-      const Head<T, ulong> head = head_at(r, x, token, h);
+      const Head<T, ulong> head = head_at(r, rows, token, h);
       const Numbers<V> n = to<float>(read(head.in, head.in_stride, chunk));
       squares.add(sum_of_products(n, n, chunk));
     }
@@ -79,10 +81,9 @@ inline float squares_of(constant TiledParams& r, Buffers<T> x, Token<ulong> toke
 
 // Normalises and rotates heads; v is copied, unless it has a norm too. A team takes the heads of one share of a token.
 template <typename T, int V, typename I>
-[[kernel]] void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
-                                   ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
-                                   uint threads [[threads_per_threadgroup]],
-                                   uint index [[thread_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void norm_rotate_kernel(
+    constant TiledParams& r [[buffer(kBufferParams)]], ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
+    uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
@@ -99,12 +100,10 @@ template <typename T, int V, typename I>
 //   the sum of a SIMD group, whatever the number of SIMD groups is: so the order of the sum follows from sizes alone.
 //   If v has a norm, each SIMD group takes some of its heads.
 template <typename T, int V>
-[[kernel]] void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
-                                        ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
-                                        uint2 group [[threadgroup_position_in_grid]],
-                                        uint2 threads [[threads_per_threadgroup]],
-                                        uint simd [[simdgroup_index_in_threadgroup]],
-                                        uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void norm_rotate_wide_kernel(
+    constant TiledParams& r [[buffer(kBufferParams)]], ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
+    uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant RopeParams& p = r.params;
   const uint simds = threads.x / kSimd, team = group.x * simds + simd;
@@ -112,6 +111,7 @@ template <typename T, int V>
   Share own = {simd, group.x};
   if (!k_all_heads) own = share_at(r, team);
   const Token<ulong> token = token_at<ulong>(r, buffers, own.t);
+  const Rows<T, ulong> rows = rows_of(r, buffers, token);
 
   // The heads of this SIMD group, or if they are taken together of this threadgroup, are first, first + step ...
   const int side = int(group.y);
@@ -124,7 +124,7 @@ template <typename T, int V>
   if (together && has(k_normalised, side)) {
     for (uint part = simd; part < kSimd; part += simds) {
       const Walk of_part = walk_of(part * kSimd + lane, kSimd * kSimd, r.chunks);
-      const float sum = squares_of<T, V>(r, buffers, token, start, end, of_part);
+      const float sum = squares_of<T, V>(r, rows, token, start, end, of_part);
       if (lane == 0) parts[part] = sum;
     }
     // In place, a thread may write after the barrier what others have read before it.
@@ -138,22 +138,21 @@ template <typename T, int V>
       const uint h = first + i * walk.head_step;
       scales[i] = scale;
       if (!together && h < end && has(k_normalised, side_of(r, h)))
-        scales[i] =
-            scale_of(squares_of<T, V>(r, buffers, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
+        scales[i] = scale_of(squares_of<T, V>(r, rows, token, h, h + 1, {lane, kSimd, 0, 1}), p.sides[kQ].head_dim, p);
     }
     for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
       const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
       const bool rotates = chunk.rotated && first < r.first[kV];
-      const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, index);
+      const Angles<V> angles = common_angles<T, V>(r, buffers, token, rotates, chunk.index);
 #pragma unroll
       for (uint i = 0; i < kHeads; i++) {
         if (first + i * walk.head_step >= end) break;
-        const Head<T, ulong> head = head_at(r, buffers, token, first + i * walk.head_step);
+        const Head<T, ulong> head = head_at(r, rows, token, first + i * walk.head_step);
         if (!head.written || !must_write(head.side, chunk)) continue;
         Numbers<V> weights;
         if (has(k_normalised, head.side) && head.side != kV)
           weights = weights_of<T, V>(r, buffers, head.side, head.index, chunk);
-        finish(r, buffers, token, head, index, read(head.in, head.in_stride, chunk), scales[i], weights, angles);
+        finish(r, buffers, token, head, chunk, read(head.in, head.in_stride, chunk), scales[i], weights, angles);
       }
     }
   }

@@ -24,17 +24,16 @@ struct BackwardChunk {
   Numbers<V> x, gradient, weighted;
 };
 
-// Reads chunk `index` of a head. x: q or k before the norm.
+// Reads a chunk of a head. x: q or k before the norm.
 template <typename T, int V>
 inline BackwardChunk<V> backward_chunk_at(constant TiledParams& r, Buffers<T> buffers, device const T* x,
-                                          Token<ulong> token, Head<T, ulong> head, uint index, Angles<V> angles,
-                                          Numbers<V> weights) {
-  const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
+                                          Token<ulong> token, Head<T, ulong> head, Chunk<V, ulong> chunk,
+                                          Angles<V> angles, Numbers<V> weights) {
   constant rope_int* strides = r.before[head.side];
   BackwardChunk<V> c;
   c.x = to<float>(read(x + offset_of(strides, token.b, token.s, head.index), ulong(strides[3]), chunk));
   c.gradient = to<float>(read(head.in, head.in_stride, chunk));
-  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, index);
+  if (k_by_head && chunk.rotated) angles = angles_of<T, V>(r, buffers, token, head.index, chunk.index);
   if (chunk.rotated) c.gradient = rotated_chunk<T>(c.gradient, angles);
   c.weighted = product(c.gradient, weights);
   return c;
@@ -60,10 +59,10 @@ inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, 
 
 // Each head is normalised by itself. An item is kHeads neighbouring heads.
 template <typename T, int V>
-[[kernel]] void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
-                                     uint2 group [[threadgroup_position_in_grid]],
-                                     uint2 groups [[threadgroups_per_grid]], uint2 threads [[threads_per_threadgroup]],
-                                     uint index [[thread_index_in_threadgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void norm_backward_kernel(
+    ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+    uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -83,15 +82,16 @@ template <typename T, int V>
     const bool inside = first_item + own_team < end;
     const ulong item = inside ? first_item + own_team : begin, t = item / per_token;
     const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
+    const Row<T, ulong> row = row_of(r, buffers, token, side);
     const Angles<V> angles = common_angles<T, V>(r, buffers, token, active && chunk.rotated, lane);
     for (uint i = 0; i < kHeads; i++) {
       const uint h = uint(item - t * per_token) * kHeads + i;
       const bool present = active && inside && h < heads;
-      const Head<T, ulong> head = head_at(r, buffers, token, side, ulong(min(h, heads - 1)));
+      const Head<T, ulong> head = head_at(row, token, side, ulong(min(h, heads - 1)));
       BackwardChunk<V> c;
       float squares = 0.0f, products = 0.0f;
       if (present) {
-        c = backward_chunk_at(r, buffers, x, token, head, lane, angles, weights);
+        c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
         squares = sum_of_products(c.x, c.x, chunk);
         products = sum_of_products(c.weighted, c.x, chunk);
       }
@@ -117,12 +117,11 @@ template <typename T, int V>
 // chunks of an item: each reads its chunks again in all of these items, writes their gradients, and adds to the sums of
 // the weights' gradients. So no order follows from the number of threads.
 template <typename T, int V>
-[[kernel]] void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
-                                          uint2 group [[threadgroup_position_in_grid]],
-                                          uint2 groups [[threadgroups_per_grid]],
-                                          uint2 threads [[threads_per_threadgroup]],
-                                          uint simd [[simdgroup_index_in_threadgroup]],
-                                          uint lane [[thread_index_in_simdgroup]]) {
+[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void norm_backward_wide_kernel(
+    ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
+    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+    uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -141,14 +140,15 @@ template <typename T, int V>
     for (uint i = simd; i < count; i += threads.x / kSimd) {
       const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
       const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
+      const Row<T, ulong> row = row_of(r, buffers, token, side);
       Sum squares, products;
       for (uint index = walk.chunk; index < r.chunks; index += walk.chunk_step) {
         const Chunk<V, ulong> chunk = chunk_at<V, ulong>(r, index);
         const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
         for (ulong h = walk.head; h < heads; h += walk.head_step) {
-          const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
+          const Head<T, ulong> head = head_at(row, token, side, first_head + h);
           const Numbers<V> weights = weights_of<T, V>(r, buffers, side, head.index, chunk);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
           squares.add(sum_of_products(c.x, c.x, chunk));
           products.add(sum_of_products(c.weighted, c.x, chunk));
         }
@@ -169,9 +169,10 @@ template <typename T, int V>
         for (uint i = 0; i < count; i++) {
           const ulong t = (some + i) / items_of_token, first_head = some + i - t * items_of_token;
           const Token<ulong> token = token_at<ulong>(r, buffers, uint(t));
-          const Head<T, ulong> head = head_at(r, buffers, token, side, first_head + h);
+          const Row<T, ulong> row = row_of(r, buffers, token, side);
+          const Head<T, ulong> head = head_at(row, token, side, first_head + h);
           const Angles<V> angles = common_angles<T, V>(r, buffers, token, chunk.rotated, index);
-          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, index, angles, weights);
+          const BackwardChunk<V> c = backward_chunk_at(r, buffers, x, token, head, chunk, angles, weights);
           finish_backward(c, Factors{factors[2 * i], factors[2 * i + 1]}, head, chunk, total);
         }
         for (int j = 0; j < 2 * V; j++) {
@@ -188,9 +189,11 @@ template <typename T, int V>
 // Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
 // q, 1 for k.
 template <typename T>
-[[kernel]] void sum_parts_kernel(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
-                                 device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
-                                 uint2 at [[thread_position_in_grid]]) {
+[[kernel, max_total_threads_per_threadgroup(kThreads)]] void sum_parts_kernel(constant SumParts& s [[buffer(0)]],
+                                                                              device const float* sums [[buffer(1)]],
+                                                                              device void* q_weight_grad [[buffer(2)]],
+                                                                              device void* k_weight_grad [[buffer(3)]],
+                                                                              uint2 at [[thread_position_in_grid]]) {
   const uint channels = s.channels[at.y];
   if (at.x >= channels) return;
   device const float* own = sums + (at.y == 0 ? 0 : ulong(s.parts) * s.channels[kQ]) + at.x;

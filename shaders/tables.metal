@@ -14,7 +14,7 @@ constant bool k_is_listed = k_listed != 0;
 // the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation, (a,
 // b).
 template <typename T, int V, typename I>
-[[kernel]] void table_backward_kernel(
+[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void table_backward_kernel(
     constant TableBackward& n [[buffer(kBufferParams)]], device const T* q_in [[buffer(kBufferQIn)]],
     device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
     device const T* q_before [[buffer(kBufferQBefore)]],

@@ -60,6 +60,9 @@ namespace mps {
 enum { kHeads = 4 };
 // The number of threads in a SIMD group. The host checks that the GPU agrees.
 enum { kSimd = 32 };
+// The most threads of a threadgroup: usually, and if it shares the work for all heads of a token, a part or a table
+// row.
+enum { kThreads = 128, kSharedThreads = 256 };
 
 // csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,
 // then those of k, then those of v, unless v is apart.

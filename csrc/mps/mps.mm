@@ -248,7 +248,7 @@ struct Mps : AnyBackend {
     Launch total({"norm_backward", "sum_parts", p.kernel.type}, weights,
                  {{1, &sums}, {2, call.weight_grad[kQ]}, {3, call.weight_grad[kK]}});
     total.set_params(s);
-    total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min(total.most, kThreads));
+    total.grid = grid_of({std::max(s.channels[kQ], s.channels[kK]), 2, 1}, std::min<rope_int>(total.most, kThreads));
     encode({&parts, &total});
   }
 
@@ -266,7 +266,7 @@ struct Mps : AnyBackend {
       launch.tensors.push_back({kBufferQBefore + i, call.x[i]});
     }
     if (n.tokens.listed) launch.tensors.append({{kBufferOrder, &order}, {kBufferStarts, &starts}});
-    const rope_int threads = std::min(launch.most, kSharedThreads);
+    const rope_int threads = std::min<rope_int>(launch.most, kSharedThreads);
     launch.grid = grid_of(p, n.tokens, threads);
     TORCH_CHECK_NOT_IMPLEMENTED(launch.grid.size.z <= UINT32_MAX, call.rotate.op, ": cos has ", launch.grid.size.z,
                                 " rows but must have at most ", UINT32_MAX, "; the tables are too large for Metal");
@@ -294,7 +294,7 @@ struct Mps : AnyBackend {
     Launch launch({"cos_sin", "cos_sin", type_of("rope.cos_sin", "dtype", call.cos)}, constants,
                   {{1, &positions}, {2, &call.inv_freq}, {3, &call.cos}, {4, &call.sin}});
     launch.set_params(c);
-    launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min(launch.most, kThreads));
+    launch.grid = grid_of({c.pairs, c.tokens, 1}, std::min<rope_int>(launch.most, kThreads));
     encode({&launch});
   }
 };

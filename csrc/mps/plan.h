@@ -276,9 +276,6 @@ inline Plan plan(const RotateCall& call, const Tensor* const* before = nullptr) 
   return plan;
 }
 
-// At most, per threadgroup: usually, and if a threadgroup shares the work for all heads of a token, a part or a row.
-constexpr rope_int kThreads = 128, kSharedThreads = 256;
-
 // A number of threads that is cut into threadgroups, or a number of threadgroups.
 struct Grid {
   Size3 size, group;  // group: of threads
@@ -298,7 +295,7 @@ inline rope_int group_threads(const Plan& plan, rope_int most) {
   const Side* const sides = plan.rotate.params.sides;
   const rope_int heads = plan.constants.all_heads ? std::max(sides[kQ].heads, sides[kK].heads) : 1;
   const rope_int threads = ceil_div(heads * plan.rotate.chunks, kSimd) * kSimd;
-  return std::clamp(threads, rope_int(kSimd), std::min(most, kSharedThreads));
+  return std::clamp(threads, rope_int(kSimd), std::min<rope_int>(most, kSharedThreads));
 }
 
 // Returns the grid of a kernel that rotates. most: how many threads a threadgroup may have, a multiple of kSimd. It has
@@ -307,7 +304,7 @@ inline Grid grid_of(const Plan& plan, rope_int most) {
   const Size3& work = plan.work;
   if (plan.constants.all_heads) return {work, {group_threads(plan, most), 1, 1}, true};
   const rope_int lanes = plan.constants.lanes, all = work.x * work.y * work.z * std::max(lanes, rope_int(1));
-  const rope_int threads = std::clamp(all / 32 / kSimd * kSimd, rope_int(kSimd), std::min(most, kThreads));
+  const rope_int threads = std::clamp(all / 32 / kSimd * kSimd, rope_int(kSimd), std::min<rope_int>(most, kThreads));
   if (!lanes) return grid_of(work, threads);
   return {{ceil_div(work.x, threads / lanes), 1, 1}, {threads, 1, 1}, true};
 }
@@ -328,7 +325,7 @@ inline rope_int cut_into_parts(const Plan& plan, rope_int most, NormBackward& n,
     n.items[i] = p.batch * p.seq * (all_heads ? 1 : plan.wide ? heads : ceil_div(heads, kHeads));
     s.channels[i] = unsigned(p.sides[kQ].head_dim * (all_heads ? heads : 1));
   }
-  const rope_int threads = plan.wide ? group_threads(plan, most) : std::min(most, kThreads);
+  const rope_int threads = plan.wide ? group_threads(plan, most) : std::min<rope_int>(most, kThreads);
   const rope_int items = std::max(n.items[kQ], n.items[kK]), parts = all_heads ? 256 : 1024,
                  least = plan.wide ? rope_int(kSimd) : threads / plan.constants.lanes * 4;
   n.part_items = unsigned(least * std::max(ceil_div(items, parts * least), rope_int(1)));

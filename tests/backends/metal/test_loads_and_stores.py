@@ -4,7 +4,9 @@ They need the simulator, which counts.
 """
 
 import math
+import re
 
+import metal
 import pytest
 import torch
 from cases import covering, name_of
@@ -247,6 +249,51 @@ def test_one_token_keeps_many_cores_busy(op, head_dim, device, simulated):
     assert math.prod(done["group"]) == 32 or head_dim == 80
     others = 3 + ("wide" in done["kernel"])
     assert done["messages"]["setBuffer"] == BOUND[op] and sum(done["messages"].values()) == BOUND[op] + others
+
+
+SOURCES = ["tables", "native tables", "tables by head", "inv_freq"]
+USUAL = {"dtype": HALVES, "tokens": [1, 4096], "interleaved": [False, True], "angles": SOURCES, "eager": [False, True]}
+OF_USUAL = [pytest.param(c, marks=[pytest.mark.exhaustive] * (i > 1)) for i, c in enumerate(covering(USUAL))]
+
+
+@pytest.mark.parametrize("case", OF_USUAL, ids=name_of)
+def test_a_kernel_keeps_its_numbers_in_registers(case, device, simulated):
+    """A compiler that knows the function constants leaves no array in memory.
+
+    It reads the strides of q, k and v once, before the loop over heads, so that it reads few parameters of the call.
+    """
+    dtype, tokens, _, angles, eager = case.values()
+    q, k, v = (randn(tokens, heads, 128, dtype=dtype) for heads in (8, 2, 2))
+    caches, weights = (
+        [[torch.empty_like(x, dtype=kind) for x in (k, v)] for kind in (dtype, torch.int8)],
+        weights_of(128),
+    )
+    scales = dict(k_scale=torch.ones(2).to("mps"), v_scale=torch.ones(1).to("mps"))
+    table = [t.to(dtype) for t in tables(tokens, 128)] if "native" in angles else tables(tokens, 128)
+    given = dict(zip(("cos", "sin"), table, strict=True)) if "tables" in angles else dict(inv_freq=freqs(128))
+    options = dict(interleaved=case["interleaved"])
+    by_position = given | options | dict(positions=torch.arange(tokens).to("mps"))
+    if angles == "tables by head":
+        k, by_head = q * 2, [t[None, :, None].expand(1, tokens, 8, 64) for t in table]
+        by_position = options | dict(zip(("cos", "sin"), by_head, strict=True))
+    else:
+        ops.rotate_into_cache_(q, k, v, *caches[0], **by_position, eager_rounding=eager)
+        ops.rotate_into_cache_(q, k, v, *caches[1], **by_position, **weights, **scales, slots=by_position["positions"])
+    ops.rotate_qk(q, k, **by_position, eager_rounding=eager)
+    ops.norm_rotate_qk(q, k, *weights.values(), **by_position)
+    over_heads = [w.expand(heads, 128) for w, heads in zip(weights.values(), (q.shape[1], k.shape[1]), strict=True)]
+    ops.norm_rotate_qk(q, k, *over_heads, **by_position)
+    for norm in weights.values(), over_heads:
+        ops._norm_rotate_qk_backward(q, k, q, k, *norm, **by_position)
+    if "tables" in angles:
+        table_backward((q, k), (q, k), **by_position)
+    else:
+        ops.cos_sin(torch.arange(tokens).to("mps"), given["inv_freq"])
+    for record in simulated.last_dispatches():
+        code = metal.specialised(record["source"], record["constants"])
+        assert not re.search(r"= alloca [\[%]", code), record["kernel"]
+        parameters = len(re.findall(r"load .*, ptr addrspace\(2\)", code))
+        assert parameters <= (50 if record["kernel"].startswith("rotate") else 75), record["kernel"]
 
 
 @pytest.mark.parametrize("tokens, heads, head_dim, accesses", [(2048, (2, 1), 128, 1), (128, (32, 8), 32, 2)])

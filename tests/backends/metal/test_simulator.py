@@ -127,6 +127,15 @@ def test_a_binding_of_an_earlier_kernel_does_not_count():
         reads_y(x)
 
 
+def test_a_kernel_may_limit_its_threadgroups():
+    source = (
+        LIBRARY + "[[kernel, max_total_threads_per_threadgroup(32)]] void limited(device float* x [[buffer(0)]]) {}\n"
+    )
+    launch(source, "limited", numbers(), n=-1, shared=0)
+    with pytest.raises(RuntimeError, match="a threadgroup has 64 threads but must have at most 32"):
+        launch(source, "limited", numbers(), n=-1, shared=0, group=(64, 1, 1))
+
+
 MISUSES = [
     "commandEncoder.. is used outside of the stream's queue",
     "a deadlock",

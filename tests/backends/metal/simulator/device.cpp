@@ -179,7 +179,7 @@ TORCH_LIBRARY(simulator, m) {
   m.def("compilations() -> int", [] { return int64_t(simulator::compilations); });
   // Starts or stops torch's profiler. Returns the names of the kernels that it saw since the call before.
   m.def("profile(bool on) -> str", &simulated_profile);
-  // Sets maxTotalThreadsPerThreadgroup of every pipeline.
+  // Limits maxTotalThreadsPerThreadgroup of every pipeline.
   m.def("max_threads(int threads) -> ()", [](int64_t threads) { simulator::max_threads = size_t(threads); });
 }
 

@@ -57,7 +57,10 @@ void record(const Dispatch& d) {
   const auto size = [&](const char* name, auto of) {
     out << "'" << name << "': [" << of(0) << ", " << of(1) << ", " << of(2) << "], ";
   };
-  out << "{'kernel': '" << k.name << "', 'rints': " << rints << ", ";
+  out << "{'kernel': '" << k.name << "', 'source': '" << d.pipeline.library->source << "', 'rints': " << rints << ", ";
+  out << "'constants': {";
+  for (const auto& [index, value] : d.pipeline.constants) out << index << ": " << value << ", ";
+  out << "}, ";
   size("threads", [&](int axis) { return d.threads[axis]; });
   size("group", [&](int axis) { return d.group[axis]; });
   size("groups", [&](int axis) { return groups(d, axis); });
@@ -111,7 +114,8 @@ const Library* compile(const std::string& source) {
   const std::string path = text.substr(0, text.find('\n'));
   void* const opened = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!opened) fail(dlerror());
-  return known = new Library{static_cast<const Kernel*>(dlsym(opened, "simulator_kernels")),
+  return known = new Library{path.substr(0, path.rfind('/')) + "/program_source",
+                             static_cast<const Kernel*>(dlsym(opened, "simulator_kernels")),
                              static_cast<const Constant*>(dlsym(opened, "simulator_constants")),
                              static_cast<const Derived*>(dlsym(opened, "simulator_derived"))};
 }
@@ -132,6 +136,8 @@ Pipeline pipeline(const Library& library, const std::string& kernel, const Value
   }
   return made;
 }
+
+size_t most_threads(const Pipeline& p) { return std::min<size_t>(max_threads, p.kernel->max_threads); }
 
 // ---- memory ----
 
@@ -160,7 +166,8 @@ void validate(const Dispatch& d) {
   };
   const size_t group = d.group[0] * d.group[1] * d.group[2];
   if (!group) wrong("the threadgroup is empty");
-  if (group > max_threads) wrong("a threadgroup has ", group, " threads but must have at most ", max_threads);
+  const size_t most = most_threads(d.pipeline);
+  if (group > most) wrong("a threadgroup has ", group, " threads but must have at most ", most);
   for (const size_t threads : d.threads) {
     if (!threads) wrong("the grid is empty");
     if (threads > UINT32_MAX) wrong("the grid has ", threads, " threads on an axis but must have at most ", UINT32_MAX);

@@ -14,8 +14,9 @@
 
 namespace simulator {
 
-struct Library {  // lists that end with an element without a name
-  const Kernel* kernels;
+struct Library {
+  std::string source;     // the path of the translated source
+  const Kernel* kernels;  // these lists end with an element without a name
   const Constant* constants;
   const Derived* derived;
 };
@@ -30,6 +31,7 @@ struct Pipeline {
   std::vector<bool> absent;  // for each parameter, whether the function constants leave it out
 };
 Pipeline pipeline(const Library&, const std::string& kernel, const Values& constants);
+size_t most_threads(const Pipeline&);  // maxTotalThreadsPerThreadgroup
 
 // Memory that can be bound for a kernel. Large buffers are sparse, and the emulator does not know them.
 class Buffer {
@@ -59,7 +61,7 @@ struct Dispatch {
 void run(const Dispatch&);  // checks and executes it
 
 constexpr size_t kThreadgroupMemory = 32 * 1024;
-extern size_t max_threads;      // the largest threadgroup that a pipeline allows
+extern size_t max_threads;      // the largest threadgroup that any pipeline allows
 std::string last_dispatches();  // a list in Python of those since the call before, at most 1000
 
 [[noreturn]] void fail(const std::string&);

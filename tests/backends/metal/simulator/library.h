@@ -35,6 +35,7 @@ struct Call;
 struct Kernel {
   static const int kMost = 31;  // the largest number of parameters
   const char* name;
+  unsigned max_threads;  // of a threadgroup: max_total_threads_per_threadgroup, or 1024
   void (*function)();
   void (*call)(const Call&);
   int count;

@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 # The names of functions and of types that metal_stdlib declares.
 FUNCTIONS = re.findall(r"\b[A-Z]+(?:_\d)?\((?!name\b)(\w+)\)", (HERE / "metal/functions.h").read_text())
 ATTRIBUTES = set(re.findall(r"^  k(\w+),$", (HERE / "library.h").read_text(), re.M))
+LIMIT = r"max_total_threads_per_threadgroup\(([\w:]+)\)"
 VECTOR = r"\b(?:metal::)?((?:float|half|bfloat|u?char|u?short|u?int|u?long)[234]|vec<\s*\w+\s*,\s*\w+\s*>)\s*\("
 # Features that Metal lacks. C++14 has them, or clang accepts them although C++14 has not.
 NOT_METAL = {
@@ -90,9 +91,9 @@ def check(text: str) -> None:
     for found in re.finditer(r"(?:\bnamespace\b\s*([\w:]*)\s*)?\{|\}|\bkernel\b", text):
         if found[0] == "kernel":
             if namespaces := [name for name in scopes if name is not None]:
-                name = re.compile(r"\W*(?:void|decltype\W)\s*([\w:]+)").match(text, found.end())
+                name = re.compile(rf"(?:\W|{LIMIT})*(?:void|decltype\W)\s*([\w:]+)").match(text, found.end())
                 where = f"in namespace {'::'.join(namespaces)}, but kernels must be at global scope"
-                refuse(found.start(), f"kernel {name[1] if name else ''} is {where}, where the host finds their names")
+                refuse(found.start(), f"kernel {name[2] if name else ''} is {where}, where the host finds their names")
         elif found[0] == "}":
             del scopes[-1:]
         else:
@@ -133,8 +134,9 @@ def translated(text: str) -> str:
     text = re.sub(constant, defined, text)
 
     attributes_of, count = {}, itertools.count()
-    while found := re.search(r"(?:\[\[\s*kernel\s*\]\]|\bkernel\b)\s+void\s+(\w+)\s*\(", text):
-        name, end = found[1], closing(text, found.end() - 1)
+    kernel = rf"(?:\[\[\s*kernel\s*(?:,\s*{LIMIT}\s*)?\]\]|\bkernel\b)\s+void\s+(\w+)\s*\("
+    while found := re.search(kernel, text):
+        limit, name, end = found[1] or 1024, found[2], closing(text, found.end() - 1)
         parameters, attributes = arguments(text[found.end() : end]), []
         for i, parameter in enumerate(parameters):
             declared, *lists = re.split(r"\[\[(.*?)\]\]", parameter, flags=re.S)
@@ -149,8 +151,8 @@ def translated(text: str) -> str:
                 raise NotMetal(f"kernel {name}: {present} must be a bool that follows from the function constants")
             attributes.append(f"{{simulator::k{attribute}, {index or 0}, {f'&{present}' if present else 'nullptr'}}}")
             # Metal's compiler assumes that buffers do not overlap, so the optimiser may assume it here.
-            parameters[i] = re.sub(r"\*\s*(\w+)\s*$", r"* __restrict \1", declared)
-        attributes_of[name] = f"LIST({', '.join(attributes)})"
+            parameters[i] = re.sub(r"([*&])\s*(\w+)\s*$", r"\1 __restrict \2", declared)
+        attributes_of[name] = f"{limit}, LIST({', '.join(attributes)})"
         after = closing(text, text.index("{", end)) + 1
         plain = not re.search(r"template\s*<[^;{}]*>\s*$", text[: found.start()])
         registered = f' KERNEL({next(count)}, "{name}", {attributes_of[name]}, {name});' if plain else ""
@@ -256,12 +258,29 @@ def compiled(source: str, folder: Path, library: Path) -> Path:
             except NotMetal as error:
                 raise NotMetal(re.sub("|".join(SPACES), lambda space: SPACES[space[0]], str(error))) from None
             base += ["metal/shim.h", *LANGUAGE]
-            run(*base, *STRICT, "-fsyntax-only", "-DSIMULATOR_ADDRESS_SPACES", cpp)
+            run(*base, *STRICT, "-fsyntax-only", *with_constants({}), cpp)
             run(*base, *flags, "-o", Path(own, "library.so"), cpp, "-x", "none", library)
             with contextlib.suppress(OSError):  # another process has compiled it meanwhile
                 Path(own).rename(made)
             Path(own).mkdir(exist_ok=True)
     return made / "library.so"
+
+
+def with_constants(values: dict[int, int]) -> list[str]:
+    """Returns the flags for a build with clang's address spaces and with these function constants."""
+    all_values = ",".join(str(values.get(i, 0)) for i in range(max(values, default=-1) + 1))
+    return ["-DSIMULATOR_ADDRESS_SPACES", f"-DSIMULATOR_VALUES={all_values}"]
+
+
+def specialised(cpp: Path, values: dict[int, int]) -> str:
+    """Returns the optimised LLVM code of a translated source with these function constants.
+
+    Address spaces are 1 for device, 2 for constant and 3 for threadgroup.
+    """
+    flags = ["-O3", "-emit-llvm", "-S", "-o", "-", "-ffp-contract=off", "-fno-strict-aliasing"]
+    flags += ["-fno-vectorize", "-fno-slp-vectorize"]
+    base = [compiler(), f"-I{HERE}", "-include", "metal/shim.h", *LANGUAGE, *processor()]
+    return run(*base, *with_constants(values), *flags, cpp)
 
 
 if __name__ == "__main__":

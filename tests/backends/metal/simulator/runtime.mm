@@ -143,7 +143,7 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
 @end
 @implementation SimulatedPipeline
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
-  return simulator::max_threads;
+  return simulator::most_threads(*pipeline_);
 }
 - (NSUInteger)threadExecutionWidth {
   return 32;

@@ -40,7 +40,8 @@ def load() -> None:
 def last_dispatches() -> list[dict]:
     """Returns records of the kernels that ran since the call before, at most 1000.
 
-    A record has the keys kernel, threads (of the grid, [x, y, z]), group (the threads of a threadgroup), groups (the number
+    A record has the keys kernel, source (the path of its library's source, as C++), constants (index to value of function
+    constants), threads (of the grid, [x, y, z]), group (the threads of a threadgroup), groups (the number
     of threadgroups), rints (the number of calls of rint), messages (name to the number that the encoder got since the
     previous dispatch) and buffers. The last maps the index of a buffer to its bytes, bytes_read, bytes_written, loads and
     stores; these two map the size of an access in bytes to the number of accesses. A buffer that is bound twice has the same

@@ -16,10 +16,11 @@
 #define EACH_FLOAT(X, name) \
   X(float, float, name) EACH_VECTOR(X, float, name) X(half, half, name) EACH_VECTOR(X, half, name)
 #define EACH_WIDTH(X, T, name) X(T, T, name) EACH_VECTOR(X, T, name)
-#define EACH_INTEGER(X, name)                                                                                \
-  EACH_WIDTH(X, char, name)                                                                                  \
-  EACH_WIDTH(X, uchar, name) EACH_WIDTH(X, short, name) EACH_WIDTH(X, ushort, name) EACH_WIDTH(X, int, name) \
-      EACH_WIDTH(X, uint, name) EACH_WIDTH(X, long, name) EACH_WIDTH(X, ulong, name)
+#define EACH_INTEGER(X, name)                                                                               \
+  EACH_WIDTH(X, char, name)                                                                                 \
+  EACH_WIDTH(X, uchar, name)                                                                                \
+  EACH_WIDTH(X, short, name) EACH_WIDTH(X, ushort, name) EACH_WIDTH(X, int, name) EACH_WIDTH(X, uint, name) \
+      EACH_WIDTH(X, long, name) EACH_WIDTH(X, ulong, name)
 
 #define OF_1(T, S, name) T name(T) NOT_RUN;
 #define OF_2(T, S, name) T name(T, T) NOT_RUN;

@@ -1,6 +1,6 @@
 // Stands in for metal_stdlib in shaders that metal.py has translated to C++14. Address spaces vanish, and
 // -fsanitize=thread shows the emulator every load and store. With SIMULATOR_ADDRESS_SPACES they are clang's address
-// spaces instead, which serves to check the source; that build never runs.
+// spaces instead, which serves to check the source, and to look at what a compiler makes of it; that build never runs.
 #pragma once
 #pragma clang system_header
 
@@ -53,6 +53,14 @@ T max(T x, T y) {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 
+#ifdef SIMULATOR_ADDRESS_SPACES
+void threadgroup_barrier(mem_flags) __attribute__((convergent));
+template <typename T>
+T simd_shuffle(T, ushort) __attribute__((const, convergent));
+template <typename T>
+T simd_shuffle_xor(T, ushort) __attribute__((const, convergent));
+}  // namespace metal
+#else
 // The default arguments are the file and line of the caller.
 #define WHERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 inline void threadgroup_barrier(mem_flags flags, WHERE) {
@@ -85,6 +93,7 @@ T simd_shuffle_xor(T x, ushort mask, WHERE) {
 }
 #undef WHERE
 }  // namespace metal
+#endif
 
 using namespace metal;  // as_type and vector types are global in Metal
 template <typename T, typename F>
@@ -103,7 +112,9 @@ namespace simulator {
 #ifdef SIMULATOR_ADDRESS_SPACES
 #define COPY_OF(...) simulator::copy_of(__VA_ARGS__)
 template <typename T>
-T copy_of(const T&);
+T copy_of(const T& x) {
+  return x;
+}
 template <typename T>
 T copy_of(constant T&);
 template <typename T>
@@ -189,11 +200,16 @@ struct Signature {
 }  // namespace simulator
 
 #ifdef SIMULATOR_ADDRESS_SPACES
-#define VARIABLE(type, name) extern const type name
-#define CONSTANT(...)
-#define DERIVED(...)
+// The function constants have the values SIMULATOR_VALUES, in the order of their indices, and then 0.
+namespace simulator {
+constexpr int values[100] = {SIMULATOR_VALUES};
+}
+#define VARIABLE(type, name)
+#define CONSTANT(name, index) static const int name = simulator::values[index]
+#define DERIVED(name, ...) static const bool name = __VA_ARGS__
 #define KERNEL(...)
-#define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
+#define INSTANCE(number, host_name, limit, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
+#define inline inline __attribute__((always_inline))  // Metal's compiler inlines every function
 #else
 // The list ends before the first element without a name.
 extern "C" simulator::Constant simulator_constants[100] = {};
@@ -208,11 +224,12 @@ struct Registered {
   }
   UNWATCHED Registered(const char* name, void (*compute)()) { *first_free(simulator_derived) = {name, compute}; }
   template <typename... P>
-  UNWATCHED Registered(const char* name, void (*function)(P...), std::initializer_list<Parameter> parameters) {
+  UNWATCHED Registered(const char* name, void (*function)(P...), unsigned max_threads,
+                       std::initializer_list<Parameter> parameters) {
     static_assert(sizeof...(P) <= Kernel::kMost, "the simulator does not support this many parameters");
     Kernel* const k = first_free(simulator_kernels);
-    *k = {
-        name, reinterpret_cast<void (*)()>(function), Signature<P...>::call, sizeof...(P), {}, {Passed<P>::type()...}};
+    *k = {name, max_threads,           reinterpret_cast<void (*)()>(function), Signature<P...>::call, sizeof...(P),
+          {},   {Passed<P>::type()...}};
     for (const Parameter& p : parameters) k->parameters[&p - parameters.begin()] = p;
   }
   template <typename T>
@@ -228,7 +245,7 @@ struct Registered {
 #define VARIABLE(type, name) static type name
 #define CONSTANT(name, index) static const simulator::Registered registered_##name(#name, index, &name)
 #define DERIVED(name, ...) static const simulator::Registered registered_##name(#name, [] { name = __VA_ARGS__; })
-#define KERNEL(number, host_name, attributes, ...) \
-  static const simulator::Registered registered_##number(host_name, &__VA_ARGS__, attributes)
+#define KERNEL(number, host_name, limit, attributes, ...) \
+  static const simulator::Registered registered_##number(host_name, &__VA_ARGS__, limit, attributes)
 #define INSTANCE KERNEL
 #endif

@@ -29,7 +29,7 @@ float fabs(float);
 namespace precise {
 float sqrt(float);
 float divide(float, float);
-}
+}  // namespace precise
 bool isfinite(float);
 template <typename T>
 T min(T, T);
@@ -71,4 +71,4 @@ V vector(S...);
 #define CONSTANT(...)
 #define DERIVED(...)
 #define KERNEL(...)
-#define INSTANCE(number, host_name, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
+#define INSTANCE(number, host_name, limit, attributes, ...) template decltype(__VA_ARGS__) __VA_ARGS__
