@@ -27,22 +27,13 @@
 // 64 bits.
 #pragma once
 
-#include <cstring>
 #include <string_view>
 
 #include "../call.h"
 #include "../plan.h"
-#include "kernels.h"
 #include "source.h"
 
 namespace rope::mps {
-
-struct Constants {
-#define ROPE_MEMBER(index, name) int name;
-  ROPE_CONSTANTS(ROPE_MEMBER)
-#undef ROPE_MEMBER
-  bool operator<(const Constants& other) const { return std::memcmp(this, &other, sizeof other) < 0; }
-};
 
 struct Size3 {
   rope_int x, y, z;

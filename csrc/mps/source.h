@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+#include "kernels.h"
+
 namespace rope::mps {
 
 // A file of shaders/. shaders/embed.py writes the source that defines kShaders.
@@ -43,6 +45,14 @@ struct Kernel {
     return shader->text +
            ("template [[host_name(\"" + name() + "\")]] [[kernel]] decltype(" + instance + ") " + instance + ";\n");
   }
+};
+
+// The values of the function constants, which Metal takes when it makes a pipeline of a kernel.
+struct Constants {
+#define ROPE_MEMBER(index, name) int name;
+  ROPE_CONSTANTS(ROPE_MEMBER)
+#undef ROPE_MEMBER
+  auto operator<=>(const Constants&) const = default;
 };
 
 }  // namespace rope::mps

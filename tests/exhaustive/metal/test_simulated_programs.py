@@ -1,12 +1,18 @@
 """Tests of processes with the simulated mps device: modules, and a compiler that contracts."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import simulator
+import simulator_build
+import torch
 from cases import ROOT, python
+
+from torch_rope.selfcheck import metal
+from torch_rope.selfcheck.checks import Check
 
 pytestmark = pytest.mark.simulator
 SOURCE = """#include <metal_stdlib>
@@ -69,6 +75,21 @@ for folder in set(re.findall(r"/.*/shaders/.*(?=/library.so)", Path("/proc/self/
     assert decode == "1" and instances == ["1"] * 4
     kernels = ["norm_backward_bfloat_v4", "norm_rotate_bfloat_v8_u32", "rotate_bfloat_v8_u32", "sum_parts_bfloat"]
     assert training.split() == ["4", *kernels]
+
+
+def test_the_program_of_github_s_macs_makes_every_pipeline(tmp_path):
+    """.github/workflows/metal.yml compiles and runs it on macOS."""
+    program, source, kernels = tmp_path / "pipelines", "tests/exhaustive/metal/pipelines.mm", tmp_path / "kernels"
+    assert len((ROOT / source).read_text().splitlines()) <= 120
+    simulator_build.program(source, program)
+    kernels.mkdir()
+    assert not subprocess.run([program, kernels], check=True, capture_output=True).stdout
+    names = {path.stem for path in kernels.iterdir()}
+    assert names >= {name for cases in metal.groups(Check(torch.device("cpu"))).values() for name in cases}
+    assert all(path.read_text().count("[[host_name(") == 1 for path in kernels.iterdir())
+    *lines, last = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    found = {line.split()[0]: int(re.search(r"maxTotalThreadsPerThreadgroup +(\d+)", line)[1]) for line in lines}
+    assert found.keys() == names and set(found.values()) == {128, 256} and last.startswith("cos_sin_float: error ")
 
 
 def test_the_rotation_does_not_depend_on_contraction():

@@ -107,6 +107,9 @@ void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block) {
 }
 @end
 @implementation SimulatedBuffer
+- (void*)contents {
+  return (*memory_)->data;
+}
 - (void)dealloc {
   delete memory_;
   [super dealloc];
@@ -217,15 +220,18 @@ id made_by(NSError** error, F make) {
   delete now_;
   [super dealloc];
 }
+- (void)check:(const char*)what {
+  check_on_queue(what);
+}
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
-  check_on_queue("setComputePipelineState");
+  [self check:"setComputePipelineState"];
   now_->messages["setComputePipelineState"]++;
   if (!state) fail("setComputePipelineState got nil");
   now_->pipeline = *((SimulatedPipeline*)state)->pipeline_;
   now_->pipelines++;
 }
 - (void)bind:(simulator::Binding)binding at:(NSUInteger)index {
-  check_on_queue("a command encoder");
+  [self check:"a command encoder"];
   if (index >= simulator::kBindings) fail("buffer " + std::to_string(index) + " does not exist");
   if (binding.offset > binding.memory->bytes)
     fail("byte offset " + std::to_string(binding.offset) + " is past the end of buffer " + std::to_string(index));
@@ -246,19 +252,19 @@ id made_by(NSError** error, F make) {
   [self bind:{memory, 0, true} at:index];
 }
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
-  check_on_queue("memoryBarrierWithScope");
+  [self check:"memoryBarrierWithScope"];
   if (scope != MTLBarrierScopeBuffers) fail("memoryBarrierWithScope got another scope than that of buffers");
   now_->messages["memoryBarrierWithScope"]++;
 }
 - (void)setThreadgroupMemoryLength:(NSUInteger)length atIndex:(NSUInteger)index {
-  check_on_queue("setThreadgroupMemoryLength");
+  [self check:"setThreadgroupMemoryLength"];
   now_->messages["setThreadgroupMemoryLength"]++;
   if (index >= simulator::kBindings) fail("threadgroup memory " + std::to_string(index) + " does not exist");
   if (length % 16) fail("threadgroup memory has " + std::to_string(length) + " bytes but must have a multiple of 16");
   now_->threadgroup_memory[index] = length;
 }
 - (void)dispatch:(MTLSize)threads group:(MTLSize)group by:(const char*)message {
-  check_on_queue("a dispatch");
+  [self check:"a dispatch"];
   now_->messages[message]++;
   now_->threads[0] = threads.width, now_->threads[1] = threads.height, now_->threads[2] = threads.depth;
   now_->group[0] = group.width, now_->group[1] = group.height, now_->group[2] = group.depth;
@@ -275,6 +281,38 @@ id made_by(NSError** error, F make) {
 }
 - (void)endEncoding {
   fail("endEncoding was sent to the encoder that PyTorch shares among operators");
+}
+@end
+
+// The queue, the command buffer and the encoder of a program without torch.
+@interface SimulatedCommands : SimulatedEncoder <MTLCommandQueue, MTLCommandBuffer>
+@end
+@implementation SimulatedCommands
+- (void)check:(const char*)what {
+}
+- (id<MTLCommandBuffer>)commandBuffer {
+  return self;
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  return self;
+}
+- (void)endEncoding {
+}
+- (void)commit {
+}
+- (void)waitUntilCompleted {
+}
+- (NSError*)error {
+  return nil;
+}
+@end
+
+@implementation SimulatedDevice (Program)
+- (id<MTLCommandQueue>)newCommandQueue {
+  return [SimulatedCommands new];
+}
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  return (id<MTLBuffer>)simulated_buffer(length);
 }
 @end
 
@@ -358,6 +396,7 @@ void* simulated_buffer(size_t bytes) {
   buffer->memory_ = new std::shared_ptr<simulator::Buffer>(std::make_shared<simulator::Buffer>(bytes));
   return buffer;
 }
+id<MTLDevice> MTLCreateSystemDefaultDevice() { return [SimulatedDevice new]; }
 void simulated_release(void* buffer) { [(id)buffer release]; }
 void* simulated_contents(const void* buffer) {
   return buffer ? (*((SimulatedBuffer*)const_cast<void*>(buffer))->memory_)->data : nullptr;

@@ -122,6 +122,14 @@ def build() -> Path:
     return ROOT / library
 
 
+def program(source: str, out: Path) -> None:
+    """Compiles a program in Objective-C++ that uses Metal without torch, and the embedded shaders, for the simulated device."""
+    library, objc = build(), _objc()
+    command = f"{metal.compiler()} {COMMON} {OBJECTIVE} -isystem {objc}/include {source} {library.parent}/shaders.cpp"
+    command += f" -x none {library} -Wl,-rpath,{library.parent} -L{objc} -lobjc -lBlocksRuntime -o {out}"
+    subprocess.run(command.split(), cwd=ROOT, check=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--missing"]:
         reason = problem()

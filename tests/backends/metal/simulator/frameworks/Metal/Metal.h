@@ -17,6 +17,7 @@ static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUIntege
 
 typedef NS_ENUM(NSUInteger, MTLDataType) { MTLDataTypeInt = 29 };
 typedef NS_ENUM(NSUInteger, MTLLanguageVersion) { MTLLanguageVersion3_1 = (3 << 16) + 1 };
+typedef NS_ENUM(NSUInteger, MTLResourceOptions) { MTLResourceStorageModeShared = 0 };
 typedef NS_ENUM(NSUInteger, MTLBarrierScope) { MTLBarrierScopeBuffers = 1 };
 typedef NS_ENUM(NSInteger, MTLMathMode) { MTLMathModeSafe = 0, MTLMathModeFast = 2 };
 typedef NS_ENUM(NSInteger, MTLMathFloatingPointFunctions) {
@@ -39,6 +40,7 @@ INSTANCE_VARIABLES(void* values_;)
 @end
 
 @protocol MTLBuffer <NSObject>
+- (void*)contents;
 @end
 
 @protocol MTLFunction <NSObject>
@@ -55,9 +57,12 @@ INSTANCE_VARIABLES(void* values_;)
 @property(readonly) NSUInteger threadExecutionWidth;
 @end
 
+@protocol MTLCommandQueue;
 @protocol MTLDevice <NSObject>
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function error:(NSError**)error;
+- (id<MTLCommandQueue>)newCommandQueue;
+- (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 @end
 
 @protocol MTLCommandEncoder <NSObject>
@@ -75,13 +80,22 @@ INSTANCE_VARIABLES(void* values_;)
 @end
 
 @protocol MTLCommandBuffer <NSObject>
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;
+- (void)waitUntilCompleted;
+@property(readonly) NSError* error;
 @end
 
 @protocol MTLCommandQueue <NSObject>
+- (id<MTLCommandBuffer>)commandBuffer;
 @end
 @protocol MTLSharedEvent <NSObject>
 @end
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
 @class MTLCaptureManager;
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    __attribute__((visibility("default"))) id<MTLDevice> MTLCreateSystemDefaultDevice(void);
