@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import frequencies
+from .frequencies.kinds import in_two_parts, on_device
 
 
 def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> Tensor:
@@ -138,6 +139,41 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
         raise ValueError(f"torch_rope.multimodal.axial: axes is {axes} but must be at least 1")
     n = inv_freq.shape[-1]
     return by_axis(torch.cat([inv_freq] * axes, -1), [j // n for j in range(axes * n)], axes)
+
+
+def position_parts(positions: Tensor, inv_freq: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Returns the arguments with which axial_cos_sin has the angles of float64 positions on a device without float64 (mps).
+
+    A position becomes the sum of two float32 numbers, and an axis becomes two: they have the same frequencies, and one of
+    the two numbers each. axial_cos_sin adds up the angles of all axes.
+
+    Args:
+        positions: ``[axes, *P]``, float64, on the CPU.
+        inv_freq: ``[axes, pairs]``, float64, on the CPU.
+        device: where the tables are needed.
+
+    Returns:
+        (positions, inv_freq) on the device: ``[2 * axes, *P]``, float32, and ``[2 * axes, pairs]``, float64, or if the
+        device has no float64 ``[2, 2 * axes, pairs]``, float32, the sum of two parts.
+
+    Raises:
+        ValueError: positions and inv_freq do not have the same number of axes.
+        TypeError: positions or inv_freq is not float64. axial_cos_sin takes integers and float32 as they are.
+
+    Example::
+
+        grid = torch.linspace(0, 4096, 99, dtype=torch.float64).expand(3, 99)  # [axes, seq]
+        cos, sin = torch_rope.axial_cos_sin(*torch_rope.multimodal.position_parts(grid, inv_freq, "mps"))
+    """
+    for name, t in ("positions", positions), ("inv_freq", inv_freq):
+        if t.dtype != torch.float64:
+            raise TypeError(f"torch_rope.multimodal.position_parts: {name} is {str(t.dtype)[6:]} but must be float64")
+    if positions.dim() == 0 or inv_freq.dim() != 2 or len(positions) != len(inv_freq):
+        raise ValueError(
+            f"torch_rope.multimodal.position_parts: positions has shape {list(positions.shape)} and inv_freq "
+            f"{list(inv_freq.shape)} but they must be [axes, *P] and [axes, pairs]"
+        )
+    return in_two_parts(positions).flatten(0, 1).to(device), on_device(inv_freq.repeat(2, 1), device)
 
 
 # model_type of transformers -> the function for its order of axes, and the sections if its config does not give them

@@ -20,6 +20,18 @@ ORDERS = {
 }
 
 
+@pytest.mark.parametrize("axes", [1, 3])
+def test_positions_of_float64_keep_their_angles(axes, device):
+    """The numbers are as far from float32 as they can be: an angle of them rounded is off by up to 0.5."""
+    positions = (torch.rand(axes, 2, 50, dtype=torch.float64) - 0.5) * 2.0 ** torch.arange(1, 51) % 2**24
+    inv_freq = torch.rand(axes, 8, dtype=torch.float64)
+    parts = multimodal.position_parts(positions, inv_freq, device)
+    assert parts[0].shape == (2 * axes, 2, 50) and all(t.device.type == device for t in parts)
+    expected = torch_rope.reference.axial_cos_sin(positions, inv_freq, dtype=torch.float64)
+    for out, exact in zip(torch_rope.axial_cos_sin(*parts), expected, strict=True):
+        assert (out.cpu() - exact).abs().max() <= axes * 5e-7
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_pair_follows_its_axis(order, device):
     sections, axis_of, dtype = ORDERS[order]

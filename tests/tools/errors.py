@@ -24,6 +24,7 @@ rope(q, k, 4096) -> rope.rotate_qk: positions is 4096 but must be a tensor; pass
 rope(q, k, [0, 1, 2]) -> rope.rotate_qk: positions is of type list but must be a tensor; torch.as_tensor makes one
 rope(q, k, offset=torch.tensor(3)) -> torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
 rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
+multimodal.position_parts(ints[None], freq.double()[None], "cpu") -> positions is int64 but must be float64
 rope.angles(ints) -> torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq,
 norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> rope.norm_rotate_qk: eps is not ... here is norm_eps
 norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> norm_eps is None but must be a number
@@ -111,6 +112,7 @@ multimodal.by_axis(freq, [0, 1] * 4, 1) -> axes is [0, 1, ... but must have 8 nu
 axial_cos_sin(torch.zeros(2, 5), freq) -> inv_freq has shape [8] but must have shape [axes, rotary_dim
 multimodal.by_axis(freq, [0, 1]) -> axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
 multimodal.axial(freq, 0) -> axes is 0 but must be at least 1
+multimodal.position_parts(freq.double(), freq.double()[None], "cpu") -> positions has shape [8] and inv_freq [1, 8] but
 transformers.patch(nn.Linear(2, 2)) -> Linear is not patched: no module of it calls a rotary function
 diffusers.patch(nn.Linear(2, 2), rounding="exact") -> rounding is 'exact' but must be "eager" or "once"
 transformers.patch(of("diffusers")) -> a model of diffusers; pass it to torch_rope.integrations.diffusers.patch

@@ -22,10 +22,10 @@ class Frequencies(NamedTuple):
         return self._replace(inv_freq=on_device(self.inv_freq, device))
 
 
-def in_two_parts(inv_freq: Tensor) -> Tensor:
-    """Returns float64 frequencies as two float32 parts, stacked first, which add up to them."""
-    high = inv_freq.float()
-    return torch.stack([high, (inv_freq - high).float()])
+def in_two_parts(x: Tensor) -> Tensor:
+    """Returns float64 numbers as two float32 parts, stacked first, which add up to them to 48 bits."""
+    high = x.float()
+    return torch.stack([high, (x - high).float()])
 
 
 def has_float64(device: torch.device | str) -> bool:
