@@ -51,7 +51,7 @@ def program(body, expected, buffers=BUFFERS, tensors=1, x=slice(None), **options
 
 PROGRAMS = {
     "right": program(f"t[l] = x[i]; {BARRIER}; x[i] = t[31 - l];", [*range(31, -1, -1), *range(63, 31, -1)]),
-    "float16 keeps denormals": program("const half h = half(x[i] * 5.9604645e-8); x[i] = float(h) * 16777216;", [*range(64)]),
+    "float16 keeps denormals": program("const half h = half(x[i] * 5.9604645e-8f); x[i] = float(h) * 16777216;", [*range(64)]),
     "denormals become zero": program("x[i] = as_type<float>(int(i) + 1) * 1.5;", [0] * 64),
     "an argument that is left out": program("x[i] = k_has_y ? y[i] : 3;", [3] * 64, SOMETIMES_Y),
     # mistakes of shaders

@@ -3,6 +3,8 @@
 // metal.py reads the names from this file. RUN names what shim.h defines. The names and types are those of the Metal
 // Shading Language Specification, chapters 2 and 6.
 
+// clang-format off
+
 #define NOT_RUN __attribute__((unavailable("the simulator does not run it")))
 #define RUN(name)
 #define OTHER(name)            \
@@ -16,11 +18,9 @@
 #define EACH_FLOAT(X, name) \
   X(float, float, name) EACH_VECTOR(X, float, name) X(half, half, name) EACH_VECTOR(X, half, name)
 #define EACH_WIDTH(X, T, name) X(T, T, name) EACH_VECTOR(X, T, name)
-#define EACH_INTEGER(X, name)                                                                               \
-  EACH_WIDTH(X, char, name)                                                                                 \
-  EACH_WIDTH(X, uchar, name)                                                                                \
-  EACH_WIDTH(X, short, name) EACH_WIDTH(X, ushort, name) EACH_WIDTH(X, int, name) EACH_WIDTH(X, uint, name) \
-      EACH_WIDTH(X, long, name) EACH_WIDTH(X, ulong, name)
+#define EACH_INTEGER(X, name) \
+  EACH_WIDTH(X, char, name) EACH_WIDTH(X, uchar, name) EACH_WIDTH(X, short, name) EACH_WIDTH(X, ushort, name) \
+  EACH_WIDTH(X, int, name) EACH_WIDTH(X, uint, name) EACH_WIDTH(X, long, name) EACH_WIDTH(X, ulong, name)
 
 #define OF_1(T, S, name) T name(T) NOT_RUN;
 #define OF_2(T, S, name) T name(T, T) NOT_RUN;
@@ -36,7 +36,6 @@
 #define VECTOR_1(name) EACH_VECTOR(TO_SCALAR_1, float, name) EACH_VECTOR(TO_SCALAR_1, half, name)
 #define VECTOR_2(name) EACH_VECTOR(TO_SCALAR_2, float, name) EACH_VECTOR(TO_SCALAR_2, half, name)
 
-// clang-format off
 RUN(fma) RUN(rint) RUN(fabs) RUN(isfinite) RUN(min) RUN(max) RUN(as_type) RUN(threadgroup_barrier)
 RUN(simd_shuffle) RUN(simd_shuffle_xor)
 
