@@ -2,15 +2,18 @@
 
     python tests/backends/metal/simulator/simulator_build.py --missing
 
-prints which packages the build lacks, and fails; it prints nothing if the library can be built.
+prints which packages the build lacks, and fails; it prints nothing if the library can be built. --kernels builds the
+library and compiles every kernel, which otherwise happens when it is first used.
 """
 
 import fcntl
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import metal
@@ -130,9 +133,30 @@ def program(source: str, out: Path) -> None:
     subprocess.run(command.split(), cwd=ROOT, check=True)
 
 
+def mistakes() -> str:
+    """Compiles every kernel. Returns the compiler's messages, which name the files that have the texts."""
+    library = build()
+    kernels = library.parent / "kernels"
+    kernels.mkdir(exist_ok=True)
+    program("tests/exhaustive/metal/pipelines.mm", library.parent / "pipelines")
+    subprocess.run([library.parent / "pipelines", kernels], check=True)
+
+    def mistakes_in(kernel: Path) -> str:
+        try:
+            metal.compiled(kernel.read_text(), library.parent / "shaders", library)
+        except metal.NotMetal as error:
+            return re.sub("^program_source:", f"{kernel}:", str(error), flags=re.M)
+        return ""
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
+        return "".join(pool.map(mistakes_in, sorted(kernels.iterdir())))
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--missing"]:
         reason = problem()
         print(reason, end="\n" if reason else "")
         sys.exit(bool(reason))
+    if sys.argv[1:] == ["--kernels"]:
+        sys.exit(mistakes() or 0)
     print(build())
