@@ -23,8 +23,7 @@ PYBIND11_MODULE(_C, m) {
         return all;
       },
       "Returns (kernel, milliseconds, calls) of each Metal pipeline that this process has made, and of each library, "
-      "which holds one kernel and is named `library` and the kernel: the time that it took to make, and how often it "
-      "was "
+      "which holds one kernel and is named `library` and the kernel: how long it took to make, how often it was "
       "launched.");
 #else
   m.attr("devices") = pybind11::make_tuple("cpu");

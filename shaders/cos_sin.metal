@@ -34,10 +34,11 @@ inline void turns_at(device const void* positions, ulong i, Frequency inv_freq, 
 // Writes cos and sin, [rows, columns]: a row for each token and a column for each pair. at: the column and the row. The
 // angle is the sum over the axes.
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kThreads)]] void cos_sin_kernel(
-    constant CosSinParams& p [[buffer(0)]], device const void* positions [[buffer(1)]],
-    device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]], device T* sin_out [[buffer(4)]],
-    uint2 at [[thread_position_in_grid]], uint2 size [[threads_per_grid]]) {
+ROPE_KERNEL(kThreads)
+void cos_sin_kernel(constant CosSinParams& p [[buffer(0)]], device const void* positions [[buffer(1)]],
+                    device const float* inv_freq [[buffer(2)]], device T* cos_out [[buffer(3)]],
+                    device T* sin_out [[buffer(4)]], uint2 at [[thread_position_in_grid]],
+                    uint2 size [[threads_per_grid]]) {
   const ulong to = ulong(at.y) * size.x + at.x;
   ulong position = ulong(at.y) * ulong(p.positions[1]), freq = ulong(at.x) * ulong(p.inv_freq[2]);
   const ulong part = ulong(p.inv_freq[0]);

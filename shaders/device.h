@@ -66,5 +66,7 @@ inline P of_side(int side, P q, P k, P v) {
 
 }  // namespace rope
 
+// A kernel, whose threadgroups have at most this many threads.
+#define ROPE_KERNEL(threads) [[kernel, max_total_threads_per_threadgroup(threads)]]
 #define ROPE_ARGUMENTS(T) ROPE_BUFFERS(ROPE_ARGUMENT, T)
 #define ROPE_ARGUMENTS_PASSED {ROPE_BUFFERS(ROPE_PASSED, T)}

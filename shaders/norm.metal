@@ -81,9 +81,10 @@ inline float squares_of(constant TiledParams& r, Rows<T, ulong> rows, Token<ulon
 
 // Normalises and rotates heads; v is copied, unless it has a norm too. A team takes the heads of one share of a token.
 template <typename T, int V, typename I>
-[[kernel, max_total_threads_per_threadgroup(kThreads)]] void norm_rotate_kernel(
-    constant TiledParams& r [[buffer(kBufferParams)]], ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
-    uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+ROPE_KERNEL(kThreads)
+void norm_rotate_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
+                        ROPE_ARGUMENTS(T) uint group [[threadgroup_position_in_grid]],
+                        uint threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   const uint lanes = uint(k_lanes), team = group * (threads / lanes) + index / lanes, lane = index % lanes;
   const bool inside = team < r.tokens * r.shares;
@@ -100,10 +101,11 @@ template <typename T, int V, typename I>
 //   the sum of a SIMD group, whatever the number of SIMD groups is: so the order of the sum follows from sizes alone.
 //   If v has a norm, each SIMD group takes some of its heads.
 template <typename T, int V>
-[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void norm_rotate_wide_kernel(
-    constant TiledParams& r [[buffer(kBufferParams)]], ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
-    uint2 group [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
-    uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+ROPE_KERNEL(kSharedThreads)
+void norm_rotate_wide_kernel(constant TiledParams& r [[buffer(kBufferParams)]],
+                             ROPE_ARGUMENTS(T) threadgroup float* parts [[threadgroup(0)]],
+                             uint2 group [[threadgroup_position_in_grid]], uint2 threads [[threads_per_threadgroup]],
+                             uint simd [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant RopeParams& p = r.params;
   const uint simds = threads.x / kSimd, team = group.x * simds + simd;

@@ -59,10 +59,10 @@ inline void finish_backward(BackwardChunk<V> c, Factors f, Head<T, ulong> head, 
 
 // Each head is normalised by itself. An item is kHeads neighbouring heads.
 template <typename T, int V>
-[[kernel, max_total_threads_per_threadgroup(kThreads)]] void norm_backward_kernel(
-    ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
-    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-    uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+ROPE_KERNEL(kThreads)
+void norm_backward_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* shared [[threadgroup(0)]],
+                          uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                          uint2 threads [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -117,11 +117,11 @@ template <typename T, int V>
 // chunks of an item: each reads its chunks again in all of these items, writes their gradients, and adds to the sums of
 // the weights' gradients. So no order follows from the number of threads.
 template <typename T, int V>
-[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void norm_backward_wide_kernel(
-    ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
-    uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
-    uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]]) {
+ROPE_KERNEL(kSharedThreads)
+void norm_backward_wide_kernel(ROPE_BACKWARD_ARGUMENTS(T), threadgroup float* factors [[threadgroup(0)]],
+                               uint2 group [[threadgroup_position_in_grid]], uint2 groups [[threadgroups_per_grid]],
+                               uint2 threads [[threads_per_threadgroup]], uint simd [[simdgroup_index_in_threadgroup]],
+                               uint lane [[thread_index_in_simdgroup]]) {
   const Buffers<T> buffers = ROPE_ARGUMENTS_PASSED;
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
@@ -189,11 +189,10 @@ template <typename T, int V>
 // Writes the gradients of the weights: the sums of the parts, added in the order of the parts. at: the channel; 0 for
 // q, 1 for k.
 template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kThreads)]] void sum_parts_kernel(constant SumParts& s [[buffer(0)]],
-                                                                              device const float* sums [[buffer(1)]],
-                                                                              device void* q_weight_grad [[buffer(2)]],
-                                                                              device void* k_weight_grad [[buffer(3)]],
-                                                                              uint2 at [[thread_position_in_grid]]) {
+ROPE_KERNEL(kThreads)
+void sum_parts_kernel(constant SumParts& s [[buffer(0)]], device const float* sums [[buffer(1)]],
+                      device void* q_weight_grad [[buffer(2)]], device void* k_weight_grad [[buffer(3)]],
+                      uint2 at [[thread_position_in_grid]]) {
   const uint channels = s.channels[at.y];
   if (at.x >= channels) return;
   device const float* own = sums + (at.y == 0 ? 0 : ulong(s.parts) * s.channels[kQ]) + at.x;

@@ -14,16 +14,18 @@ constant bool k_is_listed = k_listed != 0;
 // the gradients of the results, (g, h) in the formulas, and q_before and k_before the heads before the rotation, (a,
 // b).
 template <typename T, int V, typename I>
-[[kernel, max_total_threads_per_threadgroup(kSharedThreads)]] void table_backward_kernel(
-    constant TableBackward& n [[buffer(kBufferParams)]], device const T* q_in [[buffer(kBufferQIn)]],
-    device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
-    device const T* q_before [[buffer(kBufferQBefore)]],
-    device const T* k_before [[buffer(kBufferKBefore), function_constant(k_has_k_in)]],
-    device const long* order [[buffer(kBufferOrder), function_constant(k_is_listed)]],
-    device const long* starts [[buffer(kBufferStarts), function_constant(k_is_listed)]],
-    device void* cos_grad [[buffer(kBufferCosGrad)]], device void* sin_grad [[buffer(kBufferSinGrad)]],
-    threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
-    uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
+ROPE_KERNEL(kSharedThreads)
+void table_backward_kernel(constant TableBackward& n [[buffer(kBufferParams)]],
+                           device const T* q_in [[buffer(kBufferQIn)]],
+                           device const T* k_in [[buffer(kBufferKIn), function_constant(k_has_k_in)]],
+                           device const T* q_before [[buffer(kBufferQBefore)]],
+                           device const T* k_before [[buffer(kBufferKBefore), function_constant(k_has_k_in)]],
+                           device const long* order [[buffer(kBufferOrder), function_constant(k_is_listed)]],
+                           device const long* starts [[buffer(kBufferStarts), function_constant(k_is_listed)]],
+                           device void* cos_grad [[buffer(kBufferCosGrad)]],
+                           device void* sin_grad [[buffer(kBufferSinGrad)]],
+                           threadgroup float* shared [[threadgroup(0)]], uint3 at [[thread_position_in_grid]],
+                           uint3 size [[threads_per_threadgroup]], uint index [[thread_index_in_threadgroup]]) {
   constant TiledParams& r = n.rotate;
   constant RopeParams& p = r.params;
   constant TokensOfRows& tokens = n.tokens;

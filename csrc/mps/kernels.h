@@ -60,8 +60,7 @@ namespace mps {
 enum { kHeads = 4 };
 // The number of threads in a SIMD group. The host checks that the GPU agrees.
 enum { kSimd = 32 };
-// The most threads of a threadgroup: usually, and if it shares the work for all heads of a token, a part or a table
-// row.
+// The most threads of a threadgroup: usually, and if it shares the work for all heads of a token, a part or a row.
 enum { kThreads = 128, kSharedThreads = 256 };
 
 // csrc/mps/plan.h explains chunks and shares. The kernels count the heads of q, k and v in one list: first those of q,

@@ -2,7 +2,7 @@
 // open. Only PyTorch commits and waits. The kernels are in shaders/; plan.h decides how they are launched.
 //
 // PyTorch's graph capture does not record every message to an encoder. This file sends only messages that it records,
-// and a barrier, which an encoder that runs dispatches one after the other, as PyTorch's does, needs not.
+// and a barrier, which PyTorch's encoder does not need, because it runs one dispatch after the other.
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSProfiler.h>
 #include <ATen/mps/MPSStream.h>
@@ -177,10 +177,10 @@ void profile(Profiler& profiler, bool begins, const Launch& launch, at::mps::MPS
          : void(profiler.endProfileKernel(launch.pipeline));
 }
 
-// Encodes launches, each of which may read what those before it wrote. This happens in the queue of PyTorch's stream,
-// which owns the encoder. Nothing there may call ATen, which would
-// wait for the same queue. No exception may leave the block, so this function rethrows it outside. torch's profiler
-// sees the call under the name of its first kernel; the profiler ends the encoder, so it comes last.
+// Encodes launches, each of which may read what those before it wrote, in the queue of PyTorch's stream, which owns the
+// encoder. Nothing there may call ATen, which would wait for the same queue. No exception may leave the block, so this
+// function rethrows it outside. torch's profiler sees the call under the name of its first kernel; the profiler ends
+// the encoder, so it comes last.
 void encode(std::initializer_list<const Launch*> launches) {
   nothing();  // allocates outside of the queue, because the allocation calls ATen
   const Launch& first = **launches.begin();

@@ -92,7 +92,7 @@ def test_operators_whose_results_and_gradients_are_one_percent_wrong_fail_every_
 
 
 def test_each_metal_kernel_has_a_check_which_fails_if_it_is_not_launched():
-    kernel = r"template <typename T(, int V)?(, typename I)?>\s+\[\[kernel.*\]\] void (\w+)_kernel\("
+    kernel = r"template <typename T(, int V)?(, typename I)?>\s+ROPE_KERNEL\(\w+\)\s+void (\w+)_kernel\("
     shaders = "".join(path.read_text() for path in (ROOT / "shaders").glob("*.metal"))
     expected = {
         f"{family}_{kind}{f'_v{vector}' * bool(has_vector)}{f'_u{bits}' * bool(has_bits)}"

@@ -233,15 +233,12 @@ def compiled(source: str, folder: Path, library: Path) -> Path:
     contract = os.environ.get("TORCH_ROPE_SIMULATOR_CONTRACT") == "1"
     flags = [*FLAGS, *processor(), f"-ffp-contract={'fast' if contract else 'off'}"]
     files = [
-        "metal.py",
-        "library.h",
-        "metal/shim.h",
-        "metal/strict.h",
-        "metal/types.h",
-        "metal/functions.h",
-        "../../cuda/emulator/grid.h",
+        HERE / "metal.py",
+        HERE / "library.h",
+        *sorted(HERE.glob("metal/*.h")),
+        HERE / "../../cuda/emulator/grid.h",
     ]
-    state = [source, *flags, compiler(), *((HERE / file).read_text() for file in files)]
+    state = [source, *flags, compiler(), *(file.read_text() for file in files)]
     made = folder / hashlib.sha256("\0".join(state).encode()).hexdigest()[:16]
     if not made.exists():
         preprocess = ["-E", "-x", "c++", "-nostdinc", "-D__METAL_VERSION__=310", "-D__METAL__=1"]

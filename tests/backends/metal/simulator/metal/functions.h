@@ -79,8 +79,8 @@ OTHER(atomic_fetch_or_explicit) OTHER(atomic_fetch_sub_explicit) OTHER(atomic_fe
 OTHER(atomic_store_explicit) OTHER(atomic_thread_fence)
 OTHER(dfdx) OTHER(dfdy) OTHER(discard_fragment) OTHER(fwidth)
 
-TEMPLATE(atomic) TEMPLATE(conditional) TEMPLATE(enable_if) TEMPLATE(imageblock) TEMPLATE(integral_constant) TEMPLATE(is_same)
-TEMPLATE(make_signed) TEMPLATE(make_unsigned) TEMPLATE(numeric_limits) TEMPLATE(simdgroup_matrix) TEMPLATE(texture1d)
+TEMPLATE(array) TEMPLATE(atomic) TEMPLATE(conditional) TEMPLATE(enable_if) TEMPLATE(imageblock) TEMPLATE(integral_constant)
+TEMPLATE(is_same) TEMPLATE(make_signed) TEMPLATE(make_unsigned) TEMPLATE(numeric_limits) TEMPLATE(simdgroup_matrix) TEMPLATE(texture1d)
 TEMPLATE(texture2d) TEMPLATE(texture3d) TEMPLATE(texture_buffer) TEMPLATE(texturecube)
 // clang-format on
 
