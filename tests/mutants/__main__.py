@@ -60,7 +60,7 @@ def run(name: str, numbers: list[int]) -> dict[str, list]:
     """
     build, folder = mistakes.BUILDS[name], BUILD / name
     sources = {file: (ROOT / file).read_text() for file in build.files}
-    generated = plant.neighbours(sources, mistakes.NEIGHBOURS + build.neighbours)
+    generated = plant.neighbours({f: sources[f] for f in build.neighbours_in}, mistakes.NEIGHBOURS + build.neighbours)
     mutants = generated + plant.written(sources, build.written)
     for number, mutant in enumerate(mutants, start=1):
         mutant.number = number
