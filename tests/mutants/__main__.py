@@ -53,6 +53,12 @@ def copy_of_tree(folder: Path, sources: dict[str, str]) -> None:
             path.unlink()
 
 
+def copy_library(folder: Path) -> None:
+    """Copies the compiled library, for a copy of the tree whose own build does not make one."""
+    for file in [*(ROOT / "torch_rope").glob("_C*.so"), ROOT / "torch_rope/built_for_torch.txt"]:
+        shutil.copy(file, folder / "torch_rope")
+
+
 def run(name: str, numbers: list[int]) -> dict[str, list]:
     """Builds a copy of the tree with all mistakes of a build, and runs the tests for those with these numbers, or all.
 
@@ -81,6 +87,8 @@ def run(name: str, numbers: list[int]) -> dict[str, list]:
                 raise SystemExit(f"{file} must contain {old}, but does not")
             changed[file] = re.sub(old, lambda found, new=new: new.replace("\\0", found[0]), text)
         copy_of_tree(folder, changed)
+        if name != "cpu":
+            copy_library(folder)
         made = subprocess.run(
             [sys.executable, *build.command], cwd=folder, env=environment, capture_output=True, text=True
         )
@@ -114,9 +122,7 @@ def run_python(numbers: list[int]) -> dict[str, list]:
     folders: queue.Queue[Path] = queue.Queue()
     for i in range(JOBS):
         copy_of_tree(folder := BUILD / f"python-{i}", {})
-        for library in (ROOT / "torch_rope").glob("_C*.so"):
-            shutil.copy(library, folder / "torch_rope")
-        shutil.copy(ROOT / "torch_rope/built_for_torch.txt", folder / "torch_rope")
+        copy_library(folder)
         folders.put(folder)
 
     def find(number: int) -> tuple[str, list]:
