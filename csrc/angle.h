@@ -44,9 +44,9 @@ ROPE_FN void turns_of(T position_hi, T position_lo, T turns_hi, T turns_lo, ROPE
                       ROPE_THREAD T& rest) {
   const T product = position_hi * turns_hi;
   const T lost = fma(position_hi, turns_hi, -product);
-  // product - rint(product), in case a release of Metal's compiler does not obey the pragma: it could contract the
-  // minus with the product above. A compiler that folds the fma could do so still, as clang does with
-  // -ffp-contract=fast.
+  // This is product - rint(product). Written as an fma, it is no minus that a compiler could contract with the product
+  // above, if it does not obey the pragma for Metal, unless it folds the fma first (as clang does with
+  // -ffp-contract=fast).
   fraction = fma(rint(product), T(-1.0f), product);
   rest = fma(position_hi, turns_lo, fma(position_lo, turns_hi, lost));
   rest = rest - rint(rest);

@@ -38,14 +38,18 @@ OTHERS = """
 """
 
 
-@pytest.mark.parametrize("release", macos.RELEASES)
+@pytest.fixture(params=macos.RELEASES)
+def release(request):
+    try:
+        macos.wheel(request.param)
+    except macos.Unavailable as error:
+        missing(str(error))
+    return request.param
+
+
 def test_the_library_links_and_sends_only_known_messages(release):
     if not importlib.util.find_spec("ziglang"):
         missing("ziglang is not installed")
-    try:
-        macos.wheel(release)
-    except macos.Unavailable as error:
-        missing(str(error))
     objects = macos.compile(release)
     macos.link(release, objects)
     threads = next(path for path in objects if path.name == "cpu.cpp.o")
@@ -57,12 +61,8 @@ def test_the_library_links_and_sends_only_known_messages(release):
     assert len(used) == len(OF_AT_MPS)
 
 
-@pytest.mark.parametrize("release", macos.RELEASES)
 def test_torch_encodes_and_compiles_as_docs_metal_md_says(release):
-    try:
-        library = (macos.wheel(release) / "lib/libtorch_cpu.dylib").read_bytes()
-    except macos.Unavailable as error:
-        missing(str(error))
+    library = (macos.wheel(release) / "lib/libtorch_cpu.dylib").read_bytes()
     # Its encoders run one dispatch after the other; these two messages make others.
     assert b"\0computeCommandEncoder\0" in library
     assert not re.search(b"computeCommandEncoderWith(DispatchType|Descriptor):", library)

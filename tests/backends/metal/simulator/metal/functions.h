@@ -1,7 +1,7 @@
-// Declares, in the namespace metal, the functions of Apple's metal_stdlib that the simulator does not run, and some of
-// its templates: a call of one of them is an error, and so is a name that a shader gives to something of its own.
-// metal.py reads the names from this file. RUN names what shim.h defines. The names and types are those of the Metal
-// Shading Language Specification, chapters 2 and 6.
+// Declares, in the namespace metal, functions and some templates of Apple's metal_stdlib that the simulator does not
+// run. A shader that calls one of them is refused, and so is one that gives its own function or struct a name in this
+// file, which metal.py reads. RUN names what shim.h defines. Names and types are those of the Metal Shading Language
+// Specification.
 
 // clang-format off
 
