@@ -57,9 +57,9 @@ struct NormAngles : Angles {
 // The tensors of q, k or v. What a call lacks is null.
 struct SideTensors {
   const Tensor* in = nullptr;      // [seq, heads, head_dim] or [batch, seq, heads, head_dim]
-  const Tensor* out = nullptr;     // `in` itself, or a new tensor of its shape, or a cache
+  const Tensor* out = nullptr;     // `in` itself, or another tensor of its shape, or a cache
   const Tensor* weight = nullptr;  // [head_dim] to normalise each head, [heads, head_dim] to normalise all together
-  const Tensor* scale = nullptr;   // of a quantised cache: one element, or [heads]
+  const Tensor* scale = nullptr;   // if `out` is quantised: one element, or [heads]
 };
 
 // One call of a rotating operator.

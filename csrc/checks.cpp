@@ -36,7 +36,7 @@ std::ostream& operator<<(std::ostream& out, NameOf name) { return out << c10::ge
 bool is_rotatable(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
-// Returns whether a cache of this dtype is quantised.
+// Returns whether a result of this dtype is quantised.
 bool is_quantised(at::ScalarType type) {
   return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2 || type == at::kChar;
 }
@@ -59,10 +59,16 @@ Named in(const RotateCall& call, int side) {
 Named weight(const RotateCall& call, int side) {
   return {side == kQ ? "q_norm_weight" : "k_norm_weight", call.sides[side].weight};
 }
-Named cache(const RotateCall& call, int side) {
-  return {side == kK ? "k_cache" : "v_cache", call.has_cache() ? call.sides[side].out : nullptr};
+// The result of a side, if it is an argument of its own.
+Named result(const RotateCall& call, int side) {
+  constexpr const char* names[] = {"q_out", "k_cache", "v_cache"};
+  const SideTensors& t = call.sides[side];
+  return {names[side], t.out != t.in ? t.out : nullptr};
 }
-Named scale(const RotateCall& call, int side) { return {side == kK ? "k_scale" : "v_scale", call.sides[side].scale}; }
+Named scale(const RotateCall& call, int side) {
+  constexpr const char* names[] = {"q_scale", "k_scale", "v_scale"};
+  return {names[side], call.sides[side].scale};
+}
 Named given(const char* name, const OptTensor& t) { return {name, t ? &*t : nullptr}; }
 
 template <typename Call, typename... Must>
@@ -248,38 +254,44 @@ void check_norm(const RotateCall& call) {
   check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
 }
 
-// Checks the dtype of a cache, and its scale, which a quantised cache needs and no other cache has. x: what is written
-// to the cache.
-void check_scale(const RotateCall& call, const Named& cache, const Named& scale, const Named& x) {
-  const at::ScalarType type = cache->scalar_type(), x_type = x->scalar_type();
-  check_type(call, type == x_type || is_quantised(type), cache, NameOf{x_type}, ", the dtype of ", x.name,
+// Checks the dtype of a result, and its scale, which a quantised result needs and no other one has.
+void check_format(const RotateCall& call, int side) {
+  const Named x = in(call, side), y = result(call, side), scale = rope::scale(call, side);
+  if (!y.tensor) {
+    ROPE_CHECK_VALUE(!scale.tensor, scale.name, " is given but must be None, because ", x.name,
+                     " is written in place; pass a float8 or int8 ", y.name);
+    return;
+  }
+  const at::ScalarType type = y->scalar_type(), x_type = x->scalar_type();
+  check_type(call, type == x_type || is_quantised(type), y, NameOf{x_type}, ", the dtype of ", x.name,
              ", or float8_e4m3fn, float8_e5m2 or int8",
-             type == at::kByte ? "; pass float8 numbers as cache.view(torch.float8_e4m3fn)" : "");
-  ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", cache.name,
-                   " is ", NameOf{type});
+             type == at::kByte ? "; pass float8 numbers as bytes.view(torch.float8_e4m3fn)" : "");
+  ROPE_CHECK_VALUE(scale.tensor || type == x_type, scale.name, " is None but must be given, because ", y.name, " is ",
+                   NameOf{type});
   if (!scale.tensor) return;
-  ROPE_CHECK_VALUE(type != x_type, scale.name, " is given but must be None, because ", cache.name, " is ", NameOf{type},
+  ROPE_CHECK_VALUE(type != x_type, scale.name, " is given but must be None, because ", y.name, " is ", NameOf{type},
                    ", the dtype of ", x.name);
   check_type(call, scale->scalar_type() == at::kFloat, scale, "float32");
-  const c10::SymInt& heads = size(*cache, -2);
+  const c10::SymInt& heads = size(*y, -2);
   const c10::SymBool one = scale->sym_numel().sym_eq(1);
   ROPE_CHECK_VALUE(scale->dim() == 1 ? one.sym_or(size(*scale, 0).sym_eq(heads)) : one, scale.name, " has shape ",
                    scale->sym_sizes(), " but must have one element, or shape [heads] with ", heads, " heads, as ",
-                   cache.name, " has");
+                   y.name, " has");
 }
 
-// Checks v, the caches and slots. Call it after q and k have been checked.
+// Checks v, the results and slots. Call it after q and k have been checked.
 void check_cache(const RotateCall& call) {
-  const Named k_cache = cache(call, kK), v_cache = cache(call, kV);
+  const Named k_cache = result(call, kK), v_cache = result(call, kV);
   const c10::SymInt& batch = batch_of(call.q());
   check_like_q(call, in(call, kV), "; only the heads and head_dim may differ");
+  if (const Named q_out = result(call, kQ); q_out.tensor) check_same_shape(call, q_out, in(call, kQ));
   for (int side : {kK, kV}) {
-    const Named to = cache(call, side), x = in(call, side);
+    const Named to = result(call, side), x = in(call, side);
     check_dims(call, to, 3, 4, "[blocks, block_size, kv_heads, head_dim] or [max_seq, kv_heads, head_dim]");
     check_same(call, kHeads, to, x, "; pass a head-major cache as ", to.name, ".transpose(-3, -2)");
     check_same(call, kHeadDim, to, x);
   }
-  for (int side : {kK, kV}) check_scale(call, cache(call, side), scale(call, side), in(call, side));
+  for (int side = 0; side < kSides; side++) check_format(call, side);
   ROPE_CHECK_VALUE(same_sizes(v_cache, k_cache, 2), "v_cache has shape ", v_cache->sym_sizes(),
                    " but must have the blocks and block_size of ", "k_cache, which has shape ", k_cache->sym_sizes());
   if (!call.slots) {
@@ -303,30 +315,31 @@ template <typename F>
 void for_each_parameter(const RotateCall& call, F&& f) {
   for (const Named& t : {given("cos", call.cos), given("sin", call.sin), given("inv_freq", call.inv_freq),
                          given("positions", call.positions), Named{"slots", call.slots}, weight(call, kQ),
-                         weight(call, kK), scale(call, kK), scale(call, kV)}) {
+                         weight(call, kK), scale(call, kQ), scale(call, kK), scale(call, kV)}) {
     if (t.tensor) f(t);
   }
 }
 
-// Calls f(Named) for each tensor of the call except q.
+// Calls f(Named) for each tensor of the call.
 template <typename F>
-void for_each_other(const RotateCall& call, F&& f) {
-  for (const Named& t : {in(call, kK), in(call, kV), cache(call, kK), cache(call, kV)}) {
-    if (t.tensor) f(t);
+void for_each_tensor(const RotateCall& call, F&& f) {
+  for (int side = 0; side < kSides; side++) {
+    for (const Named& t : {in(call, side), result(call, side)}) {
+      if (t.tensor) f(t);
+    }
   }
   for_each_parameter(call, f);
 }
 
 // Checks that no tensor is None. From Python, None passes for an argument that the schema declares as Tensor.
 void check_given(const RotateCall& call) {
-  const auto check = [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); };
-  check(in(call, kQ));
-  for_each_other(call, check);
+  for_each_tensor(call,
+                  [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); });
 }
 
 void check_devices(const RotateCall& call) {
   const Named q = in(call, kQ);
-  for_each_other(call, [&](const Named& t) { check_same_device(call, t, q); });
+  for_each_tensor(call, [&](const Named& t) { check_same_device(call, t, q); });
 }
 
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
@@ -339,17 +352,17 @@ void check_overlap(const RotateCall& call) {
     Memory memory;
     Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
   };
-  c10::SmallVector<Used, 14> used;  // first those that are written
-  used.emplace_back(in(call, kQ), kHeads);
-  if (call.has_cache()) {
-    for (int side : {kK, kV}) used.emplace_back(cache(call, side), kCache);
-  } else if (call.sides[kK].in) {
-    used.emplace_back(in(call, kK), kHeads);
-  }
+  c10::SmallVector<Used, 16> used;  // first those that are written
+  const auto add = [&](bool written) {
+    for (int side = 0; side < kSides; side++) {
+      const Named x = in(call, side), y = result(call, side);
+      if (written && y.tensor) used.emplace_back(y, side == kQ ? kHeads : kCache);
+      if (x.tensor && written == !y.tensor) used.emplace_back(x, kHeads);
+    }
+  };
+  add(true);
   const size_t written = used.size();
-  if (call.has_cache()) {
-    for (int side : {kK, kV}) used.emplace_back(in(call, side), kHeads);
-  }
+  add(false);
   for_each_parameter(call, [&](const Named& t) { used.emplace_back(t, kParameter); });
 
   for (size_t i = 0; i < written; i++) {

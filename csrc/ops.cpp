@@ -74,7 +74,7 @@ std::vector<std::string> schemas() {
           source + norm_flags + ") -> (Tensor, Tensor, Tensor, Tensor)",
       "rotate_into_cache_(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, " + source +
           "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
-          "Tensor? v_scale=None, " +
+          "Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, " +
           norm + ", bool norm_v=False" + start + eager + ") -> ()",
   };
 }

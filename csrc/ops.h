@@ -3,7 +3,7 @@
 // not checked yet, because that needs the data of a tensor.
 //   static void rotate(const RotateCall&);
 //     Rotates q and k, after the norm if there is one, and copies v, which may have a norm too, each into the `out` of
-//     its side. Quantises what goes to a quantised cache.
+//     its side. Quantises it if `out` is quantised.
 //   static void norm_backward(const NormBackwardCall&);
 //     Writes the gradients of q, k and both weights for a rotation with a norm.
 //   static void table_backward(const TableBackwardCall&);
@@ -26,6 +26,7 @@
 
 #include "call.h"
 #include "namespace.h"
+#include "overlap.h"
 
 namespace rope {
 
@@ -126,13 +127,15 @@ struct Ops {
                                  const OptTensor& cos, const OptTensor& sin, const OptTensor& inv_freq,
                                  const OptTensor& positions, c10::SymInt offset, const OptTensor& slots,
                                  const OptTensor& q_norm_weight, const OptTensor& k_norm_weight,
-                                 const OptTensor& k_scale, const OptTensor& v_scale, double norm_eps,
-                                 double attention_factor, bool interleaved, bool norm_v, int64_t rotary_start,
-                                 bool eager_rounding) {
+                                 const OptTensor& k_scale, const OptTensor& v_scale, const OptTensor& q_out,
+                                 const OptTensor& q_scale, double norm_eps, double attention_factor, bool interleaved,
+                                 bool norm_v, int64_t rotary_start, bool eager_rounding) {
     const Angles angles{cos,         sin,   inv_freq,     positions,     offset, attention_factor,
                         interleaved, false, rotary_start, eager_rounding};
     RotateCall call(angles, "rope.rotate_into_cache_", &q, &k);
     set_norm(call, pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
+    if (q_out && !(q.defined() && Memory(*q_out).is(Memory(q)))) call.sides[kQ].out = &*q_out;
+    call.sides[kQ].scale = pointer(q_scale);
     call.sides[kK].out = &k_cache;
     call.sides[kK].scale = pointer(k_scale);
     call.sides[kV] = {&v, &v_cache, nullptr, pointer(v_scale)};

@@ -79,6 +79,15 @@ Memory::Memory(const at::Tensor& t)
     address_ = reinterpret_cast<intptr_t>(storage_->data());
 }
 
+bool Memory::is(const Memory& other) const {
+  if (tensor_.scalar_type() != other.tensor_.scalar_type() || dims_ != other.dims_) return false;
+  if (!range_overlaps(other) || begin() != other.begin()) return false;
+  for (int64_t d = 0; d < dims_; d++) {
+    if (sizes_[d] != other.sizes_[d] || (sizes_[d] > 1 && strides_[d] != other.strides_[d])) return false;
+  }
+  return true;
+}
+
 bool Memory::overlaps_itself() const {
   if (!known_ || tensor_.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return false;
   bool nested = true;

@@ -18,6 +18,9 @@ class Memory {
   // Returns whether an element of this tensor and an element of the other share a byte.
   bool overlaps(const Memory& other) const { return range_overlaps(other) && shares_byte(other); }
 
+  // Returns whether both tensors are the same elements: of one dtype and shape, and each at one address.
+  bool is(const Memory& other) const;
+
   // Returns whether the address ranges, each from the first to the last byte of a tensor, share a byte.
   bool range_overlaps(const Memory& other) const {
     if (!known_ || !other.known_) return false;

@@ -1,4 +1,4 @@
-// The conversion to the dtypes of quantised caches, written once for C++, CUDA and Metal: saturated to the finite
+// The conversion to the dtypes of quantised results, written once for C++, CUDA and Metal: saturated to the finite
 // range, and rounded to nearest, ties to even. A NaN becomes the positive NaN of a float8, and 0 in an int8.
 //
 // The including file provides bits_of(F), the bits of a float as an int, and float_of, its inverse. F is float, or a

@@ -45,7 +45,7 @@ struct Side {
   rope_int in[4];      // [batch, seq, heads, head_dim]
   rope_int out[4];     // [batch, seq, heads, head_dim], or of a cache [blocks, block_size, heads, head_dim]
   rope_int weight[2];  // of the norm's weights: head, channel. v has no weights
-  rope_int scale;      // of the scales of a quantised cache, one for each head; 0: there is one scale for all
+  rope_int scale;      // of the scales of a quantised result, one for each head; 0: there is one scale for all
   int format;          // Format
   int norm;            // NormGroup. That of k is that of q; that of v is never kAllHeads
 };

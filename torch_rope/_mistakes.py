@@ -36,13 +36,10 @@ NAMES = {other: ours for ours, others in _OTHER_NAMES.items() for other in other
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
 _TYPES = {"Tensor": Tensor, "int": (Integral, torch.SymInt), "float": (Real, torch.SymFloat), "bool": Integral}
 _ADVICE = {
-    "cos": "torch_rope.cos_sin makes cos and sin",
-    "sin": "torch_rope.cos_sin makes cos and sin",
+    **dict.fromkeys(("cos", "sin"), "torch_rope.cos_sin makes cos and sin"),
     "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it, and Frequencies have it as their inv_freq",
-    "q_norm_weight": "pass the weight of a norm",
-    "k_norm_weight": "pass the weight of a norm",
-    "k_scale": "the kernel reads it from a tensor on the device of q",
-    "v_scale": "the kernel reads it from a tensor on the device of q",
+    **dict.fromkeys(("q_norm_weight", "k_norm_weight"), "pass the weight of a norm"),
+    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "the kernel reads it from a tensor on the device of q"),
     "interleaved": "True pairs channels 2i and 2i + 1 (GPT-J), False i and i + rotary_dim / 2 (NeoX, half-split)",
 }
 

@@ -86,8 +86,9 @@ class _Call(dict):
                 axes = ("batch", *axes[1:])  # sequence b writes to block b
             if name.endswith("_scale") and spec.shape.numel() == 1:
                 axes = ("one element",)
+            written = name in signature.written and not (name == "q" and "q_out" in specs)
             keyword = name in schema.kwargs_schema
-            self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, name in signature.written, keyword)
+            self[name] = _Argument(f"rope.{signature.name}", name, spec, axes, written, keyword)
 
     def check(self, m: int, *may_sum: str, may_split: tuple[str, ...] = ("batch", "seq", "heads")) -> None:
         """Raises an error if mesh dimension m splits an argument along an axis that is not in may_split, or if an
@@ -156,7 +157,7 @@ def _check_norm(call: _Call, m: int, **normalised: tuple[str, ...]) -> None:
         weight = call.get(f"{x}_norm_weight")
         if weight is None or "heads" not in weight.axes:
             continue
-        for a in (weight, *(call[name] for name in names)):
+        for a in (weight, *(call[name] for name in names if name in call)):
             if a.axis(m) == "heads":
                 how = f"call redistribute to gather {a.name} or to split its batch, or normalise {x} before the call"
                 why = f"because {weight.name} normalises all heads of a token together, and a sum would cross ranks"
@@ -173,10 +174,10 @@ def _rotate(call: _Call, m: int) -> list[Placement]:
 
 
 def _rotate_into_cache(call: _Call, m: int) -> list[Placement]:
-    _check_norm(call, m, q=("q",), k=("k", "k_cache"))
+    _check_norm(call, m, q=("q", "q_out"), k=("k", "k_cache"))
     call.check(m)
     if not call.split_tokens(m):
-        call.split_heads(m, ("q",), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
+        call.split_heads(m, ("q_out", "q", "q_scale"), ("k_cache", "k", "k_scale"), ("v_cache", "v", "v_scale"))
     return []
 
 
@@ -251,13 +252,13 @@ _RULES = {
 for _signature in operators():
     _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
     _names = _signature.arguments
-    # The key of a cached decision: the tensors in order, scales, dtype, and from the argument with the number _keyed_from on
+    # The key of a cached decision: the tensors in order, those of keywords, dtype, and from the argument with the number _keyed_from on
     # also which arguments are None.
     _keyed_from = _names.index("slots") if "slots" in _names else len(_names)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
         _signature.op,
         functools.partial(_strategy, _signature, _rule),
-        RuntimeSchemaInfo(_keyed_from, ["dtype", "k_scale", "v_scale"]),
+        RuntimeSchemaInfo(_keyed_from, ["dtype", "q_out", "q_scale", "k_scale", "v_scale"]),
     )
 
 

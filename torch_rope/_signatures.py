@@ -14,12 +14,12 @@ from ._ops import add_op_namespace_prefix, ops
 
 # The dimensions of each argument, last dimension last. A tensor with fewer dimensions lacks the first ones.
 AXES = {
-    **dict.fromkeys(("x", "q", "k", "v", "q_out_grad", "k_out_grad"), ("batch", "seq", "heads", "head_dim")),
+    **dict.fromkeys(("x", "q", "k", "v", "q_out", "q_out_grad", "k_out_grad"), ("batch", "seq", "heads", "head_dim")),
     **dict.fromkeys(("k_cache", "v_cache"), ("blocks", "block_size", "heads", "head_dim")),
     **dict.fromkeys(("cos", "sin"), ("batch or 1", "seq", "heads", "pairs")),  # heads: only if there are four
     **dict.fromkeys(("positions", "slots"), ("batch or 1", "seq")),
     **dict.fromkeys(("q_norm_weight", "k_norm_weight"), ("heads", "head_dim")),  # heads: for a norm over all heads
-    **dict.fromkeys(("k_scale", "v_scale"), ("heads",)),  # a scale of one element has no heads
+    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), ("heads",)),  # a scale of one element has no heads
     "inv_freq": ("part", "axes", "pairs"),  # axes: only in axial_cos_sin
 }
 BY_POSITION = "rows", "pairs"  # the axes of cos and sin if they are 2-D, that is, tables by position

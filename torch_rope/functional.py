@@ -37,6 +37,8 @@ def call(
     norm_eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_out: Tensor | None = None,
+    q_scale: Tensor | None = None,
     norm_v: bool = False,
     inverse: bool = False,
     dtype: torch.dtype | None = None,
@@ -70,6 +72,10 @@ def call(
         flags["k_scale"] = k_scale
     if v_scale is not None:
         flags["v_scale"] = v_scale
+    if q_out is not None:
+        flags["q_out"] = q_out
+    if q_scale is not None:
+        flags["q_scale"] = q_scale
     if norm_v:
         flags["norm_v"] = norm_v
     if dtype is not None:
@@ -560,6 +566,8 @@ def rotate_into_cache_(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_out: Tensor | None = None,
+    q_scale: Tensor | None = None,
     norm_eps: float = 1e-6,
     attention_factor: float = 1.0,
     interleaved: bool = False,
@@ -651,6 +659,8 @@ def rotate_into_cache_(
         norm_eps,
         k_scale,
         v_scale,
+        q_out,
+        q_scale,
         norm_v,
     )
 

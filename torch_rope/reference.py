@@ -104,7 +104,7 @@ def _normalised(x: Tensor, norm_eps: float, over_heads: bool) -> Tensor:
 
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns what a quantised cache stores for x, ``[..., heads, head_dim]``.
+    """Returns what a quantised cache or q_out stores for x, ``[..., heads, head_dim]``.
 
     x is divided by the scale, saturated to the finite range of dtype and rounded to nearest even. scale has one element,
     or ``[heads]``. A NaN stays a NaN in float8 and becomes 0 in int8.
@@ -132,15 +132,17 @@ def rotate_into_cache_(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_out: Tensor | None = None,
+    q_scale: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_v: bool = False,
     eager_rounding: bool = False,
     **flags,
 ) -> None:
-    """Rotates q in place and writes rotated k, and v, to a cache, as :func:`torch_rope.rotate_into_cache_` does."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    # Numbers for a quantised cache are not rounded to the dtype of q first, unless PyTorch's operators would do so.
-    k = k.to(wide) if k_scale is not None and not eager_rounding else k
+    """Writes rotated q to q_out, or in place, and rotated k and v to caches, as :func:`torch_rope.rotate_into_cache_`."""
+    wide, out = torch.promote_types(q.dtype, torch.float32), q if q_out is None else q_out
+    # Numbers that are quantised are not rounded to the dtype of q first, unless PyTorch's operators would do so.
+    q, k = (x if scale is None or eager_rounding else x.to(wide) for x, scale in ((q, q_scale), (k, k_scale)))
     if norm_v:
         v = _normalised(v, norm_eps, over_heads=False).to(v.dtype if v_scale is None else wide)
     if slots is not None and cos is not None and cos.dim() == 2:  # pads outside of the table take a row of NaN
@@ -157,7 +159,7 @@ def rotate_into_cache_(
             norm_rotate_qk(x, x, weight, weight, *angles, norm_eps=norm_eps, **flags)[0]
             for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
         )
-    q.copy_(rotated_q)
+    out.copy_(rotated_q if q_scale is None else quantise(rotated_q.to(wide), q_scale, out.dtype))
     if slots is None:  # sequence b writes to block b, each token at its position
         p = (torch.arange(k.shape[-3], device=k.device) if positions is None else positions) + offset
         slots = p + k_cache.shape[-3] * torch.arange(k.shape[0] if k.dim() == 4 else 1, device=k.device).unsqueeze(-1)

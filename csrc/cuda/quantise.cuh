@@ -1,4 +1,4 @@
-// The division by a scale and the conversion of a quantised cache.
+// The division by a scale and the conversion of a quantised result.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -91,12 +91,12 @@ inline const char* type_of(const char* op, const char* name, const Tensor& t) {
 
 // Refuses what Metal lacks.
 inline void check_types(const RotateCall& call) {
-  for (int i = kK; call.has_cache() && i < kSides; i++) {
+  constexpr const char* names[][2] = {{"q_out", "q"}, {"k_cache", "k"}, {"v_cache", "v"}};
+  for (int i = 0; i < kSides && call.sides[i].out; i++) {
     const at::ScalarType type = call.sides[i].out->scalar_type();
-    const char* const name = i == kK ? "k" : "v";
-    TORCH_CHECK_NOT_IMPLEMENTED(type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2, call.op, ": ", name,
-                                "_cache is ", type == at::kFloat8_e5m2 ? "float8_e5m2" : "float8_e4m3fn",
-                                " but must be int8 or the dtype of ", name, ", because Metal has no float8");
+    TORCH_CHECK_NOT_IMPLEMENTED(type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2, call.op, ": ", names[i][0],
+                                " is ", type == at::kFloat8_e5m2 ? "float8_e5m2" : "float8_e4m3fn",
+                                " but must be int8 or the dtype of ", names[i][1], ", because Metal has no float8");
   }
   TORCH_CHECK_NOT_IMPLEMENTED(!call.inv_freq || call.inv_freq->scalar_type() == at::kFloat, call.op, ": inv_freq is ",
                               kNoFloat64);

@@ -348,18 +348,27 @@ def test_learned_angles_raise_the_same_errors_as_constant_angles(device):
 
 # ---- in place ----
 
-# The arguments that each in-place operator writes.
+# The arguments that each in-place operator writes: without q_out and, where the name says so, with it. Then q is read.
 IN_PLACE = {
-    op: [a.name for a in schema_of(op).arguments if a.alias_info is not None]
+    op: [a.name for a in schema_of(op).arguments if a.alias_info is not None and a.name != "q_out"]
     for op in OPERATORS
     if schema_of(op).is_mutable
 }
+TO_Q_OUT = " to q_out"
+IN_PLACE["rotate_into_cache_" + TO_Q_OUT] = ["q_out", "k_cache", "v_cache"]
 # The operators that the error message of each in-place operator recommends instead.
 FUNCTIONAL = {
     "rotate_": "rope.rotate",
     "rotate_qk_": "rope.rotate_qk",
     "rotate_into_cache_": "rope.rotate_qk or rope.norm_rotate_qk, and write the caches yourself",
 }
+
+
+def in_place_call(name, device, source="table"):
+    """Returns an operator and its arguments, for a name in IN_PLACE."""
+    op = name.removesuffix(TO_Q_OUT)
+    call = call_of(op, device, source)
+    return op, call | ({"q_out": torch.zeros_like(call["q"])} if op != name else {})
 
 
 def negated(t):
@@ -393,16 +402,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("source", ["table", "inv_freq"])
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_in_place_operators_refuse_tensors_before_anything_is_written(op, source, kind, device):
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_operators_refuse_tensors_before_anything_is_written(name, source, kind, device):
     """Negated views and inference tensors may be read, and tensors that require grad may be written under no_grad."""
-    good, (make, error, message) = call_of(op, device, source), REFUSED[kind]
+    (op, good), (make, error, message) = in_place_call(name, device, source), REFUSED[kind]
     before = {n: t.clone() for n, t in good.items()}
-    for name in IN_PLACE[op] if kind in ("negated", "inference") else good:
+    for argument in IN_PLACE[name] if kind in ("negated", "inference") else good:
         with fwAD.dual_level():
-            a = good | {name: make(good[name])}
+            a = good | {argument: make(good[argument])}
             for context in (torch.enable_grad, torch.no_grad, torch.inference_mode)[: 3 if "tangent" in kind else 1]:
-                with context(), pytest.raises(error, match=f"rope.{op}: {name} {message.format(FUNCTIONAL[op])}"):
+                with context(), pytest.raises(error, match=f"rope.{op}: {argument} {message.format(FUNCTIONAL[op])}"):
                     getattr(rope, op)(**a)
         if kind == "requires grad":
             with torch.no_grad():
@@ -410,24 +419,25 @@ def test_in_place_operators_refuse_tensors_before_anything_is_written(op, source
     assert all(torch.equal(t, before[n]) and t._version == 0 for n, t in good.items())
 
 
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_a_negated_view_is_read_correctly(op, device):
-    good = call_of(op, device)
+@pytest.mark.parametrize("make", [negated, inference])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_negated_views_and_inference_tensors_are_read_correctly(name, make, device):
+    op, good = in_place_call(name, device)
     expected = {n: t.clone() for n, t in good.items()}
     getattr(rope, op)(**expected)
-    for name in good.keys() - {*IN_PLACE[op]}:
-        a = {n: t.clone() for n, t in good.items()} | {name: negated(good[name])}
+    for argument in good.keys() - {*IN_PLACE[name]}:
+        a = {n: t.clone() for n, t in good.items()} | {argument: make(good[argument])}
         getattr(rope, op)(**a)
-        assert all(torch.equal(a[n], expected[n]) for n in IN_PLACE[op])
+        assert all(torch.equal(a[n], expected[n]) for n in IN_PLACE[name])
 
 
-@pytest.mark.parametrize("op", IN_PLACE)
-def test_an_in_place_operator_bumps_the_version_of_what_it_writes(op, device):
-    a = call_of(op, device)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_in_place_operator_bumps_the_version_of_what_it_writes(name, device):
+    op, a = in_place_call(name, device)
     for count, context in enumerate((torch.enable_grad, torch.no_grad, torch.inference_mode), 1):
         with context():
             getattr(rope, op)(**a)
-        assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[op] else 0 for n in a}
+        assert {n: t._version for n, t in a.items()} == {n: count if n in IN_PLACE[name] else 0 for n in a}
     with torch.inference_mode():  # inference tensors have no version, and the operator takes them
         getattr(rope, op)(**{n: t.clone() for n, t in a.items()})
 

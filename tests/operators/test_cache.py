@@ -1,4 +1,4 @@
-"""Tests that rotate_into_cache_ writes the right values to q and to the caches, and changes no other bit of memory."""
+"""Tests that rotate_into_cache_ writes the right values to q or q_out and to the caches, and no other bit of memory."""
 
 import itertools
 import math
@@ -133,18 +133,18 @@ def assert_agrees(found, right, dtype):
         torch.testing.assert_close(found, right, rtol=2 * eps, atol=4 * eps + error_of_angles, equal_nan=True)
 
 
-def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_rounding=False, **options):
-    """Calls the operator and checks q, k, v, the caches and all memory around them.
+def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_rounding=False, **options):
+    """Calls the operator and checks q, q_out, k, v, the caches and all memory around them.
 
-    q and the cells that are written must have the bits that the functional operators return, and these must be close to
-    the oracle. Cells of a quantised cache, and those of v after a norm, must hold what the oracle stores there. All
-    other memory must be as before. On the CPU the reference must agree.
+    q or q_out, and the cells that are written, must have the bits that the functional operators return, and these must be
+    close to the oracle. What is quantised, and v after a norm, must be what the oracle stores there. All other memory
+    must be as before. On the CPU the reference must agree.
 
-    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None. of_cache: a dict of k_scale, v_scale and norm_v,
-    or None.
+    norm: a dict of q_norm_weight, k_norm_weight and norm_eps, or None. results: a dict of q_out, q_scale, k_scale,
+    v_scale and norm_v, or None.
     """
-    norm, of_cache, eager = norm or {}, of_cache or {}, {"eager_rounding": True} if eager_rounding else {}
-    given, positions = angles | norm | of_cache | options | eager | {"slots": slots}, positions_of(q, **angles)
+    norm, results, eager = norm or {}, results or {}, {"eager_rounding": True} if eager_rounding else {}
+    given, positions = angles | norm | results | options | eager | {"slots": slots}, positions_of(q, **angles)
     if slots is None:  # sequence b is written to block b, by position
         where = positions + np.arange(len(positions))[:, None] * caches.block_size
     else:
@@ -152,6 +152,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
     where = torch.from_numpy(where.astype(np.int64)).flatten()
     written = where >= 0
     cells = where[written] // caches.block_size, where[written] % caches.block_size
+    of_q = tuple(torch.from_numpy(index).flatten() for index in np.indices(positions.shape))  # the same, in q
 
     wide, factor = torch.promote_types(q.dtype, torch.float32), options.get("attention_factor", 1.0)
     functional = rope.norm_rotate_qk if norm else rope.rotate_qk
@@ -165,12 +166,14 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
             near = limits(x.dtype, angles, factor, bool(norm))
             assert_close(out[torch.from_numpy(known)], tuple(n[known] for n in by_oracle[-1]), *near)
 
-    tensors = q, k, v, caches.k, caches.v
+    q_out = results.get("q_out", q)
+    tensors = q, k, v, caches.k, caches.v, q_out
     expected = {key: memory.clone() for key, memory in map(memory_of, tensors)}
     right = [t.clone() for t in tensors]
-    rope.rotate_into_cache_(*tensors, **given)
+    rope.rotate_into_cache_(*tensors[:5], **given)
     if not on_gpu(str(q.device)):
-        reference.rotate_into_cache_(*right, **given)
+        right[-1] = right[0] if q_out is q else right[-1]
+        reference.rotate_into_cache_(*right[:5], **given | {"q_out": right[-1]})
         for found, r in zip(tensors, right, strict=True):
             assert_agrees(found, r, q.dtype)
 
@@ -178,28 +181,30 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
         """Returns t in the expected memory."""
         return expected[memory_of(t)[0]].as_strided(t.shape, t.stride(), t.storage_offset())
 
-    nan = q.cpu().isnan()  # a NaN may have any bits
-    assert torch.equal(nan, rotated[0].isnan())
-    view(q).copy_(bits(torch.where(nan, q.cpu(), rotated[0])))
-    for cache, x, name in (caches.k, rotated[1], "k"), (caches.v, v, "v"):
-        scale, norm_v = of_cache.get(f"{name}_scale"), name == "v" and of_cache.get("norm_v", False)
-        found, target = (t if t.dim() == 4 else t[None] for t in (bits(cache), view(cache)))
+    if "q_scale" not in results:
+        nan = q_out.cpu().isnan()  # a NaN may have any bits
+        assert torch.equal(nan, rotated[0].isnan())
+        rotated[0] = torch.where(nan, q_out.cpu(), rotated[0])
+    for i, (out, x, name) in enumerate(((q_out, rotated[0], "q"), (caches.k, rotated[1], "k"), (caches.v, v, "v"))):
+        scale, norm_v = results.get(f"{name}_scale"), name == "v" and results.get("norm_v", False)
+        found, target = (t if t.dim() == 4 else t[None] for t in (bits(out), view(out)))
+        at, tokens = (of_q, written | True) if name == "q" else (cells, written)
         if scale is None and not norm_v:
-            target[cells] = bits(x).flatten(0, -3)[written]
+            target[at] = bits(x).flatten(0, -3)[tokens]
             continue
-        target[cells] = found[cells]
+        target[at] = found[at]
         values = numpy_of(x, np.longdouble if norm_v else np.float64)
         error = np.zeros_like(values)
         if norm_v:
             values /= np.sqrt((values**2).sum(-1, keepdims=True) / max(v.shape[-1], 1) + norm.get("norm_eps", 1e-6))
             error = 6 * ulp(abs(values), wide)
-        elif name == "k" and not eager_rounding:
-            values, magnitude = by_oracle[1]
+        elif name != "v" and not eager_rounding:
+            values, magnitude = by_oracle[i]
             ulps, plus = limits(wide, angles, factor, bool(norm))
             error = ulps * ulp(magnitude, wide) + plus * magnitude
-        values, error = (n.reshape(len(where), *n.shape[-2:])[written.numpy()] for n in (values, error))
+        values, error = (n.reshape(len(where), *n.shape[-2:])[tokens.numpy()] for n in (values, error))
         rounded = q.dtype if eager_rounding or scale is None else None
-        assert_stored(found[cells].view(cache.dtype), values, error, rounded, scale, wide)
+        assert_stored(found[at].view(out.dtype), values, error, rounded, scale, wide)
     for key, memory in map(memory_of, tensors):
         assert torch.equal(memory, expected[key])
 
@@ -207,9 +212,11 @@ def check(q, k, v, caches, angles, slots=None, norm=None, of_cache=None, eager_r
 # --- Layouts, sources, slots, norm ------------------------------------------------------------------------------------
 
 
-def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, **_):
+def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, q_out, q_dtype, **_):
     """Returns whether the operator takes these arguments together."""
     batch = size[0]
+    if q_out in (None, "q") and q_dtype is not None:
+        return False
     if batch != 1 and (dims == 3 or slots.endswith("[S]") or (slots == "none" and "sequence" in cache)):
         return False
     if eager_rounding and (norm_v or weights != "none"):
@@ -229,6 +236,8 @@ FACTORS = CALLS | {
     "slots": ["none", "int64 [S]", "strided int32 [S]", "int64 [B,S]", "strided int32 [B,S]", "[B,S] by column"],
     "weights": ["none", "dtype of x", "float32", "strided", "over heads"],
     "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)][:: 1 + 2 * SLOW],
+    "q_out": [None, "q", *LAYOUTS],
+    "q_dtype": [None, *QUANTISED],  # None: that of q
     "scales": ["one element", "no dimensions", "heads", "strided"],
     "norm_v": [False, True],
     "eager_rounding": [False, True],
@@ -286,9 +295,9 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6, heads=(1, 1)):
 
 
 def make_scales(kind, dtypes, heads, device):
-    """Returns the scales of the caches whose dtype is not None. kind: one of FACTORS["scales"]."""
+    """Returns the scales of q, k and v, of those whose dtype is not None. kind: one of FACTORS["scales"]."""
     scales = {}
-    for name, dtype, n, step in zip(("k_scale", "v_scale"), dtypes, heads, (2, 3), strict=True):
+    for name, dtype, n, step in zip(("q_scale", "k_scale", "v_scale"), dtypes, heads, (4, 2, 3), strict=True):
         if dtype is None:
             continue
         scale = torch.rand(n if kind in ("heads", "strided") else 1) + 0.5
@@ -314,7 +323,7 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     size, source, dtype = case["size"], case["source"], case["dtype"]
     if not supported(device, dtype, source):
         pytest.skip("Apple GPUs have no float64")
-    quantised = [d if has_dtype(device, d) else torch.int8 for d in case["quantised"]]
+    quantised = [d if has_dtype(device, d) else torch.int8 for d in (case["q_dtype"], *case["quantised"])]
     batch, seq, q_heads, _, head_dim, _ = size
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
@@ -331,12 +340,16 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
         slots = make_slots(case["slots"], batch, seq, blocks * block_size, device)
         misplace_pads(angles, slots)
     norm = make_norm(case["weights"], head_dim, dtype, device, heads=(q_heads, k_heads))
-    caches = Caches(case["cache"], blocks, block_size, *k.shape[2:], dtype, device, case["v_shape"], quantised)
-    of_cache = make_scales(case["scales"], quantised, (k_heads, v.shape[-2]), device) | {"norm_v": case["norm_v"]}
+    caches = Caches(case["cache"], blocks, block_size, *k.shape[2:], dtype, device, case["v_shape"], quantised[1:])
+    results = make_scales(case["scales"], quantised, (q_heads, k_heads, v.shape[-2]), device)
+    results["norm_v"] = case["norm_v"]
+    q_out = LAYOUTS.get(case["q_out"], lambda *_: q)(q.shape, quantised[0] or dtype, device)
     if case["dims"] == 3:
-        q, k, v = q[0], k[0], v[0]
+        q, k, v, q_out = q[0], k[0], v[0], q_out[0]
+    if case["q_out"]:
+        results["q_out"] = q if case["q_out"] == "q" else q_out
     options = {name: case[name] for name in ("attention_factor", "interleaved", "eager_rounding")}
-    check(q, k, v, caches, angles, slots, norm, of_cache, **options)
+    check(q, k, v, caches, angles, slots, norm, results, **options)
 
 
 @pytest.mark.parametrize("start", range(0, 600 if EXHAUSTIVE else 60 if SLOW else 120, 10))

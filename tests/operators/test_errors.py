@@ -204,6 +204,12 @@ v=ones(1, S, 1, D) -> v has batch 1 but must have batch 2, as q has; only the he
 v_cache=ints(B, 20, 1, D).char().view(torch.float8_e5m2) -> v_scale is None but must be given, because v_cache is
     float8_e5m2
 k_scale=ones(1) -> k_scale is given but must be None, because k_cache is float32, the dtype of k
+q_out=ones(B, S, 1, D) -> q_out has shape [2, 6, 1, 16] but must have shape [2, 6, 3, 16], the shape of q
+q_out=q[0] -> q_out has shape [6, 3, 16] but must have shape [2, 6, 3, 16], the shape of q
+q_scale=ones(1) -> q_scale is given but must be None, because q is written in place; pass a float8 or int8 q_out
+q_out=ones(B, S, H, D), q_scale=ones(1) -> q_scale is given but must be None, because q_out is float32, the dtype of q
+q_out=q.char() -> q_scale is None but must be given, because q_out is int8
+q_out=q.char(), q_scale=ones(2) -> q_scale has shape [2] but must have ... [heads] with 3 heads, as q_out has
 **int8 | scales | dict(v_scale=ones(2)) -> v_scale has shape [2] but must have one element, or shape [heads] with 1
     heads, as v_cache has
 **int8 | scales | three_heads | dict(k_scale=ones(1, H)) -> k_scale has shape [1, 3] but must have one element, or
@@ -229,6 +235,8 @@ v=v.bfloat16() -> v is bfloat16 but must be float32, the dtype of q
 k_cache=k_cache.bfloat16() -> k_cache is bfloat16 but must be float32, the dtype of k
 v_cache=v_cache.byte() -> v_cache is uint8 but must be float32, the dtype of v, or float8_e4m3fn, float8_e5m2 or int8
 **int8 | scales | dict(k_scale=ones(1).bfloat16()) -> k_scale is bfloat16 but must be float32
+q_out=q.char(), q_scale=ones(1).half() -> q_scale is float16 but must be float32
+q_out=q.bfloat16() -> q_out is bfloat16 but must be float32, the dtype of q, or float8_e4m3fn, float8_e5m2 or int8
 slots=ones(B, S) -> slots is float32 but must be int32 or int64
 
 [backward: TypeError]
@@ -286,6 +294,14 @@ slots=k_cache.view(torch.int32)[:, 3:9, 0, 7] -> k_cache overlaps slots but ... 
     k_scale but ... and k_scale is read
 **int8 | scales | dict(v_scale=q[1, 5, 2, 15]) -> q overlaps v_scale but ... and v_scale is read
 cos=k_cache[0, :, 0, :4] -> k_cache overlaps cos but ... and cos is read
+q=(x := ones(B, S, 5, D))[:, :, :H], q_out=x[:, :, 2:] -> q_out overlaps q but ... q_out is written in place and q is read
+q=(x := ones(B, S, S, D)), q_out=x.transpose(1, 2) -> q_out overlaps q but ... and q is read
+q=q[0], k=k[0], v=v[0], q_out=q.view(torch.int8)[0, ..., :D], q_scale=ones(1) -> q_out overlaps q but ... and q is read
+q_out=(x := ones(B, S, H, D)), k=x[:, :, 1:2] -> q_out overlaps k but ... and k is read
+q_out=(x := ones(B, 20, H, D))[:, :S], k_cache=x[:, :, :1] -> q_out overlaps k_cache but ... both are written in place
+q_out=(x := ones(B, S, H, D)).view(torch.int8)[..., :D], q_scale=x[1, 5, 2, :1] -> q_out overlaps q_scale but ... is read
+q_out=ones(B, S, 1, D).expand(B, S, H, D) -> q_out has shape [2, 6, 3, 16] and strides [96, 16, 0, 1], so some of its
+k_cache=(x := ones(B, 20, 5, D))[:, :, :1], q=x[:, :S, 2:], q_out=ones(B, S, H, D) -> k_cache overlaps q but ... is read
 """)
 # Errors that depend on the values of positions and slots, which only the kernel reads. Without slots, a position is also
 # the index of a cell in a block. The position of a token with a negative slot is no error, and is not in the message.
@@ -354,7 +370,8 @@ def test_a_tensor_on_another_device_is_an_error(op, source, device):
     good = call_of(op, device, source) | {"positions": torch.arange(4, device=device)}
     if "cache" in op:
         good |= {n: good[n].to(torch.int8) for n in ("k_cache", "v_cache")}
-        good |= {n: torch.ones(1, device=device) for n in ("k_scale", "v_scale")}
+        good |= {n: torch.ones(1, device=device) for n in ("q_scale", "k_scale", "v_scale")}
+        good["q_out"] = good["q"].to(torch.int8)
         good["slots"] = torch.arange(8, device=device).view(2, 4)
     here = re.escape(str(good["q"].device))
     for name in good.keys() - {"q"}:
@@ -461,8 +478,8 @@ def share_a_range(a, b):
 @pytest.mark.shared
 @pytest.mark.parametrize("with_caches", [False, True])
 def test_an_overlap_is_found_by_the_addresses_of_the_elements(with_caches):
-    """q, k and v are compared with a cache by address ranges, all other tensors exactly. With caches the views lie further
-    apart, so that some calls are legal."""
+    """q, q_out, k and v are compared with a cache by address ranges, all other tensors exactly. With caches the views lie
+    further apart, so that some calls are legal."""
     draw, storage, freq = random.Random(0), torch.zeros(4000), torch.ones(1)
 
     def view(*sizes, apart):
@@ -477,12 +494,13 @@ def test_an_overlap_is_found_by_the_addresses_of_the_elements(with_caches):
         call = functools.partial(rope.rotate_qk_, q, k, inv_freq=freq)
         if with_caches:
             caches = [view(batch, seq, heads, 2, apart=3000) for _ in "kv"]
-            weight = view(2, apart=3000)
-            written = [q, *caches]
-            exactly = [caches, (q, k), (q, v), *((t, weight) for t in written)]
-            by_range = itertools.product((q, k, v), caches)
+            weight, q_out = view(2, apart=3000), draw.choice([q, view(*q.shape, apart=apart)])
+            written = [q_out, *caches]
+            exactly = [caches, (q_out, k), (q_out, v), *((t, weight) for t in written)]
+            exactly += [(q_out, q)] * (addresses(q_out) != addresses(q))
+            by_range = itertools.product((q, q_out, k, v), caches)
             call = functools.partial(rope.rotate_into_cache_, q, k, v, *caches, None, None, freq)
-            call = functools.partial(call, q_norm_weight=weight, k_norm_weight=weight)
+            call = functools.partial(call, q_norm_weight=weight, k_norm_weight=weight, q_out=q_out)
         shared = any(len({*addresses(t)}) < t.numel() for t in written)
         shared |= any(share_exactly(*pair) for pair in exactly) or any(share_a_range(*pair) for pair in by_range)
         with pytest.raises(ValueError) if shared else contextlib.nullcontext():

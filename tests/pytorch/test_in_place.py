@@ -99,6 +99,11 @@ PROGRAMS = {
         [*QKV, (3, 2, *HEADS_FIRST[1:])],
         lambda a, q, k, v, kv: into(a, q, k, v, *kv.transpose(2, 3).unbind(1)),
     ),
+    "q_out inside a buffer": (
+        [PACKED, BLOCKS, BLOCKS, (2, *Q)],
+        lambda a, x, c, d, o: into(a, *split(x), c, d, q_out=o[1]),
+    ),
+    "q_out that is q": ([PACKED, BLOCKS, BLOCKS], lambda a, x, c, d: into(a, *split(x), c, d, q_out=split(x)[0])),
     "layers": ([*QKV, (3, 2, *BLOCKS)], into_layers),
     "paged blocks": ([*QKV, (LENGTH, 2, 5, KV_HEADS, DIM), SLOTS], into_paged_blocks),
     "attention over the cache": ([X, W, *[(2, *HEADS_FIRST[1:])] * 2], attention_over_the_cache, 1),

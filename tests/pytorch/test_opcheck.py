@@ -80,6 +80,7 @@ def cases_of(op):
         if "cache" in op:
             case |= {"cache": caches[i % len(caches)], "norm": i % 2 == 0, "norm_v": i % 3 == 0}
             case |= {"quantised": (None, torch.int8)[i // 2 % 2], "v_shape": (None, (1, 12))[i % 2]}
+            case["q_out"] = (None, torch.float32, torch.int8)[i % 3]
             by_slots = case["source"].kind.startswith(("token", "head")) or (i % 2 == 0 and "sequence" in case["cache"])
             case["slots"] = (torch.int32, torch.int64)[i % 2] if by_slots or i % 3 else None
         case["eager_rounding"] = i % 7 == 0 and not (case.get("norm_v") or case.get("norm", "norm" in op))
@@ -121,6 +122,11 @@ def test_rotating_operators_pass_opcheck(op, case, device):
             xs[3] = xs[3].to(case["quantised"])
             keywords["k_scale"] = torch.rand(kv_heads, 2, device=device)[:, 1]
         keywords["norm_v"] = case["norm_v"]
+        if case["q_out"]:
+            keywords["q_out"] = layouts[3](torch.Size((2, *xs[0].shape[-3:])), case["q_out"], device)[-batch:].view_as(
+                xs[0]
+            )
+            keywords |= {"q_scale": torch.rand(HEADS, device=device)} if case["q_out"] == torch.int8 else {}
     xs = [x.detach().requires_grad_(NEEDS[needs](i, x) and x.is_floating_point()) for i, x in enumerate(xs)]
     if needs == "angles":
         for name in {"cos", "sin", "inv_freq"} & angles.keys():

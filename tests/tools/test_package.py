@@ -125,7 +125,7 @@ def test_schemas_and_public_names_do_not_change():
         f"*, {norm}{start}) -> (Tensor, Tensor)",
         "rotate_into_cache_": f"(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, {source}"
         "Tensor? slots=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, *, Tensor? k_scale=None, "
-        f"Tensor? v_scale=None, {norm}, bool norm_v=False{newer}) -> ()",
+        f"Tensor? v_scale=None, Tensor(d!)? q_out=None, Tensor? q_scale=None, {norm}, bool norm_v=False{newer}) -> ()",
     }
     for name, schema in schemas.items():
         assert str(getattr(torch.ops.rope, name).default._schema) == f"rope::{name}{schema}"
