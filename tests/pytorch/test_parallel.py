@@ -69,7 +69,7 @@ def tensors(device):
     made |= {"cos.head": cos[by_head], "sin.head": sin[by_head]}
     made |= {"positions.one": positions[0]}  # [seq], the same for all sequences
     made |= {"cos.one": cos[positions[:1]], "sin.one": sin[positions[:1]]}
-    for name, heads in (("x", HEADS), ("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+    for name, heads in (("x", HEADS), ("q", HEADS), ("q_out", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
         made[name] = torch.randn(BATCH, SEQ, heads, HEAD_DIM, device=device)
     for name in ("k_cache", "v_cache"):
         made[name] = torch.randn(BATCH, 16, KV_HEADS, HEAD_DIM, device=device)
@@ -81,6 +81,7 @@ def tensors(device):
         made[f"{name}_cache.int8"] = made[f"{name}_cache"].to(torch.int8)
         made[f"{name}_scale"] = torch.rand(KV_HEADS, device=device) + 0.1
         made[f"{name}_scale.one"] = torch.rand(1, device=device) + 0.1
+    made |= {"q_out.int8": made["q_out"].to(torch.int8), "q_scale": torch.rand(HEADS, device=device) + 0.1}
     made["positions.axes"] = torch.randint(0, 16, (2, BATCH, SEQ), device=device)
     made["inv_freq.axes"] = torch.stack([inv_freq, inv_freq / 3])
     slots = torch.randperm(BATCH * 16, device=device)[: BATCH * SEQ]
@@ -149,6 +150,8 @@ rotate_into_cache_ q=R|0|2|2 k=R|0|2|R v=R|R|2|R k_cache=R|0|2|R v_cache=R|0|2|2
 rotate_into_cache_ q=R|2 k=R|R v=2|R k_cache=R|2 v_cache=2|2 inv_freq=R slots=R
 rotate_into_cache_ q=2|0|R k=2|0|R v=2|0|R k_cache.int8=2|0|R v_cache.int8=2|0|R inv_freq=R k_scale=0|R|R v_scale=0|R|R
 rotate_into_cache_ q=2|0 k=2|0 v=2|0 k_cache.int8=2|0 v_cache.int8=2|0 inv_freq=R k_scale.one=R v_scale.one=R
+rotate_into_cache_ q=2|0|R|R k=2|0|R|R v=2|0|R|R k_cache=2|0|R|0 v_cache=2|0|R|0 inv_freq=R q_out=2|0|2|0
+rotate_into_cache_ q=2|0|R k=R v=R k_cache=R|0|R v_cache=R|0|R inv_freq=R q_out.int8=2|0|2 q_scale=0|R|0
 cos_sin positions=R|0|1 inv_freq=R
 axial_cos_sin positions.axes=R|1|2 inv_freq.axes=R
 """)
@@ -170,6 +173,9 @@ rotate_into_cache_ q=1 k=1 v=1 k_cache=R v_cache=R inv_freq=R positions=1
 rotate_into_cache_ q=2 k=2 v=2 k_cache.int8=2 v_cache.int8=2 inv_freq=R k_scale=R|0 v_scale=0|R
 rotate_into_cache_ q=R|0 k=R|0 v=R|0 k_cache.int8=R|0 v_cache.int8=R|0 inv_freq=R k_scale=0|R v_scale=R|0
 rotate_into_cache_ q=R k=R v=R k_cache=2 v_cache=2 inv_freq=R q_norm_weight.heads=R k_norm_weight.heads=R
+rotate_into_cache_ q=2|0|R|R k=R|0|R|R v=R|0|R|R k_cache=R|0|R|R v_cache=R|0|R|R inv_freq=R q_out=R|R|0|1
+rotate_into_cache_ q=2|R k=R v=R k_cache=R v_cache=R inv_freq=R q_out.int8=2|R q_scale=R|0
+rotate_into_cache_ q=R k=R v=R k_cache=R v_cache=R inv_freq=R q_out=2 q_norm_weight.heads=R k_norm_weight.heads=R
 cos_sin positions=R|P inv_freq=0|R
 axial_cos_sin positions.axes=0|R|R inv_freq.axes=R|0|1
 """)

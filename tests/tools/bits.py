@@ -145,12 +145,15 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
 
     if cache:
         blocks, block_size = batch + draw.randint(0, 2), rows
-        for name, *shape in ("k", k_heads, head_dim), ("v", v_heads, v_dim):
+        caches = {"k_cache": (blocks, block_size, k_heads, head_dim), "v_cache": (blocks, block_size, v_heads, v_dim)}
+        for name, shape in (caches | {"q_out": call["q"].shape}).items():
             quantised = draw.one(torch.int8, *[torch.float8_e4m3fn, torch.float8_e5m2] * (draw.device != "mps"))
             quantised = quantised if draw.maybe(0.4) else dtype
-            call[f"{name}_cache"] = draw.normal(blocks, block_size, *shape, dtype=quantised)
+            call[name] = draw.normal(*shape, dtype=quantised)
             if quantised != dtype:
-                call[f"{name}_scale"] = draw.normal(draw.one(1, shape[0]), dtype=torch.float32).abs().add(0.01)
+                call[f"{name[0]}_scale"] = draw.normal(draw.one(1, shape[-2]), dtype=torch.float32).abs().add(0.01)
+        if "q_scale" not in call and draw.maybe():
+            del call["q_out"]
         alike = call["k_cache"].shape == call["v_cache"].shape and "k_scale" not in call and "v_scale" not in call
         if alike and draw.maybe(0.3):  # neighbours in memory
             call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), -1).unbind(-1)

@@ -81,6 +81,7 @@ def make_call(op, source, device):
             given["inv_freq"] = freq.repeat(3, 1) if "axial" in op else freq
             given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64, dtype=torch.int8)
             given["k_scale"], given["v_scale"] = torch.rand(2, 2)
+            given |= {"q_out": torch.zeros(3, 4, 7, 64, dtype=torch.int8).transpose(1, 2), "q_scale": torch.rand(4)}
             given |= {"q_norm_weight": torch.rand(4, 64), "k_norm_weight": torch.rand(2, 64), "norm_v": True}
     return {name: given[name] for name in names_of(op) if name in given}
 
@@ -93,7 +94,7 @@ def results_of(op, given):
     """Makes a call with copies of its tensors, and returns the copies that it writes and its results."""
     given = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     out = getattr(rope, op)(**given)
-    written = [given[a.name] for a in schema_of(op).arguments if a.alias_info and a.alias_info.is_write]
+    written = [given[a.name] for a in schema_of(op).arguments if a.alias_info and a.name in given]
     return written + ([] if out is None else list(out) if isinstance(out, tuple) else [out])
 
 
@@ -361,30 +362,32 @@ def test_results_are_written_once_in_16_byte_stores(dtype, device):
         assert launch["stores"] == {width: x.numel() * dtype.itemsize // width}
 
 
-# dtypes of the caches of k and v (None: that of x), norm over all heads (None: no norm), whether v is normalised
+# dtypes of q_out and of the caches of k and v (None: that of x), norm over all heads (None: no norm), whether v is
+# normalised
 INTO_CACHES = [
-    (None, None, None, False),
-    (None, None, False, False),
-    (torch.int8, torch.float8_e5m2, None, False),
-    (torch.float8_e4m3fn, None, False, True),
-    (None, torch.int8, True, False),
-    (None, None, True, True),
-    (None, None, None, True),
+    (None, None, None, None, False),
+    (None, None, None, False, False),
+    (torch.float8_e4m3fn, torch.int8, torch.float8_e5m2, None, False),
+    (None, torch.float8_e4m3fn, None, False, True),
+    (torch.int8, None, torch.int8, True, False),
+    (None, None, None, True, True),
+    (None, None, None, None, True),
 ]
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
-def test_caches_are_written_once_in_whole_vectors(k_dtype, v_dtype, over_heads, norm_v, dtype, device):
-    """In one launch, whatever is normalised. A quantised cache takes in one store what 16 bytes of x become."""
+@pytest.mark.parametrize("q_dtype, k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
+def test_results_are_written_once_in_whole_vectors(q_dtype, k_dtype, v_dtype, over_heads, norm_v, dtype, device):
+    """In one launch, whatever is normalised. A quantised result takes in one store what 16 bytes of x become."""
     per_head = 2 * 10 * 128 * dtype.itemsize // 16
     q, k, v = torch.randn(2, 10, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
-    caches, options, stores = [], {"norm_v": norm_v}, Counter({16: 8 * per_head})
-    for x, heads, stored in ("k", 2, k_dtype), ("v", 2, v_dtype):
-        caches.append(torch.zeros(2, 60, heads, 128, device=device, dtype=stored or dtype))
+    results, options, stores = [], {"norm_v": norm_v}, Counter()
+    for x, seq, heads, stored in ("q", 10, 8, q_dtype), ("k", 60, 2, k_dtype), ("v", 60, 2, v_dtype):
+        results.append(torch.zeros(2, seq, heads, 128, device=device, dtype=stored or dtype))
         options[f"{x}_scale"] = stored and torch.ones(1, device=device)
-        stores[16 * caches[-1].itemsize // dtype.itemsize] += heads * per_head
+        stores[16 * results[-1].itemsize // dtype.itemsize] += heads * per_head
+    options["q_out"], *caches = results
     if over_heads is not None:
         for x, heads in ("q", 8), ("k", 2):
             options[f"{x}_norm_weight"] = torch.ones(*[heads] * over_heads, 128, device=device)

@@ -169,13 +169,14 @@ CACHES = [  # (heads of q, heads of k, head_dim, heads of v, head_dim of v, byte
     "case", covering({"size": CACHES, "quantised": [False, True], "norm": [False, True]}), ids=name_of
 )
 def test_what_goes_into_a_cache_is_read_once_and_written_once(case, device, simulated):
-    """A v whose head_dim is not k's is read twice for its norm."""
+    """A v whose head_dim is not k's is read twice for its norm. With quantised caches, q goes to a q_out of int8."""
     (q_heads, k_heads, head_dim, v_heads, v_dim, width), quantised, norm = case.values()
     shapes = (q_heads, head_dim), (k_heads, head_dim), (v_heads, v_dim)
     q, k, v = (randn(40, *shape, dtype=torch.float16) for shape in shapes)
     given = weights_of(head_dim) if norm else {}
     if quantised:
         given |= dict(k_scale=torch.rand(1).to("mps"), v_scale=torch.rand(v_heads).to("mps"))
+        given |= dict(q_out=torch.empty_like(q, dtype=torch.int8), q_scale=torch.rand(q_heads).to("mps"))
     for norm_v in [False, True] if v_heads and head_dim else [False]:
         caches = [torch.empty_like(x, dtype=torch.int8 if quantised else x.dtype) for x in (k, v)]
         ops.rotate_into_cache_(q, k, v, *caches, *tables(40, head_dim // 4 * 2), **given, norm_v=norm_v)
@@ -187,9 +188,11 @@ def test_what_goes_into_a_cache_is_read_once_and_written_once(case, device, simu
             assert done.widths("v_in") == {width} and done.widths("v_out") == {width // (1 + quantised)}
         if k_heads and head_dim:
             done.check(k_in=read(k, 1 + (wide and norm)), k_out=written(caches[0]))
-            assert norm or done.bytes["q_out"][1] == q.nbytes // head_dim * (head_dim // 4 * 2)
+            if quantised:
+                done.check(q_in=read(q, 1 + (wide and norm)), q_out=written(given["q_out"]))
+            assert norm or quantised or done.bytes["q_out"][1] == q.nbytes // head_dim * (head_dim // 4 * 2)
         if v_heads and k_heads and head_dim:
-            assert done["messages"]["setBuffer"] == 7 + 2 * norm + 2 * quantised
+            assert done["messages"]["setBuffer"] == 7 + 2 * norm + 4 * quantised
 
 
 # (tokens, heads of q, heads of k, head_dim, rotary_dim)
@@ -278,7 +281,10 @@ def test_a_kernel_keeps_its_numbers_in_registers(case, device, simulated):
         by_position = options | dict(zip(("cos", "sin"), by_head, strict=True))
     else:
         ops.rotate_into_cache_(q, k, v, *caches[0], **by_position, eager_rounding=eager)
-        ops.rotate_into_cache_(q, k, v, *caches[1], **by_position, **weights, **scales, slots=by_position["positions"])
+        to_q_out = dict(q_out=torch.empty_like(q, dtype=torch.int8), q_scale=scales["v_scale"])
+        by_slots = weights | scales | dict(slots=by_position["positions"])
+        for more in {}, to_q_out:
+            ops.rotate_into_cache_(q, k, v, *caches[1], **by_position, **by_slots, **more)
     ops.rotate_qk(q, k, **by_position, eager_rounding=eager)
     ops.norm_rotate_qk(q, k, *weights.values(), **by_position)
     over_heads = [w.expand(heads, 128) for w, heads in zip(weights.values(), (q.shape[1], k.shape[1]), strict=True)]

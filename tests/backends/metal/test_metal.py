@@ -228,9 +228,10 @@ def test_element_offsets_may_exceed_2_31_and_2_32(strides, untouched, device):
         assert all(map(torch.equal, *results))
 
 
-FLOAT32 = ["k_scale", "v_scale", "inv_freq"]
+FLOAT32 = ["q_scale", "k_scale", "v_scale", "inv_freq"]
 FAR = [  # the shapes of arguments; in each case one of them has elements far from its first
     dict(k_scale=(2,), v_scale=(2,), k_cache=(3, 2, 4), v_cache=(3, 2, 4), inv_freq=(2, 2)),
+    dict(q_scale=(2,), q_out=(1, 2, 2, 4), inv_freq=(2,)),
     dict(q_norm_weight=(4,), k_norm_weight=(4,), cos=(2, 2), sin=(2, 2), positions=(2,), slots=(2,)),
     dict(q_norm_weight=(2, 4), k_norm_weight=(2, 4), cos=(1, 2, 2, 2), sin=(1, 2, 2, 2), slots=(2,)),
 ]
@@ -243,8 +244,8 @@ def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, dev
     for name, shape in shapes.items():
         if name in ("positions", "slots"):
             near[name] = torch.tensor([1, 0]).to("mps")
-        elif name.endswith("cache"):
-            near[name] = near[name].to(torch.int8)
+        elif name.endswith("cache") or name == "q_out":
+            near[name] = torch.zeros(shape, dtype=torch.int8, device="mps")
         else:
             near[name] = torch.rand(shape).to(torch.float32 if name in FLOAT32 else torch.float16).to("mps")
     for name in [None, *shapes]:
@@ -254,7 +255,7 @@ def test_element_offsets_of_each_argument_may_exceed_2_32(shapes, untouched, dev
             strides = {1: (far,), 2: (far, 1), 3: (4, far, 1), 4: (8, 4, far, 1)}[t.dim()]
             tensors[name] = untouched(3 * far + 64, t.dtype).as_strided(t.shape, strides).copy_(t)
         ops.rotate_into_cache_(**tensors)
-        found = [tensors[n].contiguous() for n in ("q", "k_cache", "v_cache")]
+        found = [tensors[n].contiguous() for n in ("q", "q_out", "k_cache", "v_cache") if n in tensors]
         expected = expected or found
         assert all(map(torch.equal, found, expected)), name
 
@@ -287,15 +288,15 @@ def test_float64_is_refused(device):
             call()
 
 
-@pytest.mark.parametrize("name", "kv")
+@pytest.mark.parametrize("name", ["q_out", "k_cache", "v_cache"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_caches_of_float8_are_refused(dtype, name, device):
-    x, scale = randn(2, 3, 16), torch.ones(1, device="mps")
-    caches = {f"{n}_cache": torch.zeros(2, 3, 16, dtype=torch.int8, device="mps") for n in "kv"}
-    caches[f"{name}_cache"] = caches[f"{name}_cache"].view(dtype)
-    match = f"{name}_cache is {str(dtype)[6:]} but must be int8 or the dtype of {name}, because Metal has no float8"
+def test_float8_is_refused(dtype, name, device):
+    x, scales = randn(2, 3, 16), {f"{n}_scale": torch.ones(1, device="mps") for n in "qkv"}
+    results = {n: torch.zeros(2, 3, 16, dtype=torch.int8, device="mps") for n in ("q_out", "k_cache", "v_cache")}
+    results[name] = results[name].view(dtype)
+    match = f"{name} is {str(dtype)[6:]} but must be int8 or the dtype of {name[0]}, because Metal has no float8"
     with pytest.raises(NotImplementedError, match=f"rope.rotate_into_cache_: {match}"):
-        ops.rotate_into_cache_(x.clone(), x, x, **caches, inv_freq=freqs(16), k_scale=scale, v_scale=scale)
+        ops.rotate_into_cache_(x, x, x, **results, inv_freq=freqs(16), **scales)
 
 
 def test_an_error_inside_the_queue_reaches_the_caller(simulated):
