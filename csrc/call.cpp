@@ -56,9 +56,9 @@ Format format_of(at::ScalarType type) {
   }
 }
 
-Side side_of(const SideTensors& t) {
-  Side side{};
-  if (!t.in) return side;
+// Writes what the tensors of a side give. All members are zeros before.
+void describe(const SideTensors& t, Side& side) {
+  if (!t.in) return;
   side.heads = t.in->size(-2);
   side.head_dim = t.in->size(-1);
   side.format = format_of(t.out->scalar_type());
@@ -68,10 +68,9 @@ Side side_of(const SideTensors& t) {
     side.weight[0] = t.weight->dim() == 2 ? t.weight->stride(0) : 0;
     side.weight[1] = t.weight->stride(-1);
   }
-  if (side.heads == 0) return side;  // strides to no element may be too large for a back end's element offsets
+  if (side.heads == 0) return;  // strides to no element may be too large for a back end's element offsets
   strides_of(*t.in, side.in);
   strides_of(*t.out, side.out);
-  return side;
 }
 
 // Splits attention_factor into a sum of two floats, for float32 arithmetic.
@@ -110,7 +109,7 @@ RopeParams RotateCall::params() const {
   p.batch = q().dim() == 4 ? q().size(0) : 1;
   p.seq = q().size(-3);
   p.rotary_start = rotary_start;
-  for (int i = 0; i < kSides; i++) p.sides[i] = side_of(sides[i]);
+  for (int i = 0; i < kSides; i++) describe(sides[i], p.sides[i]);
   if (norm_v) p.sides[kV].norm = kEachHead;
   if (inv_freq) {
     p.source = kInvFreq;

@@ -11,8 +11,8 @@ bool holds(bool condition) { return condition; }
 // compiled program.
 bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
 bool equal(const c10::SymInt& a, const c10::SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();  // the usual case needs no call
-  return x && y ? *x == *y : holds(a.sym_eq(b));
+  if (a.is_symbolic() || b.is_symbolic()) return holds(a.sym_eq(b));
+  return a.as_int_unchecked() == b.as_int_unchecked();  // the usual case needs no call
 }
 
 // Returns a reference to the size of dimension d; Tensor::sym_size would create a SymInt.
@@ -331,15 +331,13 @@ void for_each_tensor(const RotateCall& call, F&& f) {
   for_each_parameter(call, f);
 }
 
-// Checks that no tensor is None. From Python, None passes for an argument that the schema declares as Tensor.
-void check_given(const RotateCall& call) {
-  for_each_tensor(call,
-                  [&](const Named& t) { ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor"); });
-}
-
+// Checks that all tensors are on the device of q, and that none is None. From Python, None passes for an argument that
+// the schema declares as Tensor.
 void check_devices(const RotateCall& call) {
-  const Named q = in(call, kQ);
-  for_each_tensor(call, [&](const Named& t) { check_same_device(call, t, q); });
+  for_each_tensor(call, [&](const Named& t) {
+    ROPE_CHECK_VALUE(t->defined(), t.name, " is None but must be a tensor");
+    check_same_device(call, t, in(call, kQ));
+  });
 }
 
 // Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
@@ -373,8 +371,9 @@ void check_overlap(const RotateCall& call) {
                      "element, because ", a.name, " is written in place; clone it first");
     for (size_t j = i + 1; j < used.size(); j++) {
       const Used& b = used[j];
-      const bool by_range = a.kind != b.kind && b.kind != kParameter;
-      if (!(by_range ? a.memory.range_overlaps(b.memory) : a.memory.overlaps(b.memory))) continue;
+      if (!a.memory.range_overlaps(b.memory)) continue;
+      const bool exactly = a.kind == b.kind || b.kind == kParameter;
+      if (exactly && !a.memory.overlaps(b.memory)) continue;
       const std::string reason = j < written ? "both are written in place"
                                              : std::string(a.name) + " is written in place and " + b.name + " is read";
       ROPE_CHECK_VALUE(false, a.name, " overlaps ", b.name, " but must have separate memory, because ", reason);
@@ -385,7 +384,7 @@ void check_overlap(const RotateCall& call) {
 }  // namespace
 
 void check(const RotateCall& call, bool in_place) {
-  check_given(call);
+  check_devices(call);
   check_x(call, in(call, kQ));
   if (const Named k = in(call, kK); k.tensor) {
     const char* may_differ = "; only the heads may differ";
@@ -398,7 +397,6 @@ void check(const RotateCall& call, bool in_place) {
                    "cos, sin and inv_freq are None but must not all be None", advice);
   ROPE_CHECK_VALUE(!(call.cos.has_value() && call.inv_freq.has_value()),
                    "inv_freq is given but must be None, because cos and sin are given", advice);
-  check_devices(call);
   if (call.cos) check_tables(call);
   if (call.inv_freq) {
     check_inv_freq(call, *call.inv_freq, 1, "[rotary_dim / 2] or [2, rotary_dim / 2]",

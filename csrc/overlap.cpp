@@ -60,28 +60,30 @@ class Sums {
 
 }  // namespace
 
-Memory::Memory(const at::Tensor& t)
-    : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())), length_(itemsize_) {
+Memory::Memory(const at::Tensor& t) : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())) {
   // No argument that passes the checks of shapes has more than 4 dimensions.
   if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || dims_ > 4) return;
   sizes_ = t.sizes().data();
   strides_ = t.strides().data();
+  int64_t last = 0;  // element offset of the last element
   for (int64_t d = 0; d < dims_; d++) {
     if (sizes_[d] == 0) return;
-    length_ += (sizes_[d] - 1) * step(d);
+    last += (sizes_[d] - 1) * strides_[d];
   }
-  first_ = t.storage_offset() * itemsize_;
-  known_ = true;
-  storage_ = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const c10::StorageImpl* const storage = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   // Two storages may hold the same memory (call torch.from_numpy twice on one array), which only their addresses show.
   // On other devices, data() is a handle and not an address.
-  if ((t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta))
-    address_ = reinterpret_cast<intptr_t>(storage_->data());
+  const bool has_address =
+      (t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta);
+  const void* const address = has_address ? storage->data() : nullptr;
+  storage_ = address ? nullptr : storage;
+  begin_ = reinterpret_cast<intptr_t>(address) + t.storage_offset() * itemsize_;
+  length_ = (last + 1) * itemsize_;
 }
 
 bool Memory::is(const Memory& other) const {
   if (tensor_.scalar_type() != other.tensor_.scalar_type() || dims_ != other.dims_) return false;
-  if (!range_overlaps(other) || begin() != other.begin()) return false;
+  if (!range_overlaps(other) || begin_ != other.begin_) return false;
   for (int64_t d = 0; d < dims_; d++) {
     if (sizes_[d] != other.sizes_[d] || (sizes_[d] > 1 && strides_[d] != other.strides_[d])) return false;
   }
@@ -89,7 +91,7 @@ bool Memory::is(const Memory& other) const {
 }
 
 bool Memory::overlaps_itself() const {
-  if (!known_ || tensor_.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return false;
+  if (length_ == 0 || tensor_.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false()) return false;
   bool nested = true;
   for (int64_t d = 0; d < dims_; d++) {
     if (sizes_[d] < 2) continue;
@@ -123,10 +125,10 @@ bool Memory::overlaps_itself() const {
 
 bool Memory::shares_byte(const Memory& other) const {
   // An element at byte offset a of this tensor and an element at byte offset b of the other share a byte if a - b is
-  // close enough to other.begin() - begin(). b is counted from the last element backwards, so that every term of the
+  // close enough to other.begin_ - begin_. b is counted from the last element backwards, so that every term of the
   // sum is positive; the target moves by the byte offset of the last element.
   Sums sums;
-  int64_t target = other.begin() - begin();
+  int64_t target = other.begin_ - begin_;
   for (int64_t d = 0; d < dims_; d++) sums.add(step(d), sizes_[d] - 1);
   for (int64_t d = 0; d < other.dims_; d++) {
     sums.add(other.step(d), other.sizes_[d] - 1);

@@ -23,25 +23,20 @@ class Memory {
 
   // Returns whether the address ranges, each from the first to the last byte of a tensor, share a byte.
   bool range_overlaps(const Memory& other) const {
-    if (!known_ || !other.known_) return false;
-    if (storage_ != other.storage_ && !(address_ && other.address_)) return false;
-    const intptr_t apart = begin() - other.begin();
-    return apart < other.length_ && -apart < length_;
+    const intptr_t apart = begin_ - other.begin_;
+    return apart < other.length_ && -apart < length_ && storage_ == other.storage_;
   }
 
  private:
   bool shares_byte(const Memory& other) const;
-  intptr_t begin() const { return address_ + first_; }
   int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
 
   const at::Tensor& tensor_;
-  bool known_ = false;
   int64_t dims_, itemsize_;
   const int64_t *sizes_, *strides_;  // the tensor's own
-  int64_t first_ = 0;                // byte offset of the first element in the storage
-  int64_t length_;                   // bytes from the start of the first element to the end of the last
-  const c10::StorageImpl* storage_ = nullptr;
-  intptr_t address_ = 0;  // the address of the storage, or 0 if it has none that can be compared
+  intptr_t begin_ = 0;  // the address of the first element or, if it has none that can be compared, its byte offset ...
+  const c10::StorageImpl* storage_ = nullptr;  // ... in this storage
+  int64_t length_ = 0;  // bytes from the start of the first element to the end of the last; 0 if empty or unknown
 };
 
 }  // namespace rope
