@@ -12,47 +12,77 @@
 namespace rope {
 
 // The dtypes, as they are stored. A float8 has this many bits of mantissa, this bias of its exponent, and this code for
-// its largest number.
+// its largest number. kMost, kLeast and kNaN are magnitudes, as bits of a float: of the largest number, of the least
+// one, and of the number that would have the code of a NaN, 0x7f.
 template <int mantissa, int bias, int largest>
 struct Float8 {
   unsigned char bits;
+  enum : int {
+    kMost = (largest + ((127 - bias) << mantissa)) << (23 - mantissa),
+    kLeast = kMost,
+    kNaN = (0x7f + ((127 - bias) << mantissa)) << (23 - mantissa)
+  };
 };
 typedef Float8<3, 7, 0x7e> E4M3;
 typedef Float8<2, 15, 0x7b> E5M2;
 struct Int8 {
   unsigned char bits;
+  enum : int { kMost = 0x42fe0000, kLeast = 0x43000000, kNaN = 0 };  // 127, 128 and 0
 };
 
-// These return x, which is divided by the scale already, in a dtype: in the lowest byte of the result. The other bytes
-// have no meaning.
+// Returns x / scale, rounded correctly, given the rounded 1 / scale and the product of x and it, if no exponent is
+// extreme: the remainder is exact (Markstein).
+template <typename F>
+ROPE_FN F corrected_quotient(F near, F x, F scale, F inverse) {
+  return fma(-fma(near, scale, -x), inverse, near);
+}
+
+// Divides by a scale of 1. Another divisor multiplies these magnitudes by its scale, and divides a magnitude by it.
+template <typename Type>
+struct Undivided {
+  enum : int { most = Type::kMost, least = Type::kLeast, nan = Type::kNaN };
+
+  template <typename F>
+  F operator()(F magnitude) const {
+    return magnitude;
+  }
+};
+
+// These return x, divided by a scale, in a dtype: in the lowest byte of the result. The other bytes have no meaning.
 //
 // The numbers of a float8 are steps apart: a step belongs to an exponent, and all exponents below the least one have
 // its step. 2^shift times the exponent is a float whose neighbour is one step away. A sum with it is rounded to whole
 // steps, which its lowest bits count. Each exponent that is skipped has 2^mantissa numbers. So the code is
 // steps + ((exponent - least) << mantissa). `uncounted` subtracts least << mantissa in the lowest byte of the sum; it
 // is an even number, so that ties go to even.
-template <typename F, int mantissa, int bias, int largest>
-ROPE_FN auto quantised(F x, Float8<mantissa, bias, largest>) {
+template <typename F, typename Divisor, int mantissa, int bias, int largest>
+ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa, bias, largest>) {
   constexpr int shift = 23 - mantissa, least = 128 - bias, uncounted = 256 - ((least << mantissa) & 0xff);
-  constexpr int highest = (largest + ((127 - bias) << mantissa)) << shift;  // the bits of the largest number
-  const auto bits = bits_of(x), sign = bits >> 31;                          // sign: all bits are set if x is negative
-  const auto given = bits & 0x7fffffff, zero = sign ^ sign, most = zero + highest;
-  const auto magnitude = given < most ? given : most;
-  const auto own = magnitude & 0x7f800000, first = zero + (least << 23);
+  const auto bits = bits_of(x), given = bits & 0x7fffffff, zero = bits ^ bits;
+  const auto most = zero + int(divisor.most), limited = given < most ? given : most;
+  const auto magnitude = divisor(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited));
+  const auto own = bits_of(magnitude) & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
-  const auto sum = float_of(magnitude) + float_of(exponent + ((shift << 23) + uncounted));
-  const auto number = (bits_of(sum) + (exponent >> shift)) ^ (sign & 0x80);
-  return given > 0x7f800000 ? zero + 0x7f : number;
+  const auto sum = fma(float_of(exponent), float_of(zero + (((127 + shift) << 23) + uncounted)), magnitude);
+  const auto sign = given > 0x7f800000 ? zero : bits >> 24;
+  return (bits_of(sum) + (exponent >> shift)) ^ (sign & 0x80);
 }
 
-template <typename F>
-ROPE_FN auto quantised(F x, Int8) {
-  const auto bits = bits_of(x), sign = bits >> 31, given = bits & 0x7fffffff, zero = sign ^ sign;
-  const auto most = (sign & 0x20000) + 0x42fe0000;  // the bits of 127, and of 128 for negative numbers
-  const auto magnitude = given < most ? given : most;
-  const auto number = bits_of(float_of(magnitude) + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away
-  const auto result = given > 0x7f800000 ? zero : number;
-  return (result ^ sign) - sign;
+template <typename F, typename Divisor>
+ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Int8) {
+  const auto bits = bits_of(x), sign = bits >> 31;  // sign: all bits are set if x is negative
+  const auto given = bits & 0x7fffffff, zero = bits ^ bits;
+  const auto most = (sign & int(divisor.least - divisor.most)) + int(divisor.most),
+             limited = given < most ? given : most;
+  const auto magnitude = divisor(float_of(given > 0x7f800000 ? zero : limited));
+  const auto number = bits_of(magnitude + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away
+  return (number ^ sign) - sign;
+}
+
+// Returns x, which is divided by the scale already.
+template <typename F, typename Type>
+ROPE_FN auto quantised(F x, Type type) {
+  return quantised(x, Undivided<Type>(), type);
 }
 
 }  // namespace rope
