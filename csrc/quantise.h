@@ -63,7 +63,7 @@ ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa,
   const auto magnitude = divisor(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited));
   const auto own = bits_of(magnitude) & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
-  const auto sum = fma(float_of(exponent), float_of(zero + (((127 + shift) << 23) + uncounted)), magnitude);
+  const auto sum = magnitude + float_of(exponent + ((shift << 23) + uncounted));
   const auto sign = given > 0x7f800000 ? zero : bits >> 24;
   return (bits_of(sum) + (exponent >> shift)) ^ (sign & 0x80);
 }

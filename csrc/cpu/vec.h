@@ -229,6 +229,13 @@ inline float float_of(int32_t bits) { return bits_as<float>(bits); }
 inline i32v bits_of(Floats a) { return i32v(a.v); }
 inline Floats float_of(i32v bits) { return Floats(f32v(bits)); }
 
+// Whether fma is an instruction. Otherwise it is a function of the C library.
+#if defined(__x86_64__) && !defined(ROPE_AVX512) && !defined(ROPE_AVX2)
+constexpr bool kHasFma = false;
+#else
+constexpr bool kHasFma = true;
+#endif
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(ROPE_AVX512)
   return Floats(f32v(_mm512_fmadd_ps(__m512(a.v), __m512(b.v), __m512(c.v))));
