@@ -18,7 +18,7 @@ from torch_rope.frequencies import default, has_float64, in_two_parts
 
 rope = torch.ops.rope
 HALF = torch.float16, torch.bfloat16
-# The dtypes of quantised caches, and their least and largest numbers.
+# The dtypes of quantised results, and their least and largest numbers.
 QUANTISED = {torch.float8_e4m3fn: (-448, 448), torch.float8_e5m2: (-57344, 57344), torch.int8: (-128, 127)}
 QUOTIENT_ERROR = 2e-6  # the largest error of a number before it is quantised, as a part of its pair's magnitude
 ANGLE_ERROR = 5e-7  # the largest error of cos and sin that are computed from inv_freq at positions below 2^24
@@ -95,7 +95,7 @@ class Check:
         self.device = device
         self.before_call = lambda text: None  # takes the text of each call before the call is made
         self.dtypes = [torch.float32, *HALF] + [torch.float64] * has_float64(device)
-        self.cache_dtypes = list(QUANTISED) if device.type != "mps" else [torch.int8]  # Metal has no float8
+        self.quantised = list(QUANTISED) if device.type != "mps" else [torch.int8]  # Metal has no float8
         self.last_call = ""
         self.largest = 0.0  # the largest error so far, as a part of the allowed error
 
@@ -188,13 +188,16 @@ class Check:
             blocks, cells = b, s + 40
         else:
             options["slots"] = slots.to(pick.choice((torch.int32, torch.int64))).to(self.device)
-        for name, x in zip("kv", xs[1:], strict=True):
-            of = pick.choice((dtype, *self.cache_dtypes))
-            xs.append(pick.choice(LAYOUTS[:2])(partial(self.make, dtype=of), blocks, cells, *x.shape[-2:]))
+        results = []
+        for name, x, shape in zip("qkv", xs, [(b, s), (blocks, cells), (blocks, cells)], strict=True):
+            of = pick.choice((dtype, *self.quantised))
+            results.append(pick.choice(LAYOUTS[:2])(partial(self.make, dtype=of), *shape, *x.shape[-2:]))
             if of != dtype:  # some normally distributed numbers are saturated
                 scale = (0.5 + torch.rand(pick.choice((1, x.shape[-2])))) * 3 / QUANTISED[of][1]
                 options[f"{name}_scale"] = scale.to(self.device)
-        return xs, options
+        if "q_scale" in options or pick.random() < 0.5:
+            options["q_out"] = results[0]
+        return xs + results[1:], options
 
     # ---- the checks ----
 
@@ -208,8 +211,9 @@ class Check:
         outs = self.call(op, *xs, **options)
         bound = bound_of(xs[0].dtype, options)
         if op == "rotate_into_cache_":
-            unchanged = 1, 2
-            self.near_caches(xs, exact_xs, exact_options, bound)
+            unchanged = (0, 1, 2) if "q_out" in options else (1, 2)
+            results = options.get("q_out", xs[0]), *xs[3:]
+            self.near_results(results, exact_xs, exact_options, bound)
         else:
             unchanged = () if op.endswith("_") else range(len(xs))
             outs = xs if op.endswith("_") else outs if isinstance(outs, tuple) else (outs,)
@@ -221,26 +225,31 @@ class Check:
         for i in unchanged:
             self.same("qkv"[i], xs[i], before[i])
 
-    def near_caches(self, xs: list[Tensor], exact_xs: list[Tensor], options: dict, bound: tuple) -> None:
-        """Checks q and both caches after a call of rotate_into_cache_."""
-        scales = [options.pop(name, None) for name in ("k_scale", "v_scale")]
-        caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in xs[3:]]
+    def near_results(self, results: tuple, exact_xs: list[Tensor], options: dict, bound: tuple) -> None:
+        """Checks the rotated q and both caches after a call of rotate_into_cache_."""
+        scales = [options.pop(name, None) for name in ("q_scale", "k_scale", "v_scale")]
+        caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in exact_xs[3:]]
+        q, *old = options.pop("q_out", None), *exact_xs[3:]
         reference.rotate_into_cache_(*exact_xs[:3], *caches, **options)
-        self.near("q", xs[0], exact_xs[0], magnitude(exact_xs[0], options), *bound)
-        sizes = magnitude(caches[0], options), caches[1].abs() * options["norm_v"]  # v is copied if it has no norm
-        names = "k_cache", "v_cache"
-        for name, cache, old, new, size, scale in zip(names, xs[3:], exact_xs[3:], caches, sizes, scales, strict=True):
+        exact_results = exact_xs[0], *caches
+        sizes = [magnitude(x, options) for x in exact_results[:2]]
+        sizes.append(caches[1].abs() * options["norm_v"])  # v is copied if it has no norm
+        names = "q", "k_cache", "v_cache"
+        for name, out, before, new, size, scale in zip(
+            names, results, (q, *old), exact_results, sizes, scales, strict=True
+        ):
             unwritten = new.isnan()
             if scale is not None:
                 scale = scale.expand(new.shape[-2])[:, None]
-                new, size = (new / scale).clamp(*QUANTISED[cache.dtype]), size / scale
-            expected, size = torch.where(unwritten, old.double(), new), size.masked_fill(unwritten, 0.0)
+                new, size = (new / scale).clamp(*QUANTISED[out.dtype]), size / scale
+            if unwritten.any():  # cells of a cache
+                new, size = torch.where(unwritten, before.double(), new), size.masked_fill(unwritten, 0.0)
             if scale is None:
-                self.near(name, cache, expected, size, *bound)
-            else:  # the nearest number of the cache's dtype is stored
-                step = ulp(cache.dtype, expected.abs())
-                allowed = 0.5 * step + QUOTIENT_ERROR * size.maximum(expected.abs())
-                self.compare(name, cache, expected, allowed, step)
+                self.near(name, out, new, size, *bound)
+            else:  # the nearest number of the dtype is stored
+                step = ulp(out.dtype, new.abs())
+                allowed = 0.5 * step + QUOTIENT_ERROR * size.maximum(new.abs())
+                self.compare(name, out, new, allowed, step)
 
     def gradients(self, op: str, xs: list[Tensor], options: dict, of: tuple[str, ...] = ()) -> None:
         """Checks the gradients of the arguments `of`, or of all that have one."""
