@@ -576,7 +576,7 @@ def rotate_into_cache_(
     eager_rounding: bool = False,
     **unknown: NoReturn,
 ) -> None:
-    """Rotates q in place and writes rotated k, and v, to a KV cache, in one launch.
+    """Rotates q, in place or into q_out, and writes rotated k, and v, to a KV cache, in one launch.
 
     k itself is not rotated: attention reads the rotated k from the cache. If you also need the rotated k as a tensor of
     its own, call :func:`rotate_qk` or :func:`norm_rotate_qk` instead, and write k and v to the cache yourself.
@@ -589,14 +589,15 @@ def rotate_into_cache_(
     With both norm weights, q and k are normalised before they are rotated, as in :func:`norm_rotate_qk`. A call takes
     any number of tokens: one in a decode step, or a whole prompt.
 
-    A cache may be *quantised*: float8_e4m3fn, float8_e5m2 or int8, with a scale. It stores a number x as x / scale, in
-    float32 (float64 if q is float64), saturated to the finite range of the dtype (448, 57344; -128 to 127) and rounded
-    once, to nearest even; attention multiplies what it reads by the scale. Infinities are saturated too. A NaN stays a
-    NaN in float8 and becomes 0 in int8. With eager_rounding, x is rounded to the dtype of q before it is divided. The
-    scale is read by the kernel, never by the host, so a CUDA graph uses its new value.
+    A cache and q_out may be *quantised*: float8_e4m3fn, float8_e5m2 or int8, with a scale. They store a number x as
+    x / scale, in float32 (float64 if q is float64), saturated to the finite range of the dtype (448, 57344; -128 to 127)
+    and rounded once, to nearest even; attention multiplies what it reads by the scale. Infinities are saturated too. A
+    NaN stays a NaN in float8 and becomes 0 in int8. With eager_rounding, x is rounded to the dtype of q before it is
+    divided. The scale is read by the kernel, never by the host, so a CUDA graph uses its new value.
 
     Args:
-        q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written.
+        q: ``[seq, heads, head_dim]`` or ``[batch, seq, heads, head_dim]``, with any strides. It is written, unless there
+            is a q_out.
         k: as q, with kv_heads heads. It is only read.
         v: as k, or with heads and a head_dim of its own, ``[batch, seq, v_heads, v_dim]``: whatever belongs to a token,
             such as the latent of multi-head latent attention (DeepSeek). It is only read. v_heads may be 0. q, k and v
@@ -614,8 +615,10 @@ def rotate_into_cache_(
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
             of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
-        k_scale, v_scale: float32 tensors, one element or ``[heads]`` of that cache. Pass one for each quantised cache,
-            and for no other.
+        k_scale, v_scale, q_scale: float32 tensors, one element or ``[heads]`` of that cache or of q. Pass one for each
+            quantised cache, and for a quantised q_out, and no other.
+        q_out: the rotated q is written here, and q is only read. It has the shape of q, any strides, and the dtype of q
+            or one of a quantised cache. It may be q itself.
         norm_v: RMS-normalise each head of v over its v_dim channels, with norm_eps and without a weight (Gemma 4).
         attention_factor, interleaved, rotary_start: as in :func:`rotate`.
         eager_rounding: as in :func:`rotate`. It must be False with norm weights and with norm_v.
@@ -625,14 +628,14 @@ def rotate_into_cache_(
 
     Raises:
         ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
-            given; eager_rounding is True with a norm; a quantised cache has no scale, or another cache has one; or a tensor that is written shares memory
-            with itself or with another argument (between a cache and q, k or v it is enough that their address ranges
-            overlap).
+            given; eager_rounding is True with a norm; a quantised cache or q_out has no scale, or another one has a
+            scale; or a tensor that is written shares memory with itself or with another argument (between a cache and
+            q, q_out, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
             cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead;
             docs/cuda.md and docs/metal.md say what happens there.
-        NotImplementedError: a cache on an Apple GPU is float8, which Metal lacks.
+        NotImplementedError: a cache or q_out on an Apple GPU is float8, which Metal lacks.
         RuntimeError: grad mode is on and an argument requires grad. The function has no gradient.
 
     Equivalent to :func:`torch_rope.reference.rotate_into_cache_`.
