@@ -108,6 +108,9 @@ class Everything(torch.nn.Module):
         rope.rotate_qk_(*rotated[1:3], **angles, interleaved=True, attention_factor=1.3)
         caches = [torch.zeros(4, LENGTH, *q.shape[2:], dtype=dtype) for dtype in (torch.float32, torch.int8)]
         rope.rotate_into_cache_(rotated[3], q, q, *caches, **angles, slots=slots, v_scale=weight[:1], norm_v=True)
+        to_q_out = {"q_out": torch.zeros_like(q, dtype=torch.int8), "q_scale": weight[:1] / 40, "v_scale": weight[:1]}
+        rope.rotate_into_cache_(q, q, q, *caches, **angles, slots=slots, **to_q_out)
+        caches.append(to_q_out["q_out"])
         rotated += rope.norm_rotate_qk(q, -q, *[weight.expand(HEADS, -1)] * 2, **angles)
         rotated += rope.rotate(q, **angles, eager_rounding=True), *rope.rotate_qk(q, -q, **angles, inverse=True)
         tables = rope.cos_sin(slots, weight), rope.axial_cos_sin(torch.stack([slots, slots]), weight.view(2, -1))

@@ -73,7 +73,7 @@ def a_call_of(op, device):
     call["positions"] = torch.randint(0, 60, (2, 6), device=device, dtype=torch.int32)
     if "cache" in op:
         call |= dict(zip(("q_norm_weight", "k_norm_weight"), norm_weights(device), strict=True))
-        call["slots"] = torch.randperm(64, device=device)[:12].view(2, 6)
+        call |= {"slots": torch.randperm(64, device=device)[:12].view(2, 6), "q_out": torch.zeros_like(call["q"])}
     return call
 
 
