@@ -276,7 +276,7 @@ BUILDS = {
             "call: q k",
             "p params: rotary_start rotary_dim",
             "side: heads head_dim",
-            ": row_of_head row_of_token",
+            "scratch: row_of_head row_of_token",
             *(
                 f": {name}[{i}] {name}[{i + 1}]"
                 for name, n in (("grads", 4), ("result", 6), ("p", 6))
