@@ -37,16 +37,16 @@ ROPE_FN F corrected_quotient(F near, F x, F scale, F inverse) {
   return fma(-fma(near, scale, -x), inverse, near);
 }
 
-// Divides by a scale of 1. Another divisor multiplies these magnitudes by its scale, and divides a magnitude by it.
+// Stands for a scale of 1. The divisor of another scale has these magnitudes multiplied by the scale, and a function
+// divided() that divides a magnitude by it.
 template <typename Type>
 struct Undivided {
   enum : int { most = Type::kMost, least = Type::kLeast, nan = Type::kNaN };
-
-  template <typename F>
-  F operator()(F magnitude) const {
-    return magnitude;
-  }
 };
+template <typename F, typename Type>
+ROPE_FN F divided(F magnitude, const ROPE_THREAD Undivided<Type>&) {
+  return magnitude;
+}
 
 // These return x, divided by a scale, in a dtype: in the lowest byte of the result. The other bytes have no meaning.
 //
@@ -60,7 +60,7 @@ ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa,
   constexpr int shift = 23 - mantissa, least = 128 - bias, uncounted = 256 - ((least << mantissa) & 0xff);
   const auto bits = bits_of(x), given = bits & 0x7fffffff, zero = bits ^ bits;
   const auto most = zero + int(divisor.most), limited = given < most ? given : most;
-  const auto magnitude = divisor(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited));
+  const auto magnitude = divided(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited), divisor);
   const auto own = bits_of(magnitude) & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
   const auto sum = magnitude + float_of(exponent + ((shift << 23) + uncounted));
@@ -74,7 +74,7 @@ ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Int8) {
   const auto given = bits & 0x7fffffff, zero = bits ^ bits;
   const auto most = (sign & int(divisor.least - divisor.most)) + int(divisor.most),
              limited = given < most ? given : most;
-  const auto magnitude = divisor(float_of(given > 0x7f800000 ? zero : limited));
+  const auto magnitude = divided(float_of(given > 0x7f800000 ? zero : limited), divisor);
   const auto number = bits_of(magnitude + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away
   return (number ^ sign) - sign;
 }
@@ -82,7 +82,8 @@ ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Int8) {
 // Returns x, which is divided by the scale already.
 template <typename F, typename Type>
 ROPE_FN auto quantised(F x, Type type) {
-  return quantised(x, Undivided<Type>(), type);
+  const Undivided<Type> divisor = {};
+  return quantised(x, divisor, type);
 }
 
 }  // namespace rope
