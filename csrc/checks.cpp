@@ -350,8 +350,8 @@ void check_overlap(const RotateCall& call) {
     Memory memory;
     Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
   };
-  c10::SmallVector<Used, 16> used;  // first those that are written
-  const auto add = [&](bool written) {
+  c10::SmallVector<Used, 16> used;      // first those that are written
+  const auto add = [&](bool written) {  // the tensors of all sides that are written, or that are read
     for (int side = 0; side < kSides; side++) {
       const Named x = in(call, side), y = result(call, side);
       if (written && y.tensor) used.emplace_back(y, side == kQ ? kHeads : kCache);

@@ -134,6 +134,7 @@ struct Ops {
                         interleaved, false, rotary_start, eager_rounding};
     RotateCall call(angles, "rope.rotate_into_cache_", &q, &k);
     set_norm(call, pointer(q_norm_weight), pointer(k_norm_weight), norm_eps);
+    // A q_out that is q itself leaves the call in place.
     if (q_out && !(q.defined() && Memory(*q_out).is(Memory(q)))) call.sides[kQ].out = &*q_out;
     call.sides[kQ].scale = pointer(q_scale);
     call.sides[kK].out = &k_cache;

@@ -34,8 +34,9 @@ class Memory {
   const at::Tensor& tensor_;
   int64_t dims_, itemsize_;
   const int64_t *sizes_, *strides_;  // the tensor's own
-  intptr_t begin_ = 0;  // the address of the first element or, if it has none that can be compared, its byte offset ...
-  const c10::StorageImpl* storage_ = nullptr;  // ... in this storage
+  // The address of the first element, and no storage; or its byte offset in a storage without an address to compare.
+  intptr_t begin_ = 0;
+  const c10::StorageImpl* storage_ = nullptr;
   int64_t length_ = 0;  // bytes from the start of the first element to the end of the last; 0 if empty or unknown
 };
 

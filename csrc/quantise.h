@@ -12,14 +12,14 @@
 namespace rope {
 
 // The dtypes, as they are stored. A float8 has this many bits of mantissa, this bias of its exponent, and this code for
-// its largest number. kMost, kLeast and kNaN are magnitudes, as bits of a float: of the largest number, of the least
-// one, and of the number that would have the code of a NaN, 0x7f.
+// its largest number. kHighest, kLowest and kNaN are magnitudes, as bits of a float: of the highest number, of the
+// lowest one, and of the number that would have the code of a NaN, 0x7f.
 template <int mantissa, int bias, int largest>
 struct Float8 {
   unsigned char bits;
   enum : int {
-    kMost = (largest + ((127 - bias) << mantissa)) << (23 - mantissa),
-    kLeast = kMost,
+    kHighest = (largest + ((127 - bias) << mantissa)) << (23 - mantissa),
+    kLowest = kHighest,
     kNaN = (0x7f + ((127 - bias) << mantissa)) << (23 - mantissa)
   };
 };
@@ -27,7 +27,7 @@ typedef Float8<3, 7, 0x7e> E4M3;
 typedef Float8<2, 15, 0x7b> E5M2;
 struct Int8 {
   unsigned char bits;
-  enum : int { kMost = 0x42fe0000, kLeast = 0x43000000, kNaN = 0 };  // 127, 128 and 0
+  enum : int { kHighest = 0x42fe0000, kLowest = 0x43000000, kNaN = 0 };  // 127, 128 and 0
 };
 
 // Returns x / scale, rounded correctly, given the rounded 1 / scale and the product of x and it, if no exponent is
@@ -41,7 +41,7 @@ ROPE_FN F corrected_quotient(F near, F x, F scale, F inverse) {
 // divided() that divides a magnitude by it.
 template <typename Type>
 struct Undivided {
-  enum : int { most = Type::kMost, least = Type::kLeast, nan = Type::kNaN };
+  enum : int { highest = Type::kHighest, lowest = Type::kLowest, nan = Type::kNaN };
 };
 template <typename F, typename Type>
 ROPE_FN F divided(F magnitude, const ROPE_THREAD Undivided<Type>&) {
@@ -59,7 +59,7 @@ template <typename F, typename Divisor, int mantissa, int bias, int largest>
 ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Float8<mantissa, bias, largest>) {
   constexpr int shift = 23 - mantissa, least = 128 - bias, uncounted = 256 - ((least << mantissa) & 0xff);
   const auto bits = bits_of(x), given = bits & 0x7fffffff, zero = bits ^ bits;
-  const auto most = zero + int(divisor.most), limited = given < most ? given : most;
+  const auto most = zero + int(divisor.highest), limited = given < most ? given : most;
   const auto magnitude = divided(float_of(given > 0x7f800000 ? zero + int(divisor.nan) : limited), divisor);
   const auto own = bits_of(magnitude) & 0x7f800000, first = zero + (least << 23);
   const auto exponent = own > first ? own : first;
@@ -72,7 +72,7 @@ template <typename F, typename Divisor>
 ROPE_FN auto quantised(F x, const ROPE_THREAD Divisor& divisor, Int8) {
   const auto bits = bits_of(x), sign = bits >> 31;  // sign: all bits are set if x is negative
   const auto given = bits & 0x7fffffff, zero = bits ^ bits;
-  const auto most = (sign & int(divisor.least - divisor.most)) + int(divisor.most),
+  const auto most = (sign & int(divisor.lowest - divisor.highest)) + int(divisor.highest),
              limited = given < most ? given : most;
   const auto magnitude = divided(float_of(given > 0x7f800000 ? zero : limited), divisor);
   const auto number = bits_of(magnitude + float_of(zero + (150 << 23)));  // 2^23, whose neighbour is 1 away

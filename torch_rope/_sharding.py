@@ -252,8 +252,8 @@ _RULES = {
 for _signature in operators():
     _rule = _RULES.get(_signature.name, _rotate if _signature.rotated else _cos_sin)
     _names = _signature.arguments
-    # The key of a cached decision: the tensors in order, those of keywords, dtype, and from the argument with the number _keyed_from on
-    # also which arguments are None.
+    # The key of a cached decision: the tensors in order, those of keywords, dtype, and from the argument with the number
+    # _keyed_from on also which arguments are None.
     _keyed_from = _names.index("slots") if "slots" in _names else len(_names)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(
         _signature.op,

@@ -139,7 +139,10 @@ def rotate_into_cache_(
     eager_rounding: bool = False,
     **flags,
 ) -> None:
-    """Writes rotated q to q_out, or in place, and rotated k and v to caches, as :func:`torch_rope.rotate_into_cache_`."""
+    """Rotates q, in place or into q_out, and writes rotated k, and v, to a cache.
+
+    It does what :func:`torch_rope.rotate_into_cache_` does.
+    """
     wide, out = torch.promote_types(q.dtype, torch.float32), q if q_out is None else q_out
     # Numbers that are quantised are not rounded to the dtype of q first, unless PyTorch's operators would do so.
     q, k = (x if scale is None or eager_rounding else x.to(wide) for x, scale in ((q, q_scale), (k, k_scale)))

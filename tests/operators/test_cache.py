@@ -173,7 +173,7 @@ def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_ro
     rope.rotate_into_cache_(*tensors[:5], **given)
     if not on_gpu(str(q.device)):
         right[-1] = right[0] if q_out is q else right[-1]
-        reference.rotate_into_cache_(*right[:5], **given | {"q_out": right[-1]})
+        reference.rotate_into_cache_(*right[:5], **given | ({"q_out": right[-1]} if "q_out" in given else {}))
         for found, r in zip(tensors, right, strict=True):
             assert_agrees(found, r, q.dtype)
 

@@ -123,9 +123,8 @@ def test_rotating_operators_pass_opcheck(op, case, device):
             keywords["k_scale"] = torch.rand(kv_heads, 2, device=device)[:, 1]
         keywords["norm_v"] = case["norm_v"]
         if case["q_out"]:
-            keywords["q_out"] = layouts[3](torch.Size((2, *xs[0].shape[-3:])), case["q_out"], device)[-batch:].view_as(
-                xs[0]
-            )
+            out = layouts[3](torch.Size((batch, *xs[0].shape[-3:])), case["q_out"], device)
+            keywords["q_out"] = out if dims == 4 else out[0]
             keywords |= {"q_scale": torch.rand(HEADS, device=device)} if case["q_out"] == torch.int8 else {}
     xs = [x.detach().requires_grad_(NEEDS[needs](i, x) and x.is_floating_point()) for i, x in enumerate(xs)]
     if needs == "angles":

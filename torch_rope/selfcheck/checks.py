@@ -229,15 +229,13 @@ class Check:
         """Checks the rotated q and both caches after a call of rotate_into_cache_."""
         scales = [options.pop(name, None) for name in ("q_scale", "k_scale", "v_scale")]
         caches = [torch.full(cache.shape, torch.nan, dtype=torch.float64) for cache in exact_xs[3:]]
-        q, *old = options.pop("q_out", None), *exact_xs[3:]
+        old = options.pop("q_out", None), *exact_xs[3:]
         reference.rotate_into_cache_(*exact_xs[:3], *caches, **options)
         exact_results = exact_xs[0], *caches
         sizes = [magnitude(x, options) for x in exact_results[:2]]
         sizes.append(caches[1].abs() * options["norm_v"])  # v is copied if it has no norm
         names = "q", "k_cache", "v_cache"
-        for name, out, before, new, size, scale in zip(
-            names, results, (q, *old), exact_results, sizes, scales, strict=True
-        ):
+        for name, out, before, new, size, scale in zip(names, results, old, exact_results, sizes, scales, strict=True):
             unwritten = new.isnan()
             if scale is not None:
                 scale = scale.expand(new.shape[-2])[:, None]
