@@ -94,7 +94,7 @@ def _forward_of(
         if (layer := _layer_to_write(cache, self.layer_idx, k, v)) is not None:
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
             q_out = q if type(self.q_proj) is nn.Linear else torch.empty_like(q)
-            _write(layer, q, k, v, *tables, weights, q_out=q_out, **flags)
+            _write(layer, q, k, v, tables, weights, q_out=q_out, **flags)
             q, k, v = q_out.transpose(1, 2), layer.keys, layer.values
         else:
             operator = ops.norm_rotate_qk.default if norm else ops.rotate_qk.default
@@ -136,9 +136,7 @@ def _moves(layer: StaticLayer, seq: int) -> bool:
     return type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int + seq > layer.max_cache_len
 
 
-def _write(
-    layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, weights: tuple, **how
-) -> None:
+def _write(layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, tables: tuple, weights: tuple, **how: Any) -> None:
     """Writes rotated q to q_out, and k and v into the next cells of a layer."""
     seq, moves, positions, offset = k.shape[1], _moves(layer, k.shape[1]), None, 0
     if moves:  # the token takes the last cell
@@ -150,7 +148,10 @@ def _write(
     else:
         positions = torch.arange(seq, device=k.device) + layer.cumulative_length
     caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
-    ops.rotate_into_cache_.default(q, k, v, *caches, cos, sin, None, positions, offset, None, *weights, **how)
+    tables = (
+        t[None] if t.dim() == 2 else t for t in tables
+    )  # with a row for each token, [batch or 1, seq, head_dim / 2]
+    ops.rotate_into_cache_.default(q, k, v, *caches, *tables, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
     if type(layer) is StaticSlidingWindowLayer:
