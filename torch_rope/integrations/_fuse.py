@@ -56,10 +56,11 @@ def are_plain(modules: Collection[nn.Module]) -> bool:
 
 # ---- norms ----
 
+# The names and constants in the code of RMS norms.
 _OF_NORMS = """
     torch dtype to float32 float pow mean keepdim rsqrt weight variance_epsilon eps _norm type_as F rms_norm
     normalized_shape True -1 1.0 2
-"""  # the names and constants in the code of RMS norms
+"""
 _sums = WeakTensorKeyDictionary()  # weight -> its version, and 1 + weight
 
 
@@ -70,9 +71,11 @@ class Norm(NamedTuple):
     eps: str  # the name of its attribute
     plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
 
-    def are(self, *modules: nn.Module) -> bool:
-        """Returns whether modules are of this kind, with the same eps."""
-        return all(type(m) is self.kind for m in modules) and len({getattr(m, self.eps) for m in modules}) == 1
+    def are(self, q_norm: nn.Module, k_norm: nn.Module) -> bool:
+        """Returns whether two modules are of this kind, with weights and the same eps."""
+        weights = [m.weight for m in (q_norm, k_norm) if type(m) is self.kind]
+        known = len(weights) == 2 and all(w is not None and w.dim() == 1 for w in weights)
+        return known and getattr(q_norm, self.eps) == getattr(k_norm, self.eps)
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
@@ -94,15 +97,15 @@ def _plus_one(weight: Tensor) -> Tensor:
     return result
 
 
-def norm_of(*modules: nn.Module) -> Norm | None:
-    """Returns the kind of RMS norm that modules have, as far as their code and their attributes tell, or None."""
-    kind, first = type(modules[0]), vars(modules[0])
+def norm_of(q_norm: nn.Module, k_norm: nn.Module) -> Norm | None:
+    """Returns the kind of RMS norm that two modules are, as far as their code and their attributes tell, or None."""
+    kind = type(q_norm)
     methods = [f for name in ("forward", "_norm") if isinstance(f := getattr(kind, name, None), types.FunctionType)]
-    known = not any(unknown(f, _OF_NORMS.split()) for f in methods)
-    known &= all([(n, p.dim()) for n, p in m.named_parameters()] == [("weight", 1)] for m in modules)
-    eps = [name for name in ("eps", "variance_epsilon") if isinstance(first.get(name), float)]
-    norm = Norm(kind, "".join(eps), any("1.0" in map(repr, f.__code__.co_consts) for f in methods))
-    return norm if known and len(eps) == 1 and norm.are(*modules) else None
+    eps = [name for name in ("eps", "variance_epsilon") if isinstance(vars(q_norm).get(name), float)]
+    if len(eps) != 1 or kind.__call__ is not nn.Module.__call__ or any(unknown(f, _OF_NORMS.split()) for f in methods):
+        return None
+    norm = Norm(kind, eps[0], any("1.0" in map(repr, f.__code__.co_consts) for f in methods))
+    return norm if norm.are(q_norm, k_norm) else None
 
 
 # ---- the parts of a trial ----

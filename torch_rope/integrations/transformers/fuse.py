@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from torch import nn
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..._modes import undisturbed
 from ..._ops import ops
@@ -34,15 +34,24 @@ WORDS = """
 """
 KNOWN = {*PROJECTIONS, *NORMS, *SWITCHES, *WORDS.split()}
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
-CACHES = "", "cache", "past_key_values"  # the names of the argument for the cache, if there is one
+NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
+CACHES = type(None), DynamicCache, StaticCache
 
 
 class Code(NamedTuple):
     """What a layer's own forward has."""
 
     words: frozenset[str]  # the names in its code
+    arguments: tuple[str, ...]  # but for the cache
     cache: str  # the name of the argument for the cache
     names: dict[str, Any]  # its globals
+
+    @classmethod
+    def of(cls, function: Callable) -> "Code":
+        code = function.__code__
+        words = *code.co_names, *(word for c in code.co_consts if isinstance(c, tuple) for word in c)
+        arguments = code.co_varnames[: code.co_argcount]
+        return cls(frozenset(words), arguments[:4], "".join(arguments[4:]), function.__globals__)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -57,20 +66,13 @@ def _state_of(module: nn.Module, code: Code) -> tuple:
     return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
 
 
-def _forward_of(
-    own: Callable,
-    code: Code,
-    state: tuple,
-    rotary: Rotary,
-    norm: Norm | None,
-    caches=(type(None), DynamicCache, StaticCache),
-) -> Callable:
-    """Returns the fused forward of layers with a state. In every other case, own computes."""
-    ignored, other_names = [None] * (rotary.convention.others - 3), {*CACHES} - {code.cache}
+def _forward_of(own: Callable, code: Code, state: tuple, rotary: Rotary, norm: Norm | None, caches: tuple) -> Callable:
+    """Returns the fused forward of layers with a state, for types of caches. In every other case, own computes."""
+    ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {code.cache}
     window = {"sliding_window": state[-1]} if "sliding_window" in code.words else {}
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, *args, **kwargs):
-        x, more, found = hidden_states, dict(kwargs), None
+        x, more, found, written = hidden_states, dict(kwargs), None, None
         cache = args[0] if args else more.pop(code.cache, None)
         if (
             position_embeddings is not None
@@ -81,20 +83,23 @@ def _forward_of(
             and (norm is None or norm.are(self.q_norm, self.k_norm))
             and not torch.is_autocast_enabled(x.device.type)
         ):
-            # q: [batch, seq, heads, head_dim]; k and v have kv_heads
-            q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
-            found = rotary.operands([q.transpose(1, 2)], (*position_embeddings, *ignored, 1))
-        if found is None or not found[0].rounding.result == q.dtype == x.dtype:
+            one_head = x[:, None, :, :1].expand(-1, -1, -1, self.head_dim)
+            found = rotary.operands([one_head], (*position_embeddings, *ignored, 1))
+        if found is None or found[0].rounding.result != x.dtype:
             return own(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        # q: [batch, seq, heads, head_dim]; k and v have kv_heads
+        q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
         tables, flags, weights = (found[0].cos, found[0].sin), found[0].flags, ()
         if norm:
             weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
             flags = flags | {"norm_eps": getattr(self.q_norm, norm.eps)}
-        if (layer := _layer_to_write(cache, self.layer_idx, k, v)) is not None:
+        # An exported program may run with gradients, with which the operator does not write.
+        if type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag):
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
             q_out = q if type(self.q_proj) is nn.Linear else torch.empty_like(q)
-            _write(layer, q, k, v, tables, weights, q_out=q_out, **flags)
-            q, k, v = q_out.transpose(1, 2), layer.keys, layer.values
+            written = _write(cache, self.layer_idx, q, k, v, tables, weights, q_out=q_out, **flags)
+        if written is not None:
+            q, k, v = q_out.transpose(1, 2), written.keys, written.values
         else:
             operator = ops.norm_rotate_qk.default if norm else ops.rotate_qk.default
             q, k, v = (t.transpose(1, 2) for t in (*operator(q, k, *weights, *tables, **flags), v))
@@ -110,34 +115,22 @@ def _forward_of(
     return forward
 
 
-# ---- static caches ----
+def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tuple, **how: Any) -> StaticLayer | None:
+    """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns that layer.
 
-
-def _layer_to_write(cache: Cache | None, index: int, k: Tensor, v: Tensor) -> StaticLayer | None:
-    """Returns the layer of a StaticCache that the operator can write k and v into, or None.
-
-    An exported program may run with gradients, with which the operator does not write.
+    Returns None, and writes nothing, if the layer's own update must write.
     """
-    if type(cache) is not StaticCache or torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
+    layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
+    slides = type(layer) is StaticSlidingWindowLayer
+    if cache.offloading or "update" in vars(cache) or not (slides or type(layer) is StaticLayer):
         return None
-    layer = cache.layers[index]
-    if cache.offloading or "update" in vars(cache) or type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-        return None
-    if k.shape[1] > 1 and _moves(layer, k.shape[1]):
+    moves = slides and layer.cumulative_length_int + seq > layer.max_cache_len
+    if moves and seq > 1:
         return None
     if not layer.is_initialized:
         layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
-    return layer if layer.keys.dtype == k.dtype == v.dtype else None
-
-
-def _moves(layer: StaticLayer, seq: int) -> bool:
-    """Returns whether the next tokens move the window of a layer."""
-    return type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int + seq > layer.max_cache_len
-
-
-def _write(layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, tables: tuple, weights: tuple, **how: Any) -> None:
-    """Writes rotated q to q_out, and k and v into the next cells of a layer."""
-    seq, moves, positions, offset = k.shape[1], _moves(layer, k.shape[1]), None, 0
+    if not layer.keys.dtype == k.dtype == v.dtype:
+        return None
     if moves:  # the token takes the last cell
         offset = layer.max_cache_len - 1
         for cells in layer.keys, layer.values:
@@ -153,8 +146,9 @@ def _write(layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, tables: tuple, w
     ops.rotate_into_cache_.default(q, k, v, *caches, *tables, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
-    if type(layer) is StaticSlidingWindowLayer:
+    if slides:
         layer.cumulative_length_int += seq
+    return layer
 
 
 # ---- which layers are fused ----
@@ -169,7 +163,7 @@ def fuser() -> Fuse:
             return new, ""
         # An argument that had another name before is transformers' own matter.
         inner = inspect.unwrap(function, stop=lambda f: f.__globals__["__name__"] != "transformers.utils.deprecation")
-        code, parts = _code_of(inner), _parts(module)
+        code, parts = Code.of(inner), _parts(module)
         state, sizes = _state_of(module, code), [p.shape for norm in parts[3:] for p in norm.parameters()]
         key = function, type(module), getattr(module, "head_dim", None), *state, *sizes, are_plain(parts)
         if key not in known:
@@ -179,22 +173,12 @@ def fuser() -> Fuse:
     return fuse
 
 
-def _arguments(function: Callable) -> tuple[str, ...]:
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-def _code_of(function: Callable) -> Code:
-    code = function.__code__
-    words = *code.co_names, *(w for c in code.co_consts if isinstance(c, tuple) for w in c)
-    return Code(frozenset(words), "".join(_arguments(function)[4:]), function.__globals__)
-
-
 def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state: tuple) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and a note about it."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
     norms, norm = _parts(module)[3:], None
-    if len(rotaries) != 1 or _arguments(inner)[:4] != ARGUMENTS or code.cache not in CACHES:
+    if len(rotaries) != 1 or code.arguments != ARGUMENTS or code.cache not in NAMES_OF_CACHE:
         return new, "not fused: its arguments are others"
     if why := unknown(inner, KNOWN | {rotaries[0].name}, ("training", *SWITCHES)):
         return new, f"not fused: its forward {why}"
@@ -205,15 +189,13 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state:
     once = rotaries[0].rounded_once()
     if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), code, once, norm):
         return new, f"not fused: {why}"
-    what = f"{'q_norm, k_norm and ' * bool(norms)}the rotation"
-    return _forward_of(new, code, state, once, norm), f"fused: {what}; with the write into a StaticCache"
-
-
-# ---- the trial ----
+    note = "fused: " + "q_norm, k_norm and " * bool(norms) + "the rotation"
+    note += "; with the write into a StaticCache" * bool(code.cache)
+    return _forward_of(new, code, state, once, norm, CACHES), note
 
 
 class _Witness:
-    """Stands in the place of the attention functions and of a cache, and remembers what it is given."""
+    """Stands in the place of the attention functions and of a cache in a trial, and remembers what it is given."""
 
     def __init__(self):
         self.given: list = []
@@ -254,7 +236,7 @@ def _trial_of(module: nn.Module, new: Callable, code: Code, rotary: Rotary, norm
         return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), witness.given
 
     code = code._replace(names=code.names | {"ALL_ATTENTION_FUNCTIONS": witness})
-    own = copy_of(new, new.__code__, new.__closure__, code.names)
-    fused = _forward_of(untried, code, _state_of(layer, code), rotary, norm, (type(None), _Witness))
+    own, state = copy_of(new, new.__code__, new.__closure__, code.names), _state_of(layer, code)
+    fused = _forward_of(untried, code, state, rotary, norm, (type(None), _Witness))
     both = False, True
     return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, both if code.cache else both[:1])]
