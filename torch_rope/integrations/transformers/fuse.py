@@ -26,13 +26,15 @@ from .._rotary import Rotary
 
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 SWITCHES = "use_qk_norm", "use_rope"  # the attributes that decide what a layer does
-# The names and constants in the forwards of layers that are fused, besides these and the name of the rotary function.
+# What the forwards of layers that are fused say, besides the name of the rotary function.
 WORDS = """
-    ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout config contiguous dropout eager_attention_forward
-    get_interface getattr head_dim kwargs layer_idx o_proj reshape scaling shape sliding_window training transpose update
-    view -1 0.0 1 2
+    self.q_proj self.k_proj self.v_proj self.o_proj self.q_norm self.k_norm self.config self.head_dim self.layer_idx
+    self.scaling self.attention_dropout self.sliding_window self.training self.use_qk_norm self.use_rope
+    .shape .view .transpose .reshape .contiguous .update .get_interface ._attn_implementation
+    ALL_ATTENTION_FUNCTIONS eager_attention_forward getattr 'dropout' 'scaling' 'sliding_window' 'kwargs' -1 0.0 1 2
 """
-KNOWN = {*PROJECTIONS, *NORMS, *SWITCHES, *WORDS.split()}
+WORDS = {*WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
+WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
 NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
 CACHES = type(None), DynamicCache, StaticCache
@@ -109,7 +111,7 @@ def _forward_of(own: Callable, code: Code, state: tuple, rotary: Rotary, norm: N
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, scores = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **window, **more)
-        return self.o_proj(out.flatten(2).contiguous()), scores
+        return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), scores
 
     forward._torch_rope = (rotary,)
     return forward
@@ -180,7 +182,7 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state:
     norms, norm = _parts(module)[3:], None
     if len(rotaries) != 1 or code.arguments != ARGUMENTS or code.cache not in NAMES_OF_CACHE:
         return new, "not fused: its arguments are others"
-    if why := unknown(inner, KNOWN | {rotaries[0].name}, ("training", *SWITCHES)):
+    if why := unknown(inner, WORDS | {rotaries[0].name}):
         return new, f"not fused: its forward {why}"
     if not are_plain(_parts(module)):
         return new, "not fused: a projection or a norm has hooks, or a forward of its own"
