@@ -27,7 +27,7 @@ _WORDS = """
     _get_qkv_projections apply_rotary_emb dispatch_attention_fn torch .Tensor .cat .contiguous .dtype .empty_like .flatten
     .shape .split_with_sizes .to .type_as .unbind .unflatten 'attn_mask' 'backend' 'dim' 'dropout_p' 'freqs_cos' 'freqs_sin'
     'hidden_states' 'is_causal' 'parallel_config' 'sequence_dim' [image_context_length:None] [None:image_context_length]
-    [None:2] * + - -1 0 0.0 1 2 3 512 Ellipsis False None STORE_SUBSCR MAKE_FUNCTION BINARY_SUBSCR
+    [None:None] [None:2] * + - -1 0 0.0 1 2 3 512 Ellipsis False None STORE_SUBSCR MAKE_FUNCTION BINARY_SUBSCR
 """
 
 
