@@ -58,12 +58,16 @@ def _said(code: types.CodeType) -> Iterator[str]:
         before, last = last, words[-1] if words else str(local) if "LOAD" in name else ""
 
 
+def said(function: types.FunctionType) -> list[str]:
+    """Returns what the code of a function and of the functions that it defines says, see _said."""
+    return [word for code in nested(function.__code__) for word in _said(code) if not word.startswith("<code ")]
+
+
 def unknown(function: types.FunctionType, words: Collection[str]) -> str:
-    """Returns what a function says that is not among the words, see _said, or an empty text."""
+    """Returns what a function says that is not among the words, or an empty text."""
     if function.__code__.co_kwonlyargcount or any(function.__defaults__ or ()):
         return "has arguments of its own"
-    said = (word for code in nested(function.__code__) for word in _said(code) if not word.startswith("<code "))
-    other = next((word for word in said if word not in words), None)
+    other = next((word for word in said(function) if word not in words), None)
     return "" if other is None else f"uses {re.sub(r'^(self|attn)?[.](?=[^0-9])', '', other)}"
 
 
@@ -114,7 +118,7 @@ def norm_of(*norms: nn.Module) -> Norm | None:
     known = all(isinstance(f, types.FunctionType) and not unknown(f, _OF_NORMS.split()) for f in methods)
     if not known or kind.__call__ is not nn.Module.__call__ or len(eps) != 1 or [*map(len, shapes)] != [1] * len(norms):
         return None
-    norm = Norm(kind, tuple(shapes), eps[0], any("1.0" in _said(f.__code__) for f in methods))
+    norm = Norm(kind, tuple(shapes), eps[0], any("1.0" in said(f) for f in methods))
     return norm if norm.are(*norms) else None
 
 

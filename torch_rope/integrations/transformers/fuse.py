@@ -8,9 +8,9 @@ the layer's own, so it needs no weights.
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer, Sta
 from ..._modes import undisturbed
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
+from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, said, small_linear, unknown, untried
 from .._names import copy_of
 from .._patch import Fuse
 from .._rotary import Rotary
@@ -40,47 +40,47 @@ NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, i
 CACHES = type(None), DynamicCache, StaticCache
 
 
-class Code(NamedTuple):
-    """What a layer's own forward has."""
-
-    words: frozenset[str]  # the names in its code
-    arguments: tuple[str, ...]  # but for the cache
-    cache: str  # the name of the argument for the cache
-    names: dict[str, Any]  # its globals
-
-    @classmethod
-    def of(cls, function: Callable) -> "Code":
-        code = function.__code__
-        words = *code.co_names, *(word for c in code.co_consts if isinstance(c, tuple) for word in c)
-        arguments = code.co_varnames[: code.co_argcount]
-        return cls(frozenset(words), arguments[:4], "".join(arguments[4:]), function.__globals__)
-
-
 def _parts(module: nn.Module) -> list[nn.Module]:
     """Returns the projections and the norms of an attention layer."""
     return [module._modules[name] for name in (*PROJECTIONS, *NORMS) if module._modules.get(name) is not None]
 
 
-def _state_of(module: nn.Module, code: Code) -> tuple:
-    """Returns what decides what a layer does: types, switches, and the window that it tells the attention function."""
-    holder = module.config if "getattr" in code.words else module
-    window = getattr(holder, "sliding_window", None) if "sliding_window" in code.words else None
+def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
+    """Returns what decides what a layer does, whose own forward says these words: types, switches, and the window that it
+    tells the attention function."""
+    holder = module if "self.sliding_window" in words else module.config
+    window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
     return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
 
 
-def _forward_of(own: Callable, code: Code, state: tuple, rotary: Rotary, norm: Norm | None, caches: tuple) -> Callable:
-    """Returns the fused forward of layers with a state, for types of caches. In every other case, own computes."""
-    ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {code.cache}
-    window = {"sliding_window": state[-1]} if "sliding_window" in code.words else {}
+def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
+    """Returns the names of the arguments of a layer's own forward, but for the cache, and the name of the cache."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return names[:4], "".join(names[4:])
+
+
+def _forward_of(
+    own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches: tuple
+) -> Callable:
+    """Returns the fused forward of layers with a state.
+
+    Args:
+        own: the forward that computes in every other case.
+        like: a layer's own forward.
+        caches: the types of caches that the trial had.
+    """
+    words, names, (_, name_of_cache) = frozenset(said(like)), like.__globals__, _arguments(like)
+    ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {name_of_cache}
+    window = {"sliding_window": state[-1]} if "'sliding_window'" in words else {}
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, *args, **kwargs):
         x, more, found, written = hidden_states, dict(kwargs), None, None
-        cache = args[0] if args else more.pop(code.cache, None)
+        cache = args[0] if args else more.pop(name_of_cache, None)
         if (
             position_embeddings is not None
             and type(cache) in caches
             and other_names.isdisjoint(more)
-            and _state_of(self, code) == state
+            and _state_of(self, words) == state
             and are_plain(_parts(self))
             and (norm is None or norm.are(self.q_norm, self.k_norm))
             and not torch.is_autocast_enabled(x.device.type)
@@ -106,8 +106,8 @@ def _forward_of(own: Callable, code: Code, state: tuple, rotary: Rotary, norm: N
             operator = ops.norm_rotate_qk.default if norm else ops.rotate_qk.default
             q, k, v = (t.transpose(1, 2) for t in (*operator(q, k, *weights, *tables, **flags), v))
             if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": more} if "kwargs" in code.words else {}))
-        functions, eager = code.names["ALL_ATTENTION_FUNCTIONS"], code.names["eager_attention_forward"]
+                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": more} if "'kwargs'" in words else {}))
+        functions, eager = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, scores = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **window, **more)
@@ -165,22 +165,22 @@ def fuser() -> Fuse:
             return new, ""
         # An argument that had another name before is transformers' own matter.
         inner = inspect.unwrap(function, stop=lambda f: f.__globals__["__name__"] != "transformers.utils.deprecation")
-        code, parts = Code.of(inner), _parts(module)
-        state, sizes = _state_of(module, code), [p.shape for norm in parts[3:] for p in norm.parameters()]
+        parts, state = _parts(module), _state_of(module, said(inner))
+        sizes = [p.shape for norm in parts[3:] for p in norm.parameters()]
         key = function, type(module), getattr(module, "head_dim", None), *state, *sizes, are_plain(parts)
         if key not in known:
-            known[key] = _fused(module, inner, new, code, state)
+            known[key] = _fused(module, inner, new, state)
         return known[key]
 
     return fuse
 
 
-def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state: tuple) -> tuple[Callable, str]:
+def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and a note about it."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
-    norms, norm = _parts(module)[3:], None
-    if len(rotaries) != 1 or code.arguments != ARGUMENTS or code.cache not in NAMES_OF_CACHE:
+    (arguments, cache), norms, norm = _arguments(inner), _parts(module)[3:], None
+    if len(rotaries) != 1 or arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
         return new, "not fused: its arguments are others"
     if why := unknown(inner, WORDS | {rotaries[0].name}):
         return new, f"not fused: its forward {why}"
@@ -189,11 +189,11 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state:
     if norms and (len(norms) != 2 or (norm := norm_of(*norms)) is None):
         return new, "not fused: its norms are others"
     once = rotaries[0].rounded_once()
-    if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), code, once, norm):
+    if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), once, norm):
         return new, f"not fused: {why}"
     note = "fused: " + "q_norm, k_norm and " * bool(norms) + "the rotation"
-    note += "; with the write into a StaticCache" * bool(code.cache)
-    return _forward_of(new, code, state, once, norm, CACHES), note
+    note += "; with the write into a StaticCache" * bool(cache)
+    return _forward_of(new, inner, state, once, norm, CACHES), note
 
 
 class _Witness:
@@ -215,7 +215,7 @@ class _Witness:
         return torch.cat([k, k + 1], 2), torch.cat([v, v - 1], 2)
 
 
-def _trial_of(module: nn.Module, new: Callable, code: Code, rotary: Rotary, norm: Norm | None) -> tuple:
+def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
     """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
     head_dim, hidden, config, witness = module.head_dim, 16, copy.copy(module.config), _Witness()
     sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
@@ -237,8 +237,7 @@ def _trial_of(module: nn.Module, new: Callable, code: Code, rotary: Rotary, norm
         others = [mask if masked else None, *[witness] * cached]
         return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), witness.given
 
-    code = code._replace(names=code.names | {"ALL_ATTENTION_FUNCTIONS": witness})
-    own, state = copy_of(new, new.__code__, new.__closure__, code.names), _state_of(layer, code)
-    fused = _forward_of(untried, code, state, rotary, norm, (type(None), _Witness))
-    both = False, True
-    return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, both if code.cache else both[:1])]
+    own = copy_of(new, new.__code__, new.__closure__, new.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
+    fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), _Witness))
+    both, has_cache = (False, True), bool(_arguments(own)[1])
+    return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, (False, has_cache))]
