@@ -48,7 +48,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
     """Returns what decides what a layer does, whose own forward says these words: types, switches, and the window that it
     tells the attention function."""
-    holder = module if "self.sliding_window" in words else module.config
+    holder = module if "self.sliding_window" in words else getattr(module, "config", None)
     window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
     return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
 
