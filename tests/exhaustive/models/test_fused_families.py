@@ -1,0 +1,90 @@
+"""Compares every causal language model of transformers, tiny and random, with itself after patch(fuse=True)."""
+
+import re
+import sys
+
+import pytest
+import torch
+from cases import ROOT, needed
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+transformers = needed("transformers")
+
+from test_families import MLA, MOE, SMALL  # noqa: E402
+from test_fuse import logits, new_cache  # noqa: E402
+from test_transformers import difference, tokens  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+from torch_rope.integrations.transformers import patch  # noqa: E402
+
+pytestmark = [pytest.mark.cpu]
+# A config gets those of these sizes that it knows. Scores go beyond soft caps, q, k and v beyond clip_qkv.
+MORE = dict(
+    attn_layer_indices=[0, 1], attn_logit_softcapping=5.0, block_types=["attention"], clip_qkv=2.0, eos_token_id=2,
+    expert_ffn_hidden_size=32, ffn_hidden_size=64, indexer_budget=64, indexer_compress_ratio=1, indexer_head_dim=16,
+    indexer_kv_heads=1, indexer_n_heads=4, mamba_d_state=16, mamba_chunk_size=8, num_kv_shared_layers=0, num_layers=2,
+    rotary_dim=8, sliding_window=8, use_mem_rope=True, use_sliding_window=True, vocab_size_per_layer_input=96,
+)  # fmt: skip
+HYBRID = "BailingHybrid", "GraniteMoeHybrid", "Lfm2Moe", "Lfm3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp"
+CHANGES = dict.fromkeys(HYBRID, {"layer_types": ["full_attention"] * 2}) | {
+    "Bamba": dict(mamba_n_heads=8),
+    "CohereCompass": dict(rope_parameters={"full_attention": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}),
+    "Dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=2.0), ffn_config=dict(ffn_hidden_size=64)),
+    "Zamba2": dict(layers_block_type=["linear_attention", "hybrid"]),
+    "Zaya": dict(num_experts_per_tok=1),
+}
+CACHES = {"DeepseekV4": ["dynamic"], "Dory": [], "MiniMax": []}  # those that a model takes, if not both
+NAMES = {n[:-11] for n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if n.endswith("ForCausalLM")}
+NAMES -= {"Blt", "Fuyu", "Gemma4Assistant", "Gemma4UnifiedAssistant", "Phi4Multimodal"}  # for bytes, images, drafts
+NAMES -= {"Inkling2", "Jamba", "NemotronH"}  # whose text is not rotated
+
+
+def made(name):
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    config, known = cls.config_class, cls.config_class.__dataclass_fields__
+    sizes = SMALL | MOE | MLA | MORE | {"num_key_value_heads": 4 if "kv_lora_rank" in known else 2}
+    sizes = {n if n in known else config.attribute_map.get(n): v for n, v in sizes.items()}
+    torch.manual_seed(0)
+    config = config(**{n: v for n, v in sizes.items() if n in known} | CHANGES.get(name, {}))
+    model = cls._from_config(config, attn_implementation="eager").eval()
+    for n, p in model.named_parameters():
+        if "norm" in n and p.dim() == 1:
+            nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+def results(model, name, file):
+    """Returns all that attention functions get, and the logits, for a text at once and with caches beyond the window."""
+    given, own = [], vars(file).get("eager_attention_forward")
+
+    def attention(layer, *args, **kwargs):
+        given.append(tree_map_only(Tensor, torch.clone, (args, sorted(kwargs.items()))))
+        return own(layer, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as watched:
+        watched.setattr(file, "eager_attention_forward", attention, raising=False)
+        ways = [(new_cache(kind, model), 6, 1, 1, 1, 1, 2) for kind in CACHES.get(name, ("dynamic", "static"))]
+        return given, [logits(model, tokens(2, 12), *way) for way in ((None, 12), *ways)]
+
+
+def test_fused_models_compute_the_same_and_the_page_counts_them():
+    says = {}
+    for name in NAMES:
+        file = sys.modules[getattr(transformers, f"{name}ForCausalLM").__module__]
+        if not any("apply_rot" in n for n in vars(file)):
+            continue
+        with patch(model := made(name), fuse=True) as patched:
+            text, actual = str(patched), results(model, name, file)
+        expected = results(model, name, file)
+        for a, e in zip(*map(tree_leaves, (actual, expected)), strict=True):
+            near = isinstance(e, Tensor) and a.shape == e.shape and difference(a, e) < 1e-4
+            assert near or (torch.equal(a, e) if isinstance(e, Tensor) else a is e or a == e), name
+        assert expected[0] or "; fused" not in text, name
+        says[name.replace("_", "").lower()] = text
+    fused = {name for name in says if "not fused" not in says[name]}
+    page = " ".join((ROOT / "docs" / "integrations" / "transformers.md").read_text().split())
+    listed = re.search(rf"{len(fused)} of {len(says)} causal .*? are fused, among them (.*?)\. (.*?) are not", page)
+    assert {re.sub(r"\W", "", name).lower() for name in re.split(", | and ", listed[1])} <= fused
+    for name, word in re.findall(r"([\w-]+) \(`(\w+)`\)", listed[2]):
+        assert f"not fused: its forward uses {word}" in says[re.sub(r"\W", "", name).lower()]
