@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from . import frequencies
 from ._mistakes import shown, unknown_argument, wrong_positions, wrong_type
+from ._modes import undisturbed
 from ._ops import ops as _ops
 from .frequencies import lengths
 from .frequencies.kinds import is_rounded, lists_on_device, sources_on_device
@@ -224,11 +224,8 @@ class RotaryEmbedding(nn.Module):
         """Returns the tables or the frequencies on a device, by name. They are made there once."""
         if device not in self._made:
             wanted = self._exact, self.max_position, device
-            if torch.compiler.is_dynamo_compiling():
-                made = sources_on_device(*wanted)
-            else:  # in a thread of its own, which no mode of the caller (inference, fake tensors, torch.func) reaches
-                with ThreadPoolExecutor(1) as thread:
-                    made = thread.submit(sources_on_device, *wanted).result()
+            compiling = torch.compiler.is_dynamo_compiling()
+            made = sources_on_device(*wanted) if compiling else undisturbed(sources_on_device, *wanted)
             self._made.setdefault(device, made)
         return {name: t for name, t in zip(_SOURCES, self._made[device], strict=True) if t is not None}
 
