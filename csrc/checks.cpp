@@ -207,11 +207,14 @@ void check_tables(const RotateCall& call) {
   check_rotary_dim(call, cos, "columns", "; if cos has each angle twice, pass the first half of its columns");
   if (cos->dim() == 2) return;
   const c10::SymInt& seq = size(call.q(), -3);
-  const char* advice = ": such a table has a row per token; pass a 2-D table to select rows by position";
-  ROPE_CHECK_VALUE(!call.positions, "positions is given but must be None, because cos has shape ", cos->sym_sizes(),
-                   advice);
-  ROPE_CHECK_VALUE(equal(call.offset, 0), "offset is ", call.offset, " but must be 0, because cos has shape ",
-                   cos->sym_sizes(), advice);
+  if (!call.has_cache() || call.slots) {  // in a cache without slots, positions choose cells
+    const char* advice = call.slots ? ": such a table has a row per token, and slots choose the cells"
+                                    : ": such a table has a row per token; pass a 2-D table to select rows by position";
+    ROPE_CHECK_VALUE(!call.positions, "positions is given but must be None, because cos has shape ", cos->sym_sizes(),
+                     advice);
+    ROPE_CHECK_VALUE(equal(call.offset, 0), "offset is ", call.offset, " but must be 0, because cos has shape ",
+                     cos->sym_sizes(), advice);
+  }
   ROPE_CHECK_VALUE(equal(size(*cos, 1), seq), "cos has ", size(*cos, 1), " rows per sequence but must have ", seq,
                    ", the seq of ", call.q_name(), ": such a table has a row per token",
                    cos->dim() == 4 ? "; pass a table [batch, 1, seq, rotary_dim / 2] as cos.squeeze(1)" : "");
@@ -295,9 +298,6 @@ void check_cache(const RotateCall& call) {
   ROPE_CHECK_VALUE(same_sizes(v_cache, k_cache, 2), "v_cache has shape ", v_cache->sym_sizes(),
                    " but must have the blocks and block_size of ", "k_cache, which has shape ", k_cache->sym_sizes());
   if (!call.slots) {
-    ROPE_CHECK_VALUE(!(call.cos && call.cos->dim() > 2), "slots is None but must be given, because cos has shape ",
-                     call.cos->sym_sizes(),
-                     ": such a table has a row per token, and without positions only slots select the cells to write");
     const c10::SymInt& blocks = batch_of(*k_cache);
     ROPE_CHECK_VALUE(batch.sym_le(blocks), "k_cache has shape ", k_cache->sym_sizes(), " but must have at least ",
                      batch, " blocks, the batch of q: without slots, sequence b is written to block b");

@@ -326,6 +326,13 @@ SOURCES = [
     Source("head shared", strides="strided"),
     Source("inv_freq in two parts", "int64 [B,S]", offset=3, strides="strided"),
 ]
+# Only rotate_into_cache_ takes these, without slots: positions and offset choose the cells, and no angles.
+CELLS = [
+    Source("token", "int64 [B,S]", offset=-3, strides="strided"),
+    Source("token shared", "int32 [S]"),
+    Source("head", "int64 [1,S]", offset=9),
+    Source("head shared", offset=2),
+]
 
 
 def some_slots(shape, cells, dtype, device, *, skipped=0.2):

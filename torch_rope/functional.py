@@ -608,12 +608,15 @@ def rotate_into_cache_(
             transposed: a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads,
             max_seq, head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache
             (vLLM) as it is.
-        cos, sin, inv_freq: as in :func:`rotate`. Tables by token and tables by head require slots.
-        positions, offset: as in :func:`rotate`.
+        cos, sin, inv_freq: as in :func:`rotate`.
+        positions, offset: as in :func:`rotate`. Without slots they also choose the cell of each token, which must be at
+            least 0 and below block_size. With tables by token or by head that is all they do, so they must be None and 0
+            if slots are given. A decode step may pass the length of its cache, a ``[1]`` tensor, as positions.
         slots: ``[batch, seq]``, or ``[seq]`` if batch is 1, int32 or int64: the cell of the cache that each token is
             written to, ``block * block_size + index in the block``. A token with a negative slot is a pad: it writes no
             cell and its position is never an error, but if the table has no row for that position, the rotated channels
-            of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token at its position.
+            of its q become NaN. If slots is None, sequence b of the batch writes to block b, each token to the cell of its
+            position.
         q_norm_weight, k_norm_weight, norm_eps: as in :func:`norm_rotate_qk`. Pass both weights or neither.
         k_scale, v_scale, q_scale: float32 tensors, one element or ``[heads]`` of that cache or of q. Pass one for each
             quantised cache, and for a quantised q_out, and no other.

@@ -96,6 +96,8 @@ WRITTEN_CPU = [
     ("k may have another batch than q", "csrc/checks.cpp", "  if (q->dim() == 4) check_same(call, kBatch, k, q, may_differ);\n", ""),
     ("float16 tables are accepted with any dtype", "csrc/checks.cpp", "ROPE_CHECK_TYPE(«is_parameter(call, *cos)», \"cos and sin are", "is_parameter(call, *cos) || cos->scalar_type() == at::kHalf"),
     ("positions may have any dtype", "csrc/checks.cpp", "check_type(call, «t->scalar_type() == at::kInt || t->scalar_type() == at::kLong», t,", "true"),
+    ("positions choose no cells if tables are by token", "csrc/checks.cpp", "if («!call.has_cache() || call.slots») {", "true"),
+    ("the offset chooses no cell", "csrc/cpu/tiles.inc", "to_cache ? «position_of(r, b, s + j)» :", "given_position(r, b, s + j)"),
     ("a cache may have another head_dim than its tensor", "csrc/checks.cpp", "    check_same(call, kHeadDim, to, x);\n", ""),
     ("parameters are not checked for None, nor for their device", "csrc/checks.cpp", "  for_each_parameter(call, f);\n", ""),
     ("a message names one tensor twice", "csrc/checks.cpp", "ROPE_CHECK_VALUE(false, «a.name», \" overlaps \", b.name,", "b.name"),
@@ -134,6 +136,7 @@ WRITTEN_CPU = [
 WRITTEN_CUDA = [
     ("float16 is rounded twice", "csrc/cuda/vectors.cuh", "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
     ("a pad must have an allowed position", "csrc/cuda/token.cuh", "if ((valid« || pad») && fits) return;", ""),
+    ("positions choose no cells", "csrc/cuda/token.cuh", "if (K::cache) slot = «I(position)»;", "I(s)"),
     ("many blocks are taken for one", "csrc/cuda/token.cuh", "if («p.blocks == 1» || slot", "p.blocks >= 1"),
     ("the rest of a frequency is ignored", "csrc/cuda/angles.cuh", "turns_per_position(hi[i], «lo[i]», hi[i]", "0.0f"),
     ("a quotient is not corrected by its remainder", "csrc/cuda/quantise.cuh", "«corrected_quotient(near, number, scale, inverse)» : near", "near"),
@@ -170,6 +173,7 @@ WRITTEN_CUDA = [
 WRITTEN_METAL = [
     ("every int64 position is read as int32", "shaders/tokens.h", "return «bytes == 8» ? static_cast<device const long*>", "false"),
     ("slots past the cache are valid", "shaders/tokens.h", "    valid = valid && slot < p.blocks * p.block_size;\n", ""),
+    ("the offset chooses no cell", "shaders/tokens.h", "token.block * I(p.block_size) : «I(position)»;", "I(given_position)"),
     ("a chunk past rotary_dim goes beyond the head", "shaders/chunks.h", "const bool whole = «second < I(p.sides[kQ].head_dim)»;", "true"),
     ("q goes into the cache", "shaders/heads.h", "const bool to_cache = k_tensors == kSides && «side != kQ»;", "true"),
     ("every head has the sines of the first", "shaders/angles.h", "token.b * I(p.sin[0]) + row * I(p.sin[1]) + «head * I(p.sin[2])» +", "I(0)"),

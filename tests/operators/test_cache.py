@@ -11,6 +11,7 @@ from cases import (
     ALL_CALLS,
     CACHES,
     CALLS,
+    CELLS,
     EXHAUSTIVE,
     KERNELS,
     LAYOUTS,
@@ -89,8 +90,14 @@ def positions_of(q, positions=None, offset=0, **_):
 
 
 def by_token(angles, positions):
-    """Returns the angles with a table by token for one by position: with NaN for a position that the table lacks."""
-    if "cos" not in angles or angles["cos"].dim() > 2:
+    """Returns the angles with a table by token for one by position: with NaN for a position that the table lacks.
+
+    Positions and offset then choose no angles, and are left out.
+    """
+    if "cos" not in angles:
+        return angles
+    angles = {name: a for name, a in angles.items() if name not in ("positions", "offset")}
+    if angles["cos"].dim() > 2:
         return angles
     missing = ((positions < 0) | (positions >= len(angles["cos"]))).astype(bool)
     rows = torch.from_numpy(np.where(missing, 0, positions).astype(np.int64))
@@ -99,7 +106,7 @@ def by_token(angles, positions):
         name: angles[name].cpu()[rows].masked_fill(missing, torch.nan).to(angles[name].device)
         for name in ("cos", "sin")
     }
-    return {name: a for name, a in angles.items() if name not in ("positions", "offset")} | tables
+    return angles | tables
 
 
 def assert_stored(found, values, error, rounded, scale, wide):
@@ -148,7 +155,8 @@ def check(q, k, v, caches, angles, slots=None, norm=None, results=None, eager_ro
     if slots is None:  # sequence b is written to block b, by position
         where = positions + np.arange(len(positions))[:, None] * caches.block_size
     else:
-        where, angles = np.broadcast_to(slots.cpu().numpy(), positions.shape), by_token(angles, positions)
+        where = np.broadcast_to(slots.cpu().numpy(), positions.shape)
+    angles = by_token(angles, positions)
     where = torch.from_numpy(where.astype(np.int64)).flatten()
     written = where >= 0
     cells = where[written] // caches.block_size, where[written] % caches.block_size
@@ -221,11 +229,11 @@ def allowed(size, dims, source, cache, slots, weights, norm_v, eager_rounding, q
         return False
     if eager_rounding and (norm_v or weights != "none"):
         return False
-    return slots != "none" or not source.kind.startswith(("token", "head"))
+    return slots == "none" or source not in CELLS
 
 
 FACTORS = CALLS | {
-    "source": SOURCES[1::2] if SLOW else SOURCES,
+    "source": (SOURCES[1::2] if SLOW else SOURCES) + CELLS,
     "dims": [4, 3],
     # qkv: q, k and v are slices of one tensor. k and v are only read, so they may be expanded, and v may be k.
     "q": ["qkv", *LAYOUTS],

@@ -42,6 +42,7 @@ GROUPS = {
     "all": list(OWN),
     "qk": [op for op in OWN if "k" in OWN[op]],
     "norm": [op for op in OWN if "q_norm_weight" in OWN[op]],
+    "without a cache": [op for op in OWN if "k_cache" not in OWN[op]],
     "in place": [op for op in OWN if op.endswith("_")],
     "cache": ["rotate_into_cache_"],
     "backward": ["_norm_rotate_qk_backward", "_rotate_table_backward"],
@@ -143,10 +144,6 @@ sin=ones(1, 20, 4) -> sin has shape [1, 20, 4] but must have shape [20, 4], the 
 **both(B, 1, S, 4) -> cos has 1 rows ... a row per token; pass a table [batch, 1, seq, rotary_dim / 2] as cos.squeeze(1)
 **both(1, 5, 4) -> cos has 5 rows per sequence but must have 6, the seq of {q}: such a table has a row per token
 **both(3, S, 4) -> cos has batch 3 but must have batch 2, as {q} has, or batch 1
-**both(1, S, 4), positions=ints(S) -> positions is given but must be None, because cos has shape [1, 6, 4]: such a table
-    has a row per token; pass a 2-D table to select rows by position
-**both(1, S, 4), offset=3 -> offset is 3 but must be 0, because cos has shape [1, 6, 4]: such a table has a row per
-    token; pass a 2-D table to select rows by position
 **both(B, S, 1, 4) -> cos has 1 heads but must have 3, as {q} has: a 4-D table has a row per token and head; pass a
     table for all heads as cos.squeeze(-2)
 rotary_start=-1 -> rotary_start is -1 but must be at least 0
@@ -157,6 +154,12 @@ rotary_start=9 -> rotary_start is 9 but must be at most 8, because {q} has head_
 positions=ints(1, 1, S) -> positions has shape [1, 1, 6] but must have shape [seq], [1, seq] or [batch, seq]
 positions=ints(5) -> positions has shape [5] but must have shape [seq], [1, seq] or [batch, seq] with seq 6, as {q} has
 positions=ints(3, S) -> positions has batch 3 but must have batch 2, as {q} has, or batch 1
+
+[without a cache: ValueError]
+**both(1, S, 4), positions=ints(S) -> positions is given but must be None, because cos has shape [1, 6, 4]: such a table
+    has a row per token; pass a 2-D table to select rows by position
+**both(1, S, 4), offset=3 -> offset is 3 but must be 0, because cos has shape [1, 6, 4]: such a table has a row per
+    token; pass a 2-D table to select rows by position
 
 [all: TypeError]
 q=ints(B, S, H, D) -> {q} is int64 but must be float16, bfloat16, float32 or float64
@@ -223,7 +226,10 @@ v=ones(B, S, 1, 12) -> v_cache has head_dim 16 but must have head_dim 12, as v h
 v_cache=ones(20, 1, D) -> v_cache has shape [20, 1, 16] but must have the blocks and block_size of k_cache, which has
     shape [2, 20, 1, 16]
 v_cache=ones(B, 19, 1, D) -> v_cache has shape [2, 19, 1, 16] but must have the blocks and block_size of k_cache
-**both(B, S, 4) -> slots is None but must be given, because cos has shape [2, 6, 4]: such a table has a row per token
+**both(1, S, 4), slots=ints(B, S), positions=ints(S) -> positions is given but must be None, because cos has shape
+    [1, 6, 4]: such a table has a row per token, and slots choose the cells
+**both(B, S, 4), slots=ints(B, S), offset=-1 -> offset is -1 but must be 0, because cos has shape [2, 6, 4]: such a table
+    has a row per token, and slots choose the cells
 k_cache=ones(1, 20, 1, D), v_cache=ones(1, 20, 1, D) -> k_cache has shape [1, 20, 1, 16] but must have at least 2 blocks,
     the batch of q: without slots, sequence b is written to block b
 slots=ints(1, B, S) -> slots has shape [1, 2, 6] but must have shape [seq] or [batch, seq]
@@ -317,6 +323,8 @@ offset=2**63 - 1 -> positions go from 0 to 5 with offset 9223372036854775807 but
 [cache: IndexError]
 **freq(4), offset=15 -> positions go from 0 to 5 with offset 15 but position + offset must be at least 0 and below 20,
     the block_size (or max_seq) of k_cache
+**both(1, S, 4), offset=-1 -> positions go from 0 to 5 with offset -1 but ... below 20, the block_size (or max_seq)
+**both(B, S, 4), positions=values([[0] * 6, [1, 2, 3, 4, 5, 18]]), offset=2 -> positions go from 0 to 18 with offset 2 but
 k_cache=ones(B, 12, 1, D), v_cache=ones(B, 12, 1, D), offset=7 -> positions go from 0 to 5 with offset 7 but ... below 12,
     the block_size (or max_seq) of k_cache
 slots=values([[0, 1, 2, 3, 4, 5], [-1, -1, 40, 8, 9, 10]]) -> slots go up to 40 but must be below 40, the number of cells
@@ -328,7 +336,7 @@ positions=values([[-1, 2, 20, 30, 4, 5], [0, 1, 2, 3, 2**62, 5]]), slots=values(
 offset=16, slots=values([[-1, 0, 1, -1, -1, -1], [-1, -1, -1, -1, 9, -1]]) -> positions go from 1 to 4 with offset 16 but
 slots=values([[0, 1, 2, 9, -1, -1], [-1, -1, 8, 7, 9, 6]]) -> slots is 9 for token 3 of sequence 0 and for token 4 of
     sequence 1 but must be another cell for each token; pass slots: -1 for padding and for what a ring does not keep
-positions=values([5, 0, 1, 2, 1, 3]), offset=4 -> position + offset is 5 for token 2 of sequence 0 and for token 4 of
+**both(1, S, 4), positions=values([5, 0, 1, 2, 1, 3]), offset=4 -> position + offset is 5 for token 2 of sequence 0 and for token 4 of
 positions=values([[0, 1, 2, 3, 4, 5], [5, 4, 3, 3, 1, 0]]).int() -> position + offset is 3 for token 2 of sequence 1 and for
 """)
 

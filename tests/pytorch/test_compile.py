@@ -120,6 +120,8 @@ def test_a_decode_loop_does_not_recompile_for_each_offset(device):
 
     def function(offset, tensors, others):
         of_frequency = {"inv_freq": freq[..., :2], "offset": offset, "rotary_start": 3}
+        by_token = [t[None, :1] for t in angles]  # offset chooses cells alone
+        rope.rotate_into_cache_(*tensors["rotate_into_cache_"], *by_token, offset=offset + 9)
         return calls_of_a_layer(tensors, *angles, offset=offset) + calls_of_a_layer(others, **of_frequency)
 
     program, counter = counted(function)

@@ -81,7 +81,7 @@ def cases_of(op):
             case |= {"cache": caches[i % len(caches)], "norm": i % 2 == 0, "norm_v": i % 3 == 0}
             case |= {"quantised": (None, torch.int8)[i // 2 % 2], "v_shape": (None, (1, 12))[i % 2]}
             case["q_out"] = (None, torch.float32, torch.int8)[i % 3]
-            by_slots = case["source"].kind.startswith(("token", "head")) or (i % 2 == 0 and "sequence" in case["cache"])
+            by_slots = i % 2 == 0 and "sequence" in case["cache"]
             case["slots"] = (torch.int32, torch.int64)[i % 2] if by_slots or i % 3 else None
         case["eager_rounding"] = i % 7 == 0 and not (case.get("norm_v") or case.get("norm", "norm" in op))
         traced.append((case["needs"], case.get("norm")))  # tracing takes long, so the first such case is enough
@@ -114,6 +114,8 @@ def test_rotating_operators_pass_opcheck(op, case, device):
         if case["slots"]:
             keywords["slots"] = some_slots((batch, 3), xs[3].shape[:-2].numel(), case["slots"], device)
         else:
+            if "head" in source.kind or "token" in source.kind:  # positions choose cells, and no angles
+                keywords |= {"positions": torch.empty(batch, 3, dtype=torch.int32, device=device), "offset": 2}
             set_apart(keywords, batch, 43)
         if case["norm"]:
             weights = norm_weights(device, over_heads, kv_heads)

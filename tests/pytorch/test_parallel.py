@@ -147,6 +147,8 @@ rotate_qk_ q=02|11|22 k=02|11|2R positions=0R|11|RR inv_freq=RR
 norm_rotate_qk q=R|0|2|2|1 k=R|0|2|R|1 q_norm_weight=R k_norm_weight=R inv_freq=R positions=R|R|R|R|1
 norm_rotate_qk q=R|0|1|R k=R|R|1|0 q_norm_weight.heads=R k_norm_weight.heads=R inv_freq=R positions=R|R|1|R
 rotate_into_cache_ q=R|0|2|2 k=R|0|2|R v=R|R|2|R k_cache=R|0|2|R v_cache=R|0|2|2 inv_freq=R positions=R|R|R|R
+rotate_into_cache_ q=R|0|0 k=R|0|R v=R|R|0 k_cache=R|0|0 v_cache=R|0|0 cos.token=R|R|0 sin.token=R|0|R positions=R|0|R
+rotate_into_cache_ q=0|2 k=0|2 v=0|2 k_cache=0|2 v_cache=0|2 cos.one=R sin.one=R positions.one=R
 rotate_into_cache_ q=R|2 k=R|R v=2|R k_cache=R|2 v_cache=2|2 inv_freq=R slots=R
 rotate_into_cache_ q=2|0|R k=2|0|R v=2|0|R k_cache.int8=2|0|R v_cache.int8=2|0|R inv_freq=R k_scale=0|R|R v_scale=0|R|R
 rotate_into_cache_ q=2|0 k=2|0 v=2|0 k_cache.int8=2|0 v_cache.int8=2|0 inv_freq=R k_scale.one=R v_scale.one=R
@@ -170,6 +172,7 @@ norm_rotate_qk q=2|R|R k=R|2|R q_norm_weight.heads=R|R|0 k_norm_weight.heads=R i
 rotate_into_cache_ q=0|0|0|R|R|P k=0|0|R|R|2|R v=0|0|R|R|R|R k_cache=R|0|0|2|R|R v_cache=R|R|R|1|R|R inv_freq=R
 rotate_into_cache_ q=0 k=0 v=0 k_cache=0|R v_cache=0|R inv_freq=R slots=R|0
 rotate_into_cache_ q=1 k=1 v=1 k_cache=R v_cache=R inv_freq=R positions=1
+rotate_into_cache_ q=0|1 k=0|1 v=0|1 k_cache=0|R v_cache=0|R cos.token=R|1 sin.token=R|1 positions=1
 rotate_into_cache_ q=2 k=2 v=2 k_cache.int8=2 v_cache.int8=2 inv_freq=R k_scale=R|0 v_scale=0|R
 rotate_into_cache_ q=R|0 k=R|0 v=R|0 k_cache.int8=R|0 v_cache.int8=R|0 inv_freq=R k_scale=0|R v_scale=R|0
 rotate_into_cache_ q=R k=R v=R k_cache=2 v_cache=2 inv_freq=R q_norm_weight.heads=R k_norm_weight.heads=R

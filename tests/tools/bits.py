@@ -125,8 +125,9 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     call["rotary_start"] = draw.one(0, draw.randint(0, head_dim - 2 * pairs))
     call["eager_rounding"] = draw.maybe(0.3) and not (has_norm or cache and call["norm_v"])
 
-    call["offset"] = 0 if by_token else draw.one(0, 0, 1, 7)
-    slots = by_token or draw.maybe()
+    slots = draw.maybe()
+    by_position = not by_token or (cache and not slots)  # positions select angles or cells
+    call["offset"] = draw.one(0, 0, 1, 7) if by_position else 0
     rows = seq + 20  # the number of rows of a table by position, and the number of cells of a block
 
     if kind == "inv_freq":
@@ -135,7 +136,7 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
         shape = (draw.one(1, batch), seq, *[q_heads] * (kind == "head")) if by_token else (rows,)
         type_of_tables = draw.one(dtype, torch.float32)
         call["cos"], call["sin"] = (draw.normal(*shape, pairs, dtype=type_of_tables) for _ in "cs")
-    if not by_token and draw.maybe():
+    if by_position and draw.maybe():
         low = -call["offset"]
         if kind == "inv_freq" and (slots or not cache):
             low = draw.one(-100, low, 10**5)

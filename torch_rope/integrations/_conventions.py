@@ -41,9 +41,13 @@ class Sample:
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
 
+    def numbers(self, *shape: int) -> Tensor:
+        """Returns numbers of the dtype of x."""
+        return self._randn(*shape).to(self.dtypes[0])
+
     def x(self, *shape: int) -> Tensor:
         """Returns x [*shape, head_dim]."""
-        return self._randn(*shape, self.head_dim).to(self.dtypes[0])
+        return self.numbers(*shape, self.head_dim)
 
     def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [*shape, pairs]."""

@@ -24,9 +24,12 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested(constant)
 
 
-def copy_of(function: types.FunctionType, code: types.CodeType, closure: tuple | None) -> types.FunctionType:
-    """Returns a function with everything of this function but its code and its closure."""
-    new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+def copy_of(
+    function: types.FunctionType, code: types.CodeType, closure: tuple | None, namespace: dict | None = None
+) -> types.FunctionType:
+    """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
+    namespace = function.__globals__ if namespace is None else namespace
+    new = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
     vars(new).update({name: value for name, value in vars(function).items() if name != "__wrapped__"})
     for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
         setattr(new, name, getattr(function, name))

@@ -152,8 +152,8 @@ class Check:
             angle = torch.rand(*shape, pairs, dtype=torch.float64) * 2 * torch.pi
             of = pick.choice((dtype, torch.float32))
             found = {"cos": angle.cos().to(of), "sin": angle.sin().to(of)}
-            positions = pick.choice((None, near, near[0].int())) if source == "position" else None
-        found |= {"positions": positions, "offset": 0 if source in ("token", "head") else pick.choice((0, 5))}
+            positions = pick.choice((None, near, near[0].int()))
+        found |= {"positions": positions, "offset": pick.choice((0, 5))}
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in found.items()}
 
     def arguments(self, op: str, dtype: torch.dtype, number: int) -> tuple[list[Tensor], dict]:
@@ -171,6 +171,9 @@ class Check:
         options |= {"interleaved": pick.random() < 0.5, "rotary_start": start}
         options["attention_factor"] = pick.choice((1.0, 1.7))
         is_cache = op == "rotate_into_cache_"
+        by_slots = is_cache and (source.startswith("inv_freq") or pick.random() < 0.5)
+        if source in ("token", "head") and (by_slots or not is_cache):  # nothing is chosen by positions
+            options |= {"positions": None, "offset": 0}
         if op == "norm_rotate_qk" or (is_cache and pick.random() < 0.5):
             of, axes = pick.choice((dtype, torch.float32)), pick.choice((1, 2))  # 2: the norm is over all heads
             for name, x in zip("qk", xs, strict=False):
@@ -184,10 +187,10 @@ class Check:
         options["norm_v"] = pick.random() < 0.5
         blocks, cells = b * s // 16 + 2, 16
         slots = torch.where(torch.rand(b, s) < 0.2, -3, torch.randperm(blocks * cells)[: b * s].view(b, s))
-        if source == "position" and pick.random() < 0.5:  # a sequence has a block, and a token the cell of its position
-            blocks, cells = b, s + 40
-        else:
+        if by_slots:
             options["slots"] = slots.to(pick.choice((torch.int32, torch.int64))).to(self.device)
+        else:  # a sequence has a block, and a token the cell of its position
+            blocks, cells = b, s + 40
         results = []
         for name, x, shape in zip("qkv", xs, [(b, s), (blocks, cells), (blocks, cells)], strict=True):
             of = pick.choice((dtype, *self.quantised))

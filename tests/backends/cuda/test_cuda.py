@@ -64,16 +64,17 @@ def names_of(op):
 def make_call(op, source, device):
     """Returns the arguments of a call by name.
 
-    source: "cos" for tables, and a norm of each head, if the operator needs one. "inv_freq" for a norm over all heads
-    and quantised caches.
+    source: "cos" for tables by position, and a norm of each head, if the operator needs one. "cos by token" for those by
+    token. "inv_freq" for a norm over all heads and quantised caches.
     """
     with torch.device(device):
         q, k, v = torch.randn(3, 7, 8, 64).bfloat16().split([4, 2, 2], 2)
         given = {"x": q, "q": q, "k": k, "v": v, "q_out_grad": q.clone(), "k_out_grad": k.clone()}
         given |= {"positions": torch.arange(7).repeat(3, 1), "slots": torch.randperm(BLOCKS * CELLS)[:21].view(3, 7)}
         freq = torch_rope.inv_freq(64)
-        if source == "cos":
-            given["cos"], given["sin"] = torch_rope.cos_sin(torch.arange(ROWS), freq)
+        if source != "inv_freq":
+            tables = torch_rope.cos_sin(torch.arange(ROWS), freq)
+            given["cos"], given["sin"] = tables if source == "cos" else (t[None, :7] for t in tables)
             given["k_cache"], given["v_cache"] = torch.zeros(2, BLOCKS, CELLS, 2, 64).bfloat16()
             if "cache" not in op:
                 given["q_norm_weight"], given["k_norm_weight"] = torch.rand(2, 64)
@@ -109,6 +110,7 @@ OUTSIDE = [
     ("_rotate_table_backward", "cos", {"positions": 2**32 + 3}),
     ("_rotate_table_backward", "cos", {"positions": -1}),
     ("rotate_into_cache_", "cos", {"positions": ROWS, "slots": None}),
+    ("rotate_into_cache_", "cos by token", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": CELLS, "slots": None}),
     ("rotate_into_cache_", "inv_freq", {"positions": -1, "slots": None}),
     ("rotate_into_cache_", "cos", {"slots": BLOCKS * CELLS}),

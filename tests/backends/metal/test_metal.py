@@ -40,6 +40,7 @@ def test_a_position_out_of_range_gives_nan_and_writes_no_cell(dtype, norm, devic
         (tabled, slots, 12, [1]),
         (tabled, {}, 12, [3, 7]),
         (dict(inv_freq=freqs(32)), {}, 8, [3, 7]),
+        (dict(cos=cos[None, :6], sin=sin[None, :6]), {}, 8, [3, 7]),  # positions choose cells alone
     ):
         caches, x = [torch.zeros(size, 2, 48, device="mps") for _ in "kv"], q.clone()
         ops.rotate_into_cache_(x, k, v, *caches, **angles, positions=positions, **where, **weights)

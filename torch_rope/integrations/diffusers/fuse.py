@@ -1,22 +1,33 @@
 """A fused attention processor for Wan and Flux: the RMS norms of q and k and the rotation are one operator.
 
-A layer gets it if it computes what the layer's own processor computes, with gradients too, in a trial on random numbers.
+A layer gets it if each name in the code of its own processor is known, and if both processors do the same in a trial.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..._modes import undisturbed
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, are_watched, disagreement, guesses, trained
+from .._fuse import Norm, are_plain, changed, disagreement, guesses, like_norm, small_linear, unknown, untried
+from .._names import copy_of
 
 # The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
 _TABLES = {"rotary_emb": lambda t: t[None, :, None], "image_rotary_emb": lambda t: t}
+# The names and constants in the code of the processors that are fused.
+_WORDS = """
+    _attention_backend _get_added_kv_projections _get_qkv_projections _parallel_config add_k_proj added_kv_proj_dim
+    apply_rotary_emb attn_mask backend cat contiguous dim dispatch_attention_fn dropout_p dtype empty_like flatten
+    freqs_cos freqs_sin head_dim heads hidden_states is_causal norm_added_k norm_added_q norm_k norm_q parallel_config
+    sequence_dim shape split_with_sizes to to_add_out to_out torch type_as unbind unflatten Tensor Ellipsis False
+    -1 0 0.0 1 2 3 512
+"""
 
 
 @functools.lru_cache(16)  # torch.compile compiles once for all layers with the same method
@@ -29,14 +40,15 @@ def _fused(own: Callable, norm: Norm) -> Callable:
         *, image_rotary_emb=None,
     ):  # fmt: skip
         tables = rotary_emb if image_rotary_emb is None else image_rotary_emb
-        if tables is None or encoder_hidden_states is not None or not _is_plain(attn, hidden_states):
+        if tables is None or encoder_hidden_states is not None or not _is_tried(attn, norm, hidden_states):
             return own(self, attn, hidden_states, encoder_hidden_states, attention_mask, tables)
         cos, sin = (t[:, :, 0].squeeze(0) if t.dim() == 4 else t for t in tables)  # [.., seq, head_dim]
         qkv = of_file["_get_qkv_projections"](attn, hidden_states, None)[:3]
         q, k, v = (x.unflatten(-1, (-1, cos.shape[-1])) for x in qkv)  # [batch, seq, heads, head_dim]
         weights = norm.weight_of(attn.norm_q, q), norm.weight_of(attn.norm_k, k)
         halves = (t if t.dtype == q.dtype else t.float() for t in (cos[..., ::2], sin[..., 1::2]))
-        q, k = ops.norm_rotate_qk.default(q, k, *weights, *halves, interleaved=True, norm_eps=norm.eps)
+        eps = getattr(attn.norm_q, norm.eps)
+        q, k = ops.norm_rotate_qk.default(q, k, *weights, *halves, interleaved=True, norm_eps=eps)
         out = of_file["dispatch_attention_fn"](
             q, k, v, attn_mask=attention_mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
@@ -46,11 +58,14 @@ def _fused(own: Callable, norm: Norm) -> Callable:
     return call
 
 
-def _is_plain(attn: nn.Module, x: Tensor) -> bool:
-    """Returns whether nothing watches the norms of a layer, or computes in another dtype, or fuses them itself."""
+def _is_tried(attn: nn.Module, norm: Norm, x: torch.Tensor) -> bool:
+    """Returns whether the norms of a layer are such as the trial had, and computes in x's dtype.
+
+    torch.compile fuses norms itself.
+    """
     norms = attn.norm_q, attn.norm_k
-    fuses_itself = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return not fuses_itself and not are_watched(*norms) and all(m.weight.dtype == x.dtype for m in norms)
+    other_dtype = torch.is_autocast_enabled(x.device.type) or any(m.weight.dtype != x.dtype for m in norms)
+    return norm.are(*norms) and are_plain(norms) and not other_dtype and not torch.compiler.is_compiling()
 
 
 def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
@@ -60,20 +75,44 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
     others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
     if form is None or name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
         return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
+    if why := unknown(function, _WORDS.split()):
+        return new, f"not fused: its processor {why}"
+    why = "its norms are not two RMS norms with weights"
     for norm in guesses(*norms):
-        call = _fused(new, norm)
-        trial = functools.partial(_in_training, module, owner, form)
-        if not disagreement(new, call, [trial]):
+        if not (why := undisturbed(disagreement, _trial_of, module, owner, norm, new, form)):
+            call = _fused(new, norm)
             call._torch_rope = new._torch_rope
             return call, "fused: norm_q, norm_k and the rotation"
-    return new, "not fused: its norms are not two RMS norms with weights, or the results would differ"
+    return new, f"not fused: {why}"
 
 
-def _in_training(attn: nn.Module, processor: Any, form: Callable, method: Callable) -> list[Tensor]:
-    """Returns what a method of a processor computes for random numbers, and its gradient."""
-    weight = attn.to_q.weight
-    sample = Sample(2, 5, 1, weight.shape[1], weight.shape[0] // attn.heads // 4, weight.dtype, weight.dtype)
-    x, *tables = (t.to(weight.device) for t in (sample.x(2, 5), *sample.angles(5)))
+def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: Callable) -> tuple:
+    """Returns what disagreement needs, for a layer with small projections."""
+    given, inner, hidden = [], attn.inner_dim, 16
+    pairs = inner // attn.heads // 4
+    sample = Sample(2, 8, 1, hidden, pairs, torch.float32, torch.float32)
+
+    def witness(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+        given.append((q, k, v, attn_mask, dropout_p, is_causal, sorted(more.items())))
+        return q + (k * v).mean((1, 2), keepdim=True)
+
+    norms = {name: like_norm(sample, getattr(attn, name), norm) for name in ("norm_q", "norm_k")}
+    parts = {name: small_linear(sample, hidden, inner) for name in ("to_q", "to_k", "to_v")}
+    to_out = nn.ModuleList([small_linear(sample, inner, hidden), nn.Identity()])
+    layer = changed(
+        attn, {**norms, **parts, **({"to_out": to_out} if hasattr(attn, "to_out") else {})}, fused_projections=False
+    )
     # The four channels of two pairs have the same angle, in either pairing.
-    tables = [form(t.repeat_interleave(2, -1).repeat(1, 2)) for t in tables]
-    return trained(attn, lambda x: method(processor, attn, x, None, None, tables), x)
+    tables = [t.repeat_interleave(2, -1).repeat(1, 2) for t in sample.angles(8)]
+    x, mask = sample.x(2, 8), sample.numbers(2, 1, 8, 8)
+
+    def outcome(method, batch, seq, masked):
+        given.clear()
+        rotary = tuple(form(t[:seq]) for t in tables)
+        result = method(processor, layer, x[:batch, :seq], None, mask if masked else None, rotary)
+        return result, [*given]
+
+    names = new.__globals__ | {"dispatch_attention_fn": witness}
+    own, other = (copy_of(f, f.__code__, f.__closure__, names) for f in (new, untried))
+    fused = _fused.__wrapped__(other, norm)
+    return outcome, own, fused, [*product((1, 2), (1, 8), (False, True))]
