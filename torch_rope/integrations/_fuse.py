@@ -94,15 +94,15 @@ def _plus_one(weight: Tensor) -> Tensor:
     return result
 
 
-def guesses(*modules: nn.Module) -> list[Norm]:
-    """Returns the kinds of RMS norms that modules may be, as far as their code and their attributes tell."""
-    kind = type(modules[0])
+def norm_of(*modules: nn.Module) -> Norm | None:
+    """Returns the kind of RMS norm that modules have, as far as their code and their attributes tell, or None."""
+    kind, first = type(modules[0]), vars(modules[0])
     methods = [f for name in ("forward", "_norm") if isinstance(f := getattr(kind, name, None), types.FunctionType)]
-    weights = [[(n, p.dim()) for n, p in m.named_parameters()] for m in modules]
-    if any(unknown(f, _OF_NORMS.split()) for f in methods) or any(w != [("weight", 1)] for w in weights):
-        return []
-    norms = [Norm(kind, name, one) for name in ("eps", "variance_epsilon") for one in (False, True)]
-    return [n for n in norms if isinstance(vars(modules[0]).get(n.eps), float) and n.are(*modules)]
+    known = not any(unknown(f, _OF_NORMS.split()) for f in methods)
+    known &= all([(n, p.dim()) for n, p in m.named_parameters()] == [("weight", 1)] for m in modules)
+    eps = [name for name in ("eps", "variance_epsilon") if isinstance(first.get(name), float)]
+    norm = Norm(kind, "".join(eps), any("1.0" in map(repr, f.__code__.co_consts) for f in methods))
+    return norm if known and len(eps) == 1 and norm.are(*modules) else None
 
 
 # ---- the parts of a trial ----

@@ -15,7 +15,7 @@ from torch import nn
 from ..._modes import undisturbed
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, are_plain, changed, disagreement, guesses, like_norm, small_linear, unknown, untried
+from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
 from .._names import copy_of
 
 # The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
@@ -77,13 +77,13 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
         return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
     if why := unknown(function, _WORDS.split()):
         return new, f"not fused: its processor {why}"
-    why = "its norms are not two RMS norms with weights"
-    for norm in guesses(*norms):
-        if not (why := undisturbed(disagreement, _trial_of, module, owner, norm, new, form)):
-            call = _fused(new, norm)
-            call._torch_rope = new._torch_rope
-            return call, "fused: norm_q, norm_k and the rotation"
-    return new, f"not fused: {why}"
+    if (norm := norm_of(*norms)) is None:
+        return new, "not fused: its norms are not two RMS norms with weights"
+    if why := undisturbed(disagreement, _trial_of, module, owner, norm, new, form):
+        return new, f"not fused: {why}"
+    call = _fused(new, norm)
+    call._torch_rope = new._torch_rope
+    return call, "fused: norm_q, norm_k and the rotation"
 
 
 def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: Callable) -> tuple:
