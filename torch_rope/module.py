@@ -59,7 +59,7 @@ class RotaryEmbedding(nn.Module):
     ``seq_len``. Unless it is fixed, inv_freq, cos and sin of LongRoPE are ``[2, ...]``, of short and of long sequences.
 
     Raises:
-        ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it.
+        ValueError: arguments do not fit together, inv_freq is assigned in another length, or the kind's function raises it.
         TypeError: a keyword argument is none of this kind, or one that the kind needs is missing.
         RuntimeError: a checkpoint that is loaded holds another inv_freq.
 

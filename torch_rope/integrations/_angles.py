@@ -125,8 +125,9 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
         twin = twins.get(id(module))
         attributes = _attributes(module)
         # torch.export may have replaced the tensors by fake ones, which cannot be compared with the twin's.
-        fake = torch.compiler.is_exporting() and any(isinstance(t, FakeTensor) for t in _tensors(attributes))
-        if twin is None or twin.device != device or not (fake or twin.marks == _marks(attributes)):
+        fake = any(isinstance(t, FakeTensor) for t in _tensors(attributes))
+        same = torch.compiler.is_exporting() if fake else twin is not None and twin.marks == _marks(attributes)
+        if twin is None or twin.device != device or not same:
             twins[id(module)] = undisturbed(_Twin, module, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False
