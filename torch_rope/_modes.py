@@ -1,6 +1,7 @@
 """The modes of a caller: how a function runs where none reaches it, and what a mode of fake tensors takes."""
 
 import contextlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,11 @@ def undisturbed(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """
     if torch.compiler.is_dynamo_compiling():  # it traces the function instead of calling it, and no thread
         return function(*args, **kwargs)
+    lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if lock is not None and lock._is_owned():
+        # PyTorch compiles a caller in this thread, with most modes put aside. Another thread that compiles would wait for it.
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
     # To ask for the stream starts CUDA, which a process that forks later must not have done.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
