@@ -175,7 +175,7 @@ lint: .venv/lint ## checks the style of all code (5 s)
 # that its rotary embeddings do not use.
 .venv/models: pyproject.toml | .venv/built
 	$(PIP) --no-build-isolation -e ".[models]"
-	$(PIP) --no-deps comfy-kitchen peft timm "torchtitan==0.3.0; python_version >= '3.11'"
+	$(PIP) --no-deps accelerate comfy-kitchen peft psutil timm "torchtitan==0.3.0; python_version >= '3.11'"
 	touch $@
 
 .venv/lint: | .venv/torch

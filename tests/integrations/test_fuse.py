@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import inspect
+import re
+import textwrap
 from itertools import product
 
 import pytest
@@ -58,7 +61,7 @@ MODELS = {
     "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2},
     "olmo2": {},
 }
-PLAIN, NORMED = ["rope::rotate_qk", "rope::rotate_qk_"], ["rope::norm_rotate_qk"] * 2
+PLAIN, NORMED = "rope::rotate_qk", "rope::norm_rotate_qk"
 
 
 @pytest.mark.parametrize("model_type, alone", [("llama", PLAIN), ("qwen3", NORMED), ("olmo2", NORMED)])
@@ -73,14 +76,33 @@ def test_each_layer_computes_by_one_operator(model_type, alone):
         return [name for name in names if name.startswith("rope::")], names.count("aten::rsqrt")
 
     of_layers, others = 2, 5  # the norms that are no norms of q and k: two of each layer, and the last one
-    assert operators(tokens(1, 5)) == (alone[:1] * of_layers, others)
+    assert operators(tokens(1, 5)) == ([alone] * of_layers, others)
     with torch.no_grad():
         for cache, operator in (
-            (new_cache("dynamic", model), alone[1]),
+            (new_cache("dynamic", model), alone),
             (new_cache("static", model), "rope::rotate_into_cache_"),
         ):
             for seq in (5, 1, 1):
                 assert operators(tokens(1, seq), cache=cache) == ([operator] * of_layers, others)
+
+
+# Operators that compute nothing, and those of a projection and of attention.
+VIEWS = "alias expand select slice t transpose unsqueeze view _unsafe_view mm scalar_tensor where"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2"])
+def test_a_decode_step_has_one_operator_and_the_counter_of_the_cache(model_type):
+    _, model = pair(model_type)
+    attention, given, cache = model.model.layers[1].self_attn, {}, new_cache("static", model)
+    attention.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model(tokens(2, 5), cache=cache)
+        model(tokens(2, 1), cache=cache)
+        with Calls() as calls:
+            attention(**given)
+    names = [name.split("::")[1].split(".")[0] for name in calls.names]
+    names = [name for name in names if name not in VIEWS.split() and "attention" not in name]
+    assert names == ["rotate_into_cache_", "add_"]
 
 
 @pytest.mark.parametrize(
@@ -172,90 +194,162 @@ def test_a_patched_model_has_one_program_for_all_lengths(options):
     assert graphs == [1, 1]
 
 
-# ---- what a layer does otherwise ----
-
-apply_rotary_pos_emb = modeling_qwen3.apply_rotary_pos_emb
-eager_attention_forward = modeling_qwen3.eager_attention_forward
+# ---- which layers are not fused ----
 
 
-class Changed(modeling_qwen3.Qwen3Attention):
-    """Qwen3's attention, but for what subclasses change."""
-
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        before = q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k, v = self.change(q, k, v, before)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        out, scores = eager_attention_forward(self, q, k, v, attention_mask, scaling=self.scaling)
-        return self.after(self.o_proj(out.flatten(2))), scores
-
-    def change(self, q, k, v, before):
-        return q, k, v
-
-    def after(self, out):
-        return out
+def with_forward(old, new, names=None):
+    """Returns a class like Qwen3Attention with a part of its forward replaced."""
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)))
+    assert old in text
+    namespace = {**vars(modeling_qwen3), **(names or {})}
+    exec(compile(text.replace(old, new), modeling_qwen3.__file__, "exec"), namespace)
+    return type("Changed", (modeling_qwen3.Qwen3Attention,), {"forward": namespace["forward"]})
 
 
-class ScalesK(Changed):
-    def change(self, q, k, v, before):
-        return q, 2 * k, v
+ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
+V = "self.v_proj(hidden_states).view(hidden_shape)"
+# What stands in the place of a part of the forward, and why the layer is not fused then.
+CHANGES = {
+    "nothing": ("", "", ""),
+    "a clamp": (ROTATED, ROTATED + "    key_states = key_states.clamp(-8, 8)\n", "its forward uses clamp"),
+    "a slice": (ROTATED, ROTATED + "    key_states = key_states[:, :, -512:]\n", "its forward uses [None:None]"),
+    "a factor": (
+        "apply_rotary_pos_emb(query_states, ",
+        "apply_rotary_pos_emb(query_states * 2, ",
+        "its forward uses *",
+    ),
+    "the length": (
+        ROTATED,
+        ROTATED + "    if input_shape > (1, 2):\n        sin = cos\n",
+        "its forward uses COMPARE_OP",
+    ),
+    "the layer": (
+        ROTATED,
+        ROTATED + "    if self.layer_idx:\n        sin = cos\n",
+        "its forward uses if self.layer_idx",
+    ),
+    "a store": (ROTATED, ROTATED + "    self.config = key_states\n", "its forward uses STORE_ATTR"),
+    "a default": ("**kwargs:", "*, cap=abs, **kwargs:", "its forward has arguments of its own"),
+    "a method": (ROTATED, ROTATED + "    key_states = self.view(key_states)\n", "its forward uses view"),
+    "other cells": ("cache.update(key_states, value_states,", "cache.update(value_states, key_states,", DIFFERS),
+    "another window": ("sliding_window=self.sliding_window,", "sliding_window=self.layer_idx,", DIFFERS),
+    "more dropout": ("0.0 if not self.training else self.attention_dropout", "self.attention_dropout", DIFFERS),
+    "no mask": ("    attention_mask,\n        d", "    None,\n        d", DIFFERS),
+    "a norm of v": (V, f"self.k_norm({V})", DIFFERS),
+    "no arguments of the cache": (", kwargs=kwargs)", ")", ""),  # as in transformers 5.20
+    "no window": ("sliding_window=self.sliding_window,", "", ""),
+}
 
 
-class DropsOut(Changed):
-    """StarCoder2 does this in training, which is not the mode that a loaded model is in."""
-
-    def after(self, out):
-        return nn.functional.dropout(out, 0.5, self.training)
-
-
-class Reduces(Changed):
-    """Does something else with gradients."""
-
-    def change(self, q, k, v, before):
-        return q, k, v.detach()
-
-
-DIFFERS = "not fused: the results would differ"
-CASES_OF_LAYERS = [
-    ((Changed, Changed), "fused: q_norm, k_norm and the rotation; with the write into a StaticCache"),
-    ((ScalesK, ScalesK), DIFFERS),
-    ((Reduces, Reduces), DIFFERS),
-    ((DropsOut, DropsOut), DIFFERS),
-    ((Changed, ScalesK), DIFFERS),
-]
-
-
-@pytest.mark.parametrize(
-    "classes, says", CASES_OF_LAYERS, ids=lambda value: "" if isinstance(value, str) else value[1].__name__
-)
-def test_what_would_change_the_results_is_not_fused(classes, says):
-    stock = make("qwen3", attention="eager")
-    for layer, cls in zip(stock.model.layers, classes, strict=True):
-        layer.self_attn.__class__ = cls
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_forward_that_says_something_else_is_not_fused(name):
+    old, new, why = CHANGES[name]
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)))
+    assert old in text
+    namespace = vars(modeling_qwen3) | {}
+    exec(compile(text.replace(old, new), "changed", "exec"), namespace)
+    stock = make("qwen3", num_hidden_layers=1)
+    stock.model.layers[0].self_attn.__class__ = type(
+        "Changed", (modeling_qwen3.Qwen3Attention,), {"forward": namespace["forward"]}
+    )
     model = copy.deepcopy(stock)
-    assert f" (tried); {says}" in str(patch(model, fuse=True))
-    for mode in (False, True):
-        results = []
-        for m in (stock.train(mode), model.train(mode)):
-            torch.manual_seed(1)
-            results.append(m(tokens()).logits)
-        assert difference(*results) < LOGITS
+    says = str(patch(model, fuse=True))
+    assert says.endswith(f"; not fused: {why}" if why else "the rotation; with the write into a StaticCache")
 
 
-@pytest.mark.parametrize("kind", [None, "dynamic", "static"])
-@pytest.mark.parametrize("name", ["q_proj", "q_norm"])
-def test_a_hook_sees_what_it_saw_before(name, kind):
-    """The layer then computes by its own forward."""
+# ---- what changes after patch ----
+
+
+class Kept(nn.Module):
+    """A wrapper of a projection that keeps what it returns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        self.kept = self.inner(x)
+        return self.kept
+
+
+def wrap(layer):
+    layer.q_proj = Kept(layer.q_proj)
+
+
+def replace_norm(layer):
+    layer.q_norm = nn.LayerNorm(16, bias=False)
+
+
+def change_eps(layer):
+    layer.q_norm.variance_epsilon = 0.5
+
+
+def hook(name):
+    def change(layer):
+        getattr(layer, name).register_forward_hook(lambda module, args, out: 2 * out)
+
+    return change
+
+
+def own_forward(layer):
+    layer.k_norm.forward = lambda x: 2 * x
+
+
+def scale_by_another(layer):
+    layer.scaling, layer.q_norm.weight.data = 0.5, 3 * layer.q_norm.weight.data
+
+
+class Counting(Dynamic):
+    def update(self, *args, **kwargs):
+        k, v = super().update(*args, **kwargs)
+        return 2 * k, v
+
+
+CHANGED_LATER = [wrap, replace_norm, change_eps, hook("q_proj"), hook("k_norm"), own_forward, scale_by_another]
+
+
+@pytest.mark.parametrize("change", CHANGED_LATER)
+def test_what_changes_after_patch_is_followed(change):
     stock, model = pair("qwen3")
-    results, seen = [], []
-    for m in (stock, model):
-        part = getattr(m.model.layers[1].self_attn, name)
-        part.register_forward_hook(lambda m, args, out: seen.append((args[0].clone(), out.clone())))
-        results.append(logits(m, tokens(), new_cache(kind, m) if kind else None, 11, 1))
-    assert difference(results[1], results[0]) < LOGITS and len(seen) == 4
-    for theirs, ours in zip(seen[:2], seen[2:], strict=True):
-        assert difference(ours[0], theirs[0]) < LOGITS and difference(ours[1], theirs[1]) < LOGITS
+    for cache in (None, new_cache("dynamic", model), new_cache("static", model), Counting(config=model.config)):
+        results = []
+        for m in (stock, model):
+            if cache is None:
+                change(m.model.layers[1].self_attn)
+            results.append(logits(m, tokens(), copy.deepcopy(cache), 11, 1))
+        assert difference(results[1], results[0]) < LOGITS
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
+def test_the_attention_function_gets_the_same(model_type):
+    """Also the window, which flash attention learns in no other way."""
+    given = []
+
+    def attention(*args, **kwargs):
+        given.append([*args[1:], *(value for _, value in sorted(kwargs.items()))])
+        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
+
+    transformers.AttentionInterface.register("recorded", attention)
+    model = make(model_type, attention="recorded", **({} if model_type == "llama" else {"sliding_window": 4}))
+    logits(model, tokens(), new_cache("dynamic", model), 11, 1)
+    assert "; fused: " in str(patch(model, fuse=True))
+    logits(model, tokens(), new_cache("dynamic", model), 11, 1)
+    for theirs, ours in zip(given[:4], given[4:], strict=True):
+        for e, a in zip(theirs, ours, strict=True):
+            assert difference(a, e) < LOGITS if isinstance(e, torch.Tensor) else a == e
+
+
+def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_what_to_do():
+    with torch.device("meta"):
+        model = make("qwen3", num_hidden_layers=1)
+    assert "; fused: " in str(patch(model, fuse=True))
+    model = make("qwen3", num_hidden_layers=1)
+    model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(3))
+    assert re.search("it could not be tried .*patch the model before that", str(patch(model, fuse=True)))
+
+
+def test_an_exported_program_of_a_fused_model_runs_with_gradients():
+    stock, model = pair("qwen3", layers=1)
+    with torch.no_grad():
+        program = torch.export.export(model, (tokens(1, 4),), {"use_cache": False}, strict=False).module()
+    assert difference(program(tokens(1, 4), use_cache=False).logits, stock(tokens(1, 4)).logits) < LOGITS

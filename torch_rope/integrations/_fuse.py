@@ -1,108 +1,125 @@
 """What fused layers of all libraries have in common: the look at their code, their norms, and the parts of a trial.
 
-A fused method does what it knows. So a layer is fused only if its own code has no name, constant or branch that the fused
-method does not know, and if both methods do the same with random numbers.
+A fused method does what it knows. So a layer is fused only if its own code says nothing that the fused method does not
+know, and if both methods do the same with random numbers.
 """
 
 import dis
 import re
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_flatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._bits import is_traced
 from ._conventions import Sample
 from ._names import nested
 
-# ---- what is known ----
+# ---- code ----
 
-# Instructions that may do something else for other numbers, or leave something behind.
-_REFUSED = {"COMPARE_OP", "CONTAINS_OP", "FOR_ITER", "STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR"}
+# Instructions that move values, call, or end, in Python 3.10 to 3.14.
+_MOVES = re.compile(
+    "RESUME|NOP|PRECALL|PUSH_NULL|CALL|CALL_(KW|METHOD|INTRINSIC_1|FUNCTION.*)|STORE_FAST.*|LIST_.*|DICT_MERGE|RETURN_VALUE"
+    "|BUILD_(TUPLE|LIST|MAP|CONST_KEY_MAP)|UNPACK_SEQUENCE|JUMP_FORWARD|POP_TOP|SWAP|COPY|DUP_TOP|ROT_(TWO|THREE)"
+)
 
 
-def unknown(function: types.FunctionType, words: Collection[str], switches: Collection[str] = ()) -> str:
-    """Returns what the code of a function has that is not known, or an empty text.
+def _said(code: types.CodeType) -> Iterator[str]:
+    """Yields what code says, in words: globals, ``self.name``, ``.name`` of something else, constants, ``[0:2]``, operators,
+    ``if`` with what decides, and the names of other instructions."""
+    before, last = "", ""
+    for i in dis.get_instructions(code):
+        name, value, words = i.opname, i.argval, []
+        if name in ("TO_BOOL", "NOT_TAKEN") or (
+            "[]" in (i.argrepr, name.replace("BINARY_SUBSCR", "[]")) and last[:1] == "["
+        ):
+            continue
+        if name == "LOAD_GLOBAL":
+            words = [value]
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            words = [f"{last if last in ('self', 'attn') else ''}.{value}"]
+        elif name in ("LOAD_CONST", "RETURN_CONST", "LOAD_SMALL_INT", "KW_NAMES"):
+            value = code.co_consts[i.arg] if name == "KW_NAMES" else value
+            value = [value] if not isinstance(value, tuple) else value
+            words = [f"[{v.start}:{v.stop}]" if isinstance(v, slice) else repr(v) for v in value]
+        elif name in ("BUILD_SLICE", "BINARY_SLICE"):
+            words = [f"[{before}:{last}]"]
+        elif "JUMP" in name and "IF" in name:
+            words = [f"if {'None' if 'NONE' in name else last}"]
+        elif name == "IS_OP":
+            words = [f"is {last}"]
+        elif not _MOVES.fullmatch(name) and not name.startswith("LOAD_FAST"):
+            words = [i.argrepr if name == "BINARY_OP" else name]
+        yield from words
+        local = value[-1] if isinstance(value, tuple) else value
+        before, last = last, words[-1] if words else str(local) if "LOAD" in name else ""
 
-    Args:
-        words: the known names of attributes, globals and keywords, and constants.
-        switches: the names whose truth may decide a branch. Whether something is None may always do that.
-    """
-    for code in nested(function.__code__):
-        steps = [i for i in dis.get_instructions(code) if i.opname not in ("TO_BOOL", "NOT_TAKEN")]
-        constants = [i.argval for i in steps if i.opname == "LOAD_SMALL_INT"]
-        constants += [c for c in code.co_consts if c != function.__doc__ and not isinstance(c, types.CodeType)]
-        for word in (*code.co_names, *re.findall(r"[\w.-]+", repr(constants))):
-            if word not in words and word != "None":
-                return f"uses {word}"
-        for before, i in zip(steps, steps[1:], strict=False):
-            decides = "JUMP" in i.opname and "IF" in i.opname and "NONE" not in i.opname
-            if i.opname in _REFUSED or (decides and before.opname != "IS_OP" and before.argval not in switches):
-                return "branches, compares or loops in a way that is not known"
-    return ""
+
+def said(function: types.FunctionType) -> list[str]:
+    """Returns what the code of a function and of the functions that it defines says, see _said."""
+    return [word for code in nested(function.__code__) for word in _said(code) if not word.startswith("<code ")]
+
+
+def unknown(function: types.FunctionType, words: Collection[str]) -> str:
+    """Returns what a function says that is not among the words, or an empty text."""
+    if function.__code__.co_kwonlyargcount or any(function.__defaults__ or ()):
+        return "has arguments of its own"
+    other = next((word for word in said(function) if word not in words), None)
+    return "" if other is None else f"uses {re.sub(r'^(self|attn)?[.](?=[^0-9])', '', other)}"
 
 
 def are_plain(modules: Collection[nn.Module]) -> bool:
     """Returns whether nothing but their classes sees the calls of modules, which a fused layer may not make."""
-    names = "forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    names = "forward", "_norm", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
     watched = any(vars(module).get(name) for module in modules for name in names)
     return not watched and (torch.compiler.is_compiling() or not _has_any_global_hook())
 
 
 # ---- norms ----
 
+# What the code of RMS norms says.
 _OF_NORMS = """
-    torch dtype to float32 float pow mean keepdim rsqrt weight variance_epsilon eps _norm type_as F rms_norm
-    normalized_shape True -1 1.0 2
-"""  # the names and constants in the code of RMS norms
-_sums = WeakTensorKeyDictionary()  # weight -> its version, and 1 + weight
+    torch .float32 .float .dtype .to .type_as .pow 2 .mean -1 'keepdim' True .rsqrt + * BINARY_ADD BINARY_MULTIPLY 1.0
+    self.weight self.variance_epsilon self.eps self._norm F .rms_norm self.normalized_shape
+"""
 
 
 class Norm(NamedTuple):
     """A kind of RMS norm with a weight."""
 
     kind: type
+    shapes: tuple[torch.Size, ...]  # of the weights of q and k
     eps: str  # the name of its attribute
     plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
 
-    def are(self, *modules: nn.Module) -> bool:
-        """Returns whether modules are of this kind, with the same eps."""
-        return all(type(m) is self.kind for m in modules) and len({getattr(m, self.eps) for m in modules}) == 1
+    def are(self, *norms: nn.Module) -> bool:
+        """Returns whether the norms of q and of k are of this kind, with the same eps."""
+        shapes = [m.weight.shape for m in norms if type(m) is self.kind and m.weight is not None]
+        return tuple(shapes) == self.shapes and len({getattr(m, self.eps) for m in norms}) == 1
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
         w = module.weight
         if self.plus_one:
-            w = _plus_one(w)
+            w = 1.0 + w.float()
         elif w.dtype not in (x.dtype, torch.float32):
             w = w.float()
         return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
-def _plus_one(weight: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or is_traced() or weight.is_inference():
-        return 1.0 + weight.float()
-    version, result = _sums.get(weight, (-1, None))
-    if version != weight._version:  # each step of decoding has the weights of the one before
-        result = 1.0 + weight.float()
-        _sums[weight] = weight._version, result
-    return result
-
-
-def norm_of(*modules: nn.Module) -> Norm | None:
-    """Returns the kind of RMS norm that modules have, as far as their code and their attributes tell, or None."""
-    kind, first = type(modules[0]), vars(modules[0])
-    methods = [f for name in ("forward", "_norm") if isinstance(f := getattr(kind, name, None), types.FunctionType)]
-    known = not any(unknown(f, _OF_NORMS.split()) for f in methods)
-    known &= all([(n, p.dim()) for n, p in m.named_parameters()] == [("weight", 1)] for m in modules)
-    eps = [name for name in ("eps", "variance_epsilon") if isinstance(first.get(name), float)]
-    norm = Norm(kind, "".join(eps), any("1.0" in map(repr, f.__code__.co_consts) for f in methods))
-    return norm if known and len(eps) == 1 and norm.are(*modules) else None
+def norm_of(*norms: nn.Module) -> Norm | None:
+    """Returns the kind of RMS norm that those of q and of k are, as far as their code and attributes tell, or None."""
+    kind, shapes = type(norms[0]), [m.weight.shape for m in norms if isinstance(getattr(m, "weight", None), Tensor)]
+    methods = [getattr(kind, name) for name in ("forward", "_norm") if hasattr(kind, name)]
+    eps = [name for name in ("eps", "variance_epsilon") if isinstance(vars(norms[0]).get(name), float)]
+    known = all(isinstance(f, types.FunctionType) and not unknown(f, _OF_NORMS.split()) for f in methods)
+    if not known or kind.__call__ is not nn.Module.__call__ or len(eps) != 1 or [*map(len, shapes)] != [1] * len(norms):
+        return None
+    norm = Norm(kind, tuple(shapes), eps[0], any("1.0" in said(f) for f in methods))
+    return norm if norm.are(*norms) else None
 
 
 # ---- the parts of a trial ----

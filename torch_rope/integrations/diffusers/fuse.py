@@ -20,13 +20,14 @@ from .._names import copy_of
 
 # The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
 _TABLES = {"rotary_emb": lambda t: t[None, :, None], "image_rotary_emb": lambda t: t}
-# The names and constants in the code of the processors that are fused.
+# What the code of the processors that are fused says.
 _WORDS = """
-    _attention_backend _get_added_kv_projections _get_qkv_projections _parallel_config add_k_proj added_kv_proj_dim
-    apply_rotary_emb attn_mask backend cat contiguous dim dispatch_attention_fn dropout_p dtype empty_like flatten
-    freqs_cos freqs_sin head_dim heads hidden_states is_causal norm_added_k norm_added_q norm_k norm_q parallel_config
-    sequence_dim shape split_with_sizes to to_add_out to_out torch type_as unbind unflatten Tensor Ellipsis False
-    -1 0 0.0 1 2 3 512
+    attn.add_k_proj attn.added_kv_proj_dim attn.head_dim attn.heads attn.norm_added_k attn.norm_added_q attn.norm_k attn.norm_q
+    attn.to_add_out attn.to_out self._attention_backend self._parallel_config _get_added_kv_projections
+    _get_qkv_projections apply_rotary_emb dispatch_attention_fn torch .Tensor .cat .contiguous .dtype .empty_like .flatten
+    .shape .split_with_sizes .to .type_as .unbind .unflatten 'attn_mask' 'backend' 'dim' 'dropout_p' 'freqs_cos' 'freqs_sin'
+    'hidden_states' 'is_causal' 'parallel_config' 'sequence_dim' [image_context_length:None] [None:image_context_length]
+    [None:None] [None:2] * + - -1 0 0.0 1 2 3 512 Ellipsis False None STORE_SUBSCR MAKE_FUNCTION BINARY_SUBSCR
 """
 
 
@@ -75,7 +76,7 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
     others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
     if form is None or name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
         return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
-    if why := unknown(function, _WORDS.split()):
+    if why := unknown(function, {*_WORDS.split(), "if None"}):
         return new, f"not fused: its processor {why}"
     if (norm := norm_of(*norms)) is None:
         return new, "not fused: its norms are not two RMS norms with weights"

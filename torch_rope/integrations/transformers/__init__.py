@@ -45,9 +45,9 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
         rounding: "eager" keeps the bits of the unpatched model's logits and gradients, on a CPU without
             ``torch.compile``. The Patch lists the functions whose bits differ. "once" rounds once, at the end,
             which is more accurate; q and k keep their dtype then, also where the tables are wider (autocast).
-        fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, the write
-            into a StaticCache, and the rotation in place if no gradient is needed. Results differ in their last
-            bits. The Patch lists the layers that are not fused, and why.
+        fuse: also fuses what stands around the rotation in attention layers like Llama's: the norm of q and k, and the
+            write into a StaticCache. Results differ in their last bits. The Patch lists the layers that are not fused,
+            and why.
         exact_angles: also makes the rotary modules compute in float64. The Patch lists the modules that do not, and why.
             If a rotary module is changed later, its next forward follows the change, or raises ValueError.
 

@@ -8,41 +8,36 @@ the layer's own, so it needs no weights.
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from torch import nn
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..._modes import undisturbed
 from ..._ops import ops
 from .._conventions import Sample
-from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
+from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, said, small_linear, unknown, untried
 from .._names import copy_of
 from .._patch import Fuse
 from .._rotary import Rotary
 
 PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
 SWITCHES = "use_qk_norm", "use_rope"  # the attributes that decide what a layer does
-# The names and constants in the forwards of layers that are fused, besides these and the name of the rotary function.
+# What the forwards of layers that are fused say, besides the name of the rotary function.
 WORDS = """
-    ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout config contiguous dropout eager_attention_forward
-    get_interface getattr head_dim kwargs layer_idx o_proj reshape scaling shape sliding_window training transpose update
-    view -1 0.0 1 2
+    self.q_proj self.k_proj self.v_proj self.o_proj self.q_norm self.k_norm self.config self.head_dim self.layer_idx
+    self.scaling self.attention_dropout self.sliding_window self.training self.use_qk_norm self.use_rope
+    .shape .view .transpose .reshape .contiguous .update .get_interface ._attn_implementation
+    ALL_ATTENTION_FUNCTIONS eager_attention_forward getattr 'dropout' 'scaling' 'sliding_window' 'kwargs' -1 0.0 1 2
 """
-KNOWN = {*PROJECTIONS, *NORMS, *SWITCHES, *WORDS.split()}
+WORDS = {*WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
+WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
-CACHES = "", "cache", "past_key_values"  # the names of the argument for the cache, if there is one
-
-
-class Code(NamedTuple):
-    """What a layer's own forward has."""
-
-    words: frozenset[str]  # the names in its code
-    cache: str  # the name of the argument for the cache
-    names: dict[str, Any]  # its globals
+NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
+CACHES = type(None), DynamicCache, StaticCache
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -50,94 +45,94 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     return [module._modules[name] for name in (*PROJECTIONS, *NORMS) if module._modules.get(name) is not None]
 
 
-def _state_of(module: nn.Module, code: Code) -> tuple:
-    """Returns what decides what a layer does: types, switches, and the window that it tells the attention function."""
-    holder = module.config if "getattr" in code.words else module
-    window = getattr(holder, "sliding_window", None) if "sliding_window" in code.words else None
+def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
+    """Returns what decides what a layer does, whose own forward says these words: types, switches, and the window that it
+    tells the attention function."""
+    holder = module if "self.sliding_window" in words else getattr(module, "config", None)
+    window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
     return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
 
 
+def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
+    """Returns the names of the arguments of a layer's own forward, but for the cache, and the name of the cache."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return names[:4], "".join(names[4:])
+
+
 def _forward_of(
-    own: Callable,
-    code: Code,
-    state: tuple,
-    rotary: Rotary,
-    norm: Norm | None,
-    caches=(type(None), DynamicCache, StaticCache),
+    own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches: tuple
 ) -> Callable:
-    """Returns the fused forward of layers with a state. In every other case, own computes."""
-    ignored, other_names = [None] * (rotary.convention.others - 3), {*CACHES} - {code.cache}
-    window = {"sliding_window": state[-1]} if "sliding_window" in code.words else {}
+    """Returns the fused forward of layers with a state.
+
+    Args:
+        own: the forward that computes in every other case.
+        like: a layer's own forward.
+        caches: the types of caches that the trial had.
+    """
+    words, names, (_, name_of_cache) = frozenset(said(like)), like.__globals__, _arguments(like)
+    ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {name_of_cache}
+    window = {"sliding_window": state[-1]} if "'sliding_window'" in words else {}
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, *args, **kwargs):
-        x, more, found = hidden_states, dict(kwargs), None
-        cache = args[0] if args else more.pop(code.cache, None)
+        x, more, found, written = hidden_states, dict(kwargs), None, None
+        cache = args[0] if args else more.pop(name_of_cache, None)
         if (
             position_embeddings is not None
             and type(cache) in caches
             and other_names.isdisjoint(more)
-            and _state_of(self, code) == state
+            and _state_of(self, words) == state
             and are_plain(_parts(self))
             and (norm is None or norm.are(self.q_norm, self.k_norm))
             and not torch.is_autocast_enabled(x.device.type)
         ):
-            # q: [batch, seq, heads, head_dim]; k and v have kv_heads
-            q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
-            found = rotary.operands([q.transpose(1, 2)], (*position_embeddings, *ignored, 1))
-        if found is None or not found[0].rounding.result == q.dtype == x.dtype:
+            one_head = x[:, None, :, :1].expand(-1, -1, -1, self.head_dim)
+            found = rotary.operands([one_head], (*position_embeddings, *ignored, 1))
+        if found is None or found[0].rounding.result != x.dtype:
             return own(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        # q: [batch, seq, heads, head_dim]; k and v have kv_heads
+        q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
         tables, flags, weights = (found[0].cos, found[0].sin), found[0].flags, ()
         if norm:
             weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
             flags = flags | {"norm_eps": getattr(self.q_norm, norm.eps)}
-        if (layer := _layer_to_write(cache, self.layer_idx, k, v)) is not None:
+        # An exported program may run with gradients, with which the operator does not write.
+        if type(cache) is StaticCache and not (torch.is_grad_enabled() or torch.compiler._is_exporting_flag):
             # The result of a projection may be held elsewhere, unless the projection is PyTorch's own.
             q_out = q if type(self.q_proj) is nn.Linear else torch.empty_like(q)
-            _write(layer, q, k, v, tables, weights, q_out=q_out, **flags)
-            q, k, v = q_out.transpose(1, 2), layer.keys, layer.values
+            written = _write(cache, self.layer_idx, q, k, v, tables, weights, q_out=q_out, **flags)
+        if written is not None:
+            q, k, v = q_out.transpose(1, 2), written.keys, written.values
         else:
             operator = ops.norm_rotate_qk.default if norm else ops.rotate_qk.default
             q, k, v = (t.transpose(1, 2) for t in (*operator(q, k, *weights, *tables, **flags), v))
             if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": more} if "kwargs" in code.words else {}))
-        functions, eager = code.names["ALL_ATTENTION_FUNCTIONS"], code.names["eager_attention_forward"]
+                k, v = cache.update(k, v, self.layer_idx, **({"kwargs": more} if "'kwargs'" in words else {}))
+        functions, eager = names["ALL_ATTENTION_FUNCTIONS"], names["eager_attention_forward"]
         attend = functions.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
         out, scores = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **window, **more)
-        return self.o_proj(out.flatten(2).contiguous()), scores
+        return self.o_proj(out.reshape(*x.shape[:-1], -1).contiguous()), scores
 
     forward._torch_rope = (rotary,)
     return forward
 
 
-# ---- static caches ----
+def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tuple, **how: Any) -> StaticLayer | None:
+    """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns that layer.
 
-
-def _layer_to_write(cache: Cache | None, index: int, k: Tensor, v: Tensor) -> StaticLayer | None:
-    """Returns the layer of a StaticCache that the operator can write k and v into, or None.
-
-    An exported program may run with gradients, with which the operator does not write.
+    Returns None, and writes nothing, if the layer's own update must write.
     """
-    if type(cache) is not StaticCache or torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
+    layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
+    slides = type(layer) is StaticSlidingWindowLayer
+    if cache.offloading or "update" in vars(cache) or not (slides or type(layer) is StaticLayer):
         return None
-    layer = cache.layers[index]
-    if cache.offloading or "update" in vars(cache) or type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-        return None
-    if k.shape[1] > 1 and _moves(layer, k.shape[1]):
+    moves = slides and layer.cumulative_length_int + seq > layer.max_cache_len
+    if moves and seq > 1:
         return None
     if not layer.is_initialized:
         layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
-    return layer if layer.keys.dtype == k.dtype == v.dtype else None
-
-
-def _moves(layer: StaticLayer, seq: int) -> bool:
-    """Returns whether the next tokens move the window of a layer."""
-    return type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int + seq > layer.max_cache_len
-
-
-def _write(layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, tables: tuple, weights: tuple, **how: Any) -> None:
-    """Writes rotated q to q_out, and k and v into the next cells of a layer."""
-    seq, moves, positions, offset = k.shape[1], _moves(layer, k.shape[1]), None, 0
+    if not layer.keys.dtype == k.dtype == v.dtype:
+        return None
     if moves:  # the token takes the last cell
         offset = layer.max_cache_len - 1
         for cells in layer.keys, layer.values:
@@ -153,8 +148,9 @@ def _write(layer: StaticLayer, q: Tensor, k: Tensor, v: Tensor, tables: tuple, w
     ops.rotate_into_cache_.default(q, k, v, *caches, *tables, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
-    if type(layer) is StaticSlidingWindowLayer:
+    if slides:
         layer.cumulative_length_int += seq
+    return layer
 
 
 # ---- which layers are fused ----
@@ -169,51 +165,39 @@ def fuser() -> Fuse:
             return new, ""
         # An argument that had another name before is transformers' own matter.
         inner = inspect.unwrap(function, stop=lambda f: f.__globals__["__name__"] != "transformers.utils.deprecation")
-        code, parts = _code_of(inner), _parts(module)
-        state, sizes = _state_of(module, code), [p.shape for norm in parts[3:] for p in norm.parameters()]
+        parts, state = _parts(module), _state_of(module, said(inner))
+        sizes = [p.shape for norm in parts[3:] for p in norm.parameters()]
         key = function, type(module), getattr(module, "head_dim", None), *state, *sizes, are_plain(parts)
         if key not in known:
-            known[key] = _fused(module, inner, new, code, state)
+            known[key] = _fused(module, inner, new, state)
         return known[key]
 
     return fuse
 
 
-def _arguments(function: Callable) -> tuple[str, ...]:
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-def _code_of(function: Callable) -> Code:
-    code = function.__code__
-    words = *code.co_names, *(w for c in code.co_consts if isinstance(c, tuple) for w in c)
-    return Code(frozenset(words), "".join(_arguments(function)[4:]), function.__globals__)
-
-
-def _fused(module: nn.Module, inner: Callable, new: Callable, code: Code, state: tuple) -> tuple[Callable, str]:
+def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> tuple[Callable, str]:
     """Returns the forward that a module gets, and a note about it."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
-    norms, norm = _parts(module)[3:], None
-    if len(rotaries) != 1 or _arguments(inner)[:4] != ARGUMENTS or code.cache not in CACHES:
+    (arguments, cache), norms, norm = _arguments(inner), _parts(module)[3:], None
+    if len(rotaries) != 1 or arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
         return new, "not fused: its arguments are others"
-    if why := unknown(inner, KNOWN | {rotaries[0].name}, ("training", *SWITCHES)):
+    if why := unknown(inner, WORDS | {rotaries[0].name}):
         return new, f"not fused: its forward {why}"
     if not are_plain(_parts(module)):
         return new, "not fused: a projection or a norm has hooks, or a forward of its own"
     if norms and (len(norms) != 2 or (norm := norm_of(*norms)) is None):
         return new, "not fused: its norms are others"
     once = rotaries[0].rounded_once()
-    if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), code, once, norm):
+    if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), once, norm):
         return new, f"not fused: {why}"
-    what = f"{'q_norm, k_norm and ' * bool(norms)}the rotation"
-    return _forward_of(new, code, state, once, norm), f"fused: {what}; with the write into a StaticCache"
-
-
-# ---- the trial ----
+    note = "fused: " + "q_norm, k_norm and " * bool(norms) + "the rotation"
+    note += "; with the write into a StaticCache" * bool(cache)
+    return _forward_of(new, inner, state, once, norm, CACHES), note
 
 
 class _Witness:
-    """Stands in the place of the attention functions and of a cache, and remembers what it is given."""
+    """Stands in the place of the attention functions and of a cache in a trial, and remembers what it is given."""
 
     def __init__(self):
         self.given: list = []
@@ -231,7 +215,7 @@ class _Witness:
         return torch.cat([k, k + 1], 2), torch.cat([v, v - 1], 2)
 
 
-def _trial_of(module: nn.Module, new: Callable, code: Code, rotary: Rotary, norm: Norm | None) -> tuple:
+def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
     """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
     head_dim, hidden, config, witness = module.head_dim, 16, copy.copy(module.config), _Witness()
     sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
@@ -253,8 +237,7 @@ def _trial_of(module: nn.Module, new: Callable, code: Code, rotary: Rotary, norm
         others = [mask if masked else None, *[witness] * cached]
         return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), witness.given
 
-    code = code._replace(names=code.names | {"ALL_ATTENTION_FUNCTIONS": witness})
-    own = copy_of(new, new.__code__, new.__closure__, code.names)
-    fused = _forward_of(untried, code, _state_of(layer, code), rotary, norm, (type(None), _Witness))
-    both = False, True
-    return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, both if code.cache else both[:1])]
+    own = copy_of(new, new.__code__, new.__closure__, new.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
+    fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), _Witness))
+    both, has_cache = (False, True), bool(_arguments(own)[1])
+    return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, (False, has_cache))]
