@@ -199,8 +199,8 @@ class RotaryEmbedding(nn.Module):
         """Returns the angles of seq tokens, as keyword arguments of :func:`torch_rope.rotate_qk`.
 
         rotate_qk with these arguments does what calling the module does. The other operators take them as well.
-        device is that of q. Default: the device of positions, or of the module, which must not be meta then: from_pretrained
-        of transformers leaves a module there until it is called.
+        device is that of q. Default: that of positions, or of the module. While the module is on meta, where from_pretrained of
+        transformers leaves it until its first call, it must be given, unless meta is PyTorch's default device.
         """
         if not isinstance(seq, int | torch.SymInt):
             raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", "call angles(seq, positions)")
@@ -210,7 +210,6 @@ class RotaryEmbedding(nn.Module):
         if device is None:
             devices = [t.device for t in (positions, *assigned.values()) if t is not None]
             device = devices[0] if devices else self._home.device
-            # A loader may have left the module on meta, or all of the model is there.
             good = devices or device.type != "meta" or torch.empty(0).device == device
             _require(good, "device", None, "that of q, because the module is on meta: angles(seq, device=q.device)")
         sources = self._on(device)

@@ -183,8 +183,7 @@ def of_a_checkpoint(make, device):
 
 def loaded(make, device):
     torch.save(make().to(device), file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, "meta", weights_only=False)
+    return torch.load(io.BytesIO(file.getvalue()), "meta", weights_only=False)
 
 
 def in_mode(mode, call=False):

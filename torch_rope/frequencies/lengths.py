@@ -11,10 +11,11 @@ from torch import Tensor
 from .._modes import as_seen
 from .kinds import in_two_parts
 
-Length = int | torch.SymInt | Tensor
+Offset = int | torch.SymInt
+Length = Offset | Tensor
 
 
-def length_of(seq: int, positions: Tensor | None, offset: int | torch.SymInt) -> Length:
+def length_of(seq: int, positions: Tensor | None, offset: Offset) -> Length:
     """Returns the highest position plus one."""
     if positions is None:
         return offset + seq
@@ -33,12 +34,7 @@ class Dynamic(NamedTuple):
     exponent: float  # -2 / (rotary_dim - 2)
 
     def __call__(
-        self,
-        sources: dict[str, Tensor],
-        length: Length,
-        positions: Tensor | None,
-        offset: int | torch.SymInt,
-        exact: Tensor,
+        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """exact: the frequencies of a short sequence, float64 on the CPU: [rotary_dim / 2]."""
         return {"inv_freq": self._scaled(sources["inv_freq"], length, exact)}, positions
@@ -62,12 +58,7 @@ class LongRope(NamedTuple):
     original_max_position: int
 
     def __call__(
-        self,
-        sources: dict[str, Tensor],
-        length: Length,
-        positions: Tensor | None,
-        offset: int | torch.SymInt,
-        exact: Tensor,
+        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Returns the frequencies or the tables for this length, and the positions to read the tables by."""
         of_both = {name: t.dim() > (1 if name == "inv_freq" else 2) for name, t in sources.items()}
