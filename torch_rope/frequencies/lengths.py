@@ -67,7 +67,7 @@ class LongRope(NamedTuple):
         both = {name: t if of_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
         long = length > self.original_max_position
         if not isinstance(long, Tensor):
-            return {name: short_and_long[1 if long else 0] for name, short_and_long in both.items()}, positions
+            return {name: short_and_long.select(0, 1 if long else 0) for name, short_and_long in both.items()}, positions
         if "inv_freq" in both:
             short_freq, long_freq = both["inv_freq"]
             return {"inv_freq": torch.where(long, long_freq, short_freq)}, positions
