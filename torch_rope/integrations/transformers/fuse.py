@@ -50,7 +50,7 @@ def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
     tells the attention function."""
     holder = module if "self.sliding_window" in words else getattr(module, "config", None)
     window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
-    return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
+    return *map(type, _parts(module)), *map(vars(module).get, SWITCHES), window
 
 
 def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
