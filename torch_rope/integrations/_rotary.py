@@ -158,10 +158,8 @@ class Rotary:
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
             key = xs[0].dtype, [x.shape for x in xs], versions, [v for v in others if not isinstance(v, Tensor)]
-            seen, known, call, reading = self._last or ((), None, None, None)  # another thread may change it
-            same = known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True))
-            # Nothing tells whether a table without a version was changed.
-            if same and (None not in versions or self._are_of_a_rotation(reading)):
+            seen, known, call = self._last or ((), None, None)  # another thread may change it
+            if known == key and all(ref() is t for ref, t in zip(seen, tables, strict=True)):
                 return call
             others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
         reading = self.convention.read(xs[0], *others)
@@ -180,7 +178,7 @@ class Rotary:
         call = operands(cos, sin, rounding, flags, layout.heads_first), layout
         # A converted table that has no version would not follow a change of the table.
         if lasting and (None not in versions or call[0].cos.dtype == cos.dtype):
-            self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call, reading
+            self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call
         return call
 
     def _are_of_a_rotation(self, reading: Reading) -> bool:
