@@ -6,6 +6,7 @@ breakpoints. No source is needed.
 """
 
 import dis
+import functools
 import importlib.util
 import itertools
 import sys
@@ -29,10 +30,9 @@ def copy_of(
 ) -> types.FunctionType:
     """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
     namespace = function.__globals__ if namespace is None else namespace
-    new = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
-    vars(new).update({name: value for name, value in vars(function).items() if name != "__wrapped__"})
-    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
-        setattr(new, name, getattr(function, name))
+    new = types.FunctionType(code, namespace, argdefs=function.__defaults__, closure=closure)
+    functools.update_wrapper(new, function, (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    del new.__wrapped__
     return new
 
 
@@ -126,9 +126,7 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
 
 def made_inside(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
     """Returns the function that a function defines by this code, as far as it needs nothing of the function around it."""
-    inner = types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
-    inner.__module__ = function.__module__
-    return inner
+    return types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
 
 
 def _install(home: dict, name: str, value: Callable) -> str:

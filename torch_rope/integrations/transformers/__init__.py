@@ -17,19 +17,13 @@ from .hub import apply_rotary_transformers, kernel_mapping
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
 
-
-def _is_left_out(module: str) -> bool:
-    package = module.split(".")
-    return package[0] in ("torch", "builtins") or (package[0] == "transformers" and package[1] != "models")
-
-
 LIBRARY = Library(
     patch="torch_rope.integrations.transformers.patch",
     example="AutoModelForCausalLM.from_pretrained(...)",
     rotary=re.compile("(^|_)(rotary|rope|rotate)(_|$)"),
     conventions=CONVENTIONS,
     texts=TEXTS,
-    is_left_out=_is_left_out,
+    left_out=re.compile(r"(torch|builtins|transformers(?!\.models\b))\b"),
 )
 
 
