@@ -38,12 +38,10 @@ class Sample:
         self.dtypes = dtypes  # of x and of the tables
         self._random = torch.Generator().manual_seed(0)
 
-    def _randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
-
-    def numbers(self, *shape: int) -> Tensor:
-        """Returns numbers of the dtype of x."""
-        return self._randn(*shape).to(self.dtypes[0])
+    def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns numbers, of the dtype of x if no other is given."""
+        numbers = torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
+        return numbers.to(dtype or self.dtypes[0])
 
     def x(self, *shape: int) -> Tensor:
         """Returns x [*shape, head_dim]."""
@@ -51,7 +49,7 @@ class Sample:
 
     def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [*shape, pairs]."""
-        cos, sin = self._randn(2, *shape, self.pairs).to(self.dtypes[1])
+        cos, sin = self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1])
         return cos, sin
 
 

@@ -29,8 +29,7 @@ def copy_of(
     function: types.FunctionType, code: types.CodeType, closure: tuple | None, namespace: dict | None = None
 ) -> types.FunctionType:
     """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
-    namespace = function.__globals__ if namespace is None else namespace
-    new = types.FunctionType(code, namespace, argdefs=function.__defaults__, closure=closure)
+    new = types.FunctionType(code, namespace or function.__globals__, argdefs=function.__defaults__, closure=closure)
     functools.update_wrapper(new, function, (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
     del new.__wrapped__
     return new
@@ -41,9 +40,7 @@ def renamed(function: types.FunctionType, find: Find, known: dict | None = None)
 
     Functions of the same module that it calls, functions that it defines or imports inside of it, and decorators that
     keep the function in their closure are followed. ``_torch_rope`` of the result is a tuple of what find returned.
-
-    Args:
-        known: what was returned for functions before.
+    known: what was returned for functions before.
 
     Raises NotImplementedError if a name of its cannot be given another meaning, or find raises it.
     """
@@ -109,9 +106,8 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
             if i.opname.startswith("LOAD_CONST") or i.opname == "LOAD_SMALL_INT":
                 constants.append(i.argval)
             elif i.opname == "IMPORT_NAME":
-                name = importlib.util.resolve_name(
-                    "." * constants[-2] + i.argval, function.__globals__.get("__package__")
-                )
+                package = function.__globals__.get("__package__")
+                name = importlib.util.resolve_name("." * constants[-2] + i.argval, package)
                 home = vars(sys.modules[name]) if name in sys.modules else {}
             elif i.opname in ("LOAD_GLOBAL", "IMPORT_FROM") and i.argval not in seen:
                 holder = home if i.opname == "IMPORT_FROM" else function.__globals__

@@ -59,8 +59,8 @@ def register(function: Callable, replacement: Callable | None) -> None:
     """
     for name, value in {"function": function, "replacement": replacement or function}.items():
         if not isinstance(value, types.FunctionType):
-            example = "modeling_clvp.apply_rotary_pos_emb"
-            raise TypeError(f"torch_rope register: {name} is {value!r} but must be a function, such as {example}")
+            must_be = "a function, such as modeling_clvp.apply_rotary_pos_emb"
+            raise wrong_type("torch_rope register", name, value, must_be)
     if replacement is None:
         _registered.pop(function, None)
         return
@@ -179,10 +179,7 @@ class _Search:
                     yield Replaced(path, module, attribute, now, old, calls)
 
     def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
-        """Returns the methods of a class by name, but for those of base classes that the library leaves out.
-
-        Of several methods of a name, overriding ones come first.
-        """
+        """Returns the methods of a class by name, overriding ones first, but for base classes that are left out."""
         found: dict[str, list] = {}
         for base in cls.__mro__:
             for name, value in () if self.library.left_out.match(base.__module__) else vars(base).items():
@@ -223,10 +220,9 @@ class _Search:
                 raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
 
     def _rotates(self, function: types.FunctionType) -> bool:
-        try:
+        with contextlib.suppress(NotImplementedError):  # which a rotary function that is not known raises
             return self._renamed(function) is not function
-        except NotImplementedError:  # it calls a rotary function that is not known
-            return True
+        return True
 
     def _renamed(self, function: types.FunctionType) -> types.FunctionType:
         """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
@@ -290,10 +286,8 @@ class Patch:
         if vars(self._model).get(ATTRIBUTE) is self:
             del vars(self._model)[ATTRIBUTE]
         if gone:
-            message = (
-                "torch_rope: {} was replaced after it was patched, and stays as it is; it may still call torch_rope"
-            )
-            warnings.warn(message.format(", ".join(gone)), stacklevel=2)
+            says = "was replaced after it was patched, and stays as it is; it may still call torch_rope"
+            warnings.warn(f"torch_rope: {', '.join(gone)} {says}", stacklevel=2)
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model has no Patch

@@ -1,9 +1,7 @@
 """Lets a loaded model of Hugging Face transformers rotate with torch_rope.
 
-A model of transformers makes cos and sin once per forward, in its rotary module. In each layer, a function of the
-model's modeling file rotates q and k by them: the rotary function. :func:`patch` replaces the rotary function in one
-model by torch_rope. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package. The
-rotary module is not changed, so every kind of frequencies and positions that transformers supports still works.
+In each layer, a function of the model's modeling file rotates q and k: the rotary function. :func:`patch` replaces it in
+one model. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package.
 """
 
 import re
