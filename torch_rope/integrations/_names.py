@@ -67,9 +67,8 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
         if new is not None and new is not value:
             found += getattr(new, "_torch_rope", ())
             names[name] = _install(home, name, new)
-    for code in nested(function.__code__):
-        if code is function.__code__ or code.co_name.startswith("<"):
-            continue
+    _, *inside = nested(function.__code__)
+    for code in inside:
         if (new := find(code.co_name, made_inside(function, code))) is not None:
             if code.co_freevars:
                 raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")

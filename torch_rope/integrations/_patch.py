@@ -187,7 +187,7 @@ class _Search:
         return {n: fs for n, fs in found.items() if all(isinstance(f, types.FunctionType) for f in fs)}
 
     def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
-        """Yields the names of methods that rotate and are not patched, what takes their place, and what is called there."""
+        """Yields the names of methods that rotate and are not patched, what takes their place, and what that calls."""
         for name, (function, *inherited) in self._methods_of(type(owner)).items():
             attribute = _attribute_of(owner, name)
             if (owner, attribute) in self.ours:
