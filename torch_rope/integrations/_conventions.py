@@ -49,8 +49,7 @@ class Sample:
 
     def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [*shape, pairs]."""
-        cos, sin = self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1])
-        return cos, sin
+        return self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1]).unbind()
 
 
 class Convention(NamedTuple):

@@ -169,10 +169,8 @@ class _Search:
             for name, function, calls in self._methods_that_rotate(module, module, path):
                 yield Replaced.method(path, module, name, function, calls)
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
-                if not _is_processor(old) or (module, attribute) in self.ours:
-                    continue
-                found = [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]
-                if found:
+                new = _is_processor(old) and (module, attribute) not in self.ours
+                if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
                     now = object.__new__(self._class(type(old), tuple((name, function) for name, function, _ in found)))
                     vars(now).update(vars(old))
                     calls = tuple(dict.fromkeys(call for _, _, calls in found for call in calls))
@@ -256,7 +254,7 @@ def _is_processor(value: Any) -> bool:
 # ---- what patch returns ----
 
 
-class Patch:
+class Patch(contextlib.AbstractContextManager):
     """What patch returns. ``str()`` of it lists what is replaced now."""
 
     def __init__(self, model: Any, options: dict[str, Any]):
@@ -291,9 +289,6 @@ class Patch:
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model has no Patch
-
-    def __enter__(self) -> "Patch":
-        return self
 
     def __exit__(self, *_) -> None:
         self.undo()

@@ -57,10 +57,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
             It then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
-    fuse_layer = None
     if fuse:
         from .fuse import fuser  # transformers must be installed for it
-
-        fuse_layer = fuser()
     angles = (lambda model, path: of_transformers(model.get_submodule(path))) if exact_angles else None
-    return patch_model(LIBRARY, model, options, fuse_layer, angles)
+    return patch_model(LIBRARY, model, options, fuser() if fuse else None, angles)
