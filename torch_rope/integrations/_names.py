@@ -85,13 +85,12 @@ def _decorated(function: Callable, inner: Callable, new: Callable) -> Callable:
     """Returns a function whose decorator keeps a new function instead of the inner one."""
     if new is inner:
         return function
-    code, closure = function.__code__, function.__closure__ or ()
-    cells = tuple(types.CellType(new) if c.cell_contents is inner else c for c in closure)
-    if cells == closure:
+    cells = tuple(types.CellType(new) if c.cell_contents is inner else c for c in function.__closure__ or ())
+    if cells == (function.__closure__ or ()):
         raise NotImplementedError(
-            f"has the decorator function {code.co_name}, which must hold the method in its closure"
+            f"has the decorator function {function.__code__.co_name}, which must hold the method in its closure"
         )
-    result = copy_of(function, code, cells)
+    result = copy_of(function, function.__code__, cells)
     result.__wrapped__, result._torch_rope = new, new._torch_rope
     return result
 
