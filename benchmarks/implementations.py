@@ -597,9 +597,9 @@ def function_of(case: Case, data: Data) -> tuple[Callable, list, dict]:
     from diffusers.models import embeddings
     from diffusers.models.transformers import transformer_ltx, transformer_qwenimage
 
-    from torch_rope.integrations._conventions import each_twice
+    from torch_rope.integrations._conventions import ADJACENT, TWICE
 
-    cos, sin = each_twice(*data.rows, case.interleaved)  # [1, seq, rotary_dim]
+    cos, sin = (ADJACENT if case.interleaved else TWICE).tables(*data.rows)  # [1, seq, rotary_dim]
     pair = [(cos[0], sin[0])]
     if case.model == "Wan":
         return wan_rotation(), [cos[:, :, None], sin[:, :, None]], {}

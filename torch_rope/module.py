@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from . import frequencies
+from ._home import Home
 from ._mistakes import shown, unknown_argument, wrong_positions, wrong_type
-from ._modes import undisturbed
+from ._modes import as_seen, mode_of, undisturbed
 from ._ops import ops as _ops
 from .frequencies import lengths
-from .frequencies.kinds import is_rounded, lists_on_device, sources_on_device
+from .frequencies.kinds import float64, is_rounded, on_device, sources_on_device
 from .functional import call, rotate_qk
 
 # The names of what a module rotates by, in the order of the operator's arguments.
@@ -58,7 +59,7 @@ class RotaryEmbedding(nn.Module):
     ``seq_len``. Unless it is fixed, inv_freq, cos and sin of LongRoPE are ``[2, ...]``, of short and of long sequences.
 
     Raises:
-        ValueError: arguments do not fit together, or the function of ``torch_rope.frequencies`` raises it.
+        ValueError: arguments do not fit together, inv_freq is assigned in another length, or the kind's function raises it.
         TypeError: a keyword argument is none of this kind, or one that the kind needs is missing.
         RuntimeError: a checkpoint that is loaded holds another inv_freq.
 
@@ -66,7 +67,6 @@ class RotaryEmbedding(nn.Module):
     rotary_dim, it may have any number that is at least rotary_dim.
     """
 
-    @torch.inference_mode(False)  # training may follow
     def __init__(
         self,
         head_dim: int,
@@ -93,7 +93,7 @@ class RotaryEmbedding(nn.Module):
         if unknown := [name for name in arguments if name not in known]:
             known = [*inspect.signature(RotaryEmbedding).parameters][:-1] + sorted(known - {"base"})
             raise unknown_argument("torch_rope.RotaryEmbedding", unknown, known)
-        inv_freq, self.attention_factor = function(rotary_dim, base, **arguments)
+        inv_freq, self.attention_factor = undisturbed(function, rotary_dim, base, **arguments)
         if 2 * len(inv_freq) > head_dim:
             _require(rotary_dim == head_dim, "rotary_dim", rotary_dim, f"at most head_dim, which is {head_dim}")
             _require(False, "head_dim", head_dim, "even to rotate all channels; or pass a smaller rotary_dim")
@@ -106,15 +106,16 @@ class RotaryEmbedding(nn.Module):
         if kind == "dynamic" and not is_fixed:
             must_be = "None for kind 'dynamic', whose angles change with the length of the sequence; or pass seq_len"
             _require(max_position is None, "max_position", max_position, must_be)
-            self._by_length = lengths.Dynamic(arguments["factor"], trained, -2 / (rotary_dim - 2), inv_freq)
+            self._by_length = lengths.Dynamic(arguments["factor"], trained, -2 / (rotary_dim - 2))
         elif kind == "longrope" and not is_fixed and (max_position is None or max_position > trained):
-            inv_freq = torch.stack([inv_freq, function(rotary_dim, base, **arguments | {"long": True}).inv_freq])
+            long = undisturbed(function, rotary_dim, base, **arguments | {"long": True})
+            inv_freq = undisturbed(torch.stack, [inv_freq, long.inv_freq])
             self._by_length = lengths.LongRope(trained)
         # Float64 on the CPU: [rotary_dim / 2], or [2, rotary_dim / 2] for short and long sequences.
         self._exact = inv_freq
         # On each device: cos, sin and inv_freq, of which either the first two or the last is None.
         self._made: dict[torch.device, tuple[Tensor | None, Tensor | None, Tensor | None]] = {}
-        self._home = torch.empty(0, device=device)  # its device is that of the module
+        self._home = Home(device)
         for name in _SOURCES:
             self.register_buffer(name, None, persistent=False)  # the place of a tensor that is assigned
         self._on(self._home.device)
@@ -180,7 +181,8 @@ class RotaryEmbedding(nn.Module):
                 f"torch_rope.RotaryEmbedding: q has head_dim {q.shape[-1]} but must have head_dim {self.head_dim}, as "
                 "the module has" + (advice if q.shape[-1] > self.head_dim else "")
             )
-        angles = self.angles(q.shape[-3] if q.dim() > 2 else 0, positions, offset, q.device)
+        with mode_of(q):
+            angles = self.angles(q.shape[-3] if q.dim() > 2 else 0, positions, offset, q.device)
         if hasattr(q, "device_mesh"):
             from ._sharding import distributed_like
 
@@ -197,21 +199,26 @@ class RotaryEmbedding(nn.Module):
         """Returns the angles of seq tokens, as keyword arguments of :func:`torch_rope.rotate_qk`.
 
         rotate_qk with these arguments does what calling the module does. The other operators take them as well.
-        device is that of q. Default: the device of positions, or of the module.
+        device is that of q. Default: that of positions, or of the module. While the module is on meta, where from_pretrained of
+        transformers leaves it until its first call, it must be given, unless meta is PyTorch's default device.
         """
         if not isinstance(seq, int | torch.SymInt):
             raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", "call angles(seq, positions)")
         if positions is not None and not isinstance(positions, Tensor):
             raise wrong_positions("torch_rope.RotaryEmbedding", positions)
+        assigned = self._assigned()
         if device is None:
-            device = self._home.device if positions is None else positions.device
-        sources, assigned = self._on(device), self._assigned()
+            devices = [t.device for t in (positions, *assigned.values()) if t is not None]
+            device = devices[0] if devices else self._home.device
+            good = devices or device.type != "meta" or torch.empty(0).device == device
+            _require(good, "device", None, "that of q, because the module is on meta: angles(seq, device=q.device)")
+        sources = self._on(device)
         sources = sources | assigned if sources.keys() & assigned.keys() else assigned or sources
         if self._by_length is not None and not (assigned and self.kind == "dynamic"):
             if positions is None and torch.compiler.is_exporting():  # one program for all lengths must not branch
                 positions = torch.arange(seq, device=device)
             length = lengths.length_of(seq, positions, offset)
-            sources, positions = self._by_length(sources, length, positions, offset)
+            sources, positions = self._by_length(sources, length, positions, offset, self._exact)
         sources |= {"attention_factor": self.attention_factor, "interleaved": self.interleaved}
         return {"positions": positions, "offset": offset, **sources}
 
@@ -221,13 +228,14 @@ class RotaryEmbedding(nn.Module):
         return {name: getattr(self, name) for name in _SOURCES if places.get(name, 0) is not None}
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
-        """Returns the tables or the frequencies on a device, by name. They are made there once."""
-        if device not in self._made:
-            wanted = self._exact, self.max_position, device
-            compiling = torch.compiler.is_dynamo_compiling()
-            made = sources_on_device(*wanted) if compiling else undisturbed(sources_on_device, *wanted)
-            self._made.setdefault(device, made)
-        return {name: t for name, t in zip(_SOURCES, self._made[device], strict=True) if t is not None}
+        """Returns the tables or the frequencies on a device, by name. They are made there once, but for fake tensors."""
+        if (exact := as_seen(self._exact)) is not self._exact:
+            made = sources_on_device(exact, self.max_position, device)
+        elif (made := self._made.get(device)) is None:
+            made = self._made.setdefault(device, undisturbed(sources_on_device, exact, self.max_position, device))
+            if self._home.device.type == "meta":  # a loader left the module there, and the call knows better
+                self._home = Home(device)
+        return {name: t for name, t in zip(_SOURCES, made, strict=True) if t is not None}
 
     def __getattr__(self, name: str) -> Any:
         """Returns cos, sin or inv_freq as the module makes it, if no tensor is assigned."""
@@ -238,8 +246,16 @@ class RotaryEmbedding(nn.Module):
         if name in made:
             return made[name]
         if name == "inv_freq":
-            return lists_on_device(self._exact, self._home.device)
+            return on_device(as_seen(self._exact), self._home.device)
         raise AttributeError(f"torch_rope.RotaryEmbedding: a module without max_position has no table {name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Takes what is assigned to inv_freq only if it has a frequency for each pair of channels that the module rotates."""
+        # FSDP deletes a name before it assigns a part of a parameter to it.
+        if name == "inv_freq" and name in self._buffers | self._parameters and isinstance(value, Tensor):
+            length, pairs = (1, *value.shape)[-1], self.rotary_dim // 2
+            _require(length == pairs, "the length of inv_freq", length, f"rotary_dim / 2, which is {pairs}")
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """Moves the module. PyTorch calls this in ``to``, ``half``, ``cuda``, ``to_empty`` and so on, with a function fn
@@ -250,22 +266,19 @@ class RotaryEmbedding(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(move, recurse)
-        home = self._home
-        try:
-            self._home = fn(home)
-        except NotImplementedError:  # torch copies nothing from the meta device, not even a tensor without elements
-            self._home = fn(torch.empty(0, device="cpu"))
+        home, self._home = self._home, self._home.moved(fn)
         if self._home.device != home.device:
             self._made = {}
             self._on(self._home.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of a copy and for pickle, without what is made on devices."""
-        return {**self.__dict__, "_made": {}}
+        """Returns the state of a copy and for pickle, with nothing that is on a device, and frequencies that nothing moves."""
+        return {**self.__dict__, "_made": {}, "_exact": self._exact.tolist()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._exact = undisturbed(float64, self._exact)
         self._on(self._home.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from torch_rope.integrations import _patch, diffusers, timm
-from torch_rope.integrations._conventions import each_twice
+from torch_rope.integrations._conventions import ADJACENT, TWICE
 from torch_rope.integrations._rotary import Rotary
 
 pytestmark = pytest.mark.cpu
@@ -128,7 +128,7 @@ def attention_inputs():
 
 def layer_inputs(*shape, half=False):
     """Returns q and k [2, 4, 5, 16], sin and cos [*shape, 5, 16]."""
-    cos, sin = each_twice(*torch.randn(2, *shape, 5, 8), not half)
+    cos, sin = (TWICE if half else ADJACENT).tables(*torch.randn(2, *shape, 5, 8))
     return torch.randn(2, 4, 5, 16), torch.randn(2, 4, 5, 16), sin, cos, half
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import needed
 from test_transformers import add_hook, make, remove_hook, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 transformers = needed("transformers")
@@ -188,6 +189,7 @@ LEFT = [
     ("default", lambda r: setattr(r.inv_freq, "data", 2 * r.inv_freq), "inv_freq of LlamaRotaryEmbedding was changed"),
     ("dynamic", lambda r: r.inv_freq.mul_(2), "inv_freq of LlamaRotaryEmbedding was changed"),
     ("default", lambda r: r.to("meta"), "inv_freq of LlamaRotaryEmbedding is on the meta device"),
+    ("default", lambda r: r.__setattr__("inv_freq", FakeTensorMode().from_tensor(r.inv_freq)), "inv_freq of Llama"),
     ("default", lambda r: setattr(r, "forward", lambda x, position_ids: None), "its forward was replaced"),
     ("default", lambda r: setattr(r, "a", torch.nn.Parameter(torch.zeros(1))), "it has weights"),
     ("default", lambda r: delattr(r, "config"), "no LlamaRotaryEmbedding like it can be made: "),

@@ -10,6 +10,7 @@ from cases import ROOT, Calls
 from test_conventions import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
 from test_transformers import make, tokens
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_rope.integrations import diffusers, timm, transformers
 
@@ -114,15 +115,23 @@ def test_a_patch_that_has_lost_everything_is_replaced():
     assert again is not patched and "rounded once" in str(again)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_patch_works_with_any_default_dtype(dtype):
-    model = make()
-    torch.set_default_dtype(dtype)
+MODES = [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode, torch.autograd.forward_ad.dual_level]
+MODES = [(mode, torch.float32) for mode in MODES] + [(torch.no_grad, torch.bfloat16), (torch.no_grad, torch.float64)]
+
+
+@pytest.mark.parametrize("mode, default_dtype", MODES)
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"exact_angles": True}], ids=str)
+def test_no_mode_of_the_caller_reaches_a_trial(mode, default_dtype, options, monkeypatch):
+    model, other, args = make(), make(), (tokens(),)
+    expected, (calls, (logits,)) = str(transformers.patch(model, **options)), results(model, args)
+    monkeypatch.setattr("torch_rope.integrations._patch._found", {})
+    torch.set_default_dtype(default_dtype)
     try:
-        transformers.patch(model)
+        with mode():
+            assert str(transformers.patch(other, **options)) == expected
     finally:
         torch.set_default_dtype(torch.float32)
-    assert results(model, (tokens(),))[0] == 2
+    assert results(other, args)[0] == calls and torch.equal(results(other, args)[1][0], logits)
 
 
 def test_replicas_of_data_parallel_compute_with_their_own_weights():

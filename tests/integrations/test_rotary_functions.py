@@ -13,7 +13,7 @@ from torch import nn
 transformers = needed("transformers")
 
 import torch_rope  # noqa: E402
-from torch_rope.integrations._conventions import each_twice  # noqa: E402
+from torch_rope.integrations._conventions import ADJACENT, TWICE  # noqa: E402
 from torch_rope.integrations._rotary import Rotary, text_of  # noqa: E402
 from torch_rope.integrations.transformers import patch, register  # noqa: E402
 from torch_rope.integrations.transformers.conventions import CONVENTIONS, TEXTS  # noqa: E402
@@ -94,7 +94,7 @@ def test_every_form_has_the_bits_and_the_gradients_of_the_function(form):
         args = [torch.randn(*shape, head_dim).to(dtype).requires_grad_() for shape in shapes]
         tables = [torch.polar(torch.ones(()), angle)]
         if adjacent is not None:
-            tables = [t.to(of_tables) for t in each_twice(angle.cos(), angle.sin(), adjacent)]
+            tables = [t.to(of_tables) for t in (ADJACENT if adjacent else TWICE).tables(angle.cos(), angle.sin())]
         results = []
         for f in (function, rotary):
             out = f(*args, *tables)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import io
 import pickle
 import threading
 
@@ -12,6 +13,7 @@ import torch
 from cases import Calls, covering, name_of, needed
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrize
 
 import torch_rope
@@ -179,6 +181,11 @@ def of_a_checkpoint(make, device):
     return model[1]
 
 
+def loaded(make, device):
+    torch.save(make().to(device), file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), "meta", weights_only=False)
+
+
 def in_mode(mode, call=False):
     """Returns a function that makes a module, and with call calls it, within a context."""
 
@@ -217,13 +224,11 @@ def casting_constructors():
 
 # What others do to a module, or around it. Each function gets a function that makes a module, and returns a module.
 FATES = {
-    "to(bfloat16)": lambda make, device: make().to(device).to(torch.bfloat16),
-    "type": lambda make, device: make().to(device).type(torch.float16),
     "half of a model": lambda make, device: torch.nn.Sequential(make(), torch.nn.Linear(2, 2)).to(device).half()[0],
     "to and back": lambda make, device: make().to(device).to("cpu"),
     "to_empty": lambda make, device: make().to_empty(device=device),
-    "deepcopy": lambda make, device: copy.deepcopy(make().to(device)),
-    "pickle": lambda make, device: pickle.loads(pickle.dumps(make().to(device))),
+    "torch.load": loaded,
+    "fake": in_mode(FakeTensorMode),
     "meta": in_mode(lambda: torch.device("meta")),
     "meta, to": lambda make, device: in_mode(lambda: torch.device("meta"))(make, device).to(device),
     "meta, to_empty": lambda make, device: make(device="meta").bfloat16().to_empty(device=device),
@@ -248,6 +253,22 @@ def test_whatever_is_done_to_a_module_it_rotates_by_its_frequencies(fate, kind, 
     for each in (rope, rope.bfloat16(), copy.deepcopy(rope)):
         assert all(map(torch.equal, each(q, k, offset=LONG), exact(q, k, offset=LONG)))
     assert before == {name: t.data_ptr() for name, t in tables_of(rope, q.device).items()}
+
+
+@pytest.mark.cpu
+@each_of_few
+@pytest.mark.parametrize("born", ["outside", "inside"])
+def test_in_a_mode_of_fake_tensors_frequencies_are_fake_and_do_not_stay(kind, max_position, born):
+    rope, qk = module(kind, max_position), tuple(some("cpu"))
+    expected = rope(*qk, offset=LONG)
+    with FakeTensorMode():
+        rope, (q, k) = module(kind, max_position) if born == "inside" else rope, some("cpu")
+        for each in (rope, copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+            outs = *each(q, k), *each(q, k, torch.arange(7)), *torch_rope.rotate_qk(q, k, **each.angles(7))
+            assert all(isinstance(t, FakeTensor) for t in (*outs, each.inv_freq))
+    assert isinstance(rope(q, k)[0], FakeTensor)
+    for each in (rope, copy.deepcopy(rope), rope.to_empty(device="cpu")):
+        assert all(map(torch.equal, each(*qk, offset=LONG), expected))
 
 
 @pytest.mark.cpu
@@ -281,9 +302,11 @@ def test_from_pretrained_of_transformers_keeps_the_frequencies(tmp_path):
 
     Model(transformers.PretrainedConfig()).save_pretrained(tmp_path)
     loaded, (q, k) = Model.from_pretrained(tmp_path, dtype=torch.bfloat16), some("cpu")
+    with pytest.raises(ValueError, match=r"device is None but must be that of q, .* angles\(seq, device=q.device\)"):
+        loaded.table.angles(7)  # no call has told that the model is not on meta any more
     for mine, exact in ((loaded.rope, module()), (loaded.table, module("longrope", 200))):
         assert all(map(torch.equal, mine(q, k, offset=LONG), exact(q, k, offset=LONG)))
-    assert torch.equal(loaded.rope.inv_freq, module().inv_freq)
+        assert torch.equal(mine.inv_freq, exact.inv_freq) and mine.angles(7)
 
 
 @pytest.mark.cpu
@@ -396,7 +419,7 @@ def test_positions_outside_the_tables_raise_an_error(kind):
 
 
 @pytest.mark.cpu
-def test_heads_have_head_dim_channels_unless_rotary_dim_is_given():
+def test_heads_have_head_dim_channels_unless_rotary_dim_is_given_and_each_pair_has_a_frequency():
     qk, wider = list(some("cpu")), list(some("cpu", head_dim=2 * HEAD_DIM))
     only_first, config = {"rotary_dim": HEAD_DIM}, {"model_type": "llama", "head_dim": HEAD_DIM}
     for rope in (RotaryEmbedding(HEAD_DIM, **only_first), RotaryEmbedding.from_config(config)):
@@ -410,3 +433,6 @@ def test_heads_have_head_dim_channels_unless_rotary_dim_is_given():
     ):
         with pytest.raises(ValueError, match=message):
             RotaryEmbedding(HEAD_DIM, **more)(*given)
+    for wrong in (torch.ones(15), torch.ones(2, 32), torch.ones(()), torch.nn.Parameter(torch.ones(17))):
+        with pytest.raises(ValueError, match=r"the length of inv_freq is \d+ but must be rotary_dim / 2, which is 16"):
+            rope.inv_freq = wrong

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._modes import as_seen
 from .kinds import in_two_parts
 
-Length = int | torch.SymInt | Tensor
+Offset = int | torch.SymInt
+Length = Offset | Tensor
 
 
-def length_of(seq: int, positions: Tensor | None, offset: int | torch.SymInt) -> Length:
+def length_of(seq: int, positions: Tensor | None, offset: Offset) -> Length:
     """Returns the highest position plus one."""
     if positions is None:
         return offset + seq
@@ -30,19 +32,19 @@ class Dynamic(NamedTuple):
     factor: float
     original_max_position: int
     exponent: float  # -2 / (rotary_dim - 2)
-    exact: Tensor  # those of a short sequence, float64 on the CPU: [rotary_dim / 2]
 
     def __call__(
-        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: int | torch.SymInt
+        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        return {"inv_freq": self._scaled(sources["inv_freq"], length)}, positions
+        """exact: the frequencies of a short sequence, float64 on the CPU: [rotary_dim / 2]."""
+        return {"inv_freq": self._scaled(sources["inv_freq"], length, exact)}, positions
 
-    def _scaled(self, inv_freq: Tensor, length: Length) -> Tensor:
+    def _scaled(self, inv_freq: Tensor, length: Length, exact: Tensor) -> Tensor:
         if not isinstance(length, Tensor):
             if length <= self.original_max_position:
                 return inv_freq
             if inv_freq.dim() == 2:  # two parts, because the device has no float64
-                return in_two_parts(self._scaled(self.exact, length)).to(inv_freq.device)
+                return in_two_parts(self._scaled(as_seen(exact), length, exact)).to(inv_freq.device)
             length = torch.full((), length, dtype=inv_freq.dtype, device=inv_freq.device)
         s = (self.factor * length.to(inv_freq.dtype) / self.original_max_position - (self.factor - 1)).clamp(min=1.0)
         pairs = torch.arange(inv_freq.shape[-1], dtype=inv_freq.dtype, device=inv_freq.device)
@@ -56,7 +58,7 @@ class LongRope(NamedTuple):
     original_max_position: int
 
     def __call__(
-        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: int | torch.SymInt
+        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Returns the frequencies or the tables for this length, and the positions to read the tables by."""
         of_both = {name: t.dim() > (1 if name == "inv_freq" else 2) for name, t in sources.items()}
@@ -65,7 +67,7 @@ class LongRope(NamedTuple):
         both = {name: t if of_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
         long = length > self.original_max_position
         if not isinstance(long, Tensor):
-            return {name: short_and_long[1 if long else 0] for name, short_and_long in both.items()}, positions
+            return {name: short_and_long.select(0, 1 if long else 0) for name, short_and_long in both.items()}, positions
         if "inv_freq" in both:
             short_freq, long_freq = both["inv_freq"]
             return {"inv_freq": torch.where(long, long_freq, short_freq)}, positions

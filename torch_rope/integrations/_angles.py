@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import frequencies
+from .._modes import undisturbed
 
 _CPU = torch.device("cpu")
 _WIDER = dict.fromkeys((torch.half, torch.bfloat16, torch.float), torch.double) | {torch.cfloat: torch.cdouble}
@@ -60,7 +61,7 @@ def _marks(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns what differs after an attribute was changed, as long as the tensors are kept."""
     marks: dict[str, Any] = {}
     for name, value in attributes.items():
-        tensors = [(id(t), t.data_ptr(), None if t.is_inference() else t._version) for t in _tensors(value)]
+        tensors = [(id(t), t.data_ptr(), t.tolist() if t.is_inference() else t._version) for t in _tensors(value)]
         marks[name] = tensors or (repr(value) if isinstance(value, _PLAIN) else id(value))
     return marks
 
@@ -84,15 +85,18 @@ class _Twin:
 
     def __init__(self, module: nn.Module, make: Callable[[nn.Module], nn.Module], device: torch.device):
         self.device, self.there = device, device if frequencies.has_float64(device) else _CPU
+        kind = type(module).__name__
+        for name, value in _attributes(module).items():
+            if any(t.is_meta or isinstance(t, FakeTensor) for t in _tensors(value)):
+                raise ValueError(f"{name} of {kind} is on the meta device, or fake, and has no numbers")
         self.follow(module)
-        kind, make = type(module).__name__, make if _tensors(self.followed) else copy.deepcopy
-        with _CPU, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            try:
-                new = _attributes(make(module))
-                with _InFloat64():
-                    self.exact = make(module)
-            except Exception as error:
-                raise ValueError(f"no {kind} like it can be made: {error}") from None
+        make = make if _tensors(self.followed) else copy.deepcopy
+        try:
+            new = _attributes(make(module))
+            with _InFloat64():
+                self.exact = make(module)
+        except Exception as error:
+            raise ValueError(f"no {kind} like it can be made: {error}") from None
         for name, value in _attributes(self.exact).items():
             if _tensors(value):
                 setattr(self.exact, name, tree_map_only(Tensor, lambda t: t.to(self.there), value))
@@ -100,8 +104,6 @@ class _Twin:
             if not (tables := _tensors(value)):
                 setattr(self.exact, name, value)
                 continue
-            if any(table.is_meta for table in tables):
-                raise ValueError(f"{name} of {kind} is on the meta device")
             # A forward may store a table where a new module has None, and its frequencies for short or long sequences.
             others = [new.get(name.replace("inv_freq", f"{of}inv_freq")) for of in ("", "original_", "long_")]
             alike = [all(map(_is_cast, tables, o)) for o in map(_tensors, others) if len(o) == len(tables)]
@@ -123,9 +125,10 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
         twin = twins.get(id(module))
         attributes = _attributes(module)
         # torch.export may have replaced the tensors by fake ones, which cannot be compared with the twin's.
-        fake = torch.compiler.is_exporting() and any(isinstance(t, FakeTensor) for t in _tensors(attributes))
-        if twin is None or twin.device != device or not (fake or twin.marks == _marks(attributes)):
-            twins[id(module)] = _Twin(module, make, device)
+        fake = any(isinstance(t, FakeTensor) for t in _tensors(attributes))
+        same = torch.compiler.is_exporting() if fake else twin is not None and twin.marks == _marks(attributes)
+        if twin is None or twin.device != device or not same:
+            twins[id(module)] = undisturbed(_Twin, module, make, device)
         if twin is None:
             weakref.finalize(module, twins.pop, id(module), None).atexit = False
         return id(module)

@@ -80,11 +80,11 @@ def is_traced() -> bool:
     )
 
 
-def rotated(xs: Sequence[Tensor], o: Operands) -> Sequence[Tensor]:
-    """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them."""
+def rotated(xs: Sequence[Tensor], o: Operands, in_trial: bool = False) -> Sequence[Tensor]:
+    """Returns one or two rotated tensors, whose gradients have the function's bits where autograd lets them, as in a trial."""
     r = o.rounding
     has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-    if has_gradients and (r.converts_each or r.contiguous or r.rounds_first_product) and not is_traced():
+    if has_gradients and (r.converts_each or r.contiguous or r.rounds_first_product) and (in_trial or not is_traced()):
         return _WithItsGradient.apply(o, *xs)
     return _rotated(xs, o)
 

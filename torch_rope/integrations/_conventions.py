@@ -38,12 +38,10 @@ class Sample:
         self.dtypes = dtypes  # of x and of the tables
         self._random = torch.Generator().manual_seed(0)
 
-    def _randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
-
-    def numbers(self, *shape: int) -> Tensor:
-        """Returns numbers of the dtype of x."""
-        return self._randn(*shape).to(self.dtypes[0])
+    def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns numbers, of the dtype of x if no other is given."""
+        numbers = torch.randn(shape, generator=self._random, dtype=torch.float64, device="cpu")
+        return numbers.to(dtype or self.dtypes[0])
 
     def x(self, *shape: int) -> Tensor:
         """Returns x [*shape, head_dim]."""
@@ -51,8 +49,7 @@ class Sample:
 
     def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [*shape, pairs]."""
-        cos, sin = self._randn(2, *shape, self.pairs).to(self.dtypes[1])
-        return cos, sin
+        return self.numbers(2, *shape, self.pairs, dtype=self.dtypes[1]).unbind()
 
 
 class Convention(NamedTuple):
@@ -76,23 +73,23 @@ class Form(NamedTuple):
     arguments: int = 2
 
 
-def full_width(cos: Tensor, sin: Tensor, adjacent: bool) -> Reading:
-    """Returns what tables mean that have each number twice, [.., rotary_dim].
+def _each_twice(adjacent: bool) -> Form:
+    """Returns the form of tables that have each number twice, [.., rotary_dim].
 
     adjacent: whether both stand side by side, as in a, a, b, b, and not as in a, b, a, b. So do the channels of a pair.
     """
-    both = [(t[..., ::2], t[..., 1::2]) if adjacent else t.tensor_split(2, -1) for t in (cos, sin)]
-    return Reading(both[0][0], both[1][0], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, lambda: both)
+
+    def tables(*angles):
+        return tuple(t.repeat_interleave(2, -1) if adjacent else torch.cat([t, t], -1) for t in angles)
+
+    def read(*tables):
+        both = [(t[..., ::2], t[..., 1::2]) if adjacent else t.tensor_split(2, -1) for t in tables]
+        return Reading(both[0][0], both[1][0], "a, a, b, b" if adjacent else "a, b, a, b", adjacent, lambda: both)
+
+    return Form(tables, read)
 
 
-def each_twice(cos: Tensor, sin: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
-    """Returns tables that have each number twice."""
-    cos, sin = (t.repeat_interleave(2, -1) if adjacent else torch.cat([t, t], -1) for t in (cos, sin))
-    return cos, sin
-
-
-TWICE = Form(lambda *tables: each_twice(*tables, False), lambda *tables: full_width(*tables, False))
-ADJACENT = Form(lambda *tables: each_twice(*tables, True), lambda *tables: full_width(*tables, True))
+TWICE, ADJACENT = _each_twice(False), _each_twice(True)
 ONCE = Form(lambda *tables: tables, lambda *tables: Reading(*tables, "a, b"))
 COMPLEX = Form(  # cos and sin are views of the table, so no device needs to compute with complex numbers
     lambda cos, sin: (torch.complex(cos, sin),),
@@ -112,23 +109,22 @@ def side_by_side(form: Form) -> Form:
 
 # ---- conventions ----
 
-ALL = slice(None)
-HEADS_FIRST, SEQ_FIRST, BY_TOKEN = (ALL, None), (None, ALL, None), (ALL, ALL, None)  # indices of tables
-
 
 def follows(
-    form: Form, *shapes: str, index: Any = ..., tensors: int = 1, together: bool = False, says: str = "", **changes: Any
+    form: Form, *shapes: str, tensors: int = 1, together: bool = False, says: str = "", **changes: Any
 ) -> Convention:
     """Returns the convention of functions that take x, or q and k, and tables of one form.
 
     Args:
         shapes: pairs of the shape of x without head_dim and the shape of the tables without channels, "batch seq: seq".
-        index: what the tables are indexed with, so that they broadcast over x.
+            A - stands for a dimension that the function adds to the tables. All shapes have it in the same places.
         tensors: 2 for q and k.
         together: whether cos and sin are one argument.
         changes: what a reading has besides. Its member back makes x of a sample too.
     """
     back = changes.get("back", lambda x, _: x)
+    before, dash, _ = shapes[0].partition(": ")[2].rpartition("-")
+    index = *(None if dim == "-" else slice(None) for dim in (before + dash).split()), ...  # makes the tables broadcast
 
     def read(x, *tables):
         return form.read(*(t[index] for t in (tables[0] if together else tables)))._replace(**changes)
@@ -137,7 +133,7 @@ def follows(
         if form is COMPLEX and s.dtypes[1].itemsize < 4:
             return  # complex numbers have parts of 32 bits or more
         sizes = {"batch": s.batch, "seq": s.seq, "heads": s.heads, "1": 1}
-        for of_x, of_tables in (shape.split(": ") for shape in shapes):
+        for of_x, of_tables in (shape.replace("-", "").split(": ") for shape in shapes):
             tables = form.tables(*s.angles(*(sizes[n] for n in of_tables.split())))
             xs = [s.x(*(sizes[n] + i * (n == "heads") for n in of_x.split())) for i in range(tensors)]
             yield *(back(x, x) for x in xs), *((tables,) if together else tables)

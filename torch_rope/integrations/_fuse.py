@@ -73,9 +73,13 @@ def unknown(function: types.FunctionType, words: Collection[str]) -> str:
 
 def are_plain(modules: Collection[nn.Module]) -> bool:
     """Returns whether nothing but their classes sees the calls of modules, which a fused layer may not make."""
-    names = "forward", "_norm", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    watched = any(vars(module).get(name) for module in modules for name in names)
-    return not watched and (torch.compiler.is_compiling() or not _has_any_global_hook())
+    for own in map(vars, modules):  # without more loops, because each layer of a decode step asks
+        hooks = (
+            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        )
+        if hooks or "forward" in own or "_norm" in own:
+            return False
+    return torch.compiler.is_compiling() or not _has_any_global_hook()
 
 
 # ---- norms ----
@@ -95,10 +99,11 @@ class Norm(NamedTuple):
     eps: str  # the name of its attribute
     plus_one: bool  # True if it multiplies by 1 + weight (Gemma)
 
-    def are(self, *norms: nn.Module) -> bool:
-        """Returns whether the norms of q and of k are of this kind, with the same eps."""
-        shapes = [m.weight.shape for m in norms if type(m) is self.kind and m.weight is not None]
-        return tuple(shapes) == self.shapes and len({getattr(m, self.eps) for m in norms}) == 1
+    def are(self, q_norm: nn.Module, k_norm: nn.Module) -> bool:
+        """Returns whether two norms are of this kind, with the same eps."""
+        weights = [m._parameters.get("weight") for m in (q_norm, k_norm) if type(m) is self.kind]
+        shapes = tuple([w.shape for w in weights if w is not None])
+        return shapes == self.shapes and vars(q_norm)[self.eps] == vars(k_norm)[self.eps]
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
@@ -110,16 +115,17 @@ class Norm(NamedTuple):
         return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
-def norm_of(*norms: nn.Module) -> Norm | None:
-    """Returns the kind of RMS norm that those of q and of k are, as far as their code and attributes tell, or None."""
-    kind, shapes = type(norms[0]), [m.weight.shape for m in norms if isinstance(getattr(m, "weight", None), Tensor)]
+def norm_of(q_norm: nn.Module, k_norm: nn.Module) -> Norm | None:
+    """Returns the kind of RMS norm that two modules are, as far as their code and their attributes tell, or None."""
+    kind, parameters = type(q_norm), [*q_norm.named_parameters(), *k_norm.named_parameters()]
     methods = [getattr(kind, name) for name in ("forward", "_norm") if hasattr(kind, name)]
-    eps = [name for name in ("eps", "variance_epsilon") if isinstance(vars(norms[0]).get(name), float)]
+    eps = [name for name in ("eps", "variance_epsilon") if isinstance(vars(q_norm).get(name), float)]
     known = all(isinstance(f, types.FunctionType) and not unknown(f, _OF_NORMS.split()) for f in methods)
-    if not known or kind.__call__ is not nn.Module.__call__ or len(eps) != 1 or [*map(len, shapes)] != [1] * len(norms):
+    known &= kind.__call__ is nn.Module.__call__ and [(n, p.dim()) for n, p in parameters] == [("weight", 1)] * 2
+    if not known or len(eps) != 1:
         return None
-    norm = Norm(kind, tuple(shapes), eps[0], any("1.0" in said(f) for f in methods))
-    return norm if norm.are(*norms) else None
+    norm = Norm(kind, tuple(p.shape for _, p in parameters), eps[0], any("1.0" in said(f) for f in methods))
+    return norm if norm.are(q_norm, k_norm) else None
 
 
 # ---- the parts of a trial ----

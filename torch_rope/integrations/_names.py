@@ -6,6 +6,7 @@ breakpoints. No source is needed.
 """
 
 import dis
+import functools
 import importlib.util
 import itertools
 import sys
@@ -28,11 +29,9 @@ def copy_of(
     function: types.FunctionType, code: types.CodeType, closure: tuple | None, namespace: dict | None = None
 ) -> types.FunctionType:
     """Returns a function with everything of this function but its code, its closure, and its globals if they are given."""
-    namespace = function.__globals__ if namespace is None else namespace
-    new = types.FunctionType(code, namespace, function.__name__, function.__defaults__, closure)
-    vars(new).update({name: value for name, value in vars(function).items() if name != "__wrapped__"})
-    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
-        setattr(new, name, getattr(function, name))
+    new = types.FunctionType(code, namespace or function.__globals__, argdefs=function.__defaults__, closure=closure)
+    functools.update_wrapper(new, function, (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"))
+    del new.__wrapped__
     return new
 
 
@@ -41,9 +40,7 @@ def renamed(function: types.FunctionType, find: Find, known: dict | None = None)
 
     Functions of the same module that it calls, functions that it defines or imports inside of it, and decorators that
     keep the function in their closure are followed. ``_torch_rope`` of the result is a tuple of what find returned.
-
-    Args:
-        known: what was returned for functions before.
+    known: what was returned for functions before.
 
     Raises NotImplementedError if a name of its cannot be given another meaning, or find raises it.
     """
@@ -70,9 +67,8 @@ def _renamed(function: types.FunctionType, find: Find, known: dict) -> types.Fun
         if new is not None and new is not value:
             found += getattr(new, "_torch_rope", ())
             names[name] = _install(home, name, new)
-    for code in nested(function.__code__):
-        if code is function.__code__ or code.co_name.startswith("<"):
-            continue
+    _, *inside = nested(function.__code__)
+    for code in inside:
         if (new := find(code.co_name, made_inside(function, code))) is not None:
             if code.co_freevars:
                 raise NotImplementedError(f"defines {code.co_name}, which needs names of the function around it")
@@ -109,9 +105,8 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
             if i.opname.startswith("LOAD_CONST") or i.opname == "LOAD_SMALL_INT":
                 constants.append(i.argval)
             elif i.opname == "IMPORT_NAME":
-                name = importlib.util.resolve_name(
-                    "." * constants[-2] + i.argval, function.__globals__.get("__package__")
-                )
+                package = function.__globals__.get("__package__")
+                name = importlib.util.resolve_name("." * constants[-2] + i.argval, package)
                 home = vars(sys.modules[name]) if name in sys.modules else {}
             elif i.opname in ("LOAD_GLOBAL", "IMPORT_FROM") and i.argval not in seen:
                 holder = home if i.opname == "IMPORT_FROM" else function.__globals__
@@ -126,9 +121,7 @@ def _functions(function: types.FunctionType) -> Iterator[tuple[str, types.Functi
 
 def made_inside(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
     """Returns the function that a function defines by this code, as far as it needs nothing of the function around it."""
-    inner = types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
-    inner.__module__ = function.__module__
-    return inner
+    return types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
 
 
 def _install(home: dict, name: str, value: Callable) -> str:

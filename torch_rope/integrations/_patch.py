@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import copyreg
+import functools
 import inspect
 import re
 import types
@@ -34,8 +35,7 @@ class Library:
     rotary: re.Pattern  # matches the names of rotary functions
     conventions: Sequence[Convention]
     texts: Collection[str]  # the known texts of functions with branches
-    # Returns whether the classes of a Python module have no methods that rotate.
-    is_left_out: Callable[[str], bool] = lambda module: module.split(".")[0] in ("torch", "builtins")
+    left_out: re.Pattern = re.compile(r"(torch|builtins)\b")  # matches Python modules whose classes do not rotate
 
 
 # ---- functions ----
@@ -59,8 +59,8 @@ def register(function: Callable, replacement: Callable | None) -> None:
     """
     for name, value in {"function": function, "replacement": replacement or function}.items():
         if not isinstance(value, types.FunctionType):
-            example = "modeling_clvp.apply_rotary_pos_emb"
-            raise TypeError(f"torch_rope register: {name} is {value!r} but must be a function, such as {example}")
+            must_be = "a function, such as modeling_clvp.apply_rotary_pos_emb"
+            raise wrong_type("torch_rope register", name, value, must_be)
     if replacement is None:
         _registered.pop(function, None)
         return
@@ -89,8 +89,8 @@ class Replaced:
     calls: tuple  # what is called in it: a Rotary, or a text
 
     @classmethod
-    def method(cls, path: str, module: nn.Module, name: str, function: Callable, *notes: str) -> "Replaced":
-        attribute, calls = _attribute_of(module, name), (*function._torch_rope, *notes)
+    def method(cls, path: str, module: nn.Module, name: str, function: Callable, calls: tuple) -> "Replaced":
+        attribute = _attribute_of(module, name)
         return cls(path, module, attribute, types.MethodType(function, module), vars(module).get(attribute), calls)
 
     def holder(self) -> tuple[dict, str] | None:
@@ -101,14 +101,14 @@ class Replaced:
     def place(self) -> None:
         namespace = self.module._modules if self.attribute in self.module._modules else vars(self.module)
         namespace[self.attribute] = self.now
-        vars(self.module)[_replicate.__name__] = types.MethodType(_replicate, self.module)
+        vars(self.module)["_replicate_for_data_parallel"] = types.MethodType(_replicate_for_data_parallel, self.module)
 
     def undo(self) -> bool:
         """Restores the attribute. Returns False if it was replaced since."""
         if (held := self.holder()) is None:
             return False
         namespace, name = held
-        vars(self.module).pop(_replicate.__name__, None)
+        vars(self.module).pop("_replicate_for_data_parallel", None)
         if not isinstance(self.now, types.MethodType):
             vars(self.before).update(vars(self.now))  # the state that the processor has now
         if self.before is None and name == self.attribute:
@@ -129,8 +129,9 @@ def _attribute_of(module: Any, method: str) -> str:
     return "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
 
 
-def _replicate(self: nn.Module) -> nn.Module:
-    """Returns a replica for nn.DataParallel, whose copies of replaced methods belong to the replica and use its weights."""
+# nn.DataParallel calls the method of this name, and pickle looks the name up in the class.
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """Returns a replica whose copies of replaced methods belong to the replica and use its weights."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, value in vars(replica).items():
         if isinstance(value, types.MethodType) and value.__self__ is self:
@@ -138,11 +139,7 @@ def _replicate(self: nn.Module) -> nn.Module:
     return replica
 
 
-# nn.DataParallel calls the method of this name, and pickle looks the name up in the class.
-_replicate.__name__ = "_replicate_for_data_parallel"
-
-
-def _processor_class(old: type, methods: dict[str, Callable]) -> type:
+def _processor_class(old: type, methods: tuple[tuple[str, Callable], ...]) -> type:
     """Returns a subclass that has these methods, and whose objects are pickled as objects of the class."""
 
     def reduce(self, _):  # pickle finds the old class by its name
@@ -154,7 +151,7 @@ def _processor_class(old: type, methods: dict[str, Callable]) -> type:
         return new
 
     names = {"__module__": old.__module__, "__qualname__": old.__qualname__}
-    return type(old.__name__, (old,), methods | names | {"__reduce_ex__": reduce, "__deepcopy__": deepcopy})
+    return type(old.__name__, (old,), {**dict(methods), **names, "__reduce_ex__": reduce, "__deepcopy__": deepcopy})
 
 
 class _Search:
@@ -165,42 +162,30 @@ class _Search:
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
         self._known: dict[Callable, Callable] = {}
-        self._methods: dict[type, dict[str, list]] = {}
-        self._classes: dict[tuple, type] = {}  # torch.compile compiles once for all processors of one class
+        self._class = functools.cache(_processor_class)  # torch.compile compiles once for all processors of one class
 
     def of(self, model: nn.Module) -> Iterator[Replaced]:
         for path, module in model.named_modules():
-            for method, function, *notes in self._methods_that_rotate(module, module, path):
-                yield Replaced.method(path, module, method, function, *notes)
+            for name, function, calls in self._methods_that_rotate(module, module, path):
+                yield Replaced.method(path, module, name, function, calls)
             for attribute, old in [*vars(module).items(), *module._modules.items()]:
-                if not _is_processor(old) or (module, attribute) in self.ours:
-                    continue
-                found = [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]
-                if found:
-                    methods = {name: function for name, function, *_ in found}
-                    key = type(old), *methods.values()
-                    cls = self._classes[key] = self._classes.get(key) or _processor_class(type(old), methods)
-                    now = object.__new__(cls)
+                new = _is_processor(old) and (module, attribute) not in self.ours
+                if new and (found := [*self._methods_that_rotate(old, module, f"{path}.{attribute}".lstrip("."))]):
+                    now = object.__new__(self._class(type(old), tuple((name, function) for name, function, _ in found)))
                     vars(now).update(vars(old))
-                    calls = dict.fromkeys(c for _, function, *notes in found for c in (*function._torch_rope, *notes))
-                    yield Replaced(path, module, attribute, now, old, tuple(calls))
+                    calls = tuple(dict.fromkeys(call for _, _, calls in found for call in calls))
+                    yield Replaced(path, module, attribute, now, old, calls)
 
     def _methods_of(self, cls: type) -> dict[str, list[types.FunctionType]]:
-        """Returns the methods of a class by name, but for those of base classes that the library leaves out.
-
-        Of several methods of a name, overriding ones come first.
-        """
-        if cls not in self._methods:
-            found: dict[str, list] = {}
-            for base in cls.__mro__:
-                for name, value in () if self.library.is_left_out(base.__module__) else vars(base).items():
-                    found.setdefault(name, []).append(value)
-            functions = {n: fs for n, fs in found.items() if all(isinstance(f, types.FunctionType) for f in fs)}
-            self._methods[cls] = functions
-        return self._methods[cls]
+        """Returns the methods of a class by name, overriding ones first, but for base classes that are left out."""
+        found: dict[str, list] = {}
+        for base in cls.__mro__:
+            for name, value in () if self.library.left_out.match(base.__module__) else vars(base).items():
+                found.setdefault(name, []).append(value)
+        return {n: fs for n, fs in found.items() if all(isinstance(f, types.FunctionType) for f in fs)}
 
     def _methods_that_rotate(self, owner: Any, module: nn.Module, path: str) -> Iterator[tuple]:
-        """Yields the names of methods that rotate and are not patched, what takes their place, and perhaps a note."""
+        """Yields the names of methods that rotate and are not patched, what takes their place, and what that calls."""
         for name, (function, *inherited) in self._methods_of(type(owner)).items():
             attribute = _attribute_of(owner, name)
             if (owner, attribute) in self.ours:
@@ -226,17 +211,16 @@ class _Search:
                         "the method is replaced"
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
-                yield name, fused, *filter(None, [note])
+                yield name, fused, (*fused._torch_rope, *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
             elif "super" in inspect.unwrap(function).__code__.co_names and any(map(self._rotates, inherited)):
                 raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
 
     def _rotates(self, function: types.FunctionType) -> bool:
-        try:
+        with contextlib.suppress(NotImplementedError):  # which a rotary function that is not known raises
             return self._renamed(function) is not function
-        except NotImplementedError:  # it calls a rotary function that is not known
-            return True
+        return True
 
     def _renamed(self, function: types.FunctionType) -> types.FunctionType:
         """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
@@ -270,7 +254,7 @@ def _is_processor(value: Any) -> bool:
 # ---- what patch returns ----
 
 
-class Patch:
+class Patch(contextlib.AbstractContextManager):
     """What patch returns. ``str()`` of it lists what is replaced now."""
 
     def __init__(self, model: Any, options: dict[str, Any]):
@@ -300,16 +284,11 @@ class Patch:
         if vars(self._model).get(ATTRIBUTE) is self:
             del vars(self._model)[ATTRIBUTE]
         if gone:
-            message = (
-                "torch_rope: {} was replaced after it was patched, and stays as it is; it may still call torch_rope"
-            )
-            warnings.warn(message.format(", ".join(gone)), stacklevel=2)
+            says = "was replaced after it was patched, and stays as it is; it may still call torch_rope"
+            warnings.warn(f"torch_rope: {', '.join(gone)} {says}", stacklevel=2)
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model has no Patch
-
-    def __enter__(self) -> "Patch":
-        return self
 
     def __exit__(self, *_) -> None:
         self.undo()
@@ -321,11 +300,9 @@ class Patch:
         return "\n  ".join([f"torch_rope in {name}:", *(k % n for k, n in lines.items()), *self.notes])
 
 
-def _other_library(library: Library, model: nn.Module) -> str | None:
-    """Returns the name of another library than this one that the class of a model comes from, or None."""
-    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
-    known = packages & {"transformers", "diffusers", "timm"}
-    return None if library.patch.split(".")[2] in known else next(iter(known), None)
+def packages_of(module: nn.Module) -> set[str]:
+    """Returns the names of the packages that the class of a module and its base classes come from."""
+    return {cls.__module__.split(".")[0] for cls in type(module).__mro__}
 
 
 def patch_model(
@@ -352,14 +329,16 @@ def patch_model(
         if not replaced and not search.ours:
             raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
     except (NotImplementedError, ValueError) as error:
-        if other := _other_library(library, model):
-            advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
-            raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
-        raise
+        known = packages_of(model) & {"transformers", "diffusers", "timm"}
+        if not known or library.patch.split(".")[2] in known:
+            raise
+        [other, *_] = known
+        advice = f"a model of {other}; pass it to torch_rope.integrations.{other}.patch"
+        raise type(error)(f"{library.patch}: model is of type {search.name}, {advice}") from None
     for path, module in model.named_modules() if angles else ():
         if (module, _attribute_of(module, "forward")) not in search.ours:
             forward, note = angles(model, path)
-            replaced += [Replaced.method(path, module, "forward", forward)] if forward else []
+            replaced += [Replaced.method(path, module, "forward", forward, forward._torch_rope)] if forward else []
             notes += [f"{path}: {note}"] if note else []
     patched.add(replaced, notes)
     return patched

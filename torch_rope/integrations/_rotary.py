@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._modes import undisturbed
 from ._bits import FIRST_PRODUCT, POLICIES, Operands, Rounding, is_traced, operands, rotated
 from ._conventions import Convention, Reading, Sample
 from ._names import nested
@@ -101,10 +102,11 @@ class Rotary:
         self._roundings: dict[tuple, Rounding] = {}
         self._checked: dict[tuple, bool] = {}  # whether the last tables of a form are those of a rotation
         self._has_warned = False  # that tables are those of no rotation
+        self._in_trial = True
         how = _recognised(function, texts)
-        pairings, remarks = self._find(conventions), self._find_roundings()
+        pairings, remarks = undisturbed(lambda: (self._find(conventions), self._find_roundings()))
         self._checked.clear()
-        self._last = None
+        self._in_trial = False
         does = ", ".join(filter(None, [pairings, self.convention.says, remarks or "rounded once" * self._once]))
         operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
@@ -141,7 +143,7 @@ class Rotary:
         if missing or (call := self.operands(xs, others)) is None:
             return None
         o, layout = call
-        return [*map(layout.result, rotated([layout.given(x) for x in xs], o), xs)]
+        return [*map(layout.result, rotated([layout.given(x) for x in xs], o, self._in_trial), xs)]
 
     def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, _Layout] | None:
         """Returns the operands for x, or for q and k, and their layout, or None if the function itself must be called.
@@ -150,7 +152,8 @@ class Rotary:
         """
         tables = [t for t in others if isinstance(t, Tensor)]
         # The next layer may be called with the same tables, which are then known by their identity.
-        lasting = tables and not is_traced() and all(isinstance(v, Tensor | int | None) for v in others)
+        lasting = tables and not self._in_trial and all(isinstance(v, Tensor | int | None) for v in others)
+        lasting = lasting and not is_traced()
         lasting = lasting and all(type(t) is Tensor and not t.requires_grad and t.dtype not in _WHOLE for t in tables)
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
@@ -183,7 +186,7 @@ class Rotary:
 
         Tables of one token, which tell little, are examined only the first time, because a GPU has to be waited for.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self._in_trial:
             if self._has_warned or False in self._checked.values():
                 return False
             # Dynamo of torch 2.11 takes is_exporting() for True, but reads the flag.
@@ -206,9 +209,7 @@ class Rotary:
     def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
         """Yields random arguments of these dtypes that the function takes, and its outcome for them."""
         for size, more in product(sizes, (0, 8)):
-            with plainly():
-                samples = [*self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes))]
-            for values in samples:
+            for values in self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes)):
                 if (outcome := self._outcome(self.function, values)) is not None:
                     yield values, outcome
 
@@ -218,24 +219,22 @@ class Rotary:
         Returns None if the function does not take these arguments.
         """
         n, gradients = self.convention.tensors, []
-        with plainly(), torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in values[:n]]
-            try:
-                results = function(**dict(zip(self._defaults, [*leaves, *values[n:]], strict=True)))
-            except Exception:
-                return None
-            results = [results] if isinstance(results, Tensor) else [*filter(torch.is_tensor, results or ())]
-            if [r.shape for r in results] != [x.shape for x in leaves]:
-                return None
-            for dims in ((-1, -1), (-2, -3), (-1, -2)):
-                shapes = [r.transpose(*dims).shape for r in results]
-                given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in shapes]
-                given = [g.transpose(*dims) for g in given]
-                gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
+        leaves = [x.detach().requires_grad_() for x in values[:n]]
+        try:
+            results = function(**dict(zip(self._defaults, [*leaves, *values[n:]], strict=True)))
+        except Exception:
+            return None
+        results = [results] if isinstance(results, Tensor) else [*filter(torch.is_tensor, results or ())]
+        if [r.shape for r in results] != [x.shape for x in leaves]:
+            return None
+        for dims in ((-1, -1), (-2, -3), (-1, -2)):
+            shapes = [r.transpose(*dims).shape for r in results]
+            given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in shapes]
+            given = [g.transpose(*dims) for g in given]
+            gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
 
     def _own_outcome(self, values: Sequence[Any]) -> tuple[list, list] | None:
-        self._last = None
         return self._outcome(lambda **given: self._rotated([*given.values()]), values)
 
     def _agreement(self, values: Sequence[Any], expected: tuple[list, list]) -> int:
@@ -333,13 +332,6 @@ def _close(actual: list[Tensor], expected: list[Tensor]) -> bool:
     """Returns whether results have the same numbers up to rounding. A few functions always return bfloat16."""
     limit = 1e-5 if expected[0].dtype == torch.float32 else 2e-2
     return all(torch.allclose(a.float(), e.float(), limit, limit) for a, e in zip(actual, expected, strict=True))
-
-
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
-    """Makes results independent of the modes of the caller."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
 
 
 # ---- branches ----

@@ -72,7 +72,7 @@ def _validate(name: str, given: dict) -> ValidationResult:
     table = given["freqs_cis"]
     version = None if table.is_inference() else table._version
     known, rotates = _compared.get(table, (-1, False))
-    if known != version:
+    if version is None or known != version:
         (a, b), (c, d) = (row.unbind(-1) for row in table.unbind(-2))
         rotates = torch.equal(a, d) and torch.equal(b, -c)
         _compared[table] = version, rotates

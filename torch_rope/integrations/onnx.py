@@ -111,8 +111,7 @@ def _norm_rotate_qk(q, k, q_norm_weight, k_norm_weight, *angles, norm_eps=1e-6, 
 
 def _searchsorted(sequence, values, *, out_int32=False, right=False, side=None, sorter=None):
     """Translates ``aten.searchsorted``, which positions_from_cu_seqlens calls, and which torch does not translate."""
-    if sorter is not None:
-        sequence = op.GatherElements(sequence, sorter, axis=-1)
+    sequence = sequence if sorter is None else op.GatherElements(sequence, sorter, axis=-1)
     sequence = op.Unsqueeze(sequence, [-2]) if len(sequence.shape) > 1 else sequence
     before = op.LessOrEqual if right or side == "right" else op.Less
     found = op.Cast(before(sequence, op.Unsqueeze(values, [-1])), to=INT64)

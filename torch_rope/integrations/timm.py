@@ -39,7 +39,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> P
     """Makes a model of timm rotate q and k with torch_rope, for inference and training.
 
     Prefix tokens, such as class tokens and registers, stay as they are, as in timm. The rest is as in
-    :func:`torch_rope.integrations.diffusers.patch`: the Patch, the copies of a model, and the errors.
+    :func:`torch_rope.integrations.transformers.patch`: the Patch, the copies of a model, and the errors.
 
     Args:
         model: a model of timm, or any module that contains one.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._angles import of_diffusers
-from .._patch import Library, Patch, patch_model, register
+from .._patch import Library, Patch, packages_of, patch_model, register
 from .conventions import CONVENTIONS, TEXTS
 from .fuse import fuse as _fuse
 
@@ -27,9 +27,8 @@ LIBRARY = Library(
 def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> Patch:
     """Makes a model or pipeline of diffusers rotate q and k with torch_rope, for inference and training.
 
-    ``patch`` finds out what a rotary function does by calling it on random numbers. The change takes effect at once and
-    concerns this model only. Weights, hooks, adapters and tables are not touched. A deepcopy of a patched model is
-    patched; a model that was pickled and loaded is not.
+    Weights, hooks, adapters and tables are not touched. The rest is as in
+    :func:`torch_rope.integrations.transformers.patch`: the Patch, the copies of a model, and the warning.
 
     Args:
         model: a model of diffusers, any module that contains one, or a pipeline with all its models.
@@ -41,23 +40,18 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
 
     Returns:
         A :class:`Patch`, which lists what calls torch_rope now, and whose ``undo()`` or ``with`` block restores the model.
-        For a model that is patched in the same way already, the Patch that it has.
 
     Raises:
         TypeError: model is neither a module nor a pipeline.
         NotImplementedError: the model rotates in a way that torch_rope does not support; :func:`register` can help.
         ValueError: nothing in the model rotates, or it is patched in another way. After an error it is unchanged.
-
-    Warns:
-        UserWarning: in a forward, if a rotary function is called with different angles for the two channels of a pair.
-            It then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
     angles = of_diffusers if exact_angles else None
     modules, parts, encoders = model, getattr(model, "components", None), {}
     if not isinstance(model, nn.Module) and isinstance(parts, dict):
         parts = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-        encoders = {name: part for name, part in parts.items() if _is_of_transformers(part)}
+        encoders = {name: part for name, part in parts.items() if "transformers" in packages_of(part)}
         modules = nn.ModuleDict({name: part for name, part in parts.items() if name not in encoders})
     patched = patch_model(LIBRARY, modules, options, _fuse if fuse else None, angles, model)
     ours = [r.path for r in patched.left()]
@@ -65,10 +59,6 @@ def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angl
     left += _left_as_they_are(nn.ModuleDict(encoders), [], "torch_rope.integrations.transformers has a patch for it")
     patched.notes += left
     return patched
-
-
-def _is_of_transformers(part: nn.Module) -> bool:
-    return any(c.__module__.startswith("transformers.") for c in type(part).__mro__)
 
 
 def _left_as_they_are(model: nn.Module, ours: list[str], why: str) -> list[str]:

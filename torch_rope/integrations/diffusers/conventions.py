@@ -6,21 +6,7 @@ The comments name functions of diffusers 0.42 that follow a convention. Others m
 import torch
 from torch import Tensor
 
-from .._conventions import (
-    ADJACENT,
-    BY_TOKEN,
-    COMPLEX,
-    HEADS_FIRST,
-    ONCE,
-    SEQ_FIRST,
-    TWICE,
-    Convention,
-    Form,
-    Reading,
-    by_options,
-    follows,
-    side_by_side,
-)  # fmt: skip
+from .._conventions import ADJACENT, COMPLEX, ONCE, TWICE, Convention, Form, Reading, by_options, follows, side_by_side
 
 # The functions with branches that follow a convention, by text_of.
 TEXTS = {
@@ -58,26 +44,16 @@ HALF_READ = Form(
 # ---- functions with other arguments, or another layout of x ----
 
 
-def _transposed(x, _=None):
-    return x.transpose(2, 3)
-
-
-def _read_last_angles(x, angles):
-    return ANGLES.read(angles[-x.shape[-3] :, None].float())
-
-
 def _last_angles(s):
     yield s.x(s.batch, s.seq, s.heads), *ANGLES.tables(*s.angles(s.seq + 2))
 
 
 def _read_split(x, freqs):
     """x: [batch, heads, seq, head_dim], or [batch, seq, channels] with tables [batch, heads, seq, head_dim / 2]."""
-    reading = Reading(*freqs, "a, b", False)
-    if x.dim() == 4 or reading.cos.dim() != 4:
-        return reading
+    if x.dim() == 4 or freqs[0].dim() != 4:
+        return Reading(*freqs, "a, b", False)
     cos, sin = (t.transpose(1, 2) for t in freqs)
-    to = lambda x: x.reshape(*cos.shape[:3], -1)  # noqa: E731
-    return reading._replace(cos=cos, sin=sin, to=to, back=lambda y, x: y.flatten(2))
+    return Reading(cos, sin, "a, b", False, to=lambda x: x.reshape(*cos.shape[:3], -1), back=lambda y, _: y.flatten(2))
 
 
 def _split(s):
@@ -85,10 +61,6 @@ def _split(s):
     yield s.x(s.batch, s.seq), s.angles(s.batch, s.seq)
     if s.head_dim == 2 * s.pairs:
         yield s.x(s.batch, s.seq, s.heads).flatten(2), s.angles(s.batch, s.heads, s.seq)
-
-
-def _read_by_position(x, positions, cos, sin):
-    return TWICE.read(cos[positions][:, None], sin[positions][:, None])
 
 
 def _by_position(s):
@@ -119,40 +91,41 @@ def _grid(s):
 CONVENTIONS = (
     # apply_rotary_emb of embeddings.py: Flux, HunyuanVideo, CogVideoX, Lumina and others
     by_options({  # use_real, unbind_dim, sequence_dim
-        (True, -1, 2): follows(ADJACENT, "batch heads seq: seq", index=(None, None), together=True),
-        (True, -2, 2): follows(TWICE, "batch heads seq: seq", index=(None, None), together=True),
-        (True, -1, 1): follows(ADJACENT, "batch seq heads: seq", index=SEQ_FIRST, together=True),
-        (True, -2, 1): follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST, together=True),
-        (False, -1, 2): follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN),
+        (True, -1, 2): follows(ADJACENT, "batch heads seq: - - seq", together=True),
+        (True, -2, 2): follows(TWICE, "batch heads seq: - - seq", together=True),
+        (True, -1, 1): follows(ADJACENT, "batch seq heads: - seq -", together=True),
+        (True, -2, 1): follows(TWICE, "batch seq heads: - seq -", together=True),
+        (False, -1, 2): follows(COMPLEX, "batch seq heads: batch seq -"),
     }),
     by_options({  # Qwen-Image, Nucleus: use_real, unbind_dim
-        (True, -1): follows(ADJACENT, "batch heads seq: seq", index=(None, None), together=True),
-        (True, -2): follows(TWICE, "batch heads seq: seq", index=(None, None), together=True),
-        (False, -1): follows(COMPLEX, "batch seq heads: seq", index=HEADS_FIRST),
+        (True, -1): follows(ADJACENT, "batch heads seq: - - seq", together=True),
+        (True, -2): follows(TWICE, "batch heads seq: - - seq", together=True),
+        (False, -1): follows(COMPLEX, "batch seq heads: seq -"),
     }),
     by_options({  # Anima: unsqueeze_dim
-        (1,): follows(TWICE, "batch heads seq: batch seq", index=HEADS_FIRST),
-        (2,): follows(TWICE, "batch seq heads: batch seq", index=BY_TOKEN),
+        (1,): follows(TWICE, "batch heads seq: batch - seq"),
+        (2,): follows(TWICE, "batch seq heads: batch seq -"),
     }),
-    follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN),  # Z-Image, Bria FIBO 2
+    follows(COMPLEX, "batch seq heads: batch seq -"),  # Z-Image, Bria FIBO 2
     follows(COMPLEX, "batch seq heads: 1 seq 1"),  # AnyFlow
     # Sana-WM, whose x is [batch, heads, head_dim, seq]
-    follows(COMPLEX, "batch heads seq: 1 1 seq", to=_transposed, back=_transposed),
+    follows(COMPLEX, "batch heads seq: 1 1 seq", to=lambda x: x.transpose(2, 3), back=lambda y, _: y.transpose(2, 3)),
     follows(MATRICES, "batch heads seq: batch 1 seq", "batch seq heads: seq 1"),  # PRX, Kandinsky
     follows(MATRICES, "batch seq heads: batch seq 1", tensors=2),  # HiDream
     follows(ANGLES, "batch seq heads: batch seq 1"),  # Ernie
-    Convention(1, 1, _read_last_angles, _last_angles),  # Stable Audio 3
-    follows(side_by_side(HALF_READ), "batch seq heads: batch seq", index=BY_TOKEN),  # Helios
+    Convention(1, 1, lambda x, table: ANGLES.read(table[-x.shape[-3] :, None].float()), _last_angles),  # Stable Audio 3
+    follows(side_by_side(HALF_READ), "batch seq heads: batch seq -"),  # Helios
     follows(ADJACENT, "batch seq: batch seq", "batch seq: 1 seq", together=True),  # LTX
     Convention(1, 1, _read_split, _split),  # LTX-2
-    follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST, together=True),  # LongCat
-    follows(TWICE, "seq heads: seq", index=HEADS_FIRST, together=True),  # MiniMax Music
-    follows(ADJACENT, "batch seq heads: seq", index=SEQ_FIRST, tensors=2, together=True),  # JoyImage
-    follows(ADJACENT, "batch seq heads: batch seq", index=BY_TOKEN, tensors=2, together=True),  # JoyImage Edit Plus
+    follows(TWICE, "batch seq heads: - seq -", together=True),  # LongCat
+    follows(TWICE, "seq heads: seq -", together=True),  # MiniMax Music
+    follows(ADJACENT, "batch seq heads: - seq -", tensors=2, together=True),  # JoyImage
+    follows(ADJACENT, "batch seq heads: batch seq -", tensors=2, together=True),  # JoyImage Edit Plus
     follows(HALF_READ, "batch seq heads: 1 seq 1"),  # Wan, SkyReels, ChronoEdit, Sana-Video
     follows(ONCE, "batch seq heads: seq heads", "batch seq heads: seq 1"),  # Mochi
-    follows(TWICE, "batch seq heads: seq", index=SEQ_FIRST),  # MiniMax H3
+    follows(TWICE, "batch seq heads: - seq -"),  # MiniMax H3
     follows(TWICE, "batch seq heads: batch seq 1", "seq heads: seq 1"),  # Ideogram 4, Cosmos 3
-    Convention(1, 3, _read_by_position, _by_position),  # Allegro, along each axis
+    # Allegro, along each axis
+    Convention(1, 3, lambda x, p, cos, sin: TWICE.read(cos[p][:, None], sin[p][:, None]), _by_position),
     Convention(1, 3, _read_grid, _grid),  # Wan-Animate 2
 )  # fmt: skip

@@ -41,11 +41,15 @@ def _fused(own: Callable, norm: Norm) -> Callable:
         *, image_rotary_emb=None,
     ):  # fmt: skip
         tables = rotary_emb if image_rotary_emb is None else image_rotary_emb
-        if tables is None or encoder_hidden_states is not None or not _is_tried(attn, norm, hidden_states):
+        norms, x = (attn.norm_q, attn.norm_k), hidden_states
+        tried = tables is not None and encoder_hidden_states is None and norm.are(*norms) and are_plain(norms)
+        # Autocast computes norms in another dtype, and torch.compile fuses them itself.
+        tried = tried and not (torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
+        if not tried or any(m.weight.dtype != x.dtype for m in norms):
             return own(self, attn, hidden_states, encoder_hidden_states, attention_mask, tables)
         cos, sin = (t[:, :, 0].squeeze(0) if t.dim() == 4 else t for t in tables)  # [.., seq, head_dim]
-        qkv = of_file["_get_qkv_projections"](attn, hidden_states, None)[:3]
-        q, k, v = (x.unflatten(-1, (-1, cos.shape[-1])) for x in qkv)  # [batch, seq, heads, head_dim]
+        qkv = of_file["_get_qkv_projections"](attn, x, None)[:3]
+        q, k, v = (t.unflatten(-1, (-1, cos.shape[-1])) for t in qkv)  # [batch, seq, heads, head_dim]
         weights = norm.weight_of(attn.norm_q, q), norm.weight_of(attn.norm_k, k)
         halves = (t if t.dtype == q.dtype else t.float() for t in (cos[..., ::2], sin[..., 1::2]))
         eps = getattr(attn.norm_q, norm.eps)
@@ -57,16 +61,6 @@ def _fused(own: Callable, norm: Norm) -> Callable:
         return attn.to_out[1](attn.to_out[0](out)) if hasattr(attn, "to_out") else out
 
     return call
-
-
-def _is_tried(attn: nn.Module, norm: Norm, x: torch.Tensor) -> bool:
-    """Returns whether the norms of a layer are such as the trial had, and computes in x's dtype.
-
-    torch.compile fuses norms itself.
-    """
-    norms = attn.norm_q, attn.norm_k
-    other_dtype = torch.is_autocast_enabled(x.device.type) or any(m.weight.dtype != x.dtype for m in norms)
-    return norm.are(*norms) and are_plain(norms) and not other_dtype and not torch.compiler.is_compiling()
 
 
 def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
@@ -90,19 +84,17 @@ def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Call
 def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: Callable) -> tuple:
     """Returns what disagreement needs, for a layer with small projections."""
     given, inner, hidden = [], attn.inner_dim, 16
-    pairs = inner // attn.heads // 4
-    sample = Sample(2, 8, 1, hidden, pairs, torch.float32, torch.float32)
+    sample = Sample(2, 8, 1, hidden, inner // attn.heads // 4, torch.float32, torch.float32)
 
     def witness(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
         given.append((q, k, v, attn_mask, dropout_p, is_causal, sorted(more.items())))
         return q + (k * v).mean((1, 2), keepdim=True)
 
-    norms = {name: like_norm(sample, getattr(attn, name), norm) for name in ("norm_q", "norm_k")}
-    parts = {name: small_linear(sample, hidden, inner) for name in ("to_q", "to_k", "to_v")}
-    to_out = nn.ModuleList([small_linear(sample, inner, hidden), nn.Identity()])
-    layer = changed(
-        attn, {**norms, **parts, **({"to_out": to_out} if hasattr(attn, "to_out") else {})}, fused_projections=False
-    )
+    parts = {name: like_norm(sample, getattr(attn, name), norm) for name in ("norm_q", "norm_k")}
+    parts |= {name: small_linear(sample, hidden, inner) for name in ("to_q", "to_k", "to_v")}
+    if hasattr(attn, "to_out"):
+        parts["to_out"] = nn.ModuleList([small_linear(sample, inner, hidden), nn.Identity()])
+    layer = changed(attn, parts, fused_projections=False)
     # The four channels of two pairs have the same angle, in either pairing.
     tables = [t.repeat_interleave(2, -1).repeat(1, 2) for t in sample.angles(8)]
     x, mask = sample.x(2, 8), sample.numbers(2, 1, 8, 8)
@@ -110,10 +102,8 @@ def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: 
     def outcome(method, batch, seq, masked):
         given.clear()
         rotary = tuple(form(t[:seq]) for t in tables)
-        result = method(processor, layer, x[:batch, :seq], None, mask if masked else None, rotary)
-        return result, [*given]
+        return method(processor, layer, x[:batch, :seq], None, mask if masked else None, rotary), [*given]
 
     names = new.__globals__ | {"dispatch_attention_fn": witness}
     own, other = (copy_of(f, f.__code__, f.__closure__, names) for f in (new, untried))
-    fused = _fused.__wrapped__(other, norm)
-    return outcome, own, fused, [*product((1, 2), (1, 8), (False, True))]
+    return outcome, own, _fused.__wrapped__(other, norm), [*product((1, 2), (1, 8), (False, True))]

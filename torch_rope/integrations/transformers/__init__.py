@@ -1,9 +1,7 @@
 """Lets a loaded model of Hugging Face transformers rotate with torch_rope.
 
-A model of transformers makes cos and sin once per forward, in its rotary module. In each layer, a function of the
-model's modeling file rotates q and k by them: the rotary function. :func:`patch` replaces the rotary function in one
-model by torch_rope. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package. The
-rotary module is not changed, so every kind of frequencies and positions that transformers supports still works.
+In each layer, a function of the model's modeling file rotates q and k: the rotary function. :func:`patch` replaces it in
+one model. :func:`kernel_mapping` replaces it through transformers' own mechanism, the kernels package.
 """
 
 import re
@@ -17,19 +15,13 @@ from .hub import apply_rotary_transformers, kernel_mapping
 
 __all__ = ["Patch", "apply_rotary_transformers", "kernel_mapping", "patch", "register"]
 
-
-def _is_left_out(module: str) -> bool:
-    package = module.split(".")
-    return package[0] in ("torch", "builtins") or (package[0] == "transformers" and package[1] != "models")
-
-
 LIBRARY = Library(
     patch="torch_rope.integrations.transformers.patch",
     example="AutoModelForCausalLM.from_pretrained(...)",
     rotary=re.compile("(^|_)(rotary|rope|rotate)(_|$)"),
     conventions=CONVENTIONS,
     texts=TEXTS,
-    is_left_out=_is_left_out,
+    left_out=re.compile(r"(torch|builtins|transformers(?!\.models\b))\b"),
 )
 
 
@@ -65,10 +57,7 @@ def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exac
             It then computes as without torch_rope.
     """
     options = {"rounding": rounding, "fuse": fuse, "exact_angles": exact_angles}
-    fuse_layer = None
     if fuse:
         from .fuse import fuser  # transformers must be installed for it
-
-        fuse_layer = fuser()
     angles = (lambda model, path: of_transformers(model.get_submodule(path))) if exact_angles else None
-    return patch_model(LIBRARY, model, options, fuse_layer, angles)
+    return patch_model(LIBRARY, model, options, fuser() if fuse else None, angles)

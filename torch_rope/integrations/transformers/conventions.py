@@ -6,21 +6,7 @@ The comments name modeling files of transformers 5.24 that follow a convention. 
 import torch
 from torch import Tensor
 
-from .._conventions import (
-    ADJACENT,
-    BY_TOKEN,
-    COMPLEX,
-    HEADS_FIRST,
-    ONCE,
-    TWICE,
-    Convention,
-    Form,
-    by_options,
-    each_twice,
-    follows,
-    full_width,
-    sin_first,
-)  # fmt: skip
+from .._conventions import ADJACENT, COMPLEX, ONCE, TWICE, Convention, Form, by_options, follows, sin_first
 
 # The functions with branches that follow a convention, by text_of: the modeling files of these texts.
 TEXTS = {
@@ -32,10 +18,9 @@ TEXTS = {
 
 def _unsqueezed(form: Form, tensors: int = 2, ignored: int = 0, **more) -> Convention:
     """Returns the convention of functions that unsqueeze cos and sin [batch, seq, ..], or [seq, ..], at their last argument."""
-    heads_first = follows(form, "batch heads seq: batch seq", index=HEADS_FIRST, tensors=tensors, **more)
-    seq_first = follows(form, "batch seq heads: batch seq", index=BY_TOKEN, tensors=tensors, **more)
-    of_one_sequence = follows(form, "batch heads seq: seq", index=(None,), tensors=tensors, **more)  # Pixtral
-    return by_options({(1,): heads_first, (2,): seq_first, (0,): of_one_sequence}, ignored)
+    # Pixtral has 0.
+    shapes = {1: "batch heads seq: batch - seq", 2: "batch seq heads: batch seq -", 0: "batch heads seq: - seq"}
+    return by_options({(dim,): follows(form, of, tensors=tensors, **more) for dim, of in shapes.items()}, ignored)
 
 
 def _split_channels(x: Tensor) -> Tensor:
@@ -45,13 +30,13 @@ def _split_channels(x: Tensor) -> Tensor:
 
 def _read_after_prefix(x, cos, sin):
     sizes = x.shape[-2] - cos.shape[-2], cos.shape[-2]
-    return full_width(cos, sin, False)._replace(
+    return TWICE.read(cos, sin)._replace(
         to=lambda x: x.split(sizes, -2)[1], back=lambda y, x: torch.cat([x.split(sizes, -2)[0], y], -2)
     )
 
 
 def _after_prefix(s):
-    yield *(s.x(s.batch, heads, s.seq + 2) for heads in (3, 2)), *each_twice(*s.angles(s.seq), False)
+    yield *(s.x(s.batch, heads, s.seq + 2) for heads in (3, 2)), *TWICE.tables(*s.angles(s.seq))
 
 
 DEEPSEEK = {"says": "which reads interleaved pairs", "to": _split_channels}
@@ -68,11 +53,11 @@ CONVENTIONS = (
     _unsqueezed(TWICE, tensors=1),  # Gemma 3n, Gemma 4
     _unsqueezed(ONCE, tensors=1, says="last channels", last_channels=True),  # DeepSeek V4
     Convention(2, 2, _read_after_prefix, _after_prefix, "the first tokens stay as they are"),  # DINOv3
-    follows(TWICE, "seq heads: seq", index=HEADS_FIRST, tensors=2),  # vision towers of Qwen2-VL and others
-    follows(ADJACENT, "seq heads: seq", index=HEADS_FIRST, tensors=2),  # Inkling 2
+    follows(TWICE, "seq heads: seq -", tensors=2),  # vision towers of Qwen2-VL and others
+    follows(ADJACENT, "seq heads: seq -", tensors=2),  # Inkling 2
     follows(ADJACENT, "batch heads seq: seq", tensors=2),  # SAM 3
-    follows(sin_first(ONCE), "batch seq heads: batch seq", index=BY_TOKEN),  # GPT-J
-    follows(COMPLEX, "batch heads seq: batch seq", index=HEADS_FIRST, tensors=2),  # DeepSeek V2
-    follows(COMPLEX, "batch seq heads: batch seq", index=BY_TOKEN, tensors=2),  # Llama 4
+    follows(sin_first(ONCE), "batch seq heads: batch seq -"),  # GPT-J
+    follows(COMPLEX, "batch heads seq: batch - seq", tensors=2),  # DeepSeek V2
+    follows(COMPLEX, "batch seq heads: batch seq -", tensors=2),  # Llama 4
     follows(COMPLEX, "batch seq heads: seq 1", tensors=2),  # Llama 4's images
 )

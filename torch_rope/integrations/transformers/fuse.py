@@ -50,7 +50,7 @@ def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
     tells the attention function."""
     holder = module if "self.sliding_window" in words else getattr(module, "config", None)
     window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
-    return *map(type, _parts(module)), *[getattr(module, name, None) for name in SWITCHES], window
+    return *map(type, _parts(module)), *map(vars(module).get, SWITCHES), window
 
 
 def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
@@ -59,15 +59,10 @@ def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
     return names[:4], "".join(names[4:])
 
 
-def _forward_of(
-    own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches: tuple
-) -> Callable:
-    """Returns the fused forward of layers with a state.
+def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
+    """Returns the fused forward of layers with a state and a forward like this, for caches of these types.
 
-    Args:
-        own: the forward that computes in every other case.
-        like: a layer's own forward.
-        caches: the types of caches that the trial had.
+    In every other case, own computes.
     """
     words, names, (_, name_of_cache) = frozenset(said(like)), like.__globals__, _arguments(like)
     ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {name_of_cache}
@@ -78,6 +73,7 @@ def _forward_of(
         cache = args[0] if args else more.pop(name_of_cache, None)
         if (
             position_embeddings is not None
+            and len(args) <= bool(name_of_cache)
             and type(cache) in caches
             and other_names.isdisjoint(more)
             and _state_of(self, words) == state
@@ -142,9 +138,7 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     else:
         positions = torch.arange(seq, device=k.device) + layer.cumulative_length
     caches = layer.keys.transpose(1, 2), layer.values.transpose(1, 2)
-    tables = (
-        t[None] if t.dim() == 2 else t for t in tables
-    )  # with a row for each token, [batch or 1, seq, head_dim / 2]
+    tables = (t[None] if t.dim() == 2 else t for t in tables)  # [batch or 1, seq, pairs], a row for each token
     ops.rotate_into_cache_.default(q, k, v, *caches, *tables, None, positions, offset, None, *weights, **how)
     if not moves:
         layer.cumulative_length.add_(seq)
