@@ -29,7 +29,8 @@ class Memory {
 
  private:
   bool shares_byte(const Memory& other) const;
-  int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
+  // A dimension of one element may have any stride.
+  int64_t step(int64_t d) const { return sizes_[d] > 1 ? strides_[d] * itemsize_ : 0; }
 
   const at::Tensor& tensor_;
   int64_t dims_, itemsize_;

@@ -204,7 +204,7 @@ WRITTEN_METAL = [
 
 # In the package: the file is in torch_rope/, the test in tests/.
 PYTHON = [
-    ("vmap: positions of each sample are those of the first", "_register.py", "t[0] if shared and t.shape[1] == 1", "t[0] if t.shape[1] == 1", "pytorch/test_vmap"),
+    ("vmap: positions of each sample are those of the first", "_register.py", "if shared and (", "if (", "pytorch/test_vmap"),
     ("vmap: an in-place operator may write to a copy of the argument", "_register.py", "return x.dim() == 4 or x.shape[0] == 1", "return True or x.shape[0] == 1", "pytorch/test_vmap"),
     ("vmap: tables by position are taken for tables by token", "_signatures.py", "if name in (\"cos\", \"sin\") and dim == 2:", "if name in (\"cos\", \"sin\") and dim == 1:", "pytorch/test_vmap"),
     ("flops: a norm counts no flops", "_register.py", "channel = 4 if shapes", "channel = 0 if shapes", "pytorch/test_flops"),

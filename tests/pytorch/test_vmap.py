@@ -1,5 +1,7 @@
 """Tests that vmap of every operator gives what a loop over the samples gives, in one launch if that is possible."""
 
+import re
+
 import pytest
 import torch
 from cases import OPERATORS, Calls, covering, name_of, schema_of
@@ -105,12 +107,13 @@ def mapped_of(op):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_each_argument_can_be_mapped_or_is_an_error(op, device):
-    """The error says what to do instead."""
+    """The error says what to do instead. No samples have empty results, and no values: position 0 is not in the table."""
     call, written = a_call_of(op, device), written_by(op)
+    call["positions"] -= 64 if op in ROTATING else 0
 
     def function(*args):
         arguments = dict(zip(call, args, strict=True))
-        more = {} if op in ROTATING else {"attention_factor": 1.3, "dtype": torch.float16}
+        more = {"offset": 64} if op in ROTATING else {"attention_factor": 1.3, "dtype": torch.float16}
         result = getattr(rope, op)(**arguments, **more)
         return tuple(arguments[name] for name in written) if result is None else result
 
@@ -119,6 +122,11 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
         before = copies(args)
         if op not in REFUSED:
             assert_vmap(function, in_dims, *args)
+            none = [a if d is None else a.narrow(d, 0, 0) for a, d in zip(args, in_dims, strict=True)]
+            outs = tensors_of(vmap(function, in_dims)(*args)), tensors_of(vmap(function, in_dims)(*none))
+            assert all(
+                out.shape == (0, *one.shape[1:]) and out.dtype == one.dtype for one, out in zip(*outs, strict=True)
+            )
             continue
         with pytest.raises(RuntimeError, match="is mapped by vmap but must not be; pass the mapped dimension"):
             vmap(function, in_dims)(*args)
@@ -245,12 +253,26 @@ def test_vmap_gives_what_a_loop_gives(case, device):
 # ---- corners ----
 
 
-def test_vmap_over_no_samples_gives_an_empty_result(device):
-    freq = torch_rope.inv_freq(8, device=device)
-    assert vmap(lambda x: rope.rotate(x, inv_freq=freq))(torch.ones(0, 2, 3, 8, device=device)).shape == (0, 2, 3, 8)
-    x = torch.ones(2, 3, 8, device=device)
-    assert vmap(lambda c: rope.rotate(x, c, c))(torch.ones(0, 5, 4, device=device)).shape == (0, 2, 3, 8)
-    assert vmap(lambda p: rope.cos_sin(p, freq)[0])(torch.ones(0, 5, device=device)).shape == (0, 5, 4)
+@pytest.mark.parametrize("freq_dim", [None, 0])  # one launch, or a loop
+def test_samples_must_have_separate_memory(freq_dim, device):
+    """The memory of all samples counts: that of x in sample 0 and that of inv_freq in sample 1 may overlap."""
+    memory, freq = torch.zeros(2000, device=device), mapped(lambda: torch.rand(4, device=device), 0)
+    q, windows = memory.as_strided((N, 2, 5, 4, 8), (320, 160, 32, 8, 1)), memory[:960].unfold(0, 320, 160)
+    calls = {
+        "q overlaps k but must": (q[..., :3, :], q[..., 2:, :], freq),
+        "k overlaps inv_freq but must": (q[:, :1], q[:, 1:], memory.as_strided((N, 4), (320, 1), 480)),
+        "k has shape [3, 1, 5, 8, 8] and strides [0, ": (
+            q[:, :1],
+            memory[1000:1320].view(1, 5, 8, 8).expand(N, 1, 5, 8, 8),
+            freq,
+        ),
+        "q has shape [3, ": (windows[:N].view(N, 1, 5, 8, 8), q[:, :1].clone(), freq),
+    }
+    for message, (q, k, freq) in calls.items():
+        args = q, k, freq if freq_dim == 0 else freq[1]
+        with pytest.raises(ValueError, match=re.escape(f"rope.rotate_qk_: {message}")):
+            vmap(lambda q, k, f: rope.rotate_qk_(q, k, inv_freq=f), (0, 0, freq_dim))(*args)
+    assert not memory.any()
 
 
 def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
