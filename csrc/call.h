@@ -54,14 +54,6 @@ struct NormAngles : Angles {
   }
 };
 
-// A tensor, or null, and the name of the argument that it is.
-struct Named {
-  const char* name;
-  const Tensor* tensor;
-  const Tensor& operator*() const { return *tensor; }
-  const Tensor* operator->() const { return tensor; }
-};
-
 // The tensors of q, k or v. What a call lacks is null.
 struct SideTensors {
   const Tensor* in = nullptr;      // [seq, heads, head_dim] or [batch, seq, heads, head_dim]
@@ -146,13 +138,11 @@ void strides_of(const Tensor& t, rope_int* strides);
 // Raises the ValueErrors and TypeErrors that the operators document. Fake tensors are allowed: sizes stay symbolic, and
 // no value in a tensor is read.
 void check(const RotateCall& call, bool in_place);
-// Checks that a tensor which is written shares no memory with another tensor or with itself. Tensors may have any shape.
-void check_overlap(const char* op, c10::ArrayRef<Named> written, c10::ArrayRef<Named> read);
 // Checks that q and k (or null) match their gradients, which are the q and k of the call.
 void check_gradients(const RotateCall& gradients, const Tensor* const (&x)[2]);
-// Returns whether q, k or v has an element. If not, a back end reads no tensor, however many tokens there are. Raises an
-// IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the back end to
-// check, and so are those of tokens with slots, because a pad may have any position.
+// Returns whether q, k or v has an element. If not, a back end reads no tensor, however many tokens there are. Raises
+// an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the back end
+// to check, and so are those of tokens with slots, because a pad may have any position.
 bool has_work(const RotateCall& call, const RopeParams& p);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.

@@ -45,6 +45,14 @@ bool is_quantised(at::ScalarType type) {
 
 // ---- checks of one or two tensors; `must` ends a message ----
 
+// A tensor and the name of the argument that it is.
+struct Named {
+  const char* name;
+  const Tensor* tensor;
+  const Tensor& operator*() const { return *tensor; }
+  const Tensor* operator->() const { return tensor; }
+};
+
 // These return tensors of q, k or v by the names of their arguments.
 Named in(const RotateCall& call, int side) {
   constexpr const char* names[] = {"q", "k", "v"};
@@ -334,27 +342,39 @@ void check_devices(const RotateCall& call) {
   });
 }
 
-struct Used : Named {
-  enum Kind { kHeads, kCache, kParameter } kind;
-  Memory memory;
-  Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
-};
+// Checks that a tensor which is written shares no memory with another tensor or with itself. Slices of one packed
+// tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not expected to be slices of one
+// tensor, so it is enough to compare their address ranges, from the first to the last byte.
+void check_overlap(const RotateCall& call) {
+  enum Kind { kHeads, kCache, kParameter };
+  struct Used : Named {
+    Kind kind;
+    Memory memory;
+    Used(const Named& t, Kind kind) : Named(t), kind(kind), memory(*t) {}
+  };
+  c10::SmallVector<Used, 16> used;      // first those that are written
+  const auto add = [&](bool written) {  // the tensors of all sides that are written, or that are read
+    for (int side = 0; side < kSides; side++) {
+      const Named x = in(call, side), y = result(call, side);
+      if (written && y.tensor) used.emplace_back(y, side == kQ ? kHeads : kCache);
+      if (x.tensor && written == !y.tensor) used.emplace_back(x, kHeads);
+    }
+  };
+  add(true);
+  const size_t written = used.size();
+  add(false);
+  for_each_parameter(call, [&](const Named& t) { used.emplace_back(t, kParameter); });
 
-// Checks that a tensor which is written shares no memory with another tensor or with itself. used: first those that are
-// written. Slices of one packed tensor may interleave, so they are compared byte by byte. A cache and q, k or v are not
-// expected to be slices of one tensor, so it is enough to compare their address ranges, from the first to the last byte.
-template <typename Call>
-void check_separate(const Call& call, c10::ArrayRef<Used> used, size_t written) {
   for (size_t i = 0; i < written; i++) {
     const Used& a = used[i];
-    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a->sym_sizes(), " and strides ",
-                     a->sym_strides(),
+    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a.memory.tensor().sym_sizes(), " and strides ",
+                     a.memory.tensor().sym_strides(),
                      ", so some of its elements share memory, but must have separate memory for each ",
                      "element, because ", a.name, " is written in place; clone it first");
     for (size_t j = i + 1; j < used.size(); j++) {
       const Used& b = used[j];
       if (!a.memory.range_overlaps(b.memory)) continue;
-      const bool exactly = a.kind == b.kind || b.kind == Used::kParameter;
+      const bool exactly = a.kind == b.kind || b.kind == kParameter;
       if (exactly && !a.memory.overlaps(b.memory)) continue;
       const std::string reason = j < written ? "both are written in place"
                                              : std::string(a.name) + " is written in place and " + b.name + " is read";
@@ -363,33 +383,7 @@ void check_separate(const Call& call, c10::ArrayRef<Used> used, size_t written) 
   }
 }
 
-void check_overlap(const RotateCall& call) {
-  c10::SmallVector<Used, 16> used;
-  const auto add = [&](bool written) {  // the tensors of all sides that are written, or that are read
-    for (int side = 0; side < kSides; side++) {
-      const Named x = in(call, side), y = result(call, side);
-      if (written && y.tensor) used.emplace_back(y, side == kQ ? Used::kHeads : Used::kCache);
-      if (x.tensor && written == !y.tensor) used.emplace_back(x, Used::kHeads);
-    }
-  };
-  add(true);
-  const size_t written = used.size();
-  add(false);
-  for_each_parameter(call, [&](const Named& t) { used.emplace_back(t, Used::kParameter); });
-  check_separate(call, used, written);
-}
-
 }  // namespace
-
-void check_overlap(const char* op, c10::ArrayRef<Named> written, c10::ArrayRef<Named> read) {
-  const struct {
-    const char* op;
-  } call{op};
-  c10::SmallVector<Used, 16> used;
-  for (const Named& t : written) used.emplace_back(t, Used::kHeads);
-  for (const Named& t : read) used.emplace_back(t, Used::kParameter);
-  check_separate(call, used, written.size());
-}
 
 void check(const RotateCall& call, bool in_place) {
   check_devices(call);

@@ -1,5 +1,7 @@
 #include "overlap.h"
 
+#include <ATen/functorch/BatchedTensorImpl.h>
+
 #include <algorithm>
 
 namespace rope {
@@ -57,10 +59,19 @@ class Sums {
   int64_t budget_ = 0;
 };
 
+// Returns the tensor that holds all samples, if vmap maps t.
+const at::Tensor& with_samples(const at::Tensor& t) {
+  const auto* const mapped = at::functorch::maybeGetBatchedImpl(t);
+  return mapped ? with_samples(mapped->value()) : t;
+}
+
 }  // namespace
 
-Memory::Memory(const at::Tensor& t) : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())) {
-  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+Memory::Memory(const at::Tensor& given)
+    : tensor_(with_samples(given)), dims_(tensor_.dim()), itemsize_(int64_t(tensor_.element_size())) {
+  const at::Tensor& t = tensor_;
+  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  if (impl.has_symbolic_sizes_strides()) return;
   sizes_ = t.sizes().data();
   strides_ = t.strides().data();
   int64_t last = 0;  // element offset of the last element
@@ -70,7 +81,6 @@ Memory::Memory(const at::Tensor& t) : tensor_(t), dims_(t.dim()), itemsize_(int6
   }
   // No machine has so much memory, so it is a fake tensor; below, sums of a few such numbers do not overflow.
   if (last >= int64_t(1) << 56) return;
-  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   if (!storage) return;  // a tensor that wraps others
   // Two storages may hold the same memory (call torch.from_numpy twice on one array), which only their addresses show.

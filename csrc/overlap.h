@@ -6,11 +6,13 @@
 
 namespace rope {
 
-// The bytes that a tensor occupies. An empty tensor occupies none. If a size or stride is symbolic, the bytes are
-// unknown and no overlap is reported; the kernel for real tensors checks again.
+// The bytes that a tensor occupies, with all samples if vmap maps it. An empty tensor occupies none. If a size or
+// stride is symbolic, the bytes are unknown and no overlap is reported; the kernel for real tensors checks again.
 class Memory {
  public:
   explicit Memory(const at::Tensor& t);
+
+  const at::Tensor& tensor() const { return tensor_; }
 
   // Returns whether elements at two different indices share a byte.
   bool overlaps_itself() const;

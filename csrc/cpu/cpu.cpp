@@ -95,8 +95,8 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
     for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
       const int64_t other = tokens[place];
       TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
-                        call.slots ? cells[i] : cells[i] % p.block_size, " for token ", other % p.seq,
-                        " of sequence ", other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
+                        call.slots ? cells[i] : cells[i] % p.block_size, " for token ", other % p.seq, " of sequence ",
+                        other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
                         " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
                         "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
     }

@@ -241,7 +241,7 @@ FACTORS = CALLS | {
     "quantised": [(None, None), *itertools.product([None, *QUANTISED], QUANTISED), (torch.int8, None)][:: 1 + 2 * SLOW],
     "q_out": [None, "q", *LAYOUTS],
     "q_dtype": [None, *QUANTISED],  # None: that of q
-    "scales": ["one element", "no dimensions", "heads", "strided", "unusual"],
+    "scales": ["one element", "no dimensions", "heads", "strided", "unusual"],  # unusual: of heads, any of SCALES
     "norm_v": [False, True],
     "eager_rounding": [False, True],
     "attention_factor": [1.0, 1.2079441541679836],
@@ -298,10 +298,7 @@ def make_norm(kind, head_dim, dtype, device, norm_eps=1e-6, heads=(1, 1)):
 
 
 def make_scales(kind, dtypes, heads, device):
-    """Returns the scales of q, k and v, of those whose dtype is not None. kind: one of FACTORS["scales"].
-
-    Unusual scales are those of heads, of which each may be any of SCALES.
-    """
+    """Returns the scales of q, k and v, of those whose dtype is not None. kind: one of FACTORS["scales"]."""
     scales = {}
     for name, dtype, n, step in zip(("q_scale", "k_scale", "v_scale"), dtypes, heads, (4, 2, 3), strict=True):
         if dtype is None:
@@ -336,10 +333,8 @@ def test_rotate_into_cache_writes_what_the_functional_operators_return(case, dev
     k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
     q, k, v = make_qkv(case, k_heads, device)
     if not case["norm_v"] and case["v"] in LAYOUTS:
-        numbers = garbage(v.shape, dtype)
-        if device == "mps" and case["scales"] == "unusual":  # Metal may take subnormal numbers for zeros
-            numbers[numbers.abs() < 2.0**-126] = 0
-        v.copy_(numbers)
+        least = 2.0**-126 if device == "mps" and case["scales"] == "unusual" else 0  # Metal may take less for zeros
+        v.copy_((numbers := garbage(v.shape, dtype)).masked_fill(numbers.abs() < least, 0))
     if case["slots"] == "none":
         set_apart(angles, batch, seq + 40)
         slots, blocks = None, batch + 2
@@ -425,9 +420,9 @@ def test_each_head_may_have_any_scale(dtype, stored, device):
     """A head has whole vectors and a rest of channels before the rotated ones, in both of their halves, and after them."""
     if not has_dtype(device, stored):
         pytest.skip("Metal has no float8")
-    case = {name: values[0] for name, values in FACTORS.items()}
-    case |= {"size": (2, 3, 6, 6, 216, 132), "cache": "blocks", "q_out": "bshd", "start": "middle", "scales": "unusual", "dtype": dtype}
-    case |= {"quantised": (stored, stored), "q_dtype": stored}
+    case = {name: values[0] for name, values in FACTORS.items()} | {"size": (2, 3, 6, 6, 216, 132), "cache": "blocks"}
+    case |= {"start": "middle", "dtype": dtype, "q_out": "bshd", "scales": "unusual"}
+    case |= {"q_dtype": stored, "quantised": (stored, stored)}
     for interleaved, weights in itertools.product((False, True), ("none", "dtype of x", "over heads")):
         options = {"interleaved": interleaved, "weights": weights, "norm_v": weights != "none"}
         test_rotate_into_cache_writes_what_the_functional_operators_return(case | options, device)

@@ -1,7 +1,5 @@
 """Tests that vmap of every operator gives what a loop over the samples gives, in one launch if that is possible."""
 
-import re
-
 import pytest
 import torch
 from cases import OPERATORS, Calls, covering, name_of, schema_of
@@ -123,10 +121,8 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
         if op not in REFUSED:
             assert_vmap(function, in_dims, *args)
             none = [a if d is None else a.narrow(d, 0, 0) for a, d in zip(args, in_dims, strict=True)]
-            outs = tensors_of(vmap(function, in_dims)(*args)), tensors_of(vmap(function, in_dims)(*none))
-            assert all(
-                out.shape == (0, *one.shape[1:]) and out.dtype == one.dtype for one, out in zip(*outs, strict=True)
-            )
+            some, outs = (tensors_of(vmap(function, in_dims)(*given)) for given in (args, none))
+            assert [(t.shape, t.dtype) for t in outs] == [((0, *t.shape[1:]), t.dtype) for t in some]
             continue
         with pytest.raises(RuntimeError, match="is mapped by vmap but must not be; pass the mapped dimension"):
             vmap(function, in_dims)(*args)
@@ -253,26 +249,22 @@ def test_vmap_gives_what_a_loop_gives(case, device):
 # ---- corners ----
 
 
-@pytest.mark.parametrize("freq_dim", [None, 0])  # one launch, or a loop
-def test_samples_must_have_separate_memory(freq_dim, device):
-    """The memory of all samples counts: that of x in sample 0 and that of inv_freq in sample 1 may overlap."""
-    memory, freq = torch.zeros(2000, device=device), mapped(lambda: torch.rand(4, device=device), 0)
-    q, windows = memory.as_strided((N, 2, 5, 4, 8), (320, 160, 32, 8, 1)), memory[:960].unfold(0, 320, 160)
-    calls = {
-        "q overlaps k but must": (q[..., :3, :], q[..., 2:, :], freq),
-        "k overlaps inv_freq but must": (q[:, :1], q[:, 1:], memory.as_strided((N, 4), (320, 1), 480)),
-        "k has shape [3, 1, 5, 8, 8] and strides [0, ": (
-            q[:, :1],
-            memory[1000:1320].view(1, 5, 8, 8).expand(N, 1, 5, 8, 8),
-            freq,
-        ),
-        "q has shape [3, ": (windows[:N].view(N, 1, 5, 8, 8), q[:, :1].clone(), freq),
-    }
-    for message, (q, k, freq) in calls.items():
-        args = q, k, freq if freq_dim == 0 else freq[1]
-        with pytest.raises(ValueError, match=re.escape(f"rope.rotate_qk_: {message}")):
-            vmap(lambda q, k, f: rope.rotate_qk_(q, k, inv_freq=f), (0, 0, freq_dim))(*args)
-    assert not memory.any()
+# Where k and inv_freq are in the memory of q: how far the samples are apart, and where the first one begins.
+SHARED = {
+    "q overlaps k but": ((320, 24), (4, 2000)),
+    "q overlaps inv_freq but": ((320, 1000), (320, 320)),  # that of the sample before
+    r"k has shape \[3, 5, 2, 8\] and strides \[0, 32, 8, 1\], so some": ((0, 1000), (4, 2000)),
+}
+
+
+@pytest.mark.parametrize("message", SHARED)
+def test_all_samples_of_what_is_written_must_have_separate_memory(message, device):
+    memory, ((k_step, k_start), (freq_step, freq_start)) = torch.zeros(3000, device=device), SHARED[message]
+    q, k = (memory.as_strided((N, 5, n, 8), (d, 32, 8, 1), i) for n, d, i in ((4, 320, 0), (2, k_step, k_start)))
+    freq = memory.as_strided((N, 4), (freq_step, 1), freq_start)
+    for dim, f in ((0, freq), (None, freq[0])):  # a loop, and one launch
+        with pytest.raises(ValueError, match=f"rope.rotate_qk_: {message}"):
+            vmap(lambda q, k, f: rope.rotate_qk_(q, k, inv_freq=f), (0, 0, dim))(q, k, f)
 
 
 def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):
