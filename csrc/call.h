@@ -140,9 +140,9 @@ void strides_of(const Tensor& t, rope_int* strides);
 void check(const RotateCall& call, bool in_place);
 // Checks that q and k (or null) match their gradients, which are the q and k of the call.
 void check_gradients(const RotateCall& gradients, const Tensor* const (&x)[2]);
-// Returns whether there are tokens, and channels of q or v. Raises an IndexError if positions that follow from the
-// offset alone are out of range. Those in a tensor are for the back end to check, and so are those of tokens with
-// slots, because a pad may have any position.
+// Returns whether q, k or v has an element. If not, a back end reads no tensor, however many tokens there are. Raises
+// an IndexError if positions that follow from the offset alone are out of range. Those in a tensor are for the back end
+// to check, and so are those of tokens with slots, because a pad may have any position.
 bool has_work(const RotateCall& call, const RopeParams& p);
 // Raises an IndexError if a position is out of range. low and high are the smallest and largest element of positions,
 // without the offset.

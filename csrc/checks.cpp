@@ -1,5 +1,7 @@
 // The checks of the arguments, and the messages of their ValueErrors, TypeErrors and IndexErrors. A message names the
 // operator, the argument, what the argument is or has, then "but must" and what is needed.
+#include <algorithm>
+
 #include "call.h"
 #include "overlap.h"
 
@@ -365,8 +367,8 @@ void check_overlap(const RotateCall& call) {
 
   for (size_t i = 0; i < written; i++) {
     const Used& a = used[i];
-    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a->sym_sizes(), " and strides ",
-                     a->sym_strides(),
+    ROPE_CHECK_VALUE(!a.memory.overlaps_itself(), a.name, " has shape ", a.memory.tensor().sym_sizes(), " and strides ",
+                     a.memory.tensor().sym_strides(),
                      ", so some of its elements share memory, but must have separate memory for each ",
                      "element, because ", a.name, " is written in place; clone it first");
     for (size_t j = i + 1; j < used.size(); j++) {
@@ -459,7 +461,7 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
 bool has_work(const RotateCall& call, const RopeParams& p) {
   if (p.batch == 0 || p.seq == 0) return false;
   if (!call.positions && !call.slots) check_position_range(call, p, 0, p.seq - 1);
-  return p.sides[kQ].head_dim != 0 || p.sides[kV].head_dim != 0;
+  return std::any_of(p.sides, p.sides + kSides, [](const Side& side) { return side.heads != 0 && side.head_dim != 0; });
 }
 
 // A position selects a row of a table by position. Without slots, it also selects a cell of the sequence's block. The

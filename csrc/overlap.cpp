@@ -1,30 +1,32 @@
 #include "overlap.h"
 
+#include <ATen/functorch/BatchedTensorImpl.h>
+
 #include <algorithm>
 
 namespace rope {
 namespace {
 
-// The set of all sums over at most 8 terms of step * t, with 0 <= t <= count in each term. These are the byte offsets
-// of the elements of a strided tensor.
+// The set of all sums over some terms of step * t, with 0 <= t <= count in each term. These are the byte offsets of the
+// elements of a strided tensor.
 class Sums {
  public:
   void add(int64_t step, int64_t count) {
     if (step == 0 || count == 0) return;
-    for (int i = 0; i < size_; i++) {
-      if (terms_[i].step == step) {
-        terms_[i].count += count;  // equal strides of two tensors act as one longer dimension
+    for (Term& term : terms_) {
+      if (term.step == step) {
+        term.count += count;  // equal strides of two tensors act as one longer dimension
         return;
       }
     }
-    terms_[size_++] = {step, count, 0};
+    terms_.push_back({step, count, 0});
   }
 
   // Returns whether a sum lies in [low, high].
   bool reach(int64_t low, int64_t high) {
-    std::sort(terms_, terms_ + size_, [](const Term& a, const Term& b) { return a.step > b.step; });
+    std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.step > b.step; });
     int64_t rest = 0;
-    for (int i = size_ - 1; i >= 0; i--) terms_[i].rest = rest += terms_[i].step * terms_[i].count;
+    for (size_t i = terms_.size(); i-- > 0;) terms_[i].rest = rest += terms_[i].step * terms_[i].count;
     budget_ = 100000;
     return reach_from(0, low, high);
   }
@@ -37,10 +39,10 @@ class Sums {
   // Returns whether a sum of the terms from i on lies in [low, high]. The terms are sorted, largest step first. Only
   // those t are tried that leave a remainder which the smaller steps can reach, so nested dimensions leave one or two
   // t.
-  bool reach_from(int i, int64_t low, int64_t high) {
+  bool reach_from(size_t i, int64_t low, int64_t high) {
     if (high < 0) return false;
     if (low <= 0) return true;
-    if (i == size_ || low > terms_[i].rest) return false;
+    if (i == terms_.size() || low > terms_[i].rest) return false;
     if (--budget_ < 0)
       return true;  // no known layout has such strides: reject it, because a missed overlap would be worse
     const auto [step, count, total] = terms_[i];
@@ -53,16 +55,23 @@ class Sums {
     return false;
   }
 
-  Term terms_[8];
-  int size_ = 0;
+  c10::SmallVector<Term, 8> terms_;
   int64_t budget_ = 0;
 };
 
+// Returns the tensor that holds all samples, if vmap maps t.
+const at::Tensor& with_samples(const at::Tensor& t) {
+  const auto* const mapped = at::functorch::maybeGetBatchedImpl(t);
+  return mapped ? with_samples(mapped->value()) : t;
+}
+
 }  // namespace
 
-Memory::Memory(const at::Tensor& t) : tensor_(t), dims_(t.dim()), itemsize_(int64_t(t.element_size())) {
-  // No argument that passes the checks of shapes has more than 4 dimensions.
-  if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || dims_ > 4) return;
+Memory::Memory(const at::Tensor& given)
+    : tensor_(with_samples(given)), dims_(tensor_.dim()), itemsize_(int64_t(tensor_.element_size())) {
+  const at::Tensor& t = tensor_;
+  const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  if (impl.has_symbolic_sizes_strides()) return;
   sizes_ = t.sizes().data();
   strides_ = t.strides().data();
   int64_t last = 0;  // element offset of the last element
@@ -70,11 +79,14 @@ Memory::Memory(const at::Tensor& t) : tensor_(t), dims_(t.dim()), itemsize_(int6
     if (sizes_[d] == 0) return;
     last += (sizes_[d] - 1) * strides_[d];
   }
-  const c10::StorageImpl* const storage = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  // No machine has so much memory, so it is a fake tensor; below, sums of a few such numbers do not overflow.
+  if (last >= int64_t(1) << 56) return;
+  const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  if (!storage) return;  // a tensor that wraps others
   // Two storages may hold the same memory (call torch.from_numpy twice on one array), which only their addresses show.
   // On other devices, data() is a handle and not an address.
-  const bool has_address =
-      (t.is_cpu() || t.is_cuda()) && !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Meta);
+  const bool has_address = (t.is_cpu() || t.is_cuda()) && !impl.key_set().has(c10::DispatchKey::Meta) &&
+                           !impl.key_set().has(c10::DispatchKey::Python);
   const void* const address = has_address ? storage->data() : nullptr;
   storage_ = address ? nullptr : storage;
   begin_ = reinterpret_cast<intptr_t>(address) + t.storage_offset() * itemsize_;

@@ -6,11 +6,13 @@
 
 namespace rope {
 
-// The bytes that a tensor occupies. An empty tensor occupies none. If a size or stride is symbolic, the bytes are
-// unknown and no overlap is reported; the kernel for real tensors checks again.
+// The bytes that a tensor occupies, with all samples if vmap maps it. An empty tensor occupies none. If a size or
+// stride is symbolic, the bytes are unknown and no overlap is reported; the kernel for real tensors checks again.
 class Memory {
  public:
   explicit Memory(const at::Tensor& t);
+
+  const at::Tensor& tensor() const { return tensor_; }
 
   // Returns whether elements at two different indices share a byte.
   bool overlaps_itself() const;
@@ -29,7 +31,8 @@ class Memory {
 
  private:
   bool shares_byte(const Memory& other) const;
-  int64_t step(int64_t d) const { return strides_[d] * itemsize_; }
+  // A dimension of one element may have any stride.
+  int64_t step(int64_t d) const { return sizes_[d] > 1 ? strides_[d] * itemsize_ : 0; }
 
   const at::Tensor& tensor_;
   int64_t dims_, itemsize_;

@@ -436,6 +436,7 @@ def rotated_channels(size, angles) -> slice:
 
 
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]  # the dtypes of quantised caches
+SCALES = [0.37, -2.5, 1.0, 2.0**-20, 1e30, 1e-30, 0.0, math.inf, math.nan, 1e-45]  # usual and unusual ones
 
 
 def has_dtype(device: str, dtype: torch.dtype | None) -> bool:

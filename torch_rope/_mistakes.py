@@ -1,6 +1,7 @@
 """Says in plain words what torch and Python report in words of their own: a value of the wrong type, and an argument by
 its name in another library. Only calls that fail come here."""
 
+import operator
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -35,6 +36,7 @@ NAMES = {other: ours for ours, others in _OTHER_NAMES.items() for other in other
 # The types of a schema, in words.
 _WORDS = {"Tensor": "a tensor", "int": "an integer", "float": "a number", "bool": "True or False"}
 _TYPES = {"Tensor": Tensor, "int": (Integral, torch.SymInt), "float": (Real, torch.SymFloat), "bool": Integral}
+_BITS = {"int": 63, "float": 1023}  # these types hold all integers that are at least -2**bits and below 2**bits
 _ADVICE = {
     **dict.fromkeys(("cos", "sin"), "torch_rope.cos_sin makes cos and sin"),
     "inv_freq": "torch_rope.inv_freq(rotary_dim, base) makes it, and Frequencies have it as their inv_freq",
@@ -60,9 +62,35 @@ def shown(value: Any) -> str:
 
 def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", advice: str = "") -> TypeError:
     """Returns the error of an argument with a value of a wrong type."""
-    if not advice and must_be == "a tensor" and not isinstance(value, int | float | str):
+    if not advice and must_be == "a tensor" and not isinstance(value, int | float | str | None):
         advice = "torch.as_tensor makes one of a list or an array"
     return TypeError(f"{function}: {name} is {shown(value)} but must be {must_be}" + (f"; {advice}" if advice else ""))
+
+
+def check_tensor(function: str, name: str, t: Any, *dtypes: torch.dtype) -> None:
+    """Raises TypeError unless t is a tensor, and has one of the dtypes if there are any."""
+    if not isinstance(t, Tensor):
+        raise wrong_type(function, name, t)
+    if dtypes and t.dtype not in dtypes:
+        dtype, *must_be = (str(d).removeprefix("torch.") for d in (t.dtype, *dtypes))
+        raise TypeError(f"{function}: {name} is {dtype} but must be {' or '.join(must_be)}")
+
+
+def whole(function: str, name: str, value: Any, least: int = 0) -> int | torch.SymInt:
+    """Returns an integer that is at least `least` and fits in int64, or raises a TypeError or a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, _TYPES["int"]):
+        raise wrong_type(function, name, value, "an integer")
+    if value < least or (isinstance(value, Integral) and value >= 2**63):
+        raise ValueError(f"{function}: {name} is {value} but must be at least {least} and below 2**63")
+    return value if isinstance(value, torch.SymInt) else int(value)
+
+
+def whole_numbers(function: str, name: str, values: Any) -> list[int]:
+    """Returns a sequence of integers, such as a list, a tuple or an array, as a list, or raises TypeError."""
+    try:
+        return [operator.index(value) for value in values]
+    except (TypeError, ValueError):
+        raise wrong_type(function, name, values, "a list of integers") from None
 
 
 def wrong_positions(function: str, positions: Any, takes_offset: bool = True) -> TypeError:
@@ -76,9 +104,11 @@ def wrong_positions(function: str, positions: Any, takes_offset: bool = True) ->
 
 
 def mistake_in(op: torch._ops.OpOverload, args: tuple, flags: dict[str, Any]) -> Exception | None:
-    """Returns the error of a call of an operator whose arguments do not have the types of its schema, or else None."""
+    """Returns the error of a call of an operator whose arguments do not have the types of its schema, or else None. flags
+    has the keyword arguments, and perhaps more."""
     function, arguments = op._schema.name.replace("::", "."), op._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | flags
+    names = [a.name for a in arguments]
+    given = flags | dict(zip(names, args, strict=False))
     for argument in arguments:
         name, value = argument.name, given.get(argument.name)
         kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
@@ -87,8 +117,8 @@ def mistake_in(op: torch._ops.OpOverload, args: tuple, flags: dict[str, Any]) ->
                 return wrong_type(function, name, value, "a dtype, such as torch.float32")
         elif name in given and not isinstance(value, _TYPES[kind]) and not (value is None and kind == "Tensor"):
             if name == "positions":
-                return wrong_positions(function, value, "offset" in given)
+                return wrong_positions(function, value, "offset" in names)
             return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))
-        elif kind == "int" and isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return ValueError(f"{function}: {name} is {value} but must be at least -2**63 and below 2**63")
+        elif isinstance(value, int) and (bits := _BITS.get(kind)) and not -(2**bits) <= value < 2**bits:
+            return ValueError(f"{function}: {name} is {value} but must be at least -2**{bits} and below 2**{bits}")
     return None

@@ -49,13 +49,13 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
     """Returns the results of the mapped call from one call on a larger batch, or None if it cannot be one call."""
     if not signature.rotated:
         return _tables_in_one_launch(signature, dims, given)
-    if size == 0 or signature.name.endswith("_backward") or any(dims[name] is None for name in signature.rotated):
+    if signature.name.endswith("_backward") or any(dims[name] is None for name in signature.rotated):
         return None
     xs = [given[name].movedim(dims[name], 0) for name in signature.rotated]
     if any(x.dim() not in (4, 5) for x in xs) or (signature.written and not all(map(_joins_as_a_view, xs))):
         return None
     flat = [x if x.dim() == 4 else x.flatten(0, 1) for x in xs]
-    batch = flat[0].shape[0] // size
+    batch = 1 if xs[0].dim() == 4 else xs[0].shape[1]
     joined = given | dict(zip(signature.rotated, flat, strict=True))
     for name in dims:
         t = given[name]
@@ -68,13 +68,14 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
             if not shared:
                 return None
             continue
+        if shared and ("batch or 1" not in axes or t.shape[0] == 1):
+            continue  # the same values serve all sequences
         t = _in_front(t, dims[name], size)
         if "batch or 1" not in axes:
             t, axes = t.unsqueeze(1), ("batch or 1", *axes)
         if t.dim() != 1 + len(axes) or t.shape[1] not in (1, batch):
             return None
-        # [size, batch or 1, ...] -> [size * batch, ...], or [1, ...] if the same values serve all sequences
-        joined[name] = t[0] if shared and t.shape[1] == 1 else t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
+        joined[name] = t.expand(size, batch, *t.shape[2:]).flatten(0, 1)  # [size * batch, ...]
     outs = signature.op(**joined)
     if signature.written:
         return ()
@@ -85,16 +86,15 @@ def _one_launch(signature: Signature, size: int, dims: dict, given: dict):
 def _loop(op, size: int, dims: dict, given: dict):
     """Returns the results of the mapped call from one call for each sample."""
     mapped = {name: dim for name, dim in dims.items() if dim is not None}
-    if size == 0:  # one sample of zeros is computed, to find the shapes of the results
-        for name, dim in mapped.items():
-            shape = list(given[name].shape)
-            shape[dim] = 1
-            given = given | {name: given[name].new_zeros(shape)}
-    samples = [
-        op(**given | {name: given[name].select(dim, i) for name, dim in mapped.items()}) for i in range(max(size, 1))
-    ]
+    if size == 0:  # a sample without values, on the meta device, has the shapes of the results
+        sample = {name: a.to("meta") if isinstance(a, Tensor) else a for name, a in given.items()}
+        sample |= {name: sample[name].sum(dim, dtype=given[name].dtype) for name, dim in mapped.items()}
+        outs, device = op(**sample), given[next(iter(mapped))].device
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return tuple(torch.empty(0, *out.shape, dtype=out.dtype, device=device) for out in outs)
+    samples = [op(**given | {name: given[name].select(dim, i) for name, dim in mapped.items()}) for i in range(size)]
     samples = [s if isinstance(s, tuple) else (s,) for s in samples]
-    return tuple(torch.stack(outs)[:size] for outs in zip(*samples, strict=True))
+    return tuple(torch.stack(outs) for outs in zip(*samples, strict=True))
 
 
 def _vmap(signature: Signature, info, in_dims, *args, **kwargs):

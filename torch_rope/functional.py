@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ._mistakes import mistake_in, unknown_argument, wrong_type
+from ._mistakes import check_tensor, mistake_in, unknown_argument, whole
 from ._ops import ops as _ops
 from .frequencies.kinds import is_number, on_device, powers
 
@@ -56,34 +56,34 @@ def call(
             "may be a tensor: positions=torch.arange(seq, device=q.device) + offset"
         )
     flags: dict[str, Any] = {}
-    if attention_factor != 1.0:
-        flags["attention_factor"] = attention_factor
-    if interleaved:
-        flags["interleaved"] = interleaved
-    if inverse:
-        flags["inverse"] = inverse
-    if rotary_start:
-        flags["rotary_start"] = rotary_start
-    if eager_rounding:
-        flags["eager_rounding"] = eager_rounding
-    if norm_eps != 1e-6:
-        flags["norm_eps"] = norm_eps
-    if k_scale is not None:
-        flags["k_scale"] = k_scale
-    if v_scale is not None:
-        flags["v_scale"] = v_scale
-    if q_out is not None:
-        flags["q_out"] = q_out
-    if q_scale is not None:
-        flags["q_scale"] = q_scale
-    if norm_v:
-        flags["norm_v"] = norm_v
-    if dtype is not None:
-        flags["dtype"] = dtype
     try:
+        if attention_factor != 1.0:
+            flags["attention_factor"] = attention_factor
+        if interleaved:
+            flags["interleaved"] = interleaved
+        if inverse:
+            flags["inverse"] = inverse
+        if rotary_start:
+            flags["rotary_start"] = rotary_start
+        if eager_rounding:
+            flags["eager_rounding"] = eager_rounding
+        if norm_eps != 1e-6:
+            flags["norm_eps"] = norm_eps
+        if k_scale is not None:
+            flags["k_scale"] = k_scale
+        if v_scale is not None:
+            flags["v_scale"] = v_scale
+        if q_out is not None:
+            flags["q_out"] = q_out
+        if q_scale is not None:
+            flags["q_scale"] = q_scale
+        if norm_v:
+            flags["norm_v"] = norm_v
+        if dtype is not None:
+            flags["dtype"] = dtype
         return op(*args, **flags)
-    except RuntimeError:
-        if (mistake := mistake_in(op, args, flags)) is not None:
+    except (RuntimeError, ValueError):
+        if (mistake := mistake_in(op, args, locals())) is not None:
             raise mistake from None
         raise
 
@@ -113,7 +113,7 @@ def inv_freq(
         functions take in its place.
 
     Raises:
-        ValueError: rotary_dim is odd or negative, or base is not positive.
+        ValueError: rotary_dim is odd, negative or beyond int64, or base is not positive.
 
     Source of the formula: Su et al., RoFormer, arXiv:2104.09864, section 3.2.2.
 
@@ -121,14 +121,14 @@ def inv_freq(
 
         inv_freq = torch_rope.inv_freq(128, base=500000.0)  # [64]
     """
-    if not isinstance(rotary_dim, int | torch.SymInt) or rotary_dim < 0 or rotary_dim % 2:
-        raise ValueError(
-            f"torch_rope.inv_freq: rotary_dim is {rotary_dim!r} but must be an even number that is at least 0"
-        )
+    good = isinstance(rotary_dim, torch.SymInt) or (isinstance(rotary_dim, int) and rotary_dim < 2**63)
+    if not good or rotary_dim < 0 or rotary_dim % 2:
+        must_be = "an even number that is at least 0 and below 2**63"
+        raise ValueError(f"torch_rope.inv_freq: rotary_dim is {rotary_dim!r} but must be {must_be}")
     if not is_number(base) or not base > 0:
         raise ValueError(f"torch_rope.inv_freq: base is {base!r} but must be a positive number")
     exact, device = powers(rotary_dim, base), torch.get_default_device() if device is None else device
-    return on_device(exact, device) if dtype is None else exact.to(dtype).to(device)
+    return on_device(exact, device) if dtype is None else exact.to(dtype=dtype).to(device)
 
 
 def cos_sin(
@@ -331,8 +331,7 @@ def rotary_embedding(
         y = torch_rope.rotary_embedding(x, cos, sin, position_ids=torch.tensor([0, 1, 2, 0, 1]))
     """
     for name, t in (("x", x), ("cos", cos), ("sin", sin)):
-        if not isinstance(t, Tensor):
-            raise wrong_type("torch_rope.rotary_embedding", name, t)
+        check_tensor("torch_rope.rotary_embedding", name, t)
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(
             f"torch_rope.rotary_embedding: x has shape {list(x.shape)} but must be [batch, heads, seq, head_dim], with an "
@@ -682,13 +681,14 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
             length of its KV cache. Default: 0 for each.
 
     Returns:
-        ``[total]``, with the dtype and device of cu_seqlens. The host does not wait for the device.
+        ``[total]``, with the dtype and device of cu_seqlens, or int64 if there are offsets or total is at least 2**31. The
+        host does not wait for the device.
 
     Raises:
         ValueError: a shape does not fit, total is negative, or cu_seqlens on the CPU does not begin with 0, decreases, or
             goes beyond total. Compiled and exported programs, and other devices, do not check these numbers: there, tokens
             before the first sequence have positions that count from 0, and so has padding.
-        TypeError: cu_seqlens or offsets is not int32 or int64.
+        TypeError: cu_seqlens or offsets is not int32 or int64, or total is no integer.
 
     Equivalent to (without padding)::
 
@@ -701,15 +701,13 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         torch_rope.positions_from_cu_seqlens(cu_seqlens, 6)  # [0, 1, 2, 0, 1, 0]: the last token is padding
     """
     function = "torch_rope.positions_from_cu_seqlens"
-    for name, t in (("cu_seqlens", cu_seqlens), ("offsets", offsets)):
-        if t is not None:
-            _check_whole(function, name, t)
+    for name, t in (("cu_seqlens", cu_seqlens), *([("offsets", offsets)] if offsets is not None else ())):
+        check_tensor(function, name, t, torch.int32, torch.int64)
+    total = whole(function, "total", total)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(
             f"{function}: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape [sequences + 1]"
         )
-    if total < 0:
-        raise ValueError(f"{function}: total is {total} but must be at least 0")
     if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
         raise ValueError(
             f"{function}: offsets has shape {list(offsets.shape)} but must have shape [{cu_seqlens.shape[0] - 1}], one "
@@ -726,6 +724,8 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
             raise ValueError(
                 f"{function}: total is {total} but must be at least {starts[-1]}, the last number of cu_seqlens"
             )
+    if offsets is not None or _is_wide(total):  # then a position may be beyond int32, even if all offsets are not
+        cu_seqlens = cu_seqlens.long()
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     # How many sequences begin at or before the token. What is before the first and the padding count as sequences too.
     sequence = torch.searchsorted(cu_seqlens, tokens, right=True)
@@ -747,11 +747,12 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
         window: the number of cells of a ring, which is the block_size of the cache.
 
     Returns:
-        The slots, with the shape, dtype and device of positions: ``b * window + p % window``, or -1.
+        The slots, with the shape, dtype and device of positions: ``b * window + p % window``, or -1. If there are 2**31
+        cells or more, they are int64.
 
     Raises:
-        ValueError: positions has another shape, or window is less than 1.
-        TypeError: positions is not int32 or int64.
+        ValueError: positions has another shape, window is less than 1, or there are more than 2**63 cells.
+        TypeError: positions is not int32 or int64, or window is no integer.
 
     Equivalent to (for one sequence)::
 
@@ -762,20 +763,30 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
 
         torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
     """
-    _check_whole("torch_rope.slots_of_window", "positions", positions)
+    check_tensor("torch_rope.slots_of_window", "positions", positions, torch.int32, torch.int64)
     if positions.dim() not in (1, 2):
         raise ValueError(
             f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
             "[batch, seq]"
         )
-    if window < 1:
-        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be at least 1")
+    window = whole("torch_rope.slots_of_window", "window", window, 1)
+    blocks = positions.shape[0] if positions.dim() == 2 else 1
+    if isinstance(blocks, int) and blocks * window > 2**63:
+        must_be = f"at most {2**63 // blocks}, because positions has batch {blocks} and a slot is an int64"
+        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be {must_be}")
+    if positions.dtype == torch.int32 and _is_wide(blocks * window):
+        positions = positions.long()
     newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens
     slots = positions % window
     if positions.dim() == 2:
-        blocks = torch.arange(positions.shape[0], dtype=positions.dtype, device=positions.device)
-        slots = slots + blocks.unsqueeze(-1) * window
+        block = torch.arange(blocks, dtype=positions.dtype, device=positions.device)
+        slots = slots + block.unsqueeze(-1) * window
     return torch.where((positions >= 0) & (positions > newest - window), slots, -1)
+
+
+def _is_wide(n: int | torch.SymInt) -> bool:
+    """Returns whether n is beyond int32. A symbol is not if a program is exported, which would limit its size."""
+    return (type(n) is int or not torch.compiler.is_exporting()) and n >= 2**31
 
 
 def _shows_its_numbers(t: Tensor) -> bool:
@@ -783,12 +794,3 @@ def _shows_its_numbers(t: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(t) is not Tensor:
         return False
     return t.device.type == "cpu" and not is_functorch_wrapped_tensor(t)
-
-
-def _check_whole(function: str, name: str, t: Tensor) -> None:
-    """Raises TypeError unless t is a tensor that is int32 or int64."""
-    if not isinstance(t, Tensor):
-        raise wrong_type(function, name, t)
-    if t.dtype not in (torch.int32, torch.int64):
-        dtype = str(t.dtype).removeprefix("torch.")
-        raise TypeError(f"{function}: {name} is {dtype} but must be int32 or int64")

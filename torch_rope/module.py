@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import frequencies
 from ._home import Home
-from ._mistakes import shown, unknown_argument, wrong_positions, wrong_type
+from ._mistakes import check_tensor, shown, unknown_argument, wrong_positions, wrong_type
 from ._modes import as_seen, mode_of, undisturbed
 from ._ops import ops as _ops
 from .frequencies import lengths
@@ -80,10 +80,16 @@ class RotaryEmbedding(nn.Module):
         **arguments: Any,
     ):
         super().__init__()
-        _require(kind in frequencies.KINDS, "kind", kind, f"one of {', '.join(map(repr, frequencies.KINDS))}")
-        good = max_position is None or (isinstance(max_position, int) and max_position >= 1)
-        _require(good, "max_position", max_position, "a positive integer")
-        _require(interleaved in (True, False), "interleaved", interleaved, "True (GPT-J) or False (NeoX, half-split)")
+        _require(
+            isinstance(kind, str) and kind in frequencies.KINDS,
+            "kind",
+            kind,
+            f"one of {', '.join(map(repr, frequencies.KINDS))}",
+        )
+        good = max_position is None or (isinstance(max_position, int) and 1 <= max_position < 2**63)
+        _require(good, "max_position", max_position, "a positive integer below 2**63")
+        good = not hasattr(interleaved, "__len__") and interleaved in (True, False)  # no array
+        _require(good, "interleaved", interleaved, "True (GPT-J) or False (NeoX, half-split)")
         advice = "" if isinstance(head_dim, (Real, str)) else "; RotaryEmbedding.from_config takes a config"
         _require(isinstance(head_dim, int) and head_dim >= 1, "head_dim", head_dim, "a positive integer" + advice)
         self._rotates_all = rotary_dim is None
@@ -173,8 +179,7 @@ class RotaryEmbedding(nn.Module):
             cos, sin, inv_freq = made
             args = q, k, cos, sin, inv_freq, positions, offset
             return call(_ops.rotate_qk.default, args, unknown, offset, self.attention_factor, self.interleaved)
-        if not isinstance(q, Tensor):
-            raise wrong_type("torch_rope.RotaryEmbedding", "q", q)
+        check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"
             raise ValueError(

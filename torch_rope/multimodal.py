@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import frequencies
+from ._mistakes import check_tensor, whole, whole_numbers
 from .frequencies.kinds import in_two_parts, on_device
 
 
@@ -40,19 +41,23 @@ def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> 
 
     Raises ValueError if inv_freq has another shape, or axes does not have one number for each pair, from 0 to count - 1.
     """
+    function = "torch_rope.multimodal.by_axis"
     _check_parts("by_axis", inv_freq, "pairs")
-    count = max(axes, default=-1) + 1 if count is None else count
+    axes = whole_numbers(function, "axes", axes)
+    count = whole(function, "count", min(max(axes, default=-1) + 1, 2**63 - 1) if count is None else count)
     if len(axes) != inv_freq.shape[-1] or not all(0 <= axis < count for axis in axes):
         raise ValueError(
-            f"torch_rope.multimodal.by_axis: axes is {list(axes)} but must have {inv_freq.shape[-1]} numbers that are at "
+            f"{function}: axes is {axes} but must have {inv_freq.shape[-1]} numbers that are at "
             f"least 0 and below {count}, the number of axes, one for each frequency"
         )
-    numbers, axis = (torch.tensor(n, dtype=torch.long, device=inv_freq.device) for n in (range(count), axes))
-    return torch.where(numbers.unsqueeze(-1) == axis, inv_freq.unsqueeze(-2), 0.0)  # [count, pairs]
+    numbers = torch.arange(count, device=inv_freq.device).unsqueeze(-1)
+    axis = torch.tensor(axes, dtype=torch.long, device=inv_freq.device)
+    return torch.where(numbers == axis, inv_freq.unsqueeze(-2), 0.0)  # [count, pairs]
 
 
 def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:
-    """Raises ValueError unless inv_freq has one row, or two, which are parts of a sum."""
+    """Raises an error unless inv_freq is a tensor with one row, or with two, which are parts of a sum."""
+    check_tensor(f"torch_rope.multimodal.{function}", "inv_freq", inv_freq)
     if inv_freq.dim() != 1 and not (inv_freq.dim() == 2 and len(inv_freq) == 2):
         raise ValueError(
             f"torch_rope.multimodal.{function}: inv_freq has shape {list(inv_freq.shape)} but must have shape [{n}] or "
@@ -60,14 +65,16 @@ def _check_parts(function: str, inv_freq: Tensor, n: str) -> None:
         )
 
 
-def _check(function: str, inv_freq: Tensor, sections: Sequence[int]) -> None:
-    """Raises ValueError unless sections are three counts of pairs that add up to the number of frequencies."""
+def _checked(function: str, inv_freq: Tensor, sections: Sequence[int]) -> list[int]:
+    """Returns sections, or raises an error unless they are three counts of pairs with the sum of the frequencies."""
+    _check_parts(function, inv_freq, "pairs")
+    sections = whole_numbers(f"torch_rope.multimodal.{function}", "sections", sections)
     if len(sections) != 3 or min(sections) < 0 or sum(sections) != inv_freq.shape[-1]:
         raise ValueError(
-            f"torch_rope.multimodal.{function}: sections is {list(sections)} but must be three counts of pairs with "
-            f"the sum {inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}; for other axes use by_axis "
-            "or axial"
+            f"torch_rope.multimodal.{function}: sections is {sections} but must be three counts of pairs with the sum "
+            f"{inv_freq.shape[-1]}, because inv_freq has shape {list(inv_freq.shape)}; for other axes use by_axis or axial"
         )
+    return sections
 
 
 def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
@@ -84,7 +91,7 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
 
     Raises ValueError if sections does not fit inv_freq.
     """
-    _check("sections", inv_freq, sections)
+    sections = _checked("sections", inv_freq, sections)
     return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)], 3)
 
 
@@ -94,7 +101,7 @@ def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     The pairs follow time, height, width, time, height, width and so on, as long as an axis has pairs left in its
     section. All other pairs follow time. Arguments, result and errors are those of :func:`sections`.
     """
-    _check("interleaved", inv_freq, sections)
+    sections = _checked("interleaved", inv_freq, sections)
     return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(inv_freq.shape[-1])], 3)
 
 
@@ -105,10 +112,10 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     sections is [height, width, time], and the first two must be equal. Otherwise arguments, result and errors are
     those of :func:`sections`.
     """
-    _check("height_width_time", inv_freq, sections)
+    sections = _checked("height_width_time", inv_freq, sections)
     if sections[0] != sections[1]:
         raise ValueError(
-            f"torch_rope.multimodal.height_width_time: sections is {list(sections)} but must have as many pairs of "
+            f"torch_rope.multimodal.height_width_time: sections is {sections} but must have as many pairs of "
             "height as of width"
         )
     height_and_width = [1, 2] * sections[0]
@@ -135,8 +142,7 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     Raises ValueError if inv_freq has another shape or axes is less than 1.
     """
     _check_parts("axial", inv_freq, "n")
-    if axes < 1:
-        raise ValueError(f"torch_rope.multimodal.axial: axes is {axes} but must be at least 1")
+    axes = whole("torch_rope.multimodal.axial", "axes", axes, 1)
     n = inv_freq.shape[-1]
     return by_axis(torch.cat([inv_freq] * axes, -1), [j // n for j in range(axes * n)], axes)
 
@@ -166,8 +172,7 @@ def position_parts(positions: Tensor, inv_freq: Tensor, device: torch.device | s
         cos, sin = torch_rope.axial_cos_sin(*torch_rope.multimodal.position_parts(grid, inv_freq, "mps"))
     """
     for name, t in ("positions", positions), ("inv_freq", inv_freq):
-        if t.dtype != torch.float64:
-            raise TypeError(f"torch_rope.multimodal.position_parts: {name} is {str(t.dtype)[6:]} but must be float64")
+        check_tensor("torch_rope.multimodal.position_parts", name, t, torch.float64)
     if positions.dim() == 0 or inv_freq.dim() != 2 or len(positions) != len(inv_freq):
         raise ValueError(
             f"torch_rope.multimodal.position_parts: positions has shape {list(positions.shape)} and inv_freq "

@@ -36,7 +36,7 @@ def rotate(
 ) -> Tensor:
     """Rotates rotary_dim channels of each head, as :func:`torch_rope.rotate` does."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    p = (torch.arange(x.shape[-3], device=x.device) if positions is None else positions) + offset
+    p = (torch.arange(x.shape[-3], device=x.device) if positions is None else positions.long()) + offset
     if inv_freq is not None:
         cos, sin = cos_sin(p, inv_freq, dtype=dtype)
     elif cos.dim() == 2:  # a table by position; other tables already have a row for each token

@@ -77,8 +77,7 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
   bool rise = true;
   for (int64_t b = 0, i = 0; b < sequences; b++) {
     for (int64_t t = 0; t < p.seq; t++, i++) {
-      // Without slots, the cell is counted from that of position 0 in the first block.
-      cells[i] = given(b, t) + (call.slots ? 0 : b * p.block_size);
+      cells[i] = call.slots ? given(b, t) : given(b, t) + p.offset + b * p.block_size;
       if (!is_written(cells[i])) continue;
       rise = rise && cells[i] > last;
       last = cells[i];
@@ -96,8 +95,8 @@ void check_cells(const RotateCall& call, const RopeParams& p) {
     for (; tokens[place] >= 0; place = (place + 1) % tokens.size()) {
       const int64_t other = tokens[place];
       TORCH_CHECK_INDEX(cells[other] != cells[i], call.op, ": ", call.slots ? "slots" : "position + offset", " is ",
-                        call.slots ? cells[i] : given(i / p.seq, i % p.seq) + p.offset, " for token ", other % p.seq,
-                        " of sequence ", other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
+                        call.slots ? cells[i] : cells[i] % p.block_size, " for token ", other % p.seq, " of sequence ",
+                        other / p.seq, " and for token ", i % p.seq, " of sequence ", i / p.seq,
                         " but must be another cell for each token; pass slots: -1 for padding and for what a ring does "
                         "not keep (torch_rope.slots_of_window), other cells for the tokens of a tree");
     }
@@ -140,13 +139,12 @@ int64_t elements_of_token(const RopeParams& p) {
 // cores share either, so it is written past all caches.
 constexpr int64_t kFetchBytes = 1 << 20, kStreamBytes = 16 << 20;
 
-// Checks positions and slots, and returns whether there is anything to compute.
+// Returns whether there is anything to compute, and then checks positions and slots.
 bool ready(const RotateCall& call, const RopeParams& p) {
-  const bool any = has_work(call, p);
-  if (p.batch == 0 || p.seq == 0) return false;
+  if (!has_work(call, p)) return false;
   check_ranges(call, p);
   check_cells(call, p);
-  return any;
+  return true;
 }
 
 // Returns into how many shares the heads are divided among threads, or 1 if tokens are divided instead. Threads that
@@ -233,11 +231,11 @@ struct Cpu : AnyBackend {
   }
 
   static void cos_sin(const CosSinCall& call) {
+    if (call.cos.numel() == 0) return;
     const Tensor positions = call.positions.to(at::kDouble).contiguous(), wide = call.inv_freq.to(at::kDouble),
                  inv_freq = wide.dim() == 3 ? wide.sum(0) : wide.contiguous();
     const CosSinArgs c = call.args(positions, inv_freq);
     const CosSinParams& p = c.params;
-    if (p.pairs == 0) return;
     // The angle of a pair on one axis counts as much work as 8 elements of a rotation.
     parallel(p.tokens, 8 * p.axes * p.pairs, kernels().cos_sin, c);
   }

@@ -102,10 +102,10 @@ struct Cuda : AnyBackend {
   }
 
   static void cos_sin(const CosSinCall& call) {
+    if (call.cos.numel() == 0) return;
     const Device device(call.positions);
     const Tensor positions = call.positions.contiguous();
-    const CosSinArgs c = call.args(positions, call.inv_freq);
-    if (c.params.tokens != 0 && c.params.pairs != 0) C10_CUDA_CHECK(cuda::cos_sin(c, device.queue()));
+    C10_CUDA_CHECK(cuda::cos_sin(call.args(positions, call.inv_freq), device.queue()));
   }
 };
 

@@ -211,11 +211,7 @@ void encode(std::initializer_list<const Launch*> launches) {
 }
 
 // Returns whether there is anything to compute. Metal takes no grid without threads.
-bool ready(const RotateCall& call) {
-  return has_work(call, call.params()) && std::any_of(call.sides, call.sides + kSides, [](const SideTensors& side) {
-           return side.in && side.in->numel();
-         });
-}
+bool ready(const RotateCall& call) { return has_work(call, call.params()); }
 
 struct Mps : AnyBackend {
   static void rotate(const RotateCall& call) {
@@ -276,10 +272,10 @@ struct Mps : AnyBackend {
   }
 
   static void cos_sin(const CosSinCall& call) {
+    if (call.cos.numel() == 0) return;
     // [axes, tokens]. This copies only if no single stride reaches all tokens of an axis.
     const Tensor positions = call.positions.unsqueeze(-1).flatten(1);
     const CosSinParams c = call.params(positions, call.inv_freq);
-    if (c.pairs == 0 || c.tokens == 0) return;
     TORCH_CHECK_NOT_IMPLEMENTED(std::max(c.pairs, c.tokens) <= UINT32_MAX, "rope.cos_sin: the result has shape [",
                                 c.tokens, ", ", c.pairs, "] but must have at most ", UINT32_MAX,
                                 " positions and as many pairs; the tables are too large for Metal");

@@ -69,14 +69,14 @@ def test_positions_of_packed_sequences_begin_at_their_offsets(device):
         [torch.int32, torch.int64], [[3], [1, 4, 2], [0, 3, 0, 0, 5, 0], [], [700, 1, 90]]
     ):
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype).to(device)
-        offsets = torch.randint(0, 1000, (len(lengths),)).to(device)
+        offsets = torch.randint(2**31 - 500, 2**31 + 500, (len(lengths),)).to(device)
         for more, starts in (({}, [0] * len(lengths)), ({"offsets": offsets}, offsets.tolist())):
             with Calls() as calls:
                 found = torch_rope.positions_from_cu_seqlens(cu_seqlens, sum(lengths) + 5, **more)
             assert "aten::_local_scalar_dense" not in calls.names  # nothing waits for the device
             expected = [p for n, o in zip(lengths, starts, strict=True) for p in range(o, o + n)]
             assert found.tolist() == [*expected, *range(5)]  # the positions of padding begin at 0
-            assert found.dtype == dtype and found.device == cu_seqlens.device
+            assert found.dtype == (torch.int64 if more else dtype) and found.device == cu_seqlens.device
 
 
 def test_positions_and_slots_compile_for_any_size(device):
@@ -95,5 +95,7 @@ def test_slots_of_window_keep_the_last_positions_of_each_sequence(device):
     positions = torch.tensor([[-1, -1, 0, 1, 2], [4, 5, 6, 7, 8]], dtype=torch.int32).to(device)
     slots = torch_rope.slots_of_window(positions, 4)
     assert slots.tolist() == [[-1, -1, 0, 1, 2], [-1, 5, 6, 7, 4]] and slots.dtype == torch.int32
+    far = torch_rope.slots_of_window(positions[:, 2:].expand(2, 3), 2**31 - 1)  # beyond int32
+    assert far.tolist() == [[0, 1, 2], [2**31 + 5, 2**31 + 6, 2**31 + 7]]
     one, none = torch_rope.slots_of_window(positions[1], 4), torch_rope.slots_of_window(positions[:, :0], 4)
     assert one.tolist() == [-1, 1, 2, 3, 0] and none.shape == (2, 0)

@@ -74,6 +74,20 @@ def test_the_number_of_threads_does_not_change_a_bit(layouts, tokens):
         assert torch.equal(torch_rope.rotate(q, *by_head), torch_rope.rotate(q.contiguous(), *by_head))
 
 
+@pytest.mark.parametrize("heads, head_dim", [(0, 8), (2, 0)])
+def test_tokens_without_elements_are_no_work(heads, head_dim, device):
+    """No machine could walk through so many tokens."""
+    x, cos = torch.empty(2**40, heads, head_dim, device=device), torch.rand(3, head_dim // 2, device=device)
+    positions, weight = torch.zeros(1, dtype=torch.int64, device=device).expand(2**40), torch.ones(head_dim).to(device)
+    of_norm, given = (x, x, weight, weight, None, None, cos[0]), (cos, cos, None, positions)
+    torch_rope.rotate_into_cache_(x, x, x, x, x.clone(), *given, slots=positions)
+    *grads, of_weight, _ = torch.ops.rope._norm_rotate_qk_backward(x, x, *of_norm)
+    outs = *torch_rope.norm_rotate_qk(*of_norm), *torch_rope.rotate_qk(x, x, *given), *grads
+    assert all(out.shape == x.shape for out in outs) and not of_weight.any()
+    assert not any(map(torch.any, torch.ops.rope._rotate_table_backward(x, None, x, None, *given)))
+    assert torch_rope.cos_sin(positions, cos[0, :0])[0].shape == (2**40, 0)
+
+
 def test_inputs_may_be_expanded(device):
     """A tensor that is only read may have stride 0, such as one head seen as four, or one table row for all tokens."""
     x, freq = torch.randn(2, 5, 1, 16, device=device), torch_rope.inv_freq(16, device=device)

@@ -105,12 +105,13 @@ def mapped_of(op):
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_each_argument_can_be_mapped_or_is_an_error(op, device):
-    """The error says what to do instead."""
+    """The error says what to do instead. No samples have empty results, and no values: position 0 is not in the table."""
     call, written = a_call_of(op, device), written_by(op)
+    call["positions"] -= 64 if op in ROTATING else 0
 
     def function(*args):
         arguments = dict(zip(call, args, strict=True))
-        more = {} if op in ROTATING else {"attention_factor": 1.3, "dtype": torch.float16}
+        more = {"offset": 64} if op in ROTATING else {"attention_factor": 1.3, "dtype": torch.float16}
         result = getattr(rope, op)(**arguments, **more)
         return tuple(arguments[name] for name in written) if result is None else result
 
@@ -119,6 +120,9 @@ def test_each_argument_can_be_mapped_or_is_an_error(op, device):
         before = copies(args)
         if op not in REFUSED:
             assert_vmap(function, in_dims, *args)
+            none = [a if d is None else a.narrow(d, 0, 0) for a, d in zip(args, in_dims, strict=True)]
+            some, outs = (tensors_of(vmap(function, in_dims)(*given)) for given in (args, none))
+            assert [(t.shape, t.dtype) for t in outs] == [((0, *t.shape[1:]), t.dtype) for t in some]
             continue
         with pytest.raises(RuntimeError, match="is mapped by vmap but must not be; pass the mapped dimension"):
             vmap(function, in_dims)(*args)
@@ -245,12 +249,22 @@ def test_vmap_gives_what_a_loop_gives(case, device):
 # ---- corners ----
 
 
-def test_vmap_over_no_samples_gives_an_empty_result(device):
-    freq = torch_rope.inv_freq(8, device=device)
-    assert vmap(lambda x: rope.rotate(x, inv_freq=freq))(torch.ones(0, 2, 3, 8, device=device)).shape == (0, 2, 3, 8)
-    x = torch.ones(2, 3, 8, device=device)
-    assert vmap(lambda c: rope.rotate(x, c, c))(torch.ones(0, 5, 4, device=device)).shape == (0, 2, 3, 8)
-    assert vmap(lambda p: rope.cos_sin(p, freq)[0])(torch.ones(0, 5, device=device)).shape == (0, 5, 4)
+# Where k and inv_freq are in the memory of q: how far the samples are apart, and where the first one begins.
+SHARED = {
+    "q overlaps k but": ((320, 24), (4, 2000)),
+    "q overlaps inv_freq but": ((320, 1000), (320, 320)),  # that of the sample before
+    r"k has shape \[3, 5, 2, 8\] and strides \[0, 32, 8, 1\], so some": ((0, 1000), (4, 2000)),
+}
+
+
+@pytest.mark.parametrize("message", SHARED)
+def test_all_samples_of_what_is_written_must_have_separate_memory(message, device):
+    memory, ((k_step, k_start), (freq_step, freq_start)) = torch.zeros(3000, device=device), SHARED[message]
+    q, k = (memory.as_strided((N, 5, n, 8), (d, 32, 8, 1), i) for n, d, i in ((4, 320, 0), (2, k_step, k_start)))
+    freq = memory.as_strided((N, 4), (freq_step, 1), freq_start)
+    for dim, f in ((0, freq), (None, freq[0])):  # a loop, and one launch
+        with pytest.raises(ValueError, match=f"rope.rotate_qk_: {message}"):
+            vmap(lambda q, k, f: rope.rotate_qk_(q, k, inv_freq=f), (0, 0, dim))(q, k, f)
 
 
 def test_vmap_errors_are_those_of_a_sample_and_leave_nothing_written(device):

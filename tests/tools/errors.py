@@ -25,6 +25,12 @@ rope(q, k, [0, 1, 2]) -> rope.rotate_qk: positions is of type list but must be a
 rope(q, k, offset=torch.tensor(3)) -> torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
 rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
 multimodal.position_parts(ints[None], freq.double()[None], "cpu") -> positions is int64 but must be float64
+multimodal.position_parts(None, freq.double()[None], "cpu") -> positions is None but must be a tensor
+multimodal.sections([0.5] * 8, [2, 3, 3]) -> torch_rope.multimodal.sections: inv_freq is of type list but must be a tensor
+multimodal.interleaved(freq, None) -> torch_rope.multimodal.interleaved: sections is None but must be a list of integers
+torch_rope.positions_from_cu_seqlens(None, 6) -> cu_seqlens is None but must be a tensor
+positions_of([0, 5], 6.0) -> total is 6.0 but must be an integer
+rotate(q, cos, sin, interleaved=ints) -> rope.rotate: interleaved is of type Tensor but must be True or False
 rope.angles(ints) -> torch_rope.RotaryEmbedding: seq is of type Tensor but must be an integer; call angles(seq,
 norm_rotate_qk(q, k, freq, freq, cos, sin, eps=1e-5) -> rope.norm_rotate_qk: eps is not ... here is norm_eps
 norm_rotate_qk(q, k, freq, freq, cos, sin, norm_eps=None) -> norm_eps is None but must be a number
@@ -32,7 +38,6 @@ rotate_qk(q, k, inv_freq=freq, interleaved="gptj") -> interleaved is 'gptj' but 
 cos_sin(32, freq) -> rope.cos_sin: positions is 32 but must be a tensor; torch.arange(32) has the positions below
 positions_of([0.0, 5.0]) -> cu_seqlens is float32 but must be int32 or int64
 positions_of([0, 3], 3, torch.zeros(1)) -> offsets is float32 but must be int32 or int64
-slots_of_window([1, 2], 4) -> torch_rope.slots_of_window: positions is of type list but must be a tensor
 slots_of_window(ints / 1, 4) -> positions is float32 but must be int32 or int64
 RotaryEmbedding(64, theta=1e4) -> torch_rope.RotaryEmbedding: theta is not an argument; its name here is base
 RotaryEmbedding(64, factor=4.0, rope_type="yarn") -> rope_type is not an argument; its name here is kind
@@ -50,10 +55,16 @@ diffusers.patch(nn.Linear(2, 2), fuse="yes") -> fuse is 'yes' but must be True o
 rotate_qk_(q, k, cos, sin, rotary_start=-(2**63) - 1) -> rope.rotate_qk_: rotary_start is -9223372036854775809 but must
 rotate(q, torch.complex(cos, sin)) -> sin is None but must be ... torch.view_as_real(table).unbind(-1) makes cos
 rotate(q, cos, sin, offset=2**63) -> rope.rotate: offset is 9223372036854775808 but must be at least -2**63 and
+inv_freq(1 << 70) -> rotary_dim is 1180591620717411303424 but must be an even number that is at least 0 and below 2**63
+slots_of_window(ints, 1 << 70) -> window is 1180591620717411303424 but must be at least 1 and below 2**63
+slots_of_window(ints.expand(4, 3), 1 << 62) -> window is 4611686018427387904 but must be at most 2305843009213693952
+RotaryEmbedding(8, max_position=1 << 70) -> max_position is 1180591620717411303424 but must be a positive integer below
+multimodal.axial(freq, 1 << 70) -> axes is 1180591620717411303424 but must be at least 1 and below 2**63
+kind("linear", factor=1 << 2000) -> torch_rope.frequencies.linear: factor is 11481...but must be a positive number
+kind("longrope", original_max_position="4096") -> longrope: original_max_position is '4096' but must be more than 1
 inv_freq(64, "10000") -> torch_rope.inv_freq: base is '10000' but must be a positive number
 positions_of([3, 5, 2]) -> cu_seqlens is [3, 5, 2] but must begin with 0 ... pass lengths as
 positions_of([0, 5, 3]) -> cu_seqlens is [0, 5, 3] but must begin with 0 and never decrease
-positions_of([0, 3], -1) -> total is -1 but must be at least 0
 positions_of([0, 5, 10]) -> total is 9 but must be at least 10, the last number of cu_seqlens
 positions_of([[0, 5]]) -> cu_seqlens has shape [1, 2] but must have shape [sequences + 1]
 positions_of([0, 3], 3, torch.zeros(3).long()) -> offsets has shape [3] but must have shape [1], one offset for
@@ -103,15 +114,11 @@ kind("partial_rotary_dim", head_dim=65, partial_rotary_factor=1.0) -> head_dim i
 multimodal.from_config(nn.Linear(2, 2)) -> but must be the config of a model; pass model.config
 multimodal.from_config({"model_type": "llama"}) -> model_type is 'llama' but must be one of 'qwen2_vl'
 multimodal.sections(freq, [4, 4]) -> sections is [4, 4] but must be three counts of pairs with the sum 8
-multimodal.sections(freq, [9, -1, 0]) -> sections is [9, -1, 0] but must be three counts of pairs
-multimodal.sections(freq, [1, 2, 5, 0]) -> sections is [1, 2, 5, 0] but must be three counts of pairs
 multimodal.interleaved(freq, [4, 4, 1]) -> torch_rope.multimodal.interleaved: sections is [4, 4, 1] but must be three
-multimodal.height_width_time(freq, [4, 4, 1]) -> torch_rope.multimodal.height_width_time: sections is [4, 4, 1] but
 multimodal.height_width_time(freq, [3, 4, 1]) -> but must have as many pairs of height as of width
 multimodal.by_axis(freq, [0, 1] * 4, 1) -> axes is [0, 1, ... but must have 8 numbers that are at least 0 and below 1,
 axial_cos_sin(torch.zeros(2, 5), freq) -> inv_freq has shape [8] but must have shape [axes, rotary_dim
 multimodal.by_axis(freq, [0, 1]) -> axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
-multimodal.axial(freq, 0) -> axes is 0 but must be at least 1
 multimodal.position_parts(freq.double(), freq.double()[None], "cpu") -> positions has shape [8] and inv_freq [1, 8] but
 transformers.patch(nn.Linear(2, 2)) -> Linear is not patched: no module of it calls a rotary function
 diffusers.patch(nn.Linear(2, 2), rounding="exact") -> rounding is 'exact' but must be "eager" or "once"

@@ -74,7 +74,9 @@ def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> 
 
 def is_number(value: Any) -> bool:
     """Returns whether a value is a real number, or a tensor of one, and not a truth value or a text."""
-    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > 1023):  # beyond float64
+        return False
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _require_positive(function: str, **arguments: float) -> None:
@@ -109,7 +111,8 @@ def powers(rotary_dim: int, base: float) -> Tensor:
 
 def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim") -> Tensor:
     """Returns f, as the docstring of the module defines it."""
-    _require(isinstance(rotary_dim, int) and rotary_dim > 0, function, name, rotary_dim, "a positive integer")
+    good = isinstance(rotary_dim, int) and 0 < rotary_dim < 2**63
+    _require(good, function, name, rotary_dim, "a positive integer below 2**63")
     _require_positive(function, base=base)
     return powers(rotary_dim, base)
 
@@ -123,14 +126,12 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     Raises ValueError if it is not, if the number is less than 1, or if partial_rotary_factor is not in (0, 1].
     """
     function = "partial_rotary_dim"
-    _require(isinstance(head_dim, int) and head_dim > 0, function, "head_dim", head_dim, "a positive integer")
-    _require(
-        0 < partial_rotary_factor <= 1, function, "partial_rotary_factor", partial_rotary_factor, "a number in (0, 1]"
-    )
-    rotary_dim = int(head_dim * partial_rotary_factor)
-    _require(
-        rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * partial_rotary_factor, "at least 1"
-    )
+    good = isinstance(head_dim, int) and 0 < head_dim < 2**63
+    _require(good, function, "head_dim", head_dim, "a positive integer below 2**63")
+    part = partial_rotary_factor
+    _require(is_number(part) and 0 < part <= 1, function, "partial_rotary_factor", part, "a number in (0, 1]")
+    rotary_dim = int(head_dim * part)
+    _require(rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * part, "at least 1")
     _require(rotary_dim < head_dim or head_dim % 2 == 0, function, "head_dim", head_dim, "an even number to rotate all")
     return rotary_dim
 
@@ -151,7 +152,7 @@ def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     """
     inv_freq = _powers("linear", rotary_dim, base)
     _require_positive("linear", factor=factor)
-    return Frequencies(inv_freq / factor, 1.0)
+    return Frequencies(inv_freq / float(factor), 1.0)
 
 
 def _raised_base(function: str, rotary_dim: int, base: float, factor: float) -> Tensor:
@@ -194,6 +195,7 @@ def dynamic(
     """
     _require_scale("dynamic", factor)
     _require_positive("dynamic", original_max_position=original_max_position)
+    _require(seq_len is None or is_number(seq_len), "dynamic", "seq_len", seq_len, "an integer")
     length = max(seq_len or 0, original_max_position)
     s = factor * length / original_max_position - (factor - 1)
     return Frequencies(_raised_base("dynamic", rotary_dim, base, s), 1.0)
@@ -270,7 +272,7 @@ def yarn(
     if attention_factor is None:
         attention_factor = m(mscale) / m(mscale_all_dim) if mscale and mscale_all_dim else m(1)
     _require_positive("yarn", attention_factor=attention_factor)
-    return Frequencies(f * (1 - ramp) + f / factor * ramp, float(attention_factor))
+    return Frequencies(f * (1 - ramp) + f / float(factor) * ramp, float(attention_factor))
 
 
 def longrope(
@@ -305,17 +307,18 @@ def longrope(
     """
     f = _powers("longrope", rotary_dim, base)
     for name, divisors in (("short_factor", short_factor), ("long_factor", long_factor)):
-        _require(
-            len(divisors) == len(f), "longrope", f"len({name})", len(divisors), f"rotary_dim / 2, which is {len(f)}"
-        )
+        length, must_be = (getattr(divisors, "__len__", lambda: None)(), f"rotary_dim / 2, which is {len(f)}")
+        _require(length == len(f), "longrope", f"len({name})", length, must_be)
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
-    _require(original_max_position > 1, "longrope", "original_max_position", original_max_position, "more than 1")
+    good = is_number(original_max_position) and original_max_position > 1
+    _require(good, "longrope", "original_max_position", original_max_position, "more than 1")
     if attention_factor is None:
         _require(factor is not None, "longrope", "factor", factor, "a number unless attention_factor is given")
         _require_positive("longrope", factor=factor)
         attention_factor = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original_max_position))
     _require_positive("longrope", attention_factor=attention_factor)
-    _require(seq_len is None or long is None, "longrope", "seq_len", seq_len, "None if long is given")
+    good = seq_len is None or (long is None and is_number(seq_len))
+    _require(good, "longrope", "seq_len", seq_len, "None if long is given, or an integer")
     if long is None:
         long = seq_len is not None and seq_len > original_max_position
     return Frequencies(f / float64(long_factor if long else short_factor), float(attention_factor))
@@ -346,19 +349,15 @@ def llama3(
     f = _powers("llama3", rotary_dim, base)
     _require_scale("llama3", factor)
     _require_positive("llama3", original_max_position=original_max_position, low_freq_factor=low_freq_factor)
-    _require(
-        low_freq_factor <= high_freq_factor < math.inf,
-        "llama3",
-        "high_freq_factor",
-        high_freq_factor,
-        f"at least low_freq_factor, which is {low_freq_factor!r}",
-    )
-    turns = original_max_position * f / (2 * math.pi)
+    good = is_number(high_freq_factor) and low_freq_factor <= high_freq_factor < math.inf
+    must_be = f"at least low_freq_factor, which is {low_freq_factor!r}"
+    _require(good, "llama3", "high_freq_factor", high_freq_factor, must_be)
+    turns = float(original_max_position) * f / (2 * math.pi)
     if low_freq_factor == high_freq_factor:  # Llama 4 Scout: there is no ramp
         s = (turns > low_freq_factor).double()
     else:
         s = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return Frequencies(f * s + f / factor * (1 - s), 1.0)
+    return Frequencies(f * s + f / float(factor) * (1 - s), 1.0)
 
 
 def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0) -> Frequencies:
@@ -373,16 +372,11 @@ def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1
     """
     inv_freq = _powers("proportional", head_dim, base, "head_dim")
     _require(head_dim % 2 == 0, "proportional", "head_dim", head_dim, "an even number")
-    _require(
-        0 <= partial_rotary_factor <= 1,
-        "proportional",
-        "partial_rotary_factor",
-        partial_rotary_factor,
-        "a number in [0, 1]",
-    )
+    part = partial_rotary_factor
+    _require(is_number(part) and 0 <= part <= 1, "proportional", "partial_rotary_factor", part, "a number in [0, 1]")
     _require_positive("proportional", factor=factor)
-    inv_freq[int(partial_rotary_factor * head_dim // 2) :] = 0
-    return Frequencies(inv_freq / factor, 1.0)
+    inv_freq[int(part * head_dim // 2) :] = 0
+    return Frequencies(inv_freq / float(factor), 1.0)
 
 
 KINDS: dict[str, Callable[..., Frequencies]] = {

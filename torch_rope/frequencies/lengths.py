@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._mistakes import whole
 from .._modes import as_seen
 from .kinds import in_two_parts
 
@@ -17,13 +18,14 @@ Length = Offset | Tensor
 
 def length_of(seq: int, positions: Tensor | None, offset: Offset) -> Length:
     """Returns the highest position plus one."""
+    whole("torch_rope.RotaryEmbedding", "offset", offset, -(2**63))
     if positions is None:
         return offset + seq
     if positions.numel() == 0:
         return 0
     if hasattr(positions, "full_tensor"):  # a DTensor, of which no rank has all positions
         positions = positions.full_tensor()
-    return positions.amax() + (offset + 1)
+    return positions.amax().long() - (-1 - offset)  # offset + 1 may be beyond int64
 
 
 class Dynamic(NamedTuple):
@@ -67,11 +69,13 @@ class LongRope(NamedTuple):
         both = {name: t if of_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
         long = length > self.original_max_position
         if not isinstance(long, Tensor):
-            return {name: short_and_long.select(0, 1 if long else 0) for name, short_and_long in both.items()}, positions
+            return {
+                name: short_and_long.select(0, 1 if long else 0) for name, short_and_long in both.items()
+            }, positions
         if "inv_freq" in both:
             short_freq, long_freq = both["inv_freq"]
             return {"inv_freq": torch.where(long, long_freq, short_freq)}, positions
         # The long table follows the short one, so its number of rows is added to look up a row of the long table. A
         # negative position stays negative, so that the operator raises an error.
-        positions = positions + both["cos"].shape[1] * (long & (positions + offset >= 0))
+        positions = positions + both["cos"].shape[1] * (long & (positions.long() + offset >= 0))
         return {name: short_and_long.flatten(0, 1) for name, short_and_long in both.items()}, positions

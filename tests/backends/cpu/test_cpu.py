@@ -6,7 +6,7 @@ import platform
 
 import pytest
 import torch
-from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, SOURCES, covering, make_qk, python
+from cases import ALL_CALLS, CALLS, DTYPES, KERNELS, SCALES, SOURCES, covering, make_qk, python
 
 import torch_rope
 
@@ -30,9 +30,11 @@ def results(case):
     yield from torch_rope.rotate_qk(q, k, **options)
     yield from torch_rope.norm_rotate_qk(q, k, **weights, **options)
     yield from torch.ops.rope._norm_rotate_qk_backward(q.flip(1), k.flip(1), q, k, **weights, **options)
-    for norm in {}, weights, {"eager_rounding": True}:
-        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=dtype)
-        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options)
+    scales = dict(zip(("k_scale", "v_scale"), torch.tensor(SCALES)[torch.randint(10, (2, k.shape[2]))], strict=True))
+    norms, formats = ({}, weights, {"eager_rounding": True}), {dtype: {}, torch.float8_e4m3fn: scales}
+    for norm, stored in itertools.product(norms, formats):
+        rotated, cache = q.clone(), torch.zeros(2, batch * seq + 3, *k.shape[2:], dtype=stored)
+        torch_rope.rotate_into_cache_(rotated, k, -k, *cache, slots=slots, **norm, **options, **formats[stored])
         yield from (rotated, cache)
     if "cos" in angles:
         yield from torch.ops.rope._rotate_table_backward(q.flip(1), k.flip(1), q, k, **angles)
