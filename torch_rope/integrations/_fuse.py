@@ -47,7 +47,7 @@ def _said(code: types.CodeType) -> Iterator[str]:
             words = [f"[{v.start}:{v.stop}]" if isinstance(v, slice) else repr(v) for v in value]
         elif name in ("BUILD_SLICE", "BINARY_SLICE"):
             words = [f"[{before}:{last}]"]
-        elif "JUMP" in name and "IF" in name:
+        elif "JUMP" in name and "IF" in name and value > i.offset:  # not a loop
             words = [f"if {'None' if 'NONE' in name else last}"]
         elif name == "IS_OP":
             words = [f"is {last}"]
@@ -65,7 +65,7 @@ def said(function: types.FunctionType) -> list[str]:
 
 def unknown(function: types.FunctionType, words: Collection[str]) -> str:
     """Returns what a function says that is not among the words, or an empty text."""
-    if function.__code__.co_kwonlyargcount or any(function.__defaults__ or ()):
+    if function.__code__.co_kwonlyargcount or any(d is not None for d in function.__defaults__ or ()):
         return "has arguments of its own"
     other = next((word for word in said(function) if word not in words), None)
     return "" if other is None else f"uses {re.sub(r'^(self|attn)?[.](?=[^0-9])', '', other)}"

@@ -35,6 +35,7 @@ WORDS = """
 """
 WORDS = {*WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
 WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
+OF_OTHERS = [word.strip(".'") for word in WORDS - {"'scaling'", "'sliding_window'"} if word[0] in ".'"]
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
 NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
 CACHES = type(None), DynamicCache, StaticCache
@@ -178,6 +179,8 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
         return new, "not fused: its arguments are others"
     if why := unknown(inner, WORDS | {rotaries[0].name}):
         return new, f"not fused: its forward {why}"
+    if own := [name for name in OF_OTHERS if hasattr(module, name)]:
+        return new, f"not fused: it has an attribute {own[0]}, which its forward may mean"
     if not are_plain(_parts(module)):
         return new, "not fused: a projection or a norm has hooks, or a forward of its own"
     if norms and (len(norms) != 2 or (norm := norm_of(*norms)) is None):
