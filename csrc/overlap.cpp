@@ -65,6 +65,8 @@ const at::Tensor& with_samples(const at::Tensor& t) {
   return mapped ? with_samples(mapped->value()) : t;
 }
 
+constexpr int64_t kMost = int64_t(1) << 56;
+
 }  // namespace
 
 Memory::Memory(const at::Tensor& given)
@@ -77,10 +79,11 @@ Memory::Memory(const at::Tensor& given)
   int64_t last = 0;  // element offset of the last element
   for (int64_t d = 0; d < dims_; d++) {
     if (sizes_[d] == 0) return;
-    last += (sizes_[d] - 1) * strides_[d];
+    int64_t span = 0;
+    const bool overflow = __builtin_mul_overflow(sizes_[d] - 1, strides_[d], &span);
+    // Only a fake tensor is so large. Sums of offsets in smaller ones do not overflow.
+    if (overflow || span >= kMost || (last += span) >= kMost) return;
   }
-  // No machine has so much memory, so it is a fake tensor; below, sums of a few such numbers do not overflow.
-  if (last >= int64_t(1) << 56) return;
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   if (!storage) return;  // a tensor that wraps others
   // Two storages may hold the same memory (call torch.from_numpy twice on one array), which only their addresses show.

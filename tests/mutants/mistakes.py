@@ -104,7 +104,7 @@ WRITTEN_CPU = [
     ("operators that return new tensors are checked for overlap", "csrc/checks.cpp", "if («in_place») check_overlap", "true"),
     ("negative positions are accepted", "csrc/checks.cpp", "!overflow && «first >= 0» && last < limit", "true"),
     ("a quantised cache needs no scale", "csrc/checks.cpp", "ROPE_CHECK_VALUE(«scale.tensor || type == x_type»", "true"),
-    ("v is not copied if q has no channels", "csrc/checks.cpp", "return p.sides[kQ].head_dim != 0« || p.sides[kV].head_dim != 0»;", ""),
+    ("v is not copied if q has no channels", "csrc/checks.cpp", "any_of(p.sides, p.sides + «kSides», [](const Side& side)", "kV"),
     ("gradients of tables are not set to zero if there are no tokens", "csrc/call.h", "    for (const Tensor* grad : {&cos_grad, &sin_grad}) grad->zero_();\n", ""),
     ("dimensions that overlap are taken for nested", "csrc/overlap.cpp", "nested = nested && «within <= step(d)»;", "true"),
     ("tensors in different storages are compared by storage offset alone", "csrc/overlap.h", "-apart < length_ && «storage_ == other.storage_»", "true"),
