@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,37 +32,19 @@ _WHOLE = (torch.int32, torch.int64)
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
-class _Layout(NamedTuple):
-    """How a rotary function sees x, and how the operators see it: as [batch, seq, heads, head_dim]."""
+def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, bool, Callable, Callable] | None:
+    """Returns how the operators take a call: cos, sin, whether the function has heads before seq, given and result.
 
-    to: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor, Tensor], Tensor]
-    missing: int | None  # the dimension that x has too few
-    heads_first: bool  # whether heads are before seq
-
-    def given(self, x: Tensor) -> Tensor:
-        """Returns x as the operators see it."""
-        x = self.to(x)
-        x = x if self.missing is None else x.unsqueeze(self.missing)
-        return x.transpose(1, 2) if self.heads_first else x
-
-    def result(self, y: Tensor, x: Tensor) -> Tensor:
-        """Returns a result of the operators as the function returns it."""
-        y = y.transpose(1, 2) if self.heads_first else y
-        return self.back(y if self.missing is None else y.squeeze(self.missing), x)
-
-
-def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _Layout] | None:
-    """Returns the tables as the operators take them, and the layout of x, or of q and k.
-
-    Returns None if the operators cannot take them.
+    given(x) returns x as [batch, seq, heads, head_dim], and result(y, x) a result of the operators as the function returns
+    it. Returns None if the operators cannot take the tables.
     """
-    cos, sin, shapes = reading.cos, reading.sin, [reading.to(x).shape for x in xs]
+    cos, sin, to, back = reading.cos, reading.sin, reading.to, reading.back
+    shapes = [to(x).shape for x in xs]
     dim = len(shapes[0])
     if not (3 <= dim <= 4 and cos.dim() <= dim and cos.shape == sin.shape):
         return None
     cos, sin = (t[(None,) * (dim - t.dim())].to(xs[0].device) for t in (cos, sin))
-    missing = None
+    missing = None  # the dimension that x has too few
     if dim == 3:  # [seq, heads, head_dim] or [batch, seq, head_dim]
         missing = 0 if cos.shape[1] == 1 else 2
         cos, sin = cos.unsqueeze(missing), sin.unsqueeze(missing)
@@ -79,7 +61,16 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _La
     tokens = [(s[0], s[2 if heads_first else 1]) for s in shapes]  # not in a set: a symbol for a size has no hash
     if any(other != tokens[0] for other in tokens[1:]):
         return None
-    return cos, sin, _Layout(reading.to, reading.back, missing, heads_first)
+
+    def given(x: Tensor) -> Tensor:
+        x = to(x) if missing is None else to(x).unsqueeze(missing)
+        return x.transpose(1, 2) if heads_first else x
+
+    def result(y: Tensor, x: Tensor) -> Tensor:
+        y = y.transpose(1, 2) if heads_first else y
+        return back(y if missing is None else y.squeeze(missing), x)
+
+    return cos, sin, heads_first, given, result
 
 
 # ---- the functions ----
@@ -110,14 +101,10 @@ class Rotary:
         does = ", ".join(filter(None, [pairings, self.convention.says, remarks or "rounded once" * self._once]))
         operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
+        self._torch_rope = (self,)  # what is called, as _names.renamed tells it of functions
 
     def __str__(self) -> str:
         return self._says
-
-    @property
-    def _torch_rope(self) -> tuple["Rotary"]:
-        """What is called, as :func:`._names.renamed` tells it of functions."""
-        return (self,)
 
     def rounded_once(self) -> "Rotary":
         return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
@@ -142,11 +129,11 @@ class Rotary:
         missing = any(v is inspect.Parameter.empty for v in values) or any(x is None for x in xs)
         if missing or (call := self.operands(xs, others)) is None:
             return None
-        o, layout = call
-        return [*map(layout.result, rotated([layout.given(x) for x in xs], o, self._in_trial), xs)]
+        o, given, result = call
+        return [*map(result, rotated([given(x) for x in xs], o, self._in_trial), xs)]
 
-    def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, _Layout] | None:
-        """Returns the operands for x, or for q and k, and their layout, or None if the function itself must be called.
+    def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, Callable, Callable] | None:
+        """Returns the operands for x, or for q and k, with given and result of _placed, or None to call the function itself.
 
         others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
@@ -163,10 +150,9 @@ class Rotary:
                 return call
             others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
         reading = self.convention.read(xs[0], *others)
-        placed = reading and _placed(xs, reading)
-        if not placed:
+        if not (placed := reading and _placed(xs, reading)):
             return None
-        cos, sin, layout = placed
+        cos, sin, heads_first, *layout = placed
         # A sum over tokens, which the gradient of a table is, has another order in torch_rope.
         if (cos.requires_grad and torch.is_grad_enabled() and not self._once) or not self._are_of_a_rotation(reading):
             return None
@@ -175,7 +161,7 @@ class Rotary:
         flags: dict[str, Any] = {name: True for name in ("interleaved", "inverse") if getattr(reading, name)}
         if reading.last_channels:
             flags["rotary_start"] = xs[0].shape[-1] - 2 * cos.shape[-1]
-        call = operands(cos, sin, rounding, flags, layout.heads_first), layout
+        call = operands(cos, sin, rounding, flags, heads_first), *layout
         # A converted table that has no version would not follow a change of the table.
         if lasting and (None not in versions or call[0].cos.dtype == cos.dtype):
             self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call
@@ -207,11 +193,12 @@ class Rotary:
     # ---- finding out what it computes ----
 
     def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
-        """Yields random arguments of these dtypes that the function takes, and its outcome for them."""
+        """Yields what decides how the function rounds, random arguments of these dtypes that it takes, and its outcome."""
         for size, more in product(sizes, (0, 8)):
             for values in self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes)):
                 if (outcome := self._outcome(self.function, values)) is not None:
-                    yield values, outcome
+                    reading = self.convention.read(values[0], *values[self.convention.tensors :])
+                    yield (dtypes[0], reading.cos.dtype, reading.form, reading.interleaved), values, outcome
 
     def _outcome(self, function: Callable, values: Sequence[Any]) -> tuple[list, list] | None:
         """Returns what a function returns, and the gradients of x, or of q and k, for gradients with several strides.
@@ -228,9 +215,8 @@ class Rotary:
         if [r.shape for r in results] != [x.shape for x in leaves]:
             return None
         for dims in ((-1, -1), (-2, -3), (-1, -2)):
-            shapes = [r.transpose(*dims).shape for r in results]
-            given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in shapes]
-            given = [g.transpose(*dims) for g in given]
+            turned = [r.transpose(*dims) for r in results]
+            given = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape).transpose(*dims) for t in turned]
             gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
 
@@ -246,26 +232,19 @@ class Rotary:
             return 1
         return 3 if [g.stride() for g in actual[1]] == [g.stride() for g in expected[1]] else 2
 
-    def _kind(self, values: Sequence[Any]) -> tuple:
-        """Returns what decides how the function rounds."""
-        reading = self.convention.read(values[0], *values[self.convention.tensors :])
-        return values[0].dtype, reading.cos.dtype, reading.form, reading.interleaved
-
     def _find(self, conventions: Sequence[Convention]) -> str:
         """Finds the convention that the function follows. Returns its pairings, in words."""
-        best: dict = {}
+        best: list[bool] = []  # whether pairs are interleaved, for each sample that the function takes
         for self.convention in conventions:
-            if self.convention.tensors + self.convention.others != len(self._defaults):
-                continue
-            agreed: dict = {}
-            for values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
+            agreed = []
+            for kind, values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
                 actual = self._own_outcome(values)
                 if actual is None or not _close(actual[0], expected[0]):
-                    agreed = {}
+                    agreed = []
                     break
-                agreed.setdefault(self._kind(values)[-1], []).append(values)
+                agreed.append(kind[-1])
             # A function may take single tokens in several ways.
-            if sum(map(len, agreed.values())) > sum(map(len, best.values())):
+            if len(agreed) > len(best):
                 best, found = agreed, self.convention
         if not best:
             raise NotImplementedError(
@@ -273,55 +252,51 @@ class Rotary:
                 "is only a helper, register the function or method that calls it"
             )
         self.convention = found
-        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in best)
+        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in dict.fromkeys(best))
 
     def _find_roundings(self) -> str:
         """Finds how the function rounds, in every dtype. Returns remarks about bits that torch_rope does not have."""
         groups: dict[tuple, list] = {}
         for dtypes in product(DTYPES, (*DTYPES, torch.float64)):
-            for sample in self._samples(dtypes):
-                groups.setdefault(self._kind(sample[0]), []).append(sample)
+            for kind, *sample in self._samples(dtypes):
+                groups.setdefault(kind, []).append(sample)
         remarks: dict[str, list] = {}
-        found: dict[tuple, Rounding] = {}
         for kind, samples in groups.items():
             # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
-            wide = found.get((torch.float32, *kind[1:]))
+            wide = self._roundings.get((torch.float32, *kind[1:]))
             policies = [] if self._once else [*POLICIES, *FIRST_PRODUCT]
             if wide and wide.rounds_first_product:
                 policies = FIRST_PRODUCT
-            found[kind], remark = self._rounding_of(samples, policies)
-            if remark:
+            if remark := self._find_rounding(kind, samples, policies):
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
                 remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
-        sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
-        few = [sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs)]
-        self._roundings = found
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
-        forms = [self._kind(values)[2] for values, expected in few if not self._agreement(values, expected)]
-        if forms:
-            parts.append(
-                f"with other bits of {' and '.join(dict.fromkeys(forms))} if rotary_dim is not a multiple of 16"
-            )
+        sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
+        few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
+        if forms := dict.fromkeys(kind[2] for kind, *sample in few if not self._agreement(*sample)):
+            parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
         return ", ".join(parts)
 
-    def _rounding_of(self, samples: list, policies: list) -> tuple[Rounding, str]:
-        """Returns how the function rounds samples of one kind, and a remark."""
-        kind, result, best = self._kind(samples[0][0]), samples[0][1][0][0].dtype, 0
+    def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
+        """Finds how the function rounds samples of one kind. Returns a remark."""
+        result, best = samples[0][1][0][0].dtype, 0
+        narrower = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
+        found = Rounding.once(*kind[:2], narrower)
         for policy in policies:
-            self._roundings = {kind: policy(*kind[:2], result)}
+            self._roundings[kind] = policy(*kind[:2], result)
             agreement = 3
-            for values, expected in samples:
-                agreement = min(agreement, self._agreement(values, expected))
+            for sample in samples:
+                agreement = min(agreement, self._agreement(*sample))
                 if agreement <= best:
                     break
             else:
                 best, found = agreement, self._roundings[kind]
             if best == 3:
                 break
-        if best:
-            return found, "with other bits of gradients" * (best == 1)
-        result = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
-        return Rounding.once(*kind[:2], result), "" if self._once else "rounded once, without the function's bits,"
+        self._roundings[kind] = found
+        if best == 0:
+            return "" if self._once else "rounded once, without the function's bits,"
+        return "with other bits of gradients" * (best == 1)
 
 
 def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
