@@ -9,7 +9,6 @@ library's table lists.
 
 import contextlib
 import dis
-import functools
 import hashlib
 import inspect
 import types
@@ -29,6 +28,8 @@ from ._names import nested
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
+# How far two outcomes agree: up to rounding, in the bits of results, also of gradients, also in the strides of gradients.
+_CLOSE, _BITS, _GRADIENTS, _ALL = 1, 2, 3, 4
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
@@ -139,8 +140,7 @@ class Rotary:
         """
         tables = [t for t in others if isinstance(t, Tensor)]
         # The next layer may be called with the same tables, which are then known by their identity.
-        lasting = tables and not self._in_trial and all(isinstance(v, Tensor | int | None) for v in others)
-        lasting = lasting and not is_traced()
+        lasting = not (self._in_trial or is_traced()) and all(isinstance(v, Tensor | int | None) for v in others)
         lasting = lasting and all(type(t) is Tensor and not t.requires_grad and t.dtype not in _WHOLE for t in tables)
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
@@ -220,17 +220,13 @@ class Rotary:
             gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
 
-    def _own_outcome(self, values: Sequence[Any]) -> tuple[list, list] | None:
-        return self._outcome(lambda **given: self._rotated([*given.values()]), values)
-
     def _agreement(self, values: Sequence[Any], expected: tuple[list, list]) -> int:
-        """Returns 3 if torch_rope has the bits of an outcome, 2 without strides of gradients, 1 without gradients, or 0."""
-        actual = self._own_outcome(values)
-        if actual is None or not _same(actual[0], expected[0]):
+        """Returns how far torch_rope agrees with an outcome, see _CLOSE and the following."""
+        actual = self._outcome(lambda **given: self._rotated([*given.values()]), values)
+        if actual is None or not _close(actual[0], expected[0]):
             return 0
-        if not _same(actual[1], expected[1]):
-            return 1
-        return 3 if [g.stride() for g in actual[1]] == [g.stride() for g in expected[1]] else 2
+        strides, others = ([g.stride() for g in gradients] for _, gradients in (actual, expected))
+        return [*map(_same, actual, expected), strides == others, False].index(False) + _CLOSE
 
     def _find(self, conventions: Sequence[Convention]) -> str:
         """Finds the convention that the function follows. Returns its pairings, in words."""
@@ -238,8 +234,7 @@ class Rotary:
         for self.convention in conventions:
             agreed = []
             for kind, values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
-                actual = self._own_outcome(values)
-                if actual is None or not _close(actual[0], expected[0]):
+                if not self._agreement(values, expected):
                     agreed = []
                     break
                 agreed.append(kind[-1])
@@ -273,30 +268,30 @@ class Rotary:
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
         sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
         few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
-        if forms := dict.fromkeys(kind[2] for kind, *sample in few if not self._agreement(*sample)):
+        if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
             parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
         return ", ".join(parts)
 
     def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
         """Finds how the function rounds samples of one kind. Returns a remark."""
-        result, best = samples[0][1][0][0].dtype, 0
+        result, best = samples[0][1][0][0].dtype, _CLOSE
         narrower = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
         found = Rounding.once(*kind[:2], narrower)
         for policy in policies:
             self._roundings[kind] = policy(*kind[:2], result)
-            agreement = 3
+            agreement = _ALL
             for sample in samples:
                 agreement = min(agreement, self._agreement(*sample))
                 if agreement <= best:
                     break
             else:
                 best, found = agreement, self._roundings[kind]
-            if best == 3:
+            if best == _ALL:
                 break
         self._roundings[kind] = found
-        if best == 0:
+        if best == _CLOSE:
             return "" if self._once else "rounded once, without the function's bits,"
-        return "with other bits of gradients" * (best == 1)
+        return "with other bits of gradients" * (best == _BITS)
 
 
 def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
@@ -313,10 +308,7 @@ def _close(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _recognised(function: Callable, texts: Collection[str]) -> str:
-    """Returns how a function is recognised, in words. Raises NotImplementedError if random numbers may not show all that
-    it computes."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """Returns how a function is recognised, or raises NotImplementedError if random numbers may not show what it does."""
     parts = _with_helpers(inspect.unwrap(function))
     if not any(_branches(part.__code__) for part in parts):
         return "tried"
