@@ -30,6 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
 # How far two outcomes agree: up to rounding, in the bits of results, also of gradients, also in the strides of gradients.
 _CLOSE, _BITS, _GRADIENTS, _ALL = 1, 2, 3, 4
+_REMARKS = {_CLOSE: "rounded once, without the function's bits,", _BITS: "with other bits of gradients"}
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
@@ -99,7 +100,7 @@ class Rotary:
         pairings, remarks = undisturbed(lambda: (self._find(conventions), self._find_roundings()))
         self._checked.clear()
         self._in_trial = False
-        does = ", ".join(filter(None, [pairings, self.convention.says, remarks or "rounded once" * self._once]))
+        does = ", ".join(filter(None, [pairings, self.convention.says, remarks]))
         operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
         self._torch_rope = (self,)  # what is called, as _names.renamed tells it of functions
@@ -230,24 +231,19 @@ class Rotary:
 
     def _find(self, conventions: Sequence[Convention]) -> str:
         """Finds the convention that the function follows. Returns its pairings, in words."""
-        best: list[bool] = []  # whether pairs are interleaved, for each sample that the function takes
+        best: list[tuple] = []
         for self.convention in conventions:
-            agreed = []
-            for kind, values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
-                if not self._agreement(values, expected):
-                    agreed = []
-                    break
-                agreed.append(kind[-1])
+            samples = [*self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3)))]
             # A function may take single tokens in several ways.
-            if len(agreed) > len(best):
-                best, found = agreed, self.convention
+            if len(samples) > len(best) and all(self._agreement(*sample) for _, *sample in samples):
+                best, found = samples, self.convention
         if not best:
             raise NotImplementedError(
                 "the function must rotate pairs of channels by the angles of cos and sin but computes something else; if it "
                 "is only a helper, register the function or method that calls it"
             )
-        self.convention = found
-        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in dict.fromkeys(best))
+        self.convention, pairings = found, dict.fromkeys(kind[-1] for kind, *_ in best)
+        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
 
     def _find_roundings(self) -> str:
         """Finds how the function rounds, in every dtype. Returns remarks about bits that torch_rope does not have."""
@@ -259,14 +255,14 @@ class Rotary:
         for kind, samples in groups.items():
             # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
             wide = self._roundings.get((torch.float32, *kind[1:]))
-            policies = [] if self._once else [*POLICIES, *FIRST_PRODUCT]
-            if wide and wide.rounds_first_product:
-                policies = FIRST_PRODUCT
-            if remark := self._find_rounding(kind, samples, policies):
+            policies = FIRST_PRODUCT if wide and wide.rounds_first_product else [*POLICIES, *FIRST_PRODUCT]
+            if remark := self._find_rounding(kind, samples, [] if self._once else policies):
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
                 remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
+        if self._once:
+            return "rounded once"
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
-        sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
+        sizes = (2, 5, 3), (1, 70, 2)
         few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
         if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
             parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
@@ -289,9 +285,7 @@ class Rotary:
             if best == _ALL:
                 break
         self._roundings[kind] = found
-        if best == _CLOSE:
-            return "" if self._once else "rounded once, without the function's bits,"
-        return "with other bits of gradients" * (best == _BITS)
+        return _REMARKS.get(best, "")
 
 
 def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
