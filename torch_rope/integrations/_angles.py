@@ -151,8 +151,6 @@ def _exact(module: nn.Module, make: Callable) -> tuple[Callable | None, str]:
         return tree_map_only(Tensor, lambda t: t.to(twin.device, next(dtypes)), tables)
 
     before = getattr(module, "_old_forward", module.forward)  # the hooks of accelerate set both
-    if hasattr(before, "_torch_rope"):
-        return None, ""
     try:
         if next(module.parameters(), None) is not None:
             raise ValueError("it has weights, which may change its angles")

@@ -214,17 +214,17 @@ class _Search:
                 yield name, fused, (*fused._torch_rope, *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
                 raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
-            elif "super" in inspect.unwrap(function).__code__.co_names and any(map(self._rotates, inherited)):
+            elif "super" in inspect.unwrap(function).__code__.co_names and [*map(self._tried, inherited)] != inherited:
                 raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
-
-    def _rotates(self, function: types.FunctionType) -> bool:
-        with contextlib.suppress(NotImplementedError):  # which a rotary function that is not known raises
-            return self._renamed(function) is not function
-        return True
 
     def _renamed(self, function: types.FunctionType) -> types.FunctionType:
         """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
         return _registered.get(function) or renamed(function, self._find, self._known)
+
+    def _tried(self, function: types.FunctionType) -> types.FunctionType | None:
+        """Returns what _renamed returns, or None if the function calls a rotary function that is not known."""
+        with contextlib.suppress(NotImplementedError):
+            return self._renamed(function)
 
     def _find(self, name: str, function: Callable) -> Callable | None:
         """Returns what takes the place of a function, or None if its name is not that of a rotary function."""
@@ -237,10 +237,8 @@ class _Search:
                 _found[key] = Rotary(function, name, library.conventions, library.texts, self.rounding)
             return _found[key]
         except NotImplementedError as error:
-            new = function  # which may call other rotary functions for parts of the channels
-            with contextlib.suppress(NotImplementedError):
-                new = self._renamed(function)
-            if new is function:
+            new = self._tried(function)  # it may call other rotary functions for parts of the channels
+            if new in (None, function):
                 raise NotImplementedError(f"calls {name}: {error}") from None
             return new
 

@@ -9,7 +9,6 @@ library's table lists.
 
 import contextlib
 import dis
-import functools
 import hashlib
 import inspect
 import types
@@ -17,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,40 +28,25 @@ from ._names import nested
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
+# How far two outcomes agree: up to rounding, in the bits of results, also of gradients, also in the strides of gradients.
+_CLOSE, _BITS, _GRADIENTS, _ALL = 1, 2, 3, 4
+_REMARKS = {_CLOSE: "rounded once, without the function's bits,", _BITS: "with other bits of gradients"}
 _NO_ROTATION = "torch_rope: {} was called with different angles for the two channels of a pair"
 
 
-class _Layout(NamedTuple):
-    """How a rotary function sees x, and how the operators see it: as [batch, seq, heads, head_dim]."""
+def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, bool, Callable, Callable] | None:
+    """Returns how the operators take a call: cos, sin, whether the function has heads before seq, given and result.
 
-    to: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor, Tensor], Tensor]
-    missing: int | None  # the dimension that x has too few
-    heads_first: bool  # whether heads are before seq
-
-    def given(self, x: Tensor) -> Tensor:
-        """Returns x as the operators see it."""
-        x = self.to(x)
-        x = x if self.missing is None else x.unsqueeze(self.missing)
-        return x.transpose(1, 2) if self.heads_first else x
-
-    def result(self, y: Tensor, x: Tensor) -> Tensor:
-        """Returns a result of the operators as the function returns it."""
-        y = y.transpose(1, 2) if self.heads_first else y
-        return self.back(y if self.missing is None else y.squeeze(self.missing), x)
-
-
-def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _Layout] | None:
-    """Returns the tables as the operators take them, and the layout of x, or of q and k.
-
-    Returns None if the operators cannot take them.
+    given(x) returns x as [batch, seq, heads, head_dim], and result(y, x) a result of the operators as the function returns
+    it. Returns None if the operators cannot take the tables.
     """
-    cos, sin, shapes = reading.cos, reading.sin, [reading.to(x).shape for x in xs]
+    cos, sin, to, back = reading.cos, reading.sin, reading.to, reading.back
+    shapes = [to(x).shape for x in xs]
     dim = len(shapes[0])
     if not (3 <= dim <= 4 and cos.dim() <= dim and cos.shape == sin.shape):
         return None
     cos, sin = (t[(None,) * (dim - t.dim())].to(xs[0].device) for t in (cos, sin))
-    missing = None
+    missing = None  # the dimension that x has too few
     if dim == 3:  # [seq, heads, head_dim] or [batch, seq, head_dim]
         missing = 0 if cos.shape[1] == 1 else 2
         cos, sin = cos.unsqueeze(missing), sin.unsqueeze(missing)
@@ -79,7 +63,16 @@ def _placed(xs: Sequence[Tensor], reading: Reading) -> tuple[Tensor, Tensor, _La
     tokens = [(s[0], s[2 if heads_first else 1]) for s in shapes]  # not in a set: a symbol for a size has no hash
     if any(other != tokens[0] for other in tokens[1:]):
         return None
-    return cos, sin, _Layout(reading.to, reading.back, missing, heads_first)
+
+    def given(x: Tensor) -> Tensor:
+        x = to(x) if missing is None else to(x).unsqueeze(missing)
+        return x.transpose(1, 2) if heads_first else x
+
+    def result(y: Tensor, x: Tensor) -> Tensor:
+        y = y.transpose(1, 2) if heads_first else y
+        return back(y if missing is None else y.squeeze(missing), x)
+
+    return cos, sin, heads_first, given, result
 
 
 # ---- the functions ----
@@ -107,17 +100,13 @@ class Rotary:
         pairings, remarks = undisturbed(lambda: (self._find(conventions), self._find_roundings()))
         self._checked.clear()
         self._in_trial = False
-        does = ", ".join(filter(None, [pairings, self.convention.says, remarks or "rounded once" * self._once]))
+        does = ", ".join(filter(None, [pairings, self.convention.says, remarks]))
         operator = "rotate" if self.convention.tensors == 1 else "rotate_qk"
         self._says = f"{name} is torch.ops.rope.{operator}, {does} ({how})"
+        self._torch_rope = (self,)  # what is called, as _names.renamed tells it of functions
 
     def __str__(self) -> str:
         return self._says
-
-    @property
-    def _torch_rope(self) -> tuple["Rotary"]:
-        """What is called, as :func:`._names.renamed` tells it of functions."""
-        return (self,)
 
     def rounded_once(self) -> "Rotary":
         return Rotary(self.function, self.name, [self.convention], {text_of(self.function)}, "once")
@@ -142,18 +131,17 @@ class Rotary:
         missing = any(v is inspect.Parameter.empty for v in values) or any(x is None for x in xs)
         if missing or (call := self.operands(xs, others)) is None:
             return None
-        o, layout = call
-        return [*map(layout.result, rotated([layout.given(x) for x in xs], o, self._in_trial), xs)]
+        o, given, result = call
+        return [*map(result, rotated([given(x) for x in xs], o, self._in_trial), xs)]
 
-    def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, _Layout] | None:
-        """Returns the operands for x, or for q and k, and their layout, or None if the function itself must be called.
+    def operands(self, xs: Sequence[Tensor], others: Sequence[Any]) -> tuple[Operands, Callable, Callable] | None:
+        """Returns the operands for x, or for q and k, with given and result of _placed, or None to call the function itself.
 
         others: the function's other arguments. All layers of a model have the same tables, and so the same operands.
         """
         tables = [t for t in others if isinstance(t, Tensor)]
         # The next layer may be called with the same tables, which are then known by their identity.
-        lasting = tables and not self._in_trial and all(isinstance(v, Tensor | int | None) for v in others)
-        lasting = lasting and not is_traced()
+        lasting = not (self._in_trial or is_traced()) and all(isinstance(v, Tensor | int | None) for v in others)
         lasting = lasting and all(type(t) is Tensor and not t.requires_grad and t.dtype not in _WHOLE for t in tables)
         if lasting:
             versions = [None if t.is_inference() else t._version for t in tables]
@@ -163,10 +151,9 @@ class Rotary:
                 return call
             others = [v.data if isinstance(v, Tensor) else v for v in others]  # operands must not keep tables alive
         reading = self.convention.read(xs[0], *others)
-        placed = reading and _placed(xs, reading)
-        if not placed:
+        if not (placed := reading and _placed(xs, reading)):
             return None
-        cos, sin, layout = placed
+        cos, sin, heads_first, *layout = placed
         # A sum over tokens, which the gradient of a table is, has another order in torch_rope.
         if (cos.requires_grad and torch.is_grad_enabled() and not self._once) or not self._are_of_a_rotation(reading):
             return None
@@ -175,7 +162,7 @@ class Rotary:
         flags: dict[str, Any] = {name: True for name in ("interleaved", "inverse") if getattr(reading, name)}
         if reading.last_channels:
             flags["rotary_start"] = xs[0].shape[-1] - 2 * cos.shape[-1]
-        call = operands(cos, sin, rounding, flags, layout.heads_first), layout
+        call = operands(cos, sin, rounding, flags, heads_first), *layout
         # A converted table that has no version would not follow a change of the table.
         if lasting and (None not in versions or call[0].cos.dtype == cos.dtype):
             self._last = [weakref.ref(t, lambda _: setattr(self, "_last", None)) for t in tables], key, call
@@ -207,11 +194,12 @@ class Rotary:
     # ---- finding out what it computes ----
 
     def _samples(self, dtypes: tuple, sizes: tuple = ((2, 5, 3),), pairs: int = 8) -> Iterator[tuple]:
-        """Yields random arguments of these dtypes that the function takes, and its outcome for them."""
+        """Yields what decides how the function rounds, random arguments of these dtypes that it takes, and its outcome."""
         for size, more in product(sizes, (0, 8)):
             for values in self.convention.samples(Sample(*size, 2 * pairs + more, pairs, *dtypes)):
                 if (outcome := self._outcome(self.function, values)) is not None:
-                    yield values, outcome
+                    reading = self.convention.read(values[0], *values[self.convention.tensors :])
+                    yield (dtypes[0], reading.cos.dtype, reading.form, reading.interleaved), values, outcome
 
     def _outcome(self, function: Callable, values: Sequence[Any]) -> tuple[list, list] | None:
         """Returns what a function returns, and the gradients of x, or of q and k, for gradients with several strides.
@@ -228,100 +216,76 @@ class Rotary:
         if [r.shape for r in results] != [x.shape for x in leaves]:
             return None
         for dims in ((-1, -1), (-2, -3), (-1, -2)):
-            shapes = [r.transpose(*dims).shape for r in results]
-            given = [torch.linspace(-1, 1, s.numel(), dtype=results[0].dtype).view(s) for s in shapes]
-            given = [g.transpose(*dims) for g in given]
+            turned = [r.transpose(*dims) for r in results]
+            given = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape).transpose(*dims) for t in turned]
             gradients += torch.autograd.grad(results, leaves, given, retain_graph=True)
         return [r.detach() for r in results], gradients
 
-    def _own_outcome(self, values: Sequence[Any]) -> tuple[list, list] | None:
-        return self._outcome(lambda **given: self._rotated([*given.values()]), values)
-
     def _agreement(self, values: Sequence[Any], expected: tuple[list, list]) -> int:
-        """Returns 3 if torch_rope has the bits of an outcome, 2 without strides of gradients, 1 without gradients, or 0."""
-        actual = self._own_outcome(values)
-        if actual is None or not _same(actual[0], expected[0]):
+        """Returns how far torch_rope agrees with an outcome, see _CLOSE and the following."""
+        actual = self._outcome(lambda **given: self._rotated([*given.values()]), values)
+        if actual is None or not _close(actual[0], expected[0]):
             return 0
-        if not _same(actual[1], expected[1]):
-            return 1
-        return 3 if [g.stride() for g in actual[1]] == [g.stride() for g in expected[1]] else 2
-
-    def _kind(self, values: Sequence[Any]) -> tuple:
-        """Returns what decides how the function rounds."""
-        reading = self.convention.read(values[0], *values[self.convention.tensors :])
-        return values[0].dtype, reading.cos.dtype, reading.form, reading.interleaved
+        strides, others = ([g.stride() for g in gradients] for _, gradients in (actual, expected))
+        return [*map(_same, actual, expected), strides == others, False].index(False) + _CLOSE
 
     def _find(self, conventions: Sequence[Convention]) -> str:
         """Finds the convention that the function follows. Returns its pairings, in words."""
-        best: dict = {}
+        best: list[tuple] = []
         for self.convention in conventions:
-            if self.convention.tensors + self.convention.others != len(self._defaults):
-                continue
-            agreed: dict = {}
-            for values, expected in self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3))):
-                actual = self._own_outcome(values)
-                if actual is None or not _close(actual[0], expected[0]):
-                    agreed = {}
-                    break
-                agreed.setdefault(self._kind(values)[-1], []).append(values)
+            samples = [*self._samples((torch.float32,) * 2, ((2, 5, 3), (1, 70, 2), (2, 1, 3)))]
             # A function may take single tokens in several ways.
-            if sum(map(len, agreed.values())) > sum(map(len, best.values())):
-                best, found = agreed, self.convention
+            if len(samples) > len(best) and all(self._agreement(*sample) for _, *sample in samples):
+                best, found = samples, self.convention
         if not best:
             raise NotImplementedError(
                 "the function must rotate pairs of channels by the angles of cos and sin but computes something else; if it "
                 "is only a helper, register the function or method that calls it"
             )
-        self.convention = found
-        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in best)
+        self.convention, pairings = found, dict.fromkeys(kind[-1] for kind, *_ in best)
+        return " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
 
     def _find_roundings(self) -> str:
         """Finds how the function rounds, in every dtype. Returns remarks about bits that torch_rope does not have."""
         groups: dict[tuple, list] = {}
         for dtypes in product(DTYPES, (*DTYPES, torch.float64)):
-            for sample in self._samples(dtypes):
-                groups.setdefault(self._kind(sample[0]), []).append(sample)
+            for kind, *sample in self._samples(dtypes):
+                groups.setdefault(kind, []).append(sample)
         remarks: dict[str, list] = {}
-        found: dict[tuple, Rounding] = {}
         for kind, samples in groups.items():
             # With x of 16 bits, few numbers show how the sum is rounded that has 32 bits. With x of 32 bits, most do.
-            wide = found.get((torch.float32, *kind[1:]))
-            policies = [] if self._once else [*POLICIES, *FIRST_PRODUCT]
-            if wide and wide.rounds_first_product:
-                policies = FIRST_PRODUCT
-            found[kind], remark = self._rounding_of(samples, policies)
-            if remark:
+            wide = self._roundings.get((torch.float32, *kind[1:]))
+            policies = FIRST_PRODUCT if wide and wide.rounds_first_product else [*POLICIES, *FIRST_PRODUCT]
+            if remark := self._find_rounding(kind, samples, [] if self._once else policies):
                 dtypes = (str(dtype).removeprefix("torch.") for dtype in kind[:2])
                 remarks.setdefault(remark, []).append("{} with tables of {}".format(*dtypes))
-        sizes = () if self._once else ((2, 5, 3), (1, 70, 2))
-        few = [sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs)]
-        self._roundings = found
+        if self._once:
+            return "rounded once"
         parts = [f"{remark} for {' and '.join(of)}" for remark, of in remarks.items()]
-        forms = [self._kind(values)[2] for values, expected in few if not self._agreement(values, expected)]
-        if forms:
-            parts.append(
-                f"with other bits of {' and '.join(dict.fromkeys(forms))} if rotary_dim is not a multiple of 16"
-            )
+        sizes = (2, 5, 3), (1, 70, 2)
+        few = (sample for pairs in (3, 5) for sample in self._samples((torch.float32,) * 2, sizes, pairs))
+        if forms := dict.fromkeys(kind[2] for kind, *sample in few if self._agreement(*sample) < _BITS):
+            parts.append(f"with other bits of {' and '.join(forms)} if rotary_dim is not a multiple of 16")
         return ", ".join(parts)
 
-    def _rounding_of(self, samples: list, policies: list) -> tuple[Rounding, str]:
-        """Returns how the function rounds samples of one kind, and a remark."""
-        kind, result, best = self._kind(samples[0][0]), samples[0][1][0][0].dtype, 0
+    def _find_rounding(self, kind: tuple, samples: list, policies: list) -> str:
+        """Finds how the function rounds samples of one kind. Returns a remark."""
+        result, best = samples[0][1][0][0].dtype, _CLOSE
+        narrower = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
+        found = Rounding.once(*kind[:2], narrower)
         for policy in policies:
-            self._roundings = {kind: policy(*kind[:2], result)}
-            agreement = 3
-            for values, expected in samples:
-                agreement = min(agreement, self._agreement(values, expected))
+            self._roundings[kind] = policy(*kind[:2], result)
+            agreement = _ALL
+            for sample in samples:
+                agreement = min(agreement, self._agreement(*sample))
                 if agreement <= best:
                     break
             else:
                 best, found = agreement, self._roundings[kind]
-            if best == 3:
+            if best == _ALL:
                 break
-        if best:
-            return found, "with other bits of gradients" * (best == 1)
-        result = min(kind[0], result, key=lambda dtype: dtype.itemsize)  # a few functions always return bfloat16
-        return Rounding.once(*kind[:2], result), "" if self._once else "rounded once, without the function's bits,"
+        self._roundings[kind] = found
+        return _REMARKS.get(best, "")
 
 
 def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
@@ -338,10 +302,7 @@ def _close(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _recognised(function: Callable, texts: Collection[str]) -> str:
-    """Returns how a function is recognised, in words. Raises NotImplementedError if random numbers may not show all that
-    it computes."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    """Returns how a function is recognised, or raises NotImplementedError if random numbers may not show what it does."""
     parts = _with_helpers(inspect.unwrap(function))
     if not any(_branches(part.__code__) for part in parts):
         return "tried"

@@ -1,6 +1,6 @@
 """Replaces rotary functions through transformers' own mechanism, the kernels package."""
 
-import functools
+import types
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ _rotaries: dict[type[nn.Module], Rotary] = {}
 @torch.compiler.assume_constant_result
 def _try(kernel: type[nn.Module]) -> None:
     if kernel not in _rotaries:
-        function = functools.partial(kernel.forward, None)  # the module has no state, so self may be None
+        function = types.MethodType(kernel.forward, kernel)  # the module has no state, so self may be anything
         _rotaries[kernel] = Rotary(function, kernel.kernel_layer_name, CONVENTIONS, TEXTS)
 
 
