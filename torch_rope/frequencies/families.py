@@ -1,5 +1,5 @@
-"""Lists what a config does not say about the model families of transformers: their pairing, which of them ignore
-partial_rotary_factor, which of their layers rotate, and the entries that they leave out.
+"""Lists what a config does not say about the model families of transformers: their pairing, which of them read
+partial_rotary_factor, and which of their layers rotate.
 """
 
 
@@ -20,7 +20,7 @@ INTERLEAVED = _names(
     efficientloftr ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4 glm4_moe_lite glm4v_text glm_moe_dsa
     glm_ocr_text gptj helium hy_v4_vl_text inkling2_vision lightglue llama4_text llama4_vision_model longcat_flash
     mistral4 mistral_large4_text moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder
-    pe_audio_video_encoder pe_video_encoder roformer sam2_video sam3_tracker_video sam3_vit_model sarvam_mla youtu
+    pe_audio_video_encoder pe_video_encoder qwen2_5_omni_dit roformer sam2_video sam3_tracker_video sam3_vit_model sarvam_mla youtu
     """
 )
 
@@ -44,7 +44,7 @@ HALF_SPLIT = _names(
     muse_glimmer muse_glimmer_assistant muse_spark nanochat nemotron nemotron3_5_transcribe_asr_audio
     nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio neomme neucodec nomic_bert olmo olmo2 olmo3
     olmo_hybrid olmoe paddleocr_vl persimmon phi phi3 phi4_multimodal phimoe pocket_tts pocket_tts_audio_tokenizer
-    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen2_5_omni qwen2_5_omni_dit
+    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen2_5_omni
     qwen2_5_omni_talker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe
     qwen3_omni_moe_talker qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
     qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 step3p5 t5_gemma_module
@@ -53,13 +53,10 @@ HALF_SPLIT = _names(
     """
 )
 
-# The families of docs/families.md whose model rotates whole heads, whatever partial_rotary_factor says, if its kind is
-# "default".
-WHOLE_HEADS = _names(
+# The families whose model reads partial_rotary_factor, although their config class does not give it a value.
+PARTIAL = _names(
     """
-    apertus cohere cohere2 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text gpt_oss granite helium llama llama4_text
-    mistral mixtral modernbert nanochat olmo2 olmo3 openai_privacy_filter qwen2 qwen2_vl qwen2_vl_text qwen3
-    qwen3_moe qwen3_vl_text seed_oss smollm3 starcoder2
+    diffusion_gemma_text glm4v_text glm_image_text glm_ocr_text mellum minimax_m2 qwen4_exp_text solar_open
     """
 )
 
@@ -76,83 +73,15 @@ NOT_BY_CONFIG = {
     "ernie4_5_vl_moe_text": "another one: its pairs are in an order of their own; use torch_rope.multimodal.from_config",
     "lightglue": "another one: its frequencies are learned",
 }
-# The values that the configuration classes of transformers fill in if a config.json does not give them, for the
-# families in which they differ from the usual ones: base 10000, hidden_size / num_attention_heads channels that are all
-# rotated, no scaling.
-DEFAULTS: dict[str, dict] = {
-    "afmoe": {"global_attn_every_n_layers": 4, "head_dim": 128},
-    "apertus": {
-        "rope_theta": 12e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
-    "codegen": {"rotary_dim": 64},
-    "cohere": {"rope_theta": 5e5},
-    "cohere2": {"sliding_window_pattern": 4},
-    "deepseek_v2": {"qk_rope_head_dim": 64},
-    "deepseek_v3": {"qk_rope_head_dim": 64},
+# The families that rotate without rope parameters, by the base 10000 or rope_theta, and rotary_dim channels of a head.
+NO_PARAMETERS = frozenset({"codegen", "esm", "gptj", "lightglue", "roformer"})
+# The families that rotate by one position_embedding_type alone.
+STYLES = {"esm": ("rotary",), "granitemoehybrid": ("rope",)}
+# Family -> layer type -> its name in the rope parameters, if that is another one.
+LABELS = {
     "deepseek_v4": {
-        "head_dim": 512,
-        "partial_rotary_factor": 64 / 512,
-        "compress_rope_theta": 160000.0,
-    },
-    "ernie4_5": {"rope_theta": 5e5, "head_dim": 128},
-    "exaone4": {"sliding_window_pattern": 4},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "sliding_window_pattern": 6},
-    "gemma4_text": {
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "sliding_window_pattern": 6,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-        },
-    },
-    "glm": {"head_dim": 128, "partial_rotary_factor": 0.5},
-    "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5},
-    "gpt_neox": {"rotary_pct": 0.25},
-    **dict.fromkeys(
-        ("gpt_oss", "openai_privacy_filter"),
-        {
-            "head_dim": 64,
-            "rope_theta": 150000.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
-        },
-    ),
-    "gptj": {"rotary_dim": 64},
-    "helium": {"rope_theta": 1e5, "head_dim": 128},
-    "llama4_text": {"rope_theta": 5e5, "head_dim": 128, "no_rope_layer_interval": 4},
-    "mimo_v2_flash": {
-        "head_dim": 192,
-        "partial_rotary_factor": 0.334,
-        "rope_theta": 5e6,
-        "swa_rope_theta": 1e4,
-    },
-    "mixtral": {"rope_theta": 1e6},
-    "modernbert": {"global_rope_theta": 160000.0, "local_rope_theta": 1e4, "global_attn_every_n_layers": 3},
-    "nemotron": {"partial_rotary_factor": 0.5},
-    "olmo3": {"rope_theta": 5e5, "sliding_window_pattern": 4},
-    "persimmon": {"partial_rotary_factor": 0.5},
-    "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {},
-    "qwen2_vl": {"rope_theta": 1e6},
-    "qwen2_vl_text": {"rope_theta": 1e6},
-    "qwen3": {"head_dim": 128},
-    "qwen3_vl_text": {"rope_theta": 5e5, "head_dim": 128},
-    "seed_oss": {"head_dim": 128},
-    "smollm3": {"rope_theta": 2e6, "no_rope_layer_interval": 4},
-    "stablelm": {"partial_rotary_factor": 0.25},
-    "step3p5": {"head_dim": 128, "yarn_only_types": ["full_attention"]},
+        "sliding_attention": "main",
+        "compressed_sparse_attention": "compress",
+        "heavily_compressed_attention": "compress",
+    }
 }
