@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -90,10 +90,10 @@ def _made(config: Mapping) -> Any:
     for name, value in ("rope_parameters", rope), ("rope_scaling", old):
         _need(value is None or isinstance(value, dict), name, value, "a dict")
     _need(not rope or not old or rope == old, "rope_scaling", old, "absent, or equal to rope_parameters")
-    if rope and not any(re.search("theta|rotary_emb_base", str(name)) for name in text):
+    if not any(re.search("theta|rotary_emb_base", str(name)) for name in text):
         # transformers takes the base of the class, but the model may have had another before it was lost.
-        for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
-            parameters.setdefault("rope_theta", None)
+        for each in _parts(rope):
+            each.setdefault("rope_theta", None)
     try:
         with _quiet():
             cls = CONFIG_MAPPING[model_type]
@@ -103,28 +103,29 @@ def _made(config: Mapping) -> Any:
 
 
 @functools.cache
-def _usual(cls: type) -> Any:
-    """Returns the config that a class makes without arguments, which nobody may change, or None."""
+def _of_class(cls: type) -> tuple[set[str], dict]:
+    """Returns the names of the entries that a config class has, and the rope parameters that it gives by default."""
+    usual = None
     with _quiet(), contextlib.suppress(Exception):
-        return cls()
-    return None
+        usual = cls()
+    names = {*getattr(cls, "__dataclass_fields__", ()), *getattr(usual, "__dict__", ())}
+    return names, _get(usual, "rope_parameters") or {}
 
 
-def _usual_rope(config: Any) -> Mapping:
-    """Returns the rope parameters that the class of a config gives by default."""
-    return _get(_usual(type(config)), "rope_parameters") or {}
+def _parts(rope: Any) -> list[dict]:
+    """Returns the rope parameters of each layer type, or of all layers."""
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope] if isinstance(rope, dict) else []
 
 
 def understood(config: Any) -> Any:
     """Returns the config object that describes the attention.
 
-    Raises ValueError if it has an entry about positions or a rotation that is not read, or describes another kind of
-    rotation.
+    Raises ValueError if an entry is about positions or a rotation and is not read, or describes another kind of rotation.
     """
-    advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(not isinstance(config, nn.Module), "config", type(config), "the config of a model; pass model.config")
     config = _made(config) if isinstance(config, Mapping) else config
     text = _get(config, "text_config") or config
+    advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(hasattr(text, "model_type"), "config", config, advice)
     for each in (text,) if text is config else (text, config):
         _check_names(each, text)
@@ -136,22 +137,19 @@ def understood(config: Any) -> Any:
 def _check_names(config: Any, text: Any) -> None:
     """Raises ValueError if an entry is not read, but its name is about a rotation, or nearly that of one that is read.
     text: the config that describes the attention."""
-    known = {*(_get(config, "__dataclass_fields__") or ()), *vars(_usual(type(config)) or config)}
-    rope = _get(text, "rope_parameters")
-    places = [vars(text)] if text is not config else []  # where an entry may be read instead
-    places += [rope, *(value for value in rope.values())] if isinstance(rope, Mapping) else []
+    known, _ = _of_class(type(config))
+    places = _parts(_get(text, "rope_parameters")) + ([vars(text)] if text is not config else [])
     for name, value in vars(config).items():
-        read = [place[name] for place in places if isinstance(place, Mapping) and name in place]
+        read = [place[name] for place in places if name in place]  # the same entry, where it is read
         if name[0] == "_" or value is None or value in read or name in _NO_MATTER:
             continue
         if name in _SWITCHES:
             _need(isinstance(value, bool), name, value, "True or False")
             continue
         about = (_ABOUT_ROTATION if name in known else _ABOUT_POSITIONS).search(name)
+        unread = about and (read or name not in known & _READ)
         must_be = f"{read[0]!r}, as where it is read" if read else "absent, because its meaning is not known"
-        _need(
-            not about or (not read and name in known & _READ), name, value, f"{must_be}; remove it if it means nothing"
-        )
+        _need(not unread, name, value, f"{must_be}; remove it if it means nothing")
         for near in difflib.get_close_matches(name, known & _READ, 1, 0.87) if name not in known else ():
             _need(name.endswith(f"_{near}"), name, value, f"absent: the entry of {type(config).__name__} is {near}")
 
@@ -176,7 +174,7 @@ def _against_rotation(config: Any) -> tuple[str, Any, str] | None:
         return "model_type", model_type, ""
     if model_type in families.NO_PARAMETERS or _get(config, "rope_parameters"):
         return None
-    if _usual_rope(config):
+    if _of_class(type(config))[1]:
         return "rope_parameters", _get(config, "rope_parameters"), f"; {_AT_ONCE}"
     inner = " or ".join(f"config.{name}" for name in _inner(config))
     advice = f"pass the inner config, {inner}" if inner else "transformers 5 gives them to models that do"
@@ -187,88 +185,73 @@ def _by_type(config: Any) -> dict[str | None, Mapping | None]:
     """Returns layer type -> rope parameters, or None -> the rope parameters of all layers."""
     if config.model_type in families.NO_PARAMETERS:
         return {None: {"rope_theta": getattr(config, "rope_theta", 10000.0)}}
-    rope, usual = config.rope_parameters, _usual_rope(config)
-    _need(isinstance(rope, Mapping), "rope_parameters", rope, "a dict")
-    types = {name for name, value in usual.items() if isinstance(value, Mapping)}
-    named = types.union(_get(config, "layer_types") or ())
-    nested = {name: value for name, value in rope.items() if name in named or isinstance(value, Mapping)}
-    choices = ", ".join(sorted(types | nested.keys()))
-    for name, value in rope.items() if choices else ():
-        good = name in nested or (bool(nested) and value in (None, _get(config, "default_theta")))
-        _need(good, name, value, f"in the rope parameters of each layer type ({choices}); {_AT_ONCE}")
-    by_type: dict[str | None, Mapping | None] = {**nested} if nested else {None: rope}
+    rope, types, (_, usual) = config.rope_parameters, {*(_get(config, "layer_types") or ())}, _of_class(type(config))
+    _need(isinstance(rope, dict), "rope_parameters", rope, "a dict")
+    nested = {name for each in (rope, usual) for name, value in each.items() if isinstance(value, dict)}
+    for name, value in rope.items() if nested else ():
+        good = name in nested | types or value in (None, _get(config, "default_theta"))
+        _need(good, name, value, f"given for each layer type ({', '.join(sorted(nested))}); {_AT_ONCE}")
+    by_type = {name: rope[name] for name in rope if name in nested | types} if nested else {None: rope}
     for name, value in by_type.items():
-        of_class = (usual if name is None else usual.get(name)) or {}
+        of_class = (usual.get(name) if nested else usual) or {}
         for entry in ("rope_theta", "partial_rotary_factor") if value is not None else ():
             lost = value.get(entry) is None and (entry == "rope_theta" or of_class.get(entry) not in (None, 1.0))
-            _need(
-                not lost, entry, None, f"given, because {config.model_type} has it in its rope parameters; {_AT_ONCE}"
-            )
-    return by_type
+            _need(not lost, entry, None, f"given, as it is in each config of {config.model_type}; {_AT_ONCE}")
+    labels = families.LABELS.get(config.model_type, {})
+    return by_type | {name: by_type[label] for name, label in labels.items() if label in by_type}
 
 
-class _Layer(NamedTuple):
-    """What the frequencies of a layer depend on."""
-
-    config: Any  # that of the layer, or of all layers
-    layer_type: str | None
-    rope: Mapping | None  # its rope parameters
-    rotates: bool
-
-
-def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[_Layer]:
-    """Returns the layer with an index, or all layers of a type, or all layers."""
-    by_type, labels = _by_type(config), families.LABELS.get(config.model_type, {})
-    count, types = _get(config, "num_hidden_layers") or 0, _get(config, "layer_types")
+def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[tuple]:
+    """Returns what _layer does, of the layer with an index, or all layers of a type, or all layers."""
+    by_type, count, types = _by_type(config), _get(config, "num_hidden_layers") or 0, _get(config, "layer_types")
     for name in ("layer_types", "layer_rope_theta", "no_rope_layers"):
         value = _get(config, name) or [None] * count
         good = isinstance(value, list | tuple) and len(value) >= count
         _need(good, name, value, f"a list of {count} or more values, one for each layer")
     known = isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < (count or math.inf)
     _need(layer is None or known, "layer", layer, f"the index of a layer{f', 0 to {count - 1}' if count else ''}")
-    names = {*by_type, *labels, *(types or ())} - {None}
+    names = {*by_type, *(types or ())} - {None}
     choices = f"one of {', '.join(sorted(map(repr, names)))}" if names else "None, because all layers are of one type"
     _need(layer_type is None or layer_type in names, "layer_type", layer_type, choices)
     _need(bool(types) or layer is None or None in by_type, "layer_types", types, "the type of each layer")
     indices = [layer] if layer is not None else range(count) if types or None in by_type else []
     chosen = [(i, types[i] if types else None) for i in indices]
-    of_type = [(i, name) for i, name in chosen if layer_type in (None, name, labels.get(name, name))]
-    _need(
-        layer is None or bool(of_type), "layer_type", layer_type, f"that of layer {layer}: {chosen and chosen[0][1]!r}"
-    )
-    without = [(None, name) for name in by_type] if layer_type is None else [(None, layer_type)]
-    return [_layer(config, by_type, i, name) for i, name in of_type or without]
+    of_type = [(i, name) for i, name in chosen if layer_type in (None, name)]
+    other = chosen[0][1] if chosen else None
+    _need(layer is None or bool(of_type), "layer_type", layer_type, f"that of layer {layer}, which is {other!r}")
+    no_index = [(None, name) for name in by_type] if layer_type is None else [(None, layer_type)]
+    return [_layer(config, by_type, i, name) for i, name in of_type or no_index]
 
 
-def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None) -> _Layer:
-    """Returns the layer with an index, or any layer of a type if the index is None."""
+def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None) -> tuple[str | None, Any, dict | None]:
+    """Returns the type of a layer, its config, and its rope parameters, or None if it does not rotate.
+
+    i: its index, or None for any layer of the type.
+    """
     own = config.per_layer_config[i] if i is not None and _get(config, "is_heterogeneous") else config
-    attends, model_type = layer_type not in _NO_ATTENTION, config.model_type
-    name = None if None in by_type else families.LABELS.get(model_type, {}).get(layer_type, layer_type)
+    name, attends = None if None in by_type else layer_type, layer_type not in _NO_ATTENTION
     choices = f"one of {', '.join(map(repr, by_type))}, which have rope parameters"
     _need(not attends or name in by_type, "layer_types", layer_type, choices)
     rope, thetas, flags = by_type.get(name), _get(config, "layer_rope_theta"), _get(config, "no_rope_layers")
-    if rope is None or not attends:
-        return _Layer(own, layer_type, None, False)
-    if i not in (_get(config, "rope_scaling_layers") or (i,)):  # Molmo 2
-        rope = {"rope_theta": rope["rope_theta"]}
-    rope = {**rope, "rope_theta": thetas[i]} if thetas and i is not None else rope
-    rotates = bool(rope["rope_theta"] != 0 or rope["rope_theta"] is False)
-    rotates &= i is None or not flags or bool(flags[i])
-    without = model_type in families.ALL_WITHOUT_WINDOW and _get(own, "sliding_window") is None
-    if model_type in families.ONLY_WITH_WINDOW and not without and layer_type != "sliding_attention":
+    rotates = attends and rope is not None and (i is None or not flags or bool(flags[i]))
+    without = config.model_type in families.ALL_WITHOUT_WINDOW and _get(own, "sliding_window") is None
+    if config.model_type in families.ONLY_WITH_WINDOW and not without and layer_type != "sliding_attention":
         prefix = _get(config, "prefix_dense_sliding_window_pattern") == 1 and i is not None  # Cohere 2 MoE
-        rotates &= prefix and config.mlp_layer_types[i] == "dense"
-    return _Layer(own, layer_type, rope, rotates)
+        rotates = prefix and config.mlp_layer_types[i] == "dense"
+    if rotates and i not in (_get(config, "rope_scaling_layers") or (i,)):  # Molmo 2
+        rope = {"rope_theta": rope["rope_theta"]}
+    if rotates and thetas and i is not None:
+        rope, rotates = {**rope, "rope_theta": thetas[i]}, thetas[i] != 0
+    return layer_type, own, rope if rotates else None
 
 
 def _head_dim(config: Any) -> int:
     """Returns head_dim, computed from hidden_size if the config does not give it."""
-    sizes = {name: _get(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads")}
-    for name, value in list(sizes.items())[:1] if sizes["head_dim"] else list(sizes.items())[1:]:
-        good = isinstance(value, int) and value > 0
-        _need(good, name, value, "a positive integer" + ("" if sizes["head_dim"] else " unless head_dim is given"))
-    return sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+    head_dim, hidden_size, heads = (_get(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
+    sizes = {"head_dim": head_dim} if head_dim else {"hidden_size": hidden_size, "num_attention_heads": heads}
+    for name, value in sizes.items():
+        _need(isinstance(value, int) and value > 0, name, value, "a positive integer, or head_dim must be given")
+    return head_dim or hidden_size // heads
 
 
 def _kind(rope: Mapping) -> tuple[str, Mapping]:
@@ -277,62 +260,45 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
     _need(isinstance(kind, str) and kind in KINDS, "rope_type", kind, f"one of {', '.join(map(repr, KINDS))}")
     if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: the factor is fixed, and parameters of YaRN mean nothing
         kind, rope = "ntk", {n: v for n, v in rope.items() if n in _OF_EVERY_KIND} | {"factor": rope["alpha"]}
+    if kind == "longrope" and (long := rope.get("long_mscale")) is not None:  # Phi-3.5-MoE, whose two factors are equal
+        short, rope = rope.get("short_mscale"), {n: v for n, v in rope.items() if not n.endswith("mscale")}
+        _need(short == long, "short_mscale", short, f"equal to long_mscale, which is {long!r}")
+        rope["attention_factor"] = long
     taken = {*inspect.signature(KINDS[kind]).parameters, *_OF_EVERY_KIND}
-    taken |= {"short_mscale", "long_mscale"} if kind == "longrope" else set()
     for name, value in rope.items():
         _need(value is None or name in taken, name, value, f"absent, because rope_type {kind!r} does not have it")
     return kind, rope
 
 
-def _reads_part(config: Any, layer_type: str | None) -> bool:
-    """Returns whether a model reads partial_rotary_factor if its kind is "default". The classes of transformers give it to
-    those that do, apart from families.PARTIAL."""
-    usual = _usual_rope(config)
-    usual = usual.get(families.LABELS.get(config.model_type, {}).get(layer_type, layer_type)) or usual
-    has = "partial_rotary_factor" in usual and usual.get("rope_type") == "default"
-    return has or config.model_type in families.PARTIAL or not type(config).__module__.startswith("transformers.")
-
-
-def _arguments(layer: _Layer) -> tuple[str, dict]:
-    """Returns the kind of the frequencies of a layer, and the arguments of its function."""
-    config, (kind, rope) = layer.config, _kind(layer.rope or {})
-    theta, part = rope["rope_theta"], rope.get("partial_rotary_factor")
+def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
+    """Returns the kind of the frequencies of a layer with this config and rope parameters, and the function's arguments."""
+    kind, rope = _kind(rope)
+    theta, part, model_type = rope["rope_theta"], rope.get("partial_rotary_factor"), config.model_type
     _need(is_number(theta) and 0 < theta < math.inf, "rope_theta", theta, "a positive number")
     _need(part is None or is_number(part), "partial_rotary_factor", part, "a positive number")
-    if part is None or (kind == "default" and not _reads_part(config, layer.layer_type)):
+    # The classes of transformers give partial_rotary_factor to models of the kind "default" that read it.
+    usual = [each for each in _parts(_of_class(type(config))[1]) if each.get("rope_type") == "default"]
+    read = any("partial_rotary_factor" in each for each in usual) or model_type in families.PARTIAL
+    if part is None or (kind == "default" and not read and type(config).__module__.startswith("transformers.")):
         part = 1.0
-    if kind == "proportional":
-        arguments = {"head_dim": _head_dim(config)}
-    else:
-        # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
-        own = _get(config, "rotary_dim" if config.model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
-        dim = partial_rotary_dim(_head_dim(config), part) if part != 1.0 or not own else own
-        _need(
-            own in (None, dim),
-            "partial_rotary_factor",
-            part,
-            f"such that {own} channels rotate, as in the other entries",
-        )
-        arguments = {"rotary_dim": dim}
+    # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
+    dim = own = _get(config, "rotary_dim" if model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
+    if kind != "proportional" and (not own or part != 1.0):
+        dim = partial_rotary_dim(_head_dim(config), part)
+        _need(own in (None, dim), "partial_rotary_factor", part, f"such that {own} channels rotate (qk_rope_head_dim)")
+    arguments = {"head_dim": _head_dim(config)} if kind == "proportional" else {"rotary_dim": dim}
     arguments["base"] = theta
-
     longest, trained = (_get(config, f"{name}max_position_embeddings") for name in ("", "original_"))
     trained = longest if kind == "dynamic" else rope.get("original_max_position_embeddings") or trained or longest
     given = {**rope, "partial_rotary_factor": part, "original_max_position": trained}
     if kind in ("yarn", "longrope") and rope.get("factor") is None and is_number(longest) and is_number(trained):
         given["factor"] = longest / trained
-    if kind == "longrope" and rope.get("long_mscale") is not None:  # Phi-3.5-MoE, whose two factors are equal
-        short, long = rope.get("short_mscale"), rope["long_mscale"]
-        _need(short == long, "short_mscale", short, f"equal to long_mscale, which is {long!r}")
-        given["attention_factor"] = long
     for name, parameter in inspect.signature(KINDS[kind]).parameters.items():
-        if name in arguments or name in ("seq_len", "long"):
-            continue
-        if given.get(name) is not None:
+        if name not in arguments and given.get(name) is not None:
             arguments[name] = given[name]
-        elif parameter.default is parameter.empty:
-            name = "max_position_embeddings" if name == "original_max_position" else name
-            _need(False, name, None, f"given for rope_type {kind!r}")
+        shown = "max_position_embeddings" if name == "original_max_position" else name
+        missing = parameter.default is parameter.empty and name not in arguments
+        _need(not missing, shown, None, f"given for rope_type {kind!r}")
     for name, value in arguments.items():
         if name == "truncate":
             _need(isinstance(value, bool), name, value, "True or False")
@@ -345,11 +311,10 @@ def _arguments(layer: _Layer) -> tuple[str, dict]:
 
 
 def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
-    """Returns the kind of a model's frequencies, and the keyword arguments of its function.
+    """Returns the kind of a model's frequencies, a key of :data:`torch_rope.frequencies.KINDS`, and the keyword arguments
+    of its function, without seq_len and long: call it to follow the length of the sequence yourself.
 
-    The kind is a key of :data:`torch_rope.frequencies.KINDS`. The arguments and errors are those of :func:`from_config`,
-    which calls this function. Call it directly to follow the length of the sequence yourself: the keyword arguments do
-    not include seq_len and long.
+    The arguments and errors are those of :func:`from_config`, which calls this function.
     """
     config = understood(config)
     must_be = families.NOT_BY_CONFIG.get(config.model_type, "")
@@ -361,14 +326,14 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
     """Returns what :func:`parse` does, of a config that is understood, and for families of NOT_BY_CONFIG, too."""
     if against := _against_rotation(config):
         _need(False, *against[:2], f"that of a model that rotates{against[2]}")
-    rotating = [each for each in _layers(config, layer_type, layer) if each.rotates]
-    named = ("layer_type", layer_type) if layer is None else ("layer", layer)
-    _need(bool(rotating), *named, "that of a layer that rotates: this one does not; frequencies.rotates tells which do")
     found: list[tuple[str, dict]] = []
-    for each in rotating:
-        if (arguments := _arguments(each)) not in found:
+    rotating = [each for each in _layers(config, layer_type, layer) if each[2] is not None]
+    for _, own, rope in rotating:
+        if (arguments := _arguments(own, rope)) not in found:
             found.append(arguments)
-    types = sorted({each.layer_type for each in rotating}, key=str)
+    named = ("layer_type", layer_type) if layer is None else ("layer", layer)
+    _need(bool(found), *named, "that of a layer that rotates: this one does not; frequencies.rotates tells which do")
+    types = sorted({name for name, _, _ in rotating}, key=str)
     if layer_type is None and 1 < len(found) <= len(types):
         _need(False, "layer_type", None, f"one of {', '.join(map(repr, types))}, because layers differ; or pass layer")
     _need(len(found) == 1, "layer", layer, "the index of a layer, because layers differ")
@@ -376,18 +341,13 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
 
 
 def rotates(config: Any, layer: int) -> bool:
-    """Returns whether a layer of a model rotates, by its config.
+    """Returns whether a layer of a model, given by its index, rotates.
 
-    Some layers of Llama 4, SmolLM3, Cohere 2, EXAONE 4 and Granite SWA do not, nor do layers without attention.
-
-    Args:
-        config: as in :func:`from_config`.
-        layer: the index of the layer.
-
-    Raises ValueError if a model that rotates has no such layer, or the config is not understood, as in :func:`from_config`.
+    Some layers of Llama 4, SmolLM3, Cohere 2, EXAONE 4 and Granite SWA do not, nor do layers without attention. The
+    config and the errors are those of :func:`from_config`; ValueError, too, if a model that rotates has no such layer.
     """
     config = understood(config)
-    return _against_rotation(config) is None and any(each.rotates for each in _layers(config, None, layer))
+    return _against_rotation(config) is None and _layers(config, None, layer)[0][2] is not None
 
 
 def from_config(
@@ -396,28 +356,23 @@ def from_config(
     """Returns the frequencies of a model, read from its config.
 
     Args:
-        config: a config object of transformers, or the dict of a config.json, of which transformers makes an object: it
-            knows the defaults and the old names of its families. If it has a text_config, that is read.
+        config: a config object of transformers; or the dict of a config.json, of which transformers makes an object. If
+            it is the config of a multimodal model, its text_config is read.
         layer_type: the type of the layer, in models whose layers differ by type (Gemma 3 and 4, ModernBERT, OLMo 3):
             ``"full_attention"``, ``"sliding_attention"``, or another name that the config uses.
         seq_len: the length of the sequence, for dynamic and longrope, which depend on it. Other kinds ignore it.
-        layer: the index of the layer, instead of layer_type or together with it. Layers may differ within a type
-            (Granite SWA).
+        layer: the index of the layer, instead of layer_type or together with it (Granite SWA: layers of a type differ).
 
-    Without layer_type and layer, all layers that rotate must have the same frequencies.
-
-    A config is understood or refused: any entry whose name is about positions or a rotation, and any entry of rope
-    parameters, must be known. partial_rotary_factor is ignored where the model ignores it, such as Llama if its rope_type
-    is "default".
-
-    The result does not say which of the several positions of a token rotates a pair (Qwen2-VL; see
-    :mod:`torch_rope.multimodal`).
+    Without layer_type and layer, all layers that rotate must have the same frequencies. A config is understood or
+    refused: an entry whose name is about positions or a rotation, and any of rope parameters, must be known. The
+    partial_rotary_factor counts where the model reads it; Llama, if the rope_type is "default", does not. The result does
+    not say which of several positions of a token rotates a pair (Qwen2-VL; see :mod:`torch_rope.multimodal`).
 
     Raises:
-        ValueError: the model or the layer does not rotate (:func:`rotates` tells), the positions have several axes
-            (vision), transformers does not know the model_type of a dict, an entry is not known or has a wrong type, the
-            rope parameters have lost their base, layer_type or layer is missing or unknown or they do not agree, the
-            config lacks a parameter that the rope_type needs, or the function of the kind raises it.
+        ValueError: the model or the layer does not rotate (:func:`rotates` tells), positions have several axes (vision),
+            transformers does not know the model_type of a dict, an entry is not known or has a wrong type, the rope
+            parameters have lost an entry, layer_type or layer is missing or unknown or they do not agree, or the function
+            of the kind raises it.
         ImportError: config is a dict, and transformers is not installed.
 
     Example::

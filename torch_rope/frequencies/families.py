@@ -56,7 +56,8 @@ HALF_SPLIT = _names(
 # The families whose model reads partial_rotary_factor, although their config class does not give it a value.
 PARTIAL = _names(
     """
-    diffusion_gemma_text glm4v_text glm_image_text glm_ocr_text mellum minimax_m2 qwen4_exp_text solar_open
+    diffusion_gemma_text glm4_moe_lite glm4v_text glm_image_text glm_ocr_text mellum minimax_m2 qwen4_exp_text
+    solar_open
     """
 )
 

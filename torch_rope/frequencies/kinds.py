@@ -118,15 +118,11 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
 
     Raises ValueError if it is not, if the number is less than 1, or if partial_rotary_factor is not in (0, 1].
     """
-    function = "partial_rotary_dim"
+    function, part = "partial_rotary_dim", partial_rotary_factor
     _require(isinstance(head_dim, int) and head_dim > 0, function, "head_dim", head_dim, "a positive integer")
-    _require(
-        0 < partial_rotary_factor <= 1, function, "partial_rotary_factor", partial_rotary_factor, "a number in (0, 1]"
-    )
-    rotary_dim = int(head_dim * partial_rotary_factor)
-    _require(
-        rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * partial_rotary_factor, "at least 1"
-    )
+    _require(0 < part <= 1, function, "partial_rotary_factor", part, "a number in (0, 1]")
+    rotary_dim = int(head_dim * part)
+    _require(rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * part, "at least 1")
     _require(rotary_dim < head_dim or head_dim % 2 == 0, function, "head_dim", head_dim, "an even number to rotate all")
     return rotary_dim
 
@@ -343,13 +339,8 @@ def llama3(
     f = _powers("llama3", rotary_dim, base)
     _require_scale("llama3", factor)
     _require_positive("llama3", original_max_position=original_max_position, low_freq_factor=low_freq_factor)
-    _require(
-        low_freq_factor <= high_freq_factor < math.inf,
-        "llama3",
-        "high_freq_factor",
-        high_freq_factor,
-        f"at least low_freq_factor, which is {low_freq_factor!r}",
-    )
+    must_be = f"at least low_freq_factor, which is {low_freq_factor!r}"
+    _require(low_freq_factor <= high_freq_factor < math.inf, "llama3", "high_freq_factor", high_freq_factor, must_be)
     turns = original_max_position * f / (2 * math.pi)
     if low_freq_factor == high_freq_factor:  # Llama 4 Scout: there is no ramp
         s = (turns > low_freq_factor).double()
@@ -370,15 +361,10 @@ def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1
     """
     inv_freq = _powers("proportional", head_dim, base, "head_dim")
     _require(head_dim % 2 == 0, "proportional", "head_dim", head_dim, "an even number")
-    _require(
-        0 <= partial_rotary_factor <= 1,
-        "proportional",
-        "partial_rotary_factor",
-        partial_rotary_factor,
-        "a number in [0, 1]",
-    )
+    part = partial_rotary_factor
+    _require(0 <= part <= 1, "proportional", "partial_rotary_factor", part, "a number in [0, 1]")
     _require_positive("proportional", factor=factor)
-    inv_freq[int(partial_rotary_factor * head_dim // 2) :] = 0
+    inv_freq[int(part * head_dim // 2) :] = 0
     return Frequencies(inv_freq / factor, 1.0)
 
 
