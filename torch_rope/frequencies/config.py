@@ -15,33 +15,30 @@ from typing import Any
 from torch import nn
 
 from . import families
-from .families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE
+from .families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE, _names
 from .kinds import KINDS, Frequencies, _require, is_number, partial_rotary_dim
 
 # The entries of a config class that torch_rope or the class itself reads.
-_READ = {"rope_parameters", "rope_theta", "partial_rotary_factor", "qk_rope_head_dim", "rotary_dim", "head_dim"}
-_READ |= {"hidden_size", "num_attention_heads", "num_hidden_layers", "layer_types", "layer_rope_theta"}
-_READ |= {"no_rope_layers", "no_rope_layer_interval", "rope_scaling_layers", "rope_scaling", "compress_rope_theta"}
-_READ |= {"max_position_embeddings", "original_max_position_embeddings"}
-# A model does not rotate if its config has one of these as False, or alibi as True.
-_SWITCHES = {"alibi", "rope", "rotary", "use_mem_rope", "use_rope", "use_rotary_embedding", "use_rotary_pos_emb"}
+_READ = _names(
+    """
+    rope_parameters rope_theta partial_rotary_factor qk_rope_head_dim rotary_dim head_dim hidden_size num_attention_heads
+    num_hidden_layers layer_types layer_rope_theta no_rope_layers no_rope_layer_interval rope_scaling_layers rope_scaling
+    compress_rope_theta max_position_embeddings original_max_position_embeddings alibi use_mem_rope
+    """
+)
 # Any other entry with such a name is refused. If the class has an entry about positions, it does not matter.
 _ABOUT_ROTATION = re.compile("rope|rota[rt]|theta|yarn|mscale|ntk|xpos|alibi|axes", re.IGNORECASE)
 _ABOUT_POSITIONS = re.compile(f"{_ABOUT_ROTATION.pattern}|^(?!(max|num|n)_).*position", re.IGNORECASE)
-_NO_MATTER = {"position_embedding_type", "rope_interleave", "rope_is_neox_style"}  # are read whatever the class is
-_NO_MATTER |= {"rope_3d", "use_mrope", "position_embedding_xdrope"}  # say how positions are laid out
-_NO_MATTER |= {"rope_full_precision", "fuse_rope"}  # choose a dtype and a kernel
-_NO_MATTER |= {"indexer_rope_interleave", "rotary_value"}  # are about the indexer of sparse attention, and about v
-_NO_MATTER |= {"ignore_keys_at_rope_validation"}  # belongs to transformers itself
+_NO_MATTER = _names("position_embedding_type rope_interleave rope_is_neox_style")  # are read whatever the class is
+_NO_MATTER |= _names("rope_3d use_mrope position_embedding_xdrope")  # say how positions are laid out
+_NO_MATTER |= _names("rope_full_precision fuse_rope")  # choose a dtype and a kernel
+_NO_MATTER |= _names("indexer_rope_interleave rotary_value")  # are about the indexer of sparse attention, and about v
+_NO_MATTER |= _names("ignore_keys_at_rope_validation")  # belongs to transformers itself
 # The entries of rope parameters that every kind may have, besides the parameters of its function.
-_OF_EVERY_KIND = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-_OF_EVERY_KIND |= {
-    "mrope_section",
-    "mrope_interleaved",
-    "interleaved",
-    "xdrope_section",
-}  # say how positions are laid out
-_OF_EVERY_KIND |= {"max_position_embeddings", "finetuned", "llama_4_scaling_beta"}  # are not about frequencies
+_OF_EVERY_KIND = _names("rope_type type rope_theta partial_rotary_factor original_max_position_embeddings")
+_OF_EVERY_KIND |= _names("mrope_section mrope_interleaved interleaved xdrope_section")  # say how positions are laid out
+_OF_EVERY_KIND |= _names("max_position_embeddings finetuned llama_4_scaling_beta")  # are not about frequencies
+_NOT_BY_ROPE = {"rotary_dim", "head_dim", "base", "original_max_position", "seq_len", "long"}  # come from elsewhere
 _NO_ATTENTION = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}  # types of layers
 _INSTEAD = "pass head_dim, base, interleaved, kind and its parameters (frequencies.KINDS) to RotaryEmbedding instead"
 _AT_ONCE = "set all at once, as in config.rope_parameters = {'rope_type': 'yarn', 'rope_theta': 1e6, ...}"
@@ -59,13 +56,9 @@ def _get(config: Any, name: str) -> Any:
 def _quiet() -> Iterator[None]:
     """Drops what transformers logs in this thread."""
     thread = threading.get_ident()
-
-    def of_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
     with contextlib.ExitStack() as stack:
         for handler in logging.getLogger("transformers").handlers:
-            handler.addFilter(of_others)
+            handler.addFilter(of_others := lambda record: record.thread != thread)
             stack.callback(handler.removeFilter, of_others)
         yield
 
@@ -75,17 +68,16 @@ def _made(config: Mapping) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        message = f"to read a dict, transformers must be installed; {_INSTEAD}"
-        raise ImportError(f"torch_rope.frequencies.from_config: {message}") from error
+        must = f"must be installed to read a dict; {_INSTEAD}"
+        raise ImportError(f"torch_rope.frequencies.from_config: transformers {must}") from error
     config = copy.deepcopy(dict(config))
-    model_type, text = config.pop("model_type", None), config.get("text_config")
-    if isinstance(text, dict) and model_type not in CONFIG_MAPPING:
+    model_type, inner = config.pop("model_type", None), config.get("text_config")
+    known, text = str(model_type) in CONFIG_MAPPING, inner if isinstance(inner, dict) else config
+    if text is inner and not known:
         return _made(text)
-    text = text if isinstance(text, dict) else config
-    axes = next((name for name in config if "axes" in str(name)), "")
-    _need(not axes, axes, config.get(axes), "absent: several axes of positions are for torch_rope.multimodal")
-    must_be = f"one that the installed transformers knows; {_INSTEAD}"
-    _need(isinstance(model_type, str) and model_type in CONFIG_MAPPING, "model_type", model_type, must_be)
+    for name in [name for name in config if "axes" in str(name)]:
+        _need(False, name, config[name], "absent: several axes of positions are the matter of torch_rope.multimodal")
+    _need(known, "model_type", model_type, f"one that the installed transformers knows; {_INSTEAD}")
     rope, old = (text.get(name) for name in ("rope_parameters", "rope_scaling"))
     for name, value in ("rope_parameters", rope), ("rope_scaling", old):
         _need(value is None or isinstance(value, dict), name, value, "a dict")
@@ -127,8 +119,8 @@ def understood(config: Any) -> Any:
     text = _get(config, "text_config") or config
     advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(hasattr(text, "model_type"), "config", config, advice)
-    for each in (text,) if text is config else (text, config):
-        _check_names(each, text)
+    _check_names(text, text)
+    _check_names(config, text)
     patch = _get(text, "patch_size") if _get(text, "vocab_size") is None else None
     _need(patch is None, "patch_size", patch, "absent: images have several axes (torch_rope.multimodal.axial)")
     return text
@@ -141,10 +133,7 @@ def _check_names(config: Any, text: Any) -> None:
     places = _parts(_get(text, "rope_parameters")) + ([vars(text)] if text is not config else [])
     for name, value in vars(config).items():
         read = [place[name] for place in places if name in place]  # the same entry, where it is read
-        if name[0] == "_" or value is None or value in read or name in _NO_MATTER:
-            continue
-        if name in _SWITCHES:
-            _need(isinstance(value, bool), name, value, "True or False")
+        if name.startswith("_") or value is None or value in read or name in _NO_MATTER:
             continue
         about = (_ABOUT_ROTATION if name in known else _ABOUT_POSITIONS).search(name)
         unread = about and (read or name not in known & _READ)
@@ -154,29 +143,18 @@ def _check_names(config: Any, text: Any) -> None:
             _need(name.endswith(f"_{near}"), name, value, f"absent: the entry of {type(config).__name__} is {near}")
 
 
-def _inner(config: Any) -> Iterator[str]:
-    """Yields the names of the configs in a config that describe a rotation, such as thinker_config.text_config."""
-    for name, value in vars(config).items():
-        if hasattr(value, "model_type"):
-            yield from [name] if _get(value, "rope_parameters") else []
-            yield from (f"{name}.{inner}" for inner in _inner(value))
-
-
 def _against_rotation(config: Any) -> tuple[str, Any, str] | None:
     """Returns what says that a model does not rotate: the name and the value of an entry, and what to do; or None."""
-    for name in sorted(_SWITCHES):
-        if (value := _get(config, name)) is not None and value == (name == "alibi"):
+    model_type = config.model_type
+    rotates_if = {"position_embedding_type": (None, "rope", "rotary")} | families.ROTATES_IF.get(model_type, {})
+    for name, values in rotates_if.items():
+        if (value := _get(config, name)) not in values:
             return name, value, ""
-    style, model_type = _get(config, "position_embedding_type"), config.model_type
-    if style not in families.STYLES.get(model_type, (None, "rope", "rotary")):
-        return "position_embedding_type", style, ""
-    if model_type in families.WITHOUT_ROTATION:
-        return "model_type", model_type, ""
     if model_type in families.NO_PARAMETERS or _get(config, "rope_parameters"):
         return None
     if _of_class(type(config))[1]:
         return "rope_parameters", _get(config, "rope_parameters"), f"; {_AT_ONCE}"
-    inner = " or ".join(f"config.{name}" for name in _inner(config))
+    inner = " or ".join(f"config.{name}" for name, value in vars(config).items() if hasattr(value, "model_type"))
     advice = f"pass the inner config, {inner}" if inner else "transformers 5 gives them to models that do"
     return "model_type", model_type, f": the config has no rope_parameters; {advice}"
 
@@ -193,6 +171,7 @@ def _by_type(config: Any) -> dict[str | None, Mapping | None]:
         _need(good, name, value, f"given for each layer type ({', '.join(sorted(nested))}); {_AT_ONCE}")
     by_type = {name: rope[name] for name in rope if name in nested | types} if nested else {None: rope}
     for name, value in by_type.items():
+        _need(value is None or isinstance(value, dict), f"rope_parameters[{name!r}]", value, "a dict")
         of_class = (usual.get(name) if nested else usual) or {}
         for entry in ("rope_theta", "partial_rotary_factor") if value is not None else ():
             lost = value.get(entry) is None and (entry == "rope_theta" or of_class.get(entry) not in (None, 1.0))
@@ -245,15 +224,6 @@ def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None)
     return layer_type, own, rope if rotates else None
 
 
-def _head_dim(config: Any) -> int:
-    """Returns head_dim, computed from hidden_size if the config does not give it."""
-    head_dim, hidden_size, heads = (_get(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
-    sizes = {"head_dim": head_dim} if head_dim else {"hidden_size": hidden_size, "num_attention_heads": heads}
-    for name, value in sizes.items():
-        _need(isinstance(value, int) and value > 0, name, value, "a positive integer, or head_dim must be given")
-    return head_dim or hidden_size // heads
-
-
 def _kind(rope: Mapping) -> tuple[str, Mapping]:
     """Returns the kind of rope parameters, and the parameters that it reads. Raises ValueError if there are others."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -264,7 +234,7 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
         short, rope = rope.get("short_mscale"), {n: v for n, v in rope.items() if not n.endswith("mscale")}
         _need(short == long, "short_mscale", short, f"equal to long_mscale, which is {long!r}")
         rope["attention_factor"] = long
-    taken = {*inspect.signature(KINDS[kind]).parameters, *_OF_EVERY_KIND}
+    taken = ({*inspect.signature(KINDS[kind]).parameters} - _NOT_BY_ROPE) | _OF_EVERY_KIND
     for name, value in rope.items():
         _need(value is None or name in taken, name, value, f"absent, because rope_type {kind!r} does not have it")
     return kind, rope
@@ -281,12 +251,18 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     read = any("partial_rotary_factor" in each for each in usual) or model_type in families.PARTIAL
     if part is None or (kind == "default" and not read and type(config).__module__.startswith("transformers.")):
         part = 1.0
-    # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
-    dim = own = _get(config, "rotary_dim" if model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
-    if kind != "proportional" and (not own or part != 1.0):
-        dim = partial_rotary_dim(_head_dim(config), part)
+    head_dim, hidden_size, heads = (_get(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
+    sizes = {"head_dim": head_dim} if head_dim else {"hidden_size": hidden_size, "num_attention_heads": heads}
+    for name, value in sizes.items():
+        _need(isinstance(value, int) and value > 0, name, value, "a positive integer, or head_dim must be given")
+    head_dim = head_dim or hidden_size // heads
+    arguments: dict[str, Any] = {"head_dim": head_dim}
+    if kind != "proportional":
+        # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
+        own = _get(config, "rotary_dim" if model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
+        dim = own if own and part == 1.0 else partial_rotary_dim(head_dim, part)
         _need(own in (None, dim), "partial_rotary_factor", part, f"such that {own} channels rotate (qk_rope_head_dim)")
-    arguments = {"head_dim": _head_dim(config)} if kind == "proportional" else {"rotary_dim": dim}
+        arguments = {"rotary_dim": dim}
     arguments["base"] = theta
     longest, trained = (_get(config, f"{name}max_position_embeddings") for name in ("", "original_"))
     trained = longest if kind == "dynamic" else rope.get("original_max_position_embeddings") or trained or longest
@@ -294,19 +270,15 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     if kind in ("yarn", "longrope") and rope.get("factor") is None and is_number(longest) and is_number(trained):
         given["factor"] = longest / trained
     for name, parameter in inspect.signature(KINDS[kind]).parameters.items():
-        if name not in arguments and given.get(name) is not None:
-            arguments[name] = given[name]
+        if (value := arguments.get(name, given.get(name))) is not None:
+            is_list = name in ("short_factor", "long_factor")
+            good = isinstance(value, list | tuple) and all(map(is_number, value)) if is_list else is_number(value)
+            must_be = "a list of numbers" if is_list else "True or False" if name == "truncate" else "a number"
+            _need(isinstance(value, bool) if name == "truncate" else good, name, value, must_be)
+            arguments[name] = value
         shown = "max_position_embeddings" if name == "original_max_position" else name
-        missing = parameter.default is parameter.empty and name not in arguments
+        missing = value is None and parameter.default is parameter.empty
         _need(not missing, shown, None, f"given for rope_type {kind!r}")
-    for name, value in arguments.items():
-        if name == "truncate":
-            _need(isinstance(value, bool), name, value, "True or False")
-        elif name in ("short_factor", "long_factor"):
-            good = isinstance(value, list | tuple) and all(map(is_number, value))
-            _need(good, name, value, "a list of numbers")
-        else:
-            _need(is_number(value), name, value, "a number")
     return kind, arguments
 
 
@@ -364,22 +336,15 @@ def from_config(
         layer: the index of the layer, instead of layer_type or together with it (Granite SWA: layers of a type differ).
 
     Without layer_type and layer, all layers that rotate must have the same frequencies. A config is understood or
-    refused: an entry whose name is about positions or a rotation, and any of rope parameters, must be known. The
-    partial_rotary_factor counts where the model reads it; Llama, if the rope_type is "default", does not. The result does
-    not say which of several positions of a token rotates a pair (Qwen2-VL; see :mod:`torch_rope.multimodal`).
+    refused: an entry whose name is about positions or a rotation, and any of rope parameters, must be known, and none
+    may be lost. partial_rotary_factor counts if the model reads it: Llama does not, for the rope_type "default". The
+    result does not say which of several positions of a token rotates a pair (Qwen2-VL): see :mod:`torch_rope.multimodal`.
 
     Raises:
         ValueError: the model or the layer does not rotate (:func:`rotates` tells), positions have several axes (vision),
-            transformers does not know the model_type of a dict, an entry is not known or has a wrong type, the rope
-            parameters have lost an entry, layer_type or layer is missing or unknown or they do not agree, or the function
-            of the kind raises it.
+            transformers does not know the model_type of a dict, an entry is not understood, layer_type or layer is
+            missing or unknown or they do not agree, or the function of the kind raises it.
         ImportError: config is a dict, and transformers is not installed.
-
-    Example::
-
-        config = AutoConfig.from_pretrained(name)
-        inv_freq, attention_factor = torch_rope.frequencies.from_config(config).to(q.device)
-        q, k = torch_rope.rotate_qk(q, k, inv_freq=inv_freq, attention_factor=attention_factor)
     """
     kind, arguments = parse(config, layer_type, layer=layer)
     if kind in ("dynamic", "longrope"):
@@ -389,7 +354,8 @@ def from_config(
 
 def _plain(name: str) -> str:
     """Returns the name of a family without what varies, given it or a class of models such as DeepseekV3ForCausalLM."""
-    return re.sub("(For[A-Z].*|LMHeadModel|Model)$", "", name).lower().replace("_", "").replace("-", "")
+    name = re.sub("(For[A-Z].*|LMHeadModel|Model)$", "", name).lower()
+    return name.replace("_", "").replace("-", "").removesuffix("text")
 
 
 _FAMILIES = {_plain(name): name for name in INTERLEAVED | HALF_SPLIT}
@@ -398,17 +364,14 @@ _FAMILIES = {_plain(name): name for name in INTERLEAVED | HALF_SPLIT}
 def is_interleaved(config: Any) -> bool:
     """Returns whether a model has interleaved pairs, by its model_type, or by its architectures if that is not known.
 
-    The pairs are those of the weights, so what the attention does to q and k before it rotates them counts, too.
-
-    Raises ValueError if neither is known and the config has no rope_interleave.
+    The pairs are those of the weights, whatever the attention does to q and k before it rotates them. Raises ValueError if
+    neither is known and the config has no rope_interleave.
     """
     with contextlib.suppress(ValueError, ImportError):  # names are enough
         config = _made(config) if isinstance(config, Mapping) else config
     text = _get(config, "text_config") or config
     named = [_get(text, "model_type"), *(_get(text, "architectures") or ())]
-    plain = [_plain(name) for name in named if isinstance(name, str)]
-    forms = [form for name in plain for form in (name, name.removesuffix("text"), f"{name}text")]
-    family = next((_FAMILIES[form] for form in forms if form in _FAMILIES), None)
+    family = next(filter(None, (_FAMILIES.get(_plain(name)) for name in named if isinstance(name, str))), None)
     chosen, half_split = _get(text, "rope_interleave"), _get(text, "rope_is_neox_style")
     chosen = not half_split if chosen is None and half_split is not None else chosen
     if isinstance(chosen, bool) and (family is None or family in ROPE_INTERLEAVE):

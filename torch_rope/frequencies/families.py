@@ -66,8 +66,6 @@ PARTIAL = _names(
 ALL_WITHOUT_WINDOW = frozenset({"exaone4", "exaone4_5", "exaone_moe", "kolibri1"})
 ONLY_WITH_WINDOW = ALL_WITHOUT_WINDOW | {"afmoe", "cohere2", "cohere2_moe", "flint", "lara_mini"}
 
-# The families without rotation whose configs may have entries about one.
-WITHOUT_ROTATION = frozenset({"glm5_next_text", "jamba", "kimi_linear", "nemotron_h"})
 # The families whose frequencies do not follow from their configs alone -> what model_type must be instead.
 NOT_BY_CONFIG = {
     "efficientloftr": "that of a model with one axis of positions",
@@ -76,13 +74,13 @@ NOT_BY_CONFIG = {
 }
 # The families that rotate without rope parameters, by the base 10000 or rope_theta, and rotary_dim channels of a head.
 NO_PARAMETERS = frozenset({"codegen", "esm", "gptj", "lightglue", "roformer"})
-# The families that rotate by one position_embedding_type alone.
-STYLES = {"esm": ("rotary",), "granitemoehybrid": ("rope",)}
-# Family -> layer type -> its name in the rope parameters, if that is another one.
-LABELS = {
-    "deepseek_v4": {
-        "sliding_attention": "main",
-        "compressed_sparse_attention": "compress",
-        "heavily_compressed_attention": "compress",
-    }
+# Family -> the entry of its config that says whether it rotates -> the values with which it does.
+ROTATES_IF = {
+    "esm": {"position_embedding_type": ("rotary",)},
+    "falcon": {"alibi": (False,)},
+    "granitemoehybrid": {"position_embedding_type": ("rope",)},
+    "zamba2": {"use_mem_rope": (True,)},
 }
+# Family -> layer type -> its name in the rope parameters, if that is another one.
+LABELS = {"deepseek_v4": dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), "compress")}
+LABELS["deepseek_v4"]["sliding_attention"] = "main"
