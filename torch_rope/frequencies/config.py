@@ -110,10 +110,7 @@ def _parts(rope: Any) -> list[dict]:
 
 
 def understood(config: Any) -> Any:
-    """Returns the config object that describes the attention.
-
-    Raises ValueError if an entry is about positions or a rotation and is not read, or describes another kind of rotation.
-    """
+    """Returns the config object that describes the attention. Raises ValueError if an entry is not understood."""
     _need(not isinstance(config, nn.Module), "config", type(config), "the config of a model; pass model.config")
     config = _made(config) if isinstance(config, Mapping) else config
     text = _get(config, "text_config") or config
@@ -203,10 +200,8 @@ def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[tupl
 
 
 def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None) -> tuple[str | None, Any, dict | None]:
-    """Returns the type of a layer, its config, and its rope parameters, or None if it does not rotate.
-
-    i: its index, or None for any layer of the type.
-    """
+    """Returns the type, the config and the rope parameters (None if it does not rotate) of the layer with index i, or of
+    any layer of a type if i is None."""
     own = config.per_layer_config[i] if i is not None and _get(config, "is_heterogeneous") else config
     name, attends = None if None in by_type else layer_type, layer_type not in _NO_ATTENTION
     choices = f"one of {', '.join(map(repr, by_type))}, which have rope parameters"
@@ -284,10 +279,8 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
 
 def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
     """Returns the kind of a model's frequencies, a key of :data:`torch_rope.frequencies.KINDS`, and the keyword arguments
-    of its function, without seq_len and long: call it to follow the length of the sequence yourself.
-
-    The arguments and errors are those of :func:`from_config`, which calls this function.
-    """
+    of its function, without seq_len and long: call it to follow the length of the sequence yourself. The arguments and
+    errors are those of :func:`from_config`, which calls this function."""
     config = understood(config)
     must_be = families.NOT_BY_CONFIG.get(config.model_type, "")
     _need(not must_be, "model_type", config.model_type, must_be)
@@ -298,18 +291,16 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
     """Returns what :func:`parse` does, of a config that is understood, and for families of NOT_BY_CONFIG, too."""
     if against := _against_rotation(config):
         _need(False, *against[:2], f"that of a model that rotates{against[2]}")
-    found: list[tuple[str, dict]] = []
-    rotating = [each for each in _layers(config, layer_type, layer) if each[2] is not None]
-    for _, own, rope in rotating:
-        if (arguments := _arguments(own, rope)) not in found:
-            found.append(arguments)
+    layers = _layers(config, layer_type, layer)
+    found = [(name, _arguments(own, rope)) for name, own, rope in layers if rope is not None]
     named = ("layer_type", layer_type) if layer is None else ("layer", layer)
     _need(bool(found), *named, "that of a layer that rotates: this one does not; frequencies.rotates tells which do")
-    types = sorted({name for name, _, _ in rotating}, key=str)
-    if layer_type is None and 1 < len(found) <= len(types):
-        _need(False, "layer_type", None, f"one of {', '.join(map(repr, types))}, because layers differ; or pass layer")
-    _need(len(found) == 1, "layer", layer, "the index of a layer, because layers differ")
-    return found[0]
+    types, first = sorted({name for name, _ in found}, key=str), found[0][1]
+    if any(arguments != first for _, arguments in found):
+        choices = f"one of {', '.join(map(repr, types))}, because layers differ; or pass layer"
+        _need(layer_type is not None or len(types) == 1, "layer_type", None, choices)
+        _need(False, "layer", layer, "the index of a layer, because layers differ")
+    return first
 
 
 def rotates(config: Any, layer: int) -> bool:

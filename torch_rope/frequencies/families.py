@@ -9,10 +9,10 @@ def _names(text: str) -> frozenset[str]:
 
 # The families whose pairing is interleaved: channels 2i and 2i + 1 form a pair.
 #
-# Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config
-# of the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling
-# file of transformers 5.24.0; tests/exhaustive/models/test_families.py compares it with the installed release. In
-# deepseek_v4 the last channels of a head are rotated, not the first.
+# Each name is the ``model_type`` of the config that describes the attention: that of a text model or of a vision tower,
+# not the outer config. The list comes from every modeling file of transformers 5.24.0; qwen2_5_omni_dit re-orders
+# channels before it rotates pairs that are half-split. tests/exhaustive/models/test_families.py compares it with the
+# installed release. In deepseek_v4 the last channels of a head are rotated, not the first.
 INTERLEAVED = _names(
     """
     axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher codegen cohere

@@ -170,9 +170,8 @@ def dynamic(
     """Returns the frequencies of dynamic NTK: :func:`ntk` with a factor that grows with the length of the sequence.
 
     The factor is ``s = factor * L / original_max_position - (factor - 1)``, where L is the larger of seq_len and
-    original_max_position (emozilla; appendix B.3 of arXiv:2309.00071). So without seq_len, or for a short sequence, the
-    result is that of :func:`default`. attention_factor is 1. original_max_position is max_position_embeddings in the
-    config of a model.
+    original_max_position, max_position_embeddings in a config (emozilla; appendix B.3 of arXiv:2309.00071). So without
+    seq_len, or for a short sequence, the result is that of :func:`default`. attention_factor is 1.
 
     The result depends on seq_len alone. transformers remembers the longest length: after a long sequence it rotates a
     shorter one, unless that is shorter than original_max_position, by the frequencies of the long one.
@@ -226,8 +225,7 @@ def yarn(
     DeepSeek also multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2``, which is not part of the rotation.
     If each layer type has its own parameters, transformers does not find truncate, but :func:`from_config` does.
 
-    Raises ValueError if factor is below 1, base is not above 1, beta_slow is above beta_fast, or another argument is
-    not positive.
+    Raises ValueError if factor is below 1, base at most 1, beta_slow above beta_fast, or another argument not positive.
     """
     f = _powers("yarn", rotary_dim, base)
     _require(base > 1, "yarn", "base", base, "more than 1")
@@ -286,9 +284,8 @@ def longrope(
     """
     f = _powers("longrope", rotary_dim, base)
     for name, divisors in (("short_factor", short_factor), ("long_factor", long_factor)):
-        _require(
-            len(divisors) == len(f), "longrope", f"len({name})", len(divisors), f"rotary_dim / 2, which is {len(f)}"
-        )
+        must_be = f"rotary_dim / 2, which is {len(f)}"
+        _require(len(divisors) == len(f), "longrope", f"len({name})", len(divisors), must_be)
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
     _require(original_max_position > 1, "longrope", "original_max_position", original_max_position, "more than 1")
     if attention_factor is None:
@@ -314,9 +311,8 @@ def llama3(
 ) -> Frequencies:
     """Returns the frequencies of Llama 3.1 (arXiv:2407.21783; the formula is in Meta's llama-models).
 
-    They are like those of :func:`yarn`, but the ramp is linear in the turns that a pair makes in original_max_position.
-    The frequency of a pair with more turns than high_freq_factor is kept, that of a pair with fewer turns than
-    low_freq_factor is divided by factor, and in between ::
+    They are like those of :func:`yarn`, but the ramp is linear in the turns that a pair makes in original_max_position:
+    from low_freq_factor, where the frequency is divided by factor, to high_freq_factor, where it is kept::
 
         turns = original_max_position * f / (2 pi)
         s = clamp((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
