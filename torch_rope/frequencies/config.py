@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -116,6 +117,10 @@ def understood(config: Any) -> Any:
     text = _get(config, "text_config") or config
     advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(hasattr(text, "model_type"), "config", config, advice)
+    version = getattr(sys.modules.get("transformers"), "__version__", "5.20")
+    _need(
+        [*map(int, version.split(".")[:2])] >= [5, 20], "transformers", version, "at least 5.20, to describe each layer"
+    )
     _check_names(text, text)
     _check_names(config, text)
     patch = _get(text, "patch_size") if _get(text, "vocab_size") is None else None
@@ -193,8 +198,9 @@ def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[tupl
     indices = [layer] if layer is not None else range(count) if types or None in by_type else []
     chosen = [(i, types[i] if types else None) for i in indices]
     of_type = [(i, name) for i, name in chosen if layer_type in (None, name)]
-    other = chosen[0][1] if chosen else None
-    _need(layer is None or bool(of_type), "layer_type", layer_type, f"that of layer {layer}, which is {other!r}")
+    _need(
+        layer is None or bool(of_type), "layer_type", layer_type, f"that of layer {layer}: {dict(chosen).get(layer)!r}"
+    )
     no_index = [(None, name) for name in by_type] if layer_type is None else [(None, layer_type)]
     return [_layer(config, by_type, i, name) for i, name in of_type or no_index]
 
@@ -249,7 +255,7 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     head_dim, hidden_size, heads = (_get(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
     sizes = {"head_dim": head_dim} if head_dim else {"hidden_size": hidden_size, "num_attention_heads": heads}
     for name, value in sizes.items():
-        _need(isinstance(value, int) and value > 0, name, value, "a positive integer, or head_dim must be given")
+        _need(isinstance(value, int) and value > 0, name, value, "a positive integer")
     head_dim = head_dim or hidden_size // heads
     arguments: dict[str, Any] = {"head_dim": head_dim}
     if kind != "proportional":
@@ -271,9 +277,9 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
             must_be = "a list of numbers" if is_list else "True or False" if name == "truncate" else "a number"
             _need(isinstance(value, bool) if name == "truncate" else good, name, value, must_be)
             arguments[name] = value
-        shown = "max_position_embeddings" if name == "original_max_position" else name
+        name = "max_position_embeddings" if name == "original_max_position" else name
         missing = value is None and parameter.default is parameter.empty
-        _need(not missing, shown, None, f"given for rope_type {kind!r}")
+        _need(not missing, name, None, f"given for rope_type {kind!r}")
     return kind, arguments
 
 
@@ -364,7 +370,7 @@ def is_interleaved(config: Any) -> bool:
     named = [_get(text, "model_type"), *(_get(text, "architectures") or ())]
     family = next(filter(None, (_FAMILIES.get(_plain(name)) for name in named if isinstance(name, str))), None)
     chosen, half_split = _get(text, "rope_interleave"), _get(text, "rope_is_neox_style")
-    chosen = not half_split if chosen is None and half_split is not None else chosen
+    chosen = half_split is False if chosen is None and half_split is not None else chosen
     if isinstance(chosen, bool) and (family is None or family in ROPE_INTERLEAVE):
         return chosen
     advice = "pass interleaved= to RotaryEmbedding.from_config"

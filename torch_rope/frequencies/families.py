@@ -1,6 +1,4 @@
-"""Lists what a config does not say about the model families of transformers: their pairing, which of them read
-partial_rotary_factor, and which of their layers rotate.
-"""
+"""Lists what the configs of transformers do not say about families of models, such as their pairing."""
 
 
 def _names(text: str) -> frozenset[str]:

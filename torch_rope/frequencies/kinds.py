@@ -136,8 +136,7 @@ def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
 def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     """Returns the frequencies of position interpolation (Chen et al., arXiv:2306.15595): ``f / factor``.
 
-    attention_factor is 1. factor is how many times longer the context becomes; it may be below 1. Raises ValueError if it
-    is not positive.
+    factor is how many times longer the context becomes. attention_factor is 1. Raises ValueError if factor is at most 0.
     """
     inv_freq = _powers("linear", rotary_dim, base)
     _require_positive("linear", factor=factor)
@@ -340,9 +339,8 @@ def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1
     inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for the first
     ``int(partial_rotary_factor * head_dim // 2)`` pairs, and 0 for the others, which therefore stay as they are. So
     pair i is the channels (i, i + head_dim / 2), while with :func:`partial_rotary_dim` it is (i, i + rotary_dim / 2).
-    attention_factor is 1. There is no paper: the formula is that of transformers and vLLM.
-
-    Raises ValueError if head_dim is odd, partial_rotary_factor is outside [0, 1], or factor is not positive.
+    attention_factor is 1. There is no paper: the formula is that of transformers and vLLM. Raises ValueError if head_dim
+    is odd, partial_rotary_factor is outside [0, 1], or factor is not positive.
     """
     inv_freq = _powers("proportional", head_dim, base, "head_dim")
     _require(head_dim % 2 == 0, "proportional", "head_dim", head_dim, "an even number")
