@@ -22,9 +22,10 @@ from .kinds import KINDS, Frequencies, _require, is_number, partial_rotary_dim
 # The entries of a config class that torch_rope or the class itself reads.
 _READ = _names(
     """
-    rope_parameters rope_theta partial_rotary_factor qk_rope_head_dim rotary_dim head_dim hidden_size num_attention_heads
-    num_hidden_layers layer_types layer_rope_theta no_rope_layers no_rope_layer_interval rope_scaling_layers rope_scaling
-    compress_rope_theta max_position_embeddings original_max_position_embeddings alibi use_mem_rope
+    rope_parameters rope_theta partial_rotary_factor qk_rope_head_dim rotary_dim head_dim hidden_size
+    num_attention_heads num_hidden_layers layer_types layer_rope_theta no_rope_layers no_rope_layer_interval alibi
+    rope_scaling_layers rope_scaling compress_rope_theta max_position_embeddings original_max_position_embeddings
+    use_mem_rope
     """
 )
 # Any other entry with such a name is refused. If the class has an entry about positions, it does not matter.
@@ -65,7 +66,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _made(config: Mapping) -> Any:
-    """Returns the config object that transformers makes of a dict: it knows the defaults and old names of the family."""
+    """Returns the config object that transformers makes of a dict: it knows defaults and old names of the family."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
@@ -118,9 +119,7 @@ def understood(config: Any) -> Any:
     advice = "a dict, or a config object of transformers, which AutoConfig.from_pretrained makes of a name"
     _need(hasattr(text, "model_type"), "config", config, advice)
     version = getattr(sys.modules.get("transformers"), "__version__", "5.20")
-    _need(
-        [*map(int, version.split(".")[:2])] >= [5, 20], "transformers", version, "at least 5.20, to describe each layer"
-    )
+    _need([*map(int, version.split(".")[:2])] >= [5, 20], "transformers", version, "at least 5.20")
     _check_names(text, text)
     _check_names(config, text)
     patch = _get(text, "patch_size") if _get(text, "vocab_size") is None else None
@@ -198,16 +197,15 @@ def _layers(config: Any, layer_type: str | None, layer: int | None) -> list[tupl
     indices = [layer] if layer is not None else range(count) if types or None in by_type else []
     chosen = [(i, types[i] if types else None) for i in indices]
     of_type = [(i, name) for i, name in chosen if layer_type in (None, name)]
-    _need(
-        layer is None or bool(of_type), "layer_type", layer_type, f"that of layer {layer}: {dict(chosen).get(layer)!r}"
-    )
+    of_layer = f"that of layer {layer}: {dict(chosen).get(layer)!r}"
+    _need(layer is None or bool(of_type), "layer_type", layer_type, of_layer)
     no_index = [(None, name) for name in by_type] if layer_type is None else [(None, layer_type)]
     return [_layer(config, by_type, i, name) for i, name in of_type or no_index]
 
 
 def _layer(config: Any, by_type: Mapping, i: int | None, layer_type: str | None) -> tuple[str | None, Any, dict | None]:
-    """Returns the type, the config and the rope parameters (None if it does not rotate) of the layer with index i, or of
-    any layer of a type if i is None."""
+    """Returns the type, the config and the rope parameters (None if it does not rotate) of the layer with index i, or
+    of any layer of a type if i is None."""
     own = config.per_layer_config[i] if i is not None and _get(config, "is_heterogeneous") else config
     name, attends = None if None in by_type else layer_type, layer_type not in _NO_ATTENTION
     choices = f"one of {', '.join(map(repr, by_type))}, which have rope parameters"
@@ -242,7 +240,7 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
 
 
 def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
-    """Returns the kind of the frequencies of a layer with this config and rope parameters, and the function's arguments."""
+    """Returns the kind of frequencies of a layer by its config and rope parameters, and the arguments of the function."""
     kind, rope = _kind(rope)
     theta, part, model_type = rope["rope_theta"], rope.get("partial_rotary_factor"), config.model_type
     _need(is_number(theta) and 0 < theta < math.inf, "rope_theta", theta, "a positive number")
@@ -284,9 +282,9 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
 
 
 def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
-    """Returns the kind of a model's frequencies, a key of :data:`torch_rope.frequencies.KINDS`, and the keyword arguments
-    of its function, without seq_len and long: call it to follow the length of the sequence yourself. The arguments and
-    errors are those of :func:`from_config`, which calls this function."""
+    """Returns the kind of a model's frequencies, a key of :data:`torch_rope.frequencies.KINDS`, and the arguments of its
+    function, without seq_len and long: call it to follow the length of the sequence yourself. The arguments and errors
+    are those of :func:`from_config`, which calls this function."""
     config = understood(config)
     must_be = families.NOT_BY_CONFIG.get(config.model_type, "")
     _need(not must_be, "model_type", config.model_type, must_be)
@@ -335,12 +333,12 @@ def from_config(
     Without layer_type and layer, all layers that rotate must have the same frequencies. A config is understood or
     refused: an entry whose name is about positions or a rotation, and any of rope parameters, must be known, and none
     may be lost. partial_rotary_factor counts if the model reads it: Llama does not, for the rope_type "default". The
-    result does not say which of several positions of a token rotates a pair (Qwen2-VL): see :mod:`torch_rope.multimodal`.
+    result does not say which of several positions rotates a pair (Qwen2-VL): see :mod:`torch_rope.multimodal`.
 
     Raises:
-        ValueError: the model or the layer does not rotate (:func:`rotates` tells), positions have several axes (vision),
-            transformers does not know the model_type of a dict, an entry is not understood, layer_type or layer is
-            missing or unknown or they do not agree, or the function of the kind raises it.
+        ValueError: the model or the layer does not rotate (:func:`rotates` tells), positions have several axes
+            (vision), transformers does not know the model_type of a dict, an entry is not understood, layer_type or
+            layer is missing or unknown or they do not agree, or the function of the kind raises it.
         ImportError: config is a dict, and transformers is not installed.
     """
     kind, arguments = parse(config, layer_type, layer=layer)
@@ -361,8 +359,8 @@ _FAMILIES = {_plain(name): name for name in INTERLEAVED | HALF_SPLIT}
 def is_interleaved(config: Any) -> bool:
     """Returns whether a model has interleaved pairs, by its model_type, or by its architectures if that is not known.
 
-    The pairs are those of the weights, whatever the attention does to q and k before it rotates them. Raises ValueError if
-    neither is known and the config has no rope_interleave.
+    The pairs are those of the weights, whatever the attention does to q and k before it rotates them. Raises ValueError
+    if neither is known and the config has no rope_interleave.
     """
     with contextlib.suppress(ValueError, ImportError):  # names are enough
         config = _made(config) if isinstance(config, Mapping) else config

@@ -18,7 +18,8 @@ INTERLEAVED = _names(
     efficientloftr ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4 glm4_moe_lite glm4v_text glm_moe_dsa
     glm_ocr_text gptj helium hy_v4_vl_text inkling2_vision lightglue llama4_text llama4_vision_model longcat_flash
     mistral4 mistral_large4_text moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder
-    pe_audio_video_encoder pe_video_encoder qwen2_5_omni_dit roformer sam2_video sam3_tracker_video sam3_vit_model sarvam_mla youtu
+    pe_audio_video_encoder pe_video_encoder qwen2_5_omni_dit roformer sam2_video sam3_tracker_video sam3_vit_model
+    sarvam_mla youtu
     """
 )
 
@@ -33,21 +34,21 @@ HALF_SPLIT = _names(
     csm_depth_decoder_model cwm dbrx deepseek_ocr2 deepseek_ocr2_encoder dia_decoder dia_encoder diffllama
     diffusion_gemma doge dory dots1 dots3_note_audio_encoder embedding_gemma2 emu3_text_model esm esmc eurobert
     evolla exaone exaone4 exaone4_5 exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4
-    gemma4_unified glm4_moe glm4v_moe glm_image glmasr_encoder gpt_neox gpt_neox_japanese gpt_oss gradium_phonon_tts
-    granite granite4_vision granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-    gte higgs_audio_v2 hrm hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hyperclovax idefics internlm3
-    iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 kyutai_speech_to laguna lara_mini lasr_encoder lfm2
-    lfm2_moe lfm3 llama mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl ministral ministral3 mistral mixtral mllama_text_model modernbert modernbert-decoder molmo2 moshi
-    muse_glimmer muse_glimmer_assistant muse_spark nanochat nemotron nemotron3_5_transcribe_asr_audio
-    nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio neomme neucodec nomic_bert olmo olmo2 olmo3
-    olmo_hybrid olmoe paddleocr_vl persimmon phi phi3 phi4_multimodal phimoe pocket_tts pocket_tts_audio_tokenizer
-    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen2_5_omni
-    qwen2_5_omni_talker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe
-    qwen3_omni_moe_talker qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-    qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 step3p5 t5_gemma_module
-    t5gemma2 t5gemma2_decoder timesfm2_5 ultrabert unlimited_ocr vaultgemma voxtral_realtime
-    voxtral_realtime_encoder xcodec2 zamba2 zaya
+    gemma4_unified glm4_moe glm4v_moe glm_image glmasr_encoder gpt_neox gpt_neox_japanese gpt_oss
+    gradium_phonon_tts granite granite4_vision granite_docling granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared gte higgs_audio_v2 hrm hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4
+    hyperclovax idefics internlm3 iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 kyutai_speech_to laguna
+    lara_mini lasr_encoder lfm2 lfm2_moe lfm3 llama mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3
+    minimax minimax_m2 minimax_m3_vl ministral ministral3 mistral mixtral mllama_text_model modernbert
+    modernbert-decoder molmo2 moshi muse_glimmer muse_glimmer_assistant muse_spark nanochat nemotron
+    nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio neomme
+    neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe paddleocr_vl persimmon phi phi3 phi4_multimodal phimoe
+    pocket_tts pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder
+    qwen2 qwen2_5_omni qwen2_5_omni_talker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
+    qwen3_next qwen3_omni_moe qwen3_omni_moe_talker qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_thinker
+    qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
+    step3p5 t5_gemma_module t5gemma2 t5gemma2_decoder timesfm2_5 ultrabert unlimited_ocr vaultgemma
+    voxtral_realtime voxtral_realtime_encoder xcodec2 zamba2 zaya
     """
 )
 
