@@ -295,8 +295,8 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
     """Returns what :func:`parse` does, of a config that is understood, and for families of NOT_BY_CONFIG, too."""
     if against := _against_rotation(config):
         _need(False, *against[:2], f"that of a model that rotates{against[2]}")
-    layers = _layers(config, layer_type, layer)
-    found = [(name, _arguments(own, rope)) for name, own, rope in layers if rope is not None]
+    unlike = {(each[0], id(each[1]), str(each[2])): each for each in _layers(config, layer_type, layer)}
+    found = [(name, _arguments(own, rope)) for name, own, rope in unlike.values() if rope is not None]
     named = ("layer_type", layer_type) if layer is None else ("layer", layer)
     _need(bool(found), *named, "that of a layer that rotates: this one does not; frequencies.rotates tells which do")
     types, first = sorted({name for name, _ in found}, key=str), found[0][1]
