@@ -7,17 +7,17 @@ makes the tables in one launch::
 
     of_text, _ = torch_rope.frequencies.default(128, 1e6)  # [64]
     inv_freq = torch_rope.multimodal.sections(of_text, [16, 24, 24])  # Qwen2-VL: [3, 64]
-    inv_freq, attention_factor = torch_rope.multimodal.from_config(config)  # or the same from a config
+    inv_freq, attention_factor, interleaved = torch_rope.multimodal.from_config(config)  # or the same from a config
     # positions [3, batch, seq] -> cos and sin [batch, seq, 64]
     cos, sin = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=attention_factor)
-    q, k = torch_rope.rotate_qk(q, k, cos, sin)  # in every layer
+    q, k = torch_rope.rotate_qk(q, k, cos, sin, interleaved=interleaved)  # in every layer
 
 axial_cos_sin is differentiable in inv_freq, and in positions if they are floating-point. RoPE-Mixed (Heo et al.,
 arXiv:2403.13298) learns an inv_freq without zeros.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,32 +191,35 @@ _MODELS = {
 }
 
 
-def from_config(config: Any) -> frequencies.Frequencies:
-    """Returns the frequencies of the text part of a multimodal model, read from its config.
+class AxialFrequencies(NamedTuple):
+    """The frequencies of a model whose positions have several axes, the factor that goes with them, and the pairing."""
+
+    inv_freq: Tensor  # [axes, rotary_dim / 2], float64 on the CPU
+    attention_factor: float  # of axial_cos_sin
+    interleaved: bool  # of rotate_qk
+
+
+def from_config(config: Any) -> AxialFrequencies:
+    """Returns the frequencies of the text part of a multimodal model, and its pairing, read from its config.
 
     Args:
         config: as in :func:`torch_rope.frequencies.from_config`.
 
     Returns:
-        inv_freq ``[3, rotary_dim / 2]``, float64, for positions [time, height, width]; and attention_factor.
+        inv_freq ``[3, rotary_dim / 2]``, float64, for positions [time, height, width]; attention_factor; and interleaved.
 
-    Raises ValueError if the model_type is not known to have positions on three axes. For such a model call
-    :func:`sections`, :func:`interleaved` or :func:`height_width_time` yourself.
+    Raises the errors of :func:`torch_rope.frequencies.from_config`, and ValueError if the model_type is not known to have
+    positions on three axes. For such a model call :func:`sections`, :func:`interleaved` or :func:`height_width_time`.
     """
-
-    def get(of: Any, name: str) -> Any:
-        return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
-
-    frequencies.config.entries(config)  # raises an error unless it is a config
-    text = get(config, "text_config") or config
-    name = get(text, "model_type") or get(config, "model_type") or ""
-    if name.removesuffix("_text") not in _MODELS:
+    text = frequencies.config.understood(config)
+    name = text.model_type.removesuffix("_text")
+    if name not in _MODELS:
         raise ValueError(
-            f"torch_rope.multimodal.from_config: model_type is {name!r} but must be one of "
+            f"torch_rope.multimodal.from_config: model_type is {text.model_type!r} but must be one of "
             f"{', '.join(map(repr, _MODELS))}"
         )
-    order, usual = _MODELS[name.removesuffix("_text")]
-    rope = get(text, "rope_scaling") or get(text, "rope_parameters") or {}
+    order, usual = _MODELS[name]
     kind, arguments = frequencies.config.read(text)
     inv_freq, attention_factor = frequencies.KINDS[kind](**arguments)
-    return frequencies.Frequencies(order(inv_freq, rope.get("mrope_section") or usual), attention_factor)
+    matrix = order(inv_freq, text.rope_parameters.get("mrope_section") or usual)
+    return AxialFrequencies(matrix, attention_factor, frequencies.is_interleaved(text))

@@ -1,8 +1,11 @@
 """Compares frequencies, modules and positions that torch_rope makes from a config with those of transformers."""
 
+import copy
 import importlib
-import json
+import inspect
 import random
+import re
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,6 @@ from test_frequencies import REAL, U32, U64, assert_same, roundings
 
 import torch_rope
 from torch_rope import frequencies, multimodal
-from torch_rope.frequencies.families import DEFAULTS, WHOLE_HEADS
 
 transformers = needed("transformers")
 
@@ -24,11 +26,8 @@ at_night = pytest.mark.exhaustive
 
 
 def object_of(config: dict):
-    """Returns the config object for the contents of a config.json.
-
-    transformers gets a copy, because it writes into the nested dicts.
-    """
-    return AutoConfig.for_model(**json.loads(json.dumps(config)))
+    """Returns the config object for the contents of a config.json. transformers writes into nested dicts: it gets a copy."""
+    return AutoConfig.for_model(**copy.deepcopy(config))
 
 
 def modeling_of(config):
@@ -38,17 +37,18 @@ def modeling_of(config):
 
 
 def tables_of_module(config):
-    """Yields (layer_type, inv_freq, attention_factor) for each table that the rotary module of transformers makes."""
-    (rotary,) = (
-        value
-        for name, value in vars(modeling_of(config)).items()
-        if hasattr(value, "compute_default_rope_parameters") and "Vision" not in name
-    )
-    built = rotary(config.get_text_config())
-    for name, inv_freq in built.named_buffers():
-        if name.endswith("inv_freq") and "original" not in name:
-            prefix = name.removesuffix("inv_freq")
-            yield prefix.removesuffix("_") or None, inv_freq, getattr(built, f"{prefix}attention_scaling")
+    """Yields (layer_type, inv_freq, attention_factor) for each table of the rotary modules of a class of configs."""
+    for cls in vars(modeling_of(config)).values():
+        if not hasattr(cls, "compute_default_rope_parameters"):
+            continue
+        annotation = str(inspect.signature(cls).parameters["config"].annotation)
+        if type(config).__name__ not in re.findall(r"\w+", annotation):
+            continue
+        built = cls(config)
+        for name, inv_freq in built.named_buffers():
+            if name.endswith("inv_freq") and "original" not in name:
+                prefix = name.removesuffix("inv_freq")
+                yield prefix.removesuffix("_") or None, inv_freq, getattr(built, f"{prefix}attention_scaling")
 
 
 def assert_near(config, layer_type, seq_len, theirs: torch.Tensor, attention_factor: float):
@@ -61,67 +61,72 @@ def assert_near(config, layer_type, seq_len, theirs: torch.Tensor, attention_fac
 
 
 @pytest.mark.parametrize("config, layer_type, seq_len", [case[:3] for case in REAL.values()], ids=REAL)
-def test_a_real_config_gives_the_frequencies_of_transformers(config, layer_type, seq_len):
-    theirs = object_of(config)
+def test_a_real_config_gives_the_frequencies_of_transformers(config, layer_type, seq_len, capfd, recwarn):
+    """The config stays as it is, and nothing is logged."""
+    theirs, before = object_of(config), copy.deepcopy(config)
+    as_dict, _ = theirs.to_dict(), capfd.readouterr()
     ours = frequencies.from_config(config, layer_type, seq_len)
     assert_same(frequencies.from_config(theirs, layer_type, seq_len), ours)
+    assert config == before and theirs.to_dict() == as_dict and capfd.readouterr() == ("", "") and not recwarn.list
     if seq_len is None:  # a module of transformers does not know the length when it is built
-        tables = {layer_type: rest for layer_type, *rest in tables_of_module(theirs)}
+        tables = {layer_type: rest for layer_type, *rest in tables_of_module(theirs.get_text_config())}
         assert_near(config, layer_type, None, *tables[layer_type])
 
 
-PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-PARTIAL = WHOLE_HEADS | {"glm", "glm4", "phi", "phi3", "gpt_neox", "stablelm", "nemotron", "persimmon", "qwen3_next"}
-# Their models do not rotate, rotate by several axes, or read other entries than the config has.
-REFUSED = {"bamba", "dia", "efficientloftr", "eomt_dinov3", "ernie4_5_vl_moe", "esm", "granitemoehybrid", "t5gemma"}
-REFUSED |= {"minimax_m3_vl", "musicflamingo", "t5gemma2", "zamba2"}
+# Their models do not rotate by default, rotate by several axes, or read other entries than the config has.
+REFUSED = {"bamba", "deepseek_v4", "dots3_note_text", "efficientloftr", "ernie4_5_vl_moe_text", "esm", "zamba2"}
+REFUSED |= {"glm4_moe_lite", "granitemoehybrid", "mistral_large4_text", "musicflamingo", "qwen3_omni_moe_text"}
 NAMES = sorted({*transformers.CONFIG_MAPPING} - {"llama", "glm"})
 
 
 @pytest.mark.parametrize("name", ["llama", "glm", *(pytest.param(name, marks=at_night) for name in NAMES)])
 def test_a_family_has_the_frequencies_of_transformers(name):
-    """By default, and with a partial_rotary_factor. Llama, like most families, ignores it if the kind is default."""
+    """As an object, a dict, and the model_type alone; by default, and with a part, which most ignore if it is default."""
     try:
-        config = transformers.CONFIG_MAPPING[name]()
-        cases = [(config, list(tables_of_module(config)))]
+        config, halved = transformers.CONFIG_MAPPING[name](), transformers.CONFIG_MAPPING[name]()
+        assert list(tables_of_module(config))
     except Exception:
-        pytest.skip("it has no default config, or not one rotary module for text")
-    if name in PARTIAL:
-        config = transformers.CONFIG_MAPPING[name]()
-        text, layer_types = config.get_text_config(), [table[0] for table in cases[0][1] if table[0]]
-        text.rope_parameters = {layer_type: dict(PART) for layer_type in layer_types} or dict(PART)
-        cases.append((config, list(tables_of_module(config))))
-    for config, tables in cases:
-        for form in (config, *(json.loads(config.to_json_string(use_diff=diff)) for diff in (True, False))):
-            for layer_type, inv_freq, attention_factor in tables:
-                try:
-                    assert_near(form, layer_type, None, inv_freq, attention_factor)
-                    assert frequencies.is_interleaved(form) in (True, False)
-                except ValueError:
-                    assert name.removesuffix("_text") in REFUSED
+        pytest.skip("it has no default config, or no rotary module with one axis")
+    rope = getattr(halved, "rope_parameters", {})
+    for parameters in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        parameters["partial_rotary_factor"] = 0.5
+    for form in (config, config.to_dict(), {"model_type": name}, halved, halved.to_dict()):
+        theirs = object_of(form) if isinstance(form, dict) else form
+        for layer_type, inv_freq, attention_factor in tables_of_module(theirs):
+            try:
+                assert_near(form, layer_type, None, inv_freq, attention_factor)
+                assert frequencies.is_interleaved(form) in (True, False)
+            except ValueError:
+                assert name in REFUSED or hasattr(theirs, "patch_size")
 
 
-@at_night
-@pytest.mark.parametrize("model_type", sorted({*DEFAULTS, *WHOLE_HEADS}))
-def test_missing_values_of_a_config_have_the_defaults_of_transformers(model_type):
-    """The config.json has only sizes."""
-    sizes = {"hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 8192}
-    if model_type in ("gptj", "codegen"):
-        sizes = {"n_embd": 384, "n_head": 4, "n_positions": 8192}
-    config = {"model_type": model_type, **sizes}
-    theirs = object_of(config)
-    parameters = getattr(theirs.get_text_config(), "rope_parameters", {})
-    for layer_type in [key for key, value in parameters.items() if isinstance(value, dict)] or [None]:
-        assert_same(frequencies.from_config(config, layer_type), frequencies.from_config(theirs, layer_type))
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_next", "gpt_neox", "gemma3_text"])
+def test_rope_parameters_that_were_lost_are_an_error(family):
+    config, linear = transformers.CONFIG_MAPPING[family](), {"rope_type": "linear", "factor": 8.0}
+    with pytest.warns(FutureWarning):  # replaces the base, the part of a head that rotates, and all layer types
+        config.rope_scaling = dict(linear)
+    with_base = copy.deepcopy(config)
+    with_base.rope_parameters = linear | {"rope_theta": 1e6}  # which is all that Qwen3 has
+    for case in [config, config.to_dict(), with_base][: 2 if family == "qwen3" else 3]:
+        with pytest.raises(ValueError, match="; set all at once, as in config.rope_parameters ="):
+            frequencies.from_config(case, layer=0)
+
+
+@pytest.mark.parametrize("version, message", [(None, "must be installed to read a dict; pass"), ("5.19.0", "5.20")])
+def test_a_dict_needs_transformers(version, message, monkeypatch):
+    if version is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises((ImportError, ValueError), match=message):
+        frequencies.from_config({"model_type": "llama"})
+    assert not frequencies.is_interleaved({"model_type": "llama"})
 
 
 def draw(kind: str, rng: random.Random) -> tuple[dict, dict]:
     """Returns random sizes and rope_parameters of a config."""
-    head_dim, original = 2 * rng.randint(8, 128), rng.randint(128, 2**18)
-    part = rng.choice([1.0, 0.25, 0.5, rng.uniform(0.25, 1)])
-    if kind == "yarn":  # transformers fails if rotary_dim is odd, because its ramp has one element too few
-        part = 2 * rng.randint(2, head_dim // 2) / head_dim
-        part += 1e-9 if int(head_dim * part) % 2 else 0
+    head_dim, original = 4 * rng.randint(4, 64), rng.randint(128, 2**18)
+    part = rng.choice([1.0, 0.5] if kind == "yarn" else [1.0, 0.25, 0.5, rng.uniform(0.25, 1)])  # yarn: not odd
     sizes = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "head_dim": head_dim}
     sizes["max_position_embeddings"] = original * rng.randint(1, 64)
     rope = {"rope_type": kind, "rope_theta": 10 ** rng.uniform(2, 7.5), "partial_rotary_factor": part}
@@ -154,14 +159,11 @@ def test_random_parameters_give_the_frequencies_of_transformers(kind):
         config = config_of(**sizes, rope_parameters=dict(rope))
         seq_len = rng.choice([None, rng.randint(1, 2**20)])
         assert_near(config, None, seq_len, *make(config, "cpu", seq_len=seq_len))
-        # The same parameters in the older form rope_scaling, and by layer type.
-        ours = frequencies.from_config(config, seq_len=seq_len)
-        family = {"model_type": config.model_type, **sizes}
+        # The same parameters in the older form rope_scaling.
         scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
         outer = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
-        assert_same(frequencies.from_config({**family, **outer, "rope_scaling": scaling}, seq_len=seq_len), ours)
-        layers = {"a": rope, "b": {"rope_type": "default", "rope_theta": 7.0}}
-        assert_same(frequencies.from_config({**family, "rope_parameters": layers}, "a", seq_len), ours)
+        older = {"model_type": config.model_type, **sizes, **outer, "rope_scaling": scaling}
+        assert_same(frequencies.from_config(older, seq_len=seq_len), frequencies.from_config(config, seq_len=seq_len))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "ernie4_5_vl_moe", "glm_ocr", "qwen3_5"])
@@ -169,9 +171,10 @@ def test_positions_of_text_and_images_give_the_tables_of_transformers(name):
     config = transformers.CONFIG_MAPPING[name]().text_config
     names = [n for n in vars(modeling_of(config)) if n.endswith("RotaryEmbedding") and "Vision" not in n]
     theirs = getattr(modeling_of(config), max(names, key=len))
-    positions = torch.randint(0, 100, (3, 2, 7))
-    inv_freq, factor = multimodal.from_config(config)
-    outs = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=factor)
-    for out, t in zip(outs, theirs(config)(torch.zeros(1), positions), strict=True):
-        half = t[..., ::2] if torch.equal(t[..., 0], t[..., 1]) else t.chunk(2, -1)[0]
-        assert (out - half).abs().max() < 2e-5  # transformers' angle is a float32 product
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    positions, (q, k) = torch.randint(0, 100, (3, 2, 7)), torch.randn(2, 2, 4, 7, head_dim)
+    expected = modeling_of(config).apply_rotary_pos_emb(q, k, *theirs(config)(q, positions))
+    inv_freq, attention_factor, interleaved = multimodal.from_config(config)
+    outs = torch_rope.axial_cos_sin(positions, inv_freq, attention_factor=attention_factor)
+    found = torch_rope.rotate_qk(q.transpose(1, 2), k.transpose(1, 2), *outs, interleaved=interleaved)
+    assert all((a.transpose(1, 2) - b).abs().max() < 1e-4 for a, b in zip(found, expected, strict=True))

@@ -11,9 +11,11 @@ import math
 
 import pytest
 import torch
+from cases import needed
 
 from torch_rope import frequencies
 
+needed("transformers")
 pytestmark = [pytest.mark.cpu, pytest.mark.core]
 
 U32, U64 = 2.0**-24, 2.0**-53  # unit roundoffs
@@ -159,26 +161,20 @@ def test_a_real_model_has_its_frozen_frequencies(config, layer_type, seq_len, co
     assert type(ours.attention_factor) is float and ours.attention_factor == pytest.approx(factor, rel=4 * U64, abs=0)
 
 
-PARAMS = {"rope_theta": 1e6, "dim": 4096, "n_heads": 32}  # of Mistral
-BETAS = {"factor": 32.0, "beta": 32, "alpha": 1, TRAINED: 4096, "apply_scale": False}
+SARVAM = DEEPSEEK_V3 | {"model_type": "sarvam_mla"}
+PARTLY = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}
 # Pairs of configs that mean the same.
 SAME = {
-    "type of Phi-3": (PHI_3_5, rescaled(PHI_3_5, type="su")),
     "older type of Phi-3": (PHI_3_5, rescaled(PHI_3_5, type="yarn")),
-    "both types": (QWEN_2_5, rescaled(QWEN_2_5, rope_type="yarn")),
-    "sections": (LLAMA_2, LLAMA_2 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}),
-    "null": (LLAMA_2, LLAMA_2 | dict.fromkeys(("rope_scaling", "head_dim", "rope_theta", "text_config"))),
-    "rotary_dim": (PYTHIA, {"rotary_dim": 24, "n_embd": 768, "n_head": 8}),
+    "sections": (model("qwen2_vl", 256, 4), model("qwen2_vl", 256, 4, {"type": "mrope", "mrope_section": [9] * 3})),
+    "null": (LLAMA_2, LLAMA_2 | dict.fromkeys(("rope_scaling", "head_dim", "text_config"))),
+    "names of GPT-NeoX": (PYTHIA, model("gpt_neox", 768, 8, rope_parameters=PARTLY)),
     "mscale": (rescaled(PHI_3_5, attention_factor=1.25), rescaled(PHI_3_5, short_mscale=1.25, long_mscale=1.25)),
-    "xdrope": (HUNYUAN, rescaled(HUNYUAN, type="xdrope", beta_fast=32, beta_slow=1, mscale=1.0, xdrope_section=[])),
-    "of no matter": (LLAMA_2, LLAMA_2 | {"rope_full_precision": True, "rotary": True, "rope_interleave": False}),
-    # transformers looks for truncate next to the layer types, does not find it, and rounds.
-    "by layer type": (GPT_OSS, GPT_OSS | {"rope_scaling": None, "rope_parameters": {"a": GPT_OSS["rope_scaling"]}}),
-    "Sarvam": (DEEPSEEK_V3, rescaled(DEEPSEEK_V3, type="deepseek_yarn")),
-    "params.json": (
-        PARAMS | {"rope_scaling": YARN | {"truncate": True, "attention_factor": 1.0}},
-        PARAMS | {"yarn": BETAS},
-    ),
+    "of YaRN": (HUNYUAN, rescaled(HUNYUAN, beta_fast=32, beta_slow=1, mscale=1.0)),
+    "of no matter": (LLAMA_2, LLAMA_2 | {"rope_full_precision": True, "rope_interleave": False, "use_logn_attn": True}),
+    "Sarvam": (SARVAM, rescaled(SARVAM, type="deepseek_yarn")),
+    "max_position": (DYNAMIC, rescaled(DYNAMIC, original_max_position_embeddings=4096)),  # as transformers scales
+    "outer": (LLAMA_2, {"model_type": "unheard_of", "text_config": LLAMA_2}),
 }
 
 
@@ -187,33 +183,28 @@ def test_configs_that_mean_the_same_give_the_same_frequencies(one, other):
     assert_same(frequencies.from_config(one), frequencies.from_config(other))
 
 
-V4 = {"model_type": "deepseek_v4", "compress_ratios": [0, 4, 128], "rope_scaling": YARN | {"factor": 16}}
-SIZE = {"head_dim": 64, "num_hidden_layers": 4}
-LIST = {"head_dim": 64, "rope_theta": [5.0, 50.0, 0]}
-TYPES = {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]}
-SCALED = TYPES | {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 8.0}}
+SIZE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 4}
+TYPES = {"head_dim": 64, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+SCALED = TYPES | {"rope_theta": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "rope_scaling": YARN}
+THETAS = SIZE | {"model_type": "granite_swa", "layer_rope_theta": [7.0, 0, 8.0, 7.0]}
 OWN = GEMMA_4["text_config"] | {"per_layer_config": {"05": {"head_dim": 128}}}  # as transformers writes it
 STEP = TYPES | {"model_type": "step3p5", "rope_theta": [1e4, 5e6], "partial_rotary_factors": [1.0, 0.5]}
-STEP |= {"use_rope_layers": [1, 1], "rope_scaling": LLAMA_3}
 LAYERS = [
-    (LIST, [5.0, 50.0, None]),
-    (LIST | {"layer_rope_theta": [7.0, 0, 8.0], "num_hidden_layers": 3}, [7.0, None, 8.0]),
+    (THETAS, [7.0, None, 8.0, 7.0]),
     (SIZE | {"model_type": "cohere2"}, [1e4, 1e4, 1e4, None]),
-    (SIZE | {"model_type": "exaone4", "sliding_window": None}, [1e4] * 4),
-    (SIZE | {"model_type": "exaone4", "sliding_window_pattern": "LG"}, [1e4, None] * 2),
+    (TYPES | {"model_type": "exaone4", "sliding_window": None}, [1e4] * 2),
+    (SIZE | {"model_type": "exaone4", "sliding_window_pattern": 2}, [1e4, None] * 2),
     (SIZE | {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1]}, [None, 2e6, 2e6, 2e6]),
     (SIZE | {"model_type": "modernbert"}, [160000.0, 1e4, 1e4, 160000.0]),
-    (SIZE | {"rope_theta": 1e4, "full_attention_interval": 2}, [None, 1e4] * 2),
-    (SIZE | {"rope_theta": 1e4, "use_mem_rope": False}, [None] * 4),
-    ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1]}, [("default", 64, 5e6), ("default", 64, 1e4)]),
+    (SIZE | {"model_type": "qwen3_next", "full_attention_interval": 2}, [None, ("default", 16, 1e4)] * 2),
+    (TYPES | {"model_type": "mimo_v2_flash"}, [("default", 21, 1e4), ("default", 21, 5e6)]),
     (V4, [("default", 64, 1e4), ("yarn", 64, 160000.0), ("yarn", 64, 160000.0)]),
-    (STEP | {"use_rope_layers": [0, 1]}, [None, 5e6]),
-    (STEP, [("default", 64, 1e4), ("llama3", 32, 5e6)]),
+    (STEP | {"rope_scaling": LLAMA_3}, [("default", 64, 1e4), ("llama3", 32, 5e6)]),
     (OWN, [("default", 256, 1e4)] * 5 + [("proportional", 128, 1e6)]),
-    # transformers 5.23 gives the sliding layers of OLMo 3 its default base of 500000.
-    (SCALED | {"rope_local_base_freq": 5.0}, [("default", 64, 5.0), ("linear", 64, 50.0)]),
-    (SCALED | {"model_type": "olmo3"}, [("default", 64, 50.0), ("linear", 64, 50.0)]),
-    (SCALED | {"local_rope_theta": 5.0, "global_rope_theta": 50.0}, [("linear", 64, 5.0), ("linear", 64, 50.0)]),
+    # transformers gives the sliding layers of OLMo 3 its default base.
+    (SCALED | {"model_type": "olmo3", "head_dim": 128}, [("default", 128, 5e5), ("linear", 128, 50.0)]),
+    (SCALED | {"model_type": "gemma3_text", "rope_local_base_freq": 5.0}, [("default", 64, 5.0), ("linear", 64, 50.0)]),
 ]
 
 
@@ -248,26 +239,10 @@ def test_pairing_follows_from_model_type_or_architectures():
             frequencies.is_interleaved(config)
 
 
-def test_parse_returns_the_kind_and_the_arguments_of_its_function():
-    expected = {"rotary_dim": 128, "base": 1000000, "factor": 2.0, "original_max_position": 32768}
-    # transformers scales by max_position_embeddings, even if there is an original_max_position_embeddings.
-    for config in (DYNAMIC, DYNAMIC | {TRAINED: 4096}):
-        assert frequencies.parse(config) == ("dynamic", expected)
-
-
-def test_longrope_chooses_its_list_by_seq_len_or_by_long():
-    _, arguments = frequencies.parse(PHI_3_5)
-    for seq_len, long in ((None, False), (1, False), (4096, False), (4097, True), (131072, True)):
-        chosen = frequencies.longrope(**arguments, long=long)
-        assert_same(frequencies.longrope(**arguments, seq_len=seq_len), chosen)
-
-
 def test_llama3_has_no_ramp_if_its_two_factors_are_equal():
     """Llama 4 Scout keeps the frequencies of pairs that make more turns than this factor, and divides the others."""
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, TRAINED: 8192}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
-    found = frequencies.from_config({"model_type": "llama4_text", "head_dim": 128, "rope_parameters": rope}).inv_freq
-    f = frequencies.default(128, 5e5).inv_freq
+    sizes = {"factor": 16.0, "original_max_position": 8192, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    found, f = frequencies.llama3(128, 5e5, **sizes).inv_freq, frequencies.default(128, 5e5).inv_freq
     kept = 8192 * f / (2 * math.pi) > 1
     assert torch.equal(found, torch.where(kept, f, f / 16)) and kept.any() and not kept.all()
 
@@ -283,50 +258,52 @@ def test_partial_rotary_dim_rounds_down_and_may_be_odd():
 
 def test_default_device_and_dtype_of_torch_do_not_matter():
     expected = frequencies.from_config(PHI_3_5)
-    with torch.device("meta"):
-        torch.set_default_dtype(torch.float16)
-        try:
-            found = frequencies.from_config(PHI_3_5)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert_same(found, expected)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            assert_same(frequencies.from_config(PHI_3_5), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ---- errors ----
 
-UNLESS = "is None but must be a number unless head_dim is given"
-ABSENT = "but must be absent"
+ABSENT, LOST = "but must be absent", "rope_theta is None but must be given, as it is in each config of llama; set all"
+INSTEAD = "but must be one that the installed transformers knows; pass head_dim, base, interleaved, kind"
+NEW = {"rope_type": "linear", "factor": 8.0}
 ERRORS = [
     (rescaled(QWEN_2_5, type="alibi"), "rope_type is 'alibi' but must be one of 'default', 'linear', 'n"),
-    (rescaled(QWEN_2_5, rope_type="linear"), "rope_type is 'linear' but must be equal to type, which is 'yarn'"),
-    (rescaled(QWEN_2_5, gamma=1), f"gamma is 1 {ABSENT}, because rope_type 'yarn' does not have it"),
+    (rescaled(QWEN_2_5, base=1), f"base is 1 {ABSENT}, because rope_type 'yarn' does not have it"),
     (rescaled(QWEN_2_5, factor="4"), "factor is '4' but must be a number"),
-    (rescaled(PHI_3_5, short_factor="1"), "short_factor is '1' but must be a list of numbers"),
     (rescaled(DYNAMIC, type="linear", factor=None), "factor is None but must be given for rope_type 'linear'"),
-    (DYNAMIC | {LONGEST: None}, f"{LONGEST} is None but must be given for rope_type 'dynamic'"),
     (rescaled(PHI_3_5, short_mscale=1, long_mscale=2), "short_mscale is 1 but must be equal to long_mscale, w"),
     (LLAMA_2 | {"rope_scaling": {"factor": 8.0}}, f"factor is 8.0 {ABSENT}, because rope_type 'default'"),
-    (LLAMA_2 | {"yarn": {"gamma": 1}}, f"yarn.gamma is 1 {ABSENT}: the section has factor"),
+    (LLAMA_2 | {"rope_scaling": [8.0]}, "rope_scaling is [8.0] but must be a dict"),
+    (LLAMA_2 | {"hidden_size": "4096"}, "transformers refuses the config: Validation error for field 'hidden_size'"),
+    (LLAMA_2 | {"rope_theta": None}, LOST),
+    (LLAMA_2 | {"rope_parameters": NEW}, LOST),
+    (LLAMA_2 | {"rope_scaling": NEW, "rope_parameters": NEW | {"factor": 4.0}}, "rope_scaling is {'rope_type': 'lin"),
     (LLAMA_2 | {"model_type": "falcon", "alibi": True}, "alibi is True but must be that of a model that rotates"),
-    (LLAMA_2 | {"model_type": "chatglm", "rope_ratio": 500}, f"rope_ratio is 500 {ABSENT}"),
-    (LLAMA_2 | {"model_type": "kimi_linear"}, "model_type is 'kimi_linear' but must be that of a model that rotates"),
-    (model("dinov3_vit", 256, 4, rope_theta=100.0, patch_size=16), f"patch_size is 16 {ABSENT}: images have"),
-    (
-        model("unheard_of", 256, 4),
-        "model_type is 'unheard_of' but must be that of a model that rotates: the config has none",
-    ),
+    (LLAMA_2 | {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi' but must be that of a mod"),
+    ({"model_type": "bert"}, "model_type is 'bert' but must be that of a model that rotates: the config has no rope_p"),
+    ({"model_type": "qwen2_5_omni"}, "model_type is 'qwen2_5_omni' but must be that of a model that rotates: the conf"),
+    ({"model_type": "dinov3_vit"}, f"patch_size is 16 {ABSENT}: images have"),
+    (LLAMA_2 | {"axes_dims": [16, 56, 56]}, f"axes_dims is [16, 56, 56] {ABSENT}: several axes of positions"),
+    ({"model_type": "qwen", "rotary_emb_base": 10000}, f"model_type is 'qwen' {INSTEAD}"),
+    ({"dim": 4096, "n_heads": 32, "rope_theta": 1e6}, f"model_type is None {INSTEAD}"),  # params.json of Mistral
     ("config.json", "config is 'config.json' but must be a dict, or a config object of transformers"),
-    ({"text_config": LLAMA_2, "rope_theta": 5.0}, f"rope_theta is 5.0 {ABSENT}, or that of text_config"),
-    ({"model_type": "llama", "num_attention_heads": 4}, f"hidden_size {UNLESS}"),
-    ({"hidden_size": 256, "rope_theta": 1e4}, f"num_attention_heads {UNLESS}"),
+    (GEMMA_3 | {"rope_theta": 5.0}, "rope_theta is 5.0 but must be 10000.0, as where it is read"),
     (GEMMA_3, "layer_type is None but must be one of 'full_attention', 'sliding_attention'"),
     (LLAMA_2, "layer_type is 'full_attention' but must be None, because all layers are of one type", "full_attention"),
     (SIZE | {"model_type": "cohere2"}, "layer_type is 'full_attention' but must be that of a layer", "full_attention"),
-    (LIST, "layer is None but must be the index of a layer, because layers differ"),
-    (LIST | {"num_hidden_layers": 4}, "rope_theta is [5.0, 50.0, 0] but must be a list of 4 or more values"),
+    (THETAS, "layer is None but must be the index of a layer, because layers differ", "sliding_attention"),
+    (THETAS | {"layer_rope_theta": [7.0, 0]}, "layer_rope_theta is [7.0, 0] but must be a list of 4 or more values"),
 ]
-UNKNOWN, NO_THETAS = ("rotary_base", "rope_theta_local", "yarn_factor", "mscale"), ("10000", math.nan, -1, 0, True, [])
+UNKNOWN = ("rotary_base", "rope_tetha", "yarn_factor", "mscale", "use_dynamic_ntk", "ntk_alpha", "use_xpos", "rotary")
+UNKNOWN += ("no_rope_layer_interval", "position_scale")
+NO_THETAS = ("10000", math.nan, -1, 0, True, [])
 ERRORS += [(LLAMA_2 | {name: 8}, f"{name} is 8 {ABSENT}, because its meaning is not known") for name in UNKNOWN]
+ERRORS += [(LLAMA_2 | {n: 64}, f"{n} is 64 {ABSENT}: the entry of LlamaConfig is") for n in ("head_dims", "hiden_size")]
 ERRORS += [(LLAMA_2 | {"rope_theta": v}, f"rope_theta is {v!r} but must be a positive number") for v in NO_THETAS]
 
 

@@ -6,19 +6,16 @@ take (float64, on the CPU, in radians per position), and attention_factor, which
 In the formulas below, ``f[i] = base ** (-2 i / rotary_dim)`` for i = 0, 1, ... while 2 i < rotary_dim (Su et al.,
 RoFormer, arXiv:2104.09864). Each kind changes f.
 
-rotary_dim is the number of channels of a head that are rotated. If only a part of head_dim is rotated,
-:func:`partial_rotary_dim` computes it. It is even in every known model. If it is odd, there are (rotary_dim + 1) / 2
-frequencies, so rotary_dim + 1 channels are rotated, while the exponent keeps the odd number: transformers does the
-same.
+rotary_dim is the number of channels of a head that are rotated (:func:`partial_rotary_dim`). It is even in every known
+model. If it is odd, there are (rotary_dim + 1) / 2 frequencies, so rotary_dim + 1 channels are rotated, while the
+exponent keeps the odd number: transformers does the same.
 
 The parameters of other engines translate like this:
 
-- akunu: ``freq_scale`` multiplies the angle, so use ``linear(rotary_dim, base, factor=1 / freq_scale)``. The array
-  ``freqs`` holds what the position is divided by, and replaces base: ``inv_freq = freq_scale / freqs``. The ``freqs``
-  of MLX is the same array.
-- ggml: ``freq_scale`` is the same as in akunu. ``freq_factors`` (rope_freqs.weight in a GGUF file) divides the
-  frequencies that base gives: ``default(rotary_dim, base).inv_freq / freq_factors``. GGUF files store llama3 and
-  longrope in this way.
+- akunu, ggml: ``freq_scale`` multiplies the angle, so use ``linear(rotary_dim, base, factor=1 / freq_scale)``.
+- akunu, MLX: ``freqs`` holds what the position is divided by, and replaces base: ``inv_freq = freq_scale / freqs``.
+- ggml: ``freq_factors`` (rope_freqs.weight in a GGUF file, for llama3 and longrope) divides the frequencies that base
+  gives: ``default(rotary_dim, base).inv_freq / freq_factors``.
 """
 
 from .config import from_config, is_interleaved, parse, rotates
@@ -33,7 +30,6 @@ from .kinds import (
     llama3,
     longrope,
     ntk,
-    on_device,
     partial_rotary_dim,
     proportional,
     yarn,
@@ -52,7 +48,6 @@ __all__ = [
     "llama3",
     "longrope",
     "ntk",
-    "on_device",
     "parse",
     "partial_rotary_dim",
     "proportional",

@@ -1,6 +1,4 @@
-"""Lists what a config does not say about the model families of transformers: their pairing, which of them ignore
-partial_rotary_factor, which of their layers rotate, and the entries that they leave out.
-"""
+"""Lists what the configs of transformers do not say about families of models, such as their pairing."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -9,10 +7,10 @@ def _names(text: str) -> frozenset[str]:
 
 # The families whose pairing is interleaved: channels 2i and 2i + 1 form a pair.
 #
-# Each name is the ``model_type`` of the config that describes the attention. In a multimodal model that is the config
-# of the text model or of the vision tower, not the outer config. The list comes from the functions of every modeling
-# file of transformers 5.24.0; tests/exhaustive/models/test_families.py compares it with the installed release. In
-# deepseek_v4 the last channels of a head are rotated, not the first.
+# Each name is the ``model_type`` of the config that describes the attention: that of a text model or of a vision tower,
+# not the outer config. The list comes from every modeling file of transformers 5.24.0; qwen2_5_omni_dit re-orders
+# channels before it rotates pairs that are half-split. tests/exhaustive/models/test_families.py compares it with the
+# installed release. In deepseek_v4 the last channels of a head are rotated, not the first.
 INTERLEAVED = _names(
     """
     axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher codegen cohere
@@ -20,7 +18,8 @@ INTERLEAVED = _names(
     efficientloftr ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4 glm4_moe_lite glm4v_text glm_moe_dsa
     glm_ocr_text gptj helium hy_v4_vl_text inkling2_vision lightglue llama4_text llama4_vision_model longcat_flash
     mistral4 mistral_large4_text moonshine moonshine_streaming openai_privacy_filter pe_audio_encoder
-    pe_audio_video_encoder pe_video_encoder roformer sam2_video sam3_tracker_video sam3_vit_model sarvam_mla youtu
+    pe_audio_video_encoder pe_video_encoder qwen2_5_omni_dit roformer sam2_video sam3_tracker_video sam3_vit_model
+    sarvam_mla youtu
     """
 )
 
@@ -35,31 +34,29 @@ HALF_SPLIT = _names(
     csm_depth_decoder_model cwm dbrx deepseek_ocr2 deepseek_ocr2_encoder dia_decoder dia_encoder diffllama
     diffusion_gemma doge dory dots1 dots3_note_audio_encoder embedding_gemma2 emu3_text_model esm esmc eurobert
     evolla exaone exaone4 exaone4_5 exaone_moe falcon falcon_h1 flex_olmo flint gemma gemma2 gemma3 gemma3n gemma4
-    gemma4_unified glm4_moe glm4v_moe glm_image glmasr_encoder gpt_neox gpt_neox_japanese gpt_oss gradium_phonon_tts
-    granite granite4_vision granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-    gte higgs_audio_v2 hrm hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hyperclovax idefics internlm3
-    iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 kyutai_speech_to laguna lara_mini lasr_encoder lfm2
-    lfm2_moe lfm3 llama mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl ministral ministral3 mistral mixtral mllama_text_model modernbert modernbert-decoder molmo2 moshi
-    muse_glimmer muse_glimmer_assistant muse_spark nanochat nemotron nemotron3_5_transcribe_asr_audio
-    nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio neomme neucodec nomic_bert olmo olmo2 olmo3
-    olmo_hybrid olmoe paddleocr_vl persimmon phi phi3 phi4_multimodal phimoe pocket_tts pocket_tts_audio_tokenizer
-    pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen2_5_omni qwen2_5_omni_dit
-    qwen2_5_omni_talker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe
-    qwen3_omni_moe_talker qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe
-    qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 step3p5 t5_gemma_module
-    t5gemma2 t5gemma2_decoder timesfm2_5 ultrabert unlimited_ocr vaultgemma voxtral_realtime
-    voxtral_realtime_encoder xcodec2 zamba2 zaya
+    gemma4_unified glm4_moe glm4v_moe glm_image glmasr_encoder gpt_neox gpt_neox_japanese gpt_oss
+    gradium_phonon_tts granite granite4_vision granite_docling granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared gte higgs_audio_v2 hrm hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4
+    hyperclovax idefics internlm3 iquestcoder jais2 jetmoe jina_embeddings_v3 kolibri1 kyutai_speech_to laguna
+    lara_mini lasr_encoder lfm2 lfm2_moe lfm3 llama mellum mimi mimi_decoder mimi_encoder mimo_v2_flash minicpm3
+    minimax minimax_m2 minimax_m3_vl ministral ministral3 mistral mixtral mllama_text_model modernbert
+    modernbert-decoder molmo2 moshi muse_glimmer muse_glimmer_assistant muse_spark nanochat nemotron
+    nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio neomme
+    neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe paddleocr_vl persimmon phi phi3 phi4_multimodal phimoe
+    pocket_tts pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder
+    qwen2 qwen2_5_omni qwen2_5_omni_talker qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
+    qwen3_next qwen3_omni_moe qwen3_omni_moe_talker qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_thinker
+    qwen3_vl qwen3_vl_moe qwen4_exp recurrent_gemma sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2
+    step3p5 t5_gemma_module t5gemma2 t5gemma2_decoder timesfm2_5 ultrabert unlimited_ocr vaultgemma
+    voxtral_realtime voxtral_realtime_encoder xcodec2 zamba2 zaya
     """
 )
 
-# The families of docs/families.md whose model rotates whole heads, whatever partial_rotary_factor says, if its kind is
-# "default".
-WHOLE_HEADS = _names(
+# The families whose model reads partial_rotary_factor, although their config class does not give it a value.
+PARTIAL = _names(
     """
-    apertus cohere cohere2 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text gpt_oss granite helium llama llama4_text
-    mistral mixtral modernbert nanochat olmo2 olmo3 openai_privacy_filter qwen2 qwen2_vl qwen2_vl_text qwen3
-    qwen3_moe qwen3_vl_text seed_oss smollm3 starcoder2
+    diffusion_gemma_text glm4_moe_lite glm4v_text glm_image_text glm_ocr_text mellum minimax_m2 qwen4_exp_text
+    solar_open
     """
 )
 
@@ -68,91 +65,21 @@ WHOLE_HEADS = _names(
 ALL_WITHOUT_WINDOW = frozenset({"exaone4", "exaone4_5", "exaone_moe", "kolibri1"})
 ONLY_WITH_WINDOW = ALL_WITHOUT_WINDOW | {"afmoe", "cohere2", "cohere2_moe", "flint", "lara_mini"}
 
-# The families without rotation whose configs may have entries about one.
-WITHOUT_ROTATION = frozenset({"glm5_next_text", "jamba", "kimi_linear", "nemotron_h"})
 # The families whose frequencies do not follow from their configs alone -> what model_type must be instead.
 NOT_BY_CONFIG = {
     "efficientloftr": "that of a model with one axis of positions",
     "ernie4_5_vl_moe_text": "another one: its pairs are in an order of their own; use torch_rope.multimodal.from_config",
     "lightglue": "another one: its frequencies are learned",
 }
-# The values that the configuration classes of transformers fill in if a config.json does not give them, for the
-# families in which they differ from the usual ones: base 10000, hidden_size / num_attention_heads channels that are all
-# rotated, no scaling.
-DEFAULTS: dict[str, dict] = {
-    "afmoe": {"global_attn_every_n_layers": 4, "head_dim": 128},
-    "apertus": {
-        "rope_theta": 12e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
-    "codegen": {"rotary_dim": 64},
-    "cohere": {"rope_theta": 5e5},
-    "cohere2": {"sliding_window_pattern": 4},
-    "deepseek_v2": {"qk_rope_head_dim": 64},
-    "deepseek_v3": {"qk_rope_head_dim": 64},
-    "deepseek_v4": {
-        "head_dim": 512,
-        "partial_rotary_factor": 64 / 512,
-        "compress_rope_theta": 160000.0,
-    },
-    "ernie4_5": {"rope_theta": 5e5, "head_dim": 128},
-    "exaone4": {"sliding_window_pattern": 4},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
-    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "sliding_window_pattern": 6},
-    "gemma4_text": {
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "sliding_window_pattern": 6,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-        },
-    },
-    "glm": {"head_dim": 128, "partial_rotary_factor": 0.5},
-    "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5},
-    "gpt_neox": {"rotary_pct": 0.25},
-    **dict.fromkeys(
-        ("gpt_oss", "openai_privacy_filter"),
-        {
-            "head_dim": 64,
-            "rope_theta": 150000.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
-        },
-    ),
-    "gptj": {"rotary_dim": 64},
-    "helium": {"rope_theta": 1e5, "head_dim": 128},
-    "llama4_text": {"rope_theta": 5e5, "head_dim": 128, "no_rope_layer_interval": 4},
-    "mimo_v2_flash": {
-        "head_dim": 192,
-        "partial_rotary_factor": 0.334,
-        "rope_theta": 5e6,
-        "swa_rope_theta": 1e4,
-    },
-    "mixtral": {"rope_theta": 1e6},
-    "modernbert": {"global_rope_theta": 160000.0, "local_rope_theta": 1e4, "global_attn_every_n_layers": 3},
-    "nemotron": {"partial_rotary_factor": 0.5},
-    "olmo3": {"rope_theta": 5e5, "sliding_window_pattern": 4},
-    "persimmon": {"partial_rotary_factor": 0.5},
-    "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {},
-    "qwen2_vl": {"rope_theta": 1e6},
-    "qwen2_vl_text": {"rope_theta": 1e6},
-    "qwen3": {"head_dim": 128},
-    "qwen3_vl_text": {"rope_theta": 5e5, "head_dim": 128},
-    "seed_oss": {"head_dim": 128},
-    "smollm3": {"rope_theta": 2e6, "no_rope_layer_interval": 4},
-    "stablelm": {"partial_rotary_factor": 0.25},
-    "step3p5": {"head_dim": 128, "yarn_only_types": ["full_attention"]},
+# The families that rotate without rope parameters, by the base 10000 or rope_theta, and rotary_dim channels of a head.
+NO_PARAMETERS = frozenset({"codegen", "esm", "gptj", "lightglue", "roformer"})
+# Family -> the entry of its config that says whether it rotates -> the values with which it does.
+ROTATES_IF = {
+    "esm": {"position_embedding_type": ("rotary",)},
+    "falcon": {"alibi": (False,)},
+    "granitemoehybrid": {"position_embedding_type": ("rope",)},
+    "zamba2": {"use_mem_rope": (True,)},
 }
+# Family -> layer type -> its name in the rope parameters, if that is another one.
+LABELS = {"deepseek_v4": dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), "compress")}
+LABELS["deepseek_v4"]["sliding_attention"] = "main"

@@ -118,11 +118,9 @@ def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim
 
 
 def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
-    """Returns how many channels of a head are rotated: ``int(head_dim * partial_rotary_factor)``.
+    """Returns how many channels of a head are rotated: ``int(head_dim * partial_rotary_factor)``, as in transformers.
 
-    The number is rounded down, as transformers does. It may be odd. An odd number means that one more channel is
-    rotated (see the docstring of the module), so an odd number must be less than head_dim.
-
+    If the number is odd, one more channel is rotated (see the docstring of the module), so it must be less than head_dim.
     Raises ValueError if it is not, if the number is less than 1, or if partial_rotary_factor is not in (0, 1].
     """
     function = "partial_rotary_dim"
@@ -147,8 +145,7 @@ def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
 def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     """Returns the frequencies of position interpolation (Chen et al., arXiv:2306.15595): ``f / factor``.
 
-    attention_factor is 1. factor is how many times longer the context becomes. A factor below 1 is allowed, because
-    other engines allow a freq_scale above 1. Raises ValueError if factor is not positive.
+    factor is how many times longer the context becomes. attention_factor is 1. Raises ValueError if factor is at most 0.
     """
     inv_freq = _powers("linear", rotary_dim, base)
     _require_positive("linear", factor=factor)
@@ -167,8 +164,7 @@ def ntk(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
 
     They are f with the base ``base * factor ** (rotary_dim / (rotary_dim - 2))``: the highest frequency stays as it is
     and the lowest is divided by factor (bloc97, in section 3.1 of YaRN, arXiv:2309.00071). attention_factor is 1. The
-    ``alpha`` of Hunyuan is this factor. vLLM's "ntk" is different, and no config of transformers uses it:
-    ``f[i] * factor ** (-2 (i + 1) / rotary_dim)``.
+    ``alpha`` of Hunyuan is this factor. The "ntk" of vLLM is another formula.
 
     Raises ValueError if factor is below 1 or rotary_dim is 2 or less.
     """
@@ -182,14 +178,11 @@ def dynamic(
     """Returns the frequencies of dynamic NTK: :func:`ntk` with a factor that grows with the length of the sequence.
 
     The factor is ``s = factor * L / original_max_position - (factor - 1)``, where L is the larger of seq_len and
-    original_max_position (emozilla; appendix B.3 of arXiv:2309.00071). So without seq_len, or for a short sequence, the
-    result is that of :func:`default`. attention_factor is 1. original_max_position is max_position_embeddings in the
-    config of a model.
+    original_max_position, max_position_embeddings in a config (emozilla; appendix B.3 of arXiv:2309.00071). So without
+    seq_len, or for a short sequence, the result is that of :func:`default`. attention_factor is 1.
 
     The result depends on seq_len alone. transformers remembers the longest length: after a long sequence it rotates a
     shorter one, unless that is shorter than original_max_position, by the frequencies of the long one.
-
-    If s is a tensor, ``f[i] * s ** (-2 i / (rotary_dim - 2))`` gives the same frequencies.
 
     Raises ValueError if factor is below 1, original_max_position is not positive, or rotary_dim is 2 or less.
     """
@@ -216,19 +209,16 @@ def yarn(
 ) -> Frequencies:
     """Returns the frequencies of YaRN (Peng et al., arXiv:2309.00071).
 
-    A pair makes ``original_max_position * f / (2 pi)`` turns over the length that the model was trained for. The
-    frequency of a pair with many turns is kept, that of a pair with few turns is divided by factor, and in between
-    there is a ramp.
+    A pair makes ``original_max_position * f / (2 pi)`` turns over the length that the model was trained for. With many
+    turns its frequency is kept, with few turns it is divided by factor, and in between there is a ramp.
 
     Args:
         factor: how many times longer the context becomes, at least 1.
         original_max_position: the length that the model was trained for.
-        beta_fast, beta_slow: numbers of turns. A pair with more turns than beta_fast is kept, a pair with fewer turns
-            than beta_slow is divided.
+        beta_fast, beta_slow: the numbers of turns above which a pair is kept, and below which it is divided.
         truncate: if True, the two ends of the ramp are rounded outwards to whole pairs. (False for gpt-oss.)
-        mscale, mscale_all_dim: parameters of DeepSeek for attention_factor. They are used if both are given and neither
-            is 0.
-        attention_factor: the attention_factor of the result, instead of the computed one.
+        mscale, mscale_all_dim: parameters of DeepSeek for attention_factor, used if both are given and neither is 0.
+        attention_factor: that of the result, instead of the computed one.
 
     Equivalent to::
 
@@ -241,13 +231,10 @@ def yarn(
         m = lambda scale: 1 + 0.1 * scale * log(factor)
         attention_factor = m(mscale) / m(mscale_all_dim)  # m(1) unless both are given
 
-    DeepSeek also multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2``. That is not part of the rotation,
-    so it is not part of this function. If each layer type has its own parameters, transformers looks for truncate next
-    to the layer types and so never finds it; :func:`from_config` reads it together with the other parameters of the
-    layer type.
+    DeepSeek also multiplies the scale of its softmax by ``m(mscale_all_dim) ** 2``, which is not part of the rotation.
+    If each layer type has its own parameters, transformers does not find truncate, but :func:`from_config` does.
 
-    Raises ValueError if factor is below 1, base is not above 1, beta_slow is above beta_fast, or another argument is
-    not positive.
+    Raises ValueError if factor is below 1, base at most 1, beta_slow above beta_fast, or another argument not positive.
     """
     f = _powers("yarn", rotary_dim, base)
     _require(base > 1, "yarn", "base", base, "more than 1")
@@ -296,10 +283,9 @@ def longrope(
         short_factor, long_factor: the divisors, ``[rotary_dim / 2]`` each.
         original_max_position: the length that the model was trained for, above 1.
         factor: how many times longer the context is. It only serves to compute attention_factor.
-        attention_factor: the attention_factor of the result, the same for short and long. Default:
+        attention_factor: that of the result, for short and long. Default:
             ``sqrt(1 + log(factor) / log(original_max_position))``, or 1 if factor is at most 1.
-        seq_len: the length of the sequence. long_factor is used if it is greater than original_max_position,
-            short_factor if it is not or is None.
+        seq_len: the length of the sequence. long_factor is used if it is greater than original_max_position.
         long: whether to use long_factor; instead of seq_len.
 
     Raises ValueError if a list does not have rotary_dim / 2 elements, a divisor is not positive, neither factor nor
@@ -335,9 +321,8 @@ def llama3(
 ) -> Frequencies:
     """Returns the frequencies of Llama 3.1 (arXiv:2407.21783; the formula is in Meta's llama-models).
 
-    They are like those of :func:`yarn`, but the ramp is linear in the turns that a pair makes in original_max_position.
-    The frequency of a pair with more turns than high_freq_factor is kept, that of a pair with fewer turns than
-    low_freq_factor is divided by factor, and in between ::
+    They are like those of :func:`yarn`, but the ramp is linear in the turns that a pair makes in original_max_position:
+    from low_freq_factor, where the frequency is divided by factor, to high_freq_factor, where it is kept::
 
         turns = original_max_position * f / (2 pi)
         s = clamp((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
@@ -366,9 +351,8 @@ def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1
     inv_freq is ``[head_dim / 2]``: ``base ** (-2 i / head_dim) / factor`` for the first
     ``int(partial_rotary_factor * head_dim // 2)`` pairs, and 0 for the others, which therefore stay as they are. So
     pair i is the channels (i, i + head_dim / 2), while with :func:`partial_rotary_dim` it is (i, i + rotary_dim / 2).
-    attention_factor is 1. There is no paper: the formula is that of transformers and vLLM.
-
-    Raises ValueError if head_dim is odd, partial_rotary_factor is outside [0, 1], or factor is not positive.
+    attention_factor is 1. There is no paper: the formula is that of transformers and vLLM. Raises ValueError if head_dim
+    is odd, partial_rotary_factor is outside [0, 1], or factor is not positive.
     """
     inv_freq = _powers("proportional", head_dim, base, "head_dim")
     _require(head_dim % 2 == 0, "proportional", "head_dim", head_dim, "an even number")

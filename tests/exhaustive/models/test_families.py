@@ -25,6 +25,7 @@ from test_transformers import SMALL as TINY  # noqa: E402
 from test_transformers import calls as calls  # noqa: E402
 from training import cast, close, difference, output, same, train_step  # noqa: E402
 
+import torch_rope  # noqa: E402
 from torch_rope.frequencies.families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE  # noqa: E402
 from torch_rope.integrations import _bits, diffusers, timm  # noqa: E402
 from torch_rope.integrations import transformers as integration  # noqa: E402
@@ -251,9 +252,28 @@ def classes_of(file):
             yield module
 
 
-# Families whose functions torch_rope does not support, or which have the modeling file of another family.
+# Families with functions that torch_rope does not support, with another family's file, or with re-ordered channels.
 ELSEWHERE = {"deepseek_v4", "edgetam_video", "roformer", "sam2_video", "sam3_tracker_video", "sam3_vit_model"}
-ELSEWHERE |= {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe"}
+ELSEWHERE |= {"exaone", "internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe", "qwen2_5_omni_dit"}
+
+
+def test_only_one_attention_reorders_channels_before_it_rotates():
+    """So pairs are those of the rotary function, apart from Qwen2.5-Omni's DiT: its scores are those of interleaved pairs."""
+    found = set()
+    for module in (module for file in modeling_files() for module in classes_of(file)):
+        of_file = vars(sys.modules[type(module).__module__])
+        for method in filter(inspect.isfunction, vars(type(module)).values()):
+            called = {n for n in inspect.unwrap(method).__code__.co_names if inspect.isfunction(of_file.get(n))}
+            if any(re.search("rot|rope", name) for name in called):
+                found |= {n for n in called if not re.search("rot|rope|attention|repeat_kv|max_seqlen|attn_scale", n)}
+    assert found == {"deinterleave_head_dim"}
+    omni = transformers.models.qwen2_5_omni.modeling_qwen2_5_omni
+    config = transformers.CONFIG_MAPPING["qwen2_5_omni_dit"]()
+    q, k = torch.randn(2, 1, 2, 6, config.head_dim)
+    tables = omni.Qwen2_5OmniDiTRotaryEmbedding(config)(q, torch.arange(6)[None])
+    own = omni.apply_rotary_pos_emb(*map(omni.deinterleave_head_dim, (q, k)), *tables)
+    ours = torch_rope.RotaryEmbedding.from_config(config)(q.transpose(1, 2), k.transpose(1, 2))
+    assert (torch.einsum("bshd,bthd->bhst", *ours) - own[0] @ own[1].mT).abs().max() < 1e-4
 
 
 def written(served, refused):
