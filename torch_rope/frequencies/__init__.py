@@ -36,21 +36,6 @@ from .kinds import (
 )
 
 __all__ = [
-    "KINDS",
-    "Frequencies",
-    "default",
-    "dynamic",
-    "from_config",
-    "has_float64",
-    "in_two_parts",
-    "is_interleaved",
-    "linear",
-    "llama3",
-    "longrope",
-    "ntk",
-    "parse",
-    "partial_rotary_dim",
-    "proportional",
-    "rotates",
-    "yarn",
-]
+    "KINDS", "Frequencies", "default", "dynamic", "from_config", "has_float64", "in_two_parts", "is_interleaved",
+    "linear", "llama3", "longrope", "ntk", "parse", "partial_rotary_dim", "proportional", "rotates", "yarn",
+]  # fmt: skip

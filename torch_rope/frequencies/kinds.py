@@ -74,18 +74,22 @@ def _require(good: bool, function: str, name: str, value: Any, must_be: str) -> 
 
 def is_number(value: Any) -> bool:
     """Returns whether a value is a real number, or a tensor of one, and not a truth value or a text."""
-    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > 1023):  # beyond float64
-        return False
+    if isinstance(value, int):
+        return not isinstance(value, bool) and value.bit_length() < 1024  # float64 has no larger ones
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _require_positive(function: str, **arguments: float) -> None:
+def _require_numbers(function: str, good: Callable[[Any], bool], must_be: str, **arguments: Any) -> None:
     for name, value in arguments.items():
-        _require(is_number(value) and 0 < value < math.inf, function, name, value, "a positive number")
+        _require(is_number(value) and bool(good(value)), function, name, value, must_be)
+
+
+def _require_positive(function: str, **arguments: float) -> None:
+    _require_numbers(function, lambda value: 0 < value < math.inf, "a positive number", **arguments)
 
 
 def _require_scale(function: str, factor: float) -> None:
-    _require(is_number(factor) and 1 <= factor < math.inf, function, "factor", factor, "a number that is at least 1")
+    _require_numbers(function, lambda value: 1 <= value < math.inf, "a number that is at least 1", factor=factor)
 
 
 # The constructors of torch may be wrapped to make floating-point tensors of another dtype, as deepspeed.zero.Init does.
@@ -109,10 +113,14 @@ def powers(rotary_dim: int, base: float) -> Tensor:
     return float(base) ** -(float64_range(0, rotary_dim, 2) / max(rotary_dim, 1))
 
 
+def _require_size(function: str, name: str, value: int) -> None:
+    good = isinstance(value, int) and 0 < value < 2**63
+    _require(good, function, name, value, "a positive integer below 2**63")
+
+
 def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim") -> Tensor:
     """Returns f, as the docstring of the module defines it."""
-    good = isinstance(rotary_dim, int) and 0 < rotary_dim < 2**63
-    _require(good, function, name, rotary_dim, "a positive integer below 2**63")
+    _require_size(function, name, rotary_dim)
     _require_positive(function, base=base)
     return powers(rotary_dim, base)
 
@@ -123,10 +131,8 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     If the number is odd, one more channel is rotated (see the docstring of the module), so it must be less than head_dim.
     Raises ValueError if it is not, if the number is less than 1, or if partial_rotary_factor is not in (0, 1].
     """
-    function = "partial_rotary_dim"
-    good = isinstance(head_dim, int) and 0 < head_dim < 2**63
-    _require(good, function, "head_dim", head_dim, "a positive integer below 2**63")
-    part = partial_rotary_factor
+    function, part = "partial_rotary_dim", partial_rotary_factor
+    _require_size(function, "head_dim", head_dim)
     _require(is_number(part) and 0 < part <= 1, function, "partial_rotary_factor", part, "a number in (0, 1]")
     rotary_dim = int(head_dim * part)
     _require(rotary_dim > 0, function, "head_dim * partial_rotary_factor", head_dim * part, "at least 1")
@@ -296,8 +302,7 @@ def longrope(
         length, must_be = (getattr(divisors, "__len__", lambda: None)(), f"rotary_dim / 2, which is {len(f)}")
         _require(length == len(f), "longrope", f"len({name})", length, must_be)
         _require_positive("longrope", **{f"{name}[{i}]": divisor for i, divisor in enumerate(divisors)})
-    good = is_number(original_max_position) and original_max_position > 1
-    _require(good, "longrope", "original_max_position", original_max_position, "more than 1")
+    _require_numbers("longrope", lambda n: n > 1, "more than 1", original_max_position=original_max_position)
     if attention_factor is None:
         _require(factor is not None, "longrope", "factor", factor, "a number unless attention_factor is given")
         _require_positive("longrope", factor=factor)
@@ -334,9 +339,8 @@ def llama3(
     f = _powers("llama3", rotary_dim, base)
     _require_scale("llama3", factor)
     _require_positive("llama3", original_max_position=original_max_position, low_freq_factor=low_freq_factor)
-    good = is_number(high_freq_factor) and low_freq_factor <= high_freq_factor < math.inf
-    must_be = f"at least low_freq_factor, which is {low_freq_factor!r}"
-    _require(good, "llama3", "high_freq_factor", high_freq_factor, must_be)
+    must_be, low = f"at least low_freq_factor, which is {low_freq_factor!r}", low_freq_factor
+    _require_numbers("llama3", lambda high: low <= high < math.inf, must_be, high_freq_factor=high_freq_factor)
     turns = float(original_max_position) * f / (2 * math.pi)
     if low_freq_factor == high_freq_factor:  # Llama 4 Scout: there is no ramp
         s = (turns > low_freq_factor).double()

@@ -14,9 +14,11 @@ from .kinds import in_two_parts
 
 Offset = int | torch.SymInt
 Length = Offset | Tensor
+Sources = dict[str, Tensor]
+Positions = Tensor | None
 
 
-def length_of(seq: int, positions: Tensor | None, offset: Offset) -> Length:
+def length_of(seq: int, positions: Positions, offset: Offset) -> Length:
     """Returns the highest position plus one."""
     whole("torch_rope.RotaryEmbedding", "offset", offset, -(2**63))
     if positions is None:
@@ -35,10 +37,8 @@ class Dynamic(NamedTuple):
     original_max_position: int
     exponent: float  # -2 / (rotary_dim - 2)
 
-    def __call__(
-        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """exact: the frequencies of a short sequence, float64 on the CPU: [rotary_dim / 2]."""
+    def __call__(self, sources: Sources, length: Length, positions: Positions, offset: Offset, exact: Tensor) -> tuple:
+        """Returns what LongRope does. exact: the frequencies of a short sequence, float64 on the CPU: [rotary_dim / 2]."""
         return {"inv_freq": self._scaled(sources["inv_freq"], length, exact)}, positions
 
     def _scaled(self, inv_freq: Tensor, length: Length, exact: Tensor) -> Tensor:
@@ -59,19 +59,15 @@ class LongRope(NamedTuple):
 
     original_max_position: int
 
-    def __call__(
-        self, sources: dict[str, Tensor], length: Length, positions: Tensor | None, offset: Offset, exact: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
+    def __call__(self, sources: Sources, length: Length, positions: Positions, offset: Offset, exact: Tensor) -> tuple:
         """Returns the frequencies or the tables for this length, and the positions to read the tables by."""
-        of_both = {name: t.dim() > (1 if name == "inv_freq" else 2) for name, t in sources.items()}
-        if not any(of_both.values()):
+        is_both = {name: t.dim() > (1 if name == "inv_freq" else 2) for name, t in sources.items()}
+        if not any(is_both.values()):
             return sources, positions
-        both = {name: t if of_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
+        both = {name: t if is_both[name] else t.expand(2, *t.shape) for name, t in sources.items()}
         long = length > self.original_max_position
         if not isinstance(long, Tensor):
-            return {
-                name: short_and_long.select(0, 1 if long else 0) for name, short_and_long in both.items()
-            }, positions
+            return {name: of_both.select(0, 1 if long else 0) for name, of_both in both.items()}, positions
         if "inv_freq" in both:
             short_freq, long_freq = both["inv_freq"]
             return {"inv_freq": torch.where(long, long_freq, short_freq)}, positions
