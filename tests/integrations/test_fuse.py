@@ -197,15 +197,6 @@ def test_a_patched_model_has_one_program_for_all_lengths(options):
 # ---- which layers are not fused ----
 
 
-def with_forward(old, new, names=None):
-    """Returns a class like Qwen3Attention with a part of its forward replaced."""
-    text = textwrap.dedent(inspect.getsource(inspect.unwrap(modeling_qwen3.Qwen3Attention.forward)))
-    assert old in text
-    namespace = {**vars(modeling_qwen3), **(names or {})}
-    exec(compile(text.replace(old, new), modeling_qwen3.__file__, "exec"), namespace)
-    return type("Changed", (modeling_qwen3.Qwen3Attention,), {"forward": namespace["forward"]})
-
-
 ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
 V = "self.v_proj(hidden_states).view(hidden_shape)"
 # What stands in the place of a part of the forward, and why the layer is not fused then.

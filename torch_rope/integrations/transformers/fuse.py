@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ WORDS = """
 """
 WORDS = {*WORDS.split(), "[None:-1]", "None", "is None", "if None", "if is None"}
 WORDS |= {f"if self.{name}" for name in ("training", *SWITCHES)}
-OF_OTHERS = [word.strip(".'") for word in WORDS - {"'scaling'", "'sliding_window'"} if word[0] in ".'"]
+OF_OTHERS = {word.strip(".'") for word in WORDS if word[0] in ".'"} - {"scaling", "sliding_window"}
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
 NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
 CACHES = type(None), DynamicCache, StaticCache
@@ -54,10 +55,9 @@ def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
     return *map(type, _parts(module)), *map(vars(module).get, SWITCHES), window
 
 
-def _arguments(function: Callable) -> tuple[tuple[str, ...], str]:
-    """Returns the names of the arguments of a layer's own forward, but for the cache, and the name of the cache."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return names[:4], "".join(names[4:])
+def _name_of_cache(function: Callable) -> str:
+    """Returns the name of the argument after those of ARGUMENTS, or an empty text."""
+    return "".join(function.__code__.co_varnames[len(ARGUMENTS) : function.__code__.co_argcount])
 
 
 def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, norm: Norm | None, caches) -> Callable:
@@ -65,7 +65,7 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
 
     In every other case, own computes.
     """
-    words, names, (_, name_of_cache) = frozenset(said(like)), like.__globals__, _arguments(like)
+    words, names, name_of_cache = frozenset(said(like)), like.__globals__, _name_of_cache(like)
     ignored, other_names = [None] * (rotary.convention.others - 3), {*NAMES_OF_CACHE} - {name_of_cache}
     window = {"sliding_window": state[-1]} if "'sliding_window'" in words else {}
 
@@ -174,12 +174,13 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
     """Returns the forward that a module gets, and a note about it."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
-    (arguments, cache), norms, norm = _arguments(inner), _parts(module)[3:], None
+    arguments, cache = inner.__code__.co_varnames[: len(ARGUMENTS)], _name_of_cache(inner)
+    norms, norm = _parts(module)[3:], None
     if len(rotaries) != 1 or arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
         return new, "not fused: its arguments are others"
     if why := unknown(inner, WORDS | {rotaries[0].name}):
         return new, f"not fused: its forward {why}"
-    if own := [name for name in OF_OTHERS if hasattr(module, name)]:
+    if own := sorted(name for name in OF_OTHERS if hasattr(module, name)):
         return new, f"not fused: it has an attribute {own[0]}, which its forward may mean"
     if not are_plain(_parts(module)):
         return new, "not fused: a projection or a norm has hooks, or a forward of its own"
@@ -193,28 +194,9 @@ def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> t
     return _forward_of(new, inner, state, once, norm, CACHES), note
 
 
-class _Witness:
-    """Stands in the place of the attention functions and of a cache in a trial, and remembers what it is given."""
-
-    def __init__(self):
-        self.given: list = []
-
-    def get_interface(self, *args, **kwargs):
-        self.given.append((args, sorted(kwargs.items())))
-        return self.attend
-
-    def attend(self, layer, q, k, v, *args, **kwargs):
-        self.given.append((layer, q, k, v, args, sorted(kwargs.items())))
-        return (q + (k * v).mean((1, 2), keepdim=True)).transpose(1, 2).contiguous(), q
-
-    def update(self, k, v, *args, **kwargs):
-        self.given.append((k, v, args, sorted(kwargs.items())))
-        return torch.cat([k, k + 1], 2), torch.cat([v, v - 1], 2)
-
-
 def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | None) -> tuple:
     """Returns what disagreement needs, for a layer like a module, with small projections and numbers that show."""
-    head_dim, hidden, config, witness = module.head_dim, 16, copy.copy(module.config), _Witness()
+    head_dim, hidden, config, given = module.head_dim, 16, copy.copy(module.config), []
     sample = Sample(2, 8, 1, head_dim, head_dim // 2, torch.float32, torch.float32)
     norms = {n: like_norm(sample, module._modules[n], norm) for n in NORMS if norm}
     of_norms = [norms[n].weight.numel() if norm else 0 for n in NORMS]  # of one head or of all
@@ -228,13 +210,26 @@ def _trial_of(module: nn.Module, new: Callable, rotary: Rotary, norm: Norm | Non
     _, _, cos, sin, *_ = next(rotary.convention.samples(sample))
     x, mask = sample.numbers(2, 8, hidden), sample.numbers(2, 1, 8)
 
+    def remembered(answer):
+        return lambda *args, **kwargs: given.append((args, sorted(kwargs.items()))) or answer(*args)
+
+    def attend(layer, q, k, v, mask):
+        return (q + (k * v).mean((1, 2), keepdim=True)).transpose(1, 2).contiguous(), q
+
+    # Stands in the place of the attention functions and of a cache.
+    witness = SimpleNamespace(
+        get_interface=remembered(lambda *_: remembered(attend)),
+        update=remembered(lambda k, v, _: (torch.cat([k, k + 1], 2), torch.cat([v, v - 1], 2))),
+    )
+
     def outcome(forward, training, batch, seq, masked, cached):
-        layer.training, witness.given = training, []
+        layer.training = training
+        given.clear()
         of_tokens = [t[:batch, :seq] for t in (x, cos, sin)]
         others = [mask if masked else None, *[witness] * cached]
-        return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), witness.given
+        return forward(layer, of_tokens[0], tuple(of_tokens[1:]), *others, another=mask), [*given]
 
     own = copy_of(new, new.__code__, new.__closure__, new.__globals__ | {"ALL_ATTENTION_FUNCTIONS": witness})
-    fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), _Witness))
-    both, has_cache = (False, True), bool(_arguments(own)[1])
+    fused = _forward_of(untried, own, _state_of(layer, said(own)), rotary, norm, (type(None), SimpleNamespace))
+    both, has_cache = (False, True), bool(_name_of_cache(own))
     return outcome, own, fused, [*product(both, (1, 2), (1, 8), both, (False, has_cache))]
