@@ -311,25 +311,6 @@ def test_what_changes_after_patch_is_followed(change):
         assert difference(results[1], results[0]) < LOGITS
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma3_text"])
-def test_the_attention_function_gets_the_same(model_type):
-    """Also the window, which flash attention learns in no other way."""
-    given = []
-
-    def attention(*args, **kwargs):
-        given.append([*args[1:], *(value for _, value in sorted(kwargs.items()))])
-        return transformers.integrations.sdpa_attention.sdpa_attention_forward(*args, **kwargs)
-
-    transformers.AttentionInterface.register("recorded", attention)
-    model = make(model_type, attention="recorded", **({} if model_type == "llama" else {"sliding_window": 4}))
-    logits(model, tokens(), new_cache("dynamic", model), 11, 1)
-    assert "; fused: " in str(patch(model, fuse=True))
-    logits(model, tokens(), new_cache("dynamic", model), 11, 1)
-    for theirs, ours in zip(given[:4], given[4:], strict=True):
-        for e, a in zip(theirs, ours, strict=True):
-            assert difference(a, e) < LOGITS if isinstance(e, torch.Tensor) else a == e
-
-
 def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_what_to_do():
     with torch.device("meta"):
         model = make("qwen3", num_hidden_layers=1)
