@@ -103,8 +103,8 @@ def test_a_family_has_the_frequencies_of_transformers(name):
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_next", "gpt_neox", "gemma3_text"])
 def test_rope_parameters_that_were_lost_are_an_error(family):
     config, linear = transformers.CONFIG_MAPPING[family](), {"rope_type": "linear", "factor": 8.0}
-    with pytest.warns(FutureWarning):  # replaces the base, the part of a head that rotates, and all layer types
-        config.rope_scaling = dict(linear)
+    config.rope_parameters = dict(linear)  # loses the base, the part of a head that rotates, and all layer types
+    config.standardize_rope_params()  # as config.rope_scaling = ... does, too
     with_base = copy.deepcopy(config)
     with_base.rope_parameters = linear | {"rope_theta": 1e6}  # which is all that Qwen3 has
     for case in [config, config.to_dict(), with_base][: 2 if family == "qwen3" else 3]:

@@ -161,7 +161,6 @@ def test_a_real_model_has_its_frozen_frequencies(config, layer_type, seq_len, co
     assert type(ours.attention_factor) is float and ours.attention_factor == pytest.approx(factor, rel=4 * U64, abs=0)
 
 
-SARVAM = DEEPSEEK_V3 | {"model_type": "sarvam_mla"}
 PARTLY = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}
 # Pairs of configs that mean the same.
 SAME = {
@@ -172,7 +171,6 @@ SAME = {
     "mscale": (rescaled(PHI_3_5, attention_factor=1.25), rescaled(PHI_3_5, short_mscale=1.25, long_mscale=1.25)),
     "of YaRN": (HUNYUAN, rescaled(HUNYUAN, beta_fast=32, beta_slow=1, mscale=1.0)),
     "of no matter": (LLAMA_2, LLAMA_2 | {"rope_full_precision": True, "rope_interleave": False, "use_logn_attn": True}),
-    "Sarvam": (SARVAM, rescaled(SARVAM, type="deepseek_yarn")),
     "max_position": (DYNAMIC, rescaled(DYNAMIC, original_max_position_embeddings=4096)),  # as transformers scales
     "outer": (LLAMA_2, {"model_type": "unheard_of", "text_config": LLAMA_2}),
 }

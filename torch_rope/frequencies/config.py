@@ -34,8 +34,7 @@ _ABOUT_POSITIONS = re.compile(f"{_ABOUT_ROTATION.pattern}|^(?!(max|num|n)_).*pos
 _NO_MATTER = _names("position_embedding_type rope_interleave rope_is_neox_style")  # are read whatever the class is
 _NO_MATTER |= _names("rope_3d use_mrope position_embedding_xdrope")  # say how positions are laid out
 _NO_MATTER |= _names("rope_full_precision fuse_rope")  # choose a dtype and a kernel
-_NO_MATTER |= _names("indexer_rope_interleave rotary_value")  # are about the indexer of sparse attention, and about v
-_NO_MATTER |= _names("ignore_keys_at_rope_validation")  # belongs to transformers itself
+_NO_MATTER |= _names("indexer_rope_interleave rotary_value ignore_keys_at_rope_validation")  # are not about q and k
 # The entries of rope parameters that every kind may have, besides the parameters of its function.
 _OF_EVERY_KIND = _names("rope_type type rope_theta partial_rotary_factor original_max_position_embeddings")
 _OF_EVERY_KIND |= _names("mrope_section mrope_interleaved interleaved xdrope_section")  # say how positions are laid out
@@ -97,13 +96,14 @@ def _made(config: Mapping) -> Any:
 
 
 @functools.cache
-def _of_class(cls: type) -> tuple[set[str], dict]:
-    """Returns the names of the entries that a config class has, and the rope parameters that it gives by default."""
-    usual = None
+def _of_class(cls: type) -> tuple[bool, set[str], dict]:
+    """Returns whether a config class belongs to transformers, the names of the entries of that class or of the one that it
+    extends, and the rope parameters that it gives by default."""
+    usual = own = next((each for each in cls.__mro__ if each.__module__.startswith("transformers.")), object)
     with _quiet(), contextlib.suppress(Exception):
-        usual = cls()
-    names = {*getattr(cls, "__dataclass_fields__", ()), *getattr(usual, "__dict__", ())}
-    return names, _get(usual, "rope_parameters") or {}
+        usual = own()
+    names = {*getattr(own, "__dataclass_fields__", ()), *getattr(usual, "__dict__", ())}
+    return own is cls, names, _get(usual, "rope_parameters") or {}
 
 
 def _parts(rope: Any) -> list[dict]:
@@ -130,7 +130,8 @@ def understood(config: Any) -> Any:
 def _check_names(config: Any, text: Any) -> None:
     """Raises ValueError if an entry is not read, but its name is about a rotation, or nearly that of one that is read.
     text: the config that describes the attention."""
-    known, _ = _of_class(type(config))
+    is_own, names, _ = _of_class(type(config))
+    known = names if is_own else names.union(vars(config))
     places = _parts(_get(text, "rope_parameters")) + ([vars(text)] if text is not config else [])
     for name, value in vars(config).items():
         read = [place[name] for place in places if name in place]  # the same entry, where it is read
@@ -153,7 +154,7 @@ def _against_rotation(config: Any) -> tuple[str, Any, str] | None:
             return name, value, ""
     if model_type in families.NO_PARAMETERS or _get(config, "rope_parameters"):
         return None
-    if _of_class(type(config))[1]:
+    if _of_class(type(config))[2]:
         return "rope_parameters", _get(config, "rope_parameters"), f"; {_AT_ONCE}"
     inner = " or ".join(f"config.{name}" for name, value in vars(config).items() if hasattr(value, "model_type"))
     advice = f"pass the inner config, {inner}" if inner else "transformers 5 gives them to models that do"
@@ -164,7 +165,7 @@ def _by_type(config: Any) -> dict[str | None, Mapping | None]:
     """Returns layer type -> rope parameters, or None -> the rope parameters of all layers."""
     if config.model_type in families.NO_PARAMETERS:
         return {None: {"rope_theta": getattr(config, "rope_theta", 10000.0)}}
-    rope, types, (_, usual) = config.rope_parameters, {*(_get(config, "layer_types") or ())}, _of_class(type(config))
+    rope, types, (_, _, usual) = config.rope_parameters, {*(_get(config, "layer_types") or ())}, _of_class(type(config))
     _need(isinstance(rope, dict), "rope_parameters", rope, "a dict")
     nested = {name for each in (rope, usual) for name, value in each.items() if isinstance(value, dict)}
     for name, value in rope.items() if nested else ():
@@ -242,14 +243,13 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
 def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     """Returns the kind of frequencies of a layer by its config and rope parameters, and the arguments of the function."""
     kind, rope = _kind(rope)
-    theta, part, model_type = rope["rope_theta"], rope.get("partial_rotary_factor"), config.model_type
+    theta, part, (is_own, _, usual) = rope["rope_theta"], rope.get("partial_rotary_factor"), _of_class(type(config))
     _need(is_number(theta) and 0 < theta < math.inf, "rope_theta", theta, "a positive number")
     _need(part is None or is_number(part), "partial_rotary_factor", part, "a positive number")
     # The classes of transformers give partial_rotary_factor to models of the kind "default" that read it.
-    usual = [each for each in _parts(_of_class(type(config))[1]) if each.get("rope_type") == "default"]
-    read = any("partial_rotary_factor" in each for each in usual) or model_type in families.PARTIAL
-    if part is None or (kind == "default" and not read and type(config).__module__.startswith("transformers.")):
-        part = 1.0
+    of_default = {name for each in _parts(usual) if each.get("rope_type") == "default" for name in each}
+    read = "partial_rotary_factor" in of_default or config.model_type in families.PARTIAL or not is_own
+    part = 1.0 if part is None or (kind == "default" and not read) else part
     head_dim, hidden_size, heads = (_get(config, n) for n in ("head_dim", "hidden_size", "num_attention_heads"))
     sizes = {"head_dim": head_dim} if head_dim else {"hidden_size": hidden_size, "num_attention_heads": heads}
     for name, value in sizes.items():
@@ -258,7 +258,7 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     arguments: dict[str, Any] = {"head_dim": head_dim}
     if kind != "proportional":
         # DeepSeek keeps qk_rope_head_dim channels of a head for the rotation alone. GPT-J's config gives rotary_dim.
-        own = _get(config, "rotary_dim" if model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
+        own = _get(config, "rotary_dim" if config.model_type in families.NO_PARAMETERS else "qk_rope_head_dim")
         dim = own if own and part == 1.0 else partial_rotary_dim(head_dim, part)
         _need(own in (None, dim), "partial_rotary_factor", part, f"such that {own} channels rotate (qk_rope_head_dim)")
         arguments = {"rotary_dim": dim}
@@ -308,10 +308,10 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
 
 
 def rotates(config: Any, layer: int) -> bool:
-    """Returns whether a layer of a model, given by its index, rotates.
+    """Returns whether the layer with an index rotates. Some layers of Llama 4, SmolLM3, Cohere 2, EXAONE 4 and Granite
+    SWA do not, nor do layers without attention.
 
-    Some layers of Llama 4, SmolLM3, Cohere 2, EXAONE 4 and Granite SWA do not, nor do layers without attention. The
-    config and the errors are those of :func:`from_config`; ValueError, too, if a model that rotates has no such layer.
+    The config and errors are those of :func:`from_config`; ValueError, too, if a model that rotates has no such layer.
     """
     config = understood(config)
     return _against_rotation(config) is None and _layers(config, None, layer)[0][2] is not None
