@@ -38,9 +38,7 @@ def on_device(inv_freq: Tensor, device: torch.device | str) -> Tensor:
     return (inv_freq if has_float64(device) else in_two_parts(inv_freq).movedim(0, -2)).to(device)
 
 
-def sources_on_device(
-    inv_freq: Tensor, max_position: int | None, device: torch.device
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def sources_on_device(inv_freq: Tensor, max_position: int | None, device: torch.device) -> tuple:
     """Returns cos, sin and inv_freq, as the operators take them, for float64 frequencies ``[..., pairs]``.
 
     Without max_position cos and sin are None. Otherwise inv_freq is None, and the tables are
@@ -56,11 +54,10 @@ def sources_on_device(
 
 
 def is_rounded(theirs: Tensor, ours: Tensor) -> bool:
-    """Returns whether theirs are these frequencies, computed in float32 or better and rounded to another dtype, or may be:
-    tensors on the meta device and fake ones have no numbers."""
+    """Returns whether theirs may be these frequencies, computed in float32 or better and rounded to another dtype."""
     if theirs.shape != ours.shape or not theirs.is_floating_point():
         return False
-    if theirs.is_meta or hasattr(theirs, "fake_mode"):
+    if theirs.is_meta or hasattr(theirs, "fake_mode"):  # a fake tensor has no numbers
         return True
     dtype = torch.finfo(theirs.dtype)
     return torch.allclose(theirs.cpu().double(), ours, rtol=dtype.eps + 2**-19, atol=dtype.tiny * dtype.eps)

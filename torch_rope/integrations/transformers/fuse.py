@@ -84,10 +84,11 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
         ):
             one_head = x[:, None, :, :1].expand(-1, -1, -1, self.head_dim)
             found = rotary.operands([one_head], (*position_embeddings, *ignored, 1))
-        if found is None or found[0].rounding.result != x.dtype:
+        if tried := found is not None and found[0].rounding.result == x.dtype:
+            # q: [batch, seq, heads, head_dim]; k and v have kv_heads
+            q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
+        if not tried or not q.dtype == k.dtype == x.dtype:
             return own(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
-        # q: [batch, seq, heads, head_dim]; k and v have kv_heads
-        q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
         tables, flags, weights = (found[0].cos, found[0].sin), found[0].flags, ()
         if norm:
             weights = norm.weight_of(self.q_norm, q), norm.weight_of(self.k_norm, k)
@@ -114,6 +115,14 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
     return forward
 
 
+def _updates() -> tuple:
+    """Returns the methods in whose place _write computes, which others may replace."""
+    return StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update
+
+
+UPDATES = _updates()
+
+
 def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tuple, **how: Any) -> StaticLayer | None:
     """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns that layer.
 
@@ -121,14 +130,16 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     """
     layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
     slides = type(layer) is StaticSlidingWindowLayer
-    if cache.offloading or "update" in vars(cache) or not (slides or type(layer) is StaticLayer):
+    if not slides and type(layer) is not StaticLayer:
+        return None
+    if cache.offloading or "update" in vars(cache) | vars(layer) or _updates() != UPDATES:
         return None
     moves = slides and layer.cumulative_length_int + seq > layer.max_cache_len
     if moves and seq > 1:
         return None
     if not layer.is_initialized:
         layer.lazy_initialization(k.transpose(1, 2), v.transpose(1, 2))
-    if not layer.keys.dtype == k.dtype == v.dtype:
+    if layer.keys.shape[0] != k.shape[0] or not layer.keys.dtype == k.dtype == v.dtype:
         return None
     if moves:  # the token takes the last cell
         offset = layer.max_cache_len - 1
