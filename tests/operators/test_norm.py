@@ -14,11 +14,11 @@ from cases import (
     SOURCES,
     Source,
     covering,
-    each_number_of_threads,
     make_qk,
     many,
     name_of,
     on_gpu,
+    thread_counts,
 )
 from oracle import assert_close, limits, limits_of_reference, numpy_of, rotate, ulp
 
@@ -239,7 +239,7 @@ def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype,
         piece = slice(start, start + seq // 8)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
-    for _ in each_number_of_threads():
+    for _ in thread_counts():
         assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
 
 
@@ -291,7 +291,7 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
     assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
-    for _ in each_number_of_threads():
+    for _ in thread_counts():
         assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
     for layout in LAYOUTS.values():
         laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]

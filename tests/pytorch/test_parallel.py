@@ -429,12 +429,9 @@ def check_modules(device):
         rope = distribute_module(torch_rope.RotaryEmbedding(HEAD_DIM, device="meta", **arguments), mesh)
         # Heads are split, with plain positions. Tokens and their positions are split, so that no rank knows the
         # highest.
-        for to, given in (
-            (Shard(2), positions),
-            (Shard(1), distributed(positions, mesh, Shard(1))),
-            (Shard(0), distributed(positions, mesh, Shard(0))),
-        ):
-            placed = [distributed(t, mesh, to) for t in (q, k)]
+        for dim in (2, 1, 0):
+            given = positions if dim == 2 else distributed(positions, mesh, Shard(dim))
+            placed = [distributed(t, mesh, Shard(dim)) for t in (q, k)]
             for result, value in zip(rope(*placed, given), wanted, strict=True):
                 assert_same(result, value)
         with pytest.raises(NotImplementedError, match="positions is Replicate"):
