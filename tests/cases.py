@@ -1,5 +1,6 @@
 """The cases that the tests of the rotating operators draw from: layouts, caches, angle sources, sizes and dtypes."""
 
+import contextlib
 import itertools
 import math
 import operator
@@ -27,6 +28,11 @@ SLOW = EMULATED or (sys.platform == "linux" and "mps" in torch_rope._C.devices) 
 def schema_of(op: str) -> torch._C.FunctionSchema:
     """Returns the schema of torch.ops.rope.<op>."""
     return getattr(torch.ops.rope, op).default._schema
+
+
+def written_by(op: str) -> list[str]:
+    """Returns the names of the arguments that an operator writes in place."""
+    return [a.name for a in schema_of(op).arguments if a.alias_info is not None]
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -70,6 +76,16 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.names.append(op.name())
         return op(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Makes this dtype the default of torch within the context."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def thread_counts():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import OPERATORS, Calls, covering, name_of, need, schema_of
+from cases import OPERATORS, Calls, covering, name_of, need, schema_of, written_by
 from programs import tensors_of
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
@@ -345,11 +345,7 @@ def test_learned_angles_raise_the_same_errors_as_constant_angles(device):
 # ---- in place ----
 
 # The arguments that each in-place operator writes: without q_out and, where the name says so, with it. Then q is read.
-IN_PLACE = {
-    op: [a.name for a in schema_of(op).arguments if a.alias_info is not None and a.name != "q_out"]
-    for op in OPERATORS
-    if schema_of(op).is_mutable
-}
+IN_PLACE = {op: [n for n in written_by(op) if n != "q_out"] for op in OPERATORS if schema_of(op).is_mutable}
 TO_Q_OUT = " to q_out"
 IN_PLACE["rotate_into_cache_" + TO_Q_OUT] = ["q_out", "k_cache", "v_cache"]
 # The operators that the error message of each in-place operator recommends instead.

@@ -192,9 +192,8 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
 
     def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
         options = {**angles, "offset": offset, "interleaved": interleaved}
-        return (
-            rope.rotate_qk(q, k, **options) if norm == "none" else norm_rotate_qk(q, k, q_weight, k_weight, **options)
-        )
+        given = () if norm == "none" else (q_weight, k_weight)
+        return (norm_rotate_qk if given else rope.rotate_qk)(q, k, *given, **options)
 
     whole = call(q, k)
     for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):

@@ -22,6 +22,7 @@ from cases import (
     python,
     schema_of,
     set_apart,
+    written_by,
 )
 from oracle import assert_close, limits, rotate
 from test_cache import Caches, check, make_norm
@@ -90,7 +91,7 @@ def results_of(op, given):
     """Makes a call with copies of its tensors, and returns the copies that it writes and its results."""
     given = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     out = getattr(rope, op)(**given)
-    written = [given[a.name] for a in schema_of(op).arguments if a.alias_info and a.name in given]
+    written = [given[name] for name in written_by(op) if name in given]
     return written + ([] if out is None else list(out) if isinstance(out, tuple) else [out])
 
 
