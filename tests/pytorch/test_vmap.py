@@ -3,27 +3,12 @@
 import pytest
 import torch
 from cases import OPERATORS, Calls, covering, name_of, schema_of, written_by
-from programs import (
-    DIM,
-    HEADS,
-    KV_HEADS,
-    ROTATING,
-    copies,
-    norm_weights,
-    operands,
-    rope,
-    tables,
-    tensors_of,
-)
+from programs import DIM, HEADS, KV_HEADS, ROTATING, copies, norm_weights, operands, rope, tables, tensors_of
 from torch.func import grad, vmap
 
 import torch_rope
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.shared,
-    pytest.mark.usefixtures("no_vmap_fallback"),
-]
+pytestmark = [pytest.mark.core, pytest.mark.shared, pytest.mark.usefixtures("no_vmap_fallback")]
 
 N = 3  # samples
 REFUSED = ["rotate_into_cache_"]
