@@ -1,5 +1,6 @@
 """The cases that the tests of the rotating operators draw from: layouts, caches, angle sources, sizes and dtypes."""
 
+import contextlib
 import itertools
 import math
 import operator
@@ -27,6 +28,11 @@ SLOW = EMULATED or (sys.platform == "linux" and "mps" in torch_rope._C.devices) 
 def schema_of(op: str) -> torch._C.FunctionSchema:
     """Returns the schema of torch.ops.rope.<op>."""
     return getattr(torch.ops.rope, op).default._schema
+
+
+def written_by(op: str) -> list[str]:
+    """Returns the names of the arguments that an operator writes in place."""
+    return [a.name for a in schema_of(op).arguments if a.alias_info is not None]
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -72,7 +78,17 @@ class Calls(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-def each_number_of_threads():
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Makes this dtype the default of torch within the context."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def thread_counts():
     """Sets the number of torch's threads to 1, 2 and 3, yields each number, and restores the number at the end."""
     before = torch.get_num_threads()
     try:
@@ -420,8 +436,7 @@ def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table
     layouts. Factors that are not in CALLS are ignored. table_dtype is float64 by default if dtype is float64, else
     float32.
     """
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, dtype, source.freq_dtype)
     if table_dtype is None:
         table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     k_heads, angles = make_angles(size, source, table_dtype, device, start)
@@ -430,20 +445,16 @@ def make_qk(device, size, source, q="bshd", k="bshd", dtype=torch.float32, table
     return q, k, angles
 
 
-def rotated_channels(size, angles) -> slice:
-    """Returns which channels of a head are rotated."""
-    return slice(angles.get("rotary_start", 0), angles.get("rotary_start", 0) + size[-1])
-
-
 QUANTISED = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]  # the dtypes of quantised caches
 SCALES = [0.37, -2.5, 1.0, 2.0**-20, 1e30, 1e-30, 0.0, math.inf, math.nan, 1e-45]  # usual and unusual ones
 
 
-def has_dtype(device: str, dtype: torch.dtype | None) -> bool:
-    """Returns whether a cache on this device may have this dtype. Metal has no float8."""
-    return device != "mps" or dtype not in QUANTISED[:2]
+def supported(device: str, *dtypes: torch.dtype | None) -> bool:
+    """Returns whether the device has these dtypes. Apple GPUs have no float64 and no float8."""
+    return device != "mps" or not {torch.float64, *QUANTISED[:2]} & {*dtypes}
 
 
-def supported(device: str, dtype: torch.dtype, source: Source | None = None) -> bool:
-    """Returns whether the device has this dtype, and that of the frequencies. Apple GPUs have no float64."""
-    return device != "mps" or torch.float64 not in (dtype, source.freq_dtype if source else None)
+def need(device: str, *dtypes: torch.dtype | None) -> None:
+    """Skips the test if the device lacks one of these dtypes."""
+    if not supported(device, *dtypes):
+        pytest.skip("Apple GPUs have no float64 and no float8")

@@ -231,9 +231,8 @@ UNKNOWN = {
 def test_an_unknown_function_is_refused_by_name(function, monkeypatch):
     """The model also contains layers that could be patched, which must not be patched either."""
     monkeypatch.setitem(globals(), "apply_rotary_of_the_test", function)
-    model = nn.ModuleDict(
-        {"written": Attention(written(NESTED.format("x, cos, sin", ""))), "attention": Attention(Processor())}
-    )
+    served = Attention(written(NESTED.format("x, cos, sin", "")))
+    model = nn.ModuleDict({"written": served, "attention": Attention(Processor())})
     where = "ModuleDict is not patched: Processor.__call__ of attention.processor calls apply_rotary_of_the_test: "
     with pytest.raises(NotImplementedError, match=f"{where}.*{UNKNOWN[function]}"):
         diffusers.patch(model)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import ROOT, Calls
+from cases import ROOT, Calls, default_dtype
 from test_conventions import Attention, Layer, Processor, attention_inputs, layer_inputs, unpatched
 from test_transformers import make, tokens
 from torch import nn
@@ -119,18 +119,14 @@ MODES = [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode, tor
 MODES = [(mode, torch.float32) for mode in MODES] + [(torch.no_grad, torch.bfloat16), (torch.no_grad, torch.float64)]
 
 
-@pytest.mark.parametrize("mode, default_dtype", MODES)
+@pytest.mark.parametrize("mode, dtype", MODES)
 @pytest.mark.parametrize("options", [{}, {"fuse": True}, {"exact_angles": True}], ids=str)
-def test_no_mode_of_the_caller_reaches_a_trial(mode, default_dtype, options, monkeypatch):
+def test_no_mode_of_the_caller_reaches_a_trial(mode, dtype, options, monkeypatch):
     model, other, args = make(), make(), (tokens(),)
     expected, (calls, (logits,)) = str(transformers.patch(model, **options)), results(model, args)
     monkeypatch.setattr("torch_rope.integrations._patch._found", {})
-    torch.set_default_dtype(default_dtype)
-    try:
-        with mode():
-            assert str(transformers.patch(other, **options)) == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(dtype), mode():
+        assert str(transformers.patch(other, **options)) == expected
     assert results(other, args)[0] == calls and torch.equal(results(other, args)[1][0], logits)
 
 

@@ -5,7 +5,7 @@ The results are compared with the formula in float64, written here with the broa
 
 import pytest
 import torch
-from cases import Calls, covering, name_of, supported
+from cases import Calls, covering, name_of, need
 from oracle import assert_close, limits
 
 import torch_rope
@@ -56,8 +56,7 @@ def angles_of(shape, dtype=torch.float32, device="cpu"):
 def test_tables_broadcast_and_positions_choose_rows(case, device):
     """The memory of the result is written once: the tables are read through their strides."""
     shape, dtype, interleaved = case.values()
-    if not supported(device, dtype):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, dtype)
     x = random(BATCH, SEQ, HEADS, HEAD_DIM, dtype=dtype, device=device).transpose(1, 2)
     cos, sin, position_ids = angles_of(shape, dtype, device)
     sins = [sin, *([tables(SEQ, 1, dtype=sin.dtype, device=device)[1]] if position_ids is None else [])]

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cases import Calls, covering, name_of, needed
+from cases import Calls, covering, default_dtype, name_of, needed
 from oracle import assert_close, numpy_of, rotate
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -200,15 +200,6 @@ def in_mode(mode, call=False):
     return made
 
 
-@contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def cast(constructor, *args, **kwargs):
     t = constructor(*args, **kwargs)
     return t.bfloat16() if t.is_floating_point() else t
@@ -236,7 +227,7 @@ FATES = {
     "checkpoint": of_a_checkpoint,
     "inference": in_mode(torch.inference_mode),
     "first call in torch.func": in_mode(lambda: torch.device("meta"), call=True),
-    "default dtype": in_mode(default_dtype),
+    "default dtype": in_mode(lambda: default_dtype(torch.float16)),
     "wrapped constructors": in_mode(casting_constructors),
 }
 

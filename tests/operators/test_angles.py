@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, covering, name_of, on_gpu, supported
+from cases import DTYPES, covering, name_of, need, on_gpu
 from oracle import cos_sin, numpy_of, ulp
 
 import torch_rope
@@ -30,8 +30,7 @@ def test_cos_and_sin_are_rounded_once(case, device):
     """RoPE-Mixed (Heo et al., arXiv:2403.13298) has a frequency on every axis, and an angle is a sum over the axes."""
     axes, tokens, positions_dtype, frequencies, dtype, strided, factor = case.values()
     freq_dtype = torch.float64 if frequencies == "float64" else torch.float32
-    if not all(supported(device, d) for d in (positions_dtype, freq_dtype, dtype)):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, positions_dtype, freq_dtype, dtype)
     number = 1 if axes is None else axes
     most = LARGEST.get(positions_dtype, 2**20)
     positions = torch.randint(0 if positions_dtype == torch.uint8 else -most, most, (number, *tokens))
@@ -67,8 +66,7 @@ POSITIONS = torch.cat([torch.arange(1000), torch.randint(0, 2**24, (3000,)), tor
 @pytest.mark.parametrize("freq_dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("base", [500000.0, 1.0000001])
 def test_cos_and_sin_are_right_to_5e_7_up_to_position_2_24(base, freq_dtype, device):
-    if not supported(device, freq_dtype):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, freq_dtype)
     freq = (base ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)).to(freq_dtype)
     angle = POSITIONS.double().unsqueeze(-1) * freq.double()
     for positions in (POSITIONS, POSITIONS.int(), -POSITIONS):
@@ -107,8 +105,7 @@ def test_the_product_with_attention_factor_is_rounded_once(device):
 
 
 def test_float64_tables_have_float64_precision(device):
-    if not supported(device, torch.float64):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, torch.float64)
     positions = POSITIONS[::10]
     for freq in (torch_rope.inv_freq(128).double(), 10000.0 ** -(torch.arange(0, 128, 2).double() / 128)):
         exact = cos_sin(positions.numpy(), freq.numpy(), np.longdouble)

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from cases import OPERATORS, Calls, covering, name_of, schema_of
+from cases import OPERATORS, Calls, covering, name_of, need, schema_of, written_by
+from programs import tensors_of
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -37,8 +38,7 @@ SOURCES = {
 
 def doubles(device, *shapes, requires_grad=True):
     """Returns random float64 tensors, because finite differences need that precision."""
-    if device == "mps":
-        pytest.skip("Apple GPUs have no float64")
+    need(device, torch.float64)
     return [torch.randn(s, dtype=torch.float64, device=device, requires_grad=requires_grad) for s in shapes]
 
 
@@ -177,8 +177,8 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
                     call(**dual)
                 continue
             with torch.set_grad_enabled(name in ("x", "sin", "q_norm_weight")):
-                tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in outs_of(call(**dual))]
-        outs = [out.exp().sum() for out in outs_of(call(**good | {name: leaf})) if out.requires_grad]
+                tangents = [fwAD.unpack_dual(out.exp().sum()).tangent for out in tensors_of(call(**dual))]
+        outs = [out.exp().sum() for out in tensors_of(call(**good | {name: leaf})) if out.requires_grad]
         given = decision(op, name) == "given"
         assert bool(outs) == any(t is not None and t.any() for t in tangents) == given, name
         if given:
@@ -186,10 +186,6 @@ def test_every_argument_has_a_gradient_and_a_tangent_or_an_error_says_why_not(op
             assert leaf.grad.any(), name
             tangent = sum(t for t in tangents if t is not None)
             torch.testing.assert_close(tangent, leaf.grad.sum().to(tangent), rtol=1e-3, atol=1e-3)
-
-
-def outs_of(result):
-    return result if isinstance(result, tuple) else (result,)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_backward_raises_if_a_saved_tensor_was_overwritten(op, source, learned, 
     angles = {"cos", "sin", "inv_freq"}
     for name in (call := call_of(op, device, source)):
         leaves = {n: t.clone().requires_grad_(learned or n not in angles) for n, t in call.items()}
-        out = outs_of(getattr(rope, op)(**leaves))
+        out = tensors_of(getattr(rope, op)(**leaves))
         with torch.no_grad():
             leaves[name].mul_(2)
         is_saved = pytest.raises(RuntimeError, match="modified by an inplace operation")
@@ -349,11 +345,7 @@ def test_learned_angles_raise_the_same_errors_as_constant_angles(device):
 # ---- in place ----
 
 # The arguments that each in-place operator writes: without q_out and, where the name says so, with it. Then q is read.
-IN_PLACE = {
-    op: [a.name for a in schema_of(op).arguments if a.alias_info is not None and a.name != "q_out"]
-    for op in OPERATORS
-    if schema_of(op).is_mutable
-}
+IN_PLACE = {op: [n for n in written_by(op) if n != "q_out"] for op in OPERATORS if schema_of(op).is_mutable}
 TO_Q_OUT = " to q_out"
 IN_PLACE["rotate_into_cache_" + TO_Q_OUT] = ["q_out", "k_cache", "v_cache"]
 # The operators that the error message of each in-place operator recommends instead.
@@ -498,7 +490,7 @@ def test_autocast_changes_nothing(op, device):
     """The results have the dtype and the bits that they have without autocast, and tables keep their dtype."""
     half = {"x", "q", "k", "q_out_grad", "k_out_grad", "k_norm_weight"}
     call = {name: t.bfloat16() if name in half else t for name, t in call_of(op, device).items()}
-    expected = outs_of(getattr(rope, op)(**call))
+    expected = tensors_of(getattr(rope, op)(**call))
     with torch.autocast(device, dtype=torch.bfloat16):
-        outs = outs_of(getattr(rope, op)(**call))
+        outs = tensors_of(getattr(rope, op)(**call))
     assert all(out.dtype == e.dtype and torch.equal(out, e) for out, e in zip(outs, expected, strict=True))

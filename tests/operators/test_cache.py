@@ -21,18 +21,18 @@ from cases import (
     SLOW,
     SOURCES,
     covering,
-    each_number_of_threads,
-    has_dtype,
     make_angles,
     many,
     misplace_pads,
     moved,
     name_of,
+    need,
     on_gpu,
     set_apart,
     some_slots,
     spread,
     supported,
+    thread_counts,
 )
 from oracle import assert_close, limits, numpy_of, quantise, rotate, ulp
 
@@ -333,9 +333,8 @@ CASES += [
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_rotate_into_cache_writes_what_the_functional_operators_return(case, device):
     size, source, dtype = case["size"], case["source"], case["dtype"]
-    if not supported(device, dtype, source):
-        pytest.skip("Apple GPUs have no float64")
-    quantised = [d if has_dtype(device, d) else torch.int8 for d in (case["q_dtype"], *case["quantised"])]
+    need(device, dtype, source.freq_dtype)
+    quantised = [d if supported(device, d) else torch.int8 for d in (case["q_dtype"], *case["quantised"])]
     batch, seq, q_heads, _, head_dim, _ = size
     table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     k_heads, angles = make_angles(size, source, table_dtype, device, case["start"])
@@ -370,7 +369,7 @@ def test_any_call_writes_the_right_values_and_nothing_else(start, device):
     """A call may have any size, and nothing to do at all: no batch, no token, no head or no channel."""
     for seed in range(start, start + 10):
         draw, case = random.Random(seed), None
-        while case is None or not allowed(**case) or not supported(device, case["dtype"], case["source"]):
+        while case is None or not allowed(**case) or not supported(device, case["dtype"], case["source"].freq_dtype):
             case = {name: draw.choice(values) for name, values in FACTORS.items()}
             pairs, rest = draw.choice([draw.randint(0, 3), draw.randint(0, 40)]), draw.randint(0, 9)
             case["size"] = *(draw.randint(0, most) for most in (3, 8, 3, 3)), 2 * pairs + rest, 2 * pairs
@@ -396,8 +395,7 @@ def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device
     Only the sign of a NaN is another one: PyTorch keeps it, and we drop it, because the instructions of GPUs do. Heads
     are rotated by a zero angle, which changes no finite number, or not rotated, or they are those of v.
     """
-    if not has_dtype(device, stored):
-        pytest.skip("Metal has no float8")
+    need(device, stored)
     for i, scale in enumerate(SCALES[:2] if on_gpu(device) else SCALES):
         if dtype == torch.float32:
             n = (10000 if EXHAUSTIVE else 2000) if i == 0 and not on_gpu(device) else 64
@@ -426,8 +424,7 @@ def test_all_numbers_are_quantised_as_torch_quantises_them(stored, dtype, device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_head_may_have_any_scale(dtype, stored, device):
     """A head has whole vectors and a rest of channels before the rotated ones, in both of their halves, and after them."""
-    if not has_dtype(device, stored):
-        pytest.skip("Metal has no float8")
+    need(device, stored)
     case = {name: values[0] for name, values in FACTORS.items()} | {"size": (2, 3, 6, 6, 216, 132), "cache": "blocks"}
     case |= {"start": "middle", "dtype": dtype, "q_out": "bshd", "scales": "unusual"}
     case |= {"q_dtype": stored, "quantised": (stored, stored)}
@@ -438,8 +435,7 @@ def test_each_head_may_have_any_scale(dtype, stored, device):
 
 def test_numbers_of_float64_are_rounded_once(device):
     """A number that float32 would round to the middle of two float8 numbers is rounded to the nearer one."""
-    if not supported(device, torch.float64):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, torch.float64)
     middle = torch.tensor([1.0625, 1.1875, -17.0, 0.0009765625 * 1.5, -300.0, 447.0, 464.0], dtype=torch.float64)
     special = torch.tensor([1e300, -1e300, 1e-300, 0.0, -0.0], dtype=torch.float64)
     x = torch.cat([middle, middle * (1 + 1e-12), middle * (1 - 1e-12), special]).view(1, 1, -1)
@@ -514,7 +510,7 @@ def test_a_large_prompt_has_the_same_bits_with_any_number_of_threads(layout, wei
     seq, head_dim = many(300, device), 128
     norm = make_norm(weights, head_dim, dtype, device)
     slots = some_slots((1, seq), seq, torch.int32, device) if layout == "kv blocks" else None
-    for _ in each_number_of_threads():
+    for _ in thread_counts():
         check(*a_call(1, seq, 1, dtype, device, layout, (8, 4), head_dim), slots, norm)
 
 

@@ -14,11 +14,11 @@ from cases import (
     SOURCES,
     Source,
     covering,
-    each_number_of_threads,
     make_qk,
     many,
     name_of,
     on_gpu,
+    thread_counts,
 )
 from oracle import assert_close, limits, limits_of_reference, numpy_of, rotate, ulp
 
@@ -192,9 +192,8 @@ def test_a_head_has_the_same_bits_in_any_layout_and_any_call(case, device):
 
     def call(q, k, q_weight=weights[0], k_weight=weights[1], offset=2):
         options = {**angles, "offset": offset, "interleaved": interleaved}
-        return (
-            rope.rotate_qk(q, k, **options) if norm == "none" else norm_rotate_qk(q, k, q_weight, k_weight, **options)
-        )
+        given = () if norm == "none" else (q_weight, k_weight)
+        return (norm_rotate_qk if given else rope.rotate_qk)(q, k, *given, **options)
 
     whole = call(q, k)
     for q_layout, k_layout in zip(LAYOUTS.values(), reversed(LAYOUTS.values()), strict=True):
@@ -239,7 +238,7 @@ def test_many_tokens_have_the_bits_of_shorter_calls(head_dim, over_heads, dtype,
         piece = slice(start, start + seq // 8)
         outs = norm_rotate_qk(q[:, piece], k[:, piece], *weights, **angles, offset=start)
         assert_same(outs, [t[:, piece] for t in whole])
-    for _ in each_number_of_threads():
+    for _ in thread_counts():
         assert_same(norm_rotate_qk(q, k, *weights, **angles), whole)
 
 
@@ -291,7 +290,7 @@ def test_gradients_of_weights_are_accurate_for_many_tokens(positive, dtype, over
     given = list(outs) if positive else like(outs)  # with outs the terms are squares times the weight
     gradients = rope._norm_rotate_qk_backward(*given, *tensors, **angles)
     assert_accurate(gradients, tensors, given, angles, norm_eps=1e-6)
-    for _ in each_number_of_threads():
+    for _ in thread_counts():
         assert_same(rope._norm_rotate_qk_backward(*given, *tensors, **angles), gradients)
     for layout in LAYOUTS.values():
         laid = [layout(t.shape, dtype, device).copy_(t) for t in (*given, *tensors[:2])]

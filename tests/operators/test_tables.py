@@ -2,19 +2,7 @@
 
 import pytest
 import torch
-from cases import (
-    ALL_CALLS,
-    CALLS,
-    DTYPES,
-    LAYOUTS,
-    SIZES,
-    SOURCES,
-    Source,
-    covering,
-    each_number_of_threads,
-    make_qk,
-    name_of,
-)
+from cases import ALL_CALLS, CALLS, DTYPES, LAYOUTS, SIZES, SOURCES, Source, covering, make_qk, name_of, thread_counts
 from oracle import numpy_of, table_backward, ulp
 
 rope = torch.ops.rope
@@ -34,15 +22,18 @@ def call(given, x, angles, flags):
     return rope._rotate_table_backward(*pairs, **angles, **flags)
 
 
-def assert_sums(actual, expected, magnitudes, arithmetic, terms):
-    """Asserts that sums are right within the roundings of the kernels.
+def assert_gradients(outs, given, x, angles, **flags):
+    """Asserts that the gradients of cos and sin are right within the roundings of the kernels.
 
     Each product and each term is rounded, and the sum is rounded once to the dtype of the table. In float64 every
     partial sum is rounded as well. In float32 the sums are compensated, or in double.
     """
-    unit = torch.finfo(arithmetic).eps / 2
-    limit = ulp(abs(expected), actual.dtype) + magnitudes * unit * (4 if arithmetic == torch.float32 else terms + 4)
-    assert (abs(numpy_of(actual, expected.dtype.type) - expected) <= limit).all()
+    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
+    terms = 2 * sum(t[..., 0].numel() for t in x)
+    roundings = (terms + 4) * 2.0**-53 if x[0].dtype == torch.float64 else 4 * 2.0**-24
+    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
+        limit = ulp(abs(expected), out.dtype) + magnitude * roundings
+        assert (abs(numpy_of(out, expected.dtype.type) - expected) <= limit).all()
 
 
 FACTORS = CALLS | {
@@ -66,12 +57,9 @@ def test_gradients_of_tables_agree_with_the_oracle(case, device):
     given, x, angles = make(size, case["source"], layouts, case["with_k"], dtype, device, table_dtype, case["start"])
     flags = {name: case[name] for name in ("interleaved", "inverse", "attention_factor")}
     outs = call(given, x, angles, flags)
-    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles, **flags)
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
-        assert out.dtype == table_dtype and out.shape == angles["cos"].shape and out.is_contiguous()
-        assert_sums(out, expected, magnitude, arithmetic, 2 * size[0] * size[1] * (size[2] + size[3]))
+    assert_gradients(outs, given, x, angles, **flags)
     for out, again in zip(outs, call(given, x, angles, flags), strict=True):
+        assert out.dtype == table_dtype and out.shape == angles["cos"].shape and out.is_contiguous()
         assert torch.equal(out, again)
 
 
@@ -84,12 +72,9 @@ def test_many_tokens_may_use_the_same_row(source, batch, seq, device):
     if "positions" in angles:
         angles["positions"] = angles["positions"] % 3 + 5 - angles.get("offset", 0)
     outs = call(given, x, angles, {})
-    cos_grad, sin_grad, *magnitudes = table_backward(given, x, **angles)
-    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
-        assert_sums(out, expected, magnitude, torch.float32, 0)
-    for _ in each_number_of_threads():  # threads may share a sequence
-        for out, again in zip(outs, call(given, x, angles, {}), strict=True):
-            assert torch.equal(out, again)
+    assert_gradients(outs, given, x, angles)
+    for _ in thread_counts():  # threads may share a sequence
+        assert all(map(torch.equal, outs, call(given, x, angles, {})))
 
 
 def test_small_terms_of_a_sum_are_not_lost(device):
@@ -110,8 +95,7 @@ def test_positions_at_the_end_of_int64_with_an_offset_are_right(device):
     near = call(given, x, angles, {})
     angles["offset"] = 8 - torch.iinfo(torch.int64).max
     angles["positions"] -= angles["offset"]
-    for out, expected in zip(call(given, x, angles, {}), near, strict=True):
-        assert torch.equal(out, expected)
+    assert all(map(torch.equal, call(given, x, angles, {}), near))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8), (0, 2, 8), (2, 3, 2, 0)], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CACHES, EXHAUSTIVE, LAYOUTS, OPERATORS, SOURCES, name_of, set_apart, some_slots, supported
+from cases import CACHES, EXHAUSTIVE, LAYOUTS, OPERATORS, SOURCES, name_of, need, set_apart, some_slots
 from programs import DIM, HEADS, IN_PLACE, KV_HEADS, ROTATING, norm_weights, operands, rope, tables
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -93,8 +93,7 @@ def cases_of(op):
 )
 def test_rotating_operators_pass_opcheck(op, case, device):
     source, dims, needs = case["source"], case["dims"], case["needs"]
-    if not supported(device, torch.float32, source):
-        pytest.skip("Apple GPUs have no float64")
+    need(device, source.freq_dtype)
     names = list(LAYOUTS if op in IN_PLACE else READ_LAYOUTS)
     first, batch = names.index(case["layout"]), 2 if dims == 4 else 1
     layouts = [READ_LAYOUTS[name] for name in names[first:] + names[:first]]

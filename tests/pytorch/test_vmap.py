@@ -2,28 +2,13 @@
 
 import pytest
 import torch
-from cases import OPERATORS, Calls, covering, name_of, schema_of
-from programs import (
-    DIM,
-    HEADS,
-    KV_HEADS,
-    ROTATING,
-    copies,
-    norm_weights,
-    operands,
-    rope,
-    tables,
-    tensors_of,
-)
+from cases import OPERATORS, Calls, covering, name_of, schema_of, written_by
+from programs import DIM, HEADS, KV_HEADS, ROTATING, copies, norm_weights, operands, rope, tables, tensors_of
 from torch.func import grad, vmap
 
 import torch_rope
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.shared,
-    pytest.mark.usefixtures("no_vmap_fallback"),
-]
+pytestmark = [pytest.mark.core, pytest.mark.shared, pytest.mark.usefixtures("no_vmap_fallback")]
 
 N = 3  # samples
 REFUSED = ["rotate_into_cache_"]
@@ -56,8 +41,8 @@ def assert_vmap(function, in_dims, *args, close=torch.equal):
 
 
 def mapped(make, dim):
-    """Returns N samples, stacked along dim."""
-    return torch.stack([make() for _ in range(N)], dim)
+    """Returns N samples, stacked along dim, or one if dim is None."""
+    return make() if dim is None else torch.stack([make() for _ in range(N)], dim)
 
 
 # ---- every argument of every operator ----
@@ -80,15 +65,8 @@ def a_call_of(op, device):
 def with_samples(call, names):
     """Returns in_dims and the arguments. Those in names get a dimension of samples, which is the first or the last."""
     dims = {name: None if name not in names else 0 if i % 2 else -1 for i, name in enumerate(call)}
-    samples = {
-        name: t if dims[name] is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dims[name])
-        for name, t in call.items()
-    }
-    return tuple(dims.values()), tuple(samples.values())
-
-
-def written_by(op):
-    return [a.name for a in schema_of(op).arguments if a.alias_info is not None]
+    stacked = lambda t, dim: t if dim is None else torch.stack([t, t.flip(0), t.roll(1, 0)], dim)  # noqa: E731
+    return tuple(dims.values()), tuple(map(stacked, call.values(), dims.values()))
 
 
 def mapped_of(op):
@@ -176,12 +154,10 @@ def vmap_angles(device):
     """Returns a dict from a name to ((cos, sin, inv_freq, positions), in_dims)."""
 
     def table(*shape, dim=None):
-        make = lambda: torch.rand(*shape, DIM // 2, device=device)  # noqa: E731
-        return (make() if dim is None else mapped(make, dim)), dim
+        return mapped(lambda: torch.rand(*shape, DIM // 2, device=device), dim), dim
 
     def positions(*shape, dim=None):
-        make = lambda: torch.randint(0, 60, shape, device=device)  # noqa: E731
-        return (make() if dim is None else mapped(make, dim)), dim
+        return mapped(lambda: torch.randint(0, 60, shape, device=device), dim), dim
 
     cos, sin = ((t, None) for t in tables(device))
     nothing, token, single = (None, None), (2, 6), (1, 6)

@@ -22,11 +22,12 @@ from cases import (
     python,
     schema_of,
     set_apart,
+    written_by,
 )
-from oracle import assert_close, limits, rotate, table_backward
+from oracle import assert_close, limits, rotate
 from test_cache import Caches, check, make_norm
-from test_norm import assert_accurate
-from test_tables import assert_sums
+from test_norm import assert_accurate, assert_same
+from test_tables import assert_gradients
 
 import torch_rope
 
@@ -45,11 +46,6 @@ def launched(function, *tensors, **options):
     torch_rope._C.last_launches()
     function(*tensors, **options)
     return torch_rope._C.last_launches()
-
-
-def same(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x, y)
 
 
 # ---- a call of each operator ----
@@ -95,7 +91,7 @@ def results_of(op, given):
     """Makes a call with copies of its tensors, and returns the copies that it writes and its results."""
     given = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
     out = getattr(rope, op)(**given)
-    written = [given[a.name] for a in schema_of(op).arguments if a.alias_info and a.name in given]
+    written = [given[name] for name in written_by(op) if name in given]
     return written + ([] if out is None else list(out) if isinstance(out, tuple) else [out])
 
 
@@ -165,12 +161,6 @@ SHAPES = [
 ]
 
 
-def assert_gradients_of_tables(outs, gradients, x, angles, **options):
-    cos_grad, sin_grad, *magnitudes = table_backward(gradients, x, **angles, **options)
-    for out, expected, magnitude in zip(outs, (cos_grad, sin_grad), magnitudes, strict=True):
-        assert_sums(out, expected, magnitude, torch.float32, 0)
-
-
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
     "case",
@@ -200,13 +190,13 @@ def test_every_operator_is_right_for_a_shape(case, device):
     outs = rope.rotate_qk(q, k, **angles, **options)
     for x, out in zip((q, k), outs, strict=True):
         assert_close(out, rotate(x, **angles, **options), *limits(x.dtype, angles))
-        same([rope.rotate(x, **angles, **options)], [out])
+        assert_same([rope.rotate(x, **angles, **options)], [out])
     in_place = [q.clone(), k.clone()]
     rope.rotate_qk_(*in_place, **angles, **options)
-    same(in_place, outs)
+    assert_same(in_place, outs)
     gradients = [torch.randn_like(x) for x in (q, k)]
     outs = rope._rotate_table_backward(*gradients, q, k, **angles, **options)
-    assert_gradients_of_tables(outs, gradients, [q, k], angles, **options)
+    assert_gradients(outs, gradients, [q, k], angles, **options)
 
     norm, slots, size = make_norm(case["weights"], head_dim, case["dtype"], device), None, seq + 44
     if case["where"] == "slots":
@@ -235,7 +225,7 @@ def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, norm, devi
         assert_close(rope.rotate(q, **angles), rotate(q, **angles), *limits(q.dtype, angles))
         cos, sin = torch.rand(2, 1000, shape[3] // 2, device=device)
         tables = {"cos": cos, "sin": sin, "positions": angles["positions"]}
-        assert_gradients_of_tables(rope._rotate_table_backward(q, k, q, k, **tables), [q, k], [q, k], tables)
+        assert_gradients(rope._rotate_table_backward(q, k, q, k, **tables), [q, k], [q, k], tables)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -250,16 +240,16 @@ def test_element_offsets_may_pass_2_31(heads_first, untouched, device):
     dense, freq, weight = x.contiguous(), torch_rope.inv_freq(64, device=device), torch.rand(64, device=device)
     y = dense.clone()
     for eager in (False, True):
-        same(*(rope.rotate_qk(q, y, inv_freq=freq, eager_rounding=eager) for q in (x, dense)))
-    same(*(rope.norm_rotate_qk(q, y, weight, weight, inv_freq=freq) for q in (x, dense)))
-    same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)))
+        assert_same(*(rope.rotate_qk(q, y, inv_freq=freq, eager_rounding=eager) for q in (x, dense)))
+    assert_same(*(rope.norm_rotate_qk(q, y, weight, weight, inv_freq=freq) for q in (x, dense)))
+    assert_same(*(rope._norm_rotate_qk_backward(g, y, g, y, weight, weight, inv_freq=freq) for g in (x, dense)))
     slots = torch.tensor([[4, 1], [3, 6]], device=device)
     caches = torch.zeros(2, 2, 3, 4, 2, 64, device=device).bfloat16()
     for k, (k_cache, v_cache) in zip((x, dense), caches, strict=True):
         rope.rotate_into_cache_(dense.clone(), k, k, k_cache, v_cache, inv_freq=freq, slots=slots)
-    same(*caches)
+    assert_same(*caches)
     table = torch.rand(2, 32, device=device)
-    same(*(rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)))
+    assert_same(*(rope._rotate_table_backward(g, y, y, g, table, table) for g in (x, dense)))
     rope.rotate_(x, inv_freq=freq)
     assert torch.equal(x, rope.rotate(dense, inv_freq=freq))
 
@@ -274,7 +264,7 @@ def test_slots_may_pass_2_32(untouched, device):
     expected = rope.rotate(k, inv_freq=freq)
     rope.rotate_into_cache_(q, k, v, k_cache, v_cache, inv_freq=freq, slots=slots)
     blocks, in_block = slots // size, slots % size
-    same([k_cache[blocks, in_block], v_cache[blocks, in_block]], [expected, v])
+    assert_same([k_cache[blocks, in_block], v_cache[blocks, in_block]], [expected, v])
 
 
 @pytest.mark.large
@@ -296,11 +286,11 @@ def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):
         whole = op(*tensors, inv_freq=freq)[:2]
         for part in parts:
             of_part = [t[part] if t.dim() == 3 else t for t in tensors]
-            same([t[part] for t in whole], op(*of_part, inv_freq=freq, offset=part.start)[:2])
+            assert_same([t[part] for t in whole], op(*of_part, inv_freq=freq, offset=part.start)[:2])
     del whole
     expected = [rope.rotate(q[part], inv_freq=freq, offset=part.start) for part in parts]
     rope.rotate_(q, inv_freq=freq)
-    same([q[part] for part in parts], expected)
+    assert_same([q[part] for part in parts], expected)
 
 
 # ---- the bits of the CPU ----
@@ -447,8 +437,8 @@ def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):
         expected = rope._rotate_table_backward(g, None, x, None, table, table)
         for layout in LAYOUTS.values():
             g_there, x_there = (layout(t.shape, dtype, device).copy_(t) for t in (g, x))
-            same(rope._rotate_table_backward(g_there, None, x, None, table, table), expected)
-            same(rope._rotate_table_backward(g, None, x_there, None, table, table), expected)
+            assert_same(rope._rotate_table_backward(g_there, None, x, None, table, table), expected)
+            assert_same(rope._rotate_table_backward(g, None, x_there, None, table, table), expected)
 
 
 # ---- streams, graphs and host threads: on a GPU ----
@@ -471,7 +461,7 @@ def test_a_cuda_graph_replays_with_other_values(op, source, gpu):
             if isinstance(t, torch.Tensor):
                 t.copy_(torch.randn_like(t) if t.is_floating_point() else t.flip(0))
         graph.replay()
-        same(results, results_of(op, given))
+        assert_same(results, results_of(op, given))
 
 
 @pytest.mark.parametrize("op, source", CASES)
@@ -483,7 +473,7 @@ def test_a_call_runs_on_the_device_of_its_tensors(op, source, gpu):
     actual = results_of(op, given)
     assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
-        same(actual, results_of(op, given))
+        assert_same(actual, results_of(op, given))
     assert all(t.device == torch.device("cuda:1") for t in actual)
 
 
@@ -493,7 +483,7 @@ def test_two_host_threads_may_use_streams_of_their_own(gpu):
             given = {case: make_call(*case, gpu) for case in CASES}
             expected = {case: results_of(case[0], given[case]) for case in CASES}
             for case in CASES * 50:
-                same(results_of(case[0], given[case]), expected[case])
+                assert_same(results_of(case[0], given[case]), expected[case])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))

@@ -267,10 +267,7 @@ def test_a_kernel_keeps_its_numbers_in_registers(case, device, simulated):
     """
     dtype, tokens, _, angles, eager = case.values()
     q, k, v = (randn(tokens, heads, 128, dtype=dtype) for heads in (8, 2, 2))
-    caches, weights = (
-        [[torch.empty_like(x, dtype=kind) for x in (k, v)] for kind in (dtype, torch.int8)],
-        weights_of(128),
-    )
+    weights, caches = weights_of(128), [[torch.empty_like(x, dtype=d) for x in (k, v)] for d in (dtype, torch.int8)]
     scales = dict(k_scale=torch.ones(2).to("mps"), v_scale=torch.ones(1).to("mps"))
     table = [t.to(dtype) for t in tables(tokens, 128)] if "native" in angles else tables(tokens, 128)
     given = dict(zip(("cos", "sin"), table, strict=True)) if "tables" in angles else dict(inv_freq=freqs(128))

@@ -26,11 +26,8 @@ def run(tmp_path, capsys):
         ran.write_text("")
         status = gpu.main(tmp_path / "out", seconds, made, known, named, package)
         lines = capsys.readouterr().out.splitlines()
-        return (
-            status,
-            {line[:16].strip(): line[17:27].strip() for line in lines if line[:16].strip() in steps},
-            ran.read_text(),
-        )
+        outcomes = {line[:16].strip(): line[17:27].strip() for line in lines if line[:16].strip() in steps}
+        return status, outcomes, ran.read_text()
 
     return call
 
@@ -73,6 +70,5 @@ def test_the_steps_are_those_of_the_page_and_measure_every_group(tmp_path):
     assert names[:7] == ["build", "tests", "graphs", "memcheck", "initcheck", "synccheck", "selfcheck"]
     assert set(names[7:]) == {case.group for case in cases.cases("cuda")} | {"accuracy"}
     assert all(f"`{name}`" in (ROOT / "docs/cuda.md").read_text() for name in names[:7])
-    assert (
-        "finds no NVIDIA GPU" in python("import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')").stderr
-    )
+    done = python("import runpy; runpy.run_module('benchmarks.gpu', run_name='__main__')")
+    assert "finds no NVIDIA GPU" in done.stderr

@@ -131,9 +131,8 @@ def build(sanitize: bool = False) -> Path:
         if not (extension / "build.ninja").exists():
             subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
         (folder / "build.ninja").write_text(_ninja(folder, kind, extension))
-        _run(
-            [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", str(JOBS), folder / "_C.so"]
-        )
+        ninja = [sys.executable, "-m", "ninja", "--quiet", "-f", folder / "build.ninja", "-j", str(JOBS)]
+        _run([*ninja, folder / "_C.so"])
         return folder / "_C.so"
 
 
