@@ -40,6 +40,7 @@ OF_OTHERS = {word.strip(".'") for word in WORDS if word[0] in ".'"} - {"scaling"
 ARGUMENTS = "self", "hidden_states", "position_embeddings", "attention_mask"
 NAMES_OF_CACHE = "", "cache", "past_key_values"  # the argument for the cache, if there is one
 CACHES = type(None), DynamicCache, StaticCache
+UPDATES = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update  # others may replace them
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -115,14 +116,6 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
     return forward
 
 
-def _updates() -> tuple:
-    """Returns the methods in whose place _write computes, which others may replace."""
-    return StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update
-
-
-UPDATES = _updates()
-
-
 def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tuple, **how: Any) -> StaticLayer | None:
     """Writes rotated q to q_out, and k and v into the next cells of a layer of a cache. Returns that layer.
 
@@ -130,9 +123,9 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     """
     layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
     slides = type(layer) is StaticSlidingWindowLayer
-    if not slides and type(layer) is not StaticLayer:
-        return None
-    if cache.offloading or "update" in vars(cache) | vars(layer) or _updates() != UPDATES:
+    updates = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update
+    replaced = "update" in vars(cache) | vars(layer) or updates != UPDATES
+    if cache.offloading or replaced or not (slides or type(layer) is StaticLayer):
         return None
     moves = slides and layer.cumulative_length_int + seq > layer.max_cache_len
     if moves and seq > 1:
