@@ -59,6 +59,11 @@ class Operands(NamedTuple):
     flags: dict  # interleaved, inverse and rotary_start
     heads_first: bool  # whether the function takes x as [batch, heads, seq, head_dim]
 
+    def fits(self, x: Tensor, heads_first: bool) -> bool:
+        """Returns whether operators without gradients of tables can compute what the function does, in the dtype of x."""
+        has_gradient = self.cos.requires_grad and torch.is_grad_enabled()
+        return self.rounding.result == x.dtype and self.heads_first == heads_first and not has_gradient
+
 
 def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_first: bool) -> Operands:
     """Returns the operands for tables of any dtype."""

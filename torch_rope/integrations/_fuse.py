@@ -33,9 +33,7 @@ def _said(code: types.CodeType) -> Iterator[str]:
     before, last = "", ""
     for i in dis.get_instructions(code):
         name, value, words = i.opname, i.argval, []
-        if name in ("TO_BOOL", "NOT_TAKEN") or (
-            "[]" in (i.argrepr, name.replace("BINARY_SUBSCR", "[]")) and last[:1] == "["
-        ):
+        if name in ("TO_BOOL", "NOT_TAKEN"):
             continue
         if name == "LOAD_GLOBAL":
             words = [value]
@@ -51,11 +49,14 @@ def _said(code: types.CodeType) -> Iterator[str]:
             words = [f"if {'None' if 'NONE' in name else last}"]
         elif name == "IS_OP":
             words = [f"is {last}"]
+        elif name == "BINARY_SUBSCR" or i.argrepr == "[]":
+            words = [] if ":" in last else [f"[{last}]"]
         elif not _MOVES.fullmatch(name) and not name.startswith("LOAD_FAST"):
             words = [i.argrepr if name == "BINARY_OP" else name]
         yield from words
         local = value[-1] if isinstance(value, tuple) else value
         before, last = last, words[-1] if words else str(local) if "LOAD" in name else ""
+        last = "" if name == "BINARY_SLICE" else last  # which indexes, too
 
 
 def said(function: types.FunctionType) -> list[str]:
@@ -103,7 +104,8 @@ class Norm(NamedTuple):
         """Returns whether two norms are of this kind, with the same eps."""
         weights = [m._parameters.get("weight") for m in (q_norm, k_norm) if type(m) is self.kind]
         shapes = tuple([w.shape for w in weights if w is not None])
-        return shapes == self.shapes and vars(q_norm)[self.eps] == vars(k_norm)[self.eps]
+        eps = vars(q_norm)[self.eps]
+        return shapes == self.shapes and eps is not None and eps == vars(k_norm)[self.eps]
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""

@@ -17,9 +17,14 @@ from ..._ops import ops
 from .._conventions import Sample
 from .._fuse import Norm, are_plain, changed, disagreement, like_norm, norm_of, small_linear, unknown, untried
 from .._names import copy_of
+from .._rotary import Rotary
 
-# The last arguments of the processors of Wan and Flux, and in which shape they are tables [seq, head_dim].
-_TABLES = {"rotary_emb": lambda t: t[None, :, None], "image_rotary_emb": lambda t: t}
+# The last arguments of the processors of Wan and Flux, in which shape they are tables [seq, head_dim], and what follows
+# x in a call of the rotary function.
+_TABLES = {
+    "rotary_emb": (lambda t: t[None, :, None], lambda tables: tables),
+    "image_rotary_emb": (lambda t: t, lambda tables: (tables, True, -1, 1)),
+}
 # What the code of the processors that are fused says.
 _WORDS = """
     attn.add_k_proj attn.added_kv_proj_dim attn.head_dim attn.heads attn.norm_added_k attn.norm_added_q attn.norm_k attn.norm_q
@@ -27,12 +32,12 @@ _WORDS = """
     _get_qkv_projections apply_rotary_emb dispatch_attention_fn torch .Tensor .cat .contiguous .dtype .empty_like .flatten
     .shape .split_with_sizes .to .type_as .unbind .unflatten 'attn_mask' 'backend' 'dim' 'dropout_p' 'freqs_cos' 'freqs_sin'
     'hidden_states' 'is_causal' 'parallel_config' 'sequence_dim' [image_context_length:None] [None:image_context_length]
-    [None:None] [None:2] * + - -1 0 0.0 1 2 3 512 Ellipsis False None STORE_SUBSCR MAKE_FUNCTION BINARY_SUBSCR
+    [None:None] [None:2] * + - -1 0 0.0 1 2 3 512 Ellipsis False None STORE_SUBSCR MAKE_FUNCTION [] [0] [1]
 """
 
 
 @functools.lru_cache(16)  # torch.compile compiles once for all layers with the same method
-def _fused(own: Callable, norm: Norm) -> Callable:
+def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Callable:
     """Returns a processor's method that fuses a norm of q and of k. Its own method computes in every other case."""
     of_file = own.__globals__
 
@@ -40,18 +45,20 @@ def _fused(own: Callable, norm: Norm) -> Callable:
         self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None,
         *, image_rotary_emb=None,
     ):  # fmt: skip
+        norms, x, found = (attn.norm_q, attn.norm_k), hidden_states, None
         tables = rotary_emb if image_rotary_emb is None else image_rotary_emb
-        norms, x = (attn.norm_q, attn.norm_k), hidden_states
         tried = tables is not None and encoder_hidden_states is None and norm.are(*norms) and are_plain(norms)
         # Autocast computes norms in another dtype, and torch.compile fuses them itself.
-        tried = tried and not (torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
-        if not tried or any(m.weight.dtype != x.dtype for m in norms):
+        tried = tried and not (x.is_meta or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
+        if tried and all(m.weight.dtype == x.dtype for m in norms):
+            two_heads = x[:, :, None, :1].expand(-1, -1, 2, attn.inner_dim // attn.heads)
+            found = rotary.operands([two_heads], others(tables)[: rotary.convention.others])
+        if found is None or not found[0].fits(x, False) or not found[0].flags.get("interleaved"):
             return own(self, attn, hidden_states, encoder_hidden_states, attention_mask, tables)
-        cos, sin = (t[:, :, 0].squeeze(0) if t.dim() == 4 else t for t in tables)  # [.., seq, head_dim]
         qkv = of_file["_get_qkv_projections"](attn, x, None)[:3]
-        q, k, v = (t.unflatten(-1, (-1, cos.shape[-1])) for t in qkv)  # [batch, seq, heads, head_dim]
+        q, k, v = (t.unflatten(-1, (-1, two_heads.shape[-1])) for t in qkv)  # [batch, seq, heads, head_dim]
         weights = norm.weight_of(attn.norm_q, q), norm.weight_of(attn.norm_k, k)
-        halves = (t if t.dtype == q.dtype else t.float() for t in (cos[..., ::2], sin[..., 1::2]))
+        halves = (t if t.dtype == q.dtype else t.float() for t in (found[0].cos, found[0].sin))
         eps = getattr(attn.norm_q, norm.eps)
         q, k = ops.norm_rotate_qk.default(q, k, *weights, *halves, interleaved=True, norm_eps=eps)
         out = of_file["dispatch_attention_fn"](
@@ -65,23 +72,26 @@ def _fused(own: Callable, norm: Norm) -> Callable:
 
 def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
     """Returns what takes the place of a processor's method that rotates, and a note about it."""
-    form = _TABLES.get([*inspect.signature(function).parameters][-1])
+    form, others_of = _TABLES.get([*inspect.signature(function).parameters][-1], (None, None))
+    rotaries = [c for c in new._torch_rope if isinstance(c, Rotary)]
     norms = [getattr(module, n, None) for n in ("norm_q", "norm_k")]
     others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
-    if form is None or name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
+    others |= form is None or len(rotaries) != 1
+    if name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
         return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
     if why := unknown(function, {*_WORDS.split(), "if None"}):
         return new, f"not fused: its processor {why}"
     if (norm := norm_of(*norms)) is None:
         return new, "not fused: its norms are not two RMS norms with weights"
-    if why := undisturbed(disagreement, _trial_of, module, owner, norm, new, form):
+    how = norm, rotaries[0], others_of
+    if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
         return new, f"not fused: {why}"
-    call = _fused(new, norm)
+    call = _fused(new, *how)
     call._torch_rope = new._torch_rope
     return call, "fused: norm_q, norm_k and the rotation"
 
 
-def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: Callable) -> tuple:
+def _trial_of(attn: nn.Module, processor: Any, new: Callable, form: Callable, how: tuple) -> tuple:
     """Returns what disagreement needs, for a layer with small projections."""
     given, inner, hidden = [], attn.inner_dim, 16
     sample = Sample(2, 8, 1, hidden, inner // attn.heads // 4, torch.float32, torch.float32)
@@ -90,7 +100,7 @@ def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: 
         given.append((q, k, v, attn_mask, dropout_p, is_causal, sorted(more.items())))
         return q + (k * v).mean((1, 2), keepdim=True)
 
-    parts = {name: like_norm(sample, getattr(attn, name), norm) for name in ("norm_q", "norm_k")}
+    parts = {name: like_norm(sample, getattr(attn, name), how[0]) for name in ("norm_q", "norm_k")}
     parts |= {name: small_linear(sample, hidden, inner) for name in ("to_q", "to_k", "to_v")}
     if hasattr(attn, "to_out"):
         parts["to_out"] = nn.ModuleList([small_linear(sample, inner, hidden), nn.Identity()])
@@ -106,4 +116,4 @@ def _trial_of(attn: nn.Module, processor: Any, norm: Norm, new: Callable, form: 
 
     names = new.__globals__ | {"dispatch_attention_fn": witness}
     own, other = (copy_of(f, f.__code__, f.__closure__, names) for f in (new, untried))
-    return outcome, own, _fused.__wrapped__(other, norm), [*product((1, 2), (1, 8), (False, True))]
+    return outcome, own, _fused.__wrapped__(other, *how), [*product((1, 2), (1, 8), (False, True))]

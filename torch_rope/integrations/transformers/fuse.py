@@ -81,11 +81,11 @@ def _forward_of(own: Callable, like: Callable, state: tuple, rotary: Rotary, nor
             and _state_of(self, words) == state
             and are_plain(_parts(self))
             and (norm is None or norm.are(self.q_norm, self.k_norm))
-            and not torch.is_autocast_enabled(x.device.type)
+            and not (x.is_meta or torch.is_autocast_enabled(x.device.type))
         ):
             one_head = x[:, None, :, :1].expand(-1, -1, -1, self.head_dim)
             found = rotary.operands([one_head], (*position_embeddings, *ignored, 1))
-        if tried := found is not None and found[0].rounding.result == x.dtype:
+        if tried := found is not None and found[0].fits(x, True):
             # q: [batch, seq, heads, head_dim]; k and v have kv_heads
             q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.head_dim)) for name in PROJECTIONS)
         if not tried or not q.dtype == k.dtype == x.dtype:
