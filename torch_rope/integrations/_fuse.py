@@ -103,9 +103,10 @@ class Norm(NamedTuple):
     def are(self, q_norm: nn.Module, k_norm: nn.Module) -> bool:
         """Returns whether two norms are of this kind, with the same eps."""
         weights = [m._parameters.get("weight") for m in (q_norm, k_norm) if type(m) is self.kind]
-        shapes = tuple([w.shape for w in weights if w is not None])
+        if tuple([w.shape for w in weights if w is not None]) != self.shapes:
+            return False
         eps = vars(q_norm)[self.eps]
-        return shapes == self.shapes and eps is not None and eps == vars(k_norm)[self.eps]
+        return eps is not None and eps == vars(k_norm)[self.eps]
 
     def weight_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """Returns the weight that x [.., heads, head_dim] is multiplied by, [head_dim] or [heads, head_dim]."""
