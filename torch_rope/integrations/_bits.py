@@ -62,7 +62,7 @@ class Operands(NamedTuple):
     def fits(self, x: Tensor, heads_first: bool) -> bool:
         """Returns whether operators without gradients of tables can compute what the function does, in the dtype of x."""
         has_gradient = self.cos.requires_grad and torch.is_grad_enabled()
-        return self.rounding.result == x.dtype and self.heads_first == heads_first and not has_gradient
+        return self.rounding.result == x.dtype and bool(self.heads_first) is heads_first and not has_gradient
 
 
 def operands(cos: Tensor, sin: Tensor, rounding: Rounding, flags: dict, heads_first: bool) -> Operands:
