@@ -50,9 +50,10 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 def _state_of(module: nn.Module, words: Collection[str]) -> tuple:
     """Returns what decides what a layer does, whose own forward says these words: types, switches, and the window that it
-    tells the attention function."""
-    holder = module if "self.sliding_window" in words else getattr(module, "config", None)
-    window = getattr(holder, "sliding_window", None) if "'sliding_window'" in words else None
+    reads, which it may tell the attention function or branch on."""
+    own, told = "self.sliding_window" in words, "'sliding_window'" in words
+    holder = module if own else getattr(module, "config", None)
+    window = getattr(holder, "sliding_window", None) if own or told else None
     return *map(type, _parts(module)), *map(vars(module).get, SWITCHES), window
 
 
