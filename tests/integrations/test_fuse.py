@@ -320,8 +320,30 @@ def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_wha
     assert re.search("it could not be tried .*patch the model before that", str(patch(model, fuse=True)))
 
 
-def test_an_exported_program_of_a_fused_model_runs_with_gradients():
-    stock, model = pair("qwen3", layers=1)
-    with torch.no_grad():
-        program = torch.export.export(model, (tokens(1, 4),), {"use_cache": False}, strict=False).module()
-    assert difference(program(tokens(1, 4), use_cache=False).logits, stock(tokens(1, 4)).logits) < LOGITS
+def replace_update(cache):
+    def update(*args, **kwargs):
+        k, v = type(cache.layers[1]).update(cache.layers[1], *args, **kwargs)
+        return 2 * k, v
+
+    cache.layers[1].update = update
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_an_update_that_was_replaced_is_called(kind):
+    results = []
+    for m in pair("qwen3"):
+        replace_update(cache := new_cache(kind, m))
+        results.append(logits(m, tokens(), cache, 11, 1))
+    assert difference(results[1], results[0]) < LOGITS
+
+
+def test_an_exported_program_that_writes_a_cache_runs_with_gradients():
+    stock, model = pair("llama", layers=1)
+    sizes = {"batch_size": 1, "max_cache_len": 8}
+    how = dict(use_cache=True, cache_implementation="static", max_length=8, cache_config=sizes)
+    model.generation_config = transformers.GenerationConfig(**how)
+    first, place = torch.tensor([[3]]), torch.tensor([0])
+    export = transformers.integrations.executorch.convert_and_export_with_cache
+    program = export(model, example_input_ids=first, example_cache_position=place).module()
+    actual = program(input_ids=first, cache_position=place)
+    assert difference(actual, stock(first).logits) < LOGITS

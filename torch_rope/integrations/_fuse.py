@@ -20,7 +20,7 @@ from ._names import nested
 
 # ---- code ----
 
-# Instructions that move values, call, or end, in Python 3.10 to 3.14.
+# Instructions that move values, call, or end, in Python 3.10 to 3.13. What another Python has besides is not known.
 _MOVES = re.compile(
     "RESUME|NOP|PRECALL|PUSH_NULL|CALL|CALL_(KW|METHOD|INTRINSIC_1|FUNCTION.*)|STORE_FAST.*|LIST_.*|DICT_MERGE|RETURN_VALUE"
     "|BUILD_(TUPLE|LIST|MAP|CONST_KEY_MAP)|UNPACK_SEQUENCE|JUMP_FORWARD|POP_TOP|SWAP|COPY|DUP_TOP|ROT_(TWO|THREE)"

@@ -1,6 +1,6 @@
 """A fused attention processor for Wan and Flux: the RMS norms of q and k and the rotation are one operator.
 
-A layer gets it if each name in the code of its own processor is known, and if both processors do the same in a trial.
+A layer gets it if each word in the code of its own processor is known, and if both processors do the same in a trial.
 """
 
 import functools

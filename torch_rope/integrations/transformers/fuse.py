@@ -1,7 +1,7 @@
 """A fused forward for the attention layers of transformers that look like Llama's.
 
 The forward normalises and rotates q and k by one operator, which also writes into a StaticCache. A layer gets it if each
-name in the code of its own forward is known, and if both forwards do the same in a trial: they give the same arguments to
+word in the code of its own forward is known, and if both forwards do the same in a trial: they give the same arguments to
 the attention function and to the cache, and have the same results. The trial has small random projections in the place of
 the layer's own, so it needs no weights.
 """
@@ -125,7 +125,7 @@ def _write(cache: StaticCache, index: int, q, k, v, tables: tuple, weights: tupl
     layer, seq, positions, offset = cache.layers[index], k.shape[1], None, 0
     slides = type(layer) is StaticSlidingWindowLayer
     updates = StaticCache.update, StaticLayer.update, StaticSlidingWindowLayer.update
-    replaced = "update" in vars(cache) | vars(layer) or updates != UPDATES
+    replaced = "update" in vars(cache) or "update" in vars(layer) or updates != UPDATES
     if cache.offloading or replaced or not (slides or type(layer) is StaticLayer):
         return None
     moves = slides and layer.cumulative_length_int + seq > layer.max_cache_len
