@@ -11,9 +11,10 @@ struct Factor {
   A hi, lo;
 
   template <typename Args>
-  ROPE_FN explicit Factor(const Args& a)
-      : hi(sizeof(A) == 8 ? A(a.attention_factor) : A(a.params.factor_hi)),
-        lo(sizeof(A) == 8 ? A(0) : A(a.params.factor_lo)) {}
+  ROPE_FN static Factor of(const Args& a) {
+    if constexpr (sizeof(A) == 8) return {A(a.attention_factor), A(0)};
+    return {A(a.params.factor_hi), A(a.params.factor_lo)};
+  }
   ROPE_FN A times(A x) const { return scaled(x, hi, lo); }
   template <int V>
   ROPE_FN void scale(CosSin<A, V>& angles) const {
@@ -25,30 +26,42 @@ struct Factor {
   }
 };
 
-// Reads n frequencies of a call, which are `stride` apart, as sums of two numbers: in float32 the turns per position,
-// see turns_per_position() in angle.h, and in double the frequency and 0.
-template <int n, typename A, typename Args>
-ROPE_FN void read_frequencies(const Args& a, rope_int at, rope_int stride, A* hi, A* lo) {
-  const auto read = [&](auto tag, bool split) {
-    using F = decltype(tag);
-    const auto read_part = [&](const F* from, F* to) {
-      constexpr unsigned bytes = n * sizeof(F) < 16 ? n * sizeof(F) : 16;
-      read_shared<n>(from, stride, stride == 1 && reinterpret_cast<uintptr_t>(from) % bytes == 0, to);
-    };
-    F whole[n], more[n] = {};
-    read_part(static_cast<const F*>(a.inv_freq) + at, whole);
-    if (split) read_part(static_cast<const F*>(a.inv_freq) + at + a.params.inv_freq[0], more);
-    for (int i = 0; i < n; i++) {
-      hi[i] = A(whole[i]);
-      lo[i] = A(whole[i] - F(hi[i]));
-      if (split) two_sum(hi[i], A(more[i]), hi[i], lo[i]);
-    }
-  };
-  a.inv_freq_dtype == DType::kDouble ? read(double(), false) : read(float(), a.params.split_inv_freq != 0);
-  if constexpr (sizeof(A) == 4) {
-    for (int i = 0; i < n; i++) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
+// The frequencies of a call.
+struct Frequencies {
+  const void* data;
+  bool wide, split;       // float64, not float32; each is the sum of two parts
+  rope_int part, stride;  // strides between the parts, and between frequencies
+
+  template <typename Args>
+  ROPE_FN static Frequencies of(const Args& a, rope_int stride) {
+    return {a.inv_freq, a.inv_freq_dtype == DType::kDouble, a.params.split_inv_freq != 0, a.params.inv_freq[0], stride};
   }
-}
+
+  // Reads n frequencies from `at` on, as sums of two numbers: in float32 the turns per position, see
+  // turns_per_position() in angle.h, and in double the frequency and 0. aligned: vectors of them are known to be.
+  template <int n, bool aligned = false, typename A>
+  ROPE_FN void read(rope_int at, A* hi, A* lo) const {
+    const auto read = [&](auto tag, bool split) {
+      using F = decltype(tag);
+      const auto read_part = [&](const F* from, F* to) {
+        constexpr unsigned bytes = n * sizeof(F) < 16 ? n * sizeof(F) : 16;
+        read_shared<n>(from, stride, aligned || (stride == 1 && reinterpret_cast<uintptr_t>(from) % bytes == 0), to);
+      };
+      F whole[n], more[n] = {};
+      read_part(static_cast<const F*>(data) + at, whole);
+      if (split) read_part(static_cast<const F*>(data) + at + part, more);
+      for (int i = 0; i < n; i++) {
+        hi[i] = A(whole[i]);
+        lo[i] = A(whole[i] - F(hi[i]));
+        if (split) two_sum(hi[i], A(more[i]), hi[i], lo[i]);
+      }
+    };
+    wide ? read(double(), false) : read(float(), split);
+    if constexpr (sizeof(A) == 4) {
+      for (int i = 0; i < n; i++) turns_per_position(hi[i], lo[i], hi[i], lo[i]);
+    }
+  }
+};
 
 // An angle whose cos and sin are not computed yet, as a sum of two numbers: in float32 in turns, see turns_of() in
 // angle.h, and in double in radians, see angle_of() there.
@@ -57,9 +70,9 @@ struct Angle {
   A angle, rest;
 };
 
-// Computes the angle of a position and a frequency that read_frequencies() has read. Doubles cost each thread four
-// conversions and a subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for
-// each pair. Even on GPUs with slow doubles this is little compared with the rest, which is all float32.
+// Computes the angle of a position and a frequency that was read. Doubles cost each thread four conversions and a
+// subtraction for its position, and with a float64 inv_freq three conversions and a subtraction for each pair. Even on
+// GPUs with slow doubles this is little compared with the rest, which is all float32.
 ROPE_FN Angle<float> angle_of(double position, float turns_hi, float turns_lo) {
   Angle<float> angle;
   const float position_hi = float(position), position_lo = float(position - double(position_hi));
@@ -76,134 +89,140 @@ ROPE_FN void add(Angle<double>& sum, Angle<double> more) { add_angle(more.angle,
 ROPE_FN void cos_sin_of(Angle<float> a, float& cos, float& sin) { cos_sin_of_turns(a.angle, a.rest, cos, sin); }
 ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_angle(a.angle, a.rest, cos, sin); }
 
-// cos and sin of the pairs of a chunk, scaled by attention_factor. They are computed in three steps, between which the
-// thread does other work: the constructor needs no position and reads the frequencies, read() starts the loads of table
-// rows, and finish() waits for them. The angles of a table by head are those of one head, so rotate() takes these steps
-// for each head. rotates: the chunk is rotated; else the angles are not used.
-//
 // The pairs of a chunk have adjacent columns in the tables and in inv_freq, in one run or in two. With interleaved
 // pairs and vectors of several channels there are two runs, because each of the chunk's two vectors has V / 2 pairs of
-// its own.
+// its own. Half of the pairs lie between the two.
+template <typename K>
+struct Columns {
+  using I = typename K::I;
+  static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
+  I first, apart;
+
+  ROPE_FN Columns(int chunk, I pairs) : first(I(chunk) * length), apart(pairs / 2) {}
+
+  // Reads the columns of a table row. aligned: they are adjacent, and vectors of them are aligned.
+  template <typename Table, typename A>
+  ROPE_FN void read(const Table* row, I stride, bool aligned, A (&to)[V]) const {
+    for (int run = 0; run < runs; run++) {
+      read_shared<length>(row + (first + run * apart) * stride, stride, aligned, to + run * length);
+    }
+  }
+  // Reads their frequencies to the places of cos and sin.
+  template <bool aligned, typename A>
+  ROPE_FN void read(const Frequencies& frequencies, CosSin<A, V>& to) const {
+    for (int run = 0; run < runs; run++) {
+      const I at = (first + run * apart) * I(frequencies.stride);
+      frequencies.template read<length, aligned>(at, to.cos + run * length, to.sin + run * length);
+    }
+  }
+};
+
+// Computes cos and sin of a position, in the place of the frequencies.
+template <typename A, int V>
+ROPE_FN void turn(CosSin<A, V>& angles, int64_t position) {
+  for (int i = 0; i < V; i++) {
+    cos_sin_of(angle_of(double(position), angles.cos[i], angles.sin[i]), angles.cos[i], angles.sin[i]);
+  }
+}
+template <typename A, int V>
+ROPE_FN void invert(CosSin<A, V>& angles) {
+  for (A& sin : angles.sin) sin = -sin;
+}
+
+// Rotations with the bits of torch's operators, see Rounding. T: the dtype of x. narrow: kEachNarrow
+template <typename T>
+struct Eagerly {
+  using A = arithmetic_t<T>;
+  bool narrow;
+
+  ROPE_FN A rounded(A x) const {
+    if (!narrow) return x;
+    T y;
+    round_to(x, y);
+    return to_arithmetic(y);
+  }
+  // Multiplies cos and sin by attention_factor as torch does: the product has the dtype of the table.
+  template <int V, typename Product>
+  ROPE_FN void scale(CosSin<A, V>& angles, Product&& product) const {
+    for (A& cos : angles.cos) cos = rounded(product(cos));
+    for (A& sin : angles.sin) sin = rounded(product(sin));
+  }
+  template <bool interleaved, int V>
+  ROPE_FN void rotate(Numbers<A, V>& n, const CosSin<A, V>& angles) const {
+    const auto round = [this](A x) { return rounded(x); };
+    rotate_with<interleaved>(
+        n, angles, [&](A own, A partner, A cos, A sin) { return rotated_eagerly(own, partner, cos, sin, round); });
+  }
+};
+
+// cos and sin of the pairs of a chunk, scaled by attention_factor, in the general kernels. The constructor, which needs
+// no position, reads frequencies. finish() waits for the position, and reads table rows. The angles of a table by head
+// are those of one head, so rotate() reads them. rotates: the chunk is rotated; else the angles are not used.
 template <typename K>
 struct Angles {
   using T = typename K::T;
   using A = typename K::A;
   using I = typename K::I;
-  static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
-  static constexpr bool words = Vector<T, length>::words;
+  static constexpr int V = K::V;
   const RotateArgs& a;
   const Token<K>& t;
   const bool rotates;
-  I cos_at, sin_at;     // the chunk's first element in row 0 of the token's tables
-  CosSin<A, V> angles;  // before finish(), the frequencies
+  const int chunk;
+  CosSin<A, V> angles;
 
-  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk, bool rotates) : a(a), t(t), rotates(rotates) {
-    const RopeParams& p = a.params;
-    const I column = I(chunk) * length;
-    cos_at = t.b * I(p.cos[0]) + column * I(p.cos[3]);
-    sin_at = t.b * I(p.sin[0]) + column * I(p.sin[3]);
-    for (int run = 0; rotates && p.source == kInvFreq && run < runs; run++) {
-      const I at = (column + run * I(p.rotary_dim / 4)) * I(p.inv_freq[1]);
-      read_frequencies<length>(a, at, p.inv_freq[1], angles.cos + run * length, angles.sin + run * length);
-    }
-  }
-
-  ROPE_FN void read() {
-    if (rotates && a.params.source != kInvFreq && !by_head() && t.valid) read_row(0);
+  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk, bool rotates)
+      : a(a), t(t), rotates(rotates), chunk(chunk) {
+    const auto frequencies = Frequencies::of(a, a.params.inv_freq[1]);
+    if (rotates && a.params.source == kInvFreq) columns().template read<false>(frequencies, angles);
   }
 
   ROPE_FN void finish() {
-    const RopeParams& p = a.params;
     if (!rotates || by_head()) return;
     if (!t.valid) {  // a pad
       for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
-    } else if (p.source == kInvFreq) {
-      for (int i = 0; i < V; i++) {
-        cos_sin_of(cuda::angle_of(double(t.position), angles.cos[i], angles.sin[i]), angles.cos[i], angles.sin[i]);
-      }
+    } else if (a.params.source == kInvFreq) {
+      turn(angles, t.position);
       scale();
     } else {
-      finish_row();
+      read_row(0);
     }
   }
 
   // Rotates the chunk of a head.
   ROPE_FN void rotate(Numbers<A, V>& n, I head) {
-    if (by_head()) {
-      read_row(head);
-      finish_row();
-    }
-    if (!K::eager || a.params.rounding == kOnce) return cuda::rotate<K::interleaved>(n, angles);
-    const auto round = [narrow = a.params.rounding == kEachNarrow](A x) {
-      if (!narrow) return x;
-      T y;
-      round_to(x, y);
-      return to_arithmetic(y);
-    };
-    rotate_with<K::interleaved>(
-        n, angles, [&](A own, A partner, A cos, A sin) { return rotated_eagerly(own, partner, cos, sin, round); });
+    if (by_head()) read_row(head);
+    if (K::norm || a.params.rounding == kOnce) return cuda::rotate<K::interleaved>(n, angles);
+    eagerly().template rotate<K::interleaved>(n, angles);
   }
 
  private:
   ROPE_FN bool by_head() const { return K::general && a.params.source == kTableByHead; }
+  ROPE_FN Columns<K> columns() const { return {chunk, I(a.params.rotary_dim / 2)}; }
+  ROPE_FN Eagerly<T> eagerly() const { return {a.params.rounding == kEachNarrow}; }
 
-  ROPE_FN void read_row(I head) { a.table_dtype == DType::kFloat ? read_tables<float>(head) : read_tables<T>(head); }
-  template <typename Table>
-  ROPE_FN void read_tables(I head) {
+  ROPE_FN void read_row(I head) {
     const RopeParams& p = a.params;
     const I row = p.source == kTableByPosition ? I(t.position) : t.s;
-    const bool vectors = t.tiling.table_vectors;
-    const auto read = [&](const void* table, I at, const rope_int* strides, A* to) {
-      const Table* from = static_cast<const Table*>(table) + at + row * I(strides[1]) + head * I(strides[2]);
-      for (int run = 0; run < runs; run++) {
-        const rope_int column = run * (p.rotary_dim / 4);
-        if constexpr (words && sizeof(Table) == 2) {  // the words stay as they are until finish_row()
-          if (vectors) {
-            const auto row = *reinterpret_cast<const Vector<Table, length>*>(from + column);
-            for (int i = 0; i < length / 2; i++) to[run * length / 2 + i] = bits_as<float>(row.of[i]);
-            continue;
-          }
-        }
-        read_shared<length>(from + column * strides[3], strides[3], vectors, to + run * length);
-      }
+    const auto read = [&](auto tag) {
+      const auto read_table = [&](const void* table, const rope_int* strides, A(&to)[V]) {
+        const I at = t.b * I(strides[0]) + row * I(strides[1]) + head * I(strides[2]);
+        columns().read(static_cast<const decltype(tag)*>(table) + at, I(strides[3]), t.tiling.table_vectors, to);
+      };
+      read_table(a.cos, p.cos, angles.cos);
+      read_table(a.sin, p.sin, angles.sin);
     };
-    read(a.cos, cos_at, p.cos, angles.cos);
-    read(a.sin, sin_at, p.sin, angles.sin);
-  }
-
-  ROPE_FN void finish_row() {
-    if (words && a.table_dtype != DType::kFloat && t.tiling.table_vectors) {
-      unpack_all(angles.cos);
-      unpack_all(angles.sin);
-    }
+    a.table_dtype == DType::kFloat ? read(float()) : read(T());
     scale();
   }
   ROPE_FN void scale() {
     const RopeParams& p = a.params;
-    if (K::eager && p.rounding != kOnce) {
-      scale_eagerly(angles.cos);
-      scale_eagerly(angles.sin);
-    } else {
-      Factor<A>(a).scale(angles);
+    if (K::norm || p.rounding == kOnce) {
+      Factor<A>::of(a).scale(angles);
+    } else if (a.attention_factor != 1.0) {
+      const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
+      eagerly().scale(angles, [&](A x) { return is_float ? A(float(x) * p.factor_hi) : x * A(a.attention_factor); });
     }
-    for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
-  }
-  ROPE_FN static void unpack_all(A (&numbers)[V]) {
-    if constexpr (words) {
-      for (int i = V / 2 - 1; i >= 0; i--) {  // the last first, because a word is where its results go
-        const float2 two = unpack(T(), bits_as<uint32_t>(numbers[i]));
-        numbers[2 * i] = two.x, numbers[2 * i + 1] = two.y;
-      }
-    }
-  }
-
-  // Multiplies cos or sin by attention_factor as torch does: the product has the dtype of the table.
-  ROPE_FN void scale_eagerly(A (&numbers)[V]) {
-    const RopeParams& p = a.params;
-    if (a.attention_factor == 1.0) return;
-    const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
-    for (A& number : numbers) number = is_float ? A(float(number) * p.factor_hi) : number * A(a.attention_factor);
-    if (p.rounding == kEachNarrow) to_arithmetic(rounded<T, V>(numbers), numbers);
+    if (p.inverse) invert(angles);
   }
 };
 

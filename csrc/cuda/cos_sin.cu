@@ -27,15 +27,15 @@ __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(cons
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.tokens) return;
   const double only = several ? 0.0 : position_at(c, row);
-  const Factor<A> factor(c);
+  const auto factor = Factor<A>::of(c);
+  const auto frequencies = Frequencies::of(c, p.inv_freq[2]);
   for (int64_t first = int64_t(threadIdx.x) * V; first < p.pairs; first += int64_t(blockDim.x) * V) {
     CosSin<A, V> angles;
     Angle<A> sums[V] = {};
     for (int64_t axis = 0; axis < (several ? p.axes : 1); axis++) {
       const double position = several ? position_at(c, axis * p.tokens + row) : only;
       A hi[V], lo[V];
-      const rope_int stride = p.inv_freq[2];
-      read_frequencies<V>(c, axis * p.inv_freq[1] + first * stride, stride, hi, lo);
+      frequencies.read<V>(axis * p.inv_freq[1] + first * p.inv_freq[2], hi, lo);
       for (int i = 0; i < V; i++) {
         const auto angle = angle_of(position, hi[i], lo[i]);
         if constexpr (several) {

@@ -77,7 +77,7 @@ struct Cuda : AnyBackend {
     RotateArgs a = call.args();
     if (!ready(call, a.params)) return;
     const Device device(call.q());
-    const Plan plan = plan_rotate(a, device.processors());
+    const RotatePlan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
     C10_CUDA_CHECK((takes_norm(a.params) ? norm_rotate : cuda::rotate)(a, plan, device.queue()));
   }

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "plan.h"
+#include "rotate_plan.h"
 
 namespace rope::cuda {
 
@@ -18,8 +18,8 @@ struct Queue {
 // Returns the architecture that the kernels are compiled for of which the current device runs the code, such as 90.
 cudaError_t architecture(int& found);
 
-cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue);
-cudaError_t norm_rotate(const RotateArgs& a, const Plan& plan, Queue queue);
+cudaError_t rotate(const RotateArgs& a, const RotatePlan& plan, Queue queue);
+cudaError_t norm_rotate(const RotateArgs& a, const RotatePlan& plan, Queue queue);
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
 // weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.

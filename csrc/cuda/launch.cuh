@@ -1,7 +1,7 @@
 // How a kernel is chosen and launched.
 #pragma once
 
-#include "heads.cuh"
+#include "angles.cuh"
 
 namespace rope::cuda {
 
@@ -30,18 +30,6 @@ cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
   });
 }
 
-// Calls f with the Policy of a kernel with a norm: of the usual one, if there is one and it suffices, or a general one.
-template <typename Usual, typename General, typename F>
-cudaError_t with_policy(const RotateArgs& a, const Plan& plan, F&& f) {
-  return with_shape(a, plan.tiling, [&](auto shape) {
-    using S = decltype(shape);
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general && plan.one_step && a.params.sides[kQ].norm == kEachHead) return f(Policy<S, int32_t, Usual>());
-    }
-    return f(Policy<S, int64_t, General>());
-  });
-}
-
 template <typename... Parameters>
 cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
@@ -58,18 +46,26 @@ cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, v
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Launches the kernel of a plan, once for every 65535 sequences, because gridDim.z has that limit.
+// Calls launch(grid, first_sequence) once for every 65535 sequences, because gridDim.z has that limit.
+template <typename F>
+cudaError_t for_sequences(Dim3 grid, F&& launch) {
+  rope_int first = 0;
+  for (rope_int left = grid.z; left > 0; left -= kMaxGrid, first += kMaxGrid) {
+    grid.z = unsigned(std::min(left, kMaxGrid));
+    if (const cudaError_t error = launch(grid, first)) return error;
+  }
+  return cudaSuccess;
+}
+
+// Launches the general kernel of a plan.
 template <typename Args, typename... More>
 cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(Args, Tiling, More...), const Args& args,
                   const std::type_identity_t<More>&... more) {
-  Tiling tiling = plan.tiling;
-  Dim3 grid = plan.grid;
-  for (rope_int left = plan.grid.z; left > 0; left -= kMaxGrid, tiling.first_sequence += kMaxGrid) {
-    grid.z = unsigned(std::min(left, kMaxGrid));
-    const cudaError_t error = start(grid, plan.block, plan.dynamic_shared, queue, kernel, args, tiling, more...);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
+    Tiling tiling = plan.tiling;
+    tiling.first_sequence = first;
+    return start(grid, plan.block, plan.dynamic_shared, queue, kernel, args, tiling, more...);
+  });
 }
 
 }  // namespace rope::cuda

@@ -34,7 +34,7 @@ struct Part {
   ROPE_FN Heads heads_of(const Token<K>& token) const {
     const auto of = [&](auto* data, const rope_int* strides) {
       data += token.b * I(strides[0]) + token.s * I(strides[1]);
-      return TokenHeads<K::V, std::remove_pointer_t<decltype(data)>, I>{data, strides, !K::strided || t.vectors};
+      return TokenHeads<K::V, std::remove_pointer_t<decltype(data)>, I>{data, strides, !K::general || t.vectors};
     };
     const SideData& data = n.rotate.sides[side];
     const Before& x = n.x[side];
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
   using T = typename K::T;
   using A = typename K::A;
   using I = typename K::I;
-  constexpr int V = K::V, at_once = K::at_once;
-  constexpr int kSteps = 4;  // whose terms are added up in the arithmetic type
+  constexpr int V = K::V, at_once = K::general ? 1 : 2;  // heads that a thread loads at a time
+  constexpr int kSteps = 4;                              // whose terms are added up in the arithmetic type
   __shared__ double totals[2 * V][kThreads];
   const RotateArgs& a = n.rotate;
   const RopeParams& p = a.params;
@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     };
     token.arrive();
     token.check();
-    angles.read();
     read_heads(head_team);
     angles.finish();
     int taken = 0;
@@ -175,7 +174,6 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
         for (int index = own.x; index < tiling.chunks; index += own.xs) {
           const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
           Angles<K> angles(a, token, index, c.rotated);
-          angles.read();
           angles.finish();
           for (I head = first + own.y; head < first + step; head += own.ys) {
             auto g = numbers_of(at.g.read(head, c));
@@ -247,17 +245,19 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
 cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
                           Queue queue) {
   const RotateArgs& a = n.rotate;
-  const auto with_kernel = [&](auto policy) {
-    using K = decltype(policy);
+  const auto with_kernel = [&](auto shape) {
+    using S = decltype(shape);
+    using K = Policy<S, GeneralNorm>;
     const auto start_parts = [&](auto kernel) { return start(plan, queue, kernel, n, sums); };
-    if constexpr (K::strided) {
-      if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
-      if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
+    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
+      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, UsualBackward>>);
     }
+    if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
+    if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
     return start_parts(norm_backward_kernel<K>);
   };
   if (plan.grid.x != 0) {
-    if (const cudaError_t error = with_policy<Plain, GeneralNorm>(a, plan, with_kernel)) return error;
+    if (const cudaError_t error = with_shape(a, plan.tiling, with_kernel)) return error;
   }
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   Plan sum{plan.tiling};

@@ -1,32 +1,29 @@
-// The rotation without a norm.
-#include "rotate.cuh"
+// The kernels that rotate without a norm.
+#include "general.cuh"
+#include "usual.cuh"
 
 namespace rope::cuda {
-
 cudaError_t architecture(int& found) {
   cudaFuncAttributes attributes{};
   const cudaError_t error =
-      cudaFuncGetAttributes(&attributes, rotate_kernel<Policy<Shape<float, 4, false>, int32_t, Plain>>);
+      cudaFuncGetAttributes(&attributes, usual_kernel<Usual<Shape<float, 4, false>, false, Plainly>>);
   found = attributes.ptxVersion;
   return error;
 }
 
-cudaError_t rotate(const RotateArgs& a, const Plan& plan, Queue queue) {
-  return with_shape</*halves=*/true>(a, plan.tiling, [&](auto shape) {
-    using S = decltype(shape);
-    const auto with = [&](auto index, auto features) {
-      return start(plan, queue, rotate_kernel<Policy<S, decltype(index), decltype(features)>>, a);
-    };
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) {
-        if (a.params.has_cache) return plan.wide_index ? with(int64_t(), Cache()) : with(int32_t(), Cache());
-        return plan.wide_index ? with(int64_t(), Plain()) : with(int32_t(), Plain());
+cudaError_t rotate(const RotateArgs& a, const RotatePlan& plan, Queue queue) {
+  if (plan.usual) {
+    return with_usual(a, plan, [&](auto shape, auto frequencies, auto bytes) {
+      using S = decltype(shape);
+      if (a.params.has_cache) return start_usual<Usual<S, frequencies(), WithCache<false, bytes()>>>(plan, queue);
+      if constexpr (!frequencies()) {
+        if (a.params.rounding != kOnce) return start_usual<Usual<S, false, WithEagerRounding>>(plan, queue);
       }
-    }
-    if constexpr (sizeof(typename S::T) == 2 && S::V == 8) {
-      if (!plan.wide_index) return with(int32_t(), General());
-    }
-    return with(int64_t(), General());
+      return start_usual<Usual<S, frequencies(), Plainly>>(plan, queue);
+    });
+  }
+  return with_shape</*halves=*/true>(a, plan.tiling, [&](auto shape) {
+    return start(plan, queue, general_kernel<Policy<decltype(shape), General>>, a);
   });
 }
 

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
   for (int i = 0; i < 2 * V; i++) own[i] = total.sum.of[i] - total.over.of[i];
   __syncthreads();
   if (!inside) return;
-  const Factor<A> factor(a);
+  const auto factor = Factor<A>::of(a);
   for (int i = int(threadIdx.y); i < 2 * V; i += teams) {
     A sum = A(0), over = A(0);
     for (int other = 0; other < teams; other++) Sums<A, V>::add(sum, over, sums[first + other * step][i]);

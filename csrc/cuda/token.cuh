@@ -5,26 +5,18 @@
 
 namespace rope::cuda {
 
-// What the calls of a kernel may ask for. Each feature costs registers or time, so that the kernels for what models
-// usually need are without it.
-struct Plain {
-  static constexpr bool cache = false;  // k and v go to caches, and there may be slots
-  static constexpr bool norm = false;   // heads are normalised
-  // Tables by head; a v with another head_dim than k, or a norm; quantised results; eager rounding, if there is no
-  // norm; and with a norm, vectors that are not single accesses, though they have several channels.
-  static constexpr bool general = false;
+// What the calls of a kernel may ask for. Each feature costs registers or time.
+struct UsualBackward {                    // the backward of a norm, as models usually need it
+  static constexpr bool general = false;  // caches, tables by head, a v without weights
+  static constexpr bool norm = true;      // norms, and vectors that are not single accesses
+  using I = int32_t;                      // holds every element offset
 };
-struct Cache : Plain {
-  static constexpr bool cache = true;
+struct GeneralNorm {
+  static constexpr bool general = true, norm = true;
+  using I = int64_t;
 };
-struct CacheNorm : Cache {
-  static constexpr bool norm = true;
-};
-struct General : Cache {
-  static constexpr bool general = true;
-};
-struct GeneralNorm : CacheNorm {
-  static constexpr bool general = true;
+struct General : GeneralNorm {
+  static constexpr bool norm = false;
 };
 
 // T: the type of x's elements. V: the channels of a vector. If it is one, interleaved is false and the kernel takes
@@ -37,16 +29,8 @@ struct Shape {
   static constexpr bool interleaved = interleaved_pairs;
 };
 
-// What a kernel is compiled for. I: an integer type that holds every element offset of the call.
-template <typename Shape, typename Index, typename Features>
-struct Policy : Shape, Features {
-  using I = Index;
-  static constexpr bool eager = Features::general && !Features::norm, strided = Features::general && Features::norm;
-  static constexpr int at_once = heads_at_once(Features::general);  // heads that a thread loads at a time
-  static constexpr int thread_blocks =                              // that a multiprocessor should hold at a time
-      Features::norm ? kNormThreadBlocks - Features::general
-                     : resident_thread_blocks(Features::general, Features::cache, sizeof(I) == 8);
-};
+template <typename Shape, typename Features>
+struct Policy : Shape, Features {};
 
 // Waits until the previous kernel of the stream has ended. Every kernel calls this before it loads or stores anything,
 // because a dependent launch lets it begin before the previous kernel has ended.
@@ -101,15 +85,14 @@ struct Token {
   ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), a(a), p(a.params), tiling(tiling) {
     const int64_t own = int64_t(s) * tiling.position_step;
     given_position = given_slot = Integer{int32_t(own), int32_t(own >> 32)};
-    if (p.has_slots) given_slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
+    if (K::general && p.has_slots)
+      given_slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
     if (p.has_positions) {
       given_position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
     }
   }
 
-  // Waits for the position. Call it before the loads of heads: a later wait would be for those loads too, because the
-  // compiler (nvcc 13.0) gives each load a scoreboard to wait on, and loads that are used in other branches may share
-  // one.
+  // Waits for the position.
   ROPE_FN void arrive() {
     position = int64_t(uint64_t(given_position.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
     valid = position >= tiling.first_position && position <= tiling.last_position;
@@ -120,8 +103,8 @@ struct Token {
   // should delay those loads.
   ROPE_FN void check() {
     bool pad = false, fits = true;
-    if (K::cache) slot = I(position);
-    if (K::cache && p.has_slots) {
+    slot = I(position);
+    if (K::general && p.has_slots) {
       const int64_t given = given_slot.value(a.wide_slots);
       pad = given < 0;
       fits = given < p.blocks * p.block_size;

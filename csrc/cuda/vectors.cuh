@@ -124,16 +124,24 @@ struct Chunk {
     return (i < V ? at[0] : at[1]) + i % V;
   }
 
+  // Returns chunk `index` of a head, of which the first `rotated` chunks are rotated. start, pairs and others count
+  // channels: before the rotated ones, half of the rotated ones, and all that are not rotated.
+  template <int V>
+  ROPE_FN static Chunk of(I index, I rotated, I chunks, I start, I pairs, I others, bool interleaved) {
+    if (index < rotated) {
+      const I pair = V == 1 ? first_channel(index, interleaved) : index * V;
+      return {{start + pair, start + pair + (V == 1 ? partner_distance(pairs, interleaved) : pairs)}, 1};
+    }
+    const auto channel = [&](I other) { return other < start ? other : other + 2 * pairs; };
+    const I first = (index - rotated) * V, second = first + (chunks - rotated) * V;
+    return {{channel(first), channel(second < others ? second : first)}, 0};
+  }
+  // Returns the chunk that begins `channels` later.
+  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated}; }
   template <int V>
   ROPE_FN static Chunk of(const RopeParams& p, const Tiling& t, int index) {
-    if (index < t.rotated) {
-      const I pairs = I(p.rotary_dim / 2), pair = V == 1 ? first_channel(I(index), p.interleaved) : I(index) * V;
-      const I first = I(p.rotary_start) + pair;
-      return {{first, first + (V == 1 ? partner_distance(pairs, p.interleaved) : pairs)}, 1};
-    }
-    const auto channel = [&](I other) { return other < I(p.rotary_start) ? other : other + I(p.rotary_dim); };
-    const I first = I(index - t.rotated) * V, second = first + I(t.chunks - t.rotated) * V;
-    return {{channel(first), channel(second < I(p.sides[kQ].head_dim - p.rotary_dim) ? second : first)}, 0};
+    return of<V>(I(index), I(t.rotated), I(t.chunks), I(p.rotary_start), I(p.rotary_dim / 2),
+                 I(p.sides[kQ].head_dim - p.rotary_dim), p.interleaved);
   }
 };
 

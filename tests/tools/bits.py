@@ -35,6 +35,7 @@ class Draw(random.Random):
         super().__init__(seed)
         torch.manual_seed(self.getrandbits(32))
         self.device = device
+        self.plain = self.maybe()  # no tensor has gaps or an order of its own, as in most models
 
     def one(self, *options):
         return self.choice(options)
@@ -48,6 +49,8 @@ class Draw(random.Random):
         The order of the dimensions in memory is random, some dimensions have gaps, and the storage offset may be above
         0.
         """
+        if self.plain:
+            return values.to(self.device).contiguous()
         dims = range(values.dim())
         order = self.sample(dims, len(dims)) if self.maybe() else list(dims)
         steps = [self.one(1, 1, 1, 2, 3) for _ in dims] if self.maybe() else [1] * len(dims)
@@ -128,7 +131,7 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     slots = draw.maybe()
     by_position = not by_token or (cache and not slots)  # positions select angles or cells
     call["offset"] = draw.one(0, 0, 1, 7) if by_position else 0
-    rows = seq + 20  # the number of rows of a table by position, and the number of cells of a block
+    rows = draw.one(seq + 20, 64)  # the number of rows of a table by position, and the number of cells of a block
 
     if kind == "inv_freq":
         call["inv_freq"] = draw.frequencies(pairs)
@@ -157,7 +160,8 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
             del call["q_out"]
         alike = call["k_cache"].shape == call["v_cache"].shape and "k_scale" not in call and "v_scale" not in call
         if alike and draw.maybe(0.3):  # neighbours in memory
-            call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), -1).unbind(-1)
+            dim = draw.one(1, -1)
+            call["k_cache"], call["v_cache"] = torch.stack((call["k_cache"], call["v_cache"]), dim).unbind(dim)
         if blocks == 1 and dims == 3:
             call |= {name: call[name][0] for name in ("k_cache", "v_cache")}
         if slots:
