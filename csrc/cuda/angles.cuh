@@ -94,15 +94,14 @@ ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_
 // its own. Half of the pairs lie between the two.
 template <typename K>
 struct Columns {
-  using I = typename K::I;
   static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
-  I first, apart;
+  int first, apart;
 
-  ROPE_FN Columns(int chunk, I pairs) : first(I(chunk) * length), apart(pairs / 2) {}
+  ROPE_FN Columns(int chunk, rope_int pairs) : first(chunk * length), apart(int(pairs / 2)) {}
 
   // Reads the columns of a table row. aligned: they are adjacent, and vectors of them are aligned.
   template <typename Table, typename A>
-  ROPE_FN void read(const Table* row, I stride, bool aligned, A (&to)[V]) const {
+  ROPE_FN void read(const Table* row, rope_int stride, bool aligned, A (&to)[V]) const {
     for (int run = 0; run < runs; run++) {
       read_shared<length>(row + (first + run * apart) * stride, stride, aligned, to + run * length);
     }
@@ -111,7 +110,7 @@ struct Columns {
   template <bool aligned, typename A>
   ROPE_FN void read(const Frequencies& frequencies, CosSin<A, V>& to) const {
     for (int run = 0; run < runs; run++) {
-      const I at = (first + run * apart) * I(frequencies.stride);
+      const rope_int at = (first + run * apart) * frequencies.stride;
       frequencies.template read<length, aligned>(at, to.cos + run * length, to.sin + run * length);
     }
   }
@@ -155,32 +154,24 @@ struct Eagerly {
   }
 };
 
-// cos and sin of the pairs of a chunk, scaled by attention_factor, in the general kernels. The constructor, which needs
-// no position, reads frequencies. finish() waits for the position, and reads table rows. The angles of a table by head
-// are those of one head, so rotate() reads them. rotates: the chunk is rotated; else the angles are not used.
+// cos and sin of the pairs of a chunk, scaled by attention_factor, from any source. The constructor reads them, unless
+// the table is by head: rotate() then reads those of the head. rotates: the chunk is rotated; else they are not used.
 template <typename K>
 struct Angles {
   using T = typename K::T;
   using A = typename K::A;
-  using I = typename K::I;
   static constexpr int V = K::V;
   const RotateArgs& a;
-  const Token<K>& t;
-  const bool rotates;
+  const Token& t;
   const int chunk;
   CosSin<A, V> angles;
 
-  ROPE_FN Angles(const RotateArgs& a, const Token<K>& t, int chunk, bool rotates)
-      : a(a), t(t), rotates(rotates), chunk(chunk) {
-    const auto frequencies = Frequencies::of(a, a.params.inv_freq[1]);
-    if (rotates && a.params.source == kInvFreq) columns().template read<false>(frequencies, angles);
-  }
-
-  ROPE_FN void finish() {
+  ROPE_FN Angles(const RotateArgs& a, const Token& t, int chunk, bool rotates) : a(a), t(t), chunk(chunk) {
     if (!rotates || by_head()) return;
     if (!t.valid) {  // a pad
       for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
     } else if (a.params.source == kInvFreq) {
+      columns().template read<false>(Frequencies::of(a, a.params.inv_freq[1]), angles);
       turn(angles, t.position);
       scale();
     } else {
@@ -189,7 +180,7 @@ struct Angles {
   }
 
   // Rotates the chunk of a head.
-  ROPE_FN void rotate(Numbers<A, V>& n, I head) {
+  ROPE_FN void rotate(Numbers<A, V>& n, rope_int head) {
     if (by_head()) read_row(head);
     if (K::norm || a.params.rounding == kOnce) return cuda::rotate<K::interleaved>(n, angles);
     eagerly().template rotate<K::interleaved>(n, angles);
@@ -197,16 +188,16 @@ struct Angles {
 
  private:
   ROPE_FN bool by_head() const { return K::general && a.params.source == kTableByHead; }
-  ROPE_FN Columns<K> columns() const { return {chunk, I(a.params.rotary_dim / 2)}; }
+  ROPE_FN Columns<K> columns() const { return {chunk, a.params.rotary_dim / 2}; }
   ROPE_FN Eagerly<T> eagerly() const { return {a.params.rounding == kEachNarrow}; }
 
-  ROPE_FN void read_row(I head) {
+  ROPE_FN void read_row(rope_int head) {
     const RopeParams& p = a.params;
-    const I row = p.source == kTableByPosition ? I(t.position) : t.s;
+    const rope_int row = p.source == kTableByPosition ? t.position : t.s;
     const auto read = [&](auto tag) {
       const auto read_table = [&](const void* table, const rope_int* strides, A(&to)[V]) {
-        const I at = t.b * I(strides[0]) + row * I(strides[1]) + head * I(strides[2]);
-        columns().read(static_cast<const decltype(tag)*>(table) + at, I(strides[3]), t.tiling.table_vectors, to);
+        const rope_int at = t.b * strides[0] + row * strides[1] + head * strides[2];
+        columns().read(static_cast<const decltype(tag)*>(table) + at, strides[3], t.tiling.table_vectors, to);
       };
       read_table(a.cos, p.cos, angles.cos);
       read_table(a.sin, p.sin, angles.sin);

@@ -17,43 +17,39 @@ struct Head {
   using I = typename K::I;
   static constexpr int V = K::V;
   const RotateArgs& a;
-  const Token<K>& token;
+  const Token& token;
   int side = -1;
   I index = 0, first = 0;  // of the head in its side; its first channel, which is that of a piece
-  const T* in = nullptr;   // head 0 of the token
-  T* out = nullptr;        // head 0 of the result, which is bytes if it is quantised; null: not located yet
-  bool pad = false;        // nothing is written
+  const T* in;             // head 0 of the token
+  T* out;                  // head 0 of the result, which is bytes if it is quantised; null: nothing is written
 
   ROPE_FN const Side& params() const { return a.params.sides[side]; }
   ROPE_FN bool rotates(const Chunk<I>& c) const { return c.rotated && side != kV; }
   ROPE_FN bool normalises() const { return K::norm && params().norm != kNoNorm; }
-  // Returns whether a chunk stays as it is: it is not rotated, and the side is changed in place.
-  ROPE_FN bool keeps(const Chunk<I>& c) const { return !c.rotated && !normalises() && token.tiling.in_place[side]; }
+  // Returns whether a chunk is written. A pad is not, nor what is neither rotated nor normalised in place.
+  ROPE_FN bool writes(const Chunk<I>& c) const {
+    return out && (c.rotated || normalises() || !token.tiling.in_place[side]);
+  }
 
   // Goes to head `at` of the list.
   ROPE_FN void go(I at) {
     const rope_int *starts = token.tiling.starts, pieces = token.tiling.pieces;
     if (const int now = int(at >= starts[kK]) + int(at >= starts[kV]); now != side) {
       side = now;
-      const rope_int* strides = params().in;
-      in = static_cast<const T*>(a.sides[side].in) + token.b * strides[0] + token.s * strides[1];
-      out = nullptr;
+      const Side& o = params();
+      const SideData& data = a.sides[side];
+      in = static_cast<const T*>(data.in) + token.b * o.in[0] + token.s * o.in[1];
+      const bool to_cell = side != kQ && a.params.has_cache;
+      const I offset =
+          to_cell ? token.block * o.out[0] + token.in_block * o.out[1] : token.b * o.out[0] + token.s * o.out[1];
+      out =
+          bytes() ? reinterpret_cast<T*>(static_cast<uint8_t*>(data.out) + offset) : static_cast<T*>(data.out) + offset;
+      if (to_cell && token.block < 0) out = nullptr;
     }
     index = at - starts[side];
     if (side != kV || pieces == 1) return;
     first = index % pieces * a.params.sides[kQ].head_dim;
     index /= pieces;
-  }
-
-  // Points `out` at this side's result. Call it after reading and before writing, so that no read waits for the slot.
-  ROPE_FN void locate() {
-    if (out) return;
-    const Side& o = params();
-    const Cell<I> cell = side != kQ && a.params.has_cache ? token.cell() : Cell<I>{token.b, token.s};
-    pad = cell.block < 0;
-    const I offset = cell.block * o.out[0] + cell.in_block * o.out[1];
-    out = bytes() ? reinterpret_cast<T*>(static_cast<uint8_t*>(a.sides[side].out) + offset)
-                  : static_cast<T*>(a.sides[side].out) + offset;
   }
 
   ROPE_FN Elements<T, V> read(const Chunk<I>& c) const { return heads(in, params().in).read(index, c.after(first)); }
@@ -83,9 +79,10 @@ struct Head {
   }
 };
 
-// Takes every step-th head of the list from `begin` to `end`. With a norm they are a group: they are normalised together.
+// Takes every step-th head of the list from `begin` to `end`. With a norm they are a group: they are normalised
+// together.
 template <typename K, typename I = typename K::I>
-ROPE_FN void take(const Token<K>& token, const GroupThreads<kGroupThreads>& own, I begin, I end, I step) {
+ROPE_FN void take(const Token& token, const GroupThreads<kGroupThreads>& own, I begin, I end, I step) {
   using A = typename K::A;
   const RotateArgs& a = token.a;
   const int chunks = token.tiling.chunks;
@@ -116,22 +113,20 @@ ROPE_FN void take(const Token<K>& token, const GroupThreads<kGroupThreads>& own,
   if (begin >= end) return;
   for (int index = own.x; index < chunks; index += own.xs) {
     const auto c = Chunk<I>::template of<K::V>(a.params, token.tiling, index);
-    Angles<K> angles(a, token, index, c.rotated && (!K::norm || head.side != kV));
     Elements<typename K::T, K::V> x;
     A divisor;
     const auto read = [&](I at) {
       head.go(at);
       divisor = head.scale();
-      if (!head.keeps(c)) x = head.read(c);
+      if (head.writes(c)) x = head.read(c);
     };
     read(begin);
-    angles.finish();
+    Angles<K> angles(a, token, index, c.rotated && (!K::norm || head.side != kV));
     for (I at = begin;;) {
-      head.locate();
-      if (!head.pad && !head.keeps(c)) {
+      if (head.writes(c)) {
         const bool rotates = head.rotates(c);
         head.write(c, x, divisor, norms || rotates, [&](auto& numbers) {
-          if (norms) norm.apply(numbers, scale, norm.weights(head.side, c.after(head.first), head.index));
+          if (norms) apply_norm(numbers, scale, norm.weights(head.side, c.after(head.first), head.index));
           if (rotates) angles.rotate(numbers, head.index);
         });
       }
@@ -151,23 +146,23 @@ __global__ void __launch_bounds__(K::norm ? kGroupThreads : kThreads, K::norm ? 
   wait_for_previous_kernel();
   const I s = I(blockIdx.x) * blockDim.z + threadIdx.z;
   if (s >= a.params.seq) return;
-  Token<K> token(a, tiling, tiling.first_sequence + blockIdx.z, s);
-  token.arrive();
-  token.check();
+  const Token token(a, tiling, tiling.first_sequence + blockIdx.z, s);
   const bool all = K::norm && a.params.sides[kQ].norm == kAllHeads;
   const GroupThreads<kGroupThreads> own{K::norm && (!all || blockIdx.y == kV)};
   const rope_int *starts = tiling.starts, pieces = tiling.pieces;
   if (!K::norm || !own.warp) {
     const I begin = all ? starts[blockIdx.y] : I(blockIdx.y) * own.ys;
-    take(token, own, begin + own.y, I(starts[all ? blockIdx.y + 1 : kSides]), all ? I(own.ys) : I(gridDim.y) * own.ys);
+    take<K>(token, own, begin + own.y, I(starts[all ? blockIdx.y + 1 : kSides]),
+            all ? I(own.ys) : I(gridDim.y) * own.ys);
   } else {
     // Groups: the heads of q, k and v, whose pieces are one group.
-    const I warps = all ? kGroupThreads / kWarp : I(gridDim.y) * blockDim.y, groups = starts[kV] + a.params.sides[kV].heads;
+    const I warps = all ? kGroupThreads / kWarp : I(gridDim.y) * blockDim.y,
+            groups = starts[kV] + a.params.sides[kV].heads;
     I group = all ? starts[kV] + own.thread / kWarp : I(blockIdx.y) * blockDim.y + threadIdx.y;
     for (; group < groups; group += warps) {
       const bool of_v = group >= starts[kV];
       const I begin = of_v ? starts[kV] + (group - starts[kV]) * pieces : group;
-      take(token, own, begin, begin + (of_v ? pieces : 1), I(1));
+      take<K>(token, own, begin, begin + (of_v ? pieces : 1), I(1));
     }
   }
   let_next_kernel_begin();

@@ -78,6 +78,12 @@ ROPE_FN float inverse_root(float mean_and_eps) {
 }
 ROPE_FN double inverse_root(double mean_and_eps) { return 1.0 / ::sqrt(mean_and_eps); }
 
+// Normalises and weights a chunk.
+template <typename A, int V>
+ROPE_FN void apply_norm(Numbers<A, V>& x, A scale, const Numbers<A, V>& weights) {
+  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * scale * weights.of[i];
+}
+
 // The norm of a side, and the steps of its backward, see ../args.h.
 template <typename K>
 struct Norm {
@@ -115,11 +121,6 @@ struct Norm {
       get(T());
     }
     return w;
-  }
-
-  // Normalises and weights a chunk.
-  ROPE_FN static void apply(N& x, A scale, const N& weights) {
-    for (int i = 0; i < 2 * K::V; i++) x.of[i] = x.of[i] * scale * weights.of[i];
   }
 
   // Returns the gradient of x, and adds the terms of the gradient of w. product: the sum of g w x

@@ -21,19 +21,18 @@ struct Part {
   const rope_int index = side == kQ ? blockIdx.x : blockIdx.x - q.count;
   const I heads = I(params.heads);
   // Token i is the token i % seq of sequence i / seq.
-  const I begin = I(index * parts.tokens);
-  const I end = min(begin + I(parts.tokens), I(p.batch* p.seq));
+  const rope_int begin = index * parts.tokens, end = min(begin + parts.tokens, p.batch* p.seq);
   // The sums are [parts of q, channels of q], then [parts of k, channels of k].
-  const I first_sum = I((side == kQ ? 0 : q.count * q.channels) + index * parts.channels);
+  const rope_int first_sum = (side == kQ ? 0 : q.count * q.channels) + index * parts.channels;
 
   // The heads of a token: in the gradients of the results, in x, and in the gradients of x.
   struct Heads {
     TokenHeads<K::V, const T, I> g, x;
     TokenHeads<K::V, T, I> out;
   };
-  ROPE_FN Heads heads_of(const Token<K>& token) const {
+  ROPE_FN Heads heads_of(const Token& token) const {
     const auto of = [&](auto* data, const rope_int* strides) {
-      data += token.b * I(strides[0]) + token.s * I(strides[1]);
+      data += token.b * strides[0] + token.s * strides[1];
       return TokenHeads<K::V, std::remove_pointer_t<decltype(data)>, I>{data, strides, !K::general || t.vectors};
     };
     const SideData& data = n.rotate.sides[side];
@@ -77,14 +76,13 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     terms = {};
     steps = 0;
   };
-  const I seq = I(p.seq);
-  I b = part.begin / seq, s = part.begin - b * seq, step = token_team;
-  for (I token_at = part.begin; token_at < part.end; token_at += token_teams) {
+  const rope_int seq = p.seq;
+  rope_int b = part.begin / seq, s = part.begin - b * seq, step = token_team;
+  for (rope_int token_at = part.begin; token_at < part.end; token_at += token_teams) {
     const bool inside = token_at + token_team < part.end;
     if (inside) s += step, step = token_teams;
     while (s >= seq) s -= seq, b++;
-    Token<K> token(a, tiling, b, s);
-    Angles<K> angles(a, token, index, chunk.rotated);
+    const Token token(a, tiling, b, s);
     const auto at = part.heads_of(token);
     Elements<T, V> x[at_once], g[at_once];
     const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
@@ -95,10 +93,8 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
         x[i] = at.x.read(head, chunk);
       }
     };
-    token.arrive();
-    token.check();
     read_heads(head_team);
-    angles.finish();
+    Angles<K> angles(a, token, index, chunk.rotated);
     int taken = 0;
     for (I first = head_team;;) {
       Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
@@ -160,10 +156,8 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
   const I head_dim = I(part.params.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
   double* const of_part = sums + part.first_sum;
   double* const of_channels = all_heads && part.parts.channels <= kSharedSums ? dynamic_shared : of_part;
-  for (I token_at = part.begin; token_at < part.end; token_at++) {
-    Token<K> token(a, tiling, token_at / a.params.seq, token_at % a.params.seq);
-    token.arrive();
-    token.check();
+  for (rope_int token_at = part.begin; token_at < part.end; token_at++) {
+    const Token token(a, tiling, token_at / a.params.seq, token_at % a.params.seq);
     const auto at = part.heads_of(token);
     for (I first = 0; first < part.heads; first += step) {
       const bool begins = token_at == part.begin && first == 0;  // then the sums hold nothing yet
@@ -174,7 +168,6 @@ __global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThre
         for (int index = own.x; index < tiling.chunks; index += own.xs) {
           const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
           Angles<K> angles(a, token, index, c.rotated);
-          angles.finish();
           for (I head = first + own.y; head < first + step; head += own.ys) {
             auto g = numbers_of(at.g.read(head, c));
             const auto x = numbers_of(at.x.read(head, c));

@@ -36,12 +36,11 @@ struct Parts {
 
 // The numbers that the kernels need besides the arguments of the call.
 struct Tiling {
-  int vector;                   // channels of a vector
-  int chunks, rotated;          // of a head; the rotated chunks come first
-  rope_int starts[kSides + 1];  // where the heads of q, k and v begin in the list, and where the list ends
-  rope_int pieces;              // of k's head_dim, that a head of v is cut into
-  int position_step;            // a token without positions has position s * position_step, see merge_batch()
-  rope_int first_sequence;      // the sequence of blockIdx.z == 0
+  int vector;                              // channels of a vector
+  int chunks, rotated;                     // of a head; the rotated chunks come first
+  rope_int starts[kSides + 1];             // where the heads of q, k and v begin in the list, and where the list ends
+  rope_int pieces;                         // of k's head_dim, that a head of v is cut into
+  rope_int first_sequence;                 // the sequence of blockIdx.z == 0
   rope_int first_position, last_position;  // the positions that are allowed
   int in_place[kSides];                    // the result is written over the input
   bool vectors;                            // a vector is one access; else its channels are accessed one by one
@@ -82,15 +81,6 @@ bool all_sides(const RotateArgs& a, const Before* x, F&& f) {
     if (x && !f(x[i].data, x[i].strides, in, itemsize)) return false;
   }
   return true;
-}
-
-// Returns the largest element offset in positions, slots, tables and frequencies.
-inline rope_int last_parameter(const RopeParams& p) {
-  const rope_int row = p.source == kTableByPosition ? p.table_rows : p.seq, columns = p.rotary_dim / 2;
-  const rope_int table[4] = {p.batch, row, p.sides[kQ].heads, columns};  // k has as many heads if a table is by head
-  const rope_int tokens[2] = {p.batch, p.seq};
-  return std::max({last_offset(p.positions, tokens, 2), last_offset(p.slots, tokens, 2), last_offset(p.cos, table, 4),
-                   last_offset(p.sin, table, 4), last_offset(p.inv_freq + 1, &columns, 1)});
 }
 
 // Returns whether a vector of 16 bytes may begin at an address.
@@ -163,14 +153,13 @@ inline Plan plan_norm_backward(const NormBackwardArgs& n) {
   const Side &q = p.sides[kQ], &k = p.sides[kK];
   Plan plan = plan_head(n.rotate, true, n.x);
   Tiling& t = plan.tiling;
-  t.position_step = 1;
   const bool all_heads = q.norm == kAllHeads;
-  // Offsets of 32 bits also limit the numbers of heads and channels, so that loop counters cannot overflow.
+  // Offsets in a token then fit in 32 bits, and so do counters that go past the last head.
   const auto is_near = [](const void*, const rope_int* strides, const rope_int* sizes, int) {
-    return last_offset(strides, sizes, 4) <= INT32_MAX && sizes[2] <= INT32_MAX / 4 && sizes[3] <= INT32_MAX / 4;
+    return last_offset(strides + 2, sizes + 2, 2) <= INT32_MAX && sizes[2] <= INT32_MAX / 4;
   };
   plan.general = !has_usual_kernels(size_of(n.rotate.x_dtype), t.vector) || !t.vectors || all_heads || !plan.one_step ||
-                 p.source == kTableByHead || !all_sides(n.rotate, n.x, is_near) || last_parameter(p) > INT32_MAX;
+                 p.source == kTableByHead || !all_sides(n.rotate, n.x, is_near);
   // The thread block of a wide head is a single team, which takes one head at a time.
   const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = all_heads || plan.one_step ? kThreads / x : 1;
   t.at_once = p.source == kTableByHead ? 1 : 2;

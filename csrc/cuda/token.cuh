@@ -7,9 +7,9 @@ namespace rope::cuda {
 
 // What the calls of a kernel may ask for. Each feature costs registers or time.
 struct UsualBackward {                    // the backward of a norm, as models usually need it
-  static constexpr bool general = false;  // caches, tables by head, a v without weights
+  static constexpr bool general = false;  // tables by head, a v without weights
   static constexpr bool norm = true;      // norms, and vectors that are not single accesses
-  using I = int32_t;                      // holds every element offset
+  using I = int32_t;                      // holds every element offset in a token
 };
 struct GeneralNorm {
   static constexpr bool general = true, norm = true;
@@ -52,9 +52,8 @@ ROPE_FN void let_next_kernel_begin() {
 struct Integer {
   int32_t low, high;
 
-  template <typename I>
-  ROPE_FN static Integer read(const void* from, bool wide, I i) {
-    const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + int64_t(i) * (wide ? 8 : 4));
+  ROPE_FN static Integer read(const void* from, bool wide, int64_t i) {
+    const auto* words = reinterpret_cast<const int32_t*>(static_cast<const char*>(from) + i * (wide ? 8 : 4));
     return {words[0], words[wide ? 1 : 0]};
   }
   ROPE_FN int64_t value(bool wide) const {
@@ -62,66 +61,40 @@ struct Integer {
   }
 };
 
-// A cell of a cache: a block, and the index of the cell in it. Nothing is written if block is -1.
-template <typename I>
-struct Cell {
-  I block, in_block;
-};
+// Stops the kernel if the position or the slot of a token is not allowed. The compiler moves no instruction across an
+// assertion.
+ROPE_FN void check_token(bool position, bool slot) {
+  if (position && slot) return;
+  assert(position && "position + offset must be a row of cos and sin, and a cell of the caches");
+  assert(slot && "slot must be less than the number of cells in the caches");
+  __builtin_unreachable();
+}
 
-// Token s of sequence b, with its position and slot.
-template <typename K>
+// Token s of sequence b, with its position and the cell that it goes to.
 struct Token {
-  using I = typename K::I;
-  I b, s;
   const RotateArgs& a;
-  const RopeParams& p;
   const Tiling& tiling;
-  Integer given_position, given_slot;  // the elements of positions and slots; a number made from s if there are none
-  int64_t position = 0;  // given_position + offset. The sum wraps around: with inv_freq every position is allowed.
-  bool valid = true;     // the position is allowed
-  I slot = 0;            // without slots, the position; -1: the token is a pad, which goes to no cell
+  rope_int b, s;
+  rope_int position;         // positions[b, s] + offset
+  bool valid;                // the position is allowed; that of a pad need not be
+  rope_int block, in_block;  // of the caches, and the cell in the block. block: -1 for a pad, which goes to no cell
 
-  // Starts the loads of position and slot.
-  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, I b, I s) : b(b), s(s), a(a), p(a.params), tiling(tiling) {
-    const int64_t own = int64_t(s) * tiling.position_step;
-    given_position = given_slot = Integer{int32_t(own), int32_t(own >> 32)};
-    if (K::general && p.has_slots)
-      given_slot = Integer::read(a.slots, a.wide_slots, b * I(p.slots[0]) + s * I(p.slots[1]));
-    if (p.has_positions) {
-      given_position = Integer::read(a.positions, a.wide_positions, b * I(p.positions[0]) + s * I(p.positions[1]));
-    }
-  }
-
-  // Waits for the position.
-  ROPE_FN void arrive() {
-    position = int64_t(uint64_t(given_position.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
+  // Stops the kernel if position or slot is not allowed.
+  ROPE_FN Token(const RotateArgs& a, const Tiling& tiling, rope_int b, rope_int s) : a(a), tiling(tiling), b(b), s(s) {
+    const RopeParams& p = a.params;
+    Integer given{int32_t(s), int32_t(s >> 32)}, slot{};
+    if (p.has_positions) given = Integer::read(a.positions, a.wide_positions, b * p.positions[0] + s * p.positions[1]);
+    if (p.has_slots) slot = Integer::read(a.slots, a.wide_slots, b * p.slots[0] + s * p.slots[1]);
+    // The sum wraps around: with inv_freq every position is allowed.
+    position = int64_t(uint64_t(given.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
     valid = position >= tiling.first_position && position <= tiling.last_position;
-  }
-
-  // Stops the kernel if position or slot is not allowed; a pad may have any position. Call it after the loads of table
-  // rows and heads have started: the compiler moves no instruction across an assertion, and in a decode step nothing
-  // should delay those loads.
-  ROPE_FN void check() {
-    bool pad = false, fits = true;
-    slot = I(position);
-    if (K::general && p.has_slots) {
-      const int64_t given = given_slot.value(a.wide_slots);
-      pad = given < 0;
-      fits = given < p.blocks * p.block_size;
-      slot = pad ? I(-1) : I(given);
+    block = b, in_block = position;
+    if (p.has_slots) {
+      const int64_t cell = slot.value(a.wide_slots);
+      block = cell < 0 ? -1 : int64_t(uint64_t(cell) / uint64_t(p.block_size));
+      in_block = cell - block * p.block_size;
     }
-    if ((valid || pad) && fits) return;
-    assert((valid || pad) && "position + offset must be a row of cos and sin, and a cell of the caches");
-    assert(fits && "slot must be less than the number of cells in the caches");
-    __builtin_unreachable();
-  }
-
-  ROPE_FN Cell<I> cell() const {
-    if (!p.has_slots) return {b, slot};
-    if (p.blocks == 1 || slot < 0) return {slot < 0 ? I(-1) : I(0), slot};
-    using Unsigned = std::make_unsigned_t<I>;
-    const I block = I(Unsigned(slot) / Unsigned(p.block_size));
-    return {block, slot - block * I(p.block_size)};
+    check_token(valid || block < 0, !p.has_slots || block < p.blocks);
   }
 };
 

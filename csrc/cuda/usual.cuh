@@ -24,107 +24,93 @@ struct WithCache : Plainly {
 // frequencies: the angles come from inv_freq, and not from tables.
 template <typename Shape, bool has_frequencies, typename Features>
 struct Usual : Shape, Features {
-  using I = int;
   static constexpr bool frequencies = has_frequencies;
 };
 
-// A thread takes one chunk of a head, then of the next head of its team. Offsets in a token have 32 bits, and count
-// vectors. What needs the position comes as late as possible, and the assertion after all loads: the compiler moves no
-// instruction across it.
+// A thread takes one chunk of a head, then of the next head of its team. Every load that needs no position starts
+// first.
 template <typename K>
 __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const __grid_constant__ UsualArgs a) {
   using T = typename K::T;
   constexpr int V = K::V;
   wait_for_previous_kernel();
   const int b = a.first_sequence + int(blockIdx.z), token = int(blockIdx.x * blockDim.z + threadIdx.z);
-  // The lanes of a norm stay, because all of a warp take part in each sum.
-  if (!K::norm && token >= a.seq) return;
+  int h = int(blockIdx.y * blockDim.y + threadIdx.y);  // in the list of heads
+  const int heads = a.ends[K::cache ? kV : kK];
+  // All lanes of a warp take part in the sums of norms, also those past the last token, head or chunk.
+  if (!K::norm && (token >= a.seq || h >= heads)) return;
   const int s = K::norm ? min(token, a.seq - 1) : token;
   const int index = K::norm ? min(int(threadIdx.x), a.chunks - 1) : int(threadIdx.x);
-  const auto chunk = Chunk<int>::of<1>(index, a.half, a.chunks, a.start, a.half, a.others, false);
+  const auto chunk = Chunk<int>::of<1>(index, a.half, a.chunks, a.start, a.half, a.others, false);  // in vectors
+  const auto at = [](const int* strides, int of_batch, int of_token) {
+    return int64_t(of_batch) * strides[0] + int64_t(of_token) * strides[1];
+  };
 
   Integer given_position{a.same_position ? 0 : s, 0}, given_slot{0, 0};
-  if (a.positions) {
-    const int64_t at = int64_t(b) * a.position_batch + int64_t(s) * a.position_token;
-    given_position = Integer::read(a.positions, a.wide_positions, at);
-  }
-  if (K::cache && a.slots) {
-    const int64_t at = int64_t(b) * a.slot_batch + int64_t(s) * a.slot_token;
-    given_slot = Integer::read(a.slots, a.wide_slots, at);
-  }
+  if (a.positions) given_position = Integer::read(a.positions, a.wide_positions, at(a.position_strides, b, s));
+  if (K::cache && a.slots) given_slot = Integer::read(a.slots, a.wide_slots, at(a.slot_strides, b, s));
 
+  // The head: its side, its number there, whether this thread changes it, its chunk, and what its side needs.
   int side = kQ, head = 0, weights_of = -1;
-  bool present = false;
-  float scale = 1.0f;
+  bool changes = false;
   Elements<T, V> x;
+  float scale = 1.0f;
   Numbers<float, V> weights;
-  const int heads = a.ends[K::cache ? kV : kK];
-  const auto read_head = [&](int h) {
+  const auto read_head = [&] {
     side = int(h >= a.ends[kQ]) + int(K::cache && h >= a.ends[kK]);
     head = h - (side ? a.ends[side - 1] : 0);
-    present = !K::norm || (token < a.seq && int(threadIdx.x) < a.chunks && h < heads);
-    if (K::cache && !chunk.rotated && h < a.kept) present = false;
+    changes = !K::norm || (token < a.seq && int(threadIdx.x) < a.chunks && h < heads);
+    if (K::cache && !chunk.rotated && h < a.kept) changes = false;
     const UsualSide& o = a.sides[side];
-    const auto* from =
-        static_cast<const Vector<T, V>*>(o.in) + int64_t(b) * o.in_batch + int64_t(s) * o.in_token + head * o.in_head;
+    const auto* in = static_cast<const Vector<T, V>*>(o.in) + at(o.in_strides, b, s);
+    const unsigned first = unsigned(head * o.in_strides[2]);
     if (K::norm) x = {};
-    if (present) x = {from[chunk.at[0]], from[chunk.at[1]]};
-    if (K::bytes && (a.formats >> 2 * side & 3) && present)
-      scale = a.scales[side][a.scale_by_head >> side & 1 ? head : 0];
-    if (K::norm && side != weights_of) {
-      weights_of = side;
-      if (side == kV || !(a.norms >> side & 1)) {
-        for (float& weight : weights.of) weight = 1.0f;
-      } else {
-        for (int k = 0; k < 2; k++) {
-          const auto read = [&](auto tag) {
-            read_shared<V>(static_cast<const decltype(tag)*>(a.weights[side]) + chunk.at[k] * V, 1, true,
-                           weights.of + k * V);
-          };
-          a.wide_weights ? read(float()) : read(T());
-        }
-      }
+    if (changes) x = {in[first + chunk.at[0]], in[first + chunk.at[1]]};
+    if (K::bytes && changes && a.scales[side]) scale = a.scales[side][a.scale_by_head >> side & 1 ? head : 0];
+    if (!K::norm || side == weights_of) return;
+    weights_of = side;
+    const auto read = [&](auto tag) {
+      const auto* from = static_cast<const decltype(tag)*>(a.weights[side]);
+      for (int k = 0; k < 2; k++) read_shared<V>(from + chunk.at[k] * V, 1, true, weights.of + k * V);
+    };
+    if (side == kV || !a.weights[side]) {
+      for (float& weight : weights.of) weight = 1.0f;
+    } else {
+      a.wide_weights ? read(float()) : read(T());
     }
   };
-  int h = int(blockIdx.y * blockDim.y + threadIdx.y);
-  if (!K::norm && h >= heads) return;
-  read_head(h);
+  read_head();
+
   const Columns<K> columns(index, a.half * V);
   CosSin<float, V> angles;
   if (K::frequencies && chunk.rotated) {
-    columns.template read<true>(Frequencies{a.cos, bool(a.wide_angles), bool(a.split), a.table_row, 1}, angles);
+    const Frequencies frequencies{a.cos, bool(a.wide_angles), bool(a.split), a.table_strides[1], 1};
+    columns.template read<true>(frequencies, angles);
   }
-
   const int64_t position = int64_t(uint64_t(given_position.value(a.wide_positions)) + uint64_t(int64_t(a.offset)));
   const bool valid = (K::frequencies && !K::cache) || a.allowed == 0 || uint64_t(position) < a.allowed;
   if (!K::frequencies && chunk.rotated) {
-    const int row = a.by_token ? s : valid ? int(position) : 0;
-    const int64_t at = int64_t(b) * a.table_batch + int64_t(row) * a.table_row;
+    const int64_t row = at(a.table_strides, b, a.by_token ? s : valid ? int(position) : 0);
     const auto read = [&](auto tag) {
-      columns.read(static_cast<const decltype(tag)*>(a.cos) + at, 1, true, angles.cos);
-      columns.read(static_cast<const decltype(tag)*>(a.sin) + at, 1, true, angles.sin);
+      columns.read(static_cast<const decltype(tag)*>(a.cos) + row, 1, true, angles.cos);
+      columns.read(static_cast<const decltype(tag)*>(a.sin) + row, 1, true, angles.sin);
     };
     a.wide_angles ? read(float()) : read(T());
   }
   bool pad = false, fits = true;
-  int block = b, in_block = int(position);  // of the cell in the caches
+  int block = b, in_block = int(position);  // the cell of the caches
   if (K::cache && a.slots) {
     const int64_t slot = given_slot.value(a.wide_slots);
-    pad = slot < 0;
-    fits = slot < int64_t(a.cells);
-    block = int(slot) >> a.block_shift;
-    in_block = int(slot) - (block << a.block_shift);
+    pad = slot < 0, fits = slot < int64_t(a.cells);
+    block = int(slot) >> a.block_shift, in_block = int(slot) - (block << a.block_shift);
   }
-  if (!((valid || pad) && fits)) {
-    assert((valid || pad) && "position + offset must be a row of cos and sin, and a cell of the caches");
-    assert(fits && "slot must be less than the number of cells in the caches");
-    __builtin_unreachable();
-  }
+  check_token(valid || pad, fits);
   if (K::frequencies) turn(angles, position);
-  if constexpr (K::eager) {
-    if (a.factor_hi != 1.0f) Eagerly<T>{bool(a.narrow)}.scale(angles, [&](float x) { return x * a.factor_hi; });
-  } else {
+  const Eagerly<T> eagerly{bool(a.narrow)};
+  if (!K::eager) {
     Factor<float>{a.factor_hi, a.factor_lo}.scale(angles);
+  } else if (a.factor_hi != 1.0f) {
+    eagerly.scale(angles, [&](float x) { return x * a.factor_hi; });
   }
   if (a.inverse) invert(angles);
   if (K::cache && !valid) {
@@ -138,40 +124,28 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
       squares[0] = dot(numbers, numbers, chunk.whole());
       sum_over_lanes(squares);
     }
-    const bool to_cache = K::cache && side != kQ && a.has_cache;
-    if (present && !(to_cache && pad)) {
-      const bool rotates = chunk.rotated && (!K::cache || side != kV), norms = K::norm && (a.norms >> side & 1);
-      const int format = K::bytes ? a.formats >> 2 * side & 3 : 0;
-      const UsualSide& o = a.sides[side];
-      const int64_t to = int64_t(to_cache ? block : b) * o.out_batch + int64_t(to_cache ? in_block : s) * o.out_token +
-                         head * o.out_head;
+    const bool to_cell = K::cache && side != kQ && a.has_cache;
+    if (changes && !(to_cell && pad)) {
+      const bool norms = K::norm && (a.norms >> side & 1), rotates = chunk.rotated && (!K::cache || side != kV);
       auto numbers = numbers_of(x);
-      if (norms) {
-        const float root = inverse_root(fma(squares[0], a.per_channel, a.norm_eps));
-        for (int i = 0; i < 2 * V; i++) numbers.of[i] = numbers.of[i] * root * weights.of[i];
-      }
-      if (rotates) {
-        if constexpr (K::eager) {
-          Eagerly<T>{bool(a.narrow)}.template rotate<K::interleaved>(numbers, angles);
-        } else {
-          rotate<K::interleaved>(numbers, angles);
-        }
-      }
+      if (norms) apply_norm(numbers, inverse_root(fma(squares[0], a.per_channel, a.norm_eps)), weights);
+      if (rotates && K::eager) eagerly.template rotate<K::interleaved>(numbers, angles);
+      if (rotates && !K::eager) rotate<K::interleaved>(numbers, angles);
       if (norms || rotates) x = rounded<T, V>(numbers);
+      const UsualSide& o = a.sides[side];
+      const int64_t to = at(o.out_strides, to_cell ? block : b, to_cell ? in_block : s);
+      const unsigned first = unsigned(head * o.out_strides[2]);
       const auto write = [&](const auto& vectors) {
         auto* const out = static_cast<std::remove_cvref_t<decltype(vectors.of[0])>*>(o.out) + to;
-        out[chunk.at[0]] = vectors.of[0];
-        if (chunk.whole()) out[chunk.at[1]] = vectors.of[1];
+        out[first + chunk.at[0]] = vectors.of[0];
+        if (chunk.whole()) out[first + chunk.at[1]] = vectors.of[1];
       };
-      if (K::bytes && format) {
-        write(quantised_to(format, numbers, scale));
-      } else {
-        write(x);
-      }
+      const int format = K::bytes ? a.formats >> 2 * side & 3 : kUnquantised;
+      K::bytes&& format ? write(quantised_to(format, numbers, scale)) : write(x);
     }
     h += int(gridDim.y * blockDim.y);
-    if (h - (K::norm ? int(threadIdx.y) : 0) >= heads) break;
-    read_head(h);
+    if ((K::norm ? h - int(threadIdx.y) : h) >= heads) break;  // at once for all teams
+    read_head();
   }
   let_next_kernel_begin();
 }
