@@ -123,10 +123,6 @@ ROPE_FN void turn(CosSin<A, V>& angles, int64_t position) {
     cos_sin_of(angle_of(double(position), angles.cos[i], angles.sin[i]), angles.cos[i], angles.sin[i]);
   }
 }
-template <typename A, int V>
-ROPE_FN void invert(CosSin<A, V>& angles) {
-  for (A& sin : angles.sin) sin = -sin;
-}
 
 // Rotations with the bits of torch's operators, see Rounding. T: the dtype of x. narrow: kEachNarrow
 template <typename T>
@@ -213,7 +209,7 @@ struct Angles {
       const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
       eagerly().scale(angles, [&](A x) { return is_float ? A(float(x) * p.factor_hi) : x * A(a.attention_factor); });
     }
-    if (p.inverse) invert(angles);
+    for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
   }
 };
 

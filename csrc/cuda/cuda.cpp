@@ -79,7 +79,7 @@ struct Cuda : AnyBackend {
     const Device device(call.q());
     const RotatePlan plan = plan_rotate(a, device.processors());
     if (plan.grid.x == 0) return;
-    C10_CUDA_CHECK((takes_norm(a.params) ? norm_rotate : cuda::rotate)(a, plan, device.queue()));
+    C10_CUDA_CHECK((plan.usual ? rotate_usually : rotate_generally)(a, plan, device.queue()));
   }
 
   static void norm_backward(const NormBackwardCall& call) {

@@ -18,8 +18,8 @@ struct Queue {
 // Returns the architecture that the kernels are compiled for of which the current device runs the code, such as 90.
 cudaError_t architecture(int& found);
 
-cudaError_t rotate(const RotateArgs& a, const RotatePlan& plan, Queue queue);
-cudaError_t norm_rotate(const RotateArgs& a, const RotatePlan& plan, Queue queue);
+cudaError_t rotate_usually(const RotateArgs& a, const RotatePlan& plan, Queue queue);  // needs plan.usual
+cudaError_t rotate_generally(const RotateArgs& a, const RotatePlan& plan, Queue queue);
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
 // weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.

@@ -109,9 +109,7 @@ struct Norm {
       using W = decltype(tag);
       const W* from = static_cast<const W*>(a.sides[side].weight) + head * strides[0];
       const bool vectors = K::V > 1 && stride == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-      for (int k = 0; k < 2; k++) {
-        read_shared<K::V>(from + c.at[k] * stride, stride, vectors, w.of + k * K::V);
-      }
+      for (int k = 0; k < 2; k++) read_shared<K::V>(from + c.at[k] * stride, stride, vectors, w.of + k * K::V);
     };
     if (K::general && side == kV) {
       for (int i = 0; i < 2 * K::V; i++) w.of[i] = A(1);

@@ -240,10 +240,10 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* s
   const RotateArgs& a = n.rotate;
   const auto with_kernel = [&](auto shape) {
     using S = decltype(shape);
-    using K = Policy<S, GeneralNorm>;
+    using K = Policy<S, true, true>;
     const auto start_parts = [&](auto kernel) { return start(plan, queue, kernel, n, sums); };
     if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, UsualBackward>>);
+      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, false, true>>);
     }
     if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
     if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);

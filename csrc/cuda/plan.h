@@ -1,9 +1,6 @@
 // Launch plans of calls on CUDA: what all kernels share, and the plans of the backwards. rotate_plan.h has those of the
-// rotations, and csrc/plan.h explains vectors and chunks.
-//
-// For 16- and 32-bit types there are kernels for what models usually need, with vectors of 16 bytes as single accesses.
-// General kernels take all else. Norms of heads that are wider than a team, or of all heads of a token together, have
-// general kernels of their own.
+// rotations, and csrc/plan.h explains vectors and chunks. For 16- and 32-bit types there are kernels for what models
+// usually need, with vectors of 16 bytes as single accesses. General kernels take all else.
 #pragma once
 
 #include "../args.h"

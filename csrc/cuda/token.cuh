@@ -5,20 +5,6 @@
 
 namespace rope::cuda {
 
-// What the calls of a kernel may ask for. Each feature costs registers or time.
-struct UsualBackward {                    // the backward of a norm, as models usually need it
-  static constexpr bool general = false;  // tables by head, a v without weights
-  static constexpr bool norm = true;      // norms, and vectors that are not single accesses
-  using I = int32_t;                      // holds every element offset in a token
-};
-struct GeneralNorm {
-  static constexpr bool general = true, norm = true;
-  using I = int64_t;
-};
-struct General : GeneralNorm {
-  static constexpr bool norm = false;
-};
-
 // T: the type of x's elements. V: the channels of a vector. If it is one, interleaved is false and the kernel takes
 // either pairing.
 template <typename Type, int vector, bool interleaved_pairs>
@@ -29,8 +15,14 @@ struct Shape {
   static constexpr bool interleaved = interleaved_pairs;
 };
 
-template <typename Shape, typename Features>
-struct Policy : Shape, Features {};
+// What a kernel is compiled for that is not one of the usual ones of usual.cu.
+template <typename Shape, bool is_general, bool has_norm>
+struct Policy : Shape {
+  static constexpr bool general =
+      is_general;                         // tables by head, a v without weights, vectors that are no single accesses
+  static constexpr bool norm = has_norm;  // there are norms, and no eager rounding
+  using I = std::conditional_t<general, int64_t, int32_t>;  // holds every element offset in a token
+};
 
 // Waits until the previous kernel of the stream has ended. Every kernel calls this before it loads or stores anything,
 // because a dependent launch lets it begin before the previous kernel has ended.

@@ -167,9 +167,6 @@ ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
   return {rounded<T, V>(n.of), rounded<T, V>(n.of + V)};
 }
 
-template <typename I>
-constexpr I kAllChannels = std::numeric_limits<I>::max();
-
 // The heads of one token in a tensor with strides [batch, seq, heads, head_dim].
 // vectors: a vector is one access; else its channels are accessed one by one, but none past channel `last`.
 template <int V, typename T, typename I>
@@ -181,7 +178,7 @@ struct TokenHeads {
   T* token;  // its head 0
   const rope_int* strides;
   bool vectors;
-  I last = kAllChannels<I>;
+  I last = std::numeric_limits<I>::max();
 
   // Reads the chunk of a head. Channels past the last one are 0.
   ROPE_FN auto read(I head, const Chunk<I>& c) const {

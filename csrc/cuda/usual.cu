@@ -1,30 +1,23 @@
 // The kernel for what models usually need: vectors of 16 bytes as single accesses, tables with a row for each position
 // or token or frequencies, norms of each head, caches, results in 8 bits.
-#pragma once
-
 #include "norm.cuh"
+#include "quantise.cuh"
 
 namespace rope::cuda {
+namespace {
 
-// What a kernel does besides the rotation.
-struct Plainly {
-  static constexpr bool cache = false;  // k and v may go to caches
-  static constexpr bool norm = false;   // heads may be normalised
-  static constexpr bool bytes = false;  // results may be quantised
-  static constexpr bool eager = false;  // eager rounding
+// What a kernel is compiled for.
+enum Features : int {
+  kFrequencies = 1,  // the angles come from inv_freq, and not from tables
+  kCache = 2,        // k and v may go to caches
+  kNorm = 4,         // heads may be normalised
+  kBytes = 8,        // results may be quantised
+  kEager = 16,       // eager rounding
 };
-struct WithEagerRounding : Plainly {
-  static constexpr bool eager = true;
-};
-template <bool has_norm, bool quantises>
-struct WithCache : Plainly {
-  static constexpr bool cache = true, norm = has_norm, bytes = quantises;
-};
-
-// frequencies: the angles come from inv_freq, and not from tables.
-template <typename Shape, bool has_frequencies, typename Features>
-struct Usual : Shape, Features {
-  static constexpr bool frequencies = has_frequencies;
+template <typename Shape, int features>
+struct Usual : Shape {
+  static constexpr bool frequencies = features & kFrequencies, cache = features & kCache, norm = features & kNorm,
+                        bytes = features & kBytes, eager = features & kEager;
 };
 
 // A thread takes one chunk of a head, then of the next head of its team. Every load that needs no position starts
@@ -112,10 +105,8 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   } else if (a.factor_hi != 1.0f) {
     eagerly.scale(angles, [&](float x) { return x * a.factor_hi; });
   }
-  if (a.inverse) invert(angles);
-  if (K::cache && !valid) {
-    for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = NAN;
-  }
+  for (int i = 0; i < V && a.inverse; i++) angles.sin[i] = -angles.sin[i];
+  for (int i = 0; i < V && K::cache && !valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
 
   for (;;) {
     float squares[1] = {0.0f};
@@ -150,29 +141,46 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   let_next_kernel_begin();
 }
 
-// Calls f(shape, frequencies, bytes), with types that tell what the usual kernel of a plan must do.
-template <typename F>
-cudaError_t with_usual(const RotateArgs& a, const RotatePlan& plan, F&& f) {
-  return with_shape(a, plan.tiling, [&](auto shape) {
-    using S = decltype(shape);
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      const auto with_source = [&](auto frequencies) {
-        if constexpr (sizeof(typename S::T) == 2) {
-          if (plan.usual->formats) return f(shape, frequencies, std::true_type());
-        }
-        return f(shape, frequencies, std::false_type());
-      };
-      return a.params.source == kInvFreq ? with_source(std::true_type()) : with_source(std::false_type());
-    }
-    return cudaErrorInvalidValue;  // such a plan has no usual kernel
-  });
-}
-template <typename K>
+template <typename Shape, int features>
 cudaError_t start_usual(const RotatePlan& plan, Queue queue) {
   return for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
     UsualArgs args = *plan.usual;
     args.first_sequence = int(first);
-    return start(grid, plan.block, 0, queue, usual_kernel<K>, args);
+    return start(grid, plan.block, 0, queue, usual_kernel<Usual<Shape, features>>, args);
+  });
+}
+
+}  // namespace
+
+cudaError_t architecture(int& found) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, usual_kernel<Usual<Shape<float, 4, false>, 0>>);
+  found = attributes.ptxVersion;
+  return error;
+}
+
+cudaError_t rotate_usually(const RotateArgs& a, const RotatePlan& plan, Queue queue) {
+  return with_shape(a, plan.tiling, [&](auto shape) {
+    using S = decltype(shape);
+    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
+      const auto with_source = [&](auto source) {
+        constexpr int from = source(), bytes = sizeof(typename S::T) == 2 ? kBytes : 0;
+        const bool quantises = bytes && plan.usual->formats;
+        if (takes_norm(a.params)) {
+          return quantises ? start_usual<S, from | kCache | kNorm | bytes>(plan, queue)
+                           : start_usual<S, from | kCache | kNorm>(plan, queue);
+        }
+        if (a.params.has_cache) {
+          return quantises ? start_usual<S, from | kCache | bytes>(plan, queue)
+                           : start_usual<S, from | kCache>(plan, queue);
+        }
+        if (from == 0 && a.params.rounding != kOnce) return start_usual<S, kEager>(plan, queue);
+        return start_usual<S, from>(plan, queue);
+      };
+      return a.params.source == kInvFreq ? with_source(std::integral_constant<int, kFrequencies>())
+                                         : with_source(std::integral_constant<int, 0>());
+    }
+    return cudaErrorInvalidValue;  // such a call is not usual
   });
 }
 

@@ -1,12 +1,10 @@
 // The kernel that takes every rotation which is not usual: any dtype and layout, angles of any source, norms of any
 // group, caches of any shape.
-#pragma once
-
-#include "angles.cuh"
 #include "norm.cuh"
 #include "quantise.cuh"
 
 namespace rope::cuda {
+namespace {
 
 // A head of the list of heads, see rotate_plan.h. A v with another head_dim than k is cut into pieces of k's head_dim,
 // of which the last may be short; each piece is in the list.
@@ -24,7 +22,6 @@ struct Head {
   T* out;                  // head 0 of the result, which is bytes if it is quantised; null: nothing is written
 
   ROPE_FN const Side& params() const { return a.params.sides[side]; }
-  ROPE_FN bool rotates(const Chunk<I>& c) const { return c.rotated && side != kV; }
   ROPE_FN bool normalises() const { return K::norm && params().norm != kNoNorm; }
   // Returns whether a chunk is written. A pad is not, nor what is neither rotated nor normalised in place.
   ROPE_FN bool writes(const Chunk<I>& c) const {
@@ -124,7 +121,7 @@ ROPE_FN void take(const Token& token, const GroupThreads<kGroupThreads>& own, I 
     Angles<K> angles(a, token, index, c.rotated && (!K::norm || head.side != kV));
     for (I at = begin;;) {
       if (head.writes(c)) {
-        const bool rotates = head.rotates(c);
+        const bool rotates = c.rotated && head.side != kV;
         head.write(c, x, divisor, norms || rotates, [&](auto& numbers) {
           if (norms) apply_norm(numbers, scale, norm.weights(head.side, c.after(head.first), head.index));
           if (rotates) angles.rotate(numbers, head.index);
@@ -166,6 +163,19 @@ __global__ void __launch_bounds__(K::norm ? kGroupThreads : kThreads, K::norm ? 
     }
   }
   let_next_kernel_begin();
+}
+
+}  // namespace
+
+cudaError_t rotate_generally(const RotateArgs& a, const RotatePlan& plan, Queue queue) {
+  if (takes_norm(a.params)) {
+    return with_shape(a, plan.tiling, [&](auto shape) {
+      return start(plan, queue, general_kernel<Policy<decltype(shape), true, true>>, a);
+    });
+  }
+  return with_shape</*halves=*/true>(a, plan.tiling, [&](auto shape) {
+    return start(plan, queue, general_kernel<Policy<decltype(shape), true, false>>, a);
+  });
 }
 
 }  // namespace rope::cuda
