@@ -184,7 +184,7 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   // A v with another head_dim is cut into pieces of k's, of which the last one may be short.
   t.pieces = ceil_div(v.head_dim, q.head_dim);
   for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + p.sides[i].heads * (i == kV ? t.pieces : 1);
-  const rope_int heads = std::max<rope_int>(t.starts[kSides], 1), chunks = std::min<rope_int>(t.chunks, kThreads);
+  const rope_int heads = t.starts[kSides], chunks = std::min<rope_int>(t.chunks, kThreads);
   if (q.norm == kAllHeads) {
     const rope_int x = power_of_two(std::min<rope_int>(chunks, kWarp));
     plan.block = {x, kGroupThreads / x, 1};
@@ -198,11 +198,13 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   const rope_int filling = rope_int(processors) * kFilling;
   const bool many = p.source == kInvFreq && seq * batch * kHeadsOfAngles >= filling;
   const rope_int most = seq > 1 && q.in[2] > q.in[1] ? teams / std::min({seq, teams, kMaxBlockZ}) : teams;
-  // The teams over heads are a power of two, so that whole warps sum norms.
-  const rope_int y = std::min(power_of_two(most + 1) / 2, power_of_two(many ? ceil_div(heads, kHeadsOfAngles) : heads));
+  // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
+  rope_int y = power_of_two(std::min(most, std::max<rope_int>(many ? heads / kHeadsOfAngles : heads, 1)) + 1) / 2;
+  while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
   const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : seq}), groups = ceil_div(seq, z);
   plan.block = {x, y, z};
-  plan.grid = {groups, many || groups * batch >= filling ? 1 : std::min(ceil_div(heads, y), kMaxGrid), batch};
+  plan.grid = {groups, many || groups * batch >= filling ? 1 : std::clamp<rope_int>(ceil_div(heads, y), 1, kMaxGrid),
+               batch};
   return plan;
 }
 

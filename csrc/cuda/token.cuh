@@ -84,7 +84,7 @@ struct Token {
     if (p.has_slots) {
       const int64_t cell = slot.value(a.wide_slots);
       block = cell < 0 ? -1 : int64_t(uint64_t(cell) / uint64_t(p.block_size));
-      in_block = cell - block * p.block_size;
+      in_block = cell < 0 ? 0 : cell - block * p.block_size;
     }
     check_token(valid || block < 0, !p.has_slots || block < p.blocks);
   }

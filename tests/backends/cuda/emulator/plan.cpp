@@ -1,6 +1,5 @@
-// The Python module rope_plan: the functions of csrc/cuda/plan.h, which test_plan.py builds. Plain C++, without
-// torch or CUDA.
-#include "../../../../csrc/cuda/plan.h"
+// The Python module rope_plan: the plans of csrc/cuda, which test_plan.py builds. Plain C++, without torch or CUDA.
+#include "../../../../csrc/cuda/rotate_plan.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -41,7 +40,7 @@ RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, con
   p.batch = sizes[0], p.seq = sizes[1], p.rotary_dim = sizes[3], p.rotary_start = sizes[4];
   for (int i = 0; i < kSides; i++) {
     Side& side = p.sides[i];
-    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2];
+    side.heads = heads[i], side.head_dim = sizes[i == kV ? 5 : 2], side.weight[1] = 1;
     a.sides[i].in = set(std::get<0>(qkv[i]), side.in), a.sides[i].out = set(std::get<1>(qkv[i]), side.out);
   }
   p.has_cache = cache[1] > 0, p.blocks = cache[0], p.block_size = cache[1];
@@ -58,23 +57,13 @@ RotateArgs args(int dtype, const Strides<6>& sizes, const Strides<3>& heads, con
   return a;
 }
 
-// The parameters of a kernel, as its constant bank holds them.
-template <typename Parameter>
-py::bytes bytes_of(const Parameter& p) {
-  static_assert(sizeof(Parameter) % 8 == 0);
-  return {reinterpret_cast<const char*>(&p), sizeof(Parameter)};
-}
-
 py::dict of(const cuda::Plan& plan) {
   const cuda::Tiling& t = plan.tiling;
   py::dict d;
   d["vector"] = t.vector, d["vectors"] = t.vectors, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["block"] = py::make_tuple(plan.block.x, plan.block.y, plan.block.z);
   d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
-  d["wide_index"] = plan.wide_index, d["general"] = plan.general, d["one_step"] = plan.one_step;
-  d["table_vectors"] = t.table_vectors;
-  d["heads_per_thread_block"] = t.heads_per_thread_block;
-  d["listed"] = t.starts[kSides], d["shares"] = t.shares;
+  d["general"] = plan.general, d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
   d["blocks_per_row"] = t.blocks_per_row;
   for (int i = kQ; i <= kK; i++) {
     const cuda::Parts& parts = t.parts[i];
@@ -86,10 +75,9 @@ py::dict of(const cuda::Plan& plan) {
 template <typename... Call>
 py::dict plan(int processors, Call... call) {
   RotateArgs a = args(call...);
-  const cuda::Plan plan = cuda::plan_rotate(a, processors);
+  const cuda::RotatePlan plan = cuda::plan_rotate(a, processors);
   py::dict d = of(plan);
-  d["batch"] = a.params.batch, d["seq"] = a.params.seq;
-  d["parameters"] = bytes_of(a) + bytes_of(plan.tiling);  // both are aligned to 8 bytes
+  d["usual"] = plan.usual.has_value(), d["seq"] = plan.usual ? plan.usual->seq : a.params.seq;
   return d;
 }
 
