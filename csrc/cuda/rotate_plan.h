@@ -54,7 +54,7 @@ struct UsualArgs {
   const void* slots;
   int slot_strides[2];  // batch, token
   int block_shift;      // a block has 2^block_shift cells, or the cache is like one block
-  int kept;             // the first heads of the list keep the channels that are not rotated
+  int kept;             // without a norm, the first heads of the list keep the channels that are not rotated
   unsigned cells;
   // With a norm
   float norm_eps, per_channel;
@@ -161,7 +161,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
   u.norm_eps = p.norm_eps, u.per_channel = float(t.per_channel[kQ]);
   u.slots = a.slots, u.cells = unsigned(narrow(p.blocks * p.block_size));
   u.block_shift = one_block ? 31 : std::countr_zero(uint64_t(p.block_size));
-  u.kept = t.in_place[kQ] && !q.norm ? u.ends[kQ] : 0;
+  u.kept = t.in_place[kQ] ? u.ends[kQ] : 0;
   if (fits && p.batch != 1) merge_batch(u, int(p.batch));
   return fits ? std::optional(u) : std::nullopt;
 }

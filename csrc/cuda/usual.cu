@@ -20,8 +20,7 @@ struct Usual : Shape {
                         bytes = features & kBytes, eager = features & kEager;
 };
 
-// A thread takes one chunk of a head, then of the next head of its team. Every load that needs no position starts
-// first.
+// A thread takes one chunk of a head, then of the next head of its team. Loads that need no position start first.
 template <typename K>
 __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const __grid_constant__ UsualArgs a) {
   using T = typename K::T;
@@ -31,10 +30,11 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   int h = int(blockIdx.y * blockDim.y + threadIdx.y);  // in the list of heads
   const int heads = a.ends[K::cache ? kV : kK];
   // All lanes of a warp take part in the sums of norms, also those past the last token, head or chunk.
-  if (!K::norm && (token >= a.seq || h >= heads)) return;
   const int s = K::norm ? min(token, a.seq - 1) : token;
   const int index = K::norm ? min(int(threadIdx.x), a.chunks - 1) : int(threadIdx.x);
   const auto chunk = Chunk<int>::of<1>(index, a.half, a.chunks, a.start, a.half, a.others, false);  // in vectors
+  while (K::cache && !K::norm && !chunk.rotated && h < a.kept) h += int(gridDim.y * blockDim.y);
+  if (!K::norm && (token >= a.seq || h >= heads)) return;
   const auto at = [](const int* strides, int of_batch, int of_token) {
     return int64_t(of_batch) * strides[0] + int64_t(of_token) * strides[1];
   };
@@ -43,23 +43,23 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   if (a.positions) given_position = Integer::read(a.positions, a.wide_positions, at(a.position_strides, b, s));
   if (K::cache && a.slots) given_slot = Integer::read(a.slots, a.wide_slots, at(a.slot_strides, b, s));
 
-  // The head: its side, its number there, whether this thread changes it, its chunk, and what its side needs.
+  // The head: its side, its number there, whether it is there, its chunk, and what its side needs.
   int side = kQ, head = 0, weights_of = -1;
-  bool changes = false;
+  bool present = true;
   Elements<T, V> x;
   float scale = 1.0f;
   Numbers<float, V> weights;
   const auto read_head = [&] {
-    side = int(h >= a.ends[kQ]) + int(K::cache && h >= a.ends[kK]);
-    head = h - (side ? a.ends[side - 1] : 0);
-    changes = !K::norm || (token < a.seq && int(threadIdx.x) < a.chunks && h < heads);
-    if (K::cache && !chunk.rotated && h < a.kept) changes = false;
+    const bool after_q = h >= a.ends[kQ], after_k = K::cache && h >= a.ends[kK];
+    side = int(after_q) + int(after_k);
+    head = h - (after_k ? a.ends[kK] : after_q ? a.ends[kQ] : 0);
+    if (K::norm) present = token < a.seq && int(threadIdx.x) < a.chunks && h < heads;
     const UsualSide& o = a.sides[side];
     const auto* in = static_cast<const Vector<T, V>*>(o.in) + at(o.in_strides, b, s);
     const unsigned first = unsigned(head * o.in_strides[2]);
     if (K::norm) x = {};
-    if (changes) x = {in[first + chunk.at[0]], in[first + chunk.at[1]]};
-    if (K::bytes && changes && a.scales[side]) scale = a.scales[side][a.scale_by_head >> side & 1 ? head : 0];
+    if (present) x = {in[first + chunk.at[0]], in[first + chunk.at[1]]};
+    if (K::bytes && present && a.scales[side]) scale = a.scales[side][a.scale_by_head >> side & 1 ? head : 0];
     if (!K::norm || side == weights_of) return;
     weights_of = side;
     const auto read = [&](auto tag) {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
       sum_over_lanes(squares);
     }
     const bool to_cell = K::cache && side != kQ && a.has_cache;
-    if (changes && !(to_cell && pad)) {
+    if (present && !(to_cell && pad)) {
       const bool norms = K::norm && (a.norms >> side & 1), rotates = chunk.rotated && (!K::cache || side != kV);
       auto numbers = numbers_of(x);
       if (norms) apply_norm(numbers, inverse_root(fma(squares[0], a.per_channel, a.norm_eps)), weights);
