@@ -152,6 +152,26 @@ class Build(BuildExtension):
         (package / "built_for_torch.txt").write_text(torch.__version__ + "\n")
 
 
+def shared_library() -> list[str]:
+    """Returns the flags that link the shared C++ library, which torch loads, if the compiler would link the static one.
+
+    Two copies of the library in a process do not know each other's locale: a number in an error message crashes.
+    """
+
+    def finds(name: str) -> bool:
+        command = [*os.environ.get("CXX", "c++").split(), f"-print-file-name={name}"]
+        return "/" in subprocess.run(command, capture_output=True, text=True).stdout  # else it prints the name as it is
+
+    if finds("libstdc++.so"):
+        return []
+    if finds("libstdc++.so.6"):
+        return ["-l:libstdc++.so.6"]
+    sys.exit(
+        f"torch_rope: {COMPILER} finds no libstdc++.so, and beside torch a library with a static libstdc++ crashes. "
+        "Install libstdc++'s development files (g++ on Debian and Ubuntu), or set CXX to a compiler that finds them."
+    )
+
+
 # The kernels take longest to compile. They come first, so that no processor waits for them at the end.
 folders, sources, defines, link = ["csrc/cpu", "csrc/autograd", "csrc"], [], [], []
 # The kernels of CUDA depend neither on torch nor on Python, so that a release compiles them once for many wheels.
@@ -161,7 +181,7 @@ if not reason and (given := os.environ.get("TORCH_ROPE_KERNELS")):
     if not kernels:
         sys.exit(f"torch_rope: TORCH_ROPE_KERNELS is {given}, a folder without object files of the kernels.")
 if sys.platform == "linux":
-    link = ["-Wl,-s"]
+    link = ["-Wl,-s", *shared_library()]
 if not reason:
     folders.append("csrc/cuda")
     defines = [("ROPE_WITH_CUDA", None)]

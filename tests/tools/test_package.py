@@ -32,6 +32,7 @@ REFUSED = {
     "sysconfig.get_path = lambda name: '/nowhere'": "torch_rope needs Python.h: install Python's headers",
     "os.environ['PATH'] = '/nowhere'": r"torch_rope needs a C\+\+ compiler, and found no c\+\+: install g\+\+",
     "os.environ['CXX'] = 'no-such-c++ -m64'": r"needs a C\+\+ compiler, and found no no-such-c\+\+",
+    "os.environ['CXX'] = static": r"static finds no libstdc\+\+.so, .* Install libstdc\+\+'s development files",
     "os.environ['TORCH_ROPE_CUDA'] = '1'; torch.version.cuda = None": "for CUDA: torch .* has no CUDA. Unset TORCH_ROPE_CUDA",
     "torch.version.cuda = '13.0'; torch.utils.cpp_extension.CUDA_HOME = None": "for CUDA: nvcc was not .* set TORCH_ROPE_CUDA=0",
     "has_nvcc('12.6', torch_cuda='13.0')": "for CUDA: nvcc in .* is of CUDA 12.6, and this torch is of CUDA 13.0. Install the",
@@ -60,6 +61,9 @@ def test_setup_and_import_say_in_one_line_why_they_cannot_work_and_setup_packs_e
 import logging; logging.disable()  # a torch with CUDA logs that there is no GPU
 import os, pathlib, runpy, sys, sysconfig, torch, torch.utils.cpp_extension, pybind11
 os.chdir({str(ROOT)!r}); os.environ.pop("CXX", None); os.environ.pop("TORCH_ROPE_CUDA", None); sys.argv = ["setup.py", "--version"]
+static = {str(tmp_path / "static")!r}  # a compiler that finds no library
+pathlib.Path(static).write_text("#!/bin/sh\\necho libstdc++.so")
+pathlib.Path(static).chmod(0o755)
 def has_nvcc(release, torch_cuda):
     home = pathlib.Path({str(tmp_path)!r}, "cuda")
     for file in "bin/nvcc", "include/cuda_runtime.h":
