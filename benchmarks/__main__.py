@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(args) -> int:
     from . import accuracy
     from .cases import cases
-    from .results import file_of, in_process, machine, merged, read, sent_by, write
+    from .results import commit, file_of, in_process, machine, merged, read, sent_by, write
 
     every, start = cases(args.device), time.monotonic()
     groups = [*dict.fromkeys(case.group for case in every), "accuracy"]
@@ -36,7 +36,7 @@ def run(args) -> int:
     chosen = [c for c in every if any(part == c.group if part in groups else part in c.name for part in wanted)]
     if unknown := [part for part in wanted if part not in groups and not any(part in c.name for c in every)]:
         sys.exit(f"{unknown[0]} must be a group or a part of a case's name; the groups are {', '.join(groups)}")
-    found = machine(args.device)
+    found, tree = machine(args.device), commit()
     out = args.out or file_of(found["name"])
     old, passes, studied, broken, left = read(out), {}, [], False, 0
     # The first pass over all cases comes first, so that a run that is ended early has figures for all of them.
@@ -58,7 +58,7 @@ def run(args) -> int:
             broken |= not end.endswith("code 0")
         bad = [x["implementation"] for x in lines if x.get("status") in ("failed", "wrong")]
         broken |= any(name.startswith("torch_rope") for name in bad)
-        write(out, merged(found, old, passes, studied))
+        write(out, merged(found, old, passes, studied, tree))
         print(f"[{i}/{len(todo)}, {time.monotonic() - start:.0f} s] {text}", file=sys.stderr, flush=True)
     print(f"The results are in {out}." + f" {left} of {len(todo)} measurements were left out." * bool(left))
     return 1 if broken else 3 if left else 0

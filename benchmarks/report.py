@@ -29,6 +29,10 @@ quartiles overlap. Memory is what a call allocates, in sizes of q and k together
 implementation cannot do the case, or was not measured. On a CPU two rivals are weak: MLX is made for GPUs, and
 onnxruntime runs a whole session for this one operator."""
 
+# The commits whose kernels have changed since, and the groups of cases that this touches: all, or some. Rows of these are
+# marked until they are measured again.
+EARLIER = {"7b4affbc": None, "806f44d2": None, "2a2987c3": ("quantised",), "7cfd72a0": ("quantised",)}
+
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
 ROWS = {
@@ -74,7 +78,12 @@ def number(x: float) -> str:
 
 
 def label(x: dict) -> str:
-    return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16")
+    return x["case"].partition(": ")[2].replace(", bfloat16", ", bf16") + " †" * is_earlier(x)
+
+
+def is_earlier(x: dict) -> bool:
+    groups = EARLIER.get(x["commit"], ())
+    return groups is None or x["group"] in groups
 
 
 def one(lines: list[dict], case: str, implementation: str) -> dict | None:
@@ -107,15 +116,18 @@ def in_operators(x: dict, ours: dict | None) -> tuple[str, str]:
     return x["implementation"], str(x.get("launches", ""))
 
 
-def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), columns=ORDER) -> str:
-    """Returns the rows whose labels begin with one of rows, and those columns that have text."""
+def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), columns=ORDER, commits=False) -> str:
+    """Returns the rows whose labels begin with one of rows, and those columns that have text. commits: and one for these."""
     found = [x for x in lines if x.get("group") == group and (label(x) + " ").startswith(rows)]
     found = [x for x in found if x["implementation"] in columns]
     cells = {}
     for x in sorted(found, key=lambda x: columns.index(x["implementation"])):
         column, text = cell(x, one(lines, x["case"], OURS))
         cells |= {(label(x), column): text} if text else {}
-    return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells))
+    cells |= {(label(x), "commit"): x["commit"] for x in found if commits}
+    earlier = {x["commit"] for x in found if is_earlier(x)}
+    note = f"\n\n† Measured before the kernels changed, at {', '.join(sorted(earlier))}." if earlier and cells else ""
+    return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells)) + note
 
 
 def beside_copy(lines: list[dict]) -> str:
@@ -259,7 +271,7 @@ def page_of(lines: list[dict]) -> str:
     """Returns the page of a file of results: tables of times of each group, of its memory and of its operators."""
     parts = {"": f"{machine(lines)}\n\n{LEGEND}"}
     for group in dict.fromkeys(x["group"] for x in lines if x["kind"] == "sample"):
-        parts[group] = table(lines, group)
+        parts[group] = table(lines, group, commits=True)
         parts[f"{group}, memory"] = table(lines, group, in_memory)
         parts[f"{group}, operators"] = table(lines, group, in_operators)
     parts |= {f"largest errors in ulps, {t}": ulps(lines, (t,), (0, 10, 14, 17, 20, 24)) for t in FLOATS}

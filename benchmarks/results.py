@@ -1,5 +1,5 @@
 """Measures cases in new processes, and reads and writes files of results. Such a file has JSON lines: one that
-describes the machine, one for every implementation of every case, and those of accuracy.py."""
+describes the machine, one for every implementation of every case, and those of accuracy.py. Each names its commit."""
 
 import datetime
 import importlib.metadata
@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -42,14 +44,23 @@ def write(path: Path, lines: Iterable[dict]) -> None:
     temporary.replace(path)
 
 
-def merged(machine: dict, old: list[dict], passes: dict[Case, list], accuracy: list[dict]) -> Iterator[dict]:
+def commit() -> str:
+    """Returns the commit of this tree, with a + if files have changed since. ROPE_COMMIT names it where there is no git."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"]
+    found = shutil.which("git") and subprocess.run(command, cwd=FOLDER, capture_output=True, text=True).stdout.strip()
+    return found or os.environ.get("ROPE_COMMIT", "unknown")
+
+
+def merged(
+    machine: dict, old: list[dict], passes: dict[Case, list], accuracy: list[dict], commit: str
+) -> Iterator[dict]:
     """Yields the lines of a file: the new ones, and those of its cases that were not measured again."""
     yield machine
-    fresh = {case.name: list(pooled(case, lines)) for case, lines in passes.items()}
+    fresh = {case.name: [x | {"commit": commit} for x in pooled(case, lines)] for case, lines in passes.items()}
     kept = [x for x in old if x["kind"] == "sample" and x["case"] not in fresh]
     for case in cases(machine["device"]):
         yield from fresh.get(case.name) or (x for x in kept if x["case"] == case.name)
-    yield from accuracy or (x for x in old if x["kind"] in ("accuracy", "scores"))
+    yield from [x | {"commit": commit} for x in accuracy] or (x for x in old if x["kind"] in ("accuracy", "scores"))
 
 
 def pooled(case: Case, passes: list[list[dict]]) -> Iterator[dict]:

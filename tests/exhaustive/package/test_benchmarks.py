@@ -91,15 +91,18 @@ def test_a_run_keeps_the_lines_of_the_cases_that_it_does_not_measure():
     other = {"implementation": "mlx", "status": "failed", "reason": "a reason"}
     known = {"kind": "machine", "device": "cpu"}
     old = [known, {"kind": "sample", "case": second.name, "status": "timed"}, {"kind": "accuracy"}]
-    found = list(results.merged(known, old, {first: [[timed, other], [timed | {"samples_us": [4.0]}]]}, []))
+    found = list(results.merged(known, old, {first: [[timed, other], [timed | {"samples_us": [4.0]}]]}, [], "0a1b2c3d"))
     assert [x.get("case", x["kind"]) for x in found] == ["machine", first.name, first.name, second.name, "accuracy"]
     assert (found[1]["median_us"], found[1]["samples"], found[2]["reason"]) == (2.0, 3, "a reason")
+    assert [x.get("commit") for x in found] == [None, "0a1b2c3d", "0a1b2c3d", None, None]
 
 
 def test_the_tables_and_pictures_in_the_pages_are_those_of_complete_results(tmp_path):
     assert report.write_all(check=True) == [], "run: make figures"
     lines = [x for x in results.read(report.REFERENCE) if x["kind"] == "sample"]
-    assert {x["status"] for x in lines} <= {"timed", "wrong"}
+    assert {x["status"] for x in lines} <= {"timed", "wrong"} and all(
+        re.fullmatch("[0-9a-f]{8}", x["commit"]) for x in lines
+    )
     assert {x["case"] for x in lines} == {case.name for case in cases.cases("cpu")}
     version = re.search(r"matplotlib ([\d.]+)", (ROOT / "docs" / "bandwidth.svg").read_text())[1]
     if version != matplotlib.__version__:
