@@ -35,15 +35,13 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   const auto chunk = Chunk<int>::of<1>(index, a.half, a.chunks, a.start, a.half, a.others, false);  // in vectors
   while (K::cache && !K::norm && !chunk.rotated && h < a.kept) h += int(gridDim.y * blockDim.y);
   if (!K::norm && (token >= a.seq || h >= heads)) return;
-  const auto at = [](const int* strides, int of_batch, int of_token) {
-    return int64_t(of_batch) * strides[0] + int64_t(of_token) * strides[1];
-  };
+  const auto at = [](const int* strides, int i, int j) { return int64_t(i) * strides[0] + int64_t(j) * strides[1]; };
 
   Integer given_position{a.same_position ? 0 : s, 0}, given_slot{0, 0};
   if (a.positions) given_position = Integer::read(a.positions, a.wide_positions, at(a.position_strides, b, s));
   if (K::cache && a.slots) given_slot = Integer::read(a.slots, a.wide_slots, at(a.slot_strides, b, s));
 
-  // The head: its side, its number there, whether it is there, its chunk, and what its side needs.
+  // Head h: its side, its index there, whether it exists, its chunk, and what its side needs.
   int side = kQ, head = 0, weights_of = -1;
   bool present = true;
   Elements<T, V> x;
@@ -132,10 +130,10 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
         if (chunk.whole()) out[first + chunk.at[1]] = vectors.of[1];
       };
       const int format = K::bytes ? a.formats >> 2 * side & 3 : kUnquantised;
-      K::bytes&& format ? write(quantised_to(format, numbers, scale)) : write(x);
+      format ? write(quantised_to(format, numbers, scale)) : write(x);
     }
     h += int(gridDim.y * blockDim.y);
-    if ((K::norm ? h - int(threadIdx.y) : h) >= heads) break;  // at once for all teams
+    if ((K::norm ? h - int(threadIdx.y) : h) >= heads) break;  // all lanes of a warp at once
     read_head();
   }
   let_next_kernel_begin();

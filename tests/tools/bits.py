@@ -35,7 +35,7 @@ class Draw(random.Random):
         super().__init__(seed)
         torch.manual_seed(self.getrandbits(32))
         self.device = device
-        self.plain = self.maybe()  # no tensor has gaps or an order of its own, as in most models
+        self.plain = self.maybe()  # sizes and layouts are those of models
 
     def one(self, *options):
         return self.choice(options)
@@ -101,6 +101,10 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     q_heads, k_heads = draw.one(0, 1, 2, 3, 8, 9), draw.one(0, 1, 2, 3)
     pairs = draw.one(0, 1, 2, 3, 4, 8, 8, 16, 32, 33, 64, 128, 300)
     head_dim = 2 * pairs + draw.one(0, 0, 0, 1, 2, 8, 16)
+    if draw.plain:
+        batch, seq, q_heads, k_heads = draw.one(1, 1, 2, 3), draw.one(1, 1, 2, 5, 40), draw.one(1, 4, 9), draw.one(1, 2)
+        pairs = draw.one(8, 16, 32, 64)
+        head_dim = 2 * pairs + draw.one(0, 0, 16, 48)
     dims = draw.one(3, 4) if batch == 1 else 4
     kind = draw.one("position", "position", "token", "head", *([] if backward and not has_norm else ["inv_freq"]))
     by_token = kind in ("token", "head")
@@ -121,11 +125,13 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     if backward and "q_norm_weight" not in names and draw.maybe(0.3):
         call["k"] = call["k_out_grad"] = None
     over_heads = head_dim and draw.maybe(0.3)
+    of_weights = draw.one(dtype, torch.float32)
     for name, n in {"q_norm_weight": q_heads, "k_norm_weight": k_heads}.items() if has_norm else ():
         shape = (n, head_dim) if over_heads else (head_dim,)
-        call[name] = draw.normal(*shape, dtype=draw.one(dtype, torch.float32))
+        call[name] = draw.normal(*shape, dtype=of_weights if draw.plain else draw.one(dtype, torch.float32))
     call["norm_v"] = draw.maybe(0.3)
-    call["rotary_start"] = draw.one(0, draw.randint(0, head_dim - 2 * pairs))
+    rest = head_dim - 2 * pairs
+    call["rotary_start"] = draw.one(0, rest if draw.plain else draw.randint(0, rest))
     call["eager_rounding"] = draw.maybe(0.3) and not (has_norm or cache and call["norm_v"])
 
     slots = draw.maybe()

@@ -212,11 +212,11 @@ def test_every_operator_is_right_for_a_shape(case, device):
 
 
 @pytest.mark.parametrize("norm", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("shape", [(65540, 2, 1, 2), (1, 1, 70000, 2), (1, 70000, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(65540, 2, 1, 2), (65540, 2, 1, 8), (1, 1, 70000, 2), (1, 70000, 1, 2)], ids=str)
 def test_more_than_65535_sequences_heads_or_tokens_are_rotated(shape, norm, device):
-    """The sequences cannot be merged into one, so they need two launches."""
+    """The sequences cannot be merged into one, so they need two launches: of a usual kernel with 8 channels."""
     q, k = (torch.randn(*shape[:2], h, shape[3], device=device) for h in (shape[2], 2))
-    freq, weight = torch.ones(1, device=device), torch.rand(shape[3], device=device)
+    freq, weight = torch.ones(shape[3] // 2, device=device), torch.rand(shape[3], device=device)
     angles = {"inv_freq": freq, "positions": torch.randint(0, 1000, (1, shape[1]), device=device)}
     if norm:
         out, _ = rope.norm_rotate_qk(q, k, weight, weight, **angles)
