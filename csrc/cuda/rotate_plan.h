@@ -109,7 +109,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
   const bool frequencies = p.source == kInvFreq;
   const int size = size_of(a.x_dtype), most = takes_norm(p) ? kWarp : kThreads;
   const auto dense = [&](const Side& s) { return s.heads == 0 || s.out[0] == p.block_size * s.out[1]; };
-  const bool one_block = p.blocks <= 1 || (dense(k) && dense(v));
+  const bool one_block = p.blocks <= 1 || (p.block_size > 1 && dense(k) && dense(v));
   const PositionRange range = position_range(p);
   bool fits = has_usual_kernels(size, t.vector) && t.vectors && t.chunks <= most && q.norm != kAllHeads &&
               p.source != kTableByHead && (v.heads == 0 || v.head_dim == q.head_dim) &&

@@ -267,6 +267,27 @@ def test_slots_may_pass_2_32(untouched, device):
     assert_same([k_cache[blocks, in_block], v_cache[blocks, in_block]], [expected, v])
 
 
+# (blocks, cells of a block, the distance of two blocks of k in blocks, that of v)
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize(
+    "pages", [(30, 1, 1, 1), (30, 1, 2, 1), (5, 8, 1, 3), (5, 8, 2, 1), (3, 12, 2, 2), (3, 12, 1, 1)]
+)
+def test_slots_reach_pages_of_any_shape(pages, has_positions, device):
+    """The frequencies are sums of two float32 parts, and have the bits of the same frequencies in float64."""
+    blocks, size, *distances = pages
+    q, k, v = (torch.randn(3, 7, h, 64, device=device).bfloat16() for h in (3, 2, 2))
+    caches = [torch.zeros(blocks, d, size, 2, 64, device=device).bfloat16()[:, d - 1] for d in distances]
+    cells = torch.randperm(blocks * size)[:21].view(3, 7).to(device)
+    options = {"positions": torch.randint(999, (3, 7), device=device)} if has_positions else {"offset": 5}
+    parts = torch.rand(32, device=device) * torch.tensor([[1.0], [2.0**-26]], device=device)
+    expected = rope.rotate(k, inv_freq=parts.double().sum(0), **options)
+    rope.rotate_into_cache_(q, k, v, *caches, inv_freq=parts, slots=cells, **options)
+    for cache, x in zip(caches, (expected, v), strict=True):
+        right = torch.zeros_like(cache)
+        right[cells // size, cells % size] = x
+        assert torch.equal(cache, right)
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("heads", [8, 1])
 def test_a_tensor_may_have_more_than_2_31_elements(heads, gpu):

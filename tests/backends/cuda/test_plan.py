@@ -311,6 +311,7 @@ USUAL = [
     {"rounding": 1},
     {"norm": True, "norm_v": True, "v": (2, 128)},
     {"v": (2, 128), "cached": BYTES, "block_size": 16},
+    {"v": (2, 128), "block_size": 24, "slots": None},
     {"inv_freq": FREQ, "v": (2, 128), "cached": BYTES, "norm": True},
     {"q": (3, 1, 16, 64), "v": (1, 512), "block_size": 64},  # MLA
     {"q": (2, 7, 8, 512), "norm": True},
@@ -330,7 +331,7 @@ GENERAL = [
     {"rounding": 1, "v": (2, 128)},
     {"dtype": torch.float32, "v": (2, 128), "cached": BYTES},
     {"v": (2, 96)},
-    {"v": (2, 128), "block_size": 24},
+    {"v": (2, 128), "block_size": 24, "positions": None},
     {"q": meta(2, 7, 8, 256, dtype=torch.bfloat16)[..., ::2]},
     {"q": torch.empty(0, dtype=torch.bfloat16, device="meta").as_strided((2, 7, 8, 128), (8, 16, 2**31 + 8, 1))},
     {"positions": torch.empty(0, device="meta").as_strided((2, 7), (2**31, 1))},
