@@ -13,11 +13,10 @@
 
 namespace rope::cuda {
 
-// Few tokens are divided into as many teams as there are heads. The angles of a token are loaded or computed by each of
-// its thread blocks. So there is one for all heads as soon as tokens alone make this many thread blocks for each
-// multiprocessor: as many as it holds, or with frequencies, whose angles take about as long as four heads, a quarter.
-constexpr rope_int kFilling = 16;
-constexpr rope_int kHeadsOfAngles = 4;
+// Thread blocks share the heads of a token until there are this many for each multiprocessor, twice as many as it
+// holds. Each loads or computes the angles of its tokens. Those from frequencies take about as long as four heads, so
+// that a quarter of this has to do, and with many tokens a team takes at least as many heads.
+constexpr rope_int kFilling = 32, kHeadsOfAngles = 4;
 
 // The q, k or v of a usual kernel.
 struct UsualSide {
@@ -195,16 +194,18 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   const rope_int seq = plan.usual ? plan.usual->seq : p.seq, batch = p.seq * p.batch / seq;
   // The threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? chunks : plan.usual ? power_of_two(chunks) : kWarp, teams = kThreads / x;
-  const rope_int filling = rope_int(processors) * kFilling;
-  const bool many = p.source == kInvFreq && seq * batch * kHeadsOfAngles >= filling;
+  const bool frequencies = p.source == kInvFreq;
+  const rope_int filling = rope_int(processors) * kFilling / (frequencies ? kHeadsOfAngles : 1);
+  const rope_int each = frequencies && seq * batch >= filling ? kHeadsOfAngles : 1;  // heads that a team takes
   const rope_int most = seq > 1 && q.in[2] > q.in[1] ? teams / std::min({seq, teams, kMaxBlockZ}) : teams;
   // The teams over heads are a power of two, so that whole warps sum norms. At most one in five has no head.
-  rope_int y = power_of_two(std::min(most, std::max<rope_int>(many ? heads / kHeadsOfAngles : heads, 1)) + 1) / 2;
+  rope_int y = power_of_two(std::min(most, std::max<rope_int>(heads / each, 1)) + 1) / 2;
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
   const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : seq}), groups = ceil_div(seq, z);
+  const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
+  const rope_int of_share = std::max<rope_int>(steps / std::max<rope_int>(filling / (groups * batch), 1), 1);
   plan.block = {x, y, z};
-  plan.grid = {groups, many || groups * batch >= filling ? 1 : std::clamp<rope_int>(ceil_div(heads, y), 1, kMaxGrid),
-               batch};
+  plan.grid = {groups, std::min(ceil_div(steps, of_share), kMaxGrid), batch};
   return plan;
 }
 
