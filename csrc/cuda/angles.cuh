@@ -95,22 +95,22 @@ ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_
 template <typename K>
 struct Columns {
   static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
-  int first, apart;
+  int first, distance;
 
-  ROPE_FN Columns(int chunk, rope_int pairs) : first(chunk * length), apart(int(pairs / 2)) {}
+  ROPE_FN Columns(int chunk, rope_int pairs) : first(chunk * length), distance(int(pairs / 2)) {}
 
   // Reads the columns of a table row. aligned: they are adjacent, and vectors of them are aligned.
   template <typename Table, typename A>
   ROPE_FN void read(const Table* row, rope_int stride, bool aligned, A (&to)[V]) const {
     for (int run = 0; run < runs; run++) {
-      read_shared<length>(row + (first + run * apart) * stride, stride, aligned, to + run * length);
+      read_shared<length>(row + (first + run * distance) * stride, stride, aligned, to + run * length);
     }
   }
   // Reads their frequencies to the places of cos and sin.
   template <bool aligned, typename A>
   ROPE_FN void read(const Frequencies& frequencies, CosSin<A, V>& to) const {
     for (int run = 0; run < runs; run++) {
-      const rope_int at = (first + run * apart) * frequencies.stride;
+      const rope_int at = (first + run * distance) * frequencies.stride;
       frequencies.template read<length, aligned>(at, to.cos + run * length, to.sin + run * length);
     }
   }

@@ -75,8 +75,8 @@ inline void cut_v(RotateArgs& a) {
   const auto adjacent = [&](const rope_int* strides) {
     return strides[3] == 1 && (v.heads == 1 || strides[2] == v.head_dim);
   };
-  const bool apart = v.norm || v.scale || !adjacent(v.in) || !adjacent(v.out);
-  if (channels == 0 || v.heads == 0 || v.head_dim % channels || apart) return;
+  const bool other = v.norm || v.scale || !adjacent(v.in) || !adjacent(v.out);
+  if (channels == 0 || v.heads == 0 || v.head_dim % channels || other) return;
   v.heads *= v.head_dim / channels;
   v.head_dim = v.in[2] = v.out[2] = channels;
 }

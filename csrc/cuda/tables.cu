@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kTableThreads, 2)
                                           strides, true};
         for (I h = head_team; h < heads; h += kTableHeads * head_teams) {
           Elements<T, V> g_read[kTableHeads], x_read[kTableHeads];
-          for (int i = 0; i < kTableHeads; i++) {  // not past the last head, see rotate.cuh
+          for (int i = 0; i < kTableHeads; i++) {  // not past the last head
             const I head = h + i * head_teams < heads ? h + i * head_teams : h;
             g_read[i] = g.read(head, chunk);
             x_read[i] = x.read(head, chunk);
