@@ -441,6 +441,9 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
         call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
         p = plan_backward(call, x)
         call.assert_accesses(p, x)
+        far = any(last_offset(t[0, 0]) > INT32 for t in (q, k, *x) if t.shape[2])  # in a token
+        usual = q.dtype != torch.float64 and p["vector"] * q.itemsize == 16 and p["vectors"] and p["chunks"] <= WARP
+        assert p["general"] == (far or call.over_heads or not usual)
         assert_within_limits(p, norm=True)
         assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
         assert p["grid"][0] <= (384 if call.over_heads else MOST_PARTS) + 1
