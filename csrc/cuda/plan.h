@@ -50,8 +50,7 @@ struct Tiling {
 
 struct Plan {
   Tiling tiling;
-  bool one_step;            // with a norm: a team holds a whole head, one chunk for each thread
-  bool general;             // of the backward of a norm: it needs a general kernel
+  bool one_step, general;   // of the backward of a norm: a team holds a whole head; it needs a general kernel
   Dim3 block;               // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
   Dim3 grid;                // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
   rope_int sums;            // the sums of all parts

@@ -13,10 +13,10 @@
 
 namespace rope::cuda {
 
-// Thread blocks share the heads of a token until there are this many for each multiprocessor, twice as many as it
-// holds. Each loads or computes the angles of its tokens. Those from frequencies take about as long as four heads, so
-// that a quarter of this has to do, and with many tokens a team takes at least as many heads.
-constexpr rope_int kFilling = 32, kHeadsOfAngles = 4;
+// Several thread blocks share the heads of a token, up to this many for each multiprocessor, some four times as many as
+// it holds. Each of them needs the angles of its tokens. Those from frequencies take about as long as four heads: then
+// a quarter has to do, and with many tokens a team takes at least four heads. No team takes more than kMostHeads.
+constexpr rope_int kFilling = 32, kHeadsOfAngles = 4, kMostHeads = 10;
 
 // The q, k or v of a usual kernel.
 struct UsualSide {
@@ -75,8 +75,8 @@ inline void cut_v(RotateArgs& a) {
   const auto adjacent = [&](const rope_int* strides) {
     return strides[3] == 1 && (v.heads == 1 || strides[2] == v.head_dim);
   };
-  const bool other = v.norm || v.scale || !adjacent(v.in) || !adjacent(v.out);
-  if (channels == 0 || v.heads == 0 || v.head_dim % channels || other) return;
+  const bool alike = !v.norm && !v.scale && adjacent(v.in) && adjacent(v.out);
+  if (channels == 0 || v.heads == 0 || v.head_dim % channels || !alike) return;
   v.heads *= v.head_dim / channels;
   v.head_dim = v.in[2] = v.out[2] = channels;
 }
@@ -149,7 +149,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
     for (int d = 0; d < 3; d++) {
       u.sides[i].in_strides[d] = stride(side.in[d], in[d]), u.sides[i].out_strides[d] = stride(side.out[d], out[d]);
     }
-    narrow(side.heads * std::max(side.in[2], side.out[2]) + side.head_dim);  // the offsets in a token
+    narrow(side.heads * std::max(side.in[2], side.out[2]) / t.vector + t.chunks);  // the offsets in a token
     u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale != 0) << i;
     u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = data.scale;
     fits = fits && (side.format == kUnquantised || size == 2) && side.scale <= 1;
@@ -203,7 +203,7 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   while (y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads) y /= 2;
   const rope_int z = std::min({teams / y, kMaxBlockZ, norm ? kMaxBlockZ : seq}), groups = ceil_div(seq, z);
   const rope_int steps = std::max<rope_int>(ceil_div(heads, y), 1);  // of one thread block that takes all heads
-  const rope_int of_share = std::max<rope_int>(steps / std::max<rope_int>(filling / (groups * batch), 1), 1);
+  const rope_int of_share = std::clamp<rope_int>(steps * groups * batch / filling, 1, kMostHeads);
   plan.block = {x, y, z};
   plan.grid = {groups, std::min(ceil_div(steps, of_share), kMaxGrid), batch};
   return plan;

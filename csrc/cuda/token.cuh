@@ -15,12 +15,11 @@ struct Shape {
   static constexpr bool interleaved = interleaved_pairs;
 };
 
-// What a kernel is compiled for that is not one of the usual ones of usual.cu.
+// What a general kernel, or one of a backward, is compiled for.
 template <typename Shape, bool is_general, bool has_norm>
 struct Policy : Shape {
-  static constexpr bool general =
-      is_general;                         // tables by head, a v without weights, vectors that are no single accesses
-  static constexpr bool norm = has_norm;  // there are norms, and no eager rounding
+  static constexpr bool general = is_general;  // tables by head, a v without weights, vectors that are not one access
+  static constexpr bool norm = has_norm;       // there are norms, and no eager rounding
   using I = std::conditional_t<general, int64_t, int32_t>;  // holds every element offset in a token
 };
 
@@ -81,12 +80,14 @@ struct Token {
     position = int64_t(uint64_t(given.value(!p.has_positions || a.wide_positions)) + uint64_t(p.offset));
     valid = position >= tiling.first_position && position <= tiling.last_position;
     block = b, in_block = position;
+    bool fits = true;
     if (p.has_slots) {
       const int64_t cell = slot.value(a.wide_slots);
-      block = cell < 0 ? -1 : int64_t(uint64_t(cell) / uint64_t(p.block_size));
-      in_block = cell < 0 ? 0 : cell - block * p.block_size;
+      fits = cell < p.blocks * p.block_size;
+      block = cell < 0 || !fits ? -1 : int64_t(uint64_t(cell) / uint64_t(p.block_size));
+      in_block = block < 0 ? 0 : cell - block * p.block_size;
     }
-    check_token(valid || block < 0, !p.has_slots || block < p.blocks);
+    check_token(valid || (p.has_slots && block < 0), fits);
   }
 };
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
   if (!K::norm && (token >= a.seq || h >= heads)) return;
   const auto at = [](const int* strides, int i, int j) { return int64_t(i) * strides[0] + int64_t(j) * strides[1]; };
 
-  Integer given_position{a.same_position ? 0 : s, 0}, given_slot{0, 0};
+  Integer given_position, given_slot;
   if (a.positions) given_position = Integer::read(a.positions, a.wide_positions, at(a.position_strides, b, s));
   if (K::cache && a.slots) given_slot = Integer::read(a.slots, a.wide_slots, at(a.slot_strides, b, s));
 
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
     const Frequencies frequencies{a.cos, bool(a.wide_angles), bool(a.split), a.table_strides[1], 1};
     columns.template read<true>(frequencies, angles);
   }
-  const int64_t position = int64_t(uint64_t(given_position.value(a.wide_positions)) + uint64_t(int64_t(a.offset)));
+  const int64_t given = a.positions ? given_position.value(a.wide_positions) : a.same_position ? 0 : s;
+  const int64_t position = int64_t(uint64_t(given) + uint64_t(int64_t(a.offset)));
   const bool valid = (K::frequencies && !K::cache) || a.allowed == 0 || uint64_t(position) < a.allowed;
   if (!K::frequencies && chunk.rotated) {
     const int64_t row = at(a.table_strides, b, a.by_token ? s : valid ? int(position) : 0);
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const 
     block = int(slot) >> a.block_shift, in_block = int(slot) - (block << a.block_shift);
   }
   check_token(valid || pad, fits);
-  if (K::frequencies) turn(angles, position);
+  if (K::frequencies && chunk.rotated) turn(angles, position);
   const Eagerly<T> eagerly{bool(a.narrow)};
   if (!K::eager) {
     Factor<float>{a.factor_hi, a.factor_lo}.scale(angles);

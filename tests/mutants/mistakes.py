@@ -135,7 +135,7 @@ WRITTEN_CPU = [
 
 WRITTEN_CUDA = [
     ("float16 is rounded twice", "csrc/cuda/vectors.cuh", "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
-    ("a pad must have an allowed position", "csrc/cuda/token.cuh", "check_token(valid« || block < 0», ", ""),
+    ("a pad must have an allowed position", "csrc/cuda/token.cuh", "check_token(valid« || (p.has_slots && block < 0)», ", ""),
     ("a pad of a usual call must have an allowed position", "csrc/cuda/usual.cu", "check_token(valid« || pad», fits)", ""),
     ("positions choose no cells", "csrc/cuda/token.cuh", "block = b, in_block = «position»;", "s"),
     ("positions choose no cells of a usual call", "csrc/cuda/usual.cu", "in_block = int(«position»);", "s"),
@@ -149,7 +149,7 @@ WRITTEN_CUDA = [
     ("a first vector past the last channel is read", "csrc/cuda/vectors.cuh", "if («c.at[k] <= last») x.of[k] =", "true"),
     ("sin has the wrong sign", "csrc/cuda/vectors.cuh", "x = channel(own, y, cos, «-sin»);", "sin"),
     ("tokens without a cell are written", "csrc/cuda/general.cu", "if (to_cell && «token.block < 0») out = nullptr;", "false"),
-    ("tokens of a usual call without a cell are written", "csrc/cuda/usual.cu", "if (changes && !(«to_cell && pad»))", "false"),
+    ("tokens of a usual call without a cell are written", "csrc/cuda/usual.cu", "if (present && !(«to_cell && pad»))", "false"),
     ("only the first piece of a v is copied", "csrc/cuda/general.cu", "first = «index % pieces» *", "0"),
     ("a v of heads that are apart is cut", "csrc/cuda/rotate_plan.h", "v.heads == 1 || «strides[2] == v.head_dim»", "true"),
     ("a rounded number is not rounded before it is quantised", "csrc/cuda/general.cu", "if («a.params.rounding != kOnce») numbers", "false"),
