@@ -20,7 +20,7 @@ struct Usual : Shape {
                         bytes = features & kBytes, eager = features & kEager;
 };
 
-// A thread takes one chunk of a head, then of the next head of its team. Loads that need no position start first.
+// A thread takes one chunk of a head, then of the next head of its team. What needs no position is loaded first.
 template <typename K>
 __global__ void __launch_bounds__(kThreads, K::norm ? 5 : 8) usual_kernel(const __grid_constant__ UsualArgs a) {
   using T = typename K::T;

@@ -32,10 +32,8 @@ def test_an_error_with_a_number_has_its_number_though_the_compiler_links_libstdc
     done = python(f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 import torch, torch_rope
-assert torch_rope.__file__.startswith({str(tmp_path)!r})
-try:
-    torch_rope.rotate(torch.ones(1, 3, 2, 8), inv_freq=torch.ones(7))
-except ValueError as error:
-    print(error)
+print(torch_rope.__file__)
+torch_rope.rotate(torch.ones(1, 3, 2, 8), inv_freq=torch.ones(7))
 """)
-    assert "inv_freq has 7 frequencies but must have at most 4" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.startswith(str(tmp_path))
+    assert "inv_freq has 7 frequencies but must have at most 4" in done.stderr, done.stderr
