@@ -51,16 +51,14 @@ def commit() -> str:
     return found or os.environ.get("ROPE_COMMIT", "unknown")
 
 
-def merged(
-    machine: dict, old: list[dict], passes: dict[Case, list], accuracy: list[dict], commit: str
-) -> Iterator[dict]:
-    """Yields the lines of a file: the new ones, and those of its cases that were not measured again."""
+def merged(machine: dict, old: list[dict], passes: dict[Case, list], accuracy: list[dict], tree: str) -> Iterator[dict]:
+    """Yields the lines of a file: the new ones, and those of its cases that were not measured again. tree: the commit."""
     yield machine
-    fresh = {case.name: [x | {"commit": commit} for x in pooled(case, lines)] for case, lines in passes.items()}
+    fresh = {case.name: [x | {"commit": tree} for x in pooled(case, lines)] for case, lines in passes.items()}
     kept = [x for x in old if x["kind"] == "sample" and x["case"] not in fresh]
     for case in cases(machine["device"]):
         yield from fresh.get(case.name) or (x for x in kept if x["case"] == case.name)
-    yield from [x | {"commit": commit} for x in accuracy] or (x for x in old if x["kind"] in ("accuracy", "scores"))
+    yield from [x | {"commit": tree} for x in accuracy] or (x for x in old if x["kind"] in ("accuracy", "scores"))
 
 
 def pooled(case: Case, passes: list[list[dict]]) -> Iterator[dict]:

@@ -17,9 +17,9 @@ struct Head {
   const RotateArgs& a;
   const Token& token;
   int side = -1;
-  I index = 0, first = 0;  // of the head in its side; its first channel, which is that of a piece
-  const T* in;             // head 0 of the token
-  T* out;                  // head 0 of the result, which is bytes if it is quantised; null: nothing is written
+  I index, first;  // of the head in its side; its first channel, which is that of a piece
+  const T* in;     // head 0 of the token
+  T* out;          // head 0 of the result, which is bytes if it is quantised; null: nothing is written
 
   ROPE_FN const Side& params() const { return a.params.sides[side]; }
   ROPE_FN bool normalises() const { return K::norm && params().norm != kNoNorm; }
@@ -34,16 +34,15 @@ struct Head {
     if (const int now = int(at >= starts[kK]) + int(at >= starts[kV]); now != side) {
       side = now;
       const Side& o = params();
-      const SideData& data = a.sides[side];
-      in = static_cast<const T*>(data.in) + token.b * o.in[0] + token.s * o.in[1];
+      void* const to = a.sides[side].out;
+      in = static_cast<const T*>(a.sides[side].in) + token.b * o.in[0] + token.s * o.in[1];
       const bool to_cell = side != kQ && a.params.has_cache;
       const I offset =
           to_cell ? token.block * o.out[0] + token.in_block * o.out[1] : token.b * o.out[0] + token.s * o.out[1];
-      out =
-          bytes() ? reinterpret_cast<T*>(static_cast<uint8_t*>(data.out) + offset) : static_cast<T*>(data.out) + offset;
+      out = bytes() ? reinterpret_cast<T*>(static_cast<uint8_t*>(to) + offset) : static_cast<T*>(to) + offset;
       if (to_cell && token.block < 0) out = nullptr;
     }
-    index = at - starts[side];
+    index = at - starts[side], first = 0;
     if (side != kV || pieces == 1) return;
     first = index % pieces * a.params.sides[kQ].head_dim;
     index /= pieces;
@@ -76,8 +75,7 @@ struct Head {
   }
 };
 
-// Takes every step-th head of the list from `begin` to `end`. With a norm they are a group: they are normalised
-// together.
+// Takes every step-th head of the list from `begin` to `end`. With a norm they are a group.
 template <typename K, typename I = typename K::I>
 ROPE_FN void take(const Token& token, const GroupThreads<kGroupThreads>& own, I begin, I end, I step) {
   using A = typename K::A;
@@ -90,13 +88,18 @@ ROPE_FN void take(const Token& token, const GroupThreads<kGroupThreads>& own, I 
   A scale = A(1);
   if (norms) {
     double squares[1] = {0.0};
-    for (int index = own.x; index < chunks; index += own.xs) {
+    const auto add = [&](int index, I at) {
       const auto c = Chunk<I>::template of<K::V>(a.params, token.tiling, index);
-      for (I at = begin; at < end; at += step) {
-        head.go(at);
-        const auto x = numbers_of(head.read(c));
-        squares[0] += dot(x, x, c.whole());
-      }
+      head.go(at);
+      const auto x = numbers_of(head.read(c));
+      squares[0] += dot(x, x, c.whole());
+    };
+    // A head is added up piece by piece, and all heads chunk by chunk. Another order could change bits.
+    for (I at = begin; own.warp && at < end; at += step) {
+      for (int index = own.x; index < chunks; index += own.xs) add(index, at);
+    }
+    for (int index = own.x; !own.warp && index < chunks; index += own.xs) {
+      for (I at = begin; at < end; at += step) add(index, at);
     }
     if (!own.warp || chunks > kWarp || (head.side == kV && token.tiling.pieces > 1)) {
       own.sum(squares);

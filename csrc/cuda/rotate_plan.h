@@ -14,8 +14,8 @@
 namespace rope::cuda {
 
 // Several thread blocks share the heads of a token, up to this many for each multiprocessor, some four times as many as
-// it holds. Each of them needs the angles of its tokens. Those from frequencies take about as long as four heads: then
-// a quarter has to do, and with many tokens a team takes at least four heads. No team takes more than kMostHeads.
+// it holds. Each needs the angles of its tokens. Those from frequencies take the instructions of three to four heads:
+// then a quarter has to do, and with many tokens a team takes at least four heads. None takes more than kMostHeads.
 constexpr rope_int kFilling = 32, kHeadsOfAngles = 4, kMostHeads = 10;
 
 // The q, k or v of a usual kernel.
@@ -25,9 +25,8 @@ struct UsualSide {
   int in_strides[3], out_strides[3];  // in vectors: batch, token, head; of a cache: block, cell, head
 };
 
-// The arguments of a usual kernel. A kernel waits about 0.1 us for each line of 64 bytes of its arguments that it is
-// the first to touch. RotateArgs and Tiling have 19 lines. A rotation needs the first 3 of these, and no kernel a
-// sixth.
+// The arguments of a usual kernel. On an H100 a kernel waits about 0.1 us for each line of 64 bytes of its arguments.
+// RotateArgs and Tiling have 15 lines. A rotation needs the first 3 of these, and no kernel a sixth.
 struct UsualArgs {
   const void *cos, *sin;  // with frequencies, cos is inv_freq
   const void* positions;
@@ -40,9 +39,8 @@ struct UsualArgs {
   unsigned by_token : 1;       // the table row of a token follows from the token
   unsigned split : 1;          // frequencies have two parts
   unsigned same_position : 1;  // without positions, each token has position 0
-  unsigned inverse : 1;
-  unsigned narrow : 1;  // kEachNarrow
-  unsigned has_cache : 1;
+  unsigned inverse : 1, has_cache : 1;
+  unsigned narrow : 1;                                                    // kEachNarrow
   unsigned wide_weights : 1;                                              // float32, not x's dtype
   unsigned norms : kSides, scale_by_head : kSides, formats : 2 * kSides;  // of each side
   int chunks, half, start, others;  // vectors: chunks, of half the rotated channels, before these, and not rotated
@@ -145,11 +143,10 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
     const rope_int in[3] = {p.batch, p.seq, side.heads};
     const rope_int out[3] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads};
     const auto stride = [&](rope_int stride, rope_int n) { return n == 1 ? 0 : narrow(stride / t.vector); };
-    u.sides[i] = {data.in, data.out};
-    for (int d = 0; d < 3; d++) {
-      u.sides[i].in_strides[d] = stride(side.in[d], in[d]), u.sides[i].out_strides[d] = stride(side.out[d], out[d]);
-    }
-    narrow(side.heads * std::max(side.in[2], side.out[2]) / t.vector + t.chunks);  // the offsets in a token
+    UsualSide& s = u.sides[i] = {data.in, data.out};
+    for (int d = 0; d < 3; d++)
+      s.in_strides[d] = stride(side.in[d], in[d]), s.out_strides[d] = stride(side.out[d], out[d]);
+    narrow(side.heads * std::max(s.in_strides[2], s.out_strides[2]) + t.chunks);  // the offsets in a token
     u.norms |= unsigned(side.norm != kNoNorm) << i, u.scale_by_head |= unsigned(side.scale != 0) << i;
     u.formats |= unsigned(side.format) << 2 * i, u.scales[i] = data.scale;
     fits = fits && (side.format == kUnquantised || size == 2) && side.scale <= 1;

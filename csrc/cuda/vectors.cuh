@@ -123,6 +123,8 @@ struct Chunk {
   ROPE_FN I channel(int i) const {
     return (i < V ? at[0] : at[1]) + i % V;
   }
+  // Returns the chunk that begins `channels` later.
+  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated}; }
 
   // Returns chunk `index` of a head, of which the first `rotated` chunks are rotated. start, pairs and others count
   // channels: before the rotated ones, half of the rotated ones, and all that are not rotated.
@@ -136,8 +138,6 @@ struct Chunk {
     const I first = (index - rotated) * V, second = first + (chunks - rotated) * V;
     return {{channel(first), channel(second < others ? second : first)}, 0};
   }
-  // Returns the chunk that begins `channels` later.
-  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated}; }
   template <int V>
   ROPE_FN static Chunk of(const RopeParams& p, const Tiling& t, int index) {
     return of<V>(I(index), I(t.rotated), I(t.chunks), I(p.rotary_start), I(p.rotary_dim / 2),

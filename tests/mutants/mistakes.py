@@ -168,7 +168,7 @@ WRITTEN_CUDA = [
     ("no batch is merged", "csrc/cuda/rotate_plan.h", "if (fits && «p.batch != 1») merge_batch", "false"),
     ("sequences that are apart are merged", "csrc/cuda/rotate_plan.h", "if («u.seq != 1 && strides[i][0] != rope_int(u.seq) * strides[i][1]») return;", "false"),
     ("a v of another size is taken for usual", "csrc/cuda/rotate_plan.h", "(v.heads == 0 || «v.head_dim == q.head_dim»)", "true"),
-    ("heads beyond 2^31 are taken for usual", "csrc/cuda/rotate_plan.h", "narrow(«side.heads * std::max(side.in[2], side.out[2]) / t.vector + t.chunks»);", "0"),
+    ("heads beyond 2^31 are taken for usual", "csrc/cuda/rotate_plan.h", "narrow(«side.heads * std::max(s.in_strides[2], s.out_strides[2]) + t.chunks»);", "0"),
     ("tables that are not aligned are read as vectors", "csrc/cuda/plan.h", "return «begins_vector(data)» && strides[3]", "true"),
     ("many threads are idle", "csrc/cuda/rotate_plan.h", "while («y > 1 && 4 * ceil_div(heads, y) * y > 5 * heads») y", "false"),
     ("the last tokens are in no part", "csrc/cuda/plan.h", "parts.count = «ceil_div(tokens, parts.tokens)»;", "std::max<rope_int>(1, tokens / parts.tokens)"),
