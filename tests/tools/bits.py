@@ -118,7 +118,7 @@ def arguments_of_rotation(draw: Draw, op) -> dict:
     if draw.maybe(0.25):
         q, k, v = heads(q_heads + 2 * k_heads).split([q_heads, k_heads, k_heads], 2)
     elif draw.maybe(0.4):
-        v_heads, v_dim = draw.one(0, 1, 2, 5), draw.one(0, 1, 8, 13, 64, 512, 2 * head_dim, head_dim // 2)
+        v_heads, v_dim = draw.one(0, 1, 2, 5), draw.one(0, 1, 8, 13, 64, 512, 2 * head_dim, head_dim + 9)
         v = heads(v_heads, v_dim)
     call = {"q": q, "x": q, "k": k, "v": v, "q_out_grad": heads(q_heads), "k_out_grad": heads(k_heads)}
     call |= {name: t if dims == 4 else t[0] for name, t in call.items()}
