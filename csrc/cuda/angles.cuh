@@ -95,15 +95,15 @@ ROPE_FN void cos_sin_of(Angle<double> a, double& cos, double& sin) { cos_sin_of_
 template <typename K>
 struct Columns {
   static constexpr int V = K::V, runs = K::interleaved && V > 1 ? 2 : 1, length = V / runs;
-  int first, distance;
+  unsigned first, distance;
 
-  ROPE_FN Columns(int chunk, rope_int pairs) : first(chunk * length), distance(int(pairs / 2)) {}
+  ROPE_FN Columns(int chunk, rope_int pairs) : first(chunk * length), distance(unsigned(pairs / 2)) {}
 
   // Reads the columns of a table row. aligned: they are adjacent, and vectors of them are aligned.
   template <typename Table, typename A>
   ROPE_FN void read(const Table* row, rope_int stride, bool aligned, A (&to)[V]) const {
     for (int run = 0; run < runs; run++) {
-      read_shared<length>(row + (first + run * distance) * stride, stride, aligned, to + run * length);
+      read_shared<length>(row + first * stride + run * distance * stride, stride, aligned, to + run * length);
     }
   }
   // Reads their frequencies to the places of cos and sin.
@@ -147,69 +147,6 @@ struct Eagerly {
     const auto round = [this](A x) { return rounded(x); };
     rotate_with<interleaved>(
         n, angles, [&](A own, A partner, A cos, A sin) { return rotated_eagerly(own, partner, cos, sin, round); });
-  }
-};
-
-// cos and sin of the pairs of a chunk, scaled by attention_factor, from any source. The constructor reads them, unless
-// the table is by head: rotate() then reads those of the head. rotates: the chunk is rotated; else they are not used.
-template <typename K>
-struct Angles {
-  using T = typename K::T;
-  using A = typename K::A;
-  static constexpr int V = K::V;
-  const RotateArgs& a;
-  const Token& t;
-  const int chunk;
-  CosSin<A, V> angles;
-
-  ROPE_FN Angles(const RotateArgs& a, const Token& t, int chunk, bool rotates) : a(a), t(t), chunk(chunk) {
-    if (!rotates || by_head()) return;
-    if (!t.valid) {  // a pad
-      for (int i = 0; i < V; i++) angles.cos[i] = angles.sin[i] = A(NAN);
-    } else if (a.params.source == kInvFreq) {
-      columns().template read<false>(Frequencies::of(a, a.params.inv_freq[1]), angles);
-      turn(angles, t.position);
-      scale();
-    } else {
-      read_row(0);
-    }
-  }
-
-  // Rotates the chunk of a head.
-  ROPE_FN void rotate(Numbers<A, V>& n, rope_int head) {
-    if (by_head()) read_row(head);
-    if (K::norm || a.params.rounding == kOnce) return cuda::rotate<K::interleaved>(n, angles);
-    eagerly().template rotate<K::interleaved>(n, angles);
-  }
-
- private:
-  ROPE_FN bool by_head() const { return K::general && a.params.source == kTableByHead; }
-  ROPE_FN Columns<K> columns() const { return {chunk, a.params.rotary_dim / 2}; }
-  ROPE_FN Eagerly<T> eagerly() const { return {a.params.rounding == kEachNarrow}; }
-
-  ROPE_FN void read_row(rope_int head) {
-    const RopeParams& p = a.params;
-    const rope_int row = p.source == kTableByPosition ? t.position : t.s;
-    const auto read = [&](auto tag) {
-      const auto read_table = [&](const void* table, const rope_int* strides, A(&to)[V]) {
-        const rope_int at = t.b * strides[0] + row * strides[1] + head * strides[2];
-        columns().read(static_cast<const decltype(tag)*>(table) + at, strides[3], t.tiling.table_vectors, to);
-      };
-      read_table(a.cos, p.cos, angles.cos);
-      read_table(a.sin, p.sin, angles.sin);
-    };
-    a.table_dtype == DType::kFloat ? read(float()) : read(T());
-    scale();
-  }
-  ROPE_FN void scale() {
-    const RopeParams& p = a.params;
-    if (K::norm || p.rounding == kOnce) {
-      Factor<A>::of(a).scale(angles);
-    } else if (a.attention_factor != 1.0) {
-      const bool is_float = sizeof(A) == 4 || (p.source != kInvFreq && a.table_dtype == DType::kFloat);
-      eagerly().scale(angles, [&](A x) { return is_float ? A(float(x) * p.factor_hi) : x * A(a.attention_factor); });
-    }
-    for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
   }
 };
 

@@ -17,8 +17,7 @@ ROPE_FN double position_at(const CosSinArgs& c, int64_t i) {
 }
 
 // A thread computes V adjacent columns of a table row at a time. several: the angle is a sum over any number of axes;
-// with exactly one axis nothing has to be added. With several axes, the launch bound of 8 thread blocks lets a thread
-// have 64 registers, and nothing spills; plan.h explains launch bounds.
+// with exactly one axis nothing has to be added. The launch bound of 8 thread blocks lets a thread have 64 registers.
 template <typename T, int V, bool several>
 __global__ void __launch_bounds__(kThreads, several ? 8 : 0) cos_sin_kernel(const __grid_constant__ CosSinArgs c) {
   using A = arithmetic_t<T>;
@@ -64,7 +63,7 @@ cudaError_t cos_sin(const CosSinArgs& c, Queue queue) {
     constexpr int full = 16 / sizeof(T);
     const auto launch = [&](auto v, auto several) {
       const rope_int x = std::min(ceil_div(p.pairs, v()), rope_int(kThreads)), y = kThreads / x;
-      return start({ceil_div(p.tokens, y), 1, 1}, {x, y, 1}, 0, queue, cos_sin_kernel<T, v(), several()>, c);
+      return start({ceil_div(p.tokens, y), 1, 1}, {x, y, 1}, queue, cos_sin_kernel<T, v(), several()>, c);
     };
     const auto with = [&](auto v) { return p.axes == 1 ? launch(v, std::false_type()) : launch(v, std::true_type()); };
     return p.pairs % full == 0 ? with(std::integral_constant<int, full>()) : with(std::integral_constant<int, 1>());

@@ -22,21 +22,18 @@
 namespace rope::cuda {
 namespace {
 
-// A number that each device has, for which the driver is asked once.
-struct Known {
-  std::array<std::atomic<int>, 64> numbers{};
-
-  template <typename F>
-  int of(c10::DeviceIndex device, F&& ask) {
-    std::atomic<int>& number = numbers[std::clamp<int>(device, 0, int(numbers.size()) - 1)];
-    if (number == 0) {
-      int n = 0;
-      C10_CUDA_CHECK(ask(n));
-      number = n;
-    }
-    return number;
+// Returns a number that each device has. ask(), which must be a lambda, asks the driver for it once.
+template <typename F>
+int known(c10::DeviceIndex device, F&& ask) {
+  static std::array<std::atomic<int>, 64> numbers{};
+  std::atomic<int>& number = numbers[std::clamp<int>(device, 0, int(numbers.size()) - 1)];
+  if (number == 0) {
+    int n = 0;
+    C10_CUDA_CHECK(ask(n));
+    number = n;
   }
-};
+  return number;
+}
 
 // The device of a tensor, which is the current one as long as this lives.
 struct Device {
@@ -47,8 +44,7 @@ struct Device {
 
   // Returns the number of multiprocessors.
   int processors() const {
-    static Known counts;
-    return counts.of(index, [&](int& n) {
+    return known(index, [&](int& n) {
       return cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, std::max<int>(index, 0));
     });
   }
@@ -58,8 +54,8 @@ struct Device {
   Queue queue() const {
     static const char* const given = std::getenv("TORCH_ROPE_DEPENDENT_LAUNCH");
     static const bool wanted = given && std::string_view(given) == "1";
-    static Known architectures;
-    return {c10::cuda::getCurrentCUDAStream(index).stream(), wanted && architectures.of(index, architecture) >= 90};
+    const auto ask = [](int& n) { return architecture(n); };
+    return {c10::cuda::getCurrentCUDAStream(index).stream(), wanted && known(index, ask) >= 90};
   }
 };
 
@@ -86,7 +82,7 @@ struct Cuda : AnyBackend {
     const NormBackwardArgs n = call.args();
     if (!ready(call.rotate, n.rotate.params)) return call.zero();
     const Device device(call.rotate.q());
-    const Plan plan = plan_norm_backward(n);
+    const BackwardPlan plan = plan_norm_backward(n);
     const Tensor sums = at::empty({plan.sums}, call.rotate.q().options().dtype(at::kDouble));
     void* const weight_grad[2] = {call.weight_grad[kQ]->mutable_data_ptr(), call.weight_grad[kK]->mutable_data_ptr()};
     C10_CUDA_CHECK(cuda::norm_backward(n, plan, sums.mutable_data_ptr<double>(), weight_grad, device.queue()));

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "rotate_plan.h"
+#include "norm_plan.h"
 
 namespace rope::cuda {
 
@@ -23,8 +23,8 @@ cudaError_t rotate_generally(const RotateArgs& a, const RotatePlan& plan, Queue 
 
 // sums: plan.sums numbers, for the sums of each part. The kernels write them before they read them.
 // weight_grad: the gradients of the weights of q and k, contiguous, of the shapes and dtypes of the weights.
-cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
-                          Queue queue);
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
+                          void* const (&weight_grad)[2], Queue queue);
 cudaError_t table_backward(const TableBackwardArgs& b, const Plan& plan, Queue queue);
 cudaError_t cos_sin(const CosSinArgs& c, Queue queue);  // the positions must be contiguous
 

@@ -31,18 +31,14 @@ cudaError_t with_shape(const RotateArgs& a, const Tiling& tiling, F&& f) {
 }
 
 template <typename... Parameters>
-cudaError_t start(Dim3 grid, Dim3 block, unsigned dynamic_shared, Queue queue, void (*kernel)(Parameters...),
+cudaError_t start(Dim3 grid, Dim3 block, Queue queue, void (*kernel)(Parameters...),
                   const std::type_identity_t<Parameters>&... args) {
-  if (dynamic_shared > kGivenShared) {
-    const auto size = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, size, int(dynamic_shared))) return error;
-  }
   cudaLaunchAttribute dependent{};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   const unsigned attributes = queue.dependent && rope_int(grid.x) * grid.y * grid.z <= kDependentBlocks;
   const dim3 blocks(grid.x, grid.y, grid.z), threads(block.x, block.y, block.z);
-  const cudaLaunchConfig_t config{blocks, threads, dynamic_shared, queue.stream, &dependent, attributes};
+  const cudaLaunchConfig_t config{blocks, threads, 0, queue.stream, &dependent, attributes};
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
@@ -55,17 +51,6 @@ cudaError_t for_sequences(Dim3 grid, F&& launch) {
     if (const cudaError_t error = launch(grid, first)) return error;
   }
   return cudaSuccess;
-}
-
-// Launches the general kernel of a plan.
-template <typename Args, typename... More>
-cudaError_t start(const Plan& plan, Queue queue, void (*kernel)(Args, Tiling, More...), const Args& args,
-                  const std::type_identity_t<More>&... more) {
-  return for_sequences(plan.grid, [&](Dim3 grid, rope_int first) {
-    Tiling tiling = plan.tiling;
-    tiling.first_sequence = first;
-    return start(grid, plan.block, plan.dynamic_shared, queue, kernel, args, tiling, more...);
-  });
 }
 
 }  // namespace rope::cuda

@@ -1,51 +1,45 @@
-// What the kernels of norms and those of their backward share. ../args.h has the formulas, see NormBackwardArgs.
-//
-// A team that holds a head at once, a chunk for each lane, sums over it with shuffles; it has a power of two of
-// threads, at most a warp. Otherwise several threads share a group, a wide head or all heads of a token, and each adds
-// up its chunks in double. Every lane of a warp takes part in every shuffle, also one past the last token, head or
-// chunk.
+// What the kernels of norms and those of their backward share. ../args.h has the formulas, see NormBackwardArgs. Every
+// lane of a warp takes part in every shuffle, also one past the last token, head or chunk.
 #pragma once
 
 #include "launch.cuh"
 
 namespace rope::cuda {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-// Adds up what the lanes of a team give for each of n sums, and returns the results to each of them.
+// Adds up what the lanes of a team give for each of n sums, and returns the results to each of them. A team has a power
+// of two of threads.
 template <typename A, int n>
 ROPE_FN void sum_over_lanes(A (&sums)[n], int team = int(blockDim.x)) {
   for (int lanes = 1; lanes < kWarp; lanes *= 2) {
     if (lanes == 8 && team <= 8) break;  // a test at every step would take longer than the steps that it saves
     for (int i = 0; i < n; i++) {
-      const A other = __shfl_xor_sync(kAllLanes, sums[i], lanes);
+      const A other = __shfl_xor_sync(0xffffffffu, sums[i], lanes);
       if (lanes < team) sums[i] += other;
     }
   }
 }
 
 // The threads that share a group: a warp, or all threads of a thread block. Thread (x, y) takes every xs-th chunk of
-// every ys-th head.
-template <int threads>
+// every ys-th head, and adds up its chunks in double.
 struct GroupThreads {
   const bool warp;
   const int thread = int(threadIdx.y * blockDim.x + threadIdx.x);
   const int x = warp ? thread % kWarp : int(threadIdx.x), xs = warp ? kWarp : int(blockDim.x);
   const int y = warp ? 0 : int(threadIdx.y), ys = warp ? 1 : int(blockDim.y);
+  int sums_before = 0;
 
   // Adds up what the threads give for each of n sums, and returns the results to each of them.
   template <int n>
-  ROPE_FN void sum(double (&sums)[n]) const {
+  ROPE_FN void sum(double (&sums)[n]) {
     sum_over_lanes(sums, kWarp);
     if (warp) return;
-    __shared__ double of_warps[n][threads / kWarp];
-    __syncthreads();  // all threads have read the sums of the call before this one
-    for (int i = 0; i < n && thread % kWarp == 0; i++) of_warps[i][thread / kWarp] = sums[i];
+    __shared__ double of_warps[2][kGroupThreads / kWarp][n];
+    auto& these = of_warps[sums_before++ % 2];  // the others may still be read
+    const int lane = thread % kWarp, warps = int(blockDim.x * blockDim.y) / kWarp;
+    for (int i = 0; i < n && lane == 0; i++) these[thread / kWarp][i] = sums[i];
     __syncthreads();
-    for (int i = 0; i < n; i++) {
-      sums[i] = 0.0;
-      for (const double of_warp : of_warps[i]) sums[i] += of_warp;
-    }
+    for (int i = 0; i < n; i++) sums[i] = lane < warps ? these[lane][i] : 0.0;
+    sum_over_lanes(sums, kWarp);
   }
 };
 
@@ -58,6 +52,13 @@ ROPE_FN A dot(const Numbers<A, V>& x, const Numbers<A, V>& y, bool whole) {
     sums[2 + i % 2] = fma(x.of[V + i], y.of[V + i], sums[2 + i % 2]);
   }
   return (sums[0] + sums[1]) + (whole ? sums[2] + sums[3] : A(0));
+}
+
+// Returns this thread's part of the sum of the squares.
+template <typename T, int V>
+ROPE_FN arithmetic_t<T> squares_of(const Elements<T, V>& x, bool whole) {
+  const auto numbers = numbers_of(x);
+  return dot(numbers, numbers, whole);
 }
 
 // Returns the product of all numbers of x and y.
@@ -78,69 +79,18 @@ ROPE_FN float inverse_root(float mean_and_eps) {
 }
 ROPE_FN double inverse_root(double mean_and_eps) { return 1.0 / ::sqrt(mean_and_eps); }
 
-// Normalises and weights a chunk.
+// Returns the gradient of x, see NormBackwardArgs in ../args.h, and adds the terms of the gradient of w. mean: of g w x
 template <typename A, int V>
-ROPE_FN void apply_norm(Numbers<A, V>& x, A scale, const Numbers<A, V>& weights) {
-  for (int i = 0; i < 2 * V; i++) x.of[i] = x.of[i] * scale * weights.of[i];
-}
-
-// The norm of a side, and the steps of its backward, see ../args.h.
-template <typename K>
-struct Norm {
-  using T = typename K::T;
-  using A = typename K::A;
-  using I = typename K::I;
-  using N = Numbers<A, K::V>;
-  const RotateArgs& a;
-  const A per_channel, eps;
-
-  ROPE_FN Norm(const RotateArgs& a, const Tiling& tiling, int side)
-      : a(a), per_channel(A(tiling.per_channel[side])), eps(sizeof(A) == 8 ? A(a.norm_eps) : A(a.params.norm_eps)) {}
-
-  // Returns the scale, given the sum of the squares.
-  ROPE_FN A scale(A squares) const { return inverse_root(fma(squares, per_channel, eps)); }
-
-  // Returns the weights of a chunk; those of v are 1.
-  ROPE_FN N weights(int side, const Chunk<I>& c, I head = 0) const {
-    const rope_int* strides = a.params.sides[side].weight;
-    const rope_int stride = strides[1];
-    N w;
-    const auto get = [&](auto tag) {
-      using W = decltype(tag);
-      const W* from = static_cast<const W*>(a.sides[side].weight) + head * strides[0];
-      const bool vectors = K::V > 1 && stride == 1 && reinterpret_cast<uintptr_t>(from) % 16 == 0;
-      for (int k = 0; k < 2; k++) read_shared<K::V>(from + c.at[k] * stride, stride, vectors, w.of + k * K::V);
-    };
-    if (K::general && side == kV) {
-      for (int i = 0; i < 2 * K::V; i++) w.of[i] = A(1);
-    } else if (a.sides[side].weight_dtype == DType::kFloat) {
-      get(float());
-    } else {
-      get(T());
-    }
-    return w;
+ROPE_FN Numbers<A, V> gradient(const Numbers<A, V>& x, const Numbers<A, V>& g, const Numbers<A, V>& weights, A scale,
+                               A mean, Numbers<A, V>& terms) {
+  const A scaled_common = -(scale * scale * mean) * scale;
+  Numbers<A, V> y;
+  for (int i = 0; i < 2 * V; i++) {
+    const A scaled_g = g.of[i] * scale;
+    terms.of[i] = fma(scaled_g, x.of[i], terms.of[i]);
+    y.of[i] = fma(x.of[i], scaled_common, scaled_g * weights.of[i]);
   }
-
-  // Returns the gradient of x, and adds the terms of the gradient of w. product: the sum of g w x
-  ROPE_FN N gradient(const N& x, const N& g, const N& weights, A scale, A product, N& terms) const {
-    const A scaled_common = -(scale * scale * (product * per_channel)) * scale;
-    N y;
-    for (int i = 0; i < 2 * K::V; i++) {
-      const A scaled_g = g.of[i] * scale;
-      terms.of[i] = fma(scaled_g, x.of[i], terms.of[i]);
-      y.of[i] = fma(x.of[i], scaled_common, scaled_g * weights.of[i]);
-    }
-    return y;
-  }
-};
-
-// Makes the compiler convert elements to numbers again where they are needed next. Otherwise it keeps the numbers,
-// which take twice the registers. zero: 0, a value that the compiler does not know
-template <typename T, int V>
-ROPE_FN void forget_numbers(Elements<T, V>& x, uint32_t zero) {
-  if constexpr (Vector<T, V>::words) {
-    for (int i = 0; i < V; i++) x.of[i / (V / 2)].of[i % (V / 2)] ^= zero;
-  }
+  return y;
 }
 
 }  // namespace rope::cuda

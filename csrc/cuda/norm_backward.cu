@@ -1,73 +1,112 @@
 // The kernels of the backward of norm and rotation. They write the gradients of q and k, and the sums of each part: the
 // gradient of a weight from the tokens of a thread block alone. A last kernel adds up the parts.
-#include "norm.cuh"
-
-extern __shared__ double dynamic_shared[];
+#include "general.cuh"
+#include "usual.cuh"
 
 namespace rope::cuda {
 namespace {
 
-// The part that a thread block takes: some tokens of q or of k.
+// The part that a thread block takes: some tokens of q or of k. Token i is the token i % seq of sequence i / seq.
+template <typename Integer>
+struct PartRange {
+  using I = Integer;
+  const Parts (&all)[2];
+  const I tokens, seq;
+  const int side = blockIdx.x < all[kQ].count ? kQ : kK;
+  const Parts& parts = all[side];
+  const rope_int index = blockIdx.x - (side == kQ ? 0 : all[kQ].count);
+  const I begin = I(index * parts.tokens), end = min(begin + I(parts.tokens), tokens);
+
+  // Returns the sums of the part. All are [parts of q, channels of q], then [parts of k, channels of k].
+  ROPE_FN double* sums_of(double* sums) const {
+    return sums + (side == kQ ? 0 : all[kQ].count * all[kQ].channels) + index * parts.channels;
+  }
+};
+
+// How a usual kernel reads and writes the heads of its part. GeneralPart has the same functions.
 template <typename K>
-struct Part {
+struct UsualPart : PartRange<int> {
   using T = typename K::T;
-  using I = typename K::I;
+  static constexpr int V = K::V;
+  const UsualBackwardArgs& n;
+  const UsualArgs& a = n.rotate;
+  const int heads = a.ends[side] - (side == kQ ? 0 : a.ends[kQ]), chunks = a.chunks, at_once = 2;
+  const bool all_heads = a.all_heads, angles_by_head = a.table_head_stride;
+  const Chunk<int> chunk = chunk_of(a, min(int(threadIdx.x), chunks - 1));
+  const float per_channel = a.per_channel[side], eps = a.norm_eps;
+
+  ROPE_FN explicit UsualPart(const UsualBackwardArgs& n) : PartRange{n.parts, n.tokens, n.rotate.seq}, n(n) {}
+  ROPE_FN UsualToken<K> token(int b, int s) const { return {a, chunk, b, s}; }
+  // Returns the sum of channel i of the chunk.
+  ROPE_FN double& sum_of(double* sums, int head, int i) const {
+    const int first = all_heads ? head * (2 * a.half + a.others) : 0;
+    return sums_of(sums)[(first + (i < V ? chunk.at[0] : chunk.at[1])) * V + i % V];
+  }
+  ROPE_FN Numbers<float, V> weights(int head) const {
+    Numbers<float, V> w;
+    const auto read = [&](auto tag) {
+      const auto* const from = static_cast<const decltype(tag)*>(a.weights[side]) + head * a.weight_stride * V;
+      for (int k = 0; k < 2; k++) read_shared<V>(from + chunk.at[k] * V, 1, true, w.of + k * V);
+    };
+    a.wide_weights ? read(float()) : read(T());
+    return w;
+  }
+  ROPE_FN void read(const UsualToken<K>& token, int head, Elements<T, V>& g, Elements<T, V>& x) const {
+    g = token.read(a.sides[side].in, a.sides[side].in_strides, head);
+    x = token.read(n.x[side].in, n.x[side].in_strides, head);
+  }
+  ROPE_FN void write(const UsualToken<K>& token, int head, const Numbers<float, V>& y) const {
+    token.write(a.sides[side].out, a.sides[side].out_strides, head, rounded<T, V>(y));
+  }
+};
+
+template <typename S>
+struct GeneralPart : PartRange<rope_int> {
+  using T = typename S::T;
+  using A = typename S::A;
+  static constexpr int V = S::V;
   const NormBackwardArgs& n;
   const Tiling& t;
-  const RopeParams& p = n.rotate.params;
-  const int side = blockIdx.x < t.parts[kQ].count ? kQ : kK;
-  const Parts &q = t.parts[kQ], &parts = t.parts[side];
-  const Side& params = p.sides[side];  // of the gradients
-  const rope_int index = side == kQ ? blockIdx.x : blockIdx.x - q.count;
-  const I heads = I(params.heads);
-  // Token i is the token i % seq of sequence i / seq.
-  const rope_int begin = index * parts.tokens, end = min(begin + parts.tokens, p.batch* p.seq);
-  // The sums are [parts of q, channels of q], then [parts of k, channels of k].
-  const rope_int first_sum = (side == kQ ? 0 : q.count * q.channels) + index * parts.channels;
+  const RotateArgs& a = n.rotate;
+  const Side& params = a.params.sides[side];
+  const rope_int heads = params.heads;
+  const bool all_heads = params.norm == kAllHeads, angles_by_head = a.params.source == kTableByHead;
+  const int chunks = t.chunks, at_once = angles_by_head ? 1 : 2;
+  Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a.params, t, min(int(threadIdx.x), chunks - 1));
+  const A per_channel = A(t.per_channel[side]), eps = A(a.norm_eps);
 
-  // The heads of a token: in the gradients of the results, in x, and in the gradients of x.
-  struct Heads {
-    TokenHeads<K::V, const T, I> g, x;
-    TokenHeads<K::V, T, I> out;
-  };
-  ROPE_FN Heads heads_of(const Token& token) const {
-    const auto of = [&](auto* data, const rope_int* strides) {
-      data += token.b * strides[0] + token.s * strides[1];
-      return TokenHeads<K::V, std::remove_pointer_t<decltype(data)>, I>{data, strides, !K::general || t.vectors};
-    };
-    const SideData& data = n.rotate.sides[side];
-    const Before& x = n.x[side];
-    return {of(static_cast<const T*>(data.in), params.in), of(static_cast<const T*>(x.data), x.strides),
-            of(static_cast<T*>(data.out), params.out)};
+  ROPE_FN GeneralPart(const NormBackwardArgs& n, const Tiling& t)
+      : PartRange{t.parts, n.rotate.params.batch * n.rotate.params.seq, n.rotate.params.seq}, n(n), t(t) {}
+  // Goes to another chunk.
+  ROPE_FN void go(int to) { chunk = Chunk<rope_int>::of<V>(a.params, t, to); }
+  ROPE_FN GeneralToken<S> token(rope_int b, rope_int s) const { return {a, t, chunk, b, s}; }
+  ROPE_FN double& sum_of(double* sums, rope_int head, int i) const {
+    return sums_of(sums)[(all_heads ? head * params.head_dim : 0) + chunk.template channel<V>(i)];
+  }
+  ROPE_FN Numbers<A, V> weights(rope_int head) const { return weights_of<S>(a, side, chunk, head); }
+  ROPE_FN void read(const GeneralToken<S>& token, rope_int head, Elements<T, V>& g, Elements<T, V>& x) const {
+    g = token.template heads<const T>(a.sides[side].in, params.in).read(head, chunk);
+    x = token.template heads<const T>(n.x[side].data, n.x[side].strides).read(head, chunk);
+  }
+  ROPE_FN void write(const GeneralToken<S>& token, rope_int head, const Numbers<A, V>& y) const {
+    token.template heads<T>(a.sides[side].out, params.out).write(head, chunk, rounded<T, V>(y));
   }
 };
 
 // A team holds a head at once. A thread adds up the terms of a few heads in the arithmetic type, and these sums in
-// double, in shared memory. The launch bounds leave a thread 168 registers, or 128 if it has few channels.
-template <typename K>
-__global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 4)
-    norm_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
-                         double* sums) {
-  using T = typename K::T;
+// double, in shared memory.
+template <typename K, typename P, typename I = typename P::I>
+ROPE_FN void take_heads(const P& part, double* sums) {
   using A = typename K::A;
-  using I = typename K::I;
-  constexpr int V = K::V, at_once = K::general ? 1 : 2;  // heads that a thread loads at a time
-  constexpr int kSteps = 4;                              // whose terms are added up in the arithmetic type
+  constexpr int V = K::V, kSteps = 4;  // steps whose terms are added up in the arithmetic type
   __shared__ double totals[2 * V][kThreads];
-  const RotateArgs& a = n.rotate;
-  const RopeParams& p = a.params;
-  wait_for_previous_kernel();
-  const Part<K> part{n, tiling};
   const int lane = int(threadIdx.x), lanes = int(blockDim.x), thread = int(threadIdx.y) * lanes + lane;
   const int head_teams = part.parts.teams, token_teams = int(blockDim.y) / head_teams;
   const int head_team = int(threadIdx.y) & (head_teams - 1), token_team = int(threadIdx.y) / head_teams;
   // A lane or team past the last chunk, token or head takes another one, so that it takes part in the shuffles, and
   // adds and writes nothing.
-  const bool active = lane < tiling.chunks;
-  const int index = min(lane, tiling.chunks - 1);
-  const auto chunk = Chunk<I>::template of<V>(p, tiling, index);
-  const Norm<K> norm(a, tiling, kQ);  // q and k have one head_dim
-  const auto weights = norm.weights(part.side, chunk);
+  const bool active = lane < part.chunks;
+  const auto weights = part.weights(0);
   Numbers<A, V> terms{};
   for (int i = 0; i < 2 * V; i++) totals[i][thread] = 0.0;
   int steps = 0;
@@ -76,142 +115,160 @@ __global__ void __launch_bounds__(kThreads, K::V == 8 ? kBackwardThreadBlocks : 
     terms = {};
     steps = 0;
   };
-  const rope_int seq = p.seq;
-  rope_int b = part.begin / seq, s = part.begin - b * seq, step = token_team;
-  for (rope_int token_at = part.begin; token_at < part.end; token_at += token_teams) {
+  I b = part.begin / part.seq, s = part.begin - b * part.seq, step = token_team;
+  for (I token_at = part.begin; token_at < part.end; token_at += token_teams) {
     const bool inside = token_at + token_team < part.end;
     if (inside) s += step, step = token_teams;
-    while (s >= seq) s -= seq, b++;
-    const Token token(a, tiling, b, s);
-    const auto at = part.heads_of(token);
-    Elements<T, V> x[at_once], g[at_once];
-    const auto head_at = [&](I first, int i) { return min(first + i * head_teams, part.heads - 1); };
-    const auto read_heads = [&](I first) {
-      for (int i = 0; i < at_once; i++) {
-        const I head = head_at(first, i);
-        g[i] = at.g.read(head, chunk);
-        x[i] = at.x.read(head, chunk);
-      }
-    };
-    read_heads(head_team);
-    Angles<K> angles(a, token, index, chunk.rotated);
-    int taken = 0;
-    for (I first = head_team;;) {
-      Numbers<A, V> back[at_once];  // g in the formulas of ../args.h
-      A products[2 * at_once];      // of each head: the sum of x^2, and that of g w x
-      for (int i = 0; i < at_once; i++) {
-        back[i] = numbers_of(g[i]);
-        if (chunk.rotated) angles.rotate(back[i], head_at(first, i));
-        const auto numbers = numbers_of(x[i]);
-        const A squares = dot(numbers, numbers, chunk.whole()),
-                product = dot(back[i], product_of(numbers, weights), chunk.whole());
-        products[2 * i] = active ? squares : A(0);
-        products[2 * i + 1] = active ? product : A(0);
-      }
+    while (s >= part.seq) s -= part.seq, b++;
+    auto token = part.token(b, s);
+    Elements<typename K::T, V> g, x;
+    I head = head_team;
+    const auto read_head = [&] { part.read(token, min(head, part.heads - 1), g, x); };
+    read_head();
+    token.arrive(part.chunk.rotated, min(head, part.heads - 1));
+    for (int taken = 1;; taken++) {
+      auto back = numbers_of(g);  // g in the formulas of ../args.h
+      if (part.angles_by_head) token.template arrive<true>(part.chunk.rotated, min(head, part.heads - 1));
+      if (part.chunk.rotated) token.rotate(back);
+      const auto numbers = numbers_of(x);
+      A products[2] = {dot(numbers, numbers, part.chunk.whole()),
+                       dot(back, product_of(numbers, weights), part.chunk.whole())};
+      for (A& product : products) product = active ? product : A(0);
       sum_over_lanes(products);
-      for (int i = 0; i < at_once; i++) {
-        const I head = first + i * head_teams;
-        if (!active || !inside || head >= part.heads) break;
-        forget_numbers(x[i], uint32_t(tiling.vector) >> 31);
-        const auto y =
-            norm.gradient(numbers_of(x[i]), back[i], weights, norm.scale(products[2 * i]), products[2 * i + 1], terms);
-        at.out.write(head, chunk, rounded<T, V>(y));
+      if (active && inside && head < part.heads) {
+        const A scale = inverse_root(fma(products[0], part.per_channel, part.eps));
+        part.write(token, head, gradient(numbers, back, weights, scale, products[1] * part.per_channel, terms));
       }
-      first += at_once * head_teams;
-      taken += at_once;
-      const bool last = first >= part.heads + head_team;
-      if ((at_once > 1 || last || taken % tiling.at_once == 0) && ++steps == kSteps) add_terms();
+      head += head_teams;
+      const bool last = head >= part.heads + head_team;
+      if ((last || taken % part.at_once == 0) && ++steps == kSteps) add_terms();
       if (last) break;
-      read_heads(first);
+      read_head();
     }
   }
   add_terms();
   __syncthreads();
   if (!active) return;
   for (int i = int(threadIdx.y); i < 2 * V; i += int(blockDim.y)) {
-    if (i >= V && !chunk.whole()) break;
+    if (i >= V && !part.chunk.whole()) break;
     double sum = 0.0;
     for (int team = 0; team < int(blockDim.y); team++) sum += totals[i][team * lanes + lane];
-    sums[part.first_sum + chunk.template channel<V>(i)] = sum;
+    part.sum_of(sums, 0, i) = sum;
   }
+}
+
+// The threads of a thread block take one group after another. If `held`, each thread holds that many heads of a group,
+// and the sums of their channels. Otherwise it reads the group twice, and its sums are those of the part. Both take a
+// channel of all groups in one thread, and add in the same order.
+template <typename K, int held, typename P, typename I = typename P::I>
+ROPE_FN void take_groups(P& part, double* sums) {
+  using A = typename K::A;
+  constexpr int V = K::V, n = held ? held : 1;
+  const I of_group = part.all_heads ? part.heads : 1;
+  GroupThreads own{false};
+  double totals[n][2 * V] = {};
+  Elements<typename K::T, V> g[n], x[n];
+  // Calls f(head, j) for the chunks of this thread in a group. A thread that holds them has them in g[j] and x[j].
+  const auto for_chunks = [&](I first, auto&& f) {
+    if constexpr (held) {
+#pragma unroll
+      for (int j = 0; j < held; j++) {
+        const I head = first + own.y + j * own.ys;
+        if (own.x < part.chunks && head < first + of_group) f(head, j);
+      }
+    } else {
+      for (int index = own.x; index < part.chunks; index += own.xs) {
+        part.go(index);
+        for (I head = first + own.y; head < first + of_group; head += own.ys) f(head, 0);
+      }
+    }
+  };
+  const auto write_totals = [&](I head, int j) {
+    for (int i = 0; i < 2 * V; i++) {
+      if (i < V || part.chunk.whole()) part.sum_of(sums, head, i) = totals[j][i];
+    }
+  };
+  if (!held) for_chunks(0, write_totals);
+  for (I at = part.begin; at < part.end; at++) {
+    auto token = part.token(at / part.seq, at % part.seq);
+    for (I first = 0; first < part.heads; first += of_group) {
+      const auto rotated_back = [&](I head, int j) {  // g in the formulas of ../args.h
+        if (!held) part.read(token, head, g[j], x[j]);
+        if (!held) token.arrive(part.chunk.rotated, head);
+        if (held && part.angles_by_head) token.template arrive<true>(part.chunk.rotated, head);
+        auto back = numbers_of(g[j]);
+        if (part.chunk.rotated) token.rotate(back);
+        return back;
+      };
+      if (held) {
+        for_chunks(first, [&](I head, int j) { part.read(token, head, g[j], x[j]); });
+        token.arrive(part.chunk.rotated, first);
+      }
+      double products[2] = {0.0, 0.0};
+      for_chunks(first, [&](I head, int j) {
+        const auto back = rotated_back(head, j), numbers = numbers_of(x[j]);
+        products[0] += double(dot(numbers, numbers, part.chunk.whole()));
+        products[1] += double(dot(back, product_of(numbers, part.weights(head)), part.chunk.whole()));
+      });
+      own.sum(products);
+      const A scale = inverse_root(fma(A(products[0]), part.per_channel, part.eps));
+      for_chunks(first, [&](I head, int j) {
+        const auto back = rotated_back(head, j);
+        Numbers<A, V> terms{};
+        const A mean = A(products[1]) * part.per_channel;
+        part.write(token, head, gradient(numbers_of(x[j]), back, part.weights(head), scale, mean, terms));
+        for (int i = 0; i < 2 * V; i++) {
+          if (i >= V && !part.chunk.whole()) break;
+          (held ? totals[j][i] : part.sum_of(sums, head, i)) += double(terms.of[i]);
+        }
+      });
+    }
+  }
+  if (held) for_chunks(0, write_totals);
+}
+
+template <typename K>
+__global__ void __launch_bounds__(kThreads, 4)
+    heads_backward_kernel(const __grid_constant__ UsualBackwardArgs n, double* sums) {
+  wait_for_previous_kernel();
+  take_heads<K>(UsualPart<K>(n), sums);
+  let_next_kernel_begin();
+}
+// With at most 168 registers a multiprocessor holds 12 warps, else 8. Other types than bfloat16 would spill.
+template <typename K>
+__global__ void __launch_bounds__(std::is_same_v<typename K::T, __nv_bfloat16> ? 384 : kBackwardGroupThreads)
+    groups_backward_kernel(const __grid_constant__ UsualBackwardArgs n, double* sums) {
+  wait_for_previous_kernel();
+  UsualPart<K> part(n);
+  take_groups<K, kHeldChannels / (2 * K::V)>(part, sums);
+  let_next_kernel_begin();
+}
+template <typename K>
+__global__ void __launch_bounds__(kBackwardGroupThreads, 1)
+    general_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
+                            double* sums) {
+  wait_for_previous_kernel();
+  GeneralPart<K> part(n, tiling);
+  part.all_heads || part.chunks > kWarp ? take_groups<K, 0>(part, sums) : take_heads<K>(part, sums);
   let_next_kernel_begin();
 }
 
-// The threads of a thread block share a group: a warp a wide head, or more threads all heads of a token. A thread takes
-// the same channels of all groups, so each sum of a part belongs to one thread. If the sums are those of all heads and
-// fit in shared memory, they are there.
-template <typename K, int threads>
-__global__ void __launch_bounds__(threads, threads == kWarp ? 12 : kBackwardThreadBlocks)
-    norm_group_backward_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
-                               double* sums) {
-  using A = typename K::A;
-  using I = typename K::I;
-  constexpr int V = K::V;
-  constexpr bool all_heads = threads > kWarp;
-  const RotateArgs& a = n.rotate;
-  wait_for_previous_kernel();
-  const Part<K> part{n, tiling};
-  const GroupThreads<threads> own{!all_heads};
-  const Norm<K> norm(a, tiling, part.side);
-  const I head_dim = I(part.params.head_dim), step = all_heads ? part.heads : I(1);  // step: the heads of a group
-  double* const of_part = sums + part.first_sum;
-  double* const of_channels = all_heads && part.parts.channels <= kSharedSums ? dynamic_shared : of_part;
-  for (rope_int token_at = part.begin; token_at < part.end; token_at++) {
-    const Token token(a, tiling, token_at / a.params.seq, token_at % a.params.seq);
-    const auto at = part.heads_of(token);
-    for (I first = 0; first < part.heads; first += step) {
-      const bool begins = token_at == part.begin && first == 0;  // then the sums hold nothing yet
-      double products[2] = {0.0, 0.0};
-      A scale = A(0);
-#pragma unroll 1
-      for (int pass = 0; pass < 2; pass++) {  // the first pass computes the products, the second one the gradients
-        for (int index = own.x; index < tiling.chunks; index += own.xs) {
-          const auto c = Chunk<I>::template of<V>(a.params, tiling, index);
-          Angles<K> angles(a, token, index, c.rotated);
-          for (I head = first + own.y; head < first + step; head += own.ys) {
-            auto g = numbers_of(at.g.read(head, c));
-            const auto x = numbers_of(at.x.read(head, c));
-            if (c.rotated) angles.rotate(g, head);
-            const auto weights = norm.weights(part.side, c, head);
-            if (pass == 0) {
-              products[0] += dot(x, x, c.whole());
-              products[1] += dot(g, product_of(x, weights), c.whole());
-              continue;
-            }
-            Numbers<A, V> terms{};
-            const auto y = norm.gradient(x, g, weights, scale, A(products[1]), terms);
-            at.out.write(head, c, rounded<typename K::T, V>(y));
-            for (int i = 0; i < 2 * V; i++) {
-              if (i >= V && !c.whole()) break;
-              double& sum = of_channels[(all_heads ? head * head_dim : 0) + c.template channel<V>(i)];
-              sum = begins ? double(terms.of[i]) : sum + double(terms.of[i]);
-            }
-          }
-        }
-        if (pass == 0) {
-          own.sum(products);
-          scale = norm.scale(A(products[0]));
-        }
-      }
-    }
-  }
-  if (of_channels != of_part) {
-    __syncthreads();
-    for (int i = own.thread; i < part.parts.channels; i += threads) of_part[i] = of_channels[i];
-  }
-  let_next_kernel_begin();
-}
+// The sums of the parts, and where the gradients go.
+struct Totals {
+  Parts parts[2];
+  const double* sums;
+  void* gradients[2];
+  DType dtypes[2];
+};
 
 // Writes the gradients of the weights: the sums of the parts. A thread takes every kSumTeams-th part of one channel;
 // blockIdx.y is the side.
-__global__ void __launch_bounds__(kSumChannels* kSumTeams)
-    sum_parts_kernel(const __grid_constant__ NormBackwardArgs n, const __grid_constant__ Tiling tiling,
-                     const double* sums, void* q_gradient, void* k_gradient) {
+__global__ void __launch_bounds__(kSumChannels* kSumTeams) sum_parts_kernel(const __grid_constant__ Totals t) {
   __shared__ double of_teams[kSumTeams][kSumChannels];
   wait_for_previous_kernel();
   const int side = int(blockIdx.y), team = int(threadIdx.y);
-  const Parts &q = tiling.parts[kQ], &parts = tiling.parts[side];
-  if (side != kQ) sums += q.count * q.channels;
+  const Parts &q = t.parts[kQ], &parts = t.parts[side];
+  const double* const sums = t.sums + (side == kQ ? 0 : q.count * q.channels);
   const rope_int channel = rope_int(blockIdx.x) * kSumChannels + threadIdx.x;
   double sum = 0.0;
   if (channel < parts.channels) {
@@ -222,10 +279,8 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
   __syncthreads();
   if (team != 0 || channel >= parts.channels) return;
   for (int other = 1; other < kSumTeams; other++) sum += of_teams[other][threadIdx.x];
-  const auto store = [&](auto tag) {
-    round_to(sum, static_cast<decltype(tag)*>(side == kQ ? q_gradient : k_gradient)[channel]);
-  };
-  const DType dtype = n.rotate.sides[side].weight_dtype;
+  const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(t.gradients[side])[channel]); };
+  const DType dtype = t.dtypes[side];
   dtype == DType::kHalf       ? store(__half())
   : dtype == DType::kBFloat16 ? store(__nv_bfloat16())
   : dtype == DType::kFloat    ? store(float())
@@ -235,29 +290,28 @@ __global__ void __launch_bounds__(kSumChannels* kSumTeams)
 
 }  // namespace
 
-cudaError_t norm_backward(const NormBackwardArgs& n, const Plan& plan, double* sums, void* const (&weight_grad)[2],
-                          Queue queue) {
-  const RotateArgs& a = n.rotate;
-  const auto with_kernel = [&](auto shape) {
+cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, double* sums,
+                          void* const (&weight_grad)[2], Queue queue) {
+  const auto start_parts = [&](auto shape) {
     using S = decltype(shape);
-    using K = Policy<S, true, true>;
-    const auto start_parts = [&](auto kernel) { return start(plan, queue, kernel, n, sums); };
-    if constexpr (has_usual_kernels(sizeof(typename S::T), S::V)) {
-      if (!plan.general) return start_parts(norm_backward_kernel<Policy<S, false, true>>);
+    if constexpr (S::usual) {
+      using K = Usual<S, kAnySource | kNorm>;
+      const auto kernel = plan.by_block ? groups_backward_kernel<K> : heads_backward_kernel<K>;
+      if (plan.usual) return start(plan.grid, plan.block, queue, kernel, *plan.usual, sums);
     }
-    if (a.params.sides[kQ].norm == kAllHeads) return start_parts(norm_group_backward_kernel<K, kThreads>);
-    if (!plan.one_step) return start_parts(norm_group_backward_kernel<K, kWarp>);
-    return start_parts(norm_backward_kernel<K>);
+    return start(plan.grid, plan.block, queue, general_backward_kernel<S>, n, plan.tiling, sums);
   };
   if (plan.grid.x != 0) {
-    if (const cudaError_t error = with_shape(a, plan.tiling, with_kernel)) return error;
+    if (const cudaError_t error = with_shape(n.rotate, plan.tiling, start_parts)) return error;
   }
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
-  Plan sum{plan.tiling};
-  sum.block = {kSumChannels, kSumTeams, 1};
-  sum.grid = {ceil_div(std::max(q.channels, k.channels), kSumChannels), 2, 1};
-  if (sum.grid.x == 0) return cudaSuccess;
-  return start(sum, queue, sum_parts_kernel, n, sums, weight_grad[kQ], weight_grad[kK]);
+  const rope_int blocks = ceil_div(std::max(q.channels, k.channels), kSumChannels);
+  if (blocks == 0) return cudaSuccess;
+  const Totals totals{{q, k},
+                      sums,
+                      {weight_grad[kQ], weight_grad[kK]},
+                      {n.rotate.sides[kQ].weight_dtype, n.rotate.sides[kK].weight_dtype}};
+  return start({blocks, 2, 1}, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, totals);
 }
 
 }  // namespace rope::cuda

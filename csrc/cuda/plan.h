@@ -3,13 +3,15 @@
 // usually need, with vectors of 16 bytes as single accesses. General kernels take all else.
 #pragma once
 
+#include <optional>
+
 #include "../args.h"
 #include "../plan.h"
 
 namespace rope::cuda {
 
 constexpr int kThreads = 128;       // the most threads of a thread block
-constexpr int kGroupThreads = 256;  // of a thread block that normalises all heads of a token together
+constexpr int kGroupThreads = 512;  // the most of one that takes a group, see group_block()
 // Whether there are kernels for what models usually need, with vectors of this length.
 constexpr bool has_usual_kernels(int itemsize, int vector) { return itemsize < 8 && itemsize * vector == 16; }
 constexpr rope_int kDependentBlocks = 1024;  // the most thread blocks of a kernel that is launched as a dependent one
@@ -44,58 +46,62 @@ struct Tiling {
   bool table_vectors;                      // rows of cos and sin are read in vectors
   double per_channel[kSides];              // 1 / the number of channels that are normalised together
   Parts parts[2];                          // of q and k, in the backward of a norm
-  int at_once;         // there: heads whose terms are added up in one step, whatever the kernel loads at a time
-  int blocks_per_row;  // in the gradients of tables: thread blocks that divide the chunks of a row
+  int blocks_per_row;                      // in the gradients of tables: thread blocks that divide the chunks of a row
 };
 
 struct Plan {
   Tiling tiling;
-  bool one_step, general;   // of the backward of a norm: a team holds a whole head; it needs a general kernel
-  Dim3 block;               // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
-  Dim3 grid;                // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
-  rope_int sums;            // the sums of all parts
-  unsigned dynamic_shared;  // bytes of shared memory besides the variables of the kernel
+  bool by_block;  // a thread block, and not a team, takes what is normalised together
+  Dim3 block;     // chunks, heads, tokens; of tables: chunks, heads and tokens, rows
+  Dim3 grid;      // groups of tokens, shares of the heads, sequences; of backwards: parts, or groups of rows
+  rope_int sums;  // the sums of all parts
+};
+
+template <typename Arguments>
+struct PlanOf : Plan {
+  std::optional<Arguments> usual;  // of the usual kernel; if not given, a general kernel takes the call
 };
 
 // Returns whether a kernel with a norm takes the call.
 inline bool takes_norm(const RopeParams& p) { return p.sides[kQ].norm || p.sides[kV].norm; }
 
-// Calls f(data, strides, sizes, itemsize) for each tensor of the call that has channels: q, k, v and their results, and
-// in a backward, x. Stops and returns false as soon as f does.
-template <typename F>
-bool all_sides(const RotateArgs& a, const Before* x, F&& f) {
-  const RopeParams& p = a.params;
-  const int itemsize = size_of(a.x_dtype);
-  for (int i = 0; i < kSides; i++) {
-    const Side& side = p.sides[i];
-    if (side.heads == 0 || side.head_dim == 0) continue;
-    const bool cache = i != kQ && p.has_cache;
-    const rope_int in[4] = {p.batch, p.seq, side.heads, side.head_dim};
-    const rope_int out[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads, side.head_dim};
-    if (!f(a.sides[i].in, side.in, in, itemsize)) return false;
-    if (!f(a.sides[i].out, side.out, out, side.format ? 1 : itemsize)) return false;
-    if (x && !f(x[i].data, x[i].strides, in, itemsize)) return false;
-  }
-  return true;
-}
-
 // Returns whether a vector of 16 bytes may begin at an address.
 inline bool begins_vector(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// A group is what is normalised together: a head, or all heads of a token. A thread block takes all heads of a token,
+// and a head that a warp cannot hold if there are usual kernels: x threads the chunks of a head, y threads the heads.
+// Each has as many heads as have 32 channels, or more if `most` threads are not enough.
+constexpr int kHeldChannels = 32;
+inline Dim3 group_block(const RopeParams& p, const Tiling& t, rope_int most) {
+  rope_int heads = 1;
+  if (p.sides[kQ].norm == kAllHeads) heads = std::max({p.sides[kQ].heads, p.sides[kK].heads, heads});
+  const rope_int x = std::min(power_of_two(t.chunks), most), y = ceil_div(heads * 2 * t.vector, kHeldChannels);
+  return {x, std::min(ceil_div(x * y, kWarp) * kWarp, most) / x, 1};
+}
 
 // Returns the part of a plan that follows from the sizes of one head and from alignment; block and grid stay empty.
 // x: in a backward, the q and k of the forward call
 inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr) {
   const RopeParams& p = a.params;
-  const Side &q = p.sides[kQ], &v = p.sides[kV];
+  const Side& q = p.sides[kQ];
   const int itemsize = size_of(a.x_dtype), full = 16 / itemsize;
   // Returns whether a head can be cut into vectors of n channels. Without a norm, a vector kernel gives each thread one
   // chunk, so all chunks of a head must fit in one thread block: a head has at most head_dim / (2 * n) + 1 chunks.
   const auto fits_thread_block = [&](int n) { return fits(p, n) && (norm || q.head_dim <= 2 * n * (kThreads - 1)); };
+  // Returns whether each vector of n channels of q, k, v, their results and x is one aligned access.
   const auto reaches = [&](int n) {
-    const auto aligned = [&](const void* data, const rope_int* strides, const rope_int* sizes, int size) {
-      return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
-    };
-    return v.head_dim % n == 0 && all_sides(a, x, aligned);
+    for (int i = 0; i < kSides; i++) {
+      const Side& side = p.sides[i];
+      const auto aligned = [&](const void* data, const rope_int* strides, bool cache, int size) {
+        const rope_int sizes[4] = {cache ? p.blocks : p.batch, cache ? p.block_size : p.seq, side.heads, side.head_dim};
+        return is_aligned(reinterpret_cast<uintptr_t>(data), strides, sizes, 4, size, n * size);
+      };
+      if (side.heads == 0 || side.head_dim == 0) continue;
+      if (side.head_dim % n || !aligned(a.sides[i].in, side.in, false, itemsize)) return false;
+      if (!aligned(a.sides[i].out, side.out, i != kQ && p.has_cache, side.format ? 1 : itemsize)) return false;
+      if (x && !aligned(x[i].data, x[i].strides, false, itemsize)) return false;
+    }
+    return true;
   };
   Plan plan{};
   Tiling& t = plan.tiling;
@@ -114,71 +120,18 @@ inline Plan plan_head(const RotateArgs& a, bool norm, const Before* x = nullptr)
   const Chunks chunks = chunks_of(p, t.vector, norm || copies(p, t.in_place[kQ], t.in_place[kK]));
   t.rotated = int(chunks.rotated);
   t.chunks = int(chunks.all);
-  plan.one_step = t.chunks <= kWarp;
-  if (a.cos) {
-    const int table_size = size_of(a.table_dtype);
-    const auto aligned = [&](const void* data, const rope_int* strides) {
-      const auto whole = [&](rope_int stride) { return stride * table_size % 16 == 0; };
-      return begins_vector(data) && strides[3] == 1 && std::all_of(strides, strides + 3, whole);
-    };
-    t.table_vectors = aligned(a.cos, p.cos) && aligned(a.sin, p.sin);
-  }
+  const bool wide = t.chunks > kWarp && has_usual_kernels(itemsize, t.vector);
+  plan.by_block = norm && (q.norm == kAllHeads || wide);
+  const auto rows_aligned = [&](const void* data, const rope_int* strides) {
+    const rope_int several[4] = {2, 2, 2, 2};  // the strides of all dimensions count
+    return is_aligned(reinterpret_cast<uintptr_t>(data), strides, several, 4, size_of(a.table_dtype), 16);
+  };
+  t.table_vectors = a.cos && rows_aligned(a.cos, p.cos) && rows_aligned(a.sin, p.sin);
   const PositionRange range = position_range(p);
   t.first_position = range.limited ? 0 : INT64_MIN;
   // The kernel adds offset to a position without regard to overflow. If both are negative, their sum may become a
   // number that is at least 0; it is greater than INT64_MAX + offset.
   t.last_position = range.limited ? std::min(range.last, INT64_MAX + std::min<rope_int>(p.offset, 0)) : INT64_MAX;
-  return plan;
-}
-
-// The backward of norm and rotation writes a gradient for every channel. The gradients of the weights are sums over all
-// tokens and heads. A thread block computes one part of such a sum, for consecutive tokens of q or of k, and writes
-// head_dim sums. A second kernel adds up the parts. A part of q has about as many heads as one of k. The parts follow
-// from sizes alone, so that every launch of a call gives the same bits.
-constexpr rope_int kParts = 1024;  // the most parts, or one more; an H200 holds 396 of these thread blocks at a time
-constexpr int kBackwardThreadBlocks = 3;  // that a multiprocessor holds at a time
-// A thread block that adds up parts has kSumChannels x kSumTeams threads.
-constexpr int kSumChannels = 16, kSumTeams = 32;
-// The norm over all heads has fewer parts, because each writes a sum for each channel of all heads. A thread block
-// holds up to kSharedSums of them in shared memory: in 96 of the 99 KB that each GPU has for a thread block.
-constexpr rope_int kTokenParts = 384, kSharedSums = 12288;
-constexpr unsigned kGivenShared = 40 << 10;  // bytes that a kernel gets without asking, which leave 8 KB for variables
-
-inline Plan plan_norm_backward(const NormBackwardArgs& n) {
-  const RopeParams& p = n.rotate.params;
-  const Side &q = p.sides[kQ], &k = p.sides[kK];
-  Plan plan = plan_head(n.rotate, true, n.x);
-  Tiling& t = plan.tiling;
-  const bool all_heads = q.norm == kAllHeads;
-  // Offsets in a token then fit in 32 bits, and so do counters that go past the last head.
-  const auto is_near = [](const void*, const rope_int* strides, const rope_int* sizes, int) {
-    return last_offset(strides + 2, sizes + 2, 2) <= INT32_MAX && sizes[2] <= INT32_MAX / 4;
-  };
-  plan.general = !has_usual_kernels(size_of(n.rotate.x_dtype), t.vector) || !t.vectors || all_heads || !plan.one_step ||
-                 p.source == kTableByHead || !all_sides(n.rotate, n.x, is_near);
-  // The thread block of a wide head is a single team, which takes one head at a time.
-  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = all_heads || plan.one_step ? kThreads / x : 1;
-  t.at_once = p.source == kTableByHead ? 1 : 2;
-  const rope_int heads = !all_heads && plan.one_step ? t.at_once : 1;  // that a team takes at a time
-  const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
-  // The heads of a part: those of whole tokens, of q and of k.
-  rope_int of_part = std::max(teams * heads, ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
-  of_part = ceil_div(of_part, most_heads) * most_heads;
-  for (int i = kQ; i <= kK; i++) {
-    const Side& side = p.sides[i];
-    Parts& parts = t.parts[i];
-    parts = {0, 0, side.head_dim * (all_heads ? side.heads : 1), 1};
-    if (side.heads != 0) {
-      parts.tokens = ceil_div(of_part, side.heads);
-      parts.count = ceil_div(tokens, parts.tokens);
-      parts.teams = int(std::min(power_of_two(ceil_div(side.heads, heads)), teams));
-    }
-    plan.sums += parts.count * parts.channels;
-    if (all_heads && parts.channels <= kSharedSums)
-      plan.dynamic_shared = std::max(plan.dynamic_shared, unsigned(parts.channels * sizeof(double)));
-  }
-  plan.block = {x, teams, 1};
-  plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
   return plan;
 }
 

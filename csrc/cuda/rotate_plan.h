@@ -7,7 +7,7 @@
 #pragma once
 
 #include <bit>
-#include <optional>
+#include <initializer_list>
 
 #include "plan.h"
 
@@ -39,10 +39,12 @@ struct UsualArgs {
   unsigned by_token : 1;       // the table row of a token follows from the token
   unsigned split : 1;          // frequencies have two parts
   unsigned same_position : 1;  // without positions, each token has position 0
-  unsigned inverse : 1, has_cache : 1;
+  unsigned inverse : 1, has_cache : 1, frequencies : 1;
   unsigned narrow : 1;                                                    // kEachNarrow
   unsigned wide_weights : 1;                                              // float32, not x's dtype
   unsigned norms : kSides, scale_by_head : kSides, formats : 2 * kSides;  // of each side
+  unsigned block_shift : 5;         // a block of a cache has 2^block_shift cells, or the cache is like one block
+  unsigned all_heads : 1;           // a group has all heads of a side, and not one
   int chunks, half, start, others;  // vectors: chunks, of half the rotated channels, before these, and not rotated
   float factor_hi, factor_lo;
   int ends[kSides];  // where the heads of q, k and v end in the list
@@ -50,20 +52,20 @@ struct UsualArgs {
   // With a cache
   const void* slots;
   int slot_strides[2];  // batch, token
-  int block_shift;      // a block has 2^block_shift cells, or the cache is like one block
   int kept;             // without a norm, the first heads of the list keep the channels that are not rotated
   unsigned cells;
   // With a norm
-  float norm_eps, per_channel;
+  float norm_eps, per_channel[2];
+  int weight_stride;  // head, in vectors
   const void* weights[2];
   // With results in 8 bits
   const float* scales[kSides];
+  // With groups that thread blocks take
+  int table_head_stride;
 };
 static_assert(sizeof(UsualArgs) <= 48 + 4 * 64, "the first line of a kernel's arguments has 48 bytes of them");
 
-struct RotatePlan : Plan {
-  std::optional<UsualArgs> usual;  // if not given, a general kernel takes the call
-};
+using RotatePlan = PlanOf<UsualArgs>;
 
 // Makes heads of k's head_dim of a v with wider ones, if their channels are alike: the latent of MLA, for example, is
 // one head of 512 channels beside a k of 64.
@@ -81,11 +83,12 @@ inline void cut_v(RotateArgs& a) {
 
 // Merges the batch into one sequence of batch * seq tokens if strides allow it. A decode step, which has many sequences
 // of one token, then fills thread blocks with tokens of different sequences.
-inline void merge_batch(UsualArgs& u, int batch) {
+inline void merge_batch(UsualArgs& u, int batch, std::initializer_list<int*> more = {}) {
   if (u.has_cache && !u.slots) return;                    // sequence b goes to block b
   if (!u.positions && !u.by_token && u.seq != 1) return;  // each sequence starts at position 0 again
-  int* strides[9] = {u.position_strides, u.slot_strides};
+  int* strides[11] = {u.position_strides, u.slot_strides};
   int n = 2;
+  for (int* other : more) strides[n++] = other;
   if (u.by_token) strides[n++] = u.table_strides;
   for (UsualSide& side : u.sides) {
     strides[n++] = side.in_strides;
@@ -99,22 +102,29 @@ inline void merge_batch(UsualArgs& u, int batch) {
   u.seq *= batch;
 }
 
-// Returns the arguments of the usual kernel that takes a call, if there is one. t: the tiling of the call.
-inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t) {
+// Returns the arguments of the usual kernel that takes a call, if there is one.
+inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Plan& plan) {
   const RopeParams& p = a.params;
+  const Tiling& t = plan.tiling;
   const Side &q = p.sides[kQ], &k = p.sides[kK], &v = p.sides[kV];
   const bool frequencies = p.source == kInvFreq;
   const int size = size_of(a.x_dtype), most = takes_norm(p) ? kWarp : kThreads;
+  // The channels that a thread has of a group, or of all heads of v, which do not count in the thread block.
+  const bool all_heads = q.norm == kAllHeads, by_head = p.source == kTableByHead;
+  const rope_int heads = all_heads ? std::max({q.heads, k.heads, v.heads}) : 1;
+  const rope_int held = plan.by_block ? ceil_div(heads, plan.block.y) * 2 * t.vector : 0;
   const auto dense = [&](const Side& s) { return s.heads == 0 || s.out[0] == p.block_size * s.out[1]; };
   const bool one_block = p.blocks <= 1 || (p.block_size > 1 && dense(k) && dense(v));
   const PositionRange range = position_range(p);
-  bool fits = has_usual_kernels(size, t.vector) && t.vectors && t.chunks <= most && q.norm != kAllHeads &&
-              p.source != kTableByHead && (v.heads == 0 || v.head_dim == q.head_dim) &&
+  bool fits = has_usual_kernels(size, t.vector) && t.vectors && (v.heads == 0 || v.head_dim == q.head_dim) &&
+              (plan.by_block ? t.chunks <= int(plan.block.x) && held <= kHeldChannels && !(all_heads && v.norm) &&
+                                   q.heads + k.heads + v.heads <= kMaxGrid
+                             : t.chunks <= most && !by_head) &&
               (p.rounding == kOnce || !(p.has_cache || frequencies)) &&
               (!p.has_slots || one_block || p.block_size == power_of_two(p.block_size)) &&
               (!range.limited || (range.last >= 0 && range.last < INT32_MAX)) && p.offset == int(p.offset) &&
               (frequencies ? p.inv_freq[1] == 1 && p.inv_freq[0] % 4 == 0 && begins_vector(a.inv_freq)
-                           : t.table_vectors && std::equal(p.cos, p.cos + 2, p.sin));
+                           : t.table_vectors && std::equal(p.cos, p.cos + 3, p.sin));
   // Returns a number, which must fit in 31 bits.
   const auto narrow = [&](rope_int number) {
     fits = fits && number >= 0 && number <= INT32_MAX;
@@ -129,7 +139,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
   u.offset = int(p.offset), u.allowed = range.limited ? unsigned(range.last) + 1 : 0;
   u.wide_positions = a.wide_positions, u.wide_slots = a.wide_slots;
   u.wide_angles = frequencies ? a.inv_freq_dtype == DType::kDouble : a.table_dtype == DType::kFloat;
-  u.by_token = p.source == kTableByToken, u.split = p.split_inv_freq;
+  u.by_token = p.source == kTableByToken || by_head, u.split = p.split_inv_freq, u.frequencies = frequencies;
   u.inverse = p.inverse, u.narrow = p.rounding == kEachNarrow, u.has_cache = p.has_cache;
   u.chunks = t.chunks, u.half = t.rotated, u.start = int(p.rotary_start) / t.vector;
   u.others = int(q.head_dim - p.rotary_dim) / t.vector;
@@ -137,7 +147,7 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
   for (int i = 0; i < kSides; i++) {
     const Side& side = p.sides[i];
     const SideData& data = a.sides[i];
-    u.ends[i] = narrow(t.starts[i + 1]);
+    u.ends[i] = narrow((i == kQ ? 0 : u.ends[i - 1]) + side.heads);
     if (side.heads == 0) continue;
     const bool cache = i != kQ && p.has_cache;
     const rope_int in[3] = {p.batch, p.seq, side.heads};
@@ -152,13 +162,16 @@ inline std::optional<UsualArgs> usual_args(const RotateArgs& a, const Tiling& t)
     fits = fits && (side.format == kUnquantised || size == 2) && side.scale <= 1;
     if (i == kV || side.norm == kNoNorm) continue;
     u.weights[i] = data.weight, u.wide_weights = data.weight_dtype == DType::kFloat;
-    fits = fits && side.weight[1] == 1 && begins_vector(data.weight) && data.weight_dtype == a.sides[kQ].weight_dtype;
+    u.weight_stride = narrow(side.weight[0] / t.vector);
+    narrow(side.heads * side.weight[0]);
+    fits = fits && side.weight[0] % t.vector == 0 && side.weight[1] == 1 && begins_vector(data.weight) &&
+           data.weight_dtype == a.sides[kQ].weight_dtype && side.weight[0] == q.weight[0];
   }
-  u.norm_eps = p.norm_eps, u.per_channel = float(t.per_channel[kQ]);
+  u.all_heads = all_heads, u.table_head_stride = by_head ? narrow(p.cos[2]) : 0;
+  u.norm_eps = p.norm_eps, u.per_channel[kQ] = float(t.per_channel[kQ]), u.per_channel[kK] = float(t.per_channel[kK]);
   u.slots = a.slots, u.cells = unsigned(narrow(p.blocks * p.block_size));
   u.block_shift = one_block ? 31 : std::countr_zero(uint64_t(p.block_size));
   u.kept = t.in_place[kQ] ? u.ends[kQ] : 0;
-  if (fits && p.batch != 1) merge_batch(u, int(p.batch));
   return fits ? std::optional(u) : std::nullopt;
 }
 
@@ -181,14 +194,15 @@ inline RotatePlan plan_rotate(RotateArgs& a, int processors) {
   t.pieces = ceil_div(v.head_dim, q.head_dim);
   for (int i = 0; i < kSides; i++) t.starts[i + 1] = t.starts[i] + p.sides[i].heads * (i == kV ? t.pieces : 1);
   const rope_int heads = t.starts[kSides], chunks = std::min<rope_int>(t.chunks, kThreads);
-  if (q.norm == kAllHeads) {
-    const rope_int x = power_of_two(std::min<rope_int>(chunks, kWarp));
-    plan.block = {x, kGroupThreads / x, 1};
-    plan.grid = {p.seq, v.heads ? 3 : 2, p.batch};
+  if (plan.by_block) plan.block = group_block(p, t, kGroupThreads);
+  plan.usual = usual_args(a, plan);
+  if (plan.usual && p.batch != 1) merge_batch(*plan.usual, int(p.batch));
+  const rope_int seq = plan.usual ? plan.usual->seq : p.seq, batch = p.seq * p.batch / seq;
+  if (plan.by_block) {
+    const rope_int sides = v.heads ? 3 : 2, groups = q.norm == kAllHeads ? sides : q.heads + k.heads + v.heads;
+    plan.grid = {seq, std::min(groups, kMaxGrid), batch};
     return plan;
   }
-  plan.usual = usual_args(a, t);
-  const rope_int seq = plan.usual ? plan.usual->seq : p.seq, batch = p.seq * p.batch / seq;
   // The threads of a team. The lanes of one warp sum a norm with shuffles, which need a power of two of them.
   const rope_int x = !norm ? chunks : plan.usual ? power_of_two(chunks) : kWarp, teams = kThreads / x;
   const bool frequencies = p.source == kInvFreq;

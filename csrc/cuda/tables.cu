@@ -128,11 +128,8 @@ __global__ void __launch_bounds__(kTableThreads, 2)
     const I at = out_row * pairs + (p.interleaved ? channel / 2 : of_sin ? channel - pairs : channel);
     if (of_sin && p.inverse) sum = -sum;
     void* const to = of_sin ? t.sin_grad : t.cos_grad;
-    if (a.table_dtype == DType::kFloat) {
-      round_to(sum, static_cast<float*>(to)[at]);
-    } else {
-      round_to(sum, static_cast<T*>(to)[at]);
-    }
+    const auto store = [&](auto tag) { round_to(sum, static_cast<decltype(tag)*>(to)[at]); };
+    a.table_dtype == DType::kFloat ? store(float()) : store(T());
   }
   let_next_kernel_begin();
 }
@@ -140,8 +137,9 @@ __global__ void __launch_bounds__(kTableThreads, 2)
 }  // namespace
 
 cudaError_t table_backward(const TableBackwardArgs& b, const Plan& plan, Queue queue) {
-  return with_shape(b.rotate, plan.tiling,
-                    [&](auto shape) { return start(plan, queue, table_backward_kernel<decltype(shape)>, b); });
+  return with_shape(b.rotate, plan.tiling, [&](auto shape) {
+    return start(plan.grid, plan.block, queue, table_backward_kernel<decltype(shape)>, b, plan.tiling);
+  });
 }
 
 }  // namespace rope::cuda

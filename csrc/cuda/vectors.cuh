@@ -116,6 +116,7 @@ template <typename I>
 struct Chunk {
   I at[2];      // the first channels of its two vectors; they are equal if it has only one
   int rotated;  // an int, because a bool that stays in a register costs a PRMT at each use
+  int index;    // in the head
 
   ROPE_FN bool whole() const { return at[1] != at[0]; }
   // Returns channel i of its 2 V channels.
@@ -124,7 +125,7 @@ struct Chunk {
     return (i < V ? at[0] : at[1]) + i % V;
   }
   // Returns the chunk that begins `channels` later.
-  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated}; }
+  ROPE_FN Chunk after(I channels) const { return {{at[0] + channels, at[1] + channels}, rotated, index}; }
 
   // Returns chunk `index` of a head, of which the first `rotated` chunks are rotated. start, pairs and others count
   // channels: before the rotated ones, half of the rotated ones, and all that are not rotated.
@@ -132,11 +133,11 @@ struct Chunk {
   ROPE_FN static Chunk of(I index, I rotated, I chunks, I start, I pairs, I others, bool interleaved) {
     if (index < rotated) {
       const I pair = V == 1 ? first_channel(index, interleaved) : index * V;
-      return {{start + pair, start + pair + (V == 1 ? partner_distance(pairs, interleaved) : pairs)}, 1};
+      return {{start + pair, start + pair + (V == 1 ? partner_distance(pairs, interleaved) : pairs)}, 1, int(index)};
     }
     const auto channel = [&](I other) { return other < start ? other : other + 2 * pairs; };
     const I first = (index - rotated) * V, second = first + (chunks - rotated) * V;
-    return {{channel(first), channel(second < others ? second : first)}, 0};
+    return {{channel(first), channel(second < others ? second : first)}, 0, int(index)};
   }
   template <int V>
   ROPE_FN static Chunk of(const RopeParams& p, const Tiling& t, int index) {
@@ -172,9 +173,6 @@ ROPE_FN Elements<T, V> rounded(const Numbers<arithmetic_t<T>, V>& n) {
 template <int V, typename T, typename I>
 struct TokenHeads {
   using E = std::remove_const_t<T>;
-  struct Array {
-    E of[V];
-  };
   T* token;  // its head 0
   const rope_int* strides;
   bool vectors;
@@ -188,9 +186,9 @@ struct TokenHeads {
       if (V > 1 && vectors) {
         if (c.at[k] <= last) x.of[k] = *reinterpret_cast<const Vector<E, V>*>(from + c.at[k]);
       } else {
-        Array each{};
+        E each[V] = {};
         for (int i = 0; i < V; i++) {
-          if (c.at[k] + i <= last) each.of[i] = from[(c.at[k] + i) * I(strides[3])];
+          if (c.at[k] + i <= last) each[i] = from[(c.at[k] + i) * I(strides[3])];
         }
         x.of[k] = bits_as<Vector<E, V>>(each);
       }
@@ -203,9 +201,10 @@ struct TokenHeads {
       if (V > 1 && vectors) {
         if (c.at[k] <= last) *reinterpret_cast<Vector<T, V>*>(to + c.at[k]) = x.of[k];
       } else {
-        const auto each = bits_as<Array>(x.of[k]);
+        E each[V];
+        memcpy(each, &x.of[k], sizeof each);
         for (int i = 0; i < V; i++) {
-          if (c.at[k] + i <= last) to[(c.at[k] + i) * I(strides[3])] = each.of[i];
+          if (c.at[k] + i <= last) to[(c.at[k] + i) * I(strides[3])] = each[i];
         }
       }
     }

@@ -147,21 +147,25 @@ def test_results_and_gradients_are_within_roundings_of_the_oracle(case, device):
         assert_right(outs, tensors, angles, limits=limits_of_reference, **options)
 
 
-# (head_dim for each dtype, heads of q, whether they are normalised together)
-LONG_SUMS = [((16384, 1024, 768, 4096), 4, False), *(((128, 64, 20, 256), heads, True) for heads in (1, 12, 65))]
+# (head_dim for each dtype, heads of q, heads of k, whether they are normalised together); with as many heads in q as in
+# k, tables are by head
+LONG_SUMS = [
+    ((16384, 1024, 768, 4096), 4, 2, False),
+    *(((128, 64, 20, 256), *of) for of in ((3, 3, False), (12, 12, True), (65, 22, True))),
+]
 
 
-@pytest.mark.parametrize("head_dims, heads, over_heads", LONG_SUMS)
+@pytest.mark.parametrize("head_dims, heads, k_heads, over_heads", LONG_SUMS)
 @pytest.mark.parametrize("number, dtype", list(enumerate(DTYPES)), ids=str)
-def test_long_sums_are_accurate(number, dtype, head_dims, heads, over_heads, device):
+def test_long_sums_are_accurate(number, dtype, head_dims, heads, k_heads, over_heads, device):
     """Some heads of q hold equal values. The roundings of many equal squares all have one sign and add up."""
     head_dim = head_dims[number]
-    size = (1, 5, heads, heads // 3 + 1, head_dim, head_dim)
-    tensors, angles = make(size, SOURCES[2], ("bshd", "bhsd"), dtype, device, ("own", "float32"), over_heads=over_heads)
+    size, source = (1, 5, heads, k_heads, head_dim, head_dim), Source("head") if heads == k_heads else SOURCES[2]
+    tensors, angles = make(size, source, ("bshd", "bhsd"), dtype, device, ("own",) * 2, over_heads=over_heads)
     if over_heads:
         tensors[0][..., ::2, :] = 1.2345
     else:
-        tensors[0].copy_(torch.tensor([1.2345, 0.7071, 1e-3, 77.7])[:, None])
+        tensors[0].copy_(torch.tensor([1.2345, 0.7071, 1e-3, 77.7])[:heads, None])
     outs = norm_rotate_qk(*tensors, **angles)
     assert_right(outs, tensors, angles, 1e-6)
     given = like(outs)

@@ -375,36 +375,39 @@ def test_results_are_written_once_in_16_byte_stores(dtype, device):
         assert launch["stores"] == {width: x.numel() * dtype.itemsize // width}
 
 
-# dtypes of q_out and of the caches of k and v (None: that of x), norm over all heads (None: no norm), whether v is
-# normalised
+# head_dim, dtypes of q_out and of the caches of k and v (None: that of x), norm over all heads (None: no norm), whether v
+# is normalised
 INTO_CACHES = [
-    (None, None, None, None, False),
-    (None, None, None, False, False),
-    (torch.float8_e4m3fn, torch.int8, torch.float8_e5m2, None, False),
-    (None, torch.float8_e4m3fn, None, False, True),
-    (torch.int8, None, torch.int8, True, False),
-    (None, None, None, True, True),
-    (None, None, None, None, True),
+    (128, None, None, None, None, False),
+    (128, None, None, None, False, False),
+    (128, torch.float8_e4m3fn, torch.int8, torch.float8_e5m2, None, False),
+    (128, None, torch.float8_e4m3fn, None, False, True),
+    (128, torch.int8, None, torch.int8, True, False),
+    (128, None, None, None, True, True),
+    (128, None, None, None, None, True),
+    (1024, None, None, None, None, True),  # a thread block takes a head
 ]
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("q_dtype, k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
-def test_results_are_written_once_in_whole_vectors(q_dtype, k_dtype, v_dtype, over_heads, norm_v, dtype, device):
+@pytest.mark.parametrize("head_dim, q_dtype, k_dtype, v_dtype, over_heads, norm_v", INTO_CACHES)
+def test_results_are_written_once_in_whole_vectors(
+    head_dim, q_dtype, k_dtype, v_dtype, over_heads, norm_v, dtype, device
+):
     """In one launch, whatever is normalised. A quantised result takes in one store what 16 bytes of x become."""
-    per_head = 2 * 10 * 128 * dtype.itemsize // 16
-    q, k, v = torch.randn(2, 10, 12, 128, device=device).to(dtype).split([8, 2, 2], 2)
+    per_head = 2 * 10 * head_dim * dtype.itemsize // 16
+    q, k, v = torch.randn(2, 10, 12, head_dim, device=device).to(dtype).split([8, 2, 2], 2)
     results, options, stores = [], {"norm_v": norm_v}, Counter()
     for x, seq, heads, stored in ("q", 10, 8, q_dtype), ("k", 60, 2, k_dtype), ("v", 60, 2, v_dtype):
-        results.append(torch.zeros(2, seq, heads, 128, device=device, dtype=stored or dtype))
+        results.append(torch.zeros(2, seq, heads, head_dim, device=device, dtype=stored or dtype))
         options[f"{x}_scale"] = stored and torch.ones(1, device=device)
         stores[16 * results[-1].itemsize // dtype.itemsize] += heads * per_head
     options["q_out"], *caches = results
     if over_heads is not None:
         for x, heads in ("q", 8), ("k", 2):
-            options[f"{x}_norm_weight"] = torch.ones(*[heads] * over_heads, 128, device=device)
-    (launch,) = launched(rope.rotate_into_cache_, q, k, v, *caches, inv_freq=torch_rope.inv_freq(128), **options)
+            options[f"{x}_norm_weight"] = torch.ones(*[heads] * over_heads, head_dim, device=device)
+    (launch,) = launched(rope.rotate_into_cache_, q, k, v, *caches, inv_freq=torch_rope.inv_freq(head_dim), **options)
     assert launch["stores"] == stores
     assert launch["loads"].keys() <= {4, 8, 16}  # 4: scales; 8: frequencies
 
@@ -426,29 +429,36 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads, over_heads", [(8, False), (48, True), (100, True)])
-def test_the_backward_of_a_norm_is_two_launches(heads, over_heads, dtype, device):
-    """The first writes the gradients of q and k, and float64 sums for each thread block. The second adds up the sums.
-
-    A norm over all heads reads everything twice. Its sums are in shared memory, unless there are too many.
-    """
-    tokens, all_heads = 2 * 16, heads + 2
-    (g, g_k), (q, k) = (torch.randn(2, 16, all_heads, 128, device=device).to(dtype).split([heads, 2], 2) for _ in "gx")
-    weights = [torch.rand(*[h] * over_heads, 128, device=device) for h in (heads, 2)]
-    freq = torch_rope.inv_freq(128, device=device).repeat_interleave(2)[::2]  # not adjacent, so read one by one
+@pytest.mark.parametrize(
+    "size, over_heads, reads",
+    [
+        ((8, 128), False, 1),
+        ((48, 128), True, 1),
+        ((40, 96), True, 1),  # a head has 6 chunks, or 12
+        ((2, 2048), True, 1),
+        ((2, 1024), False, 1),  # a thread block takes a head
+        ((130, 128), True, 2),  # more than a thread block holds
+    ],
+    ids=str,
+)
+def test_a_norm_reads_everything_once(size, over_heads, reads, dtype, device):
+    """The backward is two launches: of gradients and of float64 sums for each thread block, which the second adds up."""
+    heads, head_dim = size
+    g, x = (torch.randn(2, 16, heads + 2, head_dim, device=device).to(dtype) for _ in "gx")
+    weights = [torch.rand(*[h] * over_heads, head_dim, device=device) for h in (heads, 2)]
+    of_g, of_x, vectors = g.data_ptr(), x.data_ptr(), x.numel() * dtype.itemsize // 16
+    (g, g_k), (q, k), freq = (
+        g.split([heads, 2], 2),
+        x.split([heads, 2], 2),
+        torch_rope.inv_freq(head_dim, device=device),
+    )
+    (forward,) = launched(rope.norm_rotate_qk, q, k, *weights, inv_freq=freq)
+    assert forward["stores"] == {16: vectors} and forward["bytes"][of_x] == reads * 16 * vectors
     parts, sums = launched(rope._norm_rotate_qk_backward, g, g_k, q, k, *weights, inv_freq=freq)
-    vectors, weight_loads = tokens * all_heads * 128 * dtype.itemsize // 16, 128 * 4 // 16  # of one weight
-    assert parts["loads"].keys() == parts["stores"].keys() | {16} == {8, 16}  # 8: the frequencies, and the sums
-    assert parts["stores"][16] == vectors
-    if over_heads:
-        assert parts["loads"][16] == 2 * 2 * vectors + 2 * tokens * all_heads * weight_loads
-    else:  # each of the threads over heads and tokens reads the weights
-        assert parts["loads"][16] == 2 * vectors + parts["grid"][0] * 32 // dtype.itemsize * weight_loads
+    assert parts["bytes"][of_x] == parts["bytes"][of_g] == reads * 16 * vectors
+    assert parts["stores"][16] == vectors and parts["stores"].keys() == {8, 16} and parts["loads"].keys() <= {8, 16}
     assert sums["loads"].keys() == {8} and sums["stores"] == {4: sum(w.numel() for w in weights)}
-    if heads < 100:
-        assert parts["stores"][8] == sums["loads"][8]
-    if not over_heads:
-        assert sums["loads"][8] == parts["grid"][0] * 128
+    assert reads == 2 or parts["stores"][8] == sums["loads"][8]
 
 
 def test_no_layout_changes_a_bit_of_the_gradients_of_tables(device):

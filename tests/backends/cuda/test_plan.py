@@ -23,6 +23,7 @@ from cases import DTYPES, EXHAUSTIVE, LAYOUTS, ROOT
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
 THREADS, WARP, MOST_Z, MOST_GRID = 128, 32, 64, 65535
+GROUP_THREADS, BACKWARD_GROUP_THREADS, HELD = 512, 256, 32  # held: the channels that a thread has of a group
 MOST_PARTS = 1024  # of the backward of the norm
 INT32 = 2**31 - 1
 SEEDS = range(1000 if EXHAUSTIVE else 100)
@@ -139,7 +140,7 @@ class Call:
             return n > 1 and all(size % n == 0 for size in sizes) and (norm or self.head_dim <= 2 * n * (THREADS - 1))
 
         def reaches(n):
-            return self.v_dim % n == 0 and all(is_aligned(t, n * t.itemsize) for t in tensors)
+            return all(t.shape[3] % n == 0 and is_aligned(t, n * t.itemsize) for t in tensors)
 
         if norm:  # the order of its sums follows from sizes, so the length of a vector does too
             expected = (full, reaches(full)) if fits(full) else (1, False)
@@ -162,12 +163,16 @@ def plan_tables(call, rows, copies=1, entries=None, listed=False):
     return module().plan_tables((rows, copies, rows if entries is None else entries, listed), *call.arguments())
 
 
-def assert_within_limits(plan, norm=False):
+def assert_within_limits(plan, norm=False, most=GROUP_THREADS):
+    """most: the most threads that take a group together, which is all heads of a token or a wide head."""
     x, y, z = plan["block"]
-    assert 1 <= x * y * z <= THREADS and z <= MOST_Z and y & (y - 1) == 0
     assert plan["grid"][0] < 2**31 and plan["grid"][1] <= MOST_GRID and min(plan["grid"]) > 0
-    if norm:  # the lanes of a head are in one warp, and every warp is full
-        assert x & (x - 1) == 0 and x <= WARP and x * y * z % WARP == 0
+    if norm:  # every warp is full, and without groups the lanes of a head are in one
+        assert x * y * z % WARP == 0 and (plan["by_block"] or (x <= WARP and x & (x - 1) == 0))
+    if not plan["by_block"]:
+        assert 1 <= x * y * z <= THREADS and z <= MOST_Z and y & (y - 1) == 0
+    else:
+        assert x * y <= most and x >= min(plan["chunks"], most) and z == 1
 
 
 # ---- random calls ----
@@ -265,11 +270,15 @@ def test_a_call_takes_every_head_and_token_in_the_widest_accesses(seed):
         heads = [0 if t is None else t.shape[2] for t in call.inputs]
         if p["chunks"] == 0:
             assert p["grid"] == (0, 0, 0)
-        elif call.over_heads:  # a thread block takes all heads of q, k or v of a token
-            assert p["block"][0] <= WARP and math.prod(p["block"]) == 256
-            assert p["grid"] == (seq, 3 if heads[2] else 2, batch) and not p["usual"]
+        elif p["by_block"]:  # a thread block takes all heads of q, k or v of a token, or a wide head
+            assert_within_limits(p, norm)
+            groups = {3 if heads[2] else 2} if call.over_heads else {sum(heads), p["listed"]}  # v may be cut into more
+            assert p["grid"][::2] == (p["seq"], batch * seq // p["seq"]) and p["grid"][1] in groups
+            held = -(-max(heads) // p["block"][1]) * 2 * p["vector"]
+            assert not p["usual"] or not call.over_heads or (held <= HELD and not call.norm_v)
         else:
             assert_within_limits(p, norm)
+            assert not call.over_heads
             assert p["block"][0] >= min(p["chunks"], WARP if norm else THREADS)
             (tokens, shares, sequences), (_, teams, z) = p["grid"], p["block"]
             assert p["listed"] == heads[0] + heads[1] + heads[2] * -(-call.v_dim // call.head_dim)
@@ -300,6 +309,7 @@ def model_call(q=(2, 7, 8, 128), dtype=torch.bfloat16, v=None, block_size=None, 
     return Call(q, **given | options)
 
 
+BY_HEAD = {"tables": [torch.empty(2, 7, 8, 64, device="meta")] * 2, "k": meta(2, 7, 8, 128, dtype=torch.bfloat16)}
 BYTES, FREQ = torch.uint8, torch.empty(64, dtype=torch.float64, device="meta")
 USUAL = [
     {},
@@ -314,15 +324,20 @@ USUAL = [
     {"inv_freq": FREQ, "v": (2, 128), "cached": BYTES, "norm": True},
     {"q": (3, 1, 16, 64), "v": (1, 512), "block_size": 64},  # MLA
     {"q": (2, 7, 8, 512), "norm": True},
+    {"q": (2, 7, 8, 1024), "norm": True},  # a thread block takes a head
+    {"q": (2, 7, 64, 128), "over_heads": True, "norm": True, "v": (2, 128), "cached": BYTES},
+    {"q": (2, 7, 64, 128), "over_heads": True, "norm": True, "dtype": torch.float32, "inv_freq": FREQ},
+    {"q": (2, 7, 1, 8192), "over_heads": True, "norm": True},
+    {"over_heads": True, "norm": True, **BY_HEAD},
     {"q": meta(2, 7, 10, 128, dtype=torch.bfloat16)[:, :, :8]},
 ]
 GENERAL = [
     {"dtype": torch.float64},
     {"q": (2, 7, 8, 72)},
     {"q": (2, 7, 8, 96), "rotary_dim": 24},
-    {"q": (2, 7, 8, 1024), "norm": True},  # a team has more chunks than a warp has threads
-    {"over_heads": True},
-    {"tables": [torch.empty(2, 7, 8, 64, device="meta")] * 2, "k": meta(2, 7, 8, 128, dtype=torch.bfloat16)},
+    {"q": (2, 7, 129, 128), "over_heads": True, "norm": True},  # more than a thread block holds
+    {"over_heads": True, "norm": True, "norm_v": True, "v": (2, 128)},
+    BY_HEAD,
     {"tables": [torch.empty(4096, 66, device="meta")[:, :64]] * 2},
     {"tables": [torch.empty(4096, n, device="meta")[:, :64] for n in (64, 128)]},
     {"inv_freq": torch.empty(128, device="meta")[::2]},
@@ -441,12 +456,16 @@ def test_the_backward_of_a_norm_takes_every_token(seed):
         call = Call(q, k, **rotated, norm=True, over_heads=draw.random() < 0.25)
         p = plan_backward(call, x)
         call.assert_accesses(p, x)
-        far = any(last_offset(t[0, 0]) > INT32 for t in (q, k, *x) if t.shape[2])  # in a token
-        usual = q.dtype != torch.float64 and p["vector"] * q.itemsize == 16 and p["vectors"] and p["chunks"] <= WARP
-        assert p["general"] == (far or call.over_heads or not usual)
-        assert_within_limits(p, norm=True)
+        vectors = q.dtype != torch.float64 and p["vector"] * q.itemsize == 16
+        held = -(-max(q_heads, k_heads) // p["block"][1]) * 2 * p["vector"] if call.over_heads else 0
+        fits = held <= HELD and p["chunks"] <= max(WARP, p["block"][0])
+        near = all(stride < INT32 / 16 for t in (q, k, *x) for stride in t.stride())
+        assert p["usual"] <= (vectors and p["vectors"] and fits)
+        assert not near or p["usual"] == (vectors and p["vectors"] and fits)
+        assert p["by_block"] == (call.over_heads or (vectors and p["chunks"] > WARP))
+        assert_within_limits(p, norm=True, most=BACKWARD_GROUP_THREADS)
         assert p["grid"] == (p["q"][0] + p["k"][0], 1, 1)
-        assert p["grid"][0] <= (384 if call.over_heads else MOST_PARTS) + 1
+        assert p["grid"][0] <= (512 if call.over_heads else MOST_PARTS) + 1
         for heads, (parts, tokens, teams) in (q_heads, p["q"]), (k_heads, p["k"]):
             assert (parts - 1) * tokens < batch * seq <= parts * tokens if heads else parts == 0
             assert p["block"][1] % teams == 0

@@ -37,6 +37,9 @@ py::list last_launches() {
     d["grid"] = py::make_tuple(r.grid.x, r.grid.y, r.grid.z);
     d["loads"] = counts(r, &emulator::Record::Allocation::loads);
     d["stores"] = counts(r, &emulator::Record::Allocation::stores);
+    py::dict bytes;  // that were loaded from each allocation, by its address
+    for (const auto& allocation : r.allocations) bytes[py::int_(uintptr_t(allocation.data))] = allocation.loads.bytes;
+    d["bytes"] = bytes;
     launches.append(d);
   }
   return launches;

@@ -1,5 +1,5 @@
 // The Python module rope_plan: the plans of csrc/cuda, which test_plan.py builds. Plain C++, without torch or CUDA.
-#include "../../../../csrc/cuda/rotate_plan.h"
+#include "../../../../csrc/cuda/norm_plan.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -63,7 +63,7 @@ py::dict of(const cuda::Plan& plan) {
   d["vector"] = t.vector, d["vectors"] = t.vectors, d["chunks"] = t.chunks, d["rotated"] = t.rotated;
   d["block"] = py::make_tuple(plan.block.x, plan.block.y, plan.block.z);
   d["grid"] = py::make_tuple(plan.grid.x, plan.grid.y, plan.grid.z);
-  d["general"] = plan.general, d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
+  d["by_block"] = plan.by_block, d["table_vectors"] = t.table_vectors, d["listed"] = t.starts[kSides];
   d["blocks_per_row"] = t.blocks_per_row;
   for (int i = kQ; i <= kK; i++) {
     const cuda::Parts& parts = t.parts[i];
@@ -86,7 +86,10 @@ template <typename... Call>
 py::dict plan_backward(const std::array<Given<4>, 2>& x, Call... call) {
   NormBackwardArgs n{args(call...), {}};
   for (int i = kQ; i <= kK; i++) n.x[i].data = set(x[i], n.x[i].strides);
-  return of(cuda::plan_norm_backward(n));
+  const cuda::BackwardPlan plan = cuda::plan_norm_backward(n);
+  py::dict d = of(plan);
+  d["usual"] = plan.usual.has_value();
+  return d;
 }
 
 // The call has the gradients as its inputs, and as its results the q and k that were rotated.

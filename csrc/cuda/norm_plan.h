@@ -1,0 +1,76 @@
+// The launch plan of the backward of norm and rotation. It writes a gradient for every channel. The gradients of the
+// weights are sums over all tokens and heads. A thread block computes one part of such a sum, for consecutive tokens of
+// q or of k, and writes a sum for each weight. A second kernel adds up the parts. A part of q has about as many heads
+// as one of k. The parts follow from sizes alone, so that every launch of a call gives the same bits.
+#pragma once
+
+#include "rotate_plan.h"
+
+namespace rope::cuda {
+
+constexpr rope_int kParts = 1024;  // the most parts, or one more
+// A norm over all heads has fewer parts, of at least kTokensOfPart tokens: each writes a sum for each channel of all
+// heads. An H100 holds 264 thread blocks of 40 heads in bfloat16 at a time.
+constexpr rope_int kTokenParts = 512, kTokensOfPart = 4;
+constexpr int kBackwardGroupThreads = 256;  // the most that take a group
+// A thread block that adds up parts has kSumChannels x kSumTeams threads.
+constexpr int kSumChannels = 16, kSumTeams = 32;
+
+// The arguments of a usual kernel. The inputs of `rotate` are the gradients of the results; those of x are the q and k
+// that the forward call normalised.
+struct UsualBackwardArgs {
+  UsualArgs rotate;
+  UsualSide x[2];
+  Parts parts[2];
+  int tokens;
+};
+
+using BackwardPlan = PlanOf<UsualBackwardArgs>;
+
+inline std::optional<UsualBackwardArgs> usual_backward_args(const NormBackwardArgs& n, const Plan& plan) {
+  RotateArgs before = n.rotate;
+  RopeParams& p = before.params;
+  for (int i = kQ; i <= kK; i++) {
+    before.sides[i].in = n.x[i].data;
+    std::copy(n.x[i].strides, n.x[i].strides + 4, p.sides[i].in);
+  }
+  const auto rotate = usual_args(n.rotate, plan), x = usual_args(before, plan);
+  if (!rotate || !x) return std::nullopt;
+  const Parts(&parts)[2] = plan.tiling.parts;
+  UsualBackwardArgs u{*rotate, {x->sides[kQ], x->sides[kK]}, {parts[kQ], parts[kK]}, int(p.seq * p.batch)};
+  if (p.batch != 1) merge_batch(u.rotate, int(p.batch), {u.x[kQ].in_strides, u.x[kK].in_strides});
+  return u;
+}
+
+inline BackwardPlan plan_norm_backward(const NormBackwardArgs& n) {
+  const RopeParams& p = n.rotate.params;
+  const Side &q = p.sides[kQ], &k = p.sides[kK];
+  BackwardPlan plan{plan_head(n.rotate, true, n.x), {}};
+  Tiling& t = plan.tiling;
+  const bool all_heads = q.norm == kAllHeads, by_team = !plan.by_block && t.chunks <= kWarp;
+  // A wide head that no usual kernel takes has a warp.
+  const rope_int x = power_of_two(std::min(t.chunks, kWarp)), teams = by_team ? kThreads / x : 1;
+  const rope_int heads = by_team && p.source != kTableByHead ? 2 : 1;  // whose terms a team adds up in one step
+  const rope_int tokens = p.batch * p.seq, most_heads = std::max({q.heads, k.heads, rope_int(1)});
+  // The heads of a part: those of whole tokens, of q and of k.
+  rope_int of_part = std::max(all_heads ? kTokensOfPart * most_heads : teams * heads,
+                              ceil_div(tokens * (q.heads + k.heads), all_heads ? kTokenParts : kParts));
+  of_part = ceil_div(of_part, most_heads) * most_heads;
+  for (int i = kQ; i <= kK; i++) {
+    const Side& side = p.sides[i];
+    Parts& parts = t.parts[i];
+    parts = {0, 0, side.head_dim * (all_heads ? side.heads : 1), 1};
+    if (side.heads != 0) {
+      parts.tokens = ceil_div(of_part, side.heads);
+      parts.count = ceil_div(tokens, parts.tokens);
+      parts.teams = int(std::min(power_of_two(ceil_div(side.heads, heads)), teams));
+    }
+    plan.sums += parts.count * parts.channels;
+  }
+  plan.block = plan.by_block ? group_block(p, t, kBackwardGroupThreads) : Dim3{x, teams, 1};
+  plan.grid = {t.parts[kQ].count + t.parts[kK].count, 1, 1};
+  plan.usual = usual_backward_args(n, plan);
+  return plan;
+}
+
+}  // namespace rope::cuda
