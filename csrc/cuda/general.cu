@@ -62,7 +62,8 @@ ROPE_FN void take(GeneralToken<S>& token, Chunk<rope_int>& chunk, GroupThreads& 
   }
   for_chunks(begin, end, [&](const Piece& h) {
     const Side& side = p.sides[h.side];
-    const bool norms = norm && side.norm, rotates = chunk.rotated && h.side != kV, to_cell = h.side && p.has_cache;
+    const bool norms = norm && side.norm, rotates = chunk.rotated && h.side != kV,
+               to_cell = h.side != kQ && p.has_cache;
     if ((to_cell && token.block < 0) || !(chunk.rotated || norms || !t.in_place[h.side])) return;
     auto x = read(h);
     const A divisor = side.format ? A(a.sides[h.side].scale[h.head * side.scale]) : A(1);

@@ -41,7 +41,6 @@ struct GeneralToken {
   }
 
   // Computes cos and sin of the chunk. rotates: they are used. head: the one of the angles, if the table is by head
-  template <bool by_head = false>
   ROPE_FN void arrive(bool rotates, rope_int head) {
     if (!rotates || (index == chunk.index && p.source != kTableByHead)) return;
     index = chunk.index;
@@ -70,6 +69,7 @@ struct GeneralToken {
     for (int i = 0; i < V && p.inverse; i++) angles.sin[i] = -angles.sin[i];
     for (int i = 0; i < V && !valid; i++) angles.cos[i] = angles.sin[i] = A(NAN);  // a pad
   }
+  ROPE_FN void go(bool rotates, rope_int head) { arrive(rotates, head); }
   ROPE_FN void rotate(Numbers<A, V>& n) const {
     if (p.rounding == kOnce) return cuda::rotate<S::interleaved>(n, angles);
     Eagerly<T>{p.rounding == kEachNarrow}.template rotate<S::interleaved>(n, angles);

@@ -31,7 +31,7 @@ struct UsualPart : PartRange<int> {
   const UsualBackwardArgs& n;
   const UsualArgs& a = n.rotate;
   const int heads = a.ends[side] - (side == kQ ? 0 : a.ends[kQ]), chunks = a.chunks, at_once = 2;
-  const bool all_heads = a.all_heads, angles_by_head = a.table_head_stride;
+  const bool all_heads = a.all_heads;
   const Chunk<int> chunk = chunk_of(a, min(int(threadIdx.x), chunks - 1));
   const float per_channel = a.per_channel[side], eps = a.norm_eps;
 
@@ -70,14 +70,13 @@ struct GeneralPart : PartRange<rope_int> {
   const RotateArgs& a = n.rotate;
   const Side& params = a.params.sides[side];
   const rope_int heads = params.heads;
-  const bool all_heads = params.norm == kAllHeads, angles_by_head = a.params.source == kTableByHead;
-  const int chunks = t.chunks, at_once = angles_by_head ? 1 : 2;
+  const bool all_heads = params.norm == kAllHeads;
+  const int chunks = t.chunks, at_once = a.params.source == kTableByHead ? 1 : 2;
   Chunk<rope_int> chunk = Chunk<rope_int>::of<V>(a.params, t, min(int(threadIdx.x), chunks - 1));
   const A per_channel = A(t.per_channel[side]), eps = A(a.norm_eps);
 
   ROPE_FN GeneralPart(const NormBackwardArgs& n, const Tiling& t)
       : PartRange{t.parts, n.rotate.params.batch * n.rotate.params.seq, n.rotate.params.seq}, n(n), t(t) {}
-  // Goes to another chunk.
   ROPE_FN void go(int to) { chunk = Chunk<rope_int>::of<V>(a.params, t, to); }
   ROPE_FN GeneralToken<S> token(rope_int b, rope_int s) const { return {a, t, chunk, b, s}; }
   ROPE_FN double& sum_of(double* sums, rope_int head, int i) const {
@@ -128,7 +127,6 @@ ROPE_FN void take_heads(const P& part, double* sums) {
     token.arrive(part.chunk.rotated, min(head, part.heads - 1));
     for (int taken = 1;; taken++) {
       auto back = numbers_of(g);  // g in the formulas of ../args.h
-      if (part.angles_by_head) token.template arrive<true>(part.chunk.rotated, min(head, part.heads - 1));
       if (part.chunk.rotated) token.rotate(back);
       const auto numbers = numbers_of(x);
       A products[2] = {dot(numbers, numbers, part.chunk.whole()),
@@ -144,6 +142,7 @@ ROPE_FN void take_heads(const P& part, double* sums) {
       if ((last || taken % part.at_once == 0) && ++steps == kSteps) add_terms();
       if (last) break;
       read_head();
+      token.go(part.chunk.rotated, min(head, part.heads - 1));
     }
   }
   add_terms();
@@ -194,8 +193,7 @@ ROPE_FN void take_groups(P& part, double* sums) {
     for (I first = 0; first < part.heads; first += of_group) {
       const auto rotated_back = [&](I head, int j) {  // g in the formulas of ../args.h
         if (!held) part.read(token, head, g[j], x[j]);
-        if (!held) token.arrive(part.chunk.rotated, head);
-        if (held && part.angles_by_head) token.template arrive<true>(part.chunk.rotated, head);
+        token.go(part.chunk.rotated, head);
         auto back = numbers_of(g[j]);
         if (part.chunk.rotated) token.rotate(back);
         return back;
@@ -218,8 +216,7 @@ ROPE_FN void take_groups(P& part, double* sums) {
         const A mean = A(products[1]) * part.per_channel;
         part.write(token, head, gradient(numbers_of(x[j]), back, part.weights(head), scale, mean, terms));
         for (int i = 0; i < 2 * V; i++) {
-          if (i >= V && !part.chunk.whole()) break;
-          (held ? totals[j][i] : part.sum_of(sums, head, i)) += double(terms.of[i]);
+          if (i < V || part.chunk.whole()) (held ? totals[j][i] : part.sum_of(sums, head, i)) += double(terms.of[i]);
         }
       });
     }
@@ -234,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   take_heads<K>(UsualPart<K>(n), sums);
   let_next_kernel_begin();
 }
-// With at most 168 registers a multiprocessor holds 12 warps, else 8. Other types than bfloat16 would spill.
+// A bound of 384 threads leaves each 168 registers: 12 warps fit, and not 8. Other types than bfloat16 would spill.
 template <typename K>
 __global__ void __launch_bounds__(std::is_same_v<typename K::T, __nv_bfloat16> ? 384 : kBackwardGroupThreads)
     groups_backward_kernel(const __grid_constant__ UsualBackwardArgs n, double* sums) {
@@ -307,10 +304,8 @@ cudaError_t norm_backward(const NormBackwardArgs& n, const BackwardPlan& plan, d
   const Parts &q = plan.tiling.parts[kQ], &k = plan.tiling.parts[kK];
   const rope_int blocks = ceil_div(std::max(q.channels, k.channels), kSumChannels);
   if (blocks == 0) return cudaSuccess;
-  const Totals totals{{q, k},
-                      sums,
-                      {weight_grad[kQ], weight_grad[kK]},
-                      {n.rotate.sides[kQ].weight_dtype, n.rotate.sides[kK].weight_dtype}};
+  const DType dtypes[2] = {n.rotate.sides[kQ].weight_dtype, n.rotate.sides[kK].weight_dtype};
+  const Totals totals{{q, k}, sums, {weight_grad[kQ], weight_grad[kK]}, {dtypes[kQ], dtypes[kK]}};
   return start({blocks, 2, 1}, {kSumChannels, kSumTeams, 1}, queue, sum_parts_kernel, totals);
 }
 

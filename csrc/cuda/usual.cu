@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(const __grid_const
   }
 #pragma unroll
   for (int j = 0; j < held; j++) {
-    if (j > 0 && !K::frequencies(a) && a.table_head_stride) token.template arrive<true>(rotates, heads[j].head);
+    if (j > 0) token.go(rotates, heads[j].head);
     heads[j].write(token, float(squares[0]), weights[j]);
   }
   let_next_kernel_begin();

@@ -65,7 +65,7 @@ struct UsualToken {
   }
 
   // Waits for the position and the slot, and computes cos and sin. Stops the kernel if one of the two is not allowed.
-  // rotates: the angles are used. head: the one of the angles, if the table is by head; by_head: it is known to be
+  // rotates: the angles are used. head: the one of the angles, if the table is by head. by_head: go() calls this again
   template <bool by_head = false>
   ROPE_FN void arrive(bool rotates, int head = 0) {
     const bool has_frequencies = !by_head && K::frequencies(a);
@@ -103,6 +103,10 @@ struct UsualToken {
     }
     for (int i = 0; i < V && a.inverse; i++) angles.sin[i] = -angles.sin[i];
     for (int i = 0; i < V && K::cache && !valid; i++) angles.cos[i] = angles.sin[i] = NAN;  // a pad
+  }
+  // Goes to the angles of another head, if the table is by head.
+  ROPE_FN void go(bool rotates, int head) {
+    if (a.table_head_stride) arrive<true>(rotates, head);
   }
   ROPE_FN void rotate(Numbers<float, V>& numbers) const {
     if (K::eager) return Eagerly<T>{bool(a.narrow)}.template rotate<K::interleaved>(numbers, angles);

@@ -442,16 +442,15 @@ def test_gradients_of_tables_read_everything_once_in_16_byte_loads(dtype, device
     ids=str,
 )
 def test_a_norm_reads_everything_once(size, over_heads, reads, dtype, device):
-    """The backward is two launches: of gradients and of float64 sums for each thread block, which the second adds up."""
+    """If a thread block can hold it; otherwise twice.
+
+    The backward is two launches: of gradients and of float64 sums for each thread block, which the second adds up.
+    """
     heads, head_dim = size
     g, x = (torch.randn(2, 16, heads + 2, head_dim, device=device).to(dtype) for _ in "gx")
     weights = [torch.rand(*[h] * over_heads, head_dim, device=device) for h in (heads, 2)]
     of_g, of_x, vectors = g.data_ptr(), x.data_ptr(), x.numel() * dtype.itemsize // 16
-    (g, g_k), (q, k), freq = (
-        g.split([heads, 2], 2),
-        x.split([heads, 2], 2),
-        torch_rope.inv_freq(head_dim, device=device),
-    )
+    (g, g_k), (q, k), freq = g.split([heads, 2], 2), x.split([heads, 2], 2), torch_rope.inv_freq(head_dim)
     (forward,) = launched(rope.norm_rotate_qk, q, k, *weights, inv_freq=freq)
     assert forward["stores"] == {16: vectors} and forward["bytes"][of_x] == reads * 16 * vectors
     parts, sums = launched(rope._norm_rotate_qk_backward, g, g_k, q, k, *weights, inv_freq=freq)
