@@ -56,7 +56,8 @@ class Case:
     @property
     def name(self) -> str:
         if self.op == "model":
-            return f"{self.group}: {self.model}, {self.mode} {self.seq}, {self.dtype}"
+            batch = f"{self.batch} x " * (self.batch > 1)
+            return f"{self.group}: {self.model}, {self.mode} {batch}{self.seq}, {self.dtype}"
         what = f"{self.group}: {self.model}, " if self.model else f"{self.group}: "
         parts = [
             f"{what}{self.batch} x {count(self.seq)}, {self.heads}/{self.kv_heads} of {self.head_dim}",
@@ -87,9 +88,13 @@ def count(n: int) -> str:
 def cases(device: str) -> list[Case]:
     """Returns all cases of a device, group by group."""
     cuda = device == "cuda"
-    result = [Case("sweep", 4**i) for i in range(9)]
-    few = {} if cuda else {"heads": 4, "kv_heads": 1}  # so that the case fits the memory of a small machine
-    result += [Case("sweep", 4**i, **few) for i in (9, 10)]
+    dtypes = HALF_AND_FULL[:1] if cuda else HALF_AND_FULL  # a machine with a GPU may be lent for minutes
+    if cuda:
+        result = [Case("sweep", n, positions="int64") for n in (1, 16, 64, 256, 1024, 2048, 4096, 32768)]
+    else:
+        result = [Case("sweep", 4**i) for i in range(9)]
+        # These have few heads, so that they fit the memory of a small machine.
+        result += [Case("sweep", 4**i, heads=4, kv_heads=1) for i in (9, 10)]
     result += [Case("decode", 1, 4**i, positions="int64") for i in range(5)]
     result += [Case("decode", 1, 1, dtype="float32", positions="int64")]
     result += [Case("decode", 1, 1, positions="int64", interleaved=True)]
@@ -101,11 +106,11 @@ def cases(device: str) -> list[Case]:
     result += [Case("shapes", interleaved=True)]
     result += [Case("shapes", layout=layout, dtype=t) for layout in ("bhsd", "packed") for t in ("bfloat16", "float32")]
     result += [Case("shapes", batch=4, seq=512, positions="int64")]
-    result += [Case("training", dtype=t, interleaved=i, mode="training") for t in HALF_AND_FULL for i in (False, True)]
-    result += [Case("norm", seq, dtype=t, op="norm") for seq in (1, 2048) for t in HALF_AND_FULL]
-    result += [Case("norm", dtype=t, op="norm", mode="training") for t in HALF_AND_FULL]
+    result += [Case("training", dtype=t, interleaved=i, mode="training") for t in dtypes for i in (False, True)]
+    result += [Case("norm", seq, dtype=t, op="norm") for seq in (1, 2048) for t in dtypes]
+    result += [Case("norm", dtype=t, op="norm", mode="training") for t in dtypes]
     for op in ("cache", "norm cache"):
-        result += [Case("cache", seq, dtype=t, op=op, positions="int64") for seq in (1, 2048) for t in HALF_AND_FULL]
+        result += [Case("cache", seq, dtype=t, op=op, positions="int64") for seq in (1, 2048) for t in dtypes]
         result += [Case("cache", 1, 64, op=op, positions="int64")]
     for dtype in ("bfloat16", *LARGEST):
         op = "quantised cache" if dtype in LARGEST else "cache"
@@ -114,8 +119,13 @@ def cases(device: str) -> list[Case]:
     wan = {"head_dim": 128, "interleaved": True, "op": "norm over heads"}
     for heads, mode in itertools.product((12, 40), ("inference", "training")):
         result += [Case("norm-over-heads", 4096, heads=heads, kv_heads=heads, mode=mode, **wan)]
-    if not cuda:
-        for m, t in itertools.product(MODELS, HALF_AND_FULL):
+    if cuda:
+        result += [Case("norm-over-heads", 32760, heads=n, kv_heads=n, **wan) for n in (12, 40)]
+        result += [Case("models", 2048, 2, op="model", model="Qwen3 of 12 layers", mode="training on")]
+        result += [Case("models", 4096, op="model", model="Qwen3 of 12 layers", mode="prompt of")]
+        result += [Case("models", 128, op="model", model="Qwen3 of 8 layers", mode="decoding after")]
+    else:
+        for m, t in itertools.product(("SmolLM2-135M", "Qwen3-0.6B"), HALF_AND_FULL):
             # The larger model takes too long in bfloat16 on a CPU without instructions for it.
             few = m == "Qwen3-0.6B" and t == "bfloat16"
             steps = ("decoding after", 128), *([("prompt of", 512), ("training on", 128)] * (not few))
@@ -160,6 +170,13 @@ MODELS = {
             head_dim=128, vocab_size=151936, tie_word_embeddings=True,
         ),
     ),
+    **{
+        f"Qwen3 of {n} layers": (
+            "qwen3",
+            dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=n, num_key_value_heads=8, head_dim=128),
+        )
+        for n in (12, 8)
+    },
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def run_of(case: Case, data: Data, forward: Callable, heads_first=False, in_plac
     return Run(call, native, context=torch.enable_grad)
 
 
-@functools.cache  # a process has one case, so one compiled function serves all of its sets of data
+@functools.cache  # one compiled function serves all sets of data of a case
 def compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
@@ -307,6 +307,23 @@ def flashinfer(case: Case, data: Data) -> Run:
     return run_of(case, data, forward, in_place=True)
 
 
+@adapter("vllm in place")
+def vllm(case: Case, data: Data) -> Run:
+    check_cuda(data, "vllm._custom_ops")
+    from vllm._custom_ops import rotary_embedding
+
+    if case.layout == "bhsd":
+        raise NotImplementedError("it takes no heads before tokens")
+    table, positions = torch.cat([data.cos, data.sin], -1), flat_positions(case, data).long()
+
+    def forward(q, k):
+        flat = (x.view(case.tokens, *x.shape[2:]) for x in (q, k))
+        rotary_embedding(positions, *flat, case.head_dim, table, not case.interleaved)
+        return q, k
+
+    return run_of(case, data, forward, in_place=True)
+
+
 def flat_positions(case: Case, data: Data) -> Tensor:
     """Returns the position of each token, counted over all sequences."""
     given = data.positions
@@ -334,23 +351,28 @@ def library_of(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+WAYS = "SGLang", "FlashInfer", "vLLM"  # of peers.cu
+
+
 def rotate_as_peer(function, way, q, k, cos_sin, positions, rotary_dim, interleaved, dependent=True, stream=None):
     """Rotates q and k [tokens, heads, head_dim] in place by a kernel of peers.cu."""
     tensors = (x.data_ptr() for x in (q, k, cos_sin, positions))
     sizes = q.stride(0), k.stride(0), len(q), q.shape[1], k.shape[1], q.shape[2], rotary_dim
-    flags = way == "FlashInfer", q.dtype == torch.bfloat16, interleaved, dependent and way == "SGLang"
+    flags = WAYS.index(way), q.dtype == torch.bfloat16, interleaved, dependent and way == "SGLang"
     if error := function(struct.pack("4P2q5i", *tensors, *sizes), *flags, ctypes.c_void_p(stream)):
         raise RuntimeError(f"the kernel of peers.cu failed with CUDA error {error}")
 
 
+@adapter("vLLM's way", way="vLLM")
 @adapter("FlashInfer's way", way="FlashInfer")
 @adapter("SGLang's way", way="SGLang")
 def as_peer(case: Case, data: Data, way: str) -> Run:
-    """A kernel of peers.cu, which works as the kernel of SGLang or FlashInfer does."""
+    """A kernel of peers.cu, which works as the kernel of SGLang, FlashInfer or vLLM does."""
     check_cuda(data, "torch")
     if case.mode == "training" or case.dtype not in ("bfloat16", "float16") or case.layout == "bhsd":
         raise NotImplementedError("it takes only half types and no heads before tokens, and has no gradient")
-    if (case.rotary_dim if way == "SGLang" else case.head_dim) not in (32, 64, 128, 256) or case.rotary_dim % 16:
+    size = case.rotary_dim if way == "SGLang" else case.head_dim
+    if way != "vLLM" and (size not in (32, 64, 128, 256) or case.rotary_dim % 16):
         raise NotImplementedError("it has no kernel for this size")
     q, k = (x.view(case.tokens, -1, case.head_dim) for x in (data.q, data.k))
     table, positions = torch.cat([data.cos, data.sin], -1), flat_positions(case, data).long()
@@ -519,10 +541,13 @@ def transformers_into_cache(case: Case, data: Data, compile=False) -> Run:
 # ---- Whole models ----
 
 
+@adapter("torch_rope fused compiled", "model", patch={"fuse": True}, compile=True)
+@adapter("torch_rope compiled", "model", patch={}, compile=True)
+@adapter("transformers compiled", "model", compile=True)
 @adapter("torch_rope fused", "model", patch={"fuse": True})
 @adapter(OURS, "model", patch={})
 @adapter("transformers", "model")
-def model(case: Case, data: Data, patch: dict | None = None) -> Run:
+def model(case: Case, data: Data, patch: dict | None = None, compile=False) -> Run:
     """A model of transformers with the shape of a known one and random weights. The results are its logits or its loss.
 
     patch: the options of torch_rope.integrations.transformers.patch, or None. A decode step appends a token to a
@@ -532,20 +557,24 @@ def model(case: Case, data: Data, patch: dict | None = None) -> Run:
 
     from torch_rope.integrations import transformers as integration
 
-    model = stock(case.model, data.dtype)
+    if compile and case.mode == "decoding after":
+        raise NotImplementedError("its step changes the length of the cache, for which it would be compiled again")
+    model = stock(case.model, data.dtype, data.device)
     model = deepcopy(model, {id(p): p for p in model.parameters()})
     if patch is not None:
         integration.patch(model, **patch)
-    tokens = torch.randint(model.config.vocab_size, (1, case.seq + 1), generator=torch.Generator().manual_seed(0))
+    seed = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (case.batch, case.seq + 1), generator=seed).to(data.device)
+    forward = compiled(model) if compile else model
 
     def train():
-        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss = forward(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         model.zero_grad()
         return loss
 
     def prompt():
-        return model(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
+        return forward(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
 
     if case.mode == "training on":
         return Run(train, lambda x: [x.detach()], context=torch.enable_grad)
@@ -568,13 +597,13 @@ def model(case: Case, data: Data, patch: dict | None = None) -> Run:
 
 
 @functools.cache
-def stock(name: str, dtype: torch.dtype) -> Any:
+def stock(name: str, dtype: torch.dtype, device: str) -> Any:
     """Returns a model with random weights, which no implementation changes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = MODELS[name]
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).to(dtype)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).to(device, dtype)
 
 
 # ---- Diffusion models: the rotary functions of diffusers and comfy-kitchen ----

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cases import Case, Data, right_answer, what_is_wrong
-from .implementations import ADAPTERS, Run
+from .implementations import ADAPTERS, Run, compiled
 
 ROUNDS, SECONDS = 11, 2.0  # the largest number of rounds of a case in a pass, and their approximate time
 LONG = 4.0  # seconds; a call that takes longer is timed once
@@ -32,6 +32,8 @@ def measure(case: Case, device: str, names=None, rounds=ROUNDS, with_facts=True,
     """
     makers = {n: m for (op, n), m in ADAPTERS.items() if op == case.op and (names is None or n in names)}
     clock = (Cuda if device == "cuda" else Cpu)(case, rounds)
+    compiled.cache_clear()  # so that a process which measures many cases compiles for each of them
+    torch._dynamo.reset()
     runs, facts, running = {}, {}, []
     try:
         sets = [Data(case, device) for _ in range(clock.sets())]
@@ -206,6 +208,8 @@ class Cuda:
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise eager code would be timed
 
     def sets(self) -> int:
+        if self.case.op == "model":
+            return 1
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
         return min(LAUNCHES, 1 + 3 * l2 // self.case.needed_bytes)
 

@@ -1,5 +1,5 @@
-// Two rotations in place that work as the kernels of SGLang and FlashInfer do, so that torch_rope can be compared with
-// both where neither is installed. implementations.py builds this file.
+// Three rotations in place that work as the kernels of SGLang, FlashInfer and vLLM do, so that torch_rope can be
+// compared with them where none is installed. implementations.py builds this file.
 //
 // q: [tokens, q_heads, head_dim] and k: [tokens, k_heads, head_dim] in half types, with any stride between tokens.
 // cos_sin: [rows, rotary_dim] in float32, the cosines of a position before its sines. positions: [tokens].
@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int kThreads = 128;  // of a thread block
+constexpr int kThreads = 128, kMostThreads = 512;  // of a thread block; vLLM's way has up to kMostThreads
 
 struct Call {  // implementations.py packs it
   void *q, *k;
@@ -132,6 +132,28 @@ __global__ void __launch_bounds__(kThreads) tokens_kernel(const __grid_constant_
   }
 }
 
+// ---- vLLM: a thread block takes a token, and a thread takes one pair after another ----
+
+// The two channels of a pair are loaded and stored one by one, in 2 bytes each.
+template <typename T, bool kInterleaved>
+__device__ void rotate_pairs(T* token, int heads, const Call& call, const float* row) {
+  const int half = call.rotary_dim / 2;
+  for (int i = threadIdx.x; i < heads * half; i += blockDim.x) {
+    const int head = i / half, pair = i % half;
+    T* const x = token + head * call.head_dim;
+    rotate_pair(x[kInterleaved ? 2 * pair : pair], x[kInterleaved ? 2 * pair + 1 : half + pair], row[pair],
+                row[half + pair]);
+  }
+}
+
+template <typename T, bool kInterleaved>
+__global__ void __launch_bounds__(kMostThreads) pairs_kernel(const __grid_constant__ Call call) {
+  const int token = blockIdx.x;
+  const float* const row = call.cos_sin + call.positions[token] * call.rotary_dim;
+  rotate_pairs<T, kInterleaved>(static_cast<T*>(call.q) + token * call.q_stride, call.q_heads, call, row);
+  rotate_pairs<T, kInterleaved>(static_cast<T*>(call.k) + token * call.k_stride, call.k_heads, call, row);
+}
+
 // ---- The host ----
 
 // Returns the number of thread blocks of a kernel that are resident on the whole GPU.
@@ -148,10 +170,10 @@ int resident(Kernel* kernel) {
 #endif
 }
 
-cudaError_t launch(void (*kernel)(Call), dim3 blocks, bool dependent, void* stream, const Call& call) {
+cudaError_t launch(void (*kernel)(Call), dim3 blocks, int threads, bool dependent, void* stream, const Call& call) {
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -166,7 +188,7 @@ cudaError_t launch_heads(const Call& call, bool dependent, void* stream) {
   const auto kernel = heads_kernel<T, kRotaryDim, kInterleaved>;
   const int teams = kThreads / (kRotaryDim / 8), fitting = resident(kernel);
   const int needed = (call.tokens * (call.q_heads + call.k_heads) + teams - 1) / teams;
-  return launch(kernel, dim3(needed < fitting ? needed : fitting), dependent, stream, call);
+  return launch(kernel, dim3(needed < fitting ? needed : fitting), kThreads, dependent, stream, call);
 }
 
 template <typename T, bool kInterleaved, int kHeadDim>
@@ -174,26 +196,35 @@ cudaError_t launch_tokens(const Call& call, void* stream) {
   const auto kernel = tokens_kernel<T, kHeadDim, kInterleaved>;
   const int teams = kThreads / (kHeadDim / 8), blocks = (call.tokens + teams - 1) / teams;
   const bool fills = blocks >= resident(kernel);
-  return launch(kernel, dim3(blocks, fills ? 1 : call.q_heads + call.k_heads), false, stream, call);
-}
-
-template <typename T, bool kInterleaved, int kSize>
-cudaError_t launch_way(bool flashinfer, const Call& call, bool dependent, void* stream) {
-  return flashinfer ? launch_tokens<T, kInterleaved, kSize>(call, stream)
-                    : launch_heads<T, kInterleaved, kSize>(call, dependent, stream);
+  return launch(kernel, dim3(blocks, fills ? 1 : call.q_heads + call.k_heads), kThreads, false, stream, call);
 }
 
 template <typename T, bool kInterleaved>
-cudaError_t of_size(bool flashinfer, const Call& call, bool dependent, void* stream) {
-  switch (flashinfer ? call.head_dim : call.rotary_dim) {
+cudaError_t launch_pairs(const Call& call, void* stream) {
+  const int pairs = call.q_heads * call.rotary_dim / 2, threads = pairs < kMostThreads ? pairs : kMostThreads;
+  return launch(pairs_kernel<T, kInterleaved>, dim3(call.tokens), threads, false, stream, call);
+}
+
+enum Way { kSGLang, kFlashInfer, kVLLM };  // in the order of WAYS in implementations.py
+
+template <typename T, bool kInterleaved, int kSize>
+cudaError_t launch_way(Way way, const Call& call, bool dependent, void* stream) {
+  return way == kFlashInfer ? launch_tokens<T, kInterleaved, kSize>(call, stream)
+                            : launch_heads<T, kInterleaved, kSize>(call, dependent, stream);
+}
+
+template <typename T, bool kInterleaved>
+cudaError_t of_size(Way way, const Call& call, bool dependent, void* stream) {
+  if (way == kVLLM) return launch_pairs<T, kInterleaved>(call, stream);
+  switch (way == kFlashInfer ? call.head_dim : call.rotary_dim) {
     case 32:
-      return launch_way<T, kInterleaved, 32>(flashinfer, call, dependent, stream);
+      return launch_way<T, kInterleaved, 32>(way, call, dependent, stream);
     case 64:
-      return launch_way<T, kInterleaved, 64>(flashinfer, call, dependent, stream);
+      return launch_way<T, kInterleaved, 64>(way, call, dependent, stream);
     case 128:
-      return launch_way<T, kInterleaved, 128>(flashinfer, call, dependent, stream);
+      return launch_way<T, kInterleaved, 128>(way, call, dependent, stream);
     case 256:
-      return launch_way<T, kInterleaved, 256>(flashinfer, call, dependent, stream);
+      return launch_way<T, kInterleaved, 256>(way, call, dependent, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -202,9 +233,9 @@ cudaError_t of_size(bool flashinfer, const Call& call, bool dependent, void* str
 
 // Rotates q and k in place and returns CUDA's error code. dependent: the kernel may begin before the one ahead of it in
 // the stream has ended; only SGLang's way has this.
-extern "C" __attribute__((visibility("default"))) int rope_peer(const Call* call, int flashinfer, int bfloat16,
+extern "C" __attribute__((visibility("default"))) int rope_peer(const Call* call, Way way, int bfloat16,
                                                                 int interleaved, int dependent, void* stream) {
   const auto run = bfloat16 ? (interleaved ? of_size<__nv_bfloat16, true> : of_size<__nv_bfloat16, false>)
                             : (interleaved ? of_size<__half, true> : of_size<__half, false>);
-  return run(flashinfer, *call, dependent, stream);
+  return run(way, *call, dependent, stream);
 }

@@ -1,4 +1,4 @@
-"""Draws the pictures of one result file as SVG: bandwidth and accuracy.
+"""Draws the pictures of the pages as SVG: the time of GPUs and CPUs, and the accuracy.
 
 Each picture has its own background. If the reader's system is dark, the background and the ink change together. The
 colours of the implementations have a contrast of at least 3:1 with both. The same lines give the same bytes.
@@ -31,9 +31,13 @@ STYLES = {
     "rotary-embedding-torch": ("#ae3ec9", ">"),
     "mlx": ("#0c8599", "P"),
     "one rounding": (MUTED, ""),
+    "SGLang's way": ("#2b8a3e", "<"),
+    "flashinfer in place": ("#0c8599", "P"),
+    "vllm in place": ("#1c7ed6", "v"),
     "copy": (MUTED, ""),
 }
 LABELS = {"copy": "copy_, for comparison", "mlx": "mlx, made for GPUs"}
+LABELS |= {"flashinfer in place": "FlashInfer", "vllm in place": "vLLM", "SGLang's way": "SGLang's way"}
 
 SETTINGS = {
     "svg.fonttype": "none",  # text remains text and does not become outlines
@@ -59,38 +63,41 @@ SETTINGS = {
 WIDTH, HEIGHT = 622.5, 345  # points; 830 and 460 pixels
 
 
-def plot(lines: list[dict], folder: Path) -> list[Path]:
-    """Draws bandwidth.svg and accuracy.svg from the lines of one result file, and returns their paths."""
+def plot(cpu: list[dict], gpu: list[dict], folder: Path) -> list[Path]:
+    """Draws speed.svg and accuracy.svg from the lines of result files, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = []
     with matplotlib.rc_context(SETTINGS):
-        for draw in (bandwidth, accuracy):
-            files.append(folder / f"{draw.__name__}.svg")
-            _save(draw(lines), files[-1])
-    return files
+        figures = {"speed": speed([gpu, cpu]), "accuracy": accuracy(cpu)}
+        files = {folder / f"{name}.svg": figure for name, figure in figures.items()}
+        for file, figure in files.items():
+            _save(figure, file)
+    return [*files]
 
 
-def bandwidth(lines: list[dict]) -> Figure:
-    """Draws needed_bytes / time against the number of tokens, with a band between the quartiles.
-
-    The legend is at the right, in the order of the curves' ends.
-    """
-    points = [
-        (x["implementation"], x["seq"], *(x["needed_bytes"] / x[us] / 1e3 for us in ("median_us", "q3_us", "q1_us")))
-        for x in lines
-        if x.get("group") == "sweep" and x["status"] == "timed"
-    ]
-    figure = _figure(lines, "Bandwidth against tokens", "32/8 heads of 128 (4/1 from 256k tokens on), bfloat16")
-    axes = _axes(figure, 50, 415, xlabel="tokens", ylabel="needed bytes / time, GB/s")
-    drawn = _draw(axes, points)
-    labels = {name: LABELS.get(name, name) for name in sorted(drawn, key=lambda name: -drawn[name].get_ydata()[-1])}
-    _legend(axes, drawn, labels, loc="center left", bbox_to_anchor=(1, 0.5))
+def speed(machines: list[list[dict]]) -> Figure:
+    """Draws the time against the number of tokens, with a band between the quartiles, in a panel for each machine."""
+    figure = _figure("Time against tokens", "32/8 heads of 128, bfloat16", HEIGHT + 75)
+    for i, lines in enumerate(machines):
+        axes = _axes(figure, 50 + 295 * i, 255, 115, xlabel="tokens")
+        axes.set_title(lines[0]["name"], fontsize=9, loc="left", pad=4)
+        points = [
+            (x["implementation"], x["seq"], *(x.get(us, x["median_us"]) for us in ("median_us", "q1_us", "q3_us")))
+            for x in lines
+            if x.get("group") == "sweep" and x["status"] == "timed" and x["heads"] == 32
+        ]
+        drawn = _draw(axes, [point for point in points if point[0] != "torch_rope inv_freq"])
+        axes.yaxis.set_major_formatter(
+            lambda us, _: f"{us / 1e6:g} s" if us >= 1e6 else f"{us / 1e3:g} ms" if us >= 1e3 else f"{us:g} µs"
+        )
+        labels = {name: LABELS.get(name, name) for name in STYLES if name in drawn}
+        _legend(axes, drawn, labels, loc="upper left", bbox_to_anchor=(-0.02, -0.12), ncols=2, columnspacing=1)
     return figure
 
 
 def accuracy(lines: list[dict]) -> Figure:
     """Draws the largest error of a pair, relative to its magnitude, against the position, in a panel for each dtype."""
-    figure, axes = _figure(lines, "Error against position", "largest of an octave", HEIGHT + 75), None
+    words = f"{lines[0]['name']} · torch {lines[0]['torch']} · largest of an octave"
+    figure, axes = _figure("Error against position", words, HEIGHT + 75), None
     for i, dtype in enumerate(("float32", "bfloat16")):
         axes = _axes(figure, 50 + 285 * i, 270, 115, sharey=axes, xlabel="position")
         axes.set_title(dtype, fontsize=9, loc="left", pad=4)
@@ -114,11 +121,10 @@ def _distinct(points: list[tuple]) -> dict[str, str]:
     return {n: ", ".join(same) if len(same) < 3 else f"{n} and {len(same) - 1} others" for n, same in groups.items()}
 
 
-def _figure(lines: list[dict], title: str, subtitle: str, height: float = HEIGHT) -> Figure:
+def _figure(title: str, subtitle: str, height: float = HEIGHT) -> Figure:
     figure = Figure((WIDTH / 72, height / 72), dpi=72, facecolor=PAPER)  # at 72 dpi a pixel is a point
     figure.text(10 / WIDTH, 1 - 20 / height, title, fontsize=12, fontweight="bold")
-    words = f"{lines[0]['name']} · torch {lines[0]['torch']} · {subtitle}"
-    figure.text(10 / WIDTH, 1 - 36 / height, words, color=MUTED)
+    figure.text(10 / WIDTH, 1 - 36 / height, subtitle, color=MUTED)
     return figure
 
 

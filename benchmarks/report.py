@@ -4,8 +4,10 @@ The text between <!-- table: NAME --> and <!-- end --> is what the function BLOC
 also has a page of its own in the same folder, with all rows and columns.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from .results import FOLDER, read
 ROOT = FOLDER.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "docs/index.md", "docs/benchmarks.md", "docs/accuracy.md")]
 REFERENCE = FOLDER / "AMD_EPYC_family_25_2_cores.jsonl"  # the newest results of all cases, for pages and pictures
+H100, H200 = (FOLDER / f"NVIDIA_{name}.jsonl" for name in ("H100_80GB", "H200"))
 MODULE, IN_PLACE, FUSED = "torch_rope module", "torch_rope in place", "torch_rope fused"
 APART, PEER, COMPILED = "torch_rope, then index_copy_", "transformers", "transformers compiled"
 LEAST = [f"least, blocks of {n}" for n in (64, 128, 256)]
@@ -31,7 +34,7 @@ onnxruntime runs a whole session for this one operator."""
 
 # The commits whose kernels have changed since, and the groups of cases that this touches: all, or some. Rows of these are
 # marked until they are measured again.
-EARLIER = {"7b4affbc": None, "806f44d2": None, "2a2987c3": ("quantised",), "7cfd72a0": ("quantised",)}
+EARLIER = {"7bc218f9": None, "7b4affbc": None, "806f44d2": None, "2a2987c3": ("quantised",), "7cfd72a0": ("quantised",)}
 
 # The rows of each group that docs/benchmarks.md shows, by the beginnings of their labels, and its columns.
 SHORT = "copy", OURS, IN_PLACE, FUSED, APART, "rms_norm, then torch_rope", PEER, COMPILED, "diffusers", "comfy-kitchen"
@@ -102,11 +105,19 @@ def in_time(x: dict, ours: dict | None) -> tuple[str, str]:
     if ours is None:  # the results of torch_rope do not fit the memory of the machine
         return f"{name}, ratio", time(x)
     text = ratio(x["median_us"] / ours["median_us"])
-    overlap = x["q1_us"] <= ours["q3_us"] and ours["q1_us"] <= x["q3_us"]
-    return f"{name}, ratio", f"{text} (noise)" if overlap else f"**{text}**" if x["q3_us"] < ours["q1_us"] else text
+    (low, high), (our_low, our_high) = quartiles_of(x), quartiles_of(ours)
+    overlap = low <= our_high and our_low <= high
+    return f"{name}, ratio", f"{text} (noise)" if overlap else f"**{text}**" if high < our_low else text
+
+
+def quartiles_of(x: dict) -> tuple[float, float]:
+    """Returns the lower and the upper quartile, or twice the median if nothing else is known."""
+    return x.get("q1_us", x["median_us"]), x.get("q3_us", x["median_us"])
 
 
 def in_memory(x: dict, ours: dict | None) -> tuple[str, str]:
+    if x["op"] == "model":
+        return x["implementation"], f"{x['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in x else ""
     size = {"float64": 8, "float32": 4}.get(x["dtype"], 2)
     q_and_k = x["batch"] * x["seq"] * (x["heads"] + x["kv_heads"]) * x["head_dim"] * size
     return x["implementation"], ratio(x["peak_bytes"] / q_and_k) if "peak_bytes" in x else ""
@@ -128,16 +139,6 @@ def table(lines: list[dict], group: str, cell: Callable = in_time, rows=("",), c
     earlier = {x["commit"] for x in found if is_earlier(x)}
     note = f"\n\n† Measured before the kernels changed, at {', '.join(sorted(earlier))}." if earlier and cells else ""
     return grid("", cells, dict.fromkeys(map(label, found)), dict.fromkeys(column for _, column in cells)) + note
-
-
-def beside_copy(lines: list[dict]) -> str:
-    """Returns a sentence about the numbers of tokens with which torch_rope takes less time than a copy."""
-    sweep = [x for x in lines if x.get("group") == "sweep" and x["status"] == "timed"]
-    us = {(x["implementation"], x["seq"]): x["median_us"] for x in sweep}
-    less = [count(seq) for name, seq in us if name == OURS and us[name, seq] < us["copy", seq]]
-    return (
-        f"In these sweeps torch_rope takes less time than `copy_` with {', '.join(less)} tokens, and more with others."
-    )
 
 
 # ---- Accuracy ----
@@ -200,65 +201,115 @@ def machine(lines: list[dict]) -> str:
     """Returns a sentence about the machine, the date and the versions."""
     found = lines[0]
     packages = "python", "torch", "transformers", "mlx", "onnxruntime", "diffusers", "comfy-kitchen"
+    packages += "liger-kernel", "flashinfer-python", "vllm"
     versions = [f"{k} {found[k]}" for k in packages if found.get(k, "not installed") != "not installed"]
-    threads = f"{found['threads']} threads, kernels {found['cpu_kernels']}"
-    threads = threads if found["device"] == "cpu" else "CUDA graphs"
-    return f"Measured on {found['name']}, {threads}, {found['date']}; {', '.join(versions)}."
+    on_cpu = f"{found.get('threads')} threads, kernels {found.get('cpu_kernels')}"
+    how = on_cpu if found["device"] == "cpu" else "CUDA graphs"
+    return f"Measured on {found['name']}, {how}, {found['date']}; {', '.join(versions)}."
 
 
-# The README's table of times: the tokens, the name of a case without its dtype, and implementations; and their calls.
-PROMPT = "shapes: 1 x 2k, 32/8 of 128, {}"
-CACHE = "cache: 1 x 1, 32/8 of 128, {}, norm cache, int64 positions"
-FRONT = (
-    ("2,048 tokens", PROMPT, (OURS, IN_PLACE, MODULE, "copy", PEER, COMPILED)),
-    ("1 token", "decode: 1 x 1, 32/8 of 128, {}, int64 positions", (OURS, MODULE, PEER, COMPILED)),
-    ("1 token, with QK-norm and cache", CACHE, (OURS, PEER)),
-)
-CALLS = {OURS: "**`rotate_qk`**", IN_PLACE: "**`rotate_qk_`**, in place", MODULE: "**`rope(q, k)`**, the module"}
-CALLS |= {"copy": "`copy_` of q and k", COMPILED: "transformers, compiled"}
+@dataclass(frozen=True)
+class Front:
+    """A table of README.md: times of a few cases in one file of results."""
+
+    file: Path
+    corner: str
+    rows: dict[str, str]  # label -> case; if the label is in MEMORY, the row has memory instead of times
+    columns: dict[str, str | tuple]  # header -> implementation, or the first of several that has the case
+
+    def __call__(self, _) -> str:
+        lines, used, cells = read(self.file), [], {}
+        for (label, case), (header, names) in itertools.product(self.rows.items(), self.columns.items()):
+            names = (names,) if isinstance(names, str) else names
+            if x := next(filter(None, (one(lines, case, name) for name in names)), None):
+                cells[label, header] = in_memory(x, None)[1] if label in MEMORY else time(x)
+                used.append(x)
+        machine, commits = lines[0], ", ".join(sorted({x["commit"] for x in used}))
+        note = " The kernels have changed since." * any(map(is_earlier, used))
+        return (
+            f"{grid(self.corner, cells, self.rows, self.columns)}\n\n"
+            f"{machine['name']}, {machine['date']}, torch {machine['torch']}, commit {commits}.{note}"
+        )
 
 
-def front(lines: list[dict]) -> str:
-    """Returns the README's table of times, and the machine."""
-    rows = []
-    for tokens, case, names in FRONT:
-        for name in names:
-            call = "**`rotate_into_cache_`**" if (case, name) == (CACHE, OURS) else CALLS.get(name, name)
-            times = [time(one(lines, case.format(dtype), name)) for dtype in FLOATS[:2]]
-            rows.append([tokens if name == names[0] else "", call, *times])
-    return f"{markdown(['', 'call', 'float32', 'bfloat16'], rows)}\n\n{machine(lines)}"
+MEMORY = "its memory, in sizes of q and k", "its peak of memory"
+DECODE = "32/8 of 128, bfloat16, norm cache, int64 positions"
+OPERATORS = {"`copy_`": "copy", "`rotate_qk`": OURS, "`rotate_qk_`": IN_PLACE}
+ENGINES = {"SGLang's way": "SGLang's way", "FlashInfer": "flashinfer in place", "vLLM": "vllm in place"}
+SEPARATE = "separate operators of torch_rope"
+LIBRARIES = {"`copy_`": "copy", "torch_rope": OURS, SEPARATE: ("rms_norm, then torch_rope", APART), "Liger": "liger"}
+LIBRARIES |= {"transformers, diffusers": (PEER, "diffusers"), "transformers, compiled": COMPILED}
+SWEEP = {n: f"sweep: 1 x {count(n)}, 32/8 of 128, bfloat16, int64 positions" for n in (1, 64, 2048, 32768)}
+TRAINING = "norm: 1 x 2k, 32/8 of 128, bfloat16, norm, training"
+LAYERS = "models: Qwen3 of 12 layers, {}, bfloat16"
+STEP = LAYERS.format("training on 2 x 2048")
+OVER_HEADS = "norm-over-heads: 1 x {0}, {1}/{1} of 128, bfloat16, interleaved, norm over heads"
+FRONT = {
+    "engines": Front(H100, "tokens", {f"{n:,}": case for n, case in SWEEP.items()}, OPERATORS | ENGINES),
+    "libraries": Front(
+        H200,
+        "tokens",
+        {
+            "2,048, rotation": "shapes: 1 x 2k, 32/8 of 128, bfloat16",
+            "2,048, QK-norm and rotation": "norm: 1 x 2k, 32/8 of 128, bfloat16, norm",
+            "the same, forward and backward": TRAINING,
+            MEMORY[0]: TRAINING,
+            "1, QK-norm, rotation and cache": f"cache: 1 x 1, {DECODE}",
+            "4,096 of Wan, norm over 40 heads": OVER_HEADS.format("4k", 40),
+        },
+        LIBRARIES,
+    ),
+    "layers": Front(
+        H100,
+        "12 layers of Qwen3, hidden size 2,048",
+        {
+            "training step, 2 x 2,048 tokens": STEP,
+            MEMORY[1]: STEP,
+            "prompt of 4,096 tokens": LAYERS.format("prompt of 4096"),
+        },
+        {"transformers": PEER, "`patch`": OURS, "`patch`, `fuse=True`": FUSED},
+    ),
+    "heads": Front(
+        H100,
+        "tokens and heads of Wan",
+        {
+            f"{n:,}, {heads}": OVER_HEADS.format(count(n), heads)
+            for n, heads in itertools.product((4096, 32760), (12, 40))
+        },
+        {"`copy_`": "copy", "torch_rope": OURS, SEPARATE: "rms_norm, then torch_rope"},
+    ),
+    "cpu": Front(
+        REFERENCE,
+        "tokens",
+        {
+            "2,048": "shapes: 1 x 2k, 32/8 of 128, bfloat16",
+            "1": "decode: 1 x 1, 32/8 of 128, bfloat16, int64 positions",
+            "1, QK-norm and cache": f"cache: 1 x 1, {DECODE}",
+        },
+        {"`copy_`": "copy", "torch_rope": OURS, "in place": IN_PLACE, "transformers": PEER, "compiled": COMPILED},
+    ),
+}
 
 
 def reasons(lines: list[dict]) -> str:
-    """Returns the three reasons of README.md and docs/index.md, each with its figures."""
-
-    def figure(name: str, dtype: str, which: str = "max_ulp", **where) -> float:
-        return errors(lines, implementation=name, dtype=dtype, **(where or {"octave": 17}))[0][which]
-
-    def times(name: str, case: str) -> str:
-        """Returns how many times as long as torch_rope an implementation takes, in float32 and bfloat16."""
-        both = [[one(lines, case.format(t), n)["median_us"] for n in (name, OURS)] for t in FLOATS[:2]]
-        return " to ".join(dict.fromkeys(map(ratio, sorted(theirs / ours for theirs, ours in both))))
-
+    """Returns the three reasons of README.md and docs/index.md. lines: those of the CPU, for the accuracy."""
+    gpu = read(H100)
+    ours, copy, vllm = (time(one(gpu, SWEEP[2048], name)) for name in (IN_PLACE, "copy", "vllm in place"))
+    step, fused = (time(one(gpu, STEP, name)) for name in (PEER, FUSED))
     return f"""\
-1. **Fast.** One call reads and writes q and k once. On 2,048 tokens transformers' function takes \
-{times(PEER, PROMPT)} times as long, and {times(COMPILED, PROMPT)} times when compiled.
-2. **Accurate.** At positions from 131,072 to 262,143 the largest error of `RotaryEmbedding` is \
-{number(figure(OURS, "float32"))} ulps (units in the last place) in float32, and {number(figure(OURS, "bfloat16"))} in \
-bfloat16. Implementations that multiply position and frequency in float32 reach {figure(PEER, "float32"):,.0f} and \
-{number(figure(PEER, "bfloat16"))}. In float32 that moves {figure(PEER, "float32", "moved_weight", tokens=131072):.2%} \
-of the weight of attention over 131,072 tokens.
-3. **Complete.** Functional operators have gradients to any order; all work with `torch.compile` and DTensor. \
-`rotate_into_cache_` fuses QK-norm, rotation and the KV-cache write of one token: transformers' separate functions \
-take {times(PEER, CACHE)} times as long, torch_rope's separate functions {times(APART, CACHE)}."""
+1. **Fast.** On an H100, the rotation of 2,048 tokens in place takes {ours}, a copy {copy}, and vLLM's kernel {vllm}; a \
+training step of 12 Qwen3 layers takes {fused} instead of {step} ([measured](docs/benchmarks.md)).
+2. **Accurate.** Angles stay right at any position below 2^24, while common implementations lose them past 32,768 \
+([why](docs/accuracy.md)).
+3. **Complete.** One operator does QK-norm, rotation and the write to a KV cache; functional operators have gradients to \
+any order; all work with `torch.compile` and DTensor ([all of them](docs/guide/index.md))."""
 
 
 BLOCKS: dict[str, Callable[[list[dict]], str]] = {
     "machine": machine,
-    "front": front,
     "reasons": reasons,
+    **FRONT,
     "story": story,
-    "beside copy": beside_copy,
     **{group: partial(table, group=group, rows=rows, columns=SHORT) for group, rows in ROWS.items()},
     "models, operators": partial(table, group="models", cell=in_operators, rows=ROWS["models"][1:2], columns=SHORT),
     "diffusion, memory": partial(table, group="diffusion", cell=in_memory, rows=ROWS["diffusion"], columns=SHORT[1:]),
@@ -283,8 +334,13 @@ def page_of(lines: list[dict]) -> str:
 def write_all(check: bool) -> list[Path]:
     """Returns the pages whose tables do not show the current results. Writes these pages, unless check is True."""
     lines = read(REFERENCE)
-    fill = partial(BLOCK.sub, lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}")
-    wanted = {page: fill(page.read_text()) for page in PAGES}
+
+    def fill(page: Path) -> str:
+        """Returns the text of a page with its tables. Their links begin in the folder of README.md."""
+        text = BLOCK.sub(lambda found: f"{found[1]}\n{BLOCKS[found[2]](lines)}\n\n{found[3]}", page.read_text())
+        return text if page.parent == ROOT else text.replace("(docs/", "(")
+
+    wanted = {page: fill(page) for page in PAGES}
     wanted |= {path.with_suffix(".md"): page_of(read(path)) for path in sorted(FOLDER.glob("*.jsonl"))}
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text() != text]
     for page in stale if not check else []:

@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def file_of(name: str) -> Path:
 
 
 def in_process(case: Case, device: str, names=None, *arguments) -> list[dict]:
-    """Returns the lines of measure(case, device, names, *arguments), which runs in a new process.
+    """Returns the lines of measure(case, device, names, *arguments), which runs in another process.
 
     If an implementation crashes or blocks that process, this becomes its line, and another process measures the others.
     """
@@ -120,33 +120,51 @@ def in_process(case: Case, device: str, names=None, *arguments) -> list[dict]:
     return lines
 
 
-def sent_by(device: str, function, *arguments) -> tuple[list, str]:
-    """Returns what function(*arguments) yields in a new process, and how that process ended.
+def sent_by(device: str, function: Callable, *arguments) -> tuple[list, str]:
+    """Returns what function(*arguments) yields in another process, and how that process ended if it ended too early.
 
-    measure() also sends the names of the implementations that it starts.
+    On a CPU each call has a new process. A process that uses a GPU takes many seconds to start, so it is kept for the
+    next call, unless something failed in it. measure() also sends the names of the implementations that it starts.
     """
+    process, connection = _kept.pop(device, None) or started(device)
+    connection.send((function, arguments))
+    sent, end = [], f"nothing happened for {SILENCE} seconds"
+    try:
+        while connection.poll(SILENCE):
+            if (result := connection.recv()) is None:
+                end = ""
+                break
+            sent.append(result)
+    except (EOFError, ConnectionError):
+        process.join(SILENCE)
+        end = f"the process ended with exit code {process.exitcode}"
+    if device == "cuda" and not end and not any(isinstance(x, dict) and x.get("status") == "failed" for x in sent):
+        _kept[device] = process, connection
+    else:
+        process.kill()
+        process.join()
+    return sent, end
+
+
+_kept: dict[str, tuple] = {}  # device -> a process that waits for a call, and the connection with it
+
+
+def started(device: str) -> tuple:
     # A forked process cannot use CUDA if its parent has, and modules that are preloaded may.
     context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     if device != "cuda":
         context.set_forkserver_preload(PRELOAD)
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=send_all, args=(sending, function, *arguments), daemon=True)
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
     process.start()
-    sending.close()
-    sent, end = [], ""
-    try:
-        while receiving.poll(SILENCE):
-            sent.append(receiving.recv())
-        end = f"nothing happened for {SILENCE} seconds"
-        process.kill()
-    except EOFError:
-        process.join(SILENCE)
-        process.kill()
-    process.join()
-    return sent, end or f"the process ended with exit code {process.exitcode}"
+    there.close()
+    return process, here
 
 
-def send_all(sending, function, *arguments) -> None:
-    for result in function(*arguments, **({"starting": sending.send} if function is measure else {})):
-        sending.send(result)
-    sending.close()
+def serve(connection) -> None:
+    """Calls what comes through a connection, and sends what it yields, and then None."""
+    while True:
+        function, arguments = connection.recv()
+        for result in function(*arguments, **({"starting": connection.send} if function is measure else {})):
+            connection.send(result)
+        connection.send(None)

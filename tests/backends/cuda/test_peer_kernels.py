@@ -1,4 +1,4 @@
-"""Tests of the kernels of benchmarks/peers.cu, which work as those of SGLang and FlashInfer do. They need --emulate."""
+"""Tests of the kernels of benchmarks/peers.cu, which work as those of other libraries do. They need --emulate."""
 
 import ctypes
 import sys
@@ -11,7 +11,7 @@ from oracle import assert_close, rotate
 import torch_rope
 
 sys.path.insert(0, str(ROOT))
-from benchmarks.implementations import rotate_as_peer  # noqa: E402
+from benchmarks.implementations import WAYS, rotate_as_peer  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
@@ -24,7 +24,7 @@ def kernel():
 @pytest.mark.parametrize("tokens, dtype", [(3, torch.bfloat16), (37, torch.float16)])
 @pytest.mark.parametrize("head_dim, rotary_dim", [(64, 64), (128, 128), (128, 32), (256, 256)])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("way", ["SGLang", "FlashInfer"])
+@pytest.mark.parametrize("way", WAYS)
 def test_q_and_k_are_rotated_in_place(way, interleaved, head_dim, rotary_dim, tokens, dtype, kernel):
     packed = torch.randn(tokens, 5, head_dim).to(dtype)
     expected = packed.clone()

@@ -85,6 +85,17 @@ def test_an_implementation_that_breaks_its_process_is_named_and_the_others_are_m
     }
 
 
+def own_number(succeeds):
+    yield {"process": os.getpid(), "status": "timed" if succeeds else "failed"}
+
+
+def test_a_process_that_uses_a_gpu_is_kept_until_something_fails_in_it():
+    ended = [results.sent_by("cuda", own_number, succeeds) for succeeds in (True, False, True)]
+    assert [end for _, end in ended] == [""] * 3
+    first, second, third = (sent[0]["process"] for sent, _ in ended)
+    assert first == second != third
+
+
 def test_a_run_keeps_the_lines_of_the_cases_that_it_does_not_measure():
     first, second = cases.cases("cpu")[:2]
     timed = {"implementation": "torch_rope", "status": "timed", "samples_us": [1.0, 2.0]}
@@ -104,10 +115,10 @@ def test_the_tables_and_pictures_in_the_pages_are_those_of_complete_results(tmp_
         re.fullmatch("[0-9a-f]{8}", x["commit"]) for x in lines
     )
     assert {x["case"] for x in lines} == {case.name for case in cases.cases("cpu")}
-    version = re.search(r"matplotlib ([\d.]+)", (ROOT / "docs" / "bandwidth.svg").read_text())[1]
+    version = re.search(r"matplotlib ([\d.]+)", (ROOT / "docs" / "speed.svg").read_text())[1]
     if version != matplotlib.__version__:
         pytest.skip(f"matplotlib {version} drew the pictures, and {matplotlib.__version__} may draw them differently")
-    for file in plots.plot(results.read(report.REFERENCE), tmp_path):
+    for file in plots.plot(*map(results.read, (report.REFERENCE, report.H100)), tmp_path):
         assert file.read_bytes() == (ROOT / "docs" / file.name).read_bytes(), "run: make figures"
 
 
