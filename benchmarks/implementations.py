@@ -565,16 +565,17 @@ def model(case: Case, data: Data, patch: dict | None = None, compile=False) -> R
         integration.patch(model, **patch)
     seed = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (case.batch, case.seq + 1), generator=seed).to(data.device)
-    forward = compiled(model) if compile else model
+    for layer in model.model.layers if compile else ():  # the whole model would take minutes to compile
+        layer.compile(dynamic=False)
 
     def train():
-        loss = forward(tokens, labels=tokens, use_cache=False).loss
+        loss = model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         model.zero_grad()
         return loss
 
     def prompt():
-        return forward(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
+        return model(tokens[:, : case.seq], use_cache=False, logits_to_keep=1).logits
 
     if case.mode == "training on":
         return Run(train, lambda x: [x.detach()], context=torch.enable_grad)

@@ -141,6 +141,8 @@ def sent_by(device: str, function: Callable, *arguments) -> tuple[list, str]:
     if device == "cuda" and not end and not any(isinstance(x, dict) and x.get("status") == "failed" for x in sent):
         _kept[device] = process, connection
     else:
+        connection.close()  # which ends a process that waits
+        process.join(1 if end else SILENCE)
         process.kill()
         process.join()
     return sent, end
@@ -162,9 +164,12 @@ def started(device: str) -> tuple:
 
 
 def serve(connection) -> None:
-    """Calls what comes through a connection, and sends what it yields, and then None."""
+    """Calls what comes through a connection until it is closed, and sends what that yields, and then None."""
     while True:
-        function, arguments = connection.recv()
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
         for result in function(*arguments, **({"starting": connection.send} if function is measure else {})):
             connection.send(result)
         connection.send(None)
