@@ -209,14 +209,15 @@ def _part_of_a_larger_one(make, n, size, heads, dim):
 # that allocates memory with make(*shape). It returns the caches as the operator takes them: [blocks, block_size, heads,
 # head_dim] or, if there is one block only, [max_seq, heads, head_dim].
 CACHES = {
-    "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),
+    "sequence": lambda make, _, size, h, d: (make(size, h, d), make(size, h, d)),  # SGLang's
     "heads sequence": lambda make, _, size, h, d: tuple(make(h, size, d).transpose(0, 1) for _ in "kv"),  # akunu's
-    "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),  # vLLM's NHD
-    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),  # vLLM's HND
-    "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),  # vLLM's FlashAttention
+    "blocks": lambda make, n, size, h, d: (make(n, size, h, d), make(n, size, h, d)),
+    "blocks heads": lambda make, n, size, h, d: tuple(make(n, h, size, d).transpose(1, 2) for _ in "kv"),
+    "kv blocks": lambda make, n, size, h, d: make(2, n, size, h, d).unbind(0),
     "blocks kv": lambda make, n, size, h, d: make(n, 2, size, h, d).unbind(1),  # FlashInfer's NHD
-    "blocks kv heads": lambda make, n, size, h, d: make(n, 2, h, size, d).transpose(2, 3).unbind(1),  # FlashInfer's HND
-    "kv side by side": lambda make, n, size, h, d: make(n, size, h, 2 * d).split([d, d], -1),
+    "vLLM's LBNHC": lambda make, n, size, h, d: make(n, size, h, 2 * d).split([d, d], -1),
+    "vLLM's LBHNC": lambda make, n, size, h, d: make(n, h, size, 2 * d).transpose(1, 2).split([d, d], -1),
+    "vLLM's BLHNC": lambda make, n, size, h, d: make(n, 3, h, size, 2 * d)[:, 1].transpose(1, 2).split([d, d], -1),
     "strides of their own": lambda make, n, size, h, d: (make(n, size, h, d), make(n, h, size, d).transpose(1, 2)),
     "by channel": lambda make, n, size, h, d: (
         make(d, size, h, n).permute(3, 1, 2, 0),

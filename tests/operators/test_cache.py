@@ -379,6 +379,21 @@ def test_any_call_writes_the_right_values_and_nothing_else(start, device):
         test_rotate_into_cache_writes_what_the_functional_operators_return(case, device)
 
 
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["sequence", "vLLM's LBNHC", "vLLM's LBHNC", "vLLM's BLHNC"])
+def test_a_step_of_vllm_or_sglang_is_written(layout, tables, stored, device):
+    """Their tables are the halves of one tensor, and each of their scales is one number without dimensions."""
+    need(device, stored or torch.bfloat16)
+    q, k, v = torch.randn(9, 8, 64).bfloat16().to(device).split([4, 2, 2], 1)
+    caches = Caches(layout, 3, 16, 2, 64, torch.bfloat16, device, quantised=(stored, stored))
+    table = torch.cat(torch_rope.cos_sin(torch.arange(40), torch_rope.inv_freq(48)), -1).to(device, tables)
+    angles = {"cos": table[:, :24], "sin": table[:, 24:], "positions": torch.randint(40, (9,)).to(device)}
+    slots = some_slots((9,), caches.k[..., 0, 0].numel(), torch.int64, device)
+    scales = make_scales("no dimensions", (None, stored, stored), [1] * 3, device)
+    check(q, k, v, caches, angles, slots, None, scales, eager_rounding=tables == torch.bfloat16)
+
+
 # --- Quantised caches -------------------------------------------------------------------------------------------------
 
 
