@@ -1,4 +1,4 @@
-"""Overrides of torchtitan: its rotary embeddings rotate q and k by torch_rope. docs/integrations/torchtitan.md says how.
+"""Overrides of torchtitan: its rotary embeddings rotate q and k by torch_rope. docs/integrations/others.md says how.
 
 The tables are torchtitan's own, so checkpoints and angles stay what they were. The arithmetic is float32 in both, and
 each element is rounded once, at the end.

@@ -147,7 +147,6 @@ CHECKS = {
         "equal(q_in_place, q_rotated) and equal(k_in_place, k_rotated) and equal(q_rotated[:, :2], q[:, :2])",
         "equal(q_by_head[:, :, 1], tr.rotate(q, cos4[:, :, 1], sin4[:, :, 1])[:, :, 1]) and flux.shape == (3, 64)",
     ],
-    "docs/integrations/comfyui.md": ["equal(q_rotated, tr.rotate(q, cos, sin, interleaved=True))"],
     "docs/integrations/diffusers.md": ["'apply_rotary_emb is torch.ops.rope.rotate' in printed"],
     "docs/integrations/transformers.md": [
         PATCHED,
@@ -158,7 +157,9 @@ CHECKS = {
         "near(torch.from_numpy(packed_rotated), torch.cat([*rope(q, k), k], 2), atol=1e-6)",
     ],
     "docs/integrations/hub.md": ["equal(q_rotated, tr.rotate(q, inv_freq=inv_freq)) and near(logits, expected)"],
-    "docs/integrations/timm.md": ["'is torch.ops.rope.rotate' in printed"],
+    "docs/integrations/others.md": [
+        "'is torch.ops.rope.rotate' in printed and equal(q_rotated, tr.rotate(q, cos, sin, interleaved=True))",
+    ],
 }
 
 

@@ -1,6 +1,6 @@
 """Makes torch_rope a back end of comfy-kitchen, the library of kernels that ComfyUI calls.
 
-docs/integrations/comfyui.md says which calls torch_rope computes, how it rounds, and what has no gradient.
+docs/integrations/others.md says which calls torch_rope computes, how it rounds, and what has no gradient.
 """
 
 import dataclasses
