@@ -605,8 +605,8 @@ def rotate_into_cache_(
             of one block. Both have the same blocks and block_size, the heads and head_dim of k and of v, the dtype of q
             or each one of a quantised cache, and any strides; they may be slices of one tensor. Pass a head-major cache
             transposed: a ``[kv_heads, max_seq, head_dim]`` cache as ``cache.transpose(0, 1)``, a ``[batch, kv_heads,
-            max_seq, head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``. Pass a paged cache
-            (vLLM) as it is.
+            max_seq, head_dim]`` cache (StaticCache of transformers) as ``cache.transpose(1, 2)``, and vLLM's ``[blocks,
+            kv_heads, block_size, 2 * head_dim]`` as ``cache.transpose(1, 2).split(head_dim, -1)``.
         cos, sin, inv_freq: as in :func:`rotate`.
         positions, offset: as in :func:`rotate`. Without slots they also choose the cell of each token, which must be at
             least 0 and below block_size. With tables by token or by head that is all they do, so they must be None and 0
