@@ -43,6 +43,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     path = page.file.src_uri
     source = PAGES.get(path, f"docs/{path}")  # in the repository
+    if path.startswith("results/"):  # their tables take the whole width
+        page.meta["hide"] = ["navigation", "toc"]
 
     def link(found):
         picture, text, target, anchor = found[1], found[2], found[3], found[4] or ""
