@@ -2,6 +2,7 @@
 
 import functools
 import importlib.abc
+import os
 import sys
 import warnings
 
@@ -245,21 +246,37 @@ def _replace_lowering_of_slices() -> None:
             return ir.TensorBox(ir.ReinterpretView(data=buffer, layout=layout))
 
 
-def _watch_functionalization(op: torch._ops.OpOverload) -> None:
-    """Replaces how slices are lowered when `op` is functionalized with a tensor that begins inside its storage."""
+def _refuse_slices(signature: Signature, given: dict) -> None:
+    """Raises an error if torch's own lowering may write an operand to another place."""
+    from torch._higher_order_ops.auto_functionalize import get_base
 
-    @op.py_impl(FunctionalTensorMode)
+    for name in sorted(name for name in signature.written if given.get(name) is not None):
+        base, offset = get_base(given[name]), given[name].storage_offset()
+        if not isinstance(offset, int) or (base is not None and base.storage_offset() != 0):
+            raise RuntimeError(
+                f"rope.{signature.name}: {name} is a slice that torch may write to another place, but must not be one "
+                "while TORCH_ROPE_LOWERING=0 keeps torch's lowering of slices; pass a contiguous clone, use an operator "
+                "that does not write in place, or unset the variable"
+            )
+
+
+def _watch_functionalization(signature: Signature) -> None:
+    """Replaces how slices are lowered when an operator is functionalized with a tensor that begins inside its storage."""
+
+    @signature.op.py_impl(FunctionalTensorMode)
     def functionalize(mode, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if any(not isinstance(offset, int) or offset for offset in map(Tensor.storage_offset, tensors)):
+        if os.environ.get("TORCH_ROPE_LOWERING") == "0":
+            _refuse_slices(signature, signature.by_name(args) | kwargs)
+        elif any(not isinstance(offset, int) or offset for offset in map(Tensor.storage_offset, tensors)):
             _replace_lowering_of_slices()
         with mode:  # continues as if this function were not registered
-            return op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
+            return signature.op._op_dk(torch._C.DispatchKey.Python, *args, **kwargs)
 
 
 for _signature in operators():
     if _signature.written:
-        _watch_functionalization(_signature.op)
+        _watch_functionalization(_signature)
 
 
 # ---- flops: 4 multiplications and 2 additions for a pair; the norm adds 4 for a channel ----

@@ -205,6 +205,20 @@ print((x != 1).nonzero()[:, 0].unique().tolist())
         assert done.stdout.strip() == expected, done.stdout + done.stderr
 
 
+@pytest.mark.cpu
+def test_a_slice_is_refused_if_torch_keeps_a_lowering_that_may_get_it_wrong(monkeypatch):
+    monkeypatch.setenv("TORCH_ROPE_LOWERING", "0")
+    angles, first, longer = tables("cpu"), torch.randn(2, 3, 4, HEADS, DIM), torch.randn(2, 3, 5, HEADS, DIM)
+    for function, right, wrong in (
+        (lambda x: rope.rotate_(x[1:], *angles), first[0], longer[1]),  # begins inside its storage
+        (lambda x: rope.rotate_(x[1], *angles), first, longer),  # the place of the slice becomes a symbol
+    ):
+        program = compiled(function, "cpu", "aot_eager")
+        assert_same_call(function, program, right)
+        with pytest.raises(RuntimeError, match="rope.rotate_: x is a slice .* must not be .* a contiguous clone"):
+            program(wrong)
+
+
 @pytest.mark.parametrize("op", ["rotate_qk_", "rotate_into_cache_"])
 @pytest.mark.parametrize("dim, backend", [(0, "aot_eager"), (1, "inductor")])
 def test_inputs_that_share_a_storage_are_written_or_left_alone(dim, backend, op, device):
