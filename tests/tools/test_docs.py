@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from cases import ROOT, needed, python
 
 import torch_rope
+from torch_rope.frequencies import kinds
 
 pytestmark = pytest.mark.cpu
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -118,7 +120,6 @@ CHECKS = {
     "docs/parallel.md": ["equal(cp_q_rotated.to_local(), q_rotated) and equal(cp_k_rotated.to_local(), k_rotated)"],
     "docs/guide/frequencies.md": [
         "equal(q_rotated, tr.rotate(q, inv_freq=tr.inv_freq(head_dim))) and attention_factor > 1",
-        r"re.findall(r'^\| `(\w+)` \|', text, re.M) == list(tr.frequencies.KINDS)",
         "gradient.all() and near(rope.inv_freq, tr.inv_freq(head_dim))",
     ],
     "docs/guide/kv-caches.md": [
@@ -208,6 +209,21 @@ def test_every_block_is_code_or_its_output_and_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
                 path + anchor
             )
+
+
+def test_a_kind_of_frequencies_is_in_every_list():
+    """A kind is a public function of kinds.py that returns Frequencies. CONTRIBUTING.md has the files that it needs."""
+    functions = {name: f for name, f in vars(kinds).items() if inspect.isfunction(f) and name[0] != "_"}
+    known = {name for name, f in functions.items() if f.__annotations__.get("return") is kinds.Frequencies}
+    api, guide = text_of("docs/api/frequencies.md"), text_of("docs/guide/frequencies.md")
+    lists = {
+        "KINDS in torch_rope/frequencies/kinds.py": kinds.KINDS,
+        "__all__ in torch_rope/frequencies/__init__.py": torch_rope.frequencies.__all__,
+        "members in docs/api/frequencies.md": re.findall(r"\w+", api.partition("members:")[2]),
+        "the table in docs/guide/frequencies.md": re.findall(r"^\| `(\w+)` \|", guide, re.M),
+    }
+    for where, names in lists.items():
+        assert not known - {*names}, f"add {', '.join(known - {*names})} to {where}"
 
 
 COMMANDS = {line.split("#")[0].strip() for p in PAGES for block in of_language(p, "sh") for line in block.splitlines()}
