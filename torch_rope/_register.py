@@ -254,9 +254,8 @@ def _refuse_slices(signature: Signature, given: dict) -> None:
         base, offset = get_base(given[name]), given[name].storage_offset()
         if not isinstance(offset, int) or (base is not None and base.storage_offset() != 0):
             raise RuntimeError(
-                f"rope.{signature.name}: {name} is a slice that torch may write to another place, but must not be one "
-                "while TORCH_ROPE_LOWERING=0 keeps torch's lowering of slices; pass a contiguous clone, use an operator "
-                "that does not write in place, or unset the variable"
+                f"rope.{signature.name}: {name} is a slice that torch's lowering may write elsewhere, but must not be one, "
+                "because TORCH_ROPE_LOWERING is 0; pass a contiguous clone, or use an operator that is not in place"
             )
 
 

@@ -3,12 +3,9 @@
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from importlib import resources
-from pathlib import Path
 
 import errors
 import pytest
@@ -105,22 +102,16 @@ for i, program in enumerate({programs}):
 
 def test_no_target_of_the_makefile_compiles_what_is_compiled():
     """All need one build, and every build finds the ninja of .venv, which compiles only what has changed."""
-    targets = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
-    command = ["make", "--dry-run", "--always-make", *(t for t in targets if t not in ("gpu", "clean", "help"))]
+    targets = {*re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M)} - {"help", "gpu", "clean"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    compiles = re.compile(" -e |-m build .*--wheel|tests/exhaustive/package")
-    builds = {line for line in done.stdout.splitlines() if compiles.search(line)}
+    options = {"env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(["make", "--dry-run", "--always-make", *targets], cwd=ROOT, **options)
+    builds = {*re.findall(".*(?: -e |-m build .*--wheel|tests/exhaustive/package).*", done.stdout)}
     assert len(builds) == 3 and all(f'PATH="{ROOT}/.venv/bin:$PATH" ' in line for line in builds), builds or done.stderr
-
-
-def test_ninja_has_nothing_to_do_after_a_build():
-    ninja = shutil.which("ninja", path=Path(sys.executable).parent)
-    folder = ROOT / f"build/{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch-{torch.__version__}"
-    if not ninja or not (folder / "build.ninja").exists():
+    if not (found := [*ROOT.glob(f"build/*-{sys.implementation.cache_tag}-torch-{torch.__version__}/build.ninja")]):
         pytest.skip("ninja has built nothing here")
-    done = subprocess.run([ninja, "-n"], cwd=folder, capture_output=True, text=True)
-    assert "no work to do" in done.stdout, f"a source is newer than the library; run make .venv/built\n{done.stdout}"
+    done = subprocess.run([f"{sys.prefix}/bin/ninja", "-n"], cwd=found[0].parent, **options)
+    assert "no work to do" in done.stdout, f"a source is newer than the library: make .venv/built\n{done.stdout}"
 
 
 @pytest.mark.parametrize("usage, message, error", errors.CASES)
