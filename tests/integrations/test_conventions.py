@@ -219,7 +219,7 @@ def apply_rotary_whose_helper_branches(x, cos, sin):
     return rotated(x, cos, of_length(x, sin))
 
 
-BRANCHES = r"the function branches, and its text \(.*\) is not one that torch_rope knows, .*; see register"
+BRANCHES = r"the function branches, and its text \(.*\) is not one that torch_rope knows, .*; torch_rope.integrations.diffusers.register puts"
 UNKNOWN = {
     apply_rotary_scaled: "computes something else",
     apply_rotary_that_loops: BRANCHES,

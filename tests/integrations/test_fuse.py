@@ -114,7 +114,7 @@ def test_a_fused_model_decodes_as_the_unpatched_one(model_type, kind):
     """A prompt, single tokens, and several tokens that follow, until the window is full and after."""
     stock, fused = pair(model_type)
     norms = "" if model_type == "llama" else "q_norm, k_norm and "
-    assert f"; fused: {norms}the rotation" in fused.patched and "not fused" not in fused.patched
+    assert f"; fused: {norms}the rotation" in fused.patched and "kept apart" not in fused.patched
     caches = [new_cache(kind, model) for model in (stock, fused)]
     expected, actual = (
         logits(model, tokens(2, 13), cache, 4, 1, 1, 1, 1, 3, 1, 1)
@@ -194,12 +194,12 @@ def test_a_patched_model_has_one_program_for_all_lengths(options):
     assert graphs == [1, 1]
 
 
-# ---- which layers are not fused ----
+# ---- which layers are kept apart ----
 
 
 ROTATED, DIFFERS = "    cos, sin = position_embeddings\n", "the results would differ"
 V = "self.v_proj(hidden_states).view(hidden_shape)"
-# What stands in the place of a part of the forward, and why the layer is not fused then.
+# What stands in the place of a part of the forward, and why the layer is kept apart then.
 CHANGES = {
     "nothing": ("", "", ""),
     "a clamp": (ROTATED, ROTATED + "    key_states = key_states.clamp(-8, 8)\n", "its forward uses clamp"),
@@ -245,7 +245,8 @@ def test_a_forward_that_says_something_else_is_not_fused(name):
     )
     model = copy.deepcopy(stock)
     says = str(patch(model, fuse=True))
-    assert says.endswith(f"; not fused: {why}" if why else "the rotation; with the write into a StaticCache")
+    assert says.endswith(f"; kept apart, because {why}" if why else "the rotation; with the write into a StaticCache")
+    assert ("fused: " in says) == (not why)
 
 
 # ---- what changes after patch ----
@@ -315,9 +316,12 @@ def test_a_layer_without_weights_is_fused_and_one_whose_norm_is_sharded_says_wha
     with torch.device("meta"):
         model = make("qwen3", num_hidden_layers=1)
     assert "; fused: " in str(patch(model, fuse=True))
-    model = make("qwen3", num_hidden_layers=1)
+    model = make("qwen3")
     model.model.layers[0].self_attn.q_norm.weight = nn.Parameter(torch.ones(3))
-    assert re.search("it could not be tried .*patch the model before that", str(patch(model, fuse=True)))
+    del model.model.layers[1].self_attn.k_proj
+    says = str(patch(model, fuse=True)).splitlines()
+    assert re.search("it could not be tried .*patch the model before that", says[1])
+    assert re.search("it must have a module k_proj but has none; patch the model before that", says[2])
 
 
 def replace_update(cache):

@@ -122,7 +122,7 @@ def test_k_may_be_none_if_the_function_accepts_none():
     assert none is None and torch.equal(actual, expected)
 
 
-BITS = "interleaved, with other bits of complex numbers if rotary_dim is not a multiple of 16 (tried)"
+BITS = "interleaved, with other bits of complex numbers if rotary_dim is not a multiple of 16 (tried on random numbers)"
 
 
 def by_length(q, k, cos, sin, unsqueeze_dim=1):
@@ -133,11 +133,11 @@ def by_length(q, k, cos, sin, unsqueeze_dim=1):
 @pytest.mark.parametrize(
     "function, rounding, says",
     [
-        (apply_rotary_pos_emb, "eager", "half-split (tried)"),
-        (apply_rotary_pos_emb, "once", "half-split, rounded once (tried)"),
+        (apply_rotary_pos_emb, "eager", "half-split (tried on random numbers)"),
+        (apply_rotary_pos_emb, "once", "half-split, rounded once (tried on random numbers)"),
         (by_tangents, "eager", "half-split, rounded once, without the function's bits, for float32 with tables of float32"),
-        (by_length, "eager", "half-split (known by its text)"),
-        (of_model("nanochat"), "eager", "half-split, inverse (tried)"),
+        (by_length, "eager", "half-split (known by its source text)"),
+        (of_model("nanochat"), "eager", "half-split, inverse (tried on random numbers)"),
         (of_model("llama4", "apply_rotary_emb"), "eager", BITS),
         (of_model("deepseek_v2", "apply_rotary_emb"), "eager", BITS),
     ],
@@ -223,7 +223,7 @@ def in_a_method(self, x, cos, sin):
 REFUSED = {
     "a function": (RotatesAtPositions, apply_rotary_at_positions, at_positions, "calls apply_rotary_at_positions: the function"),
     "a method": (
-        RotatesInAMethod, RotatesInAMethod._apply_rotary_embedding, in_a_method, "must call a rotary function that",
+        RotatesInAMethod, RotatesInAMethod._apply_rotary_embedding, in_a_method, "must call a rotary function that .*transformers.register puts",
     ),
 }  # fmt: skip
 

@@ -12,8 +12,9 @@ exponent keeps the odd number: transformers does the same.
 
 The parameters of other engines translate like this:
 
-- akunu, ggml: ``freq_scale`` multiplies the angle, so use ``linear(rotary_dim, base, factor=1 / freq_scale)``.
-- akunu, MLX: ``freqs`` holds what the position is divided by, and replaces base: ``inv_freq = freq_scale / freqs``.
+- ggml: ``freq_scale`` multiplies the angle, so use ``linear(rotary_dim, base, factor=1 / freq_scale)``. MLX calls it
+  ``scale``.
+- MLX: ``freqs`` holds what the position is divided by, and replaces base: ``inv_freq = scale / freqs``.
 - ggml: ``freq_factors`` (rope_freqs.weight in a GGUF file, for llama3 and longrope) divides the frequencies that base
   gives: ``default(rotary_dim, base).inv_freq / freq_factors``.
 """

@@ -108,7 +108,8 @@ class _Twin:
             others = [new.get(name.replace("inv_freq", f"{of}inv_freq")) for of in ("", "original_", "long_")]
             alike = [all(map(_is_cast, tables, o)) for o in map(_tensors, others) if len(o) == len(tables)]
             if others[0] is not None and not any(alike):
-                raise ValueError(f"{name} of {kind} was changed, and is not that of a new one")
+                must = f"must be as a new {kind} has it; change the config instead, and load the model again"
+                raise ValueError(f"{name} of {kind} was changed but {must}")
 
     def follow(self, module: nn.Module) -> None:
         """Remembers the attributes that the rotary module has now."""

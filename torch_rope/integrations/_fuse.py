@@ -7,7 +7,7 @@ know, and if both methods do the same with random numbers.
 import dis
 import re
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,17 +118,19 @@ class Norm(NamedTuple):
         return w if len(w) == x.shape[-1] else w.view(-1, x.shape[-1])
 
 
-def norm_of(q_norm: nn.Module, k_norm: nn.Module) -> Norm | None:
-    """Returns the kind of RMS norm that two modules are, as far as their code and their attributes tell, or None."""
+def norm_of(norms: Sequence[nn.Module]) -> Norm | str:
+    """Returns the kind of RMS norm that two modules are, as far as their code and attributes tell, or why they are none."""
+    q_norm, k_norm = norms[0], norms[-1]
+    others = f"its norms are {' and '.join(type(m).__name__ for m in norms)} but must be two RMS norms with a weight"
     kind, parameters = type(q_norm), [*q_norm.named_parameters(), *k_norm.named_parameters()]
     methods = [getattr(kind, name) for name in ("forward", "_norm") if hasattr(kind, name)]
     eps = [name for name in ("eps", "variance_epsilon") if isinstance(vars(q_norm).get(name), float)]
     known = all(isinstance(f, types.FunctionType) and not unknown(f, _OF_NORMS.split()) for f in methods)
     known &= kind.__call__ is nn.Module.__call__ and [(n, p.dim()) for n, p in parameters] == [("weight", 1)] * 2
-    if not known or len(eps) != 1:
-        return None
+    if not known or len(norms) != 2 or len(eps) != 1:
+        return others
     norm = Norm(kind, tuple(p.shape for _, p in parameters), eps[0], any("1.0" in said(f) for f in methods))
-    return norm if norm.are(q_norm, k_norm) else None
+    return norm if norm.are(q_norm, k_norm) else others
 
 
 # ---- the parts of a trial ----
@@ -157,7 +159,7 @@ def small_linear(sample: Sample, channels: int, out: int) -> nn.Linear:
 
 
 def untried(*args, **kwargs):
-    raise NotImplementedError("its fused method does not take what the trial gives")
+    raise NotImplementedError("its trial gave what only its own method takes")
 
 
 def disagreement(trial_of: Callable[..., tuple], *args: Any) -> str:

@@ -21,8 +21,8 @@ from ._names import copy_of, renamed
 from ._rotary import Rotary
 
 ATTRIBUTE = "_torch_rope_patch"  # of a patched model: its Patch
-# fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and a note about it.
-# owner is the module, or its processor. new is what takes the place if nothing is fused.
+# fuse(module, owner, name, function, new) returns what takes the place of a method that rotates, and what it fuses, or new
+# and why nothing is fused. owner is the module, or its processor.
 Fuse = Callable[[nn.Module, Any, str, Callable, Callable], tuple[Callable, str]]
 
 
@@ -36,6 +36,12 @@ class Library:
     conventions: Sequence[Convention]
     texts: Collection[str]  # the known texts of functions with branches
     left_out: re.Pattern = re.compile(r"(torch|builtins)\b")  # matches Python modules whose classes do not rotate
+
+    def advice(self) -> str:
+        return (
+            f"{self.patch.removesuffix('patch')}register puts a function of yours in its place, or in that of what calls it "
+            "(docs/integrations/transformers.md has an example)"
+        )
 
 
 # ---- functions ----
@@ -157,8 +163,8 @@ def _processor_class(old: type, methods: tuple[tuple[str, Callable], ...]) -> ty
 class _Search:
     """Finds what must be replaced in a model so that it rotates with torch_rope, besides ours, which is replaced."""
 
-    def __init__(self, library: Library, rounding: str, fuse: Fuse | None, name: str, ours: list[Replaced]):
-        self.library, self.rounding, self.name = library, rounding, name  # errors name the model
+    def __init__(self, library: Library, rounding: str, fuse: Fuse | None, name: str, ours: list[Replaced], undo: str):
+        self.library, self.rounding, self.name, self.undo = library, rounding, name, undo  # errors say name and undo
         self.fuse: Fuse = fuse or (lambda module, owner, name, function, new: (new, ""))
         self.ours = {(r.module, r.attribute) for r in ours} | {(r.now, "__call__") for r in ours}
         self._known: dict[Callable, Callable] = {}
@@ -196,14 +202,11 @@ class _Search:
             function = current.__func__ if bound else function
             if hasattr(function, "_torch_rope"):
                 there = "; ".join(map(str, function._torch_rope))
-                raise ValueError(
-                    f"{where} already calls torch_rope, because this model, or the model that it was copied from, is "
-                    f"patched; undo that patch first (patch with its options returns it). What is there: {there}"
-                )
+                raise ValueError(f"{where} already calls torch_rope: {self.undo}. What is there: {there}")
             try:
                 new = self._renamed(function)
             except NotImplementedError as error:
-                raise NotImplementedError(f"{where} {error}") from None
+                raise self._refused(where, error) from None
             if new is not function:
                 if current is not None and not bound:
                     raise NotImplementedError(
@@ -211,11 +214,15 @@ class _Search:
                         "the method is replaced"
                     )
                 fused, note = self.fuse(module, owner, name, function, new)
+                note = f"{'kept apart, because' if fused is new else 'fused:'} {note}" if note else ""
                 yield name, fused, (*fused._torch_rope, *filter(None, [note]))
             elif re.match("_?apply_(rotary|rope)", name):
-                raise NotImplementedError(f"{where} must call a rotary function that can be replaced but does not")
+                raise self._refused(where, "must call a rotary function that can be replaced but does not")
             elif "super" in inspect.unwrap(function).__code__.co_names and [*map(self._tried, inherited)] != inherited:
-                raise NotImplementedError(f"{where} calls super(), whose rotary function cannot be replaced")
+                raise self._refused(where, "calls super(), whose rotary function cannot be replaced")
+
+    def _refused(self, where: str, why: Any) -> NotImplementedError:
+        return NotImplementedError(f"{where} {why}; {self.library.advice()}")
 
     def _renamed(self, function: types.FunctionType) -> types.FunctionType:
         """Returns a method that calls torch_rope, or the method itself if it calls no rotary function."""
@@ -321,11 +328,18 @@ def patch_model(
     patched = vars(holder).get(ATTRIBUTE)
     if patched is None or patched.options != options:
         patched = Patch(holder, options)
-    search = _Search(library, options["rounding"], fuse, type(holder).__name__, patched.left())
+    undo = "it is part of a patched model, or a copy; call undo() of what patch returned for that model, then copy it"
+    for module in (holder, *model.modules()):
+        if (other := vars(module).get(ATTRIBUTE)) not in (None, patched):
+            given = ", ".join(f"{name}={value!r}" for name, value in other.options.items())
+            kind = type(module).__name__
+            undo = f"the {kind} is patched; call patch(that {kind}, {given}).undo() first"
+    search = _Search(library, options["rounding"], fuse, type(holder).__name__, patched.left(), undo)
     try:
         replaced, notes = [*search.of(model)], []
         if not replaced and not search.ours:
-            raise ValueError(f"{search.name} is not patched: no module of it calls a rotary function")
+            why = "no module of it calls a rotary function; if a method rotates by itself, "
+            raise ValueError(f"{search.name} is not patched: {why}{library.advice()}")
     except (NotImplementedError, ValueError) as error:
         known = packages_of(model) & {"transformers", "diffusers", "timm"}
         if not known or library.patch.split(".")[2] in known:

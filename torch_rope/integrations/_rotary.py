@@ -239,8 +239,7 @@ class Rotary:
                 best, found = samples, self.convention
         if not best:
             raise NotImplementedError(
-                "the function must rotate pairs of channels by the angles of cos and sin but computes something else; if it "
-                "is only a helper, register the function or method that calls it"
+                "the function must rotate pairs of channels by the angles of cos and sin but computes something else"
             )
         self.convention, pairings = found, dict.fromkeys(kind[-1] for kind, *_ in best)
         return " or ".join("interleaved" if interleaved else "half-split" for interleaved in pairings)
@@ -305,13 +304,13 @@ def _recognised(function: Callable, texts: Collection[str]) -> str:
     """Returns how a function is recognised, or raises NotImplementedError if random numbers may not show what it does."""
     parts = _with_helpers(inspect.unwrap(function))
     if not any(_branches(part.__code__) for part in parts):
-        return "tried"
+        return "tried on random numbers"
     text = text_of(function)
     if text in texts:
-        return "known by its text"
+        return "known by its source text"
     raise NotImplementedError(
         f"the function branches, and its text ({text}) is not one that torch_rope knows, so that random numbers may not show "
-        "all that it computes; see register"
+        "all that it computes"
     )
 
 

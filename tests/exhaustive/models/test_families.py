@@ -203,7 +203,7 @@ def test_a_model_that_rounds_once_or_is_fused_differs_by_rounding(family, monkey
                 assert difference(output(model, inputs), expected[0]) < LOGITS
             assert close(train_step(model, inputs), expected, LOGITS, GRADIENTS)
             assert "rounding" not in options or "rounded once" in str(patched)
-            assert ("fused" in str(patched)) == ("fuse" in options)
+            assert ("; fused: " in str(patched) or "; kept apart, " in str(patched)) == ("fuse" in options)
             if "rounding" in options:
                 with monkeypatch.context() as broken:
                     broken.setattr(_bits, "_rotate", lambda x, *args, **kwargs: x)
@@ -313,7 +313,7 @@ def test_the_documentation_lists_all_modeling_files():
             except NotImplementedError as error:
                 refused.setdefault(family, str(error).partition(": ")[2])
                 continue
-            for call in re.findall(r"torch\.ops\.rope\.(.*?) \((?:tried|known by its text)\)", patched):
+            for call in re.findall(r"torch\.ops\.rope\.(.*?) \(", patched):
                 served[call].add(family)
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call)) & model_types.keys()
     assert all(model_types[family] & INTERLEAVED for family in interleaved)

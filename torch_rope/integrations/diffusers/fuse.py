@@ -71,24 +71,24 @@ def _fused(own: Callable, norm: Norm, rotary: Rotary, others: Callable) -> Calla
 
 
 def fuse(module: nn.Module, owner: Any, name: str, function: Callable, new: Callable) -> tuple[Callable, str]:
-    """Returns what takes the place of a processor's method that rotates, and a note about it."""
+    """Returns what takes the place of a processor's method that rotates, and what it fuses, or why nothing is."""
     form, others_of = _TABLES.get([*inspect.signature(function).parameters][-1], (None, None))
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary)]
     norms = [getattr(module, n, None) for n in ("norm_q", "norm_k")]
     others = getattr(module, "added_kv_proj_dim", None) is not None or getattr(module, "is_cross_attention", False)
     others |= form is None or len(rotaries) != 1
     if name != "__call__" or None in norms or others or not hasattr(module, "to_q"):
-        return new, "not fused: only self-attention as in Wan and in Flux's single blocks is"
+        return new, "it must be self-attention as in Wan or in Flux's single blocks but is not"
     if why := unknown(function, {*_WORDS.split(), "if None"}):
-        return new, f"not fused: its processor {why}"
-    if (norm := norm_of(*norms)) is None:
-        return new, "not fused: its norms are not two RMS norms with weights"
+        return new, f"its processor {why}"
+    if isinstance(norm := norm_of(norms), str):
+        return new, norm
     how = norm, rotaries[0], others_of
     if why := undisturbed(disagreement, _trial_of, module, owner, new, form, how):
-        return new, f"not fused: {why}"
+        return new, why
     call = _fused(new, *how)
     call._torch_rope = new._torch_rope
-    return call, "fused: norm_q, norm_k and the rotation"
+    return call, "norm_q, norm_k and the rotation"
 
 
 def _trial_of(attn: nn.Module, processor: Any, new: Callable, form: Callable, how: tuple) -> tuple:

@@ -176,25 +176,30 @@ def fuser() -> Fuse:
 
 
 def _fused(module: nn.Module, inner: Callable, new: Callable, state: tuple) -> tuple[Callable, str]:
-    """Returns the forward that a module gets, and a note about it."""
+    """Returns the forward that a module gets, and what it fuses, or new and why nothing is fused."""
     # Of the functions of q, k, cos, sin and the dimension of heads.
     rotaries = [c for c in new._torch_rope if isinstance(c, Rotary) and c.convention[:2] in ((2, 3), (2, 4))]
     arguments, cache = inner.__code__.co_varnames[: len(ARGUMENTS)], _name_of_cache(inner)
     norms, norm = _parts(module)[3:], None
-    if len(rotaries) != 1 or arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
-        return new, "not fused: its arguments are others"
+    if len(rotaries) != 1:
+        return new, "its forward must rotate q and k by one function of q, k, cos and sin but does not"
+    if arguments != ARGUMENTS or cache not in NAMES_OF_CACHE:
+        takes = ", ".join(filter(None, [*arguments, cache]))
+        return new, f"its forward takes {takes} but must take {', '.join(ARGUMENTS)}, past_key_values"
     if why := unknown(inner, WORDS | {rotaries[0].name}):
-        return new, f"not fused: its forward {why}"
+        return new, f"its forward {why}"
+    if absent := [name for name in PROJECTIONS if name not in module._modules]:
+        return new, f"it must have a module {absent[0]} but has none; patch the model before that is replaced or merged"
     if own := sorted(name for name in OF_OTHERS if hasattr(module, name)):
-        return new, f"not fused: it has an attribute {own[0]}, which its forward may mean"
+        return new, f"it has an attribute {own[0]}, which its forward may mean"
     if not are_plain(_parts(module)):
-        return new, "not fused: a projection or a norm has hooks, or a forward of its own"
-    if norms and (len(norms) != 2 or (norm := norm_of(*norms)) is None):
-        return new, "not fused: its norms are others"
+        return new, "a projection or a norm has hooks, or a forward of its own"
+    if norms and isinstance(norm := norm_of(norms), str):
+        return new, norm
     once = rotaries[0].rounded_once()
     if why := undisturbed(disagreement, _trial_of, module, inspect.unwrap(new), once, norm):
-        return new, f"not fused: {why}"
-    note = "fused: " + "q_norm, k_norm and " * bool(norms) + "the rotation"
+        return new, why
+    note = "q_norm, k_norm and " * bool(norms) + "the rotation"
     note += "; with the write into a StaticCache" * bool(cache)
     return _forward_of(new, inner, state, once, norm, CACHES), note
 
