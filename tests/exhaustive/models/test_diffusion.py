@@ -4,11 +4,12 @@ tests/integrations/test_conventions.py tests what patch changes, leaves alone an
 """
 
 import copy
-import re
+from collections import defaultdict
 
 import pytest
 import torch
-from cases import ROOT, missing, needed
+from cases import missing, needed
+from pages import compare, listed, said
 from test_conventions import counting, unpatched
 from test_conventions import rotations as rotations
 from training import cast, close, difference, output, same, train_step
@@ -51,9 +52,13 @@ def step(model, inputs):
 
 
 def test_the_documentation_lists_the_tested_models():
-    page = (ROOT / "docs" / "integrations" / "diffusers.md").read_text()
-    listed = re.findall(r"\w+", "".join(re.findall(r"^\| (\w+(?:Model|Transformer)\b[^|]*)\|", page, re.M)))
-    assert sorted(listed) == sorted({name.split(",")[0] for name in MODELS})
+    classes = defaultdict(set, {"refused: the rotation is written out in the processor": set(REFUSED)})
+    for name in SERVED:
+        reason = NO_ROTATION.get(name, "")
+        says = [f"computes as without torch_rope, and warns: {reason}"] if reason else said(patch(MODELS[name]()[0]))
+        for call in says:
+            classes[call].add(name.split(",")[0])
+    compare("integrations/diffusers.md", classes=listed(["what patch says", "classes"], classes))
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -1,7 +1,7 @@
 """Compares patched models of every family with the unpatched model: the logits, and all gradients of a training step.
 
-The models are tiny and random. docs/families.md has a table of the families, and tables of all modeling files. A test
-generates the page for the installed release of transformers, as build/families.md.
+The models are tiny and random. A test makes the tables of docs/families.md from what patch says of them, and of all
+modeling files of the installed release of transformers.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from cases import ROOT, needed
 
 transformers = needed("transformers")
 
+from pages import compare, listed, markdown, said  # noqa: E402
 from test_transformers import GRADIENTS, LOGITS  # noqa: E402
 from test_transformers import SMALL as TINY  # noqa: E402
 from test_transformers import calls as calls  # noqa: E402
@@ -147,25 +148,6 @@ CASES = {
 }  # fmt: skip
 
 
-def table(heading):
-    """Returns the table below a heading of docs/families.md, as a dict from the first column to the other columns."""
-    text = re.search(rf"## {heading}.*?\n\n(\|.*?)\n\n", DOC, re.DOTALL)[1]
-    lines = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    return {first: rest for first, *rest in lines[2:]}
-
-
-# model_type -> (operator, pairing)
-FAMILIES = {
-    family: call.split(", ", 1)
-    for call, (families,) in table("Tested families").items()
-    for family in families.split(", ")
-}
-
-
-def test_the_documentation_lists_the_tested_families():
-    assert sorted(FAMILIES) == sorted(CASES)
-
-
 DTYPES = [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.float16, None)]
 
 
@@ -174,7 +156,6 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, calls):
     """The results and all gradients have the same bits: in float32, under autocast, in bfloat16 and in float16."""
     model, inputs = CASES[family]()
     model.eval()
-    call, pairing = FAMILIES[family]
     for dtype, autocast in DTYPES:
         if dtype != torch.float32:
             if any(b.is_complex() for b in model.buffers()):
@@ -186,10 +167,12 @@ def test_a_patched_model_has_the_bits_of_the_unpatched_model(family, calls):
             with integration.patch(model) as patched:
                 calls.clear()  # patch itself calls the operators too
                 assert same(train_step(model, inputs), expected), (dtype, autocast)
-                assert {str(operator).split(".")[1] for operator in calls} == {call}
-                assert f", {pairing}" in str(patched) and "rounded" not in str(patched)
+                assert {str(operator).split(".")[1] for operator in calls} == {
+                    call.split(",")[0] for call in said(patched)
+                }
+                assert (family in INTERLEAVED) in {"interleaved" in call for call in said(patched)}
+                assert "rounded" not in str(patched)
             assert same(train_step(model, inputs), expected)
-    assert ("interleaved" in pairing) == (family in INTERLEAVED)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -276,28 +259,6 @@ def test_only_one_attention_reorders_channels_before_it_rotates():
     assert (torch.einsum("bshd,bthd->bhst", *ours) - own[0] @ own[1].mT).abs().max() < 1e-4
 
 
-def written(served, refused):
-    """Returns the page with tables of these modeling files. Reasons that the page gives stay."""
-    reasons = {family: reason for family, (reason,) in table("Refused modeling files").items()}
-    rows = [f"| {call} | {', '.join(sorted(families - set(refused)))} |" for call, families in served.items()]
-    order = [*table("Supported modeling files"), *served]
-    rows.sort(key=lambda row: order.index(row.split("|")[1].strip()))
-    kept = set().union(*served.values()) - set(refused)
-    page = re.sub(
-        r"\d+ modeling files of transformers [\d.]+ rotate. The \d+ files",
-        f"{len(kept) + len(refused)} modeling files of transformers {transformers.__version__} rotate. The {len(kept)} files",
-        DOC,
-    )
-    for heading, lines in (
-        ("Supported modeling files", [row for row in rows if not row.endswith("|  |")]),
-        ("Refused modeling files", [f"| {f} | {reasons.get(f, reason)} |" for f, reason in sorted(refused.items())]),
-    ):
-        start = page.index("\n|---", page.index(f"## {heading}"))
-        start, end = page.index("\n", start + 1), page.index("\n\n", start + 1)
-        page = page[:start] + "\n" + "\n".join(lines) + page[end:]
-    return page
-
-
 def test_the_documentation_lists_all_modeling_files():
     """Finds out, without building models, which functions are rotations that torch_rope supports."""
     served, refused, model_types = defaultdict(set), {}, {}
@@ -307,13 +268,13 @@ def test_the_documentation_lists_all_modeling_files():
         model_types[family] = set(re.findall(r'model_type(?:: str)? = "(.+)"', configs))
         for module in classes_of(file):
             try:
-                patched = str(integration.patch(module))
+                patched = integration.patch(module)
             except ValueError:  # it does not rotate
                 continue
             except NotImplementedError as error:
                 refused.setdefault(family, str(error).partition(": ")[2])
                 continue
-            for call in re.findall(r"torch\.ops\.rope\.(.*?) \(", patched):
+            for call in said(patched):
                 served[call].add(family)
     interleaved = set().union(*(served[call] for call in served if "interleaved" in call)) & model_types.keys()
     assert all(model_types[family] & INTERLEAVED for family in interleaved)
@@ -322,15 +283,22 @@ def test_the_documentation_lists_all_modeling_files():
     half = set().union(*(served[call] for call in served if "interleaved" not in call)) & model_types.keys()
     half = {name.removesuffix("_text") for family in half for name in model_types[family] - INTERLEAVED}
     assert (HALF_SPLIT - ELSEWHERE).issubset(half) and not HALF_SPLIT & INTERLEAVED
-    page = written(served, refused)
-    (ROOT / "build").mkdir(exist_ok=True)
-    (ROOT / "build" / "families.md").write_text(page)
-    if f"transformers {transformers.__version__} rotate" in DOC:
-        assert page == DOC, "build/families.md is the page now"
+    tested = defaultdict(set)
+    for family, make in CASES.items():
+        for call in said(integration.patch(make()[0])):
+            tested[call].add(family.split()[0])
+    served = {call: kept for call, families in served.items() if (kept := families - refused.keys())}
+    kept = set().union(*served.values())
+    if (release := f"transformers {transformers.__version__} rotate") in DOC:
+        count = f"{len(kept | refused.keys())} modeling files of {release}. `patch` supports {len(kept)} of them:"
+        reasons = refused | dict(re.findall(r"^\| (\w+) \| (.*) \|$", DOC, re.M))  # those that the page has stay
+        families = listed(["what patch says", "tested model_type", "modeling files"], tested, served)
+        reasons = markdown(["modeling file", "reason"], [[f, reasons[f]] for f in sorted(refused)])
+        compare("families.md", families=f"{count}\n\n{families}", refused=reasons)
     else:  # the page was made with another release
-        supported = {f for (families,) in table("Supported modeling files").values() for f in families.split(", ")}
+        supported = {f for row in re.findall(r"^\| rotate.*\| (.*) \|$", DOC, re.M) for f in row.split(", ") if f}
         assert not supported & refused.keys()
-        assert supported & model_types.keys() <= set().union(*served.values())
+        assert supported & model_types.keys() <= kept
 
 
 def rotary_functions(file):
