@@ -76,7 +76,7 @@ void describe(const SideTensors& t, Side& side) {
 // Splits attention_factor into a sum of two floats, for float32 arithmetic.
 template <typename Params>
 void split_factor(double attention_factor, Params& p) {
-  p.factor_hi = std::isnan(attention_factor) ? NAN : float(attention_factor);
+  p.factor_hi = float(attention_factor);
   p.factor_lo = std::isfinite(p.factor_hi) ? float(attention_factor - p.factor_hi) : 0.0f;
 }
 

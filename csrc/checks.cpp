@@ -1,6 +1,7 @@
 // The checks of the arguments, and the messages of their ValueErrors, TypeErrors and IndexErrors. A message names the
 // operator, the argument, what the argument is or has, then "but must" and what is needed.
 #include <algorithm>
+#include <cmath>
 
 #include "call.h"
 #include "overlap.h"
@@ -201,7 +202,7 @@ void check_tables(const RotateCall& call) {
   check_same_type(call, sin, cos);
   ROPE_CHECK_TYPE(is_parameter(call, *cos), "cos and sin are ", NameOf{cos->scalar_type()}, " but must be ",
                   NameOf{call.q().scalar_type()}, ", the dtype of ", call.q_name(), or_float32(call),
-                  of_complex(call.cos));
+                  cos->scalar_type() == at::kDouble ? "; pass cos.float() and sin.float()" : of_complex(call.cos));
   check_dims(call, cos, 2, 4,
              "[max_position, rotary_dim / 2], [batch or 1, seq, rotary_dim / 2] or [batch or 1, seq, heads, "
              "rotary_dim / 2]");
@@ -230,10 +231,10 @@ void check_tables(const RotateCall& call) {
 }
 
 // Checks positions or slots, which hold one number for each token. shapes: the shapes that are allowed. advice: ends
-// the message about a dtype.
+// the message about a dtype or a number of dimensions.
 void check_tokens(const RotateCall& call, const Named& t, const char* shapes, const char* advice = "") {
   check_type(call, t->scalar_type() == at::kInt || t->scalar_type() == at::kLong, t, "int32 or int64", advice);
-  check_dims(call, t, 1, 2, shapes);
+  check_dims(call, t, 1, 2, shapes, advice);
   const c10::SymInt& seq = size(call.q(), -3);
   check_shape(call, equal(size(*t, -1), seq), t, shapes, " with seq ", seq, ", as ", call.q_name(), " has");
 }
@@ -245,6 +246,7 @@ void check_norm(const RotateCall& call) {
                    "eager_rounding is True but must be False with ",
                    q_weight.tensor ? "q_norm_weight and k_norm_weight" : "norm_v",
                    ", because the order of a norm's sum differs from that of PyTorch's operators");
+  ROPE_CHECK_VALUE(call.norm_eps >= 0, "norm_eps is ", call.norm_eps, " but must be at least 0");
   if (!q_weight.tensor) return;
   const auto shape_of = [](const Named& w) { return w->dim() == 1 ? "[head_dim]" : "[heads, head_dim]"; };
   const c10::SymInt& head_dim = size(call.q(), -1);
@@ -253,7 +255,8 @@ void check_norm(const RotateCall& call) {
     check_type(call, is_parameter(call, *w), w, NameOf{call.q().scalar_type()}, ", the dtype of q", or_float32(call));
     check_dims(call, w, 1, 2,
                "[head_dim], to normalise each head, or [heads, head_dim], to normalise all heads of a token together");
-    check_shape(call, equal(size(*w, -1), head_dim), w, shape_of(w), " with head_dim ", head_dim, ", as q has");
+    check_shape(call, equal(size(*w, -1), head_dim), w, shape_of(w), " with head_dim ", head_dim, ", as q has",
+                w->dim() == 1 ? "; pass that of a norm over all heads as weight.view(heads, head_dim)" : "");
     if (w->dim() == 2) check_same(call, kHeads, w, in(call, side), ": a 2-D weight has a row for each head");
   }
   check_shape(call, k_weight->dim() == q_weight->dim(), k_weight, shape_of(q_weight), ", as q_norm_weight has");
@@ -407,10 +410,16 @@ void check(const RotateCall& call, bool in_place) {
   }
   if (call.positions) {
     const Named positions = given("positions", call.positions);
+    const bool is_float = at::isFloatingType(positions->scalar_type()), is_deep = positions->dim() > 2;
     check_tokens(call, positions, "[seq], [1, seq] or [batch, seq]",
-                 at::isFloatingType(positions->scalar_type()) ? "; make tables of other positions with cos_sin" : "");
+                 is_float && is_deep ? "; if it is v, leave it out, because v is not rotated"
+                 : is_float          ? "; make tables of other positions with cos_sin"
+                 : is_deep           ? "; for several axes, make tables with axial_cos_sin"
+                                     : "");
     if (positions->dim() == 2) check_batch(call, positions);
   }
+  ROPE_CHECK_VALUE(std::isfinite(call.attention_factor), "attention_factor is ", call.attention_factor,
+                   " but must be finite");
   check_norm(call);
   if (call.has_cache()) check_cache(call);
   if (in_place) check_overlap(call);
@@ -429,7 +438,7 @@ void check_gradients(const RotateCall& call, const Tensor* const (&xs)[2]) {
 }
 
 at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
-                             std::optional<at::ScalarType> dtype, bool axes) {
+                             double attention_factor, std::optional<at::ScalarType> dtype, bool axes) {
   const struct {
     const char* op;
   } call{op};
@@ -449,6 +458,7 @@ at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tens
       axes ? "[axes, rotary_dim / 2] or [2, axes, rotary_dim / 2]" : "[rotary_dim / 2] or [2, rotary_dim / 2]");
   ROPE_CHECK_TYPE(is_rotatable(result), "dtype is ", NameOf{result},
                   " but must be float16, bfloat16, float32 or float64");
+  ROPE_CHECK_VALUE(std::isfinite(attention_factor), "attention_factor is ", attention_factor, " but must be finite");
   if (axes) {
     check_shape(call, positions.dim() > 0, p, "[axes, ...]");
     const c10::SymInt &own = size(positions, 0), &needed = size(inv_freq, -2);

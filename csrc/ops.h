@@ -161,13 +161,13 @@ struct Ops {
 
   static std::tuple<Tensor, Tensor> cos_sin(const Tensor& positions, const Tensor& inv_freq, double attention_factor,
                                             std::optional<at::ScalarType> dtype) {
-    const at::ScalarType type = check_cos_sin("rope.cos_sin", positions, inv_freq, dtype, /*axes=*/false);
+    const at::ScalarType type = check_cos_sin("rope.cos_sin", positions, inv_freq, attention_factor, dtype, false);
     return cos_sin_of(positions.unsqueeze(0), inv_freq.unsqueeze(-2), attention_factor, type);
   }
 
   static std::tuple<Tensor, Tensor> axial_cos_sin(const Tensor& positions, const Tensor& inv_freq,
                                                   double attention_factor, std::optional<at::ScalarType> dtype) {
-    const at::ScalarType type = check_cos_sin("rope.axial_cos_sin", positions, inv_freq, dtype, /*axes=*/true);
+    const at::ScalarType type = check_cos_sin("rope.axial_cos_sin", positions, inv_freq, attention_factor, dtype, true);
     return cos_sin_of(positions, inv_freq, attention_factor, type);
   }
 

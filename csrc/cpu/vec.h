@@ -90,8 +90,8 @@ inline float to_arithmetic(f16 x) {
 
 // Rounds to nearest, ties to even. A NaN stays a NaN. Rounding to bfloat16 adds to the low half of the float, and that
 // could make a NaN with a payload in the low half an infinity or a zero. But no such NaN gets here: arithmetic
-// keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions, weights and
-// factors.
+// keeps the payload of an operand, and plain_nan clears the payloads of tables, frequencies, positions and
+// weights.
 inline void round_to(float x, float& out) { out = x; }
 inline void round_to(double x, double& out) { out = x; }
 inline void round_to(float x, bf16& out) {

@@ -151,9 +151,11 @@ rotary_start=9 -> rotary_start is 9 but must be at most 8, because {q} has head_
 **freq(1, 4) -> inv_freq has shape [1, 4] but must have shape [rotary_dim / 2] or [2, rotary_dim / 2]
 **freq(9) -> inv_freq has 9 frequencies but must have at most 8, because {q} has head_dim 16: rotary_dim 18 is larger than
     head_dim
-positions=ints(1, 1, S) -> positions has shape [1, 1, 6] but must have shape [seq], [1, seq] or [batch, seq]
+positions=ints(3, 1, S) -> positions has shape [3, 1, 6] but must have shape [seq], [1, seq] or [batch, seq]; for several
+    axes, make tables with axial_cos_sin
 positions=ints(5) -> positions has shape [5] but must have shape [seq], [1, seq] or [batch, seq] with seq 6, as {q} has
 positions=ints(3, S) -> positions has batch 3 but must have batch 2, as {q} has, or batch 1
+attention_factor=torch.inf -> attention_factor is inf but must be finite
 
 [without a cache: ValueError]
 **both(1, S, 4), positions=ints(S) -> positions is given but must be None, because cos has shape [1, 6, 4]: such a table
@@ -165,11 +167,13 @@ positions=ints(3, S) -> positions has batch 3 but must have batch 2, as {q} has,
 q=ints(B, S, H, D) -> {q} is int64 but must be float16, bfloat16, float32 or float64
 sin=sin.bfloat16() -> sin is bfloat16 but must be float32, the dtype of cos
 cos=cos.half(), sin=sin.half() -> cos and sin are float16 but must be float32, the dtype of {q}
+cos=cos.double(), sin=sin.double() -> cos and sin are float64 ... the dtype of {q}; pass cos.float() and sin.float()
 **freq(2, 4, dtype=torch.float64) -> inv_freq has shape [2, 4] and is float64 but must be float32, because it is the sum
     of two parts
 cos=cos.cfloat(), sin=sin.cfloat() -> cos and sin are complex64 but must be float32, the dtype of {q}; torch.view_as_real
 **freq(4, dtype=torch.half) -> inv_freq is float16 but must be float32 or float64
-positions=ones(S) -> positions is float32 but must be int32 or int64
+positions=ones(S) -> positions is float32 but must be int32 or int64; make tables of other positions with cos_sin
+positions=ones(B, S, 1, D) -> positions is float32 but must be int32 or int64; if it is v, leave it out, because v is not
 
 [qk: ValueError]
 k=ones(S, 1, D) -> k has 3 dimensions but must have 4, as q has
@@ -190,7 +194,10 @@ q_norm_weight=ones(1, 1, D) -> q_norm_weight has shape [1, 1, 16] but must have 
 q_norm_weight=ones(1, D) -> q_norm_weight has 1 heads but must have 3, as q has: a 2-D weight has a row for each head
 q_norm_weight=ones(H, D), k_norm_weight=ones(H, D) -> k_norm_weight has 3 heads but must have 1, as k has: a 2-D weight
 q_norm_weight=ones(H, D) -> k_norm_weight has shape [16] but must have shape [heads, head_dim], as q_norm_weight has
-k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim] with head_dim 16, as q has
+k_norm_weight=ones(R) -> k_norm_weight has shape [8] but must have shape [head_dim] with head_dim 16, as q has; pass that
+    of a norm over all heads as weight.view(heads, head_dim)
+norm_eps=-1.0 -> norm_eps is -1 but must be at least 0
+norm_eps=torch.nan -> norm_eps is nan but must be at least 0
 
 [norm: TypeError]
 q_norm_weight=ones(D).bfloat16() -> q_norm_weight is bfloat16 but must be float32, the dtype of q
@@ -265,6 +272,7 @@ positions=ones(3).half() -> positions is float16 but must be ... or float64, bec
     make positions in float32, or pass positions.float() if they may be rounded
 dtype=torch.int64 -> dtype is int64 but must be float16, bfloat16, float32 or float64
 [cos_sin: ValueError]
+attention_factor=torch.nan -> attention_factor is nan but must be finite
 inv_freq=ones(3, 4) -> inv_freq has shape [3, 4] but must have shape [rotary_dim
 [axial_cos_sin: TypeError]
 positions=ones(2, 3).bfloat16() -> positions is bfloat16 but must be ... because bfloat16 has no odd number above 256; make
