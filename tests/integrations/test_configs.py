@@ -112,6 +112,15 @@ def test_rope_parameters_that_were_lost_are_an_error(family):
             frequencies.from_config(case, layer=0)
 
 
+def test_yarn_without_a_factor_is_an_error_as_in_transformers():
+    one, by_type = LlamaConfig(), transformers.CONFIG_MAPPING["gemma3_text"]()
+    one.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4}
+    by_type.rope_parameters["full_attention"] = one.rope_parameters
+    for config, layer_type in ((one, None), (by_type, "full_attention")):
+        with pytest.raises(ValueError, match="factor is None but must be given for rope_type 'yarn'"):
+            frequencies.from_config(config, layer_type)
+
+
 @pytest.mark.parametrize("version, message", [(None, "must be installed to read a dict; pass"), ("5.19.0", "5.20")])
 def test_a_dict_needs_transformers(version, message, monkeypatch):
     if version is None:

@@ -275,7 +275,16 @@ ERRORS = [
     (rescaled(QWEN_2_5, factor="4"), "factor is '4' but must be a number"),
     (rescaled(DYNAMIC, type="linear", factor=None), "factor is None but must be given for rope_type 'linear'"),
     (rescaled(PHI_3_5, short_mscale=1, long_mscale=2), "short_mscale is 1 but must be equal to long_mscale, w"),
-    (LLAMA_2 | {"rope_scaling": {"factor": 8.0}}, f"factor is 8.0 {ABSENT}, because rope_type 'default'"),
+    (
+        LLAMA_2 | {"rope_scaling": {"factor": 8.0}},
+        "rope_scaling is {'factor': 8.0} but must be a dict with a rope_type, s",
+    ),
+    (rescaled(QWEN_2_5, type="default"), "rope_type is 'default' but must be one that has factor, such as 'yarn'"),
+    (rescaled(QWEN_2_5, factr=4.0), f"factr is 4.0 {ABSENT}; did you mean factor?"),
+    (
+        LLAMA_2 | {"rope_scaling": {"factor": 8.0, "rope_typ": "yarn"}},
+        f"rope_typ is 'yarn' {ABSENT}; did you mean rope_type?",
+    ),
     (LLAMA_2 | {"rope_scaling": [8.0]}, "rope_scaling is [8.0] but must be a dict"),
     (LLAMA_2 | {"hidden_size": "4096"}, "transformers refuses the config: Validation error for field 'hidden_size'"),
     (LLAMA_2 | {"rope_theta": None}, LOST),
@@ -297,11 +306,15 @@ ERRORS = [
     (THETAS, "layer is None but must be the index of a layer, because layers differ", "sliding_attention"),
     (THETAS | {"layer_rope_theta": [7.0, 0]}, "layer_rope_theta is [7.0, 0] but must be a list of 4 or more values"),
 ]
-UNKNOWN = ("rotary_base", "rope_tetha", "yarn_factor", "mscale", "use_dynamic_ntk", "ntk_alpha", "use_xpos", "rotary")
+UNKNOWN = ("rotary_base", "yarn_factor", "mscale", "use_dynamic_ntk", "ntk_alpha", "use_xpos", "rotary")
 UNKNOWN += ("no_rope_layer_interval", "position_scale")
 NO_THETAS = ("10000", math.nan, -1, 0, True, [])
-ERRORS += [(LLAMA_2 | {name: 8}, f"{name} is 8 {ABSENT}, because its meaning is not known") for name in UNKNOWN]
-ERRORS += [(LLAMA_2 | {n: 64}, f"{n} is 64 {ABSENT}: the entry of LlamaConfig is") for n in ("head_dims", "hiden_size")]
+NEAR = {"rop_scaling": "rope_scaling", "partial_rotry_factor": "partial_rotary_factor", "rope_tetha": "rope_theta"}
+NEAR |= {"head_dims": "head_dim", "hiden_size": "hidden_size"}
+ERRORS += [
+    (LLAMA_2 | {name: 8}, f"{name} is 8 {ABSENT}, because its meaning is not known; pass head") for name in UNKNOWN
+]
+ERRORS += [(LLAMA_2 | {name: 64}, f"{name} is 64 {ABSENT}; did you mean {near}?") for name, near in NEAR.items()]
 ERRORS += [(LLAMA_2 | {"rope_theta": v}, f"rope_theta is {v!r} but must be a positive number") for v in NO_THETAS]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from .._mistakes import named
 from . import families
 from .families import HALF_SPLIT, INTERLEAVED, ROPE_INTERLEAVE, _names
 from .kinds import KINDS, Frequencies, _require, is_number, partial_rotary_dim
@@ -28,6 +29,7 @@ _READ = _names(
     use_mem_rope
     """
 )
+_OF_ANY_MODEL = _names("rope_parameters rope_theta rope_scaling partial_rotary_factor")
 # Any other entry with such a name is refused. If the class has an entry about positions, it does not matter.
 _ABOUT_ROTATION = re.compile("rope|rota[rt]|theta|yarn|mscale|ntk|xpos|alibi|axes", re.IGNORECASE)
 _ABOUT_POSITIONS = re.compile(f"{_ABOUT_ROTATION.pattern}|^(?!(max|num|n)_).*position", re.IGNORECASE)
@@ -40,6 +42,7 @@ _OF_EVERY_KIND = _names("rope_type type rope_theta partial_rotary_factor origina
 _OF_EVERY_KIND |= _names("mrope_section mrope_interleaved interleaved xdrope_section")  # say how positions are laid out
 _OF_EVERY_KIND |= _names("max_position_embeddings finetuned llama_4_scaling_beta")  # are not about frequencies
 _NOT_BY_ROPE = {"rotary_dim", "head_dim", "base", "original_max_position", "seq_len", "long"}  # come from elsewhere
+_OF_SOME_KIND = {name for kind in KINDS.values() for name in inspect.signature(kind).parameters} - _NOT_BY_ROPE
 _NO_ATTENTION = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}  # types of layers
 _INSTEAD = "pass head_dim, base, interleaved, kind and its parameters (frequencies.KINDS) to RotaryEmbedding instead"
 _AT_ONCE = "set all at once, as in config.rope_parameters = {'rope_type': 'yarn', 'rope_theta': 1e6, ...}"
@@ -82,6 +85,10 @@ def _made(config: Mapping) -> Any:
     rope, old = (text.get(name) for name in ("rope_parameters", "rope_scaling"))
     for name, value in ("rope_parameters", rope), ("rope_scaling", old):
         _need(value is None or isinstance(value, dict), name, value, "a dict")
+        for each in _parts(value):
+            of_a_kind = each.keys() - _OF_EVERY_KIND
+            good = each.get("rope_type") or each.get("type") or not of_a_kind or of_a_kind - _OF_SOME_KIND
+            _need(bool(good), name, each, "a dict with a rope_type, such as 'linear' or 'yarn'")
     _need(not rope or not old or rope == old, "rope_scaling", old, "absent, or equal to rope_parameters")
     if not any(re.search("theta|rotary_emb_base", str(name)) for name in text):
         # transformers takes the base of the class, but the model may have had another before it was lost.
@@ -138,11 +145,10 @@ def _check_names(config: Any, text: Any) -> None:
         if name.startswith("_") or value is None or value in read or name in _NO_MATTER:
             continue
         about = (_ABOUT_ROTATION if name in known else _ABOUT_POSITIONS).search(name)
-        unread = about and (read or name not in known & _READ)
-        must_be = f"{read[0]!r}, as where it is read" if read else "absent, because its meaning is not known"
-        _need(not unread, name, value, f"{must_be}; remove it if it means nothing")
-        for near in difflib.get_close_matches(name, known & _READ, 1, 0.87) if name not in known else ():
-            _need(name.endswith(f"_{near}"), name, value, f"absent: the entry of {type(config).__name__} is {near}")
+        near = [] if name in known | _READ else difflib.get_close_matches(name, known & _READ | _OF_ANY_MODEL, 1, 0.87)
+        unread = (about and (read or name not in known & _READ)) or (near and not name.endswith(f"_{near[0]}"))
+        absent = f"absent; did you mean {near[0]}?" if near else f"absent, because its meaning is not known; {_INSTEAD}"
+        _need(not unread, name, value, f"{read[0]!r}, as where it is read" if read else absent)
 
 
 def _against_rotation(config: Any) -> tuple[str, Any, str] | None:
@@ -235,8 +241,11 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
         _need(short == long, "short_mscale", short, f"equal to long_mscale, which is {long!r}")
         rope["attention_factor"] = long
     taken = ({*inspect.signature(KINDS[kind]).parameters} - _NOT_BY_ROPE) | _OF_EVERY_KIND
-    for name, value in rope.items():
-        _need(value is None or name in taken, name, value, f"absent, because rope_type {kind!r} does not have it")
+    for name in [name for name, value in rope.items() if value is not None and name not in taken]:
+        near = difflib.get_close_matches(name, taken, 1, 0.8)
+        must_be = f"absent; did you mean {near[0]}?" if near else f"absent, because rope_type {kind!r} does not have it"
+        _need(kind != "default" or name not in _OF_SOME_KIND, "rope_type", kind, f"one that has {name}, such as 'yarn'")
+        _need(False, name, rope[name], must_be)
     return kind, rope
 
 
@@ -263,6 +272,7 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
         _need(own in (None, dim), "partial_rotary_factor", part, f"such that {own} channels rotate (qk_rope_head_dim)")
         arguments = {"rotary_dim": dim}
     arguments["base"] = theta
+    _need(kind != "yarn" or "factor" in rope, "factor", None, "given for rope_type 'yarn'")  # as in transformers
     longest, trained = (_get(config, f"{name}max_position_embeddings") for name in ("", "original_"))
     trained = longest if kind == "dynamic" else rope.get("original_max_position_embeddings") or trained or longest
     given = {**rope, "partial_rotary_factor": part, "original_max_position": trained}
@@ -317,6 +327,7 @@ def rotates(config: Any, layer: int) -> bool:
     return _against_rotation(config) is None and _layers(config, None, layer)[0][2] is not None
 
 
+@named
 def from_config(
     config: Any, layer_type: str | None = None, seq_len: int | None = None, *, layer: int | None = None
 ) -> Frequencies:
