@@ -31,7 +31,10 @@ class Signature:
     def __init__(self, name: str):
         self.name, self.op = name, getattr(ops, name).default
         arguments = self.op._schema.arguments
+        self.in_words = self.op._schema.name.replace("::", ".")
         self.arguments = [a.name for a in arguments]
+        self.types = {a.name: str(a.type).removeprefix("Optional[").removesuffix("]") for a in arguments}
+        self.types |= {"dtype": "dtype"} if "dtype" in self.types else {}  # the schema says that it is an integer
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         self.rotated = [name for name in ("x", "q", "k") if name in self.arguments]  # empty if it makes tables
 

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_dynamo_compiling
 
-from ._mistakes import check_tensor, mistake_in, unknown_argument, whole
+from ._mistakes import always_called, check_tensor, mistake_in, named, whole
 from ._ops import ops as _ops
 from .frequencies.kinds import is_number, on_device, powers
 
@@ -35,11 +36,7 @@ def call(
     rotary_start: int = 0,
     eager_rounding: bool = False,
     norm_eps: float = 1e-6,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_out: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    norm_v: bool = False,
+    of_cache: tuple = (None, None, None, None, False),
     inverse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
@@ -48,13 +45,11 @@ def call(
     A keyword argument with its default value is left out, because each one costs a decode step 0.2 microseconds.
     unknown: the arguments of the caller that the operator does not have, which are an error.
     """
-    if unknown:
-        raise unknown_argument(op._schema.name.replace("::", "."), unknown, [a.name for a in op._schema.arguments])
-    if type(offset) is not int and isinstance(offset, Tensor):  # type() is quicker than isinstance()
-        raise TypeError(
-            f"torch_rope: offset is a tensor of shape {list(offset.shape)} but must be an integer; pass positions, which "
-            "may be a tensor: positions=torch.arange(seq, device=q.device) + offset"
-        )
+    k_scale, v_scale, q_out, q_scale, norm_v = of_cache
+    # type() is quicker than isinstance(). torch.compile shows an error that is raised here, but not what torch raises.
+    is_checked = unknown or (type(offset) is not int and isinstance(offset, Tensor)) or is_dynamo_compiling()
+    if is_checked and (mistake := mistake_in(op, args, locals(), unknown)) is not None:
+        raise mistake
     flags: dict[str, Any] = {}
     try:
         if attention_factor != 1.0:
@@ -83,11 +78,12 @@ def call(
             flags["dtype"] = dtype
         return op(*args, **flags)
     except (RuntimeError, ValueError):
-        if (mistake := mistake_in(op, args, locals())) is not None:
+        if (mistake := mistake_in(op, args, locals(), unknown)) is not None:
             raise mistake from None
         raise
 
 
+@named
 def inv_freq(
     rotary_dim: int,
     base: float = 10000.0,
@@ -131,6 +127,7 @@ def inv_freq(
     return on_device(exact, device) if dtype is None else exact.to(dtype=dtype).to(device)
 
 
+@named
 def cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -167,6 +164,7 @@ def cos_sin(
     return call(_ops.cos_sin.default, (positions, inv_freq), None, 0, attention_factor, dtype=dtype)
 
 
+@named
 def axial_cos_sin(
     positions: Tensor, inv_freq: Tensor, *, attention_factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -215,6 +213,7 @@ def axial_cos_sin(
     return call(_ops.axial_cos_sin.default, (positions, inv_freq), None, 0, attention_factor, dtype=dtype)
 
 
+@always_called
 def rotate(
     x: Tensor,
     cos: Tensor | None = None,
@@ -292,6 +291,7 @@ def rotate(
     return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
+@named
 def rotary_embedding(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, *, interleaved: bool = False
 ) -> Tensor:
@@ -333,10 +333,8 @@ def rotary_embedding(
     for name, t in (("x", x), ("cos", cos), ("sin", sin)):
         check_tensor("torch_rope.rotary_embedding", name, t)
     if x.dim() != 4 or x.shape[-1] % 2:
-        raise ValueError(
-            f"torch_rope.rotary_embedding: x has shape {list(x.shape)} but must be [batch, heads, seq, head_dim], with an "
-            "even head_dim"
-        )
+        must_be = "[batch, heads, seq, head_dim], with an even head_dim"
+        raise ValueError(f"torch_rope.rotary_embedding: x has shape {list(x.shape)} but must be {must_be}")
     sizes = *x.shape[:3], x.shape[3] // 2
     for name, t in (("cos", cos), ("sin", sin)):
         if position_ids is not None:
@@ -356,6 +354,7 @@ def rotary_embedding(
     return call(_ops.rotate.default, args, None, 0, interleaved=interleaved).transpose(1, 2)
 
 
+@always_called
 def rotate_(
     x: Tensor,
     cos: Tensor | None = None,
@@ -395,6 +394,7 @@ def rotate_(
     call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
+@always_called
 def rotate_qk(
     q: Tensor,
     k: Tensor,
@@ -440,6 +440,7 @@ def rotate_qk(
     return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
+@always_called
 def rotate_qk_(
     q: Tensor,
     k: Tensor,
@@ -480,6 +481,7 @@ def rotate_qk_(
     call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, inverse=inverse)
 
 
+@always_called
 def norm_rotate_qk(
     q: Tensor,
     k: Tensor,
@@ -548,6 +550,7 @@ def norm_rotate_qk(
     return call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, norm_eps=norm_eps)
 
 
+@always_called
 def rotate_into_cache_(
     q: Tensor,
     k: Tensor,
@@ -652,24 +655,11 @@ def rotate_into_cache_(
         )
     """
     args = q, k, v, k_cache, v_cache, cos, sin, inv_freq, positions, offset, slots, q_norm_weight, k_norm_weight
-    call(
-        _ops.rotate_into_cache_.default,
-        args,
-        unknown,
-        offset,
-        attention_factor,
-        interleaved,
-        rotary_start,
-        eager_rounding,
-        norm_eps,
-        k_scale,
-        v_scale,
-        q_out,
-        q_scale,
-        norm_v,
-    )
+    op, of_cache = _ops.rotate_into_cache_.default, (k_scale, v_scale, q_out, q_scale, norm_v)
+    call(op, args, unknown, offset, attention_factor, interleaved, rotary_start, eager_rounding, norm_eps, of_cache)
 
 
+@named
 def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | None = None) -> Tensor:
     """Returns the positions of the tokens of packed sequences: those of each sequence begin at 0, or at its own offset.
 
@@ -705,14 +695,12 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
         check_tensor(function, name, t, torch.int32, torch.int64)
     total = whole(function, "total", total)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(
-            f"{function}: cu_seqlens has shape {list(cu_seqlens.shape)} but must have shape [sequences + 1]"
-        )
-    if offsets is not None and offsets.shape != (cu_seqlens.shape[0] - 1,):
-        raise ValueError(
-            f"{function}: offsets has shape {list(offsets.shape)} but must have shape [{cu_seqlens.shape[0] - 1}], one "
-            "offset for each sequence of cu_seqlens"
-        )
+        shape = list(cu_seqlens.shape)
+        raise ValueError(f"{function}: cu_seqlens has shape {shape} but must have shape [sequences + 1]")
+    count = cu_seqlens.shape[0] - 1
+    if offsets is not None and offsets.shape != (count,):
+        must_have = f"shape [{count}], one offset for each sequence of cu_seqlens"
+        raise ValueError(f"{function}: offsets has shape {list(offsets.shape)} but must have {must_have}")
     if _shows_its_numbers(cu_seqlens):
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts != sorted(starts):
@@ -721,9 +709,8 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
                 "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), and a slice of cu_seqlens without its first number"
             )
         if starts[-1] > total:
-            raise ValueError(
-                f"{function}: total is {total} but must be at least {starts[-1]}, the last number of cu_seqlens"
-            )
+            must_be = f"at least {starts[-1]}, the last number of cu_seqlens"
+            raise ValueError(f"{function}: total is {total} but must be {must_be}")
     if offsets is not None or _is_wide(total):  # then a position may be beyond int32, even if all offsets are not
         cu_seqlens = cu_seqlens.long()
     tokens = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -735,6 +722,7 @@ def positions_from_cu_seqlens(cu_seqlens: Tensor, total: int, offsets: Tensor | 
     return tokens - starts[sequence]
 
 
+@named
 def slots_of_window(positions: Tensor, window: int) -> Tensor:
     """Returns the slots of tokens in ring caches: position p of sequence b has cell ``p % window`` of block b.
 
@@ -763,17 +751,16 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
 
         torch_rope.slots_of_window(torch.arange(6), 4)  # [-1, -1, 2, 3, 0, 1]
     """
-    check_tensor("torch_rope.slots_of_window", "positions", positions, torch.int32, torch.int64)
+    function = "torch_rope.slots_of_window"
+    check_tensor(function, "positions", positions, torch.int32, torch.int64)
     if positions.dim() not in (1, 2):
-        raise ValueError(
-            f"torch_rope.slots_of_window: positions has shape {list(positions.shape)} but must have shape [seq] or "
-            "[batch, seq]"
-        )
-    window = whole("torch_rope.slots_of_window", "window", window, 1)
+        shape = list(positions.shape)
+        raise ValueError(f"{function}: positions has shape {shape} but must have shape [seq] or [batch, seq]")
+    window = whole(function, "window", window, 1)
     blocks = positions.shape[0] if positions.dim() == 2 else 1
     if isinstance(blocks, int) and blocks * window > 2**63:
         must_be = f"at most {2**63 // blocks}, because positions has batch {blocks} and a slot is an int64"
-        raise ValueError(f"torch_rope.slots_of_window: window is {window} but must be {must_be}")
+        raise ValueError(f"{function}: window is {window} but must be {must_be}")
     if positions.dtype == torch.int32 and _is_wide(blocks * window):
         positions = positions.long()
     newest = torch.nn.functional.pad(positions, (1, 0), value=-1).amax(-1, keepdim=True)  # -1 if there are no tokens

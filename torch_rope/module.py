@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import frequencies
 from ._home import Home
-from ._mistakes import check_tensor, shown, unknown_argument, wrong_positions, wrong_type
+from ._mistakes import always_called, check_tensor, shown, unknown_argument, wrong_type
 from ._modes import as_seen, mode_of, undisturbed
 from ._ops import ops as _ops
 from .frequencies import lengths
@@ -67,6 +67,7 @@ class RotaryEmbedding(nn.Module):
     rotary_dim, it may have any number that is at least rotary_dim.
     """
 
+    @always_called
     def __init__(
         self,
         head_dim: int,
@@ -80,12 +81,9 @@ class RotaryEmbedding(nn.Module):
         **arguments: Any,
     ):
         super().__init__()
-        _require(
-            isinstance(kind, str) and kind in frequencies.KINDS,
-            "kind",
-            kind,
-            f"one of {', '.join(map(repr, frequencies.KINDS))}",
-        )
+        kinds = ", ".join(map(repr, frequencies.KINDS))
+        _require(isinstance(kind, str) and kind in frequencies.KINDS, "kind", kind, f"one of {kinds}")
+        _check_names("torch_rope.RotaryEmbedding", ["head_dim"], kind, arguments)
         good = max_position is None or (isinstance(max_position, int) and 1 <= max_position < 2**63)
         _require(good, "max_position", max_position, "a positive integer below 2**63")
         good = not hasattr(interleaved, "__len__") and interleaved in (True, False)  # no array
@@ -95,10 +93,6 @@ class RotaryEmbedding(nn.Module):
         self._rotates_all = rotary_dim is None
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         function = frequencies.KINDS[kind]
-        known = {*inspect.signature(function).parameters} - {"rotary_dim"}
-        if unknown := [name for name in arguments if name not in known]:
-            known = [*inspect.signature(RotaryEmbedding).parameters][:-1] + sorted(known - {"base"})
-            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, known)
         inv_freq, self.attention_factor = undisturbed(function, rotary_dim, base, **arguments)
         if 2 * len(inv_freq) > head_dim:
             _require(rotary_dim == head_dim, "rotary_dim", rotary_dim, f"at most head_dim, which is {head_dim}")
@@ -148,11 +142,13 @@ class RotaryEmbedding(nn.Module):
         Raises the errors of :func:`torch_rope.frequencies.from_config` and of the constructor.
         """
         kind, read = frequencies.parse(config, layer_type, layer=layer)
+        _check_names("torch_rope.RotaryEmbedding.from_config", ["config", "layer_type", "layer"], kind, arguments)
         rotary_dim = read.pop("head_dim" if kind == "proportional" else "rotary_dim")
         read |= {"rotary_dim": rotary_dim, "kind": kind}
         read["interleaved"] = frequencies.is_interleaved(config) if interleaved is None else interleaved
         return cls(rotary_dim + rotary_dim % 2, **read | arguments)
 
+    @always_called
     def forward(
         self,
         q: Tensor,
@@ -209,8 +205,8 @@ class RotaryEmbedding(nn.Module):
         """
         if not isinstance(seq, int | torch.SymInt):
             raise wrong_type("torch_rope.RotaryEmbedding", "seq", seq, "an integer", "call angles(seq, positions)")
-        if positions is not None and not isinstance(positions, Tensor):
-            raise wrong_positions("torch_rope.RotaryEmbedding", positions)
+        if positions is not None:
+            check_tensor("torch_rope.RotaryEmbedding", "positions", positions)
         assigned = self._assigned()
         if device is None:
             devices = [t.device for t in (positions, *assigned.values()) if t is not None]
@@ -310,6 +306,14 @@ class RotaryEmbedding(nn.Module):
         # The lists of LongRoPE are too long to show.
         short = [f"{name}={value!r}" for name, value in arguments.items() if not isinstance(value, list | tuple)]
         return ", ".join([str(self.head_dim), *short, *(f"{name} assigned" for name in self._assigned())])
+
+
+def _check_names(function: str, first: list[str], kind: str, arguments: dict[str, Any]) -> None:
+    """Raises TypeError unless the arguments are among the first, or others of a module with this kind of frequencies."""
+    of_module, of_kind = (inspect.signature(f).parameters for f in (RotaryEmbedding, frequencies.KINDS[kind]))
+    known = [*first, *list(of_module)[1:-1], *sorted(of_kind.keys() - of_module.keys())]
+    if unknown := [name for name in arguments if name not in known]:
+        raise unknown_argument(function, unknown, known)
 
 
 def _require(good: bool, name: str, value: Any, must_be: str) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import frequencies
-from ._mistakes import check_tensor, whole, whole_numbers
+from ._mistakes import check_tensor, named, whole, whole_numbers
 from .frequencies.kinds import in_two_parts, on_device
 
 
@@ -77,6 +77,7 @@ def _checked(function: str, inv_freq: Tensor, sections: Sequence[int]) -> list[i
     return sections
 
 
+@named
 def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     """Returns the frequencies of Qwen2-VL's M-RoPE (arXiv:2409.12191).
 
@@ -95,6 +96,7 @@ def sections(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     return by_axis(inv_freq, [axis for axis, count in enumerate(sections) for _ in range(count)], 3)
 
 
+@named
 def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     """Returns the frequencies of Qwen3-VL's interleaved M-RoPE (arXiv:2511.21631).
 
@@ -122,6 +124,7 @@ def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     return by_axis(inv_freq, height_and_width + [0] * sections[2], 3)
 
 
+@named
 def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     """Returns the frequencies of axial RoPE in vision models: the pairs are cut into one equal part for each axis.
 

@@ -22,7 +22,23 @@ TABLES = {
     TypeError: """
 rope(q, k, 4096) -> rope.rotate_qk: positions is 4096 but must be a tensor; pass offset=4096 if the first token is
 rope(q, k, [0, 1, 2]) -> rope.rotate_qk: positions is of type list but must be a tensor; torch.as_tensor makes one
-rope(q, k, offset=torch.tensor(3)) -> torch_rope: offset is a tensor of shape [] but must be an integer; pass positio
+rope(q, k, offset=torch.tensor(3)) -> rope.rotate_qk: offset is of type Tensor but must be an integer; pass positions
+rotate_qk(query=q, key=k, cos=cos, sin=sin) -> rope.rotate_qk: query is not an argument; its name here is q
+rope(query=q) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
+rotate_qk(q, cos=cos, sin=sin) -> rope.rotate_qk: k is missing but must be a tensor
+rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not an argument; its name here is k_cache
+cos_sin(t=ints, freqs=freq) -> rope.cos_sin: t is not an argument; its name here is positions
+rotary_embedding(heads_first, cos, sin, positions=ints) -> torch_rope.rotary_embedding: positions is ... here is position_ids
+positions_from_cu_seqlens(ints, max_seqlen=3) -> max_seqlen is not an argument; its name here is total, the number of all
+slots_of_window(ints, window_size=3) -> torch_rope.slots_of_window: window_size is not an argument; its name here is window
+inv_freq(64, theta=3) -> torch_rope.inv_freq: theta is not an argument; its name here is base
+frequencies.default(dim=64) -> torch_rope.frequencies.default: dim is not an argument; its name here is rotary_dim
+frequencies.yarn(64, 1e4, original_max_position_embeddings=9) -> its name here is original_max_position
+frequencies.from_config(None, layer_idx=0) -> layer_idx is not an argument; the arguments are config, layer_type, seq_len
+multimodal.axial(freqs=freq) -> torch_rope.multimodal.axial: freqs is not an argument; its name here is inv_freq
+transformers.patch(linear, fused=True) -> torch_rope.integrations.transformers.patch: fused is ... its name here is fuse
+RotaryEmbedding.from_config({"model_type": "llama"}, interleave=True) -> from_config: interleave ... here is interleaved
+RotaryEmbedding.from_config({"model_type": "llama"}, layer_idx=0) -> the arguments are config, layer_type, layer, base, rotary
 rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
 multimodal.position_parts(ints[None], freq.double()[None], "cpu") -> positions is int64 but must be float64
 multimodal.position_parts(None, freq.double()[None], "cpu") -> positions is None but must be a tensor
@@ -41,15 +57,15 @@ positions_of([0, 3], 3, torch.zeros(1)) -> offsets is float32 but must be int32 
 slots_of_window(ints / 1, 4) -> positions is float32 but must be int32 or int64
 RotaryEmbedding(64, theta=1e4) -> torch_rope.RotaryEmbedding: theta is not an argument; its name here is base
 RotaryEmbedding(64, factor=4.0, rope_type="yarn") -> rope_type is not an argument; its name here is kind
-RotaryEmbedding(64, dim=32) -> dim is not an argument; its name here is head_dim
+RotaryEmbedding(dim=64) -> dim is not an argument; its name here is head_dim
 RotaryEmbedding(64, max_position_embeddings=4096) -> max_position_embeddings is not ... here is max_position
 RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True) -> truncate is not an argument; the arguments are head_
-RotaryEmbedding(64, kind="yarn") -> yarn() missing 2 required keyword-only arguments: 'factor' and
+RotaryEmbedding(64, kind="yarn") -> torch_rope.frequencies.yarn: factor is missing but must be given
 transformers.patch({"model_type": "llama"}) -> model is of type dict but must be a loaded model, such as
 diffusers.patch("name") -> model is 'name' but must be a loaded model, such as FluxTransformer2DModel
 rotary_embedding(heads_first, *tables(5, 4).bfloat16()) -> cos and sin are bfloat16 but must be float32
 timm.patch(None) -> model is None but must be a loaded model, such as timm.create_model
-diffusers.patch(nn.Linear(2, 2), fuse="yes") -> fuse is 'yes' but must be True or False
+diffusers.patch(linear, fuse="yes") -> fuse is 'yes' but must be True or False
 """,
     ValueError: """
 rotate_qk_(q, k, cos, sin, rotary_start=-(2**63) - 1) -> rope.rotate_qk_: rotary_start is -9223372036854775809 but must
@@ -84,12 +100,10 @@ RotaryEmbedding(64, interleaved="gptj") -> interleaved is 'gptj' but must be Tru
 RotaryEmbedding(64, max_position=0) -> max_position is 0 but must be a positive integer
 RotaryEmbedding(64, kind="dynamic", factor=2.0, original_max_position=9, max_position=9) -> max_position is 9 but must
 RotaryEmbedding("64") -> head_dim is '64' but must be a positive integer
-RotaryEmbedding(64.0) -> head_dim is 64.0 but must be a positive integer
 RotaryEmbedding(0) -> head_dim is 0 but must be a positive integer
 RotaryEmbedding(63, rotary_dim=63) -> head_dim is 63 but must be even to rotate all channels; or pass a smaller
 RotaryEmbedding(64, rotary_dim=66) -> rotary_dim is 66 but must be at most head_dim, which is 64
-RotaryEmbedding(63) -> head_dim is 63 but must be even to rotate all channels; or pass a smaller
-RotaryEmbedding.from_config(nn.Linear(2, 2)) -> config is <class '...Linear'> but must be the config of a model; pass
+RotaryEmbedding.from_config(linear) -> config is <class '...Linear'> but must be the config of a model; pass
 kind("default", rotary_dim=0) -> torch_rope.frequencies.default: rotary_dim is 0 but must be a positive integer
 kind("default", base=math.nan) -> torch_rope.frequencies.default: base is nan but must be a positive number
 kind("ntk", factor=0.5) -> torch_rope.frequencies.ntk: factor is 0.5 but must be a number that is at least 1
@@ -111,7 +125,7 @@ kind("proportional", partial_rotary_factor=-0.5) -> partial_rotary_factor is -0.
 kind("partial_rotary_dim", head_dim=64.0) -> partial_rotary_dim: head_dim is 64.0 but must be a positive integer
 kind("partial_rotary_dim", partial_rotary_factor=1.5) -> partial_rotary_factor is 1.5 but must be a number in (0, 1]
 kind("partial_rotary_dim", head_dim=65, partial_rotary_factor=1.0) -> head_dim is 65 but must be an even number to rotate
-multimodal.from_config(nn.Linear(2, 2)) -> but must be the config of a model; pass model.config
+multimodal.from_config(linear) -> but must be the config of a model; pass model.config
 multimodal.from_config({"model_type": "llama"}) -> model_type is 'llama' but must be one of 'qwen2_vl'
 multimodal.sections(freq, [4, 4]) -> sections is [4, 4] but must be three counts of pairs with the sum 8
 multimodal.interleaved(freq, [4, 4, 1]) -> torch_rope.multimodal.interleaved: sections is [4, 4, 1] but must be three
@@ -120,10 +134,10 @@ multimodal.by_axis(freq, [0, 1] * 4, 1) -> axes is [0, 1, ... but must have 8 nu
 axial_cos_sin(torch.zeros(2, 5), freq) -> inv_freq has shape [8] but must have shape [axes, rotary_dim
 multimodal.by_axis(freq, [0, 1]) -> axes is [0, 1] but must have 8 numbers that are at least 0 and below 2
 multimodal.position_parts(freq.double(), freq.double()[None], "cpu") -> positions has shape [8] and inv_freq [1, 8] but
-transformers.patch(nn.Linear(2, 2)) -> Linear is not patched: no module of it calls a rotary function
-diffusers.patch(nn.Linear(2, 2), rounding="exact") -> rounding is 'exact' but must be "eager" or "once"
-transformers.patch(of("diffusers")) -> a model of diffusers; pass it to torch_rope.integrations.diffusers.patch
-diffusers.patch(of("transformers")) -> a model of transformers; pass it to torch_rope.integrations.transformers.patch
+transformers.patch(linear) -> Linear is not patched: no module of it calls a rotary function
+diffusers.patch(linear, rounding="exact") -> rounding is 'exact' but must be "eager" or "once"
+transformers.patch(of_diffusers) -> a model of diffusers; pass it to torch_rope.integrations.diffusers.patch
+diffusers.patch(of_transformers) -> a model of transformers; pass it to torch_rope.integrations.transformers.patch
 """,
 }
 CASES = [(*line.split(" -> "), error) for error, table in TABLES.items() for line in table.strip().split("\n")]
@@ -132,8 +146,8 @@ GOOD = {"rotary_dim": 4, "base": 1e4, "factor": 2.0, "original_max_position": 40
 GOOD |= {"partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 
 
-def run(usage: str):
-    """Runs a usage. It may use the names below, and those of this module."""
+def run(usage: str, wrapped=lambda function: function):
+    """Runs a usage, as a function that `wrapped` may compile. It may use the names below, and those of this module."""
     rope, freq, ints = torch_rope.RotaryEmbedding(16), torch.ones(8), torch.arange(3)
     cos, sin = torch_rope.cos_sin(ints, freq)
     q, k, heads_first = torch.zeros(2, 3, 4, 16), torch.zeros(2, 3, 1, 16), torch.zeros(2, 3, 5, 8)
@@ -146,10 +160,12 @@ def run(usage: str):
         function = getattr(torch_rope.frequencies, name)
         return function(**{n: v for n, v in (GOOD | changes).items() if n in inspect.signature(function).parameters})
 
-    def of(library):
-        return type("Model", (nn.Linear,), {"__module__": f"{library}.models"})(2, 2)
-
-    return eval(usage, globals() | locals())
+    linear = nn.Linear(2, 2)
+    of_diffusers, of_transformers = (
+        type("Model", (nn.Linear,), {"__module__": f"{library}.models"})(2, 2)
+        for library in ("diffusers", "transformers")
+    )
+    return wrapped(eval(f"lambda: {usage}", globals() | locals()))()
 
 
 def message_of(function, *args, **kwargs) -> str:

@@ -1,5 +1,6 @@
 """Tests of the package: the torch that it is built for, what setup.py says and packs, public names and schemas."""
 
+import functools
 import inspect
 import os
 import re
@@ -118,6 +119,25 @@ def test_no_target_of_the_makefile_compiles_what_is_compiled():
 def test_a_wrong_usage_prints_what_a_user_needs(usage, message, error):
     with pytest.raises(error, match=re.escape(message).replace(r"\.\.\.", ".*")):
         errors.run(usage)
+
+
+# A compiled program does not look at the numbers of cu_seqlens. torch.compile traces no threads, which the class of a
+# config needs, and no functools.cache that is made in a function, which the search of a model needs.
+NOT_TRACED = r"positions_of\(\[\d, \d, \d+\]\)|from_config\(\{|patch\((linear|of_\w+)\)"
+
+
+@pytest.mark.parametrize(
+    "usage, message",
+    [
+        pytest.param(usage, message, marks=[pytest.mark.exhaustive] * usage.startswith(("kind", "RotaryEmbedding")))
+        for usage, message, _ in errors.CASES
+        if not re.search(NOT_TRACED, usage)
+    ],
+)
+def test_a_wrong_usage_prints_the_same_when_it_is_compiled(usage, message):
+    with pytest.raises(Exception) as raised:
+        errors.run(usage, functools.partial(torch.compile, fullgraph=True, backend="eager"))
+    assert re.search(re.escape(message).replace(r"\.\.\.", ".*"), str(raised.value).replace("\\", ""))
 
 
 def test_every_public_name_has_a_docstring_and_every_function_names_its_equivalent():

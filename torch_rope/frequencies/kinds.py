@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._mistakes import named
+
 
 class Frequencies(NamedTuple):
     """The frequencies of a model, and the factor that goes with them."""
@@ -137,6 +139,7 @@ def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     return rotary_dim
 
 
+@named
 def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
     """Returns the frequencies of RoFormer (arXiv:2104.09864): ``f``, and attention_factor 1.
 
@@ -145,6 +148,7 @@ def default(rotary_dim: int, base: float = 10000.0) -> Frequencies:
     return Frequencies(_powers("default", rotary_dim, base), 1.0)
 
 
+@named
 def linear(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     """Returns the frequencies of position interpolation (Chen et al., arXiv:2306.15595): ``f / factor``.
 
@@ -162,6 +166,7 @@ def _raised_base(function: str, rotary_dim: int, base: float, factor: float) -> 
     return _powers(function, rotary_dim, base * factor ** (rotary_dim / (rotary_dim - 2)))
 
 
+@named
 def ntk(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     """Returns the frequencies of NTK-aware scaling by a fixed factor.
 
@@ -175,6 +180,7 @@ def ntk(rotary_dim: int, base: float, *, factor: float) -> Frequencies:
     return Frequencies(_raised_base("ntk", rotary_dim, base, factor), 1.0)
 
 
+@named
 def dynamic(
     rotary_dim: int, base: float, *, factor: float, original_max_position: int, seq_len: int | None = None
 ) -> Frequencies:
@@ -197,6 +203,7 @@ def dynamic(
     return Frequencies(_raised_base("dynamic", rotary_dim, base, s), 1.0)
 
 
+@named
 def yarn(
     rotary_dim: int,
     base: float,
@@ -265,6 +272,7 @@ def yarn(
     return Frequencies(f * (1 - ramp) + f / float(factor) * ramp, float(attention_factor))
 
 
+@named
 def longrope(
     rotary_dim: int,
     base: float,
@@ -312,6 +320,7 @@ def longrope(
     return Frequencies(f / float64(long_factor if long else short_factor), float(attention_factor))
 
 
+@named
 def llama3(
     rotary_dim: int,
     base: float,
@@ -346,6 +355,7 @@ def llama3(
     return Frequencies(f * s + f / float(factor) * (1 - s), 1.0)
 
 
+@named
 def proportional(head_dim: int, base: float, *, partial_rotary_factor: float = 1.0, factor: float = 1.0) -> Frequencies:
     """Returns the frequencies of the full-attention layers of Gemma 4, in which only the first pairs of a head rotate.
 

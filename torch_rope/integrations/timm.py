@@ -8,6 +8,7 @@ import re
 
 from torch import nn
 
+from .._mistakes import named
 from ._conventions import ADJACENT, TWICE, by_options, follows, side_by_side, sin_first
 from ._patch import Library, Patch, patch_model, register
 
@@ -35,6 +36,7 @@ LIBRARY = Library(
 )
 
 
+@named
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False) -> Patch:
     """Makes a model of timm rotate q and k with torch_rope, for inference and training.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._mistakes import named
 from .._angles import of_diffusers
 from .._patch import Library, Patch, packages_of, patch_model, register
 from .conventions import CONVENTIONS, TEXTS
@@ -24,6 +25,7 @@ LIBRARY = Library(
 )
 
 
+@named
 def patch(model: Any, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> Patch:
     """Makes a model or pipeline of diffusers rotate q and k with torch_rope, for inference and training.
 

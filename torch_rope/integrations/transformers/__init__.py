@@ -8,6 +8,7 @@ import re
 
 from torch import nn
 
+from ..._mistakes import named
 from .._angles import of_transformers
 from .._patch import Library, Patch, patch_model, register
 from .conventions import CONVENTIONS, TEXTS
@@ -25,6 +26,7 @@ LIBRARY = Library(
 )
 
 
+@named
 def patch(model: nn.Module, *, rounding: str = "eager", fuse: bool = False, exact_angles: bool = False) -> "Patch":
     """Makes a model of transformers rotate q and k with torch_rope, for inference and training.
 
