@@ -98,8 +98,8 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def always_called(function: F) -> F:
-    """Lets a function that takes unknown arguments be called without those that it needs, so that it can say that they have
-    other names here. They are MISSING then. :func:`named` would cost a decode step 0.3 microseconds."""
+    """Lets a function that takes unknown arguments be called without those that it needs, so that it can say how they
+    are named here. They are MISSING then. :func:`named` would cost each call of a decode step 0.2 microseconds."""
     function.__signature__ = inspect.signature(function)  # which is shown, stays as it is written
     count = function.__code__.co_argcount - len(function.__defaults__ or ())
     function.__defaults__ = (MISSING,) * count + (function.__defaults__ or ())

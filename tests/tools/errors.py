@@ -26,19 +26,18 @@ rope(q, k, offset=torch.tensor(3)) -> rope.rotate_qk: offset is of type Tensor b
 rotate_qk(query=q, key=k, cos=cos, sin=sin) -> rope.rotate_qk: query is not an argument; its name here is q
 rope(query=q) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
 rotate_qk(q, cos=cos, sin=sin) -> rope.rotate_qk: k is missing but must be a tensor
-rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not an argument; its name here is k_cache
+rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not ... its name here is k_cache
 cos_sin(t=ints, freqs=freq) -> rope.cos_sin: t is not an argument; its name here is positions
-rotary_embedding(heads_first, cos, sin, positions=ints) -> torch_rope.rotary_embedding: positions is ... here is position_ids
-positions_from_cu_seqlens(ints, max_seqlen=3) -> max_seqlen is not an argument; its name here is total, the number of all
-slots_of_window(ints, window_size=3) -> torch_rope.slots_of_window: window_size is not an argument; its name here is window
+rotary_embedding(heads_first, cos, sin, positions=ints) -> positions is ... its name here is position_ids
+positions_from_cu_seqlens(ints, max_seqlen=3) -> max_seqlen is ... its name here is total, the number
+slots_of_window(ints, window_size=3) -> torch_rope.slots_of_window: window_size is ... its name here is window
 inv_freq(64, theta=3) -> torch_rope.inv_freq: theta is not an argument; its name here is base
 frequencies.default(dim=64) -> torch_rope.frequencies.default: dim is not an argument; its name here is rotary_dim
 frequencies.yarn(64, 1e4, original_max_position_embeddings=9) -> its name here is original_max_position
-frequencies.from_config(None, layer_idx=0) -> layer_idx is not an argument; the arguments are config, layer_type, seq_len
 multimodal.axial(freqs=freq) -> torch_rope.multimodal.axial: freqs is not an argument; its name here is inv_freq
 transformers.patch(linear, fused=True) -> torch_rope.integrations.transformers.patch: fused is ... its name here is fuse
 RotaryEmbedding.from_config({"model_type": "llama"}, interleave=True) -> from_config: interleave ... here is interleaved
-RotaryEmbedding.from_config({"model_type": "llama"}, layer_idx=0) -> the arguments are config, layer_type, layer, base, rotary
+RotaryEmbedding.from_config({"model_type": "llama"}, layer_idx=0) -> the arguments are config, layer_type, layer,
 rope(q, k, position_ids=ints) -> rope.rotate_qk: position_ids is not an argument; its name here is positions
 multimodal.position_parts(ints[None], freq.double()[None], "cpu") -> positions is int64 but must be float64
 multimodal.position_parts(None, freq.double()[None], "cpu") -> positions is None but must be a tensor
@@ -55,10 +54,8 @@ cos_sin(32, freq) -> rope.cos_sin: positions is 32 but must be a tensor; torch.a
 positions_of([0.0, 5.0]) -> cu_seqlens is float32 but must be int32 or int64
 positions_of([0, 3], 3, torch.zeros(1)) -> offsets is float32 but must be int32 or int64
 slots_of_window(ints / 1, 4) -> positions is float32 but must be int32 or int64
-RotaryEmbedding(64, theta=1e4) -> torch_rope.RotaryEmbedding: theta is not an argument; its name here is base
 RotaryEmbedding(64, factor=4.0, rope_type="yarn") -> rope_type is not an argument; its name here is kind
 RotaryEmbedding(dim=64) -> dim is not an argument; its name here is head_dim
-RotaryEmbedding(64, max_position_embeddings=4096) -> max_position_embeddings is not ... here is max_position
 RotaryEmbedding(64, kind="linear", factor=2.0, truncate=True) -> truncate is not an argument; the arguments are head_
 RotaryEmbedding(64, kind="yarn") -> torch_rope.frequencies.yarn: factor is missing but must be given
 transformers.patch({"model_type": "llama"}) -> model is of type dict but must be a loaded model, such as
@@ -75,9 +72,7 @@ inv_freq(1 << 70) -> rotary_dim is 1180591620717411303424 but must be an even nu
 slots_of_window(ints, 1 << 70) -> window is 1180591620717411303424 but must be at least 1 and below 2**63
 slots_of_window(ints.expand(4, 3), 1 << 62) -> window is 4611686018427387904 but must be at most 2305843009213693952
 RotaryEmbedding(8, max_position=1 << 70) -> max_position is 1180591620717411303424 but must be a positive integer below
-multimodal.axial(freq, 1 << 70) -> axes is 1180591620717411303424 but must be at least 1 and below 2**63
 kind("linear", factor=1 << 2000) -> torch_rope.frequencies.linear: factor is 11481...but must be a positive number
-kind("longrope", original_max_position="4096") -> longrope: original_max_position is '4096' but must be more than 1
 inv_freq(64, "10000") -> torch_rope.inv_freq: base is '10000' but must be a positive number
 positions_of([3, 5, 2]) -> cu_seqlens is [3, 5, 2] but must begin with 0 ... pass lengths as
 positions_of([0, 5, 3]) -> cu_seqlens is [0, 5, 3] but must begin with 0 and never decrease
@@ -88,16 +83,12 @@ slots_of_window(ints.view(1, 1, 3), 4) -> positions has shape [1, 1, 3] but must
 rotary_embedding(heads_first[0], *tables(5, 4)) -> x has shape [3, 5, 8] but must be [batch, heads, seq, head_dim]
 rotary_embedding(heads_first[..., :7], *tables(5, 3)) -> x has shape [2, 3, 5, 7] but must be ... even head_dim
 rotary_embedding(heads_first, *tables(6, 4)) -> cos has shape [6, 4] but must broadcast to ... [2, 3, 5, 4]
-rotary_embedding(heads_first, *tables(2, 5, 4)) -> cos has shape [2, 5, 4] but must broadcast
 rotary_embedding(heads_first, *tables(1, 1, 1, 5, 4)) -> cos has shape [1, 1, 1, 5, 4] but must broadcast
 rotary_embedding(heads_first, tables(5, 4)[0], tables(5, 3)[0]) -> sin has shape [5, 3] but must broadcast
 rotary_embedding(heads_first, *tables(1, 9, 4), ints) -> cos has shape [1, 9, 4] but must be [max_position, 4]
 rotary_embedding(heads_first, *tables(9, 3), ints) -> cos has shape [9, 3] but must be [max_position, 4]
-slots_of_window(ints, 0) -> window is 0 but must be at least 1
 RotaryEmbedding(64, kind="yarns") -> kind is 'yarns' but must be one of 'default'
-RotaryEmbedding(64, base="10000") -> torch_rope.frequencies.default: base is '10000' but must be a positive number
 RotaryEmbedding(64, interleaved="gptj") -> interleaved is 'gptj' but must be True (GPT-J) or False (NeoX
-RotaryEmbedding(64, max_position=0) -> max_position is 0 but must be a positive integer
 RotaryEmbedding(64, kind="dynamic", factor=2.0, original_max_position=9, max_position=9) -> max_position is 9 but must
 RotaryEmbedding("64") -> head_dim is '64' but must be a positive integer
 RotaryEmbedding(0) -> head_dim is 0 but must be a positive integer
@@ -125,10 +116,8 @@ kind("proportional", partial_rotary_factor=-0.5) -> partial_rotary_factor is -0.
 kind("partial_rotary_dim", head_dim=64.0) -> partial_rotary_dim: head_dim is 64.0 but must be a positive integer
 kind("partial_rotary_dim", partial_rotary_factor=1.5) -> partial_rotary_factor is 1.5 but must be a number in (0, 1]
 kind("partial_rotary_dim", head_dim=65, partial_rotary_factor=1.0) -> head_dim is 65 but must be an even number to rotate
-multimodal.from_config(linear) -> but must be the config of a model; pass model.config
 multimodal.from_config({"model_type": "llama"}) -> model_type is 'llama' but must be one of 'qwen2_vl'
 multimodal.sections(freq, [4, 4]) -> sections is [4, 4] but must be three counts of pairs with the sum 8
-multimodal.interleaved(freq, [4, 4, 1]) -> torch_rope.multimodal.interleaved: sections is [4, 4, 1] but must be three
 multimodal.height_width_time(freq, [3, 4, 1]) -> but must have as many pairs of height as of width
 multimodal.by_axis(freq, [0, 1] * 4, 1) -> axes is [0, 1, ... but must have 8 numbers that are at least 0 and below 1,
 axial_cos_sin(torch.zeros(2, 5), freq) -> inv_freq has shape [8] but must have shape [axes, rotary_dim

@@ -241,7 +241,8 @@ def _kind(rope: Mapping) -> tuple[str, Mapping]:
         _need(short == long, "short_mscale", short, f"equal to long_mscale, which is {long!r}")
         rope["attention_factor"] = long
     taken = ({*inspect.signature(KINDS[kind]).parameters} - _NOT_BY_ROPE) | _OF_EVERY_KIND
-    for name in [name for name, value in rope.items() if value is not None and name not in taken]:
+    others = [name for name, value in rope.items() if value is not None and name not in taken]
+    for name in sorted(others, key=_OF_SOME_KIND.__contains__):  # first those that no kind has
         near = difflib.get_close_matches(name, taken, 1, 0.8)
         must_be = f"absent; did you mean {near[0]}?" if near else f"absent, because rope_type {kind!r} does not have it"
         _need(kind != "default" or name not in _OF_SOME_KIND, "rope_type", kind, f"one that has {name}, such as 'yarn'")
