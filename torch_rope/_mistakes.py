@@ -108,9 +108,8 @@ def always_called(function: F) -> F:
 
 def shown(value: Any) -> str:
     """Returns a value as it stands in a message, or its type if it may be long."""
-    if value is MISSING:
-        return "missing"
-    return repr(value) if isinstance(value, int | float | str | type | None) else f"of type {type(value).__name__}"
+    is_short = isinstance(value, int | float | str | type | None)
+    return "missing" if value is MISSING else repr(value) if is_short else f"of type {type(value).__name__}"
 
 
 def wrong_type(function: str, name: str, value: Any, must_be: str = "a tensor", advice: str = "") -> TypeError:
@@ -153,18 +152,18 @@ def whole_numbers(function: str, name: str, values: Any) -> list[int]:
 def mistake_in(op: torch._ops.OpOverload, args: tuple, flags: dict[str, Any], unknown: Any) -> Exception | None:
     """Returns the error of a call of an operator whose arguments do not have the names and types of its schema, or else
     None. flags has the keyword arguments, and perhaps more; unknown those that the operator does not have."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as sure  # its import takes long
+
     function, arguments = _SIGNATURES[op].in_words, _SIGNATURES[op].arguments
     if unknown:
         return unknown_argument(function, unknown, arguments)
     given = flags | dict(zip(arguments, args, strict=False))
     for name, kind in _SIGNATURES[op].types.items():
-        value = given.get(name)
-        if (
-            name in given
-            and not isinstance(value, _TYPES[kind])
-            and not (value is None and kind in ("Tensor", "dtype"))
-        ):
+        value, bits = given.get(name), _BITS.get(kind)
+        if name not in given or (value is None and kind in ("Tensor", "dtype")):
+            continue
+        if not isinstance(value, _TYPES[kind]):
             return wrong_type(function, name, value, _WORDS[kind], _ADVICE.get(name, ""))
-        elif isinstance(value, int) and (bits := _BITS.get(kind)) and not -(2**bits) <= value < 2**bits:
+        if bits and isinstance(value, int) and (sure(value >= 2**bits) or sure(value < -(2**bits))):
             return ValueError(f"{function}: {name} is {value} but must be at least -2**{bits} and below 2**{bits}")
     return None

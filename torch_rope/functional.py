@@ -754,8 +754,8 @@ def slots_of_window(positions: Tensor, window: int) -> Tensor:
     function = "torch_rope.slots_of_window"
     check_tensor(function, "positions", positions, torch.int32, torch.int64)
     if positions.dim() not in (1, 2):
-        shape = list(positions.shape)
-        raise ValueError(f"{function}: positions has shape {shape} but must have shape [seq] or [batch, seq]")
+        must_be = "[seq] or [batch, seq]"
+        raise ValueError(f"{function}: positions has shape {list(positions.shape)} but must have shape {must_be}")
     window = whole(function, "window", window, 1)
     blocks = positions.shape[0] if positions.dim() == 2 else 1
     if isinstance(blocks, int) and blocks * window > 2**63:

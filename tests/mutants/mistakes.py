@@ -235,7 +235,7 @@ PYTHON = [
     ("RotaryEmbedding: the length is the highest position, without adding one", "frequencies/lengths.py", "- (-1 - offset)", "- (-offset)", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: frequencies are made in the mode of the caller", "module.py", "undisturbed(sources_on_device, exact, ", "sources_on_device(exact, ", "modules/test_rotary_embedding"),
     ("RotaryEmbedding: what is assigned is cast", "module.py", "return moved if moved.dtype == t.dtype else t.to(moved.device)", "return moved", "modules/test_rotary_embedding"),
-    ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(name in _READ, name", "_need(True, name", "modules/test_frequencies"),
+    ("configs: an unknown entry about a rotation is passed over", "frequencies/config.py", "_need(not unread, name", "_need(True, name", "modules/test_frequencies"),
     ("slots_of_window: older tokens are written", "functional.py", "(positions > newest - window)", "(positions >= newest - window)", "modules/test_multimodal"),
     ("RotaryEmbedding: dynamic uses a wrong exponent", "module.py", "trained, -2 / (rotary_dim - 2))", "trained, -2 / rotary_dim)", "modules/test_rotary_embedding"),
     ("functions: inverse is not passed", "functional.py", "flags[\"inverse\"] = inverse", "flags[\"inverse\"] = False", "operators/test_reference"),

@@ -100,11 +100,11 @@ def counted(function, **options):
 
 
 def calls_of_a_layer(tensors, *args, **keywords):
-    """Calls each operator of a layer with its tensors and these arguments. Returns all results."""
+    """Calls the function of each operator of a layer with its tensors and these arguments. Returns all results."""
     results = ()
     for op in OF_A_LAYER:
         more = {name: a for name, a in keywords.items() if name != "slots" or "cache" in op}
-        results += getattr(rope, op)(*tensors[op], *args, **more) or ()
+        results += getattr(torch_rope, op)(*tensors[op], *args, **more) or ()
     return results
 
 
