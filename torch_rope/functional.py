@@ -148,7 +148,7 @@ def cos_sin(
         off by 4e-3 at position 131071, and by 0.5 at 2^24. If dtype is float64, the angle is computed in float64.
 
     Raises:
-        ValueError: a shape or a device does not fit.
+        ValueError: a shape or a device does not fit, or attention_factor is not finite.
         TypeError: a dtype is not supported.
 
     Differentiable in inv_freq, and in positions if they are floating-point: to any order, in forward mode, and under
@@ -185,7 +185,7 @@ def axial_cos_sin(
         ``[axes, batch, seq]``, the results are tables by token, as :func:`rotate` takes them.
 
     Raises:
-        ValueError: a shape or a device does not fit.
+        ValueError: a shape or a device does not fit, or attention_factor is not finite.
         TypeError: a dtype is not supported.
 
     Differentiable like :func:`cos_sin`.
@@ -266,7 +266,7 @@ def rotate(
         (float64 if x is float64), and each element is rounded once, at the end, unless eager_rounding is True.
 
     Raises:
-        ValueError: a shape or a device does not fit, or there is not exactly one angle source.
+        ValueError: a shape, a device or attention_factor does not fit, or there is not exactly one angle source.
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table. On a GPU, a position in a tensor is checked in the kernel instead;
             docs/cuda.md and docs/metal.md say what happens there.
@@ -523,7 +523,7 @@ def norm_rotate_qk(
         (q, k), each with the shape and dtype of its argument.
 
     Raises:
-        ValueError, TypeError, IndexError: as :func:`rotate` does.
+        ValueError, TypeError, IndexError: as :func:`rotate` does, and ValueError if norm_eps is negative or NaN.
         NotImplementedError: a derivative for cos, sin or inv_freq is asked for.
 
     Differentiable in q, k and both weights, but not in cos, sin and inv_freq: to any order, in forward mode, and under
@@ -632,10 +632,10 @@ def rotate_into_cache_(
         None.
 
     Raises:
-        ValueError: a shape or a device does not fit; there is not exactly one angle source; only one norm weight is
-            given; eager_rounding is True with a norm; a quantised cache or q_out has no scale, or another one has a
-            scale; or a tensor that is written shares memory with itself or with another argument (between a cache and
-            q, q_out, k or v it is enough that their address ranges overlap).
+        ValueError: a shape, a device, attention_factor or norm_eps does not fit; there is not exactly one angle source;
+            only one norm weight is given; eager_rounding is True with a norm; a quantised cache or q_out has no scale,
+            or another one has a scale; or a tensor that is written shares memory with itself or with another argument
+            (between a cache and q, q_out, k or v it is enough that their address ranges overlap).
         TypeError: a dtype is not supported.
         IndexError: a position is outside the table, a position or a slot is outside the cache, or two tokens write one
             cell. Nothing is written then. On a GPU, positions and slots in tensors are checked in the kernel instead;
