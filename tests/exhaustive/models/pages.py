@@ -24,7 +24,6 @@ def compare(name, **tables):
     """Writes a page with these tables between its marks to build/, and fails if the page in docs/ has others."""
     page = ROOT / "docs" / name
     wanted = BLOCK.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n\n{found[3]}", page.read_text())
-    made = ROOT / "build" / page.name
-    made.parent.mkdir(exist_ok=True)
-    made.write_text(wanted)
-    assert page.read_text() == wanted, f"cp {made} {page}"
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / page.name).write_text(wanted)
+    assert page.read_text() == wanted, f"docs/{name} is not what patch says now; cp build/{page.name} docs/{name}"
