@@ -149,7 +149,7 @@ bool has_work(const RotateCall& call, const RopeParams& p);
 void check_position_range(const RotateCall& call, const RopeParams& p, int64_t low, int64_t high);
 // Checks the arguments of cos_sin and returns the dtype of the results. axes: the first dimension of positions and
 // inv_freq is that of the axes.
-at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
-                             double attention_factor, std::optional<at::ScalarType> dtype, bool axes);
+at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq, double attention_factor,
+                             std::optional<at::ScalarType> dtype, bool axes);
 
 }  // namespace rope

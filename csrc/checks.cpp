@@ -437,8 +437,8 @@ void check_gradients(const RotateCall& call, const Tensor* const (&xs)[2]) {
   }
 }
 
-at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq,
-                             double attention_factor, std::optional<at::ScalarType> dtype, bool axes) {
+at::ScalarType check_cos_sin(const char* op, const Tensor& positions, const Tensor& inv_freq, double attention_factor,
+                             std::optional<at::ScalarType> dtype, bool axes) {
   const struct {
     const char* op;
   } call{op};
