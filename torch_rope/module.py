@@ -175,6 +175,8 @@ class RotaryEmbedding(nn.Module):
             cos, sin, inv_freq = made
             args = q, k, cos, sin, inv_freq, positions, offset
             return call(_ops.rotate_qk.default, args, unknown, offset, self.attention_factor, self.interleaved)
+        if unknown:
+            raise unknown_argument("torch_rope.RotaryEmbedding", unknown, ["q", "k", "positions", "offset"])
         check_tensor("torch_rope.RotaryEmbedding", "q", q)
         if self._rotates_all and q.dim() > 2 and q.shape[-1] != self.head_dim:
             advice = f"; to rotate only the first channels of a head, make it with rotary_dim={self.head_dim}"

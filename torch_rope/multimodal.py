@@ -27,6 +27,7 @@ from ._mistakes import check_tensor, named, whole, whole_numbers
 from .frequencies.kinds import in_two_parts, on_device
 
 
+@named
 def by_axis(inv_freq: Tensor, axes: Sequence[int], count: int | None = None) -> Tensor:
     """Returns the matrix in which pair j follows axis ``axes[j]``.
 
@@ -107,6 +108,7 @@ def interleaved(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     return by_axis(inv_freq, [j % 3 if j < 3 * sections[j % 3] else 0 for j in range(inv_freq.shape[-1])], 3)
 
 
+@named
 def height_width_time(inv_freq: Tensor, sections: Sequence[int]) -> Tensor:
     """Returns the frequencies of Ernie 4.5 VL (as in its technical report).
 
@@ -150,6 +152,7 @@ def axial(inv_freq: Tensor, axes: int = 2) -> Tensor:
     return by_axis(torch.cat([inv_freq] * axes, -1), [j // n for j in range(axes * n)], axes)
 
 
+@named
 def position_parts(positions: Tensor, inv_freq: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Returns the arguments with which axial_cos_sin has the angles of float64 positions on a device without float64 (mps).
 
@@ -202,6 +205,7 @@ class AxialFrequencies(NamedTuple):
     interleaved: bool  # of rotate_qk
 
 
+@named
 def from_config(config: Any) -> AxialFrequencies:
     """Returns the frequencies of the text part of a multimodal model, and its pairing, read from its config.
 

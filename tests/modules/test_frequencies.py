@@ -275,10 +275,7 @@ ERRORS = [
     (rescaled(QWEN_2_5, factor="4"), "factor is '4' but must be a number"),
     (rescaled(DYNAMIC, type="linear", factor=None), "factor is None but must be given for rope_type 'linear'"),
     (rescaled(PHI_3_5, short_mscale=1, long_mscale=2), "short_mscale is 1 but must be equal to long_mscale, w"),
-    (
-        LLAMA_2 | {"rope_scaling": {"factor": 8.0}},
-        "rope_scaling is {'factor': 8.0} but must be a dict with a rope_type, s",
-    ),
+    (LLAMA_2 | {"rope_scaling": {"factor": 8.0}}, "rope_scaling has no rope_type but must have one, such as 'linear'"),
     (rescaled(QWEN_2_5, type="default"), "rope_type is 'default' but must be one that has factor, such as 'yarn'"),
     (rescaled(QWEN_2_5, factr=4.0), f"factr is 4.0 {ABSENT}; did you mean factor?"),
     (

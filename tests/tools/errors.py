@@ -24,7 +24,8 @@ rope(q, k, 4096) -> rope.rotate_qk: positions is 4096 but must be a tensor; pass
 rope(q, k, [0, 1, 2]) -> rope.rotate_qk: positions is of type list but must be a tensor; torch.as_tensor makes one
 rope(q, k, offset=torch.tensor(3)) -> rope.rotate_qk: offset is of type Tensor but must be an integer; pass positions
 rotate_qk(query=q, key=k, cos=cos, sin=sin) -> rope.rotate_qk: query is not an argument; its name here is q
-rope(query=q) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
+rope(query=q, k=k) -> torch_rope.RotaryEmbedding: query is not an argument; its name here is q
+rope(k=k) -> torch_rope.RotaryEmbedding: q is missing but must be a tensor
 rotate_qk(q, cos=cos, sin=sin) -> rope.rotate_qk: k is missing but must be a tensor
 rotate_into_cache_(q, k, k, key_cache=q) -> rope.rotate_into_cache_: key_cache is not ... its name here is k_cache
 cos_sin(t=ints, freqs=freq) -> rope.cos_sin: t is not an argument; its name here is positions

@@ -87,8 +87,9 @@ def _made(config: Mapping) -> Any:
         _need(value is None or isinstance(value, dict), name, value, "a dict")
         for each in _parts(value):
             of_a_kind = each.keys() - _OF_EVERY_KIND
-            good = each.get("rope_type") or each.get("type") or not of_a_kind or of_a_kind - _OF_SOME_KIND
-            _need(bool(good), name, each, "a dict with a rope_type, such as 'linear' or 'yarn'")
+            if not (each.get("rope_type") or each.get("type") or of_a_kind - _OF_SOME_KIND) and of_a_kind:
+                must_have = "must have one, such as 'linear' or 'yarn'"
+                raise ValueError(f"torch_rope.frequencies.from_config: {name} has no rope_type but {must_have}")
     _need(not rope or not old or rope == old, "rope_scaling", old, "absent, or equal to rope_parameters")
     if not any(re.search("theta|rotary_emb_base", str(name)) for name in text):
         # transformers takes the base of the class, but the model may have had another before it was lost.
@@ -292,6 +293,7 @@ def _arguments(config: Any, rope: Mapping) -> tuple[str, dict]:
     return kind, arguments
 
 
+@named
 def parse(config: Any, layer_type: str | None = None, *, layer: int | None = None) -> tuple[str, dict]:
     """Returns the kind of a model's frequencies, a key of :data:`torch_rope.frequencies.KINDS`, and the arguments of its
     function, without seq_len and long: call it to follow the length of the sequence yourself. The arguments and errors
@@ -318,6 +320,7 @@ def read(config: Any, layer_type: str | None = None, layer: int | None = None) -
     return first
 
 
+@named
 def rotates(config: Any, layer: int) -> bool:
     """Returns whether the layer with an index rotates. Some layers of Llama 4, SmolLM3, Cohere 2, EXAONE 4 and Granite
     SWA do not, nor do layers without attention.
@@ -368,6 +371,7 @@ def _plain(name: str) -> str:
 _FAMILIES = {_plain(name): name for name in INTERLEAVED | HALF_SPLIT}
 
 
+@named
 def is_interleaved(config: Any) -> bool:
     """Returns whether a model has interleaved pairs, by its model_type, or by its architectures if that is not known.
 

@@ -124,6 +124,7 @@ def _powers(function: str, rotary_dim: int, base: float, name: str = "rotary_dim
     return powers(rotary_dim, base)
 
 
+@named
 def partial_rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
     """Returns how many channels of a head are rotated: ``int(head_dim * partial_rotary_factor)``, as in transformers.
 
