@@ -5,8 +5,8 @@ NEIGHBOURS generates mistakes: members and variables that are easily used for on
 for the last. A line may begin with words and a colon. Then only members of variables with these names are meant: in
 "p params: q k v" those of `p` and `params`. If there is a colon but no words, the names are those of variables.
 
-A written mistake is (its effect, the file, text of the file with «» around the replaced part, the replacement); one in the
-Python package names the test file that must fail, too.
+A written mistake is (its effect, the file, text of the file with «» around the replaced part, the replacement), where both
+are whole expressions or statements; one in the Python package names the test file that must fail, too.
 """
 
 from dataclasses import dataclass, field
@@ -85,7 +85,7 @@ WRITTEN_CPU = [
     ("every copy is one of the first token or head", "csrc/cpu/tiles.inc", "some.in += «token * side.in[1] + head * side.in[2]»;", "0"),
     ("every sequence is read where the first one is", "csrc/cpu/rotate.inc", "static_cast<const T*>(data.in) + «b * side.in[0]» + s * side.in[1]", "0"),
     ("x is read from where its gradient begins", "csrc/cpu/tables.inc", "first(call.x[i].data, «dx»);", "dg"),
-    ("a thread begins with the row after its first one", "csrc/cpu/tables.inc", "(call.starts[middle] «<» begin ? row", "<="),
+    ("a thread begins with the row after its first one", "csrc/cpu/tables.inc", "(«call.starts[middle] < begin» ? row", "call.starts[middle] <= begin"),
     ("copies of one head have the scale of the first one", "csrc/cpu/tiles.inc", "some.divisors += «head * side.scale»;", "0"),
     ("sin has the wrong sign in interleaved bfloat16", "csrc/cpu/head.inc", "rotate(x2.even, x2.odd, c, «-s»)", "s"),
     ("the common term of a norm's gradient has the wrong sign", "csrc/cpu/norm_backward.inc", "const A common = «-(scale * scale * ((heads == 1 ? products : A(all_products)) / A(heads * n)))»;", "(scale * scale * ((heads == 1 ? products : A(all_products)) / A(heads * n)))"),
@@ -108,7 +108,7 @@ WRITTEN_CPU = [
     ("dimensions that overlap are taken for nested", "csrc/overlap.cpp", "nested = nested && «within <= step(d)»;", "true"),
     ("tensors in different storages are compared by storage offset alone", "csrc/overlap.h", "-apart < length_ && «storage_ == other.storage_»", "true"),
     ("tensors with the same first element are taken for the same", "csrc/overlap.cpp", "if («sizes_[d] != other.sizes_[d] || (sizes_[d] > 1 && strides_[d] != other.strides_[d])») return false;", "false"),
-    ("q is taken for written though there is a q_out", "csrc/autograd/in_place.inc", "may_write(i)« && !(i == 0 && has_q_out)»", ""),
+    ("q is taken for written though there is a q_out", "csrc/autograd/in_place.inc", "«may_write(i) && !(i == 0 && has_q_out)»", "may_write(i)"),
     ("every scale is divided by with its reciprocal", "csrc/cpu/head.inc", "scale(«given > 0x1p-60f && given < 0x1p60f» ?", "true"),
     ("a NaN becomes the largest float8", "csrc/quantise.h", "«given > 0x7f800000 ? zero + int(divisor.nan) : limited»", "limited"),
     ("the first part of a frequency is added twice", "csrc/call.cpp", "strides[0] = split ? «inv_freq.stride(0)» : 0;", "0"),
@@ -119,23 +119,23 @@ WRITTEN_CPU = [
     ("the norm's backward does not check shapes of gradients", "csrc/ops.h", "    check_gradients(call, {&q, &k});\n", ""),
     ("a sparse tensor is not named", "csrc/ops.cpp", "TORCH_CHECK_NOT_IMPLEMENTED(«t.layout() == at::kStrided» && ", "true"),
     ("tangents of tensors with less than three dimensions are not noticed", "csrc/autograd/autograd.h", "std::any_of(own.begin(), own.end(), [](const Tensor& t) { return «has_tangent(t)»; });", "t.defined() && t.dim() > 2 && has_tangent(t)"),
-    ("gradients are computed that are not needed", "csrc/autograd/rotation.inc", "grads[i].defined()« && ctx->needs_input_grad(first + i)»;", ""),
+    ("gradients are computed that are not needed", "csrc/autograd/rotation.inc", "«grads[i].defined() && ctx->needs_input_grad(first + i)»;", "grads[i].defined()"),
     ("rotate does not notice a learned sin", "csrc/autograd/rotation.inc", "if («any_needed(angles.cos, angles.sin, angles.inv_freq)») return rotate_learned(", "any_needed(angles.cos, angles.inv_freq)"),
     ("the tangent of a weight's gradient lacks r", "csrc/autograd/norm.inc", "sum_for(weight, «h * x * r»)", "h * x"),
     ("inv_freq that requires grad is accepted", "csrc/autograd/norm.inc", "  check(\"inv_freq\", angles.inv_freq);\n", ""),
     ("derivatives are computed in the dtype of the tables", "csrc/autograd/tables.inc", "return at::promote_types(«type», dtype.value_or(at::kFloat));", "dtype.value_or(at::kFloat)"),
     ("the backward of tables keeps only one of two tangents", "csrc/autograd/tables.inc", "cos_tangent = cos_tangent.defined() ? «cos_tangent + c» : c;", "c"),
     ("inference tensors are written outside inference_mode", "csrc/autograd/in_place.inc", "TORCH_CHECK(«inference || !t.is_inference()», python_name", "true"),
-    ("eager results are quantised before they are rounded", "csrc/cpu/tiles.inc", "(«p.rounding != kOnce || »sizeof(T) == 8)", ""),
-    ("the rest of the other axis is missing", "csrc/angle.h", "rest = rest« + more_rest» + error;", " + T(0.0f)"),
+    ("eager results are quantised before they are rounded", "csrc/cpu/tiles.inc", "(«p.rounding != kOnce || sizeof(T) == 8»)", "sizeof(T) == 8"),
+    ("the rest of the other axis is missing", "csrc/angle.h", "rest = «rest + more_rest + error»;", "rest + error"),
     ("the first product of an eager rotation is not rounded", "csrc/rotation.h", "return «round(own * cos)» +", "own * cos"),
     ("the exponents that are skipped are not counted", "csrc/quantise.h", " + «(exponent >> shift)») ^", "0 * exponent"),
 ]  # fmt: skip
 
 WRITTEN_CUDA = [
     ("float16 is rounded twice", "csrc/cuda/vectors.cuh", "ROPE_FN void round_to(float x, __half& y) { y = __float2half_rn(«x»); }", "__bfloat162float(__float2bfloat16_rn(x))"),
-    ("a pad must have an allowed position", "csrc/cuda/general.cuh", "check_token(valid« || (p.has_slots && block < 0)», ", ""),
-    ("a pad of a usual call must have an allowed position", "csrc/cuda/usual.cuh", "check_token(valid« || pad», fits)", ""),
+    ("a pad must have an allowed position", "csrc/cuda/general.cuh", "check_token(«valid || (p.has_slots && block < 0)», ", "valid"),
+    ("a pad of a usual call must have an allowed position", "csrc/cuda/usual.cuh", "check_token(«valid || pad», fits)", "valid"),
     ("positions choose no cells", "csrc/cuda/general.cuh", "block = b, in_block = «position»;", "s"),
     ("positions choose no cells of a usual call", "csrc/cuda/usual.cuh", "in_block = int(«position»);", "s"),
     ("many blocks are taken for one", "csrc/cuda/rotate_plan.h", "one_block = «p.blocks <= 1» ||", "p.blocks >= 1"),
@@ -208,14 +208,14 @@ WRITTEN_METAL = [
     ("wide heads are fewer with chunks of eight", "csrc/mps/plan.h", "chunks_of(p, four ? «4» : 1, true)", "8"),
     ("a table by head has the rows of a table by token", "csrc/mps/plan.h", "tokens.rows * («by_head ? p.sides[kQ].heads : 1»)", "1"),
     ("v is always in the list of heads", "csrc/mps/plan.h", "c.v_apart = v.heads && «v.head_dim != q.head_dim»;", "false"),
-    ("what the sum over axes loses is dropped", "csrc/angle.h", "rest = rest + more_rest« + error»;", " + T(0.0f)"),
+    ("what the sum over axes loses is dropped", "csrc/angle.h", "rest = «rest + more_rest + error»;", "rest + more_rest"),
     ("all axes use the frequencies of the first", "shaders/cos_sin.metal", "    freq += ulong(p.inv_freq[1]);\n", ""),
     ("the last token of a table row is missing", "shaders/tables.metal", "end = «starts[row + 1]»;", "max(starts[row + 1] - 1, begin)"),
     ("attention_factor scales every portion", "shaders/tables.metal", "sum.add(«shared[j * threads + first_portion + portion * size.x]»);", "scaled(shared[j * threads + first_portion + portion * size.x], p.factor_hi, p.factor_lo)"),
     ("the stride of a dimension of one element is checked", "csrc/plan.h", "if («sizes[d] > 1» && strides", "true"),
     ("half of the channels past rotary_dim are not copied", "csrc/plan.h", "ceil_div(p.sides[kQ].head_dim - p.rotary_dim, «2 * vector»)", "4 * vector"),
     ("one cell past a block is allowed", "csrc/plan.h", "cache_by_position ? «p.block_size - 1» : INT64_MAX", "p.block_size"),
-    ("positions far outside the table are not moved next to it", "csrc/call.cpp", "reshape(-1)«.clamp(-1 - offset, last)».add", ""),
+    ("positions far outside the table are not moved next to it", "csrc/call.cpp", "«rotate.positions->to(at::kLong).reshape(-1).clamp(-1 - offset, last)».add", "rotate.positions->to(at::kLong).reshape(-1)"),
 ]  # fmt: skip
 
 # In the package: the file is in torch_rope/, the test in tests/.

@@ -59,43 +59,17 @@ def locate(file: str, text: str, pattern: str) -> tuple[int, int]:
     return start, start + len(inside)
 
 
-def expression_around(text: str, start: int, end: int) -> tuple[int, int]:
-    """Returns start and end of the whole expression (an operand or an argument) that contains text[start:end]."""
-    stop = r"(?<![=!<>])=(?!=)|(?<!:)[?:](?!:)|[,;]|&&|\|\||\breturn\b"
-    tokens = [(m[0], m.start(), m.end()) for m in re.finditer(rf"{stop}|[()\[\]{{}}]", code_of(text))]
-
-    def nearest(tokens, opening: str, closing: str) -> tuple[str, int, int]:
-        depth = 0
-        for token in tokens:
-            if depth == 0 and token[0] not in opening:
-                return token
-            depth += (token[0] in opening and 1) or (token[0] in closing and -1)
-        raise ValueError(f"not in an expression: {text[start:end]}")
-
-    first = nearest((t for t in reversed(tokens) if t[2] <= start), ")]}", "([{")[2]
-    last = nearest((t for t in tokens if t[1] >= end), "([{", ")]}")[1]
-    inside = text[first:last]
-    return first + len(inside) - len(inside.lstrip()), last - len(inside) + len(inside.rstrip())
-
-
 def is_statement(text: str) -> bool:
     """Returns whether text is one or more whole statements, not an expression."""
     return text.rstrip().endswith((";", "}"))
 
 
 def written(sources: dict[str, str], table: Iterable[tuple[str, str, str, str]]) -> list[Mutant]:
-    """Returns the mutants of a table of (what is wrong, file, pattern, replacement).
-
-    If a replacement is only a part of an operation, the mutant replaces the whole expression around it.
-    """
+    """Returns the mutants of a table of (what is wrong, file, pattern, replacement)."""
     mutants = []
     for what, file, old, new in table:
         text = sources[file]
         start, end = locate(file, text, old)
-        operation = r"\s*(?:$|[-+*/%<>=&|.,])|.*[-+*/%<>=&|,]\s*$"
-        if not is_statement(text[start:end]) and (re.match(operation, new) or re.match(operation, text[start:end])):
-            first, last = expression_around(text, start, end)
-            start, end, new = first, last, text[first:start] + new + text[end:last]
         mutants.append(Mutant(file, start, end, text[start:end], new, what, text.count("\n", 0, start) + 1))
     return mutants
 
