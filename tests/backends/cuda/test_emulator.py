@@ -22,8 +22,8 @@ def any_order(library, request):
     library.thread_order(0)
 
 
-def run(library, kernel, blocks, threads, x, out, dynamic=1024):
-    error = library.run(kernel, blocks, threads, x.data_ptr(), out.data_ptr(), x.numel(), dynamic)
+def run(library, kernel, blocks, threads, x, out):
+    error = library.run(kernel, blocks, threads, x.data_ptr(), out.data_ptr(), x.numel())
     library.check_guards()
     assert error == "no error"
     return out
@@ -44,7 +44,7 @@ def test_threads_that_wait_for_each_other_see_what_was_written_before(any_order)
 
 def test_memory_that_was_not_written_holds_nans(any_order):
     """A tensor does, and shared memory does again in every thread block."""
-    out = torch.empty(40)
+    out = torch.empty(20)
     assert out.isnan().all()
     assert run(any_order, "not_written_before", 5, 4, torch.empty(0), out.zero_()).isnan().all()
 
@@ -57,7 +57,6 @@ MISTAKES = [
     ("before_the_start", 1, f"write of 4 bytes, 8 bytes before the start {MEMORY}"),
     ("null_pointer", 1, "read of 4 bytes through a null pointer"),
     ("misaligned", 1, "misaligned pointer"),
-    ("past_shared", 1, "read of 4 bytes, 0 bytes past the end of the launch's shared memory of 256 bytes"),
     ("two_writes", 2, r"two writes of memory at byte 0 of 1024, with block \(0, 0, 0\), thread \([01], 0, 0\)"),
     ("neighbour", 8, "read after write of memory|write after read of memory"),
     ("halves_of_an_element", 2, None),
@@ -87,7 +86,7 @@ def test_a_mistake_is_reported(kernel, threads, message, any_order):
             run(any_order, kernel, 1, threads, x, out)
             continue
         with pytest.raises(RuntimeError) as error:
-            run(any_order, kernel, 1, threads, x, out, dynamic=256)
+            run(any_order, kernel, 1, threads, x, out)
         assert re.search(message, str(error.value)), error.value
     run(any_order, "warp_sum", 4, 64, x, out)
 
@@ -96,9 +95,6 @@ def test_a_race_of_two_thread_blocks_is_reported(any_order):
     x, out = fresh(256)
     with pytest.raises(RuntimeError, match=r"two writes of memory at byte 0 of 1024, with block \(\d, 0, 0\), thread"):
         run(any_order, "two_writes", 5, 1, x, out)
-    any_order.check_races(False)
-    run(any_order, "two_writes", 5, 1, x, out)
-    any_order.check_races(True)
     for _ in range(2):  # two launches are no race: one follows the other
         run(any_order, "two_writes", 1, 1, x, out)
 
@@ -110,11 +106,11 @@ def test_freed_and_foreign_memory_must_not_be_touched(library):
     del out
     for to, message in (freed, "at byte 0 of a freed allocation of 1024 bytes"), (address, "write of 4 bytes"):
         with pytest.raises(RuntimeError, match=message):
-            library.run("two_writes", 1, 1, x.data_ptr(), to, 0, 0)
+            library.run("two_writes", 1, 1, x.data_ptr(), to, 0)
     library.allow_foreign(True)
-    library.run("two_writes", 1, 1, x.data_ptr(), address, 0, 0)
+    library.run("two_writes", 1, 1, x.data_ptr(), address, 0)
     with pytest.raises(RuntimeError, match="freed"):
-        library.run("two_writes", 1, 1, x.data_ptr(), freed, 0, 0)
+        library.run("two_writes", 1, 1, x.data_ptr(), freed, 0)
     library.allow_foreign(False)
     assert foreign[0] == 1.0
 
@@ -136,6 +132,6 @@ def test_a_write_of_the_host_next_to_an_allocation_is_reported(library, distance
 
 def test_a_launch_past_the_limits_of_gpus_is_refused(library):
     x, out = fresh(4)
-    for blocks, threads, dynamic in (0, 1, 0), (1, 0, 0), (1, 1025, 0), (1, 1, 48 * 1024 + 1), (2**31, 1, 0):
-        error = library.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4, dynamic)
+    for blocks, threads in (0, 1), (1, 0), (1, 1025), (2**31, 1):
+        error = library.run("two_writes", blocks, threads, x.data_ptr(), out.data_ptr(), 4)
         assert error == "invalid configuration argument"

@@ -2,23 +2,19 @@
 
 The emulator runs the kernels with plans for one multiprocessor, and shows that they compute the right values. These
 tests plan random calls for whole GPUs: all heads, tokens and rows must be taken, in the widest accesses that are
-aligned, and within the limits of CUDA.
+aligned, and within the limits of CUDA. They need --emulate, because the emulator's module has the plans.
 """
 
-import functools
-import importlib.util
 import itertools
 import math
 import random
-import shutil
-import subprocess
-import sys
-import sysconfig
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import DTYPES, EXHAUSTIVE, LAYOUTS, ROOT
+from cases import DTYPES, EXHAUSTIVE, LAYOUTS
+
+from torch_rope import _C
 
 ORDER = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # the order of DType in csrc/args.h
 H200 = 132  # multiprocessors
@@ -28,27 +24,7 @@ MOST_PARTS = 1024  # of the backward of the norm
 INT32 = 2**31 - 1
 SEEDS = range(1000 if EXHAUSTIVE else 100)
 
-pybind11 = pytest.importorskip("pybind11")
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="plan.h is compiled by g++")
-
-
-@functools.cache
-def module():
-    """Builds the Python module rope_plan if it is older than its sources, and returns it."""
-    source = ROOT / "tests/backends/cuda/emulator/plan.cpp"
-    library = ROOT / "build" / f"plan-{sys.implementation.cache_tag}" / "rope_plan.so"
-    made_of = [source, *ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.h")]
-    if not library.exists() or library.stat().st_mtime < max(path.stat().st_mtime for path in made_of):
-        library.parent.mkdir(parents=True, exist_ok=True)
-        new = library.with_suffix(f".{random.SystemRandom().getrandbits(32)}")
-        include = [f"-I{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
-        flags = ["-std=c++20", "-O0", "-Wall", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden"]
-        subprocess.run(["g++", *flags, *include, source, "-o", new], check=True)
-        new.replace(library)
-    spec = importlib.util.spec_from_file_location("rope_plan", library)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+pytestmark = pytest.mark.emulator
 
 
 # ---- calls with tensors that have no memory ----
@@ -150,17 +126,17 @@ class Call:
 
 
 def plan(call, processors=H200):
-    return module().plan(processors, *call.arguments())
+    return _C.plan(processors, *call.arguments())
 
 
 def plan_backward(call, x):
     """Plans the backward of the norm. x: the tensors that were normalised."""
-    return module().plan_backward([replace(call, q=t).arguments()[3][0][0] for t in x], *call.arguments())
+    return _C.plan_backward([replace(call, q=t).arguments()[3][0][0] for t in x], *call.arguments())
 
 
 def plan_tables(call, rows, copies=1, entries=None, listed=False):
     """Plans the gradients of tables with this many rows. The results of the call are the tensors that were rotated."""
-    return module().plan_tables((rows, copies, rows if entries is None else entries, listed), *call.arguments())
+    return _C.plan_tables((rows, copies, rows if entries is None else entries, listed), *call.arguments())
 
 
 def assert_within_limits(plan, norm=False, most=GROUP_THREADS):

@@ -20,15 +20,15 @@ library = emulator.load(emulator.build(sanitize=True))
 x, out = torch.randint(-9, 9, (4, 256)).float(), torch.empty(4)
 for order in range(3):
     library.thread_order(order)
-    library.run("block_sum", 4, 256, x.data_ptr(), out.data_ptr(), 0, 0)
+    library.run("block_sum", 4, 256, x.data_ptr(), out.data_ptr(), 0)
     assert torch.equal(out, x.sum(1))
     try:
-        library.run("full_mask_in_a_branch", 1, 32, x.data_ptr(), x.data_ptr(), 0, 0)
+        library.run("full_mask_in_a_branch", 1, 32, x.data_ptr(), x.data_ptr(), 0)
     except RuntimeError as e:
         print(e)
 del out
 sys.stdout.flush()
-library.run("past_the_end", 1, 1, x.data_ptr(), x.data_ptr(), x.numel(), 0)
+library.run("past_the_end", 1, 1, x.data_ptr(), x.data_ptr(), x.numel())
 """
     environment = os.environ | emulator.environment()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

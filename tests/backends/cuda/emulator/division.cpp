@@ -1,8 +1,8 @@
-// Compares the division of csrc/cuda/quantise.cuh with the operator /, compiled for the CPU. test_quantise.py runs it.
+// Compares the division of csrc/cuda/quantise.cuh with the operator /, for test_quantise.py.
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <random>
+#include <sstream>
+#include <vector>
 
 #include "../../../../csrc/cuda/quantise.cuh"
 
@@ -20,23 +20,23 @@ static bool differs(const cuda::Divisor& divisor, float x, float scale) {
   return codes(found) != codes(expected) || (size > 0x1p-20f && size < 0x1p20f && found != expected);
 }
 
-// Arguments: how many random float32 numbers, a seed, then scales. Each scale divides all float16 and all bfloat16
-// numbers. A random number has random bits, or an exponent near that of its scale, which has random bits too.
-int main(int count, char** arguments) {
-  long wrong = 0;
+// Returns the first divisions that are wrong, a line for each. Each scale divides all float16 and all bfloat16 numbers,
+// and then random scales divide `count` random float32 numbers. A random number has random bits, or an exponent near
+// that of its scale.
+std::string wrong_divisions(int count, unsigned seed, const std::vector<float>& scales) {
+  std::ostringstream wrong;
   const auto check = [&](const cuda::Divisor& divisor, float x, float scale) {
-    if (differs(divisor, x, scale) && wrong++ < 10) std::printf("%a / %a is wrong\n", double(x), double(scale));
+    if (wrong.tellp() < 1000 && differs(divisor, x, scale)) wrong << std::hexfloat << x << " / " << scale << "\n";
   };
-  for (int i = 3; i < count; i++) {
-    const float scale = std::strtof(arguments[i], nullptr);
+  for (const float scale : scales) {
     const cuda::Divisor divisor(scale);
     for (int bits = 0; bits < 1 << 16; bits++) {
       check(divisor, float_of(bits << 16), scale);
       check(divisor, __half2float({static_cast<unsigned short>(bits)}), scale);
     }
   }
-  std::mt19937_64 random(std::strtoul(arguments[2], nullptr, 10));
-  for (long left = std::atol(arguments[1]); left > 0; left -= 1000) {
+  std::mt19937_64 random(seed);
+  for (; count > 0; count -= 1000) {
     const int bits = int(random());
     const float scale = float_of(bits);
     const cuda::Divisor divisor(scale);
@@ -47,6 +47,5 @@ int main(int count, char** arguments) {
       check(divisor, float_of(x), scale);
     }
   }
-  std::printf("%ld wrong\n", wrong);
-  return wrong != 0;
+  return wrong.str();
 }

@@ -14,6 +14,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #ifdef __SANITIZE_ADDRESS__  // AddressSanitizer then watches the loads and stores
 #include <sanitizer/asan_interface.h>
@@ -25,16 +26,16 @@ constexpr size_t kStack = 512 * 1024;  // bytes of a fiber's stack
 constexpr size_t kStack = 64 * 1024;
 #endif
 
-// The end of the shared variables. Every thread_local that is linked before this one is taken for a shared variable, so
-// this must be the first thread_local of the file.
-alignas(128) thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
-
 namespace emulator {
 
 Size3 thread_index, block_index, block_size, grid_size;
 Options options;
 
 namespace {
+
+// The end of the shared variables. Every thread_local that is linked before this one is taken for a shared variable, so
+// this must be the first thread_local of the file.
+alignas(128) thread_local unsigned char end_of_variables;
 
 // ---- fibers ----
 
@@ -174,12 +175,13 @@ struct Run {
   };
   std::vector<Touch> touches;
 
-  Memory shared, dynamic;
-  uintptr_t dirty_begin = 0, dirty_end = 0;  // the bytes of `shared` that kernels have accessed
-  uint32_t block_threads = 0;                // threads of a full block
-  std::vector<Memory*> touched;              // memory from allocate() that the launch has accessed
-  Memory* last = nullptr;                    // the memory of the last access, which is looked up first
-  uintptr_t image_begin = 0, image_end = 0;  // the loaded library of the kernel, which has its constants
+  Memory shared;
+  uintptr_t variables = 0, end_of_variables = 0;  // the addresses of the shared variables
+  uintptr_t dirty_begin = 0, dirty_end = 0;       // the bytes of `shared` that the last thread block has accessed
+  uint32_t block_threads = 0;                     // threads of a full block
+  std::vector<Memory*> touched;                   // memory from allocate() that the launch has accessed
+  Memory* last = nullptr;                         // the memory of the last access, which is looked up first
+  uintptr_t image_begin = 0, image_end = 0;       // the loaded library of the kernel, which has its constants
 
   std::string finding;
   const void* where = nullptr;  // the return address of the finding in the kernel
@@ -315,8 +317,7 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
     if (after != registry.live.end()) look(after->second, "an allocation");
     if (after != registry.live.begin()) look(std::prev(after)->second, "an allocation");
     for (const Memory& m : registry.freed) look(m, "a freed allocation");
-    look(run.shared, "the shared variables");
-    look(run.dynamic, "the launch's shared memory");
+    look(run.shared, "the launch's shared memory");
   }
   stop(where, what, place);
 }
@@ -325,7 +326,6 @@ void check_order(Memory& m, uintptr_t a, size_t n, bool write, const void* where
 // launch if they may not.
 Memory* find(uintptr_t a, size_t n, bool write, const void* where) {
   if (run.shared.holds(a, n)) return &run.shared;
-  if (run.dynamic.holds(a, n)) return &run.dynamic;
   for (Memory* m : run.touched) {
     if (m->holds(a, n)) return m;
   }
@@ -413,7 +413,6 @@ constexpr size_t kAligned = 16;
     counted.bytes += n;
     counted.count[width]++;
     if (options.lines) touch(counted, a - m->begin, n, where);
-    if (!options.races) return;
   }
   check_order(*m, a, n, write, where);
 }
@@ -593,12 +592,11 @@ void run_block() {
   run.block_time = {};
   run.ready.clear();
   run.idle = run.fibers;
-  run.last = &run.dynamic;
+  run.last = &run.shared;
   if (run.dirty_begin < run.dirty_end)
     memset(reinterpret_cast<void*>(run.dirty_begin), 0xff, run.dirty_end - run.dirty_begin);
   run.dirty_begin = UINTPTR_MAX;
   run.dirty_end = 0;
-  memset(dynamic_shared, 0xff, run.launch->dynamic_shared);
   switch_from(run.host);
   count_lines();
   if (run.finding.empty() && run.done < run.threads.size()) run.finding = "the threads of a block wait for each other";
@@ -608,7 +606,7 @@ void run_block() {
 
 // Finds the shared variables, which are thread_local and so different in each host thread, and the kernel's library.
 void find_images() {
-  dynamic_shared[0] = 0xff;  // the first use makes the thread_local variables of this host thread
+  run.end_of_variables = uintptr_t(&end_of_variables);  // this makes those of this host thread
   const auto look = [](dl_phdr_info* info, size_t, void*) {
     uintptr_t begin = UINTPTR_MAX, end = 0, variables = 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {
@@ -618,11 +616,7 @@ void find_images() {
       if (part.p_type == PT_TLS) variables = uintptr_t(info->dlpi_tls_data) + part.p_filesz;
     }
     if (uintptr_t(run.launch->kernel) - begin < end - begin) run.image_begin = begin, run.image_end = end;
-    if (uintptr_t(&run) - begin < end - begin) {
-      run.dirty_begin = run.shared.begin = variables / 16 * 16;
-      run.dirty_end = run.shared.end = run.dynamic.begin = uintptr_t(dynamic_shared);
-      run.shared.shared = run.dynamic.shared = true;
-    }
+    if (uintptr_t(&run) - begin < end - begin) run.variables = variables / 16 * 16;
     return 0;
   };
   dl_iterate_phdr(look, nullptr);
@@ -725,14 +719,14 @@ void launch(const Launch& l) {
   run.where = nullptr;
   run.host.stack = nullptr;
   // The launch is from another host thread, or the kernel is in another library.
-  if (run.dynamic.begin != uintptr_t(dynamic_shared) ||
+  if (run.end_of_variables != uintptr_t(&end_of_variables) ||
       uintptr_t(l.kernel) - run.image_begin >= run.image_end - run.image_begin)
     find_images();
-  run.dynamic.end = run.dynamic.begin + l.dynamic_shared;
-  run.dynamic.era = 0;  // its size may have changed
-#ifdef __SANITIZE_ADDRESS__
-  run.dirty_begin = run.shared.begin, run.dirty_end = run.shared.end;  // accesses are not seen: clear everything
-#endif
+  const auto shared = uintptr_t(l.shared);
+  run.shared.begin = run.dirty_begin = shared ? shared : run.variables;
+  run.shared.end = run.dirty_end = shared ? shared + l.shared_bytes : run.end_of_variables;
+  run.shared.shared = true;
+  run.shared.era = 0;  // its size may have changed
   grid_size = l.grid;
   const Permutation order(blocks);
   for (uint64_t i = 0; i < blocks && run.finding.empty(); i++) {
@@ -812,11 +806,10 @@ void check_guards() {
   if (!finding.empty()) throw std::runtime_error(finding);
 }
 
-std::vector<Record> last_launches(bool clear) {
+std::vector<Record> last_launches() {
   const std::lock_guard<std::mutex> lock(run.mutex);
-  const std::vector<Record> records(run.records.begin(), run.records.end());
-  if (clear) run.records.clear();
-  return records;
+  const auto records = std::exchange(run.records, {});
+  return {records.begin(), records.end()};
 }
 
 }  // namespace emulator

@@ -22,19 +22,18 @@ struct Bound {
 };
 struct Launch {
   Size3 grid, block;
-  size_t dynamic_shared;                // bytes
   const void* kernel;                   // its address, from which its name and its library's constants are found
   void (*call)(const void* arguments);  // runs the kernel for one thread
   const void* arguments;
-  Size3 threads = {0, 0, 0};                  // of the grid on each axis, if the last block is not full; else 0
+  bool dependent;             // the kernel may begin before the previous one has ended, see wait_for_previous_launch()
+  Size3 threads = {0, 0, 0};  // of the grid on each axis, if the last block is not full; else 0
   const std::vector<Bound>* bound = nullptr;  // if given, the only memory from allocate() that the kernel may touch
-  bool dependent = false;  // the kernel may begin before the previous one has ended, see wait_for_previous_launch()
+  void* shared = nullptr;                     // the shared memory of a thread block; if null, the shared variables
+  size_t shared_bytes = 0;
 };
-void launch(const Launch&);
-
 // The shared variables are the thread_local variables of the kernels' object files, which must be linked before
-// emulator.o. Launch::dynamic_shared can be this many bytes.
-constexpr size_t kDynamicShared = 99 * 1024;
+// emulator.o.
+void launch(const Launch&);
 
 // Allocates memory that kernels may touch. It has guards on both sides, and every byte is 0xff at first.
 void* allocate(size_t bytes);
@@ -44,7 +43,6 @@ void check_guards();
 
 enum class Order { kForward, kBackward, kScrambled };
 struct Options {
-  bool races = true;              // check memory from allocate() for races; shared memory is always checked
   bool foreign = false;           // kernels may touch memory that is not from allocate()
   bool lines = false;             // count the lines of memory that warps touch, see Accesses
   Order order = Order::kForward;  // of the blocks, and of the threads in each block
@@ -66,6 +64,6 @@ struct Record {
   };
   std::vector<Allocation> allocations;  // those that the kernel touched
 };
-std::vector<Record> last_launches(bool clear);  // at most the last 1000
+std::vector<Record> last_launches();  // those since the last call, but at most the last 1000
 
 }  // namespace emulator

@@ -33,7 +33,7 @@ COMPILE = (
 KERNEL = f"-x c++ -Og -fno-tree-sra -Werror -D__CUDACC__ -I{HERE}/device"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 KINDS = {
-    # the flags for the kernels, for emulator.cpp, and for the rest of the host code
+    # the flags for the kernels, for host code that must be fast, and for the rest of the host code
     "checked": (
         "-fsanitize=thread,signed-integer-overflow --param tsan-instrument-func-entry-exit=0",
         "-O2",
@@ -109,9 +109,9 @@ def _ninja(folder: Path, kind: str, extension: Path) -> str:
         f"  command = g++ -shared $in -o $out $flags {libraries} -lc10 -ltorch_cpu -ltorch -ltorch_python",
     ]
     own = []
-    for source in f"{HERE}/emulator.cpp", f"{HERE}/module.cpp", "csrc/cuda/cuda.cpp":
+    for source in *(f"{HERE}/{name}.cpp" for name in ("emulator", "division", "module", "plan")), "csrc/cuda/cuda.cpp":
         own.append(folder / Path(source).with_suffix(".o").name)
-        flags = KINDS[kind][1 if source.endswith("emulator.cpp") else 2]
+        flags = KINDS[kind][1 if own[-1].stem in ("emulator", "division") else 2]
         lines += [f"build {own[-1]}: host {source}", f"  flags = {flags}"]
     # The kernels come before emulator.cpp, which takes every thread_local that is linked before its own for shared
     # memory.

@@ -1,6 +1,7 @@
 // The module torch_rope._C with the CUDA back end on the emulator. It registers the CUDA operators for CPU tensors.
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "emulator.h"
 
@@ -29,10 +30,9 @@ py::dict counts(const emulator::Record& r, emulator::Accesses emulator::Record::
   return counts;
 }
 
-// Returns what the launches since the last call did, but at most the last 1000.
 py::list last_launches() {
   py::list launches;
-  for (const emulator::Record& r : emulator::last_launches(true)) {
+  for (const emulator::Record& r : emulator::last_launches()) {
     py::dict d;
     d["grid"] = py::make_tuple(r.grid.x, r.grid.y, r.grid.z);
     d["loads"] = counts(r, &emulator::Record::Allocation::loads);
@@ -48,8 +48,11 @@ py::list last_launches() {
 }  // namespace
 
 // Launches a kernel of selftest.cu, see there.
-std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n,
-                      size_t dynamic);
+std::string self_test(const std::string& kernel, unsigned blocks, unsigned threads, uintptr_t in, uintptr_t out, int n);
+// Returns the divisions of division.cpp that are wrong, see there.
+std::string wrong_divisions(int count, unsigned seed, const std::vector<float>& scales);
+// Defines the functions of plan.cpp.
+void bind_plans(py::module_&);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The CUDA back end of torch_rope, emulated on the CPU.";
@@ -58,15 +61,14 @@ PYBIND11_MODULE(_C, m) {
       "install_allocator", [] { c10::SetCPUAllocator(new GuardedAllocator, 255); },
       "Makes torch allocate all CPU memory with guards, which the emulator checks.");
   m.def(
-      "check_races", [](bool check) { emulator::options.races = check; },
-      "Sets whether races on tensors are errors; races on shared memory always are.");
-  m.def(
       "allow_foreign", [](bool allow) { emulator::options.foreign = allow; },
       "Sets whether kernels may touch memory that torch did not allocate.");
   m.def("check_guards", &emulator::check_guards, "Raises RuntimeError if memory next to a tensor was written.");
-  m.def("last_launches", &last_launches, "Returns what the launches since the last call did, as dicts.");
+  m.def("last_launches", &last_launches, "Returns what at most 1000 launches since the last call did, as dicts.");
   m.def(
       "thread_order", [](int order) { emulator::options.order = emulator::Order(order); },
       "Sets the order of thread blocks, and of the threads in each: 0 forward, 1 backward, 2 scrambled.");
+  m.def("wrong_divisions", &wrong_divisions, "Returns lines of divisions of csrc/cuda/quantise.cuh that are wrong.");
+  bind_plans(m);
   m.def("run", &self_test, py::call_guard<py::gil_scoped_release>(), "Launches a kernel of selftest.cu.");
 }

@@ -1,4 +1,4 @@
-// The Python module rope_plan: the plans of csrc/cuda, which test_plan.py builds. Plain C++, without torch or CUDA.
+// The plans of csrc/cuda as functions of the Python module, for test_plan.py.
 #include "../../../../csrc/cuda/norm_plan.h"
 
 #include <pybind11/pybind11.h>
@@ -117,4 +117,4 @@ void bind(py::module_& m, RotateArgs (*)(Call...)) {
 
 }  // namespace
 
-PYBIND11_MODULE(rope_plan, m) { bind(m, &args); }
+void bind_plans(py::module_& m) { bind(m, &args); }

@@ -171,7 +171,6 @@ TORCH_LIBRARY(simulator, m) {
   m.def("synchronize() -> ()", [] { simulated_synchronize(); });
   m.def("last_dispatches() -> str", &simulator::last_dispatches);
   m.def("thread_order(int order) -> ()", [](int64_t order) { emulator::options.order = emulator::Order(order); });
-  m.def("check_races(bool check) -> ()", [](bool check) { emulator::options.races = check; });
   m.def("count_lines(bool count) -> ()", [](bool count) { emulator::options.lines = count; });
   m.def("allow_foreign(bool allow) -> ()", [](bool allow) { emulator::options.foreign = allow; });
   m.def("pipelines() -> str", &pipelines);

@@ -14,14 +14,14 @@
 #include <stdexcept>
 #include <utility>
 
-extern thread_local unsigned char dynamic_shared[emulator::kDynamicShared];
-
 namespace simulator {
 
 size_t max_threads = 1024;
 std::atomic<int> compilations = 0;
 
 namespace {
+
+alignas(128) char threadgroup_memory[kThreadgroupMemory];
 
 constexpr size_t kSparse = size_t(256) << 20;  // buffers of more bytes are sparse
 
@@ -51,7 +51,7 @@ size_t groups(const Dispatch& d, int axis) { return (d.threads[axis] + d.group[a
 
 // Records the emulator's last launch. A buffer that is bound twice is recorded twice, with the same numbers.
 void record(const Dispatch& d) {
-  const auto launches = emulator::last_launches(true);
+  const auto launches = emulator::last_launches();
   const Kernel& k = *d.pipeline.kernel;
   std::ostringstream out;
   const auto size = [&](const char* name, auto of) {
@@ -216,7 +216,7 @@ void run(const Dispatch& d) {
     const auto [attribute, index, _] = k.parameters[i];
     if (d.pipeline.absent[i]) continue;
     if (attribute == kthreadgroup) {
-      call.data[i] = dynamic_shared + shared;
+      call.data[i] = threadgroup_memory + shared;
       shared += d.threadgroup_memory[index];
     } else if (const Binding& b = d.buffers[index]; attribute == kbuffer) {
       call.data[i] = b.memory->data + b.offset;
@@ -228,13 +228,13 @@ void run(const Dispatch& d) {
   call.threads = size([&](int i) { return d.threads[i]; });
   const emulator::Size3 grid = size([&](int i) { return groups(d, i); });
   rints = 0;
-  emulator::last_launches(true);
+  emulator::last_launches();
   std::string finding;
   try {
     const FlushDenormals flush;
-    emulator::launch({grid, call.group, shared, reinterpret_cast<const void*>(k.function),
+    emulator::launch({grid, call.group, reinterpret_cast<const void*>(k.function),
                       [](const void* c) { static_cast<const Call*>(c)->kernel->call(*static_cast<const Call*>(c)); },
-                      &call, call.threads, &bound});
+                      &call, false, call.threads, &bound, threadgroup_memory, shared});
   } catch (const std::exception& error) {
     finding = error.what();
   }

@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <map>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -17,9 +16,8 @@
 #define __grid_constant__
 #define __forceinline__ inline  // if kernels share these functions, they compile in a third of the time
 #define __launch_bounds__(...)
-// thread_local is allowed where __shared__ is, alone in a function and after extern, and its variables are in a segment
-// of their own, which the emulator can find. Dynamic shared memory must be declared outside of all namespaces and with
-// this name:  extern __shared__ unsigned char dynamic_shared[];
+// thread_local is allowed where __shared__ is, alone in a function, and its variables are in a segment of their own,
+// which the emulator can find. There is no dynamic shared memory.
 #define __shared__ thread_local
 #ifdef __CUDACC__  // in kernel files only: libstdc++ uses __noinline__ as the name of an attribute
 #define __noinline__ __attribute__((noinline))
@@ -47,10 +45,6 @@ __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int lanes, EMULATED_SI
   emulator::warp_exchange(mask, emulator::lane_index() ^ unsigned(lanes), &value, sizeof value,
                           {"__shfl_xor_sync", file, line});
   return value;
-}
-__forceinline__ int __any_sync(unsigned mask, int any, EMULATED_SITE) {
-  for (int lanes = 1; lanes < 32; lanes *= 2) any |= __shfl_xor_sync(mask, any, lanes, file, line);
-  return any != 0;
 }
 
 // ---- arithmetic ----
@@ -124,15 +118,6 @@ struct cudaLaunchConfig_t {
 struct cudaFuncAttributes {
   int ptxVersion;
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-namespace emulator {
-inline std::map<const void*, size_t> allowed_dynamic_shared;  // by kernel, if it is not 48 KB
-}
-template <typename... P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute, int value) {
-  emulator::allowed_dynamic_shared[reinterpret_cast<const void*>(kernel)] = size_t(value);
-  return size_t(value) <= emulator::kDynamicShared ? cudaSuccess : cudaErrorInvalidValue;
-}
 template <typename... P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P...)) {
   attributes->ptxVersion = __CUDA_ARCH__ / 10;
@@ -146,12 +131,10 @@ __forceinline__ void cudaTriggerProgrammaticLaunchCompletion() {}
 
 namespace emulator {
 // Returns whether a launch respects the limits that all GPUs share.
-inline bool fits(const cudaLaunchConfig_t& c, const void* kernel) {
-  const auto allowed = allowed_dynamic_shared.find(kernel);
+inline bool fits(const cudaLaunchConfig_t& c) {
   return c.gridDim.count() && c.blockDim.count() && c.gridDim.x <= 0x7fffffff && c.gridDim.y <= 65535 &&
          c.gridDim.z <= 65535 && c.blockDim.count() <= 1024 && c.blockDim.x <= 1024 && c.blockDim.y <= 1024 &&
-         c.blockDim.z <= 64 &&
-         c.dynamicSmemBytes <= (allowed == allowed_dynamic_shared.end() ? 48 * 1024 : allowed->second);
+         c.blockDim.z <= 64 && c.dynamicSmemBytes == 0;
 }
 
 template <typename... P>
@@ -170,16 +153,10 @@ struct Call {
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), A&&... arguments) {
-  if (!emulator::fits(*config, reinterpret_cast<const void*>(kernel))) return cudaErrorInvalidConfiguration;
+  if (!emulator::fits(*config)) return cudaErrorInvalidConfiguration;
   const emulator::Call<P...> call{kernel, {std::forward<A>(arguments)...}};
-  emulator::launch({config->gridDim,
-                    config->blockDim,
-                    config->dynamicSmemBytes,
-                    reinterpret_cast<const void*>(kernel),
-                    &call.run,
-                    &call,
-                    {0, 0, 0},
-                    nullptr,
-                    config->numAttrs && config->attrs->val.programmaticStreamSerializationAllowed});
+  const bool dependent = config->numAttrs && config->attrs->val.programmaticStreamSerializationAllowed;
+  emulator::launch(
+      {config->gridDim, config->blockDim, reinterpret_cast<const void*>(kernel), &call.run, &call, dependent});
   return cudaSuccess;
 }

@@ -25,7 +25,6 @@ typedef _Float16 half;
 #endif
 #define thread
 #define NAN __builtin_nanf("")
-#define INFINITY __builtin_inff()
 #define UNWATCHED __attribute__((no_sanitize("thread")))  // for functions that read variables of the host
 
 namespace metal {
@@ -56,8 +55,6 @@ inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) |
 #ifdef SIMULATOR_ADDRESS_SPACES
 void threadgroup_barrier(mem_flags) __attribute__((convergent));
 template <typename T>
-T simd_shuffle(T, ushort) __attribute__((const, convergent));
-template <typename T>
 T simd_shuffle_xor(T, ushort) __attribute__((const, convergent));
 }  // namespace metal
 #else
@@ -66,30 +63,15 @@ T simd_shuffle_xor(T, ushort) __attribute__((const, convergent));
 inline void threadgroup_barrier(mem_flags flags, WHERE) {
   emulator::block_barrier({"threadgroup_barrier", file, line}, emulator::Memories(flags));
 }
-}  // namespace metal
-
-namespace simulator {
-
-// Returns the x of another lane. If that lane does not exist, the result is undefined in Metal and all ones here, which
-// is a NaN in the floating types.
-template <typename T>
-T of_lane(T x, uint lane, const emulator::Site& site) {
-  const bool there = lane < 32 && emulator::lanes() >> lane & 1;
-  emulator::warp_exchange(emulator::lanes(), there ? lane : emulator::lane_index(), &x, sizeof x, site);
-  if (!there) __builtin_memset(&x, 0xff, sizeof x);
-  return x;
-}
-
-}  // namespace simulator
-
-namespace metal {
-template <typename T>
-T simd_shuffle(T x, ushort lane, WHERE) {
-  return simulator::of_lane(x, lane, {"simd_shuffle", file, line});
-}
+// If the other lane does not exist, the result is undefined in Metal and all ones here, which is a NaN in the floating
+// types.
 template <typename T>
 T simd_shuffle_xor(T x, ushort mask, WHERE) {
-  return simulator::of_lane(x, emulator::lane_index() ^ mask, {"simd_shuffle_xor", file, line});
+  const uint me = emulator::lane_index(), lane = me ^ mask;
+  const bool there = lane < 32 && emulator::lanes() >> lane & 1;
+  emulator::warp_exchange(emulator::lanes(), there ? lane : me, &x, sizeof x, {"simd_shuffle_xor", file, line});
+  if (!there) __builtin_memset(&x, 0xff, sizeof x);
+  return x;
 }
 #undef WHERE
 }  // namespace metal

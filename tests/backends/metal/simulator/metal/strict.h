@@ -14,7 +14,6 @@
 #define local local_
 #define generic generic_
 #define NAN __builtin_nanf("")
-#define INFINITY __builtin_inff()
 
 #include "types.h"
 typedef __SIZE_TYPE__ size_t;
@@ -39,8 +38,6 @@ T max(T, T);
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
-template <typename T>
-T simd_shuffle(T, ushort);
 template <typename T>
 T simd_shuffle_xor(T, ushort);
 
