@@ -17,16 +17,8 @@ def import_timm():
     does not load either. So the tests install timm alone, and it sees a mock while it is imported. Its models need
     nothing of torchvision.
     """
-    parts = [
-        "",
-        ".transforms",
-        ".transforms.functional",
-        ".ops",
-        ".ops.misc",
-        ".datasets",
-        ".models",
-        ".models.feature_extraction",
-    ]
+    parts = ["", ".datasets", ".models", ".models.feature_extraction", ".ops", ".ops.misc"]
+    parts += [".transforms", ".transforms.functional"]
     mocks = {} if importlib.util.find_spec("torchvision") else {f"torchvision{n}": MagicMock() for n in parts}
     sys.modules.update(mocks)
     try:
